@@ -1,0 +1,19 @@
+"""hpstore: an erasure-coded storage layer for training. Data in, checkpoints out.
+
+pool = hpstore.create(["/mnt/a", "/mnt/b", ...], data=4, parity=2, config="pool.toml")
+pool.put("hello", b"world")
+hpstore.open("pool.toml").get("hello")
+"""
+
+from hpstore import errors
+from hpstore.objects.info import ObjectInfo
+from hpstore.pool import Pool
+from hpstore.pool import create_pool as create
+from hpstore.pool import open_pool as open  # noqa: A004 (hpstore.open is the public name)
+from hpstore.rebuild import Progress, RebuildReport
+from hpstore.status import DeviceStatus, PoolStatus
+
+__version__ = "0.1.0"
+
+__all__ = ["DeviceStatus", "ObjectInfo", "Pool", "PoolStatus", "Progress", "RebuildReport",
+           "create", "errors", "open"]  # fmt: skip

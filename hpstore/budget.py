@@ -1,0 +1,80 @@
+"""Byte budgets: memory is leased, first come first served."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hpstore.errors import BudgetExceeded
+from hpstore.units import format_bytes
+
+
+class ByteBudget:
+    """At most `limit_bytes` leased at a time; a larger request is admitted only when alone.
+
+    Requests are served in order. `waited_total` counts requests that had to wait.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.waited_total = 0
+        self.peak_bytes = 0
+        self._used = 0
+        self._closed = False
+        self._queue: deque[object] = deque()
+        self._turn = threading.Condition()  # guards all of the above
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes leased now."""
+        with self._turn:
+            return self._used
+
+    def acquire(self, nbytes: int, timeout_seconds: float | None = None) -> None:
+        """Lease bytes; waits for its turn. Raises BudgetExceeded on timeout or after close()."""
+        ticket = object()
+        with self._turn:
+            self._queue.append(ticket)
+
+            def ready() -> bool:
+                fits = self._used + nbytes <= self.limit_bytes or self._used == 0
+                return self._closed or (self._queue[0] is ticket and fits)
+
+            if not ready():
+                self.waited_total += 1
+            arrived = self._turn.wait_for(ready, timeout_seconds)
+            self._queue.remove(ticket)
+            self._turn.notify_all()
+            if not arrived or self._closed:
+                raise BudgetExceeded(
+                    f"no {format_bytes(nbytes)} of the budget of "
+                    f"{format_bytes(self.limit_bytes)} became free; nothing was written"
+                )
+            self._used += nbytes
+            self.peak_bytes = max(self.peak_bytes, self._used)
+
+    def release(self, nbytes: int) -> None:
+        """Give leased bytes back."""
+        with self._turn:
+            self._used -= nbytes
+            self._turn.notify_all()
+
+    @contextmanager
+    def lease(self, nbytes: int, timeout_seconds: float | None = None) -> Iterator[None]:
+        """Hold bytes for the length of a with block."""
+        self.acquire(nbytes, timeout_seconds)
+        try:
+            yield
+        finally:
+            self.release(nbytes)
+
+    def close(self) -> None:
+        """Wake and refuse all who wait."""
+        with self._turn:
+            self._closed = True
+            self._turn.notify_all()
+
+
+__all__ = ["ByteBudget"]

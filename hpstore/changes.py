@@ -1,0 +1,243 @@
+"""Membership changes that look at what devices hold (PROTOCOL 12-17): add, evict, drain, return."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hpstore.devices.base import Device
+from hpstore.errors import HpstoreError, MembershipError
+from hpstore.keys import Kind
+from hpstore.membership import commit_record, with_member, with_state, without_member
+from hpstore.objects.catalog import walk
+from hpstore.objects.repair import Action, Throttle, repair_object
+from hpstore.objects.store import Store, View
+from hpstore.objects.survey import Found, Layout, Survey, newest_by_name, path_on
+from hpstore.opening import claim
+from hpstore.records import IDENTITY_FILE, MAX_RECORD_BYTES, DeviceState, Identity, Member
+
+_log = logging.getLogger(__name__)
+RESCANS = 10  # rounds of looking for columns that were put meanwhile
+_NAMED = 5  # keys named in an error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reconciled:
+    """What became of the files on a device that came back."""
+
+    kept: int
+    removed: int
+    quarantined: int
+
+
+def add_member(
+    store: Store, device: Device, url: str, domain: str | None, *, force: bool
+) -> Member:
+    """Claim an unused device and make it a member. The caller holds the change lock."""
+    record = store.view.record
+    identity = _own_identity(device)
+    known = {m.device_id for m in (*record.members, *record.evicted)}
+    if identity is not None and identity.pool_id == record.pool_id:
+        if identity.device_id in known:
+            raise MembershipError(
+                f"{url} is a device of this pool already; an evicted one comes back with readmit"
+            )
+        device_id = identity.device_id  # claimed by an add that was cut short
+    else:
+        device_id = uuid.uuid4().hex
+        fresh = Identity(
+            pool_id=record.pool_id, device_id=device_id, domain=domain or f"d-{device_id[:8]}"
+        )
+        claim(device, fresh)
+        identity = fresh
+    member = Member(device_id=device_id, url=url, domain=domain or identity.domain)
+    commit_record(store, with_member(record, member), {device_id: device}, force=force)
+    return member
+
+
+def _own_identity(device: Device) -> Identity | None:
+    try:
+        data = device.read_small(IDENTITY_FILE, MAX_RECORD_BYTES)
+    except FileNotFoundError:
+        return None
+    return Identity.decode(data, where=f"{device.url}/{IDENTITY_FILE}")
+
+
+def lost_without(view: View, layout: Layout, leaving: str) -> bool:
+    """Whether a layout could no longer be read when a device leaves, judged by names."""
+    rest = {f.name.column for f in layout.files if f.device in view.devices and f.device != leaving}
+    return len(rest) < layout.data
+
+
+def endangered(store: Store, leaving: str) -> list[str]:
+    """Keys that would drop below k' without a device."""
+    found = []
+    for key, survey in walk(store).surveys.items():
+        layout = newest_by_name(store.view, survey)
+        if layout is None or layout.kind is Kind.TOMBSTONE:
+            continue
+        if lost_without(store.view, layout, leaving):
+            found.append(key)
+    return sorted(found)
+
+
+def set_state(store: Store, device_id: str, state: DeviceState, *, force: bool = False) -> None:
+    """Change a member's state. The caller holds the change lock and refreshes afterwards."""
+    commit_record(store, with_state(store.view.record, device_id, state), {}, force=force)
+
+
+def evict_member(store: Store, member: Member, refresh: Callable[[], None], *, force: bool) -> None:
+    """Take a device out; what it holds counts as lost. The caller holds the change lock.
+
+    First it is closed for new columns, then what depends on it is looked at; so no put can slip
+    in between (PROTOCOL 16). Refuses, and opens it again, when an object would be lost.
+    """
+    record = store.view.record
+    left = len(record.members) - 1
+    if left < record.parity + 1 and not force:
+        raise MembershipError(
+            f"without {member.url} {left} devices are left; {record.parity + 1} are needed to take "
+            "new data with full parity. Add a device first, or force it."
+        )
+    before = member.state
+    set_state(store, member.device_id, DeviceState.DRAINING, force=force)
+    refresh()
+    if not force:
+        try:
+            keys = endangered(store, member.device_id)
+        except HpstoreError:
+            set_state(store, member.device_id, before)
+            refresh()
+            raise
+        if keys:
+            set_state(store, member.device_id, before)
+            refresh()
+            raise MembershipError(
+                f"{len(keys)} objects need {member.url} to be readable, among them "
+                f"{', '.join(keys[:_NAMED])}. Nothing was changed. Drain it, or rebuild first."
+            )
+    commit_record(store, without_member(store.view.record, member.device_id), {}, force=force)
+    refresh()
+
+
+def drain_member(
+    store: Store,
+    member: Member,
+    refresh: Callable[[], None],
+    throttle: Throttle,
+    progress: Callable[[int, int, str], None],
+) -> int:
+    """Move every column off a device, then evict it; returns how many objects were moved.
+
+    The caller holds the change lock. Stops with MembershipError, the device draining still, when
+    some object cannot be moved; running it again goes on.
+    """
+    if member.state is not DeviceState.DRAINING:
+        set_state(store, member.device_id, DeviceState.DRAINING)
+        refresh()
+    moved = 0
+    for _ in range(RESCANS):
+        catalog = walk(store)
+        keys = sorted(
+            key
+            for key, survey in catalog.surveys.items()
+            if any(file.device == member.device_id for file in survey.files)
+        )
+        if not keys:
+            evict_member(store, member, refresh, force=False)
+            return moved
+        stuck = []
+        for number, key in enumerate(keys, 1):
+            repair = repair_object(store, key, throttle=throttle)
+            moved += repair.action in (Action.REBUILT, Action.RELAID)
+            if repair.action in (Action.STUCK, Action.WAITING):
+                stuck.append(key)
+            progress(number, len(keys), key)
+        _remove_tombstones(store, member.device_id)
+        if stuck:
+            raise MembershipError(
+                f"{len(stuck)} objects cannot leave {member.url} ({', '.join(stuck[:_NAMED])}): "
+                "too few other devices, or some are missing. It stays draining; add a device and "
+                "drain again, or readmit it."
+            )
+    raise MembershipError(f"{member.url} still gets files after {RESCANS} rounds; drain again")
+
+
+def _remove_tombstones(store: Store, device_id: str) -> None:
+    """Drop a leaving device's copies of tombstones that have m + 1 copies elsewhere."""
+    for key, survey in walk(store).surveys.items():
+        layout = newest_by_name(store.view, survey)
+        if layout is None or layout.kind is not Kind.TOMBSTONE:
+            continue
+        elsewhere = {f.device for f in layout.files} - {device_id}
+        if len(elsewhere) > layout.parity:
+            device = store.view.devices[device_id]
+            for file in layout.files:
+                if file.device == device_id:
+                    device.delete(path_on(device, key, file.name))
+
+
+def reconcile(store: Store, device_id: str, device: Device) -> Reconciled:
+    """Judge every file of a returning device by what the pool knows now (PROTOCOL 12).
+
+    A column stays only if its version is the newest and lives elsewhere; a superseded or deleted
+    one is removed; one that nobody else knows is put in quarantine, not served, not deleted.
+    """
+    view = store.view
+    here = _with_device(view, device_id, device)
+    kept = removed = quarantined = 0
+    catalog = walk(here_store(store, here))
+    for key, survey in catalog.surveys.items():
+        mine = [file for file in survey.files if file.device == device_id]
+        others = tuple(file for file in survey.files if file.device != device_id)
+        live = Survey(key=key, files=others, unknown=survey.unknown)
+        newest = newest_by_name(view, live)
+        for file in mine:
+            verdict = judge_return(file, newest)
+            path = path_on(device, key, file.name)
+            if verdict == "keep":
+                kept += 1
+            elif verdict == "remove":
+                device.delete(path)
+                removed += 1
+            else:
+                device.quarantine(path)
+                quarantined += 1
+    _log.info("device %s returns: %d kept, %d removed, %d quarantined", device.url, kept, removed,
+              quarantined)  # fmt: skip
+    return Reconciled(kept=kept, removed=removed, quarantined=quarantined)
+
+
+def judge_return(file: Found, newest: Layout | None) -> str:
+    """keep, remove or quarantine one file of a returning device. Pure."""
+    if newest is None:
+        return "quarantine"
+    if file.name.version < newest.version:
+        needed = newest.parity + 1 if newest.kind is Kind.TOMBSTONE else newest.width
+        return "remove" if len(newest.columns) >= needed else "quarantine"  # PROTOCOL 8
+    if file.name.layout != newest.files[0].name.layout:
+        return "quarantine"
+    held = {other.name.column for other in newest.files}
+    return "remove" if file.name.column in held else "keep"
+
+
+def _with_device(view: View, device_id: str, device: Device) -> View:
+    return View(
+        record=view.record, devices={**view.devices, device_id: device},
+        sitting_out=view.sitting_out,
+    )  # fmt: skip
+
+
+def here_store(store: Store, view: View) -> Store:
+    """The same store looking at another view (a device that is not a member yet)."""
+    return Store(
+        view=view, scheduler=store.scheduler, code=store.code, buffers=store.buffers,
+        metrics=store.metrics, clock=store.clock, counter=store.counter, settings=store.settings,
+        read_only=store.read_only,
+    )  # fmt: skip
+
+
+__all__ = ["Reconciled", "add_member", "drain_member", "endangered", "evict_member", "judge_return",
+           "lost_without", "reconcile", "set_state"]  # fmt: skip

@@ -1,0 +1,51 @@
+"""Time as an argument: wall time for versions, monotonic time for durations and deadlines."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Source of time. Thread-safe."""
+
+    def wall_ms(self) -> int:
+        """Milliseconds since 1970."""
+
+    def monotonic(self) -> float:
+        """Seconds that never go back."""
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass (throttles, retries)."""
+
+
+class SystemClock:
+    """The machine's clocks."""
+
+    def wall_ms(self) -> int:
+        return time.time_ns() // 1_000_000
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    def wait(self, seconds: float) -> None:
+        time.sleep(max(0.0, seconds))
+
+
+class HybridCounter:
+    """The counter of versions: max(milliseconds since 1970, highest seen + 1) (PROTOCOL 1)."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._highest = 0
+        self._lock = threading.Lock()  # guards _highest
+
+    def next(self, seen: int = 0) -> int:
+        """A counter above every one seen here and above `seen`."""
+        with self._lock:
+            self._highest = max(self._clock.wall_ms(), self._highest + 1, seen + 1)
+            return self._highest
+
+
+__all__ = ["Clock", "HybridCounter", "SystemClock"]

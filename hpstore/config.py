@@ -1,0 +1,194 @@
+"""Settings of a pool on this machine (pool.toml): where to look, and local limits.
+
+What the pool *is* (members, geometry) stands in pool.json on its devices; this file only says where
+to look and how much memory and time to spend.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tempfile
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import tomlkit
+from tomlkit.exceptions import TOMLKitError
+
+from hpstore.errors import ConfigError
+from hpstore.units import GIB, MIB, parse_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Local limits; every field can stand in pool.toml under [settings]."""
+
+    memory_bytes: int = 256 * MIB  # beyond the caller's buffers; 16 batches of 4+2 at 1 MiB units
+    recycle_bytes: int = 2 * GIB  # files kept for overwriting on each device
+    open_deadline_seconds: float = 10.0  # a device that does not answer by then is missing
+    device_deadline_seconds: float = 30.0  # for one call; a hang counts as a loss from then on
+    put_deadline_seconds: float = 600.0  # longest put; sweeping waits longer
+    straggler_seconds: float = 5.0  # grace for the slowest device of a put, or 8 x its peers
+    lock_deadline_seconds: float = 30.0  # for membership changes and conditional puts
+    tombstone_seconds: float = 3600.0  # horizon of deletes; longer than the longest put
+    workers_per_device: int = 2  # 4-12 writers in all saturate what we measured; 8 a device do not
+    queue_depth: int = 256  # calls that may wait for one device
+    compute_threads: int = 2  # encode and checksum: 14 GB/s on one thread, 20 on two
+    direct: bool = True  # O_DIRECT on local devices
+    file_mode: int = 0o600
+    directory_mode: int = 0o700
+    run_directory: str = ""  # locks; "" means hpstore-<uid> in the machine's temporary directory
+
+    def __post_init__(self) -> None:
+        for name in ("memory_bytes", "workers_per_device", "queue_depth", "compute_threads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"setting {name} must be at least 1")
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if setting.name.endswith("_seconds") and not value > 0:
+                raise ConfigError(f"setting {setting.name} must be above 0")
+        if self.memory_bytes < 16 * MIB:
+            raise ConfigError("setting memory_bytes must be at least 16 MiB")
+        if self.tombstone_seconds <= self.put_deadline_seconds:
+            raise ConfigError("setting tombstone_seconds must be above put_deadline_seconds")
+
+    def run_path(self, pool_id: str) -> Path:
+        """Directory of this pool's lock files on this host (never on a pool device)."""
+        base = self.run_directory or f"{tempfile.gettempdir()}/hpstore-{os.getuid()}"
+        return Path(base) / pool_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolConfig:
+    """A pool.toml."""
+
+    path: Path
+    name: str
+    devices: tuple[str, ...]
+    settings: Settings = field(default_factory=Settings)
+
+
+def load_config(path: str | os.PathLike[str]) -> PoolConfig:
+    """Read a pool.toml. Raises ConfigError that names the place and the nearest valid key."""
+    file = Path(path)
+    try:
+        document = tomlkit.parse(file.read_text()).unwrap()
+    except FileNotFoundError as error:
+        raise ConfigError(f"{file} does not exist; `hpstore create` makes one") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    except TOMLKitError as error:
+        raise ConfigError(f"{file} is not TOML: {error}") from error
+    _check_names(document, ("name", "devices", "settings"), file)
+    devices, raw = document.get("devices"), document.get("settings", {})
+    if not isinstance(devices, list) or not all(isinstance(d, str) for d in devices) or not devices:
+        raise ConfigError(f"{file}: devices must be a list of paths or URLs")
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{file}: [settings] must be a table")
+    return PoolConfig(
+        path=file.absolute(),
+        name=str(document.get("name", "main")),
+        devices=tuple(_absolute(device, file) for device in devices),
+        settings=parse_settings(raw, where=str(file)),
+    )
+
+
+def parse_settings(raw: dict[str, object], *, where: str) -> Settings:
+    """Settings from a decoded table; sizes may be written as "64MiB"."""
+    _check_names(raw, tuple(f.name for f in fields(Settings)), where)
+    values: dict[str, object] = {}
+    defaults = Settings()
+    for name, value in raw.items():
+        wanted = type(getattr(defaults, name))
+        if name.endswith("_bytes") and isinstance(value, str):
+            value = parse_bytes(value)
+        if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if type(value) is not wanted:
+            raise ConfigError(f"{where}: {name} must be {wanted.__name__}, not {value!r}")
+        values[name] = value
+    return Settings(**values)  # type: ignore[arg-type]  # types were checked one by one
+
+
+def _check_names(table: dict[str, object], valid: tuple[str, ...], where: object) -> None:
+    for name in table:
+        if name not in valid:
+            near = difflib.get_close_matches(name, valid, 1, 0.0)[0]
+            raise ConfigError(f"{where}: unknown setting {name!r}; did you mean {near!r}?")
+
+
+def _absolute(device: str, file: Path) -> str:
+    """Relative device paths are relative to the pool.toml."""
+    if "://" in device:
+        return device
+    return os.path.normpath(file.absolute().parent / device)
+
+
+def save_config(config: PoolConfig) -> None:
+    """Write a pool.toml atomically; comments and settings of an existing one are kept."""
+    document = tomlkit.parse(config.path.read_text()) if config.path.exists() else None
+    if document is None:
+        document = tomlkit.document()
+        document.add(tomlkit.comment("hpstore: where this pool's devices are on this machine"))
+        document.add("name", tomlkit.item(config.name))
+        changed = {
+            f.name: getattr(config.settings, f.name)
+            for f in fields(Settings)
+            if getattr(config.settings, f.name) != f.default
+        }
+        if changed:
+            document.add("settings", tomlkit.item(changed))
+    array = tomlkit.array()
+    array.extend(config.devices)
+    document["devices"] = array.multiline(True)
+    temporary = config.path.with_name(f".{config.path.name}.{os.getpid()}")
+    temporary.write_text(_tables_last(document))
+    with temporary.open() as file:
+        os.fsync(file.fileno())
+    temporary.replace(config.path)
+
+
+def _tables_last(document: tomlkit.TOMLDocument) -> str:
+    """TOML text with `devices` above the [settings] table, where it belongs to the top level."""
+    settings = document.pop("settings", None)
+    text = tomlkit.dumps(document)
+    if settings is not None:
+        tail = tomlkit.document()
+        tail["settings"] = settings
+        text = text.rstrip("\n") + "\n\n" + tomlkit.dumps(tail)
+    return text
+
+
+def registry_path(name: str) -> Path:
+    """Where the name of a pool is kept for `hpstore.open(name)`."""
+    if not name or "/" in name or name.startswith("."):
+        raise ConfigError(f"{name!r} is not a name for a pool")
+    return Path.home() / ".config" / "hpstore" / "pools" / f"{name}.toml"
+
+
+def register(config: PoolConfig) -> None:
+    """Let `hpstore.open(config.name)` find this pool. Raises ConfigError when it is taken."""
+    link = registry_path(config.name)
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if link.exists() and link.resolve() != config.path.resolve():
+        raise ConfigError(
+            f"the name {config.name!r} belongs to {link.resolve()}; choose another name, or remove "
+            f"{link}"
+        )
+    link.unlink(missing_ok=True)
+    link.symlink_to(config.path)
+
+
+def find_config(where: str | os.PathLike[str]) -> PoolConfig:
+    """Load by path or by registered name."""
+    text = os.fspath(where)
+    if not Path(text).exists() and "/" not in text and not text.endswith(".toml"):
+        link = registry_path(text)
+        if not link.exists():
+            raise ConfigError(f"no pool is called {text!r} here; give the path of its pool.toml")
+        return load_config(link.resolve())
+    return load_config(text)
+
+
+__all__ = ["PoolConfig", "Settings", "find_config", "load_config", "parse_settings", "register",
+           "registry_path", "save_config"]  # fmt: skip

@@ -1,0 +1,180 @@
+"""The promise that every device keeps, and what they share.
+
+A device stores named files under one root. It knows nothing of stripes or objects. All calls are
+synchronous and thread-safe, may block for as long as the hardware does (deadlines are the
+scheduler's), and raise DeviceError subclasses for what the device did wrong. A file that is not
+there is FileNotFoundError; a directory that is not there lists as empty.
+
+Directories of a device root: `objects/` (columns), `tmp/` (being written), `recycle/` (files to
+overwrite), `debts/`, `quarantine/`. Files begin in `tmp/` under an exclusive lock and reach their
+name by `publish`; nothing is durable before `sync` (bytes) and `sync_directory` (name).
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+from hpstore.codec.galois import Bytes
+from hpstore.errors import (
+    DeviceError,
+    DeviceFull,
+    DeviceMissing,
+    DeviceReadOnly,
+    DeviceTimeout,
+)
+from hpstore.keys import OBJECTS
+
+TMP, RECYCLE, DEBTS, QUARANTINE = "tmp", "recycle", "debts", "quarantine"
+DIRECTORIES = (OBJECTS, TMP, RECYCLE, DEBTS, QUARANTINE)
+ORPHAN_SECONDS = 60.0  # an unlocked file in tmp/ older than this has lost its writer
+RECYCLE_MIN_BYTES = 1 << 20  # below this a fresh file is as cheap
+
+Stamp = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One name in a directory."""
+
+    name: str
+    is_directory: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Space on a device, in bytes."""
+
+    total: int
+    free: int
+
+
+class ReadHandle(Protocol):
+    """An open file. Holds it against recycling until close() (PROTOCOL 11)."""
+
+    size_bytes: int
+
+    def read_into(self, offset: int, target: Bytes) -> None:
+        """Fill `target` from `offset`. The target belongs to this call until it returns.
+
+        Offset, length and address are multiples of 4 KiB. Raises DeviceError when the file ends
+        before the target is full.
+        """
+
+    def close(self) -> None:
+        """Idempotent."""
+
+
+class WriteHandle(Protocol):
+    """A new file in tmp/. One thread at a time."""
+
+    def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
+        """Write `buffers` back to back at `offset`, whole or DeviceError.
+
+        Offset and lengths are multiples of 4 KiB; addresses need not be aligned (an unaligned one
+        costs a copy). The buffers are only read, until the call returns.
+        """
+
+    def sync(self) -> None:
+        """Make the bytes durable."""
+
+    def publish(self, path: str) -> None:
+        """Give the file its name, replacing what is there. Durable after sync_directory(path).
+
+        Directories are made as needed. The handle is closed.
+        """
+
+    def abort(self) -> None:
+        """Close and remove the file unless it was published. Idempotent; never raises."""
+
+
+class Device(Protocol):
+    """One place that stores files."""
+
+    url: str
+    mode: str  # "direct", "buffered", "memory", "remote": shown in status
+    memory_alignment: int  # of buffers that write() takes without a copy
+    folds_names: bool  # the filesystem folds case or normalises names
+
+    def create(self, size_bytes: int) -> WriteHandle:
+        """A new file of that size in tmp/, space reserved first, locked by this process."""
+
+    def open(self, path: str) -> ReadHandle:
+        """Open for reading under a shared lock. FileNotFoundError when absent or being recycled."""
+
+    def read_small(self, path: str, max_bytes: int) -> bytes:
+        """A whole small file, at most max_bytes (a larger one is a DeviceError)."""
+
+    def write_small(self, path: str, data: bytes) -> None:
+        """Atomically replace a small file. Durable on return."""
+
+    def entries(self, path: str) -> list[Entry]:
+        """Names in a directory, unordered; empty when there is no such directory."""
+
+    def stamp(self, path: str) -> Stamp | None:
+        """Changes whenever write_small or publish replaced the file; None when absent."""
+
+    def delete(self, path: str) -> None:
+        """Remove a file and directories that became empty. Absent is fine. Not synced."""
+
+    def retire(self, path: str) -> None:
+        """Remove a file whose object is durably gone, keeping its blocks for reuse if it can."""
+
+    def quarantine(self, path: str) -> None:
+        """Move a file out of sight, under quarantine/. Durable on return."""
+
+    def sync_directory(self, path: str) -> None:
+        """Make the names in the directory of `path`, and its ancestors, durable."""
+
+    def sweep(self) -> int:
+        """Remove what dead writers left in tmp/; returns how many files."""
+
+    def usage(self) -> Usage:
+        """Space."""
+
+    def probe(self, *, write: bool) -> None:
+        """Raise DeviceError unless the device really answers: write, sync, read back."""
+
+    def close(self) -> None:
+        """Release descriptors. Idempotent."""
+
+
+_BY_ERRNO = {
+    errno.ENOSPC: DeviceFull,
+    errno.EDQUOT: DeviceFull,
+    errno.EROFS: DeviceReadOnly,
+    errno.ENODEV: DeviceMissing,
+    errno.ENXIO: DeviceMissing,
+    errno.ENOTCONN: DeviceMissing,
+    errno.ESTALE: DeviceMissing,
+    errno.ETIMEDOUT: DeviceTimeout,
+}
+
+
+def raise_device_error(error: OSError, url: str, operation: str) -> NoReturn:
+    """Turn an OSError into the DeviceError that fits. FileNotFoundError passes through."""
+    if isinstance(error, (DeviceError, FileNotFoundError)):
+        raise error
+    kind = _BY_ERRNO.get(error.errno or 0, DeviceError)
+    reason = error.strerror or str(error)
+    raise kind(f"{operation} failed on device {url}: {reason}", device=url) from error
+
+
+__all__ = [
+    "DEBTS",
+    "DIRECTORIES",
+    "ORPHAN_SECONDS",
+    "QUARANTINE",
+    "RECYCLE",
+    "RECYCLE_MIN_BYTES",
+    "TMP",
+    "Device",
+    "Entry",
+    "ReadHandle",
+    "Stamp",
+    "Usage",
+    "WriteHandle",
+    "raise_device_error",
+]

@@ -1,0 +1,127 @@
+"""Open files of a local device: one being written under an exclusive lock, one being read."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from hpstore.buffers import aligned_array
+from hpstore.codec.galois import Bytes
+from hpstore.devices.base import raise_device_error
+from hpstore.errors import DeviceError, DeviceMissing
+from hpstore.geometry import ALIGNMENT_BYTES
+from hpstore.units import round_down, round_up
+
+_MAX_IOV = 256  # below Linux's UIO_MAXIOV of 1024
+
+
+class LocalRoot(Protocol):
+    """What an open file needs of its device."""
+
+    url: str
+    memory_alignment: int
+
+    def root_fd(self) -> int:
+        """Descriptor of the device root in this process."""
+
+    def rename_into_place(self, old: str, new: str) -> None:
+        """Rename within the device, making directories."""
+
+
+def gone(url: str, operation: str) -> DeviceMissing:
+    """The error for a device whose directories vanished underneath."""
+    return DeviceMissing(
+        f"{operation} failed on device {url}: its directories are gone (deleted or wiped?)",
+        device=url,
+    )
+
+
+class LocalWriter:
+    """A file in tmp/ under an exclusive lock."""
+
+    def __init__(self, device: LocalRoot, fd: int, name: str) -> None:
+        self._device, self._file, self._name = device, fd, name
+
+    def _call(self, operation: str, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except FileNotFoundError as error:
+            raise gone(self._device.url, operation) from error
+        except OSError as error:
+            raise_device_error(error, self._device.url, operation)
+
+    def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
+        step = self._device.memory_alignment
+        rows = [aligned_copy(b) if b.ctypes.data % step else b for b in buffers if len(b)]
+        self._call("write", lambda: self._write_all(offset, rows))
+
+    def _write_all(self, offset: int, rows: list[Bytes]) -> None:
+        while rows:
+            written = os.pwritev(self._file, [row.data for row in rows[:_MAX_IOV]], offset)
+            written = round_down(written, ALIGNMENT_BYTES)  # a short write may end anywhere
+            if not written:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            offset += written
+            while rows and written >= len(rows[0]):
+                written -= len(rows.pop(0))
+            if written:
+                rows[0] = rows[0][written:]
+
+    def sync(self) -> None:
+        self._call("fdatasync", lambda: os.fdatasync(self._file))
+
+    def publish(self, path: str) -> None:
+        self._call("rename", lambda: self._device.rename_into_place(self._name, path))
+        self._close()
+
+    def _close(self) -> None:
+        fd, self._file = self._file, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def abort(self) -> None:
+        if self._file < 0:
+            return
+        with contextlib.suppress(OSError):
+            os.unlink(self._name, dir_fd=self._device.root_fd())
+        with contextlib.suppress(OSError):
+            self._close()
+
+
+class LocalReader:
+    """A file open for reading under a shared lock."""
+
+    def __init__(self, url: str, fd: int, size_bytes: int) -> None:
+        self._url, self._file, self.size_bytes = url, fd, size_bytes
+
+    def read_into(self, offset: int, target: Bytes) -> None:
+        done = 0
+        while done < len(target):
+            try:
+                count = os.preadv(self._file, [target[done:].data], offset + done)
+            except OSError as error:
+                raise_device_error(error, self._url, "read")
+            done += count
+            if not count or (done < len(target) and done % ALIGNMENT_BYTES):
+                raise DeviceError(
+                    f"device {self._url}: file ends at {offset + done}, "
+                    f"{offset + len(target)} bytes were expected",
+                    device=self._url,
+                )
+
+    def close(self) -> None:
+        fd, self._file = self._file, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def aligned_copy(buffer: Bytes) -> Bytes:
+    copy = aligned_array(round_up(len(buffer), ALIGNMENT_BYTES))[: len(buffer)]
+    copy[:] = buffer
+    return copy
+
+
+__all__ = ["LocalReader", "LocalWriter", "aligned_copy", "gone"]

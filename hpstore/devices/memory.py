@@ -1,0 +1,261 @@
+"""Files in memory, with the two states that a crash tells apart: written and durable.
+
+For tests and for pools that need no persistence. `crash()` does what a power cut does: bytes that
+were never synced read as zeros, names that were never synced are gone or come back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from hpstore.codec.galois import Bytes
+from hpstore.devices.base import RECYCLE, RECYCLE_MIN_BYTES, TMP, Entry, Stamp, Usage
+from hpstore.errors import DeviceError, DeviceFull, DeviceMissing
+from hpstore.geometry import ALIGNMENT_BYTES
+
+
+class _File:
+    __slots__ = ("bytes", "durable", "locked", "number", "readers")
+
+    def __init__(self, size: int, number: int) -> None:
+        self.bytes = bytearray(size)
+        self.durable: bytes | None = None
+        self.readers = 0
+        self.locked = True  # by the writer that makes it
+        self.number = number
+
+
+class MemoryDevice:
+    """A dict of files. `capacity_bytes` makes it run full."""
+
+    def __init__(
+        self,
+        url: str = "memory://",
+        *,
+        capacity_bytes: int = 1 << 40,
+        recycle_bytes: int = 0,
+        folds_names: bool = False,
+    ) -> None:
+        self.url, self.mode, self.folds_names = url, "memory", folds_names
+        self.memory_alignment = 1
+        self.capacity_bytes, self._recycle_bytes = capacity_bytes, recycle_bytes
+        self.files: dict[str, _File] = {}
+        self._durable_names: dict[str, _File] = {}
+        self._lock = threading.RLock()  # guards both maps and every _File's fields
+        self._numbers = itertools.count(1)
+        self.missing = False  # set by tests: the device does not answer
+
+    def _check(self) -> None:
+        if self.missing:
+            raise DeviceMissing(f"device {self.url} does not answer", device=self.url)
+
+    def _name(self, path: str) -> str:
+        return path.casefold() if self.folds_names else path
+
+    def create(self, size_bytes: int) -> MemoryWriter:
+        self._check()
+        with self._lock:
+            file = self._reuse(size_bytes)
+            if file is None:
+                if self.usage().free < size_bytes:
+                    raise DeviceFull(f"device {self.url} is full", device=self.url)
+                file = _File(size_bytes, next(self._numbers))
+            name = f"{TMP}/{file.number}-{next(self._numbers)}"
+            self.files[name] = file
+            return MemoryWriter(self, file, name)
+
+    def _reuse(self, size_bytes: int) -> _File | None:
+        for name, file in list(self.files.items()):
+            if name.startswith(RECYCLE) and not file.readers and size_bytes >= RECYCLE_MIN_BYTES:
+                del self.files[name]
+                file.locked = True
+                del file.bytes[size_bytes:]
+                file.bytes.extend(bytes(size_bytes - len(file.bytes)))
+                return file
+        return None
+
+    def open(self, path: str) -> MemoryReader:
+        self._check()
+        with self._lock:
+            file = self.files.get(self._name(path))
+            if file is None or file.locked:
+                raise FileNotFoundError(path)
+            file.readers += 1
+            return MemoryReader(self, file)
+
+    def read_small(self, path: str, max_bytes: int) -> bytes:
+        self._check()
+        with self._lock:
+            file = self.files.get(self._name(path))
+            if file is None:
+                raise FileNotFoundError(path)
+            if len(file.bytes) > max_bytes:
+                raise DeviceError(f"{path} on {self.url} is larger than {max_bytes} bytes")
+            return bytes(file.bytes)
+
+    def write_small(self, path: str, data: bytes) -> None:
+        self._check()
+        with self._lock:
+            if self.usage().free < len(data):
+                raise DeviceFull(f"device {self.url} is full", device=self.url)
+            file = _File(0, next(self._numbers))
+            file.bytes, file.durable, file.locked = bytearray(data), bytes(data), False
+            self.files[self._name(path)] = self._durable_names[self._name(path)] = file
+
+    def entries(self, path: str) -> list[Entry]:
+        self._check()
+        prefix = self._name(path).rstrip("/") + "/"
+        with self._lock:
+            found: dict[str, bool] = {}
+            for name in self.files:
+                if name.startswith(prefix):
+                    first, _, rest = name[len(prefix) :].partition("/")
+                    found[first] = found.get(first, False) or bool(rest)
+            return [Entry(name, is_directory) for name, is_directory in found.items()]
+
+    def stamp(self, path: str) -> Stamp | None:
+        self._check()
+        with self._lock:
+            file = self.files.get(self._name(path))
+            return None if file is None else (file.number, 0, len(file.bytes))
+
+    def delete(self, path: str) -> None:
+        self._check()
+        with self._lock:
+            self.files.pop(self._name(path), None)
+
+    def retire(self, path: str) -> None:
+        self._check()
+        with self._lock:
+            file = self.files.pop(self._name(path), None)
+            if file is None or file.readers or len(file.bytes) < RECYCLE_MIN_BYTES:
+                return
+            kept = sum(len(f.bytes) for n, f in self.files.items() if n.startswith(RECYCLE))
+            if kept + len(file.bytes) > self._recycle_bytes:
+                return
+            name = f"{RECYCLE}/{next(self._numbers)}"
+            self.files[name] = self._durable_names[name] = file
+            self._durable_names.pop(self._name(path), None)
+            file.bytes[:ALIGNMENT_BYTES] = bytes(ALIGNMENT_BYTES)
+            file.durable = bytes(file.bytes)
+
+    def quarantine(self, path: str) -> None:
+        self._check()
+        with self._lock:
+            name = self._name(path)
+            new = f"quarantine/{next(self._numbers)}-{name.rsplit('/', 1)[-1]}"
+            self.files[new] = self._durable_names[new] = self.files.pop(name)
+            self._durable_names.pop(name, None)
+
+    def sync_directory(self, path: str) -> None:
+        self._check()
+        prefix = self._name(path).rsplit("/", 1)[0] + "/"
+
+        def inside(name: str) -> bool:
+            return name.startswith(prefix) and "/" not in name[len(prefix) :]
+
+        with self._lock:
+            for name in [n for n in self._durable_names if inside(n)]:
+                del self._durable_names[name]
+            self._durable_names |= {n: f for n, f in self.files.items() if inside(n)}
+
+    def sweep(self) -> int:
+        self._check()
+        with self._lock:
+            dead = [n for n, f in self.files.items() if n.startswith(TMP + "/") and not f.locked]
+            for name in dead:
+                del self.files[name]
+            return len(dead)
+
+    def crash(self) -> None:
+        """What a power cut leaves: synced bytes under synced names; the rest zeros or gone."""
+        with self._lock:
+            self.files = dict(self._durable_names)
+            for file in set(self.files.values()):
+                file.bytes = bytearray(file.durable or bytes(len(file.bytes)))
+                file.readers, file.locked = 0, False
+
+    def restart(self) -> None:
+        """What the death of all processes leaves: everything written, nobody holding a lock."""
+        with self._lock:
+            for file in self.files.values():
+                file.readers, file.locked = 0, False
+
+    def usage(self) -> Usage:
+        with self._lock:
+            used = sum(len(file.bytes) for file in self.files.values())
+            return Usage(total=self.capacity_bytes, free=max(0, self.capacity_bytes - used))
+
+    def probe(self, *, write: bool) -> None:
+        self._check()
+
+    def close(self) -> None:
+        """Keeps the files: reopening is using the object again."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise TypeError("a memory device lives in one process; it cannot be pickled")
+
+
+class MemoryWriter:
+    """A file being made."""
+
+    def __init__(self, device: MemoryDevice, file: _File, name: str) -> None:
+        self._device, self._made, self._name = device, file, name
+
+    def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
+        self._device._check()
+        with self._device._lock:
+            for buffer in buffers:
+                end = offset + len(buffer)
+                if end > len(self._made.bytes):
+                    self._made.bytes.extend(bytes(end - len(self._made.bytes)))
+                self._made.bytes[offset:end] = buffer.data
+                offset = end
+
+    def sync(self) -> None:
+        self._device._check()
+        with self._device._lock:
+            self._made.durable = bytes(self._made.bytes)
+
+    def publish(self, path: str) -> None:
+        self._device._check()
+        with self._device._lock:
+            files = self._device.files
+            files[self._device._name(path)] = files.pop(self._name)
+            self._made.locked, self._name = False, ""
+
+    def abort(self) -> None:
+        if self._name:
+            with self._device._lock:
+                self._device.files.pop(self._name, None)
+            self._name = ""
+
+
+class MemoryReader:
+    """A file being read."""
+
+    def __init__(self, device: MemoryDevice, file: _File) -> None:
+        self._device, self._open = device, file
+        self.size_bytes = len(file.bytes)
+        self._closed = False
+
+    def read_into(self, offset: int, target: Bytes) -> None:
+        self._device._check()
+        with self._device._lock:
+            found = self._open.bytes[offset : offset + len(target)]
+        if len(found) < len(target):
+            raise DeviceError(f"device {self._device.url}: file ends at {offset + len(found)}")
+        target[:] = np.frombuffer(found, np.uint8)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            with self._device._lock:
+                self._open.readers -= 1
+
+
+__all__ = ["MemoryDevice"]

@@ -1,0 +1,219 @@
+"""Any fsspec URL. Publishing is one whole PUT; nothing is renamed or copied (PROTOCOL 6)."""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import fsspec
+import numpy as np
+
+from hpstore.codec.galois import Bytes
+from hpstore.devices.base import QUARANTINE, Entry, Stamp, Usage, raise_device_error
+from hpstore.errors import DeviceError, DeviceMissing
+from hpstore.units import MIB
+
+_SPOOL_BYTES = 64 * MIB  # a column larger than this waits for its PUT in a local temporary file
+_COPY_BYTES = 8 * MIB
+
+
+class RemoteDevice:
+    """Objects of a store behind fsspec.
+
+    A PUT is taken as durable and visible when the store has answered it. Listing caches are off.
+    `sync` and `sync_directory` have nothing to do; locks do not exist, so files are not recycled.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url, self.mode, self.folds_names = url, "remote", False
+        self.memory_alignment = 1
+        # Any: fsspec is untyped
+        self._fs: Any
+        try:
+            self._fs, root = fsspec.core.url_to_fs(
+                url, use_listings_cache=False, skip_instance_cache=False
+            )
+        except (OSError, ValueError, ImportError) as error:
+            raise DeviceMissing(f"device {url} cannot be opened: {error}", device=url) from error
+        self._base = root.rstrip("/")
+
+    def _path(self, path: str) -> str:
+        return f"{self._base}/{path}"
+
+    def create(self, size_bytes: int) -> RemoteWriter:
+        return RemoteWriter(self, size_bytes)
+
+    def put_stream(self, path: str, source: Any) -> None:
+        """One PUT of a whole file-like `source`."""
+        try:
+            parent = self._path(path).rsplit("/", 1)[0]
+            self._fs.makedirs(parent, exist_ok=True)
+            with self._fs.open(self._path(path), "wb", autocommit=False) as file:
+                while part := source.read(_COPY_BYTES):
+                    file.write(part)
+            file.commit()
+        except OSError as error:
+            raise_device_error(error, self.url, "PUT")
+
+    def open(self, path: str) -> RemoteReader:
+        try:
+            return RemoteReader(
+                self, self._path(path), int(self._fs.info(self._path(path))["size"])
+            )
+        except OSError as error:
+            raise_device_error(error, self.url, "open")
+
+    def read_range(self, path: str, start: int, end: int) -> bytes:
+        """Bytes [start, end) of a file."""
+        try:
+            return bytes(self._fs.cat_file(path, start=start, end=end))
+        except OSError as error:
+            raise_device_error(error, self.url, "read")
+
+    def read_small(self, path: str, max_bytes: int) -> bytes:
+        handle = self.open(path)
+        if handle.size_bytes > max_bytes:
+            raise DeviceError(f"{path} on {self.url} is larger than {max_bytes} bytes")
+        return self.read_range(self._path(path), 0, handle.size_bytes)
+
+    def write_small(self, path: str, data: bytes) -> None:
+        with tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as spool:
+            spool.write(data)
+            spool.seek(0)
+            self.put_stream(path, spool)
+
+    def entries(self, path: str) -> list[Entry]:
+        try:
+            rows = self._fs.ls(self._path(path), detail=True, refresh=True)
+        except FileNotFoundError:
+            return []
+        except TypeError:  # a filesystem without listing caches does not know `refresh`
+            return self._list_plain(path)
+        except OSError as error:
+            raise_device_error(error, self.url, "list")
+        return self._entries(path, rows)
+
+    def _list_plain(self, path: str) -> list[Entry]:
+        try:
+            return self._entries(path, self._fs.ls(self._path(path), detail=True))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise_device_error(error, self.url, "list")
+
+    def _entries(self, path: str, rows: list[dict[str, Any]]) -> list[Entry]:
+        found = [(str(r["name"]).rstrip("/"), r["type"] == "directory") for r in rows]
+        own = self._path(path).strip("/")
+        return [
+            Entry(name.rsplit("/", 1)[-1], is_directory)
+            for name, is_directory in found
+            if name.strip("/") != own
+        ]
+
+    def stamp(self, path: str) -> Stamp | None:
+        try:
+            info = self._fs.info(self._path(path))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise_device_error(error, self.url, "stat")
+        changed = info.get("ETag") or info.get("mtime") or info.get("LastModified")
+        changed = changed or info.get("created") or ""
+        return (hash(str(changed)), 0, int(info["size"]))
+
+    def delete(self, path: str) -> None:
+        try:
+            self._fs.rm_file(self._path(path))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise_device_error(error, self.url, "delete")
+
+    def retire(self, path: str) -> None:
+        self.delete(path)
+
+    def quarantine(self, path: str) -> None:
+        handle = self.open(path)
+        with tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as spool:
+            for start in range(0, handle.size_bytes, _COPY_BYTES):
+                end = min(start + _COPY_BYTES, handle.size_bytes)
+                spool.write(self.read_range(self._path(path), start, end))
+            spool.seek(0)
+            name = path.rsplit("/", 1)[-1]
+            self.put_stream(f"{QUARANTINE}/{secrets.token_hex(4)}-{name}", spool)
+        self.delete(path)
+
+    def sync_directory(self, path: str) -> None:
+        """Nothing to do: a PUT that was answered is durable."""
+
+    def sweep(self) -> int:
+        return 0
+
+    def usage(self) -> Usage:
+        return Usage(total=1 << 50, free=1 << 50)
+
+    def probe(self, *, write: bool) -> None:
+        if not write:
+            self.entries("objects")
+            return
+        data, path = secrets.token_bytes(64), f"tmp/probe-{secrets.token_hex(6)}"
+        self.write_small(path, data)
+        if self.read_small(path, 4096) != data:
+            raise DeviceError(f"device {self.url} returns other bytes than were written")
+        self.delete(path)
+
+    def close(self) -> None:
+        """fsspec owns its connections."""
+
+
+class RemoteWriter:
+    """Collects a column until its PUT."""
+
+    def __init__(self, device: RemoteDevice, size_bytes: int) -> None:
+        self._device = device
+        self._spool = tempfile.SpooledTemporaryFile(_SPOOL_BYTES)  # noqa: SIM115 (publish, abort)
+        self._spool.seek(max(size_bytes, 1) - 1)
+        self._spool.write(b"\0" * min(size_bytes, 1))
+
+    def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
+        try:
+            self._spool.seek(offset)
+            for buffer in buffers:
+                self._spool.write(np.ascontiguousarray(buffer).data)
+        except OSError as error:
+            raise_device_error(error, self._device.url, "spool")
+
+    def sync(self) -> None:
+        """Nothing is durable before the PUT."""
+
+    def publish(self, path: str) -> None:
+        self._spool.seek(0)
+        self._device.put_stream(path, self._spool)
+        self._spool.close()
+
+    def abort(self) -> None:
+        self._spool.close()
+
+
+class RemoteReader:
+    """Range reads of one stored file."""
+
+    def __init__(self, device: RemoteDevice, path: str, size_bytes: int) -> None:
+        self._device, self._name, self.size_bytes = device, path, size_bytes
+
+    def read_into(self, offset: int, target: Bytes) -> None:
+        found = self._device.read_range(self._name, offset, offset + len(target))
+        if len(found) != len(target):
+            raise DeviceError(
+                f"device {self._device.url}: {len(found)} of {len(target)} bytes at {offset}",
+                device=self._device.url,
+            )
+        target[:] = np.frombuffer(found, np.uint8)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+__all__ = ["RemoteDevice"]

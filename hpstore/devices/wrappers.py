@@ -1,0 +1,262 @@
+"""Behaviour round a device: timing, throttling, faults. Each wraps exactly one device."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from hpstore.clock import Clock, SystemClock
+from hpstore.codec.galois import Bytes
+from hpstore.devices.base import (
+    Device,
+    Entry,
+    ReadHandle,
+    Stamp,
+    Usage,
+    WriteHandle,
+    raise_device_error,
+)
+from hpstore.metrics import Metrics
+
+T = TypeVar("T")
+
+
+class DeviceWrapper:
+    """Passes everything on through `around`, which subclasses override.
+
+    `around(operation, nbytes, call)` runs `call` once; operation is one of create, open, read,
+    write, sync, publish, list, stamp, delete, retire, quarantine, sync_directory, read_small,
+    write_small, sweep, probe.
+    """
+
+    def __init__(self, inner: Device) -> None:
+        self.inner = inner
+
+    @property
+    def url(self) -> str:
+        return self.inner.url
+
+    @property
+    def mode(self) -> str:
+        return self.inner.mode
+
+    @property
+    def memory_alignment(self) -> int:
+        return self.inner.memory_alignment
+
+    @property
+    def folds_names(self) -> bool:
+        return self.inner.folds_names
+
+    def around(self, operation: str, nbytes: int, call: Callable[[], T]) -> T:
+        return call()
+
+    def create(self, size_bytes: int) -> WriteHandle:
+        handle = self.around("create", size_bytes, lambda: self.inner.create(size_bytes))
+        return WrappedWriter(self, handle)
+
+    def open(self, path: str) -> ReadHandle:
+        return WrappedReader(self, self.around("open", 0, lambda: self.inner.open(path)))
+
+    def read_small(self, path: str, max_bytes: int) -> bytes:
+        return self.around("read_small", 0, lambda: self.inner.read_small(path, max_bytes))
+
+    def write_small(self, path: str, data: bytes) -> None:
+        self.around("write_small", len(data), lambda: self.inner.write_small(path, data))
+
+    def entries(self, path: str) -> list[Entry]:
+        return self.around("list", 0, lambda: self.inner.entries(path))
+
+    def stamp(self, path: str) -> Stamp | None:
+        return self.around("stamp", 0, lambda: self.inner.stamp(path))
+
+    def delete(self, path: str) -> None:
+        self.around("delete", 0, lambda: self.inner.delete(path))
+
+    def retire(self, path: str) -> None:
+        self.around("retire", 0, lambda: self.inner.retire(path))
+
+    def quarantine(self, path: str) -> None:
+        self.around("quarantine", 0, lambda: self.inner.quarantine(path))
+
+    def sync_directory(self, path: str) -> None:
+        self.around("sync_directory", 0, lambda: self.inner.sync_directory(path))
+
+    def sweep(self) -> int:
+        return self.around("sweep", 0, self.inner.sweep)
+
+    def usage(self) -> Usage:
+        return self.inner.usage()
+
+    def probe(self, *, write: bool) -> None:
+        self.around("probe", 0, lambda: self.inner.probe(write=write))
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class WrappedWriter:
+    """A file being made through a wrapper."""
+
+    def __init__(self, device: DeviceWrapper, inner: WriteHandle) -> None:
+        self._device, self._inner = device, inner
+
+    def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
+        nbytes = sum(len(buffer) for buffer in buffers)
+        self._device.around("write", nbytes, lambda: self._inner.write(offset, buffers))
+
+    def sync(self) -> None:
+        self._device.around("sync", 0, self._inner.sync)
+
+    def publish(self, path: str) -> None:
+        self._device.around("publish", 0, lambda: self._inner.publish(path))
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+
+class WrappedReader:
+    """A file being read through a wrapper."""
+
+    def __init__(self, device: DeviceWrapper, inner: ReadHandle) -> None:
+        self._device, self._inner = device, inner
+        self.size_bytes = inner.size_bytes
+
+    def read_into(self, offset: int, target: Bytes) -> None:
+        def call() -> Bytes:
+            self._inner.read_into(offset, target)
+            return target
+
+        self._device.around("read", len(target), call)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class TimedDevice(DeviceWrapper):
+    """Counts bytes and times every operation into `metrics`, as device_<operation>_seconds."""
+
+    def __init__(self, inner: Device, metrics: Metrics, clock: Clock | None = None) -> None:
+        super().__init__(inner)
+        self.metrics, self._clock = metrics, clock or SystemClock()
+
+    def around(self, operation: str, nbytes: int, call: Callable[[], T]) -> T:
+        started = self._clock.monotonic()
+        try:
+            return call()
+        except FileNotFoundError:
+            raise
+        except OSError:
+            self.metrics.count(f"device_{operation}_error_total")
+            raise
+        finally:
+            self.metrics.observe(
+                f"device_{operation}_seconds", self._clock.monotonic() - started
+            )  # fmt: skip
+            if operation in ("read", "write"):
+                self.metrics.count(f"device_{operation}_bytes", nbytes)
+
+
+class ThrottledDevice(DeviceWrapper):
+    """Reads and writes at no more than `bytes_per_second` together."""
+
+    def __init__(self, inner: Device, bytes_per_second: float, clock: Clock | None = None) -> None:
+        super().__init__(inner)
+        self._rate, self._clock = bytes_per_second, clock or SystemClock()
+        self._free_at = 0.0
+        self._lock = threading.Lock()  # guards _free_at
+
+    def around(self, operation: str, nbytes: int, call: Callable[[], T]) -> T:
+        if operation in ("read", "write") and nbytes:
+            with self._lock:
+                now = self._clock.monotonic()
+                start = max(now, self._free_at)
+                self._free_at = start + nbytes / self._rate
+                pause = self._free_at - now
+            self._clock.wait(pause)
+        return call()
+
+
+class SimulatedCrash(BaseException):
+    """The process dies here. Not an Exception: no handler of the code under test may see it."""
+
+
+_ERRORS = {"E": errno.EIO, "N": errno.ENOSPC, "O": errno.EROFS, "D": errno.ENODEV}
+_PASS = {"R": "read", "W": "write", "Y": "sync", "P": "publish", "L": "list", "C": "create"}
+
+
+class FaultyDevice(DeviceWrapper):
+    """Fails by a plan: a short string, one letter per operation.
+
+    R W Y P L C  let operations pass until one read / write / sync / publish / list / create has
+    .            let the next operation pass, whatever it is
+    E N O D      the next operation fails with EIO, ENOSPC, EROFS, ENODEV
+    F            the next read returns a flipped bit
+    X            the next operation and all later ones raise SimulatedCrash
+    H            the next operation hangs until `released` is set
+
+    A last letter followed by `*` goes on for ever. `operations` counts all that came through.
+    """
+
+    def __init__(self, inner: Device, plan: str = "") -> None:
+        super().__init__(inner)
+        self.released = threading.Event()
+        self.operations = 0
+        self._lock = threading.Lock()  # guards plan and operations
+        self.plan = plan
+
+    def _next(self, operation: str) -> str:
+        with self._lock:
+            self.operations += 1
+            if not self.plan:
+                return "."
+            letter = self.plan[0]
+            if letter == "F" and operation != "read":
+                return "."
+            if letter in _PASS and _PASS[letter] != operation:
+                return "."
+            if letter != "X" and self.plan[1:] != "*":
+                self.plan = self.plan[1:]
+            return letter
+
+    def around(self, operation: str, nbytes: int, call: Callable[[], T]) -> T:
+        letter = self._next(operation)
+        if letter == "X":
+            raise SimulatedCrash(operation)
+        if letter == "H":
+            self.released.wait()
+        if letter in _ERRORS:
+            number = _ERRORS[letter]
+            raise_device_error(OSError(number, os.strerror(number)), self.url, operation)
+        result = call()
+        if letter == "F" and result is not None:
+            assert isinstance(result, np.ndarray)  # reads return their target
+            result[len(result) // 2] ^= 1
+        return result
+
+
+class CrashCounter(DeviceWrapper):
+    """Devices that share one countdown and die together before operation number `crash_at`.
+
+    `operations` is a one-element list so that all devices of a pool count in it.
+    """
+
+    def __init__(self, inner: Device, operations: list[int], crash_at: int) -> None:
+        super().__init__(inner)
+        self._operations, self._crash_at = operations, crash_at
+
+    def around(self, operation: str, nbytes: int, call: Callable[[], T]) -> T:
+        number = self._operations[0]
+        self._operations[0] += 1
+        if number >= self._crash_at:
+            raise SimulatedCrash(f"{operation} on {self.url}")
+        return call()
+
+
+__all__ = ["CrashCounter", "DeviceWrapper", "FaultyDevice", "SimulatedCrash", "ThrottledDevice",
+           "TimedDevice"]  # fmt: skip

@@ -1,0 +1,201 @@
+"""Every error that hpstore raises on purpose.
+
+    HpstoreError                     exit 1
+      ConfigError (ValueError)       exit 2   a setting, geometry or file of settings is wrong
+      InvalidKey (ValueError)        exit 3   a key that cannot name an object
+      ObjectNotFound (FileNotFoundError) exit 4
+      VersionConflict                exit 5   if_absent / if_version did not hold
+      DeviceError (OSError)          exit 10
+        DeviceMissing                exit 11  not there, wiped, or unmounted
+        DeviceForeign                exit 12  belongs to another pool
+        DeviceTimeout                exit 13  no answer within the deadline
+        DeviceFull                   exit 14
+        DeviceReadOnly               exit 15
+        DeviceInUse                  exit 16  already belongs to a pool
+      FormatTooNew                   exit 20  written by a newer hpstore
+      IntegrityError                 exit 21  bytes do not match their checksum
+      RedundancyError                exit 30
+        TooFewDevices                exit 31  a write or a membership change cannot be made safe
+        TooManyErasures              exit 32  more units lost than parity can replace
+      MembershipError                exit 33  a membership change is refused
+      LockTimeout                    exit 34
+      BudgetExceeded                 exit 35
+      CheckpointError                exit 40
+        CheckpointMismatch           exit 41  state and manifest do not fit
+
+The constructor is (message, **optional keywords): worker processes rebuild an error from its
+message alone, so the message carries every fact. Each class has its own exit code for the
+command line.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class HpstoreError(Exception):
+    """Base of all hpstore errors."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(
+        self, text: str = "", *, device: str | None = None, key: str | None = None
+    ) -> None:
+        super().__init__(text)
+        self.device = device
+        self.key = key
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class ConfigError(HpstoreError, ValueError):
+    """A setting, a geometry or a settings file is wrong. Nothing was changed."""
+
+    exit_code = 2
+
+
+class InvalidKey(HpstoreError, ValueError):
+    """The key cannot name an object."""
+
+    exit_code = 3
+
+
+class ObjectNotFound(HpstoreError, FileNotFoundError):
+    """No object of that key exists."""
+
+    exit_code = 4
+
+
+class VersionConflict(HpstoreError):
+    """A conditional put did not hold, or a newer version took the place of this one."""
+
+    exit_code = 5
+
+
+class DeviceError(HpstoreError, OSError):
+    """A device failed an operation."""
+
+    exit_code = 10
+
+
+class DeviceMissing(DeviceError):
+    """The device is not there: no path, no identity, or another filesystem under the path."""
+
+    exit_code = 11
+
+
+class DeviceForeign(DeviceError):
+    """The device belongs to another pool or carries another identity than recorded."""
+
+    exit_code = 12
+
+
+class DeviceTimeout(DeviceError):
+    """A device did not answer within its deadline. The operation may still complete."""
+
+    exit_code = 13
+
+
+class DeviceFull(DeviceError):
+    """No space left on the device."""
+
+    exit_code = 14
+
+
+class DeviceReadOnly(DeviceError):
+    """The device refuses writes."""
+
+    exit_code = 15
+
+
+class DeviceInUse(DeviceError):
+    """The path already holds a device of some pool."""
+
+    exit_code = 16
+
+
+class FormatTooNew(HpstoreError):
+    """Written by a newer hpstore. Nothing was read or changed; upgrade to use it."""
+
+    exit_code = 20
+
+
+class IntegrityError(HpstoreError):
+    """Bytes on a device do not match their checksum."""
+
+    exit_code = 21
+
+
+class RedundancyError(HpstoreError):
+    """There is not enough redundancy for the operation."""
+
+    exit_code = 30
+
+
+class TooFewDevices(RedundancyError):
+    """Too few devices answered. What was there before is unchanged."""
+
+    exit_code = 31
+
+
+class TooManyErasures(RedundancyError):
+    """More units are lost than parity can replace. Nothing was deleted."""
+
+    exit_code = 32
+
+
+class MembershipError(HpstoreError):
+    """A membership change was refused. The membership is unchanged."""
+
+    exit_code = 33
+
+
+class LockTimeout(HpstoreError):
+    """Another process holds the lock past the deadline."""
+
+    exit_code = 34
+
+
+class BudgetExceeded(HpstoreError):
+    """A byte budget could not be met within the deadline."""
+
+    exit_code = 35
+
+
+class CheckpointError(HpstoreError):
+    """A checkpoint could not be saved or restored. Committed checkpoints are unchanged."""
+
+    exit_code = 40
+
+
+class CheckpointMismatch(CheckpointError):
+    """The state given and the recorded one do not fit together."""
+
+    exit_code = 41
+
+
+__all__ = [
+    "BudgetExceeded",
+    "CheckpointError",
+    "CheckpointMismatch",
+    "ConfigError",
+    "DeviceError",
+    "DeviceForeign",
+    "DeviceFull",
+    "DeviceInUse",
+    "DeviceMissing",
+    "DeviceReadOnly",
+    "DeviceTimeout",
+    "FormatTooNew",
+    "HpstoreError",
+    "IntegrityError",
+    "InvalidKey",
+    "LockTimeout",
+    "MembershipError",
+    "ObjectNotFound",
+    "RedundancyError",
+    "TooFewDevices",
+    "TooManyErasures",
+    "VersionConflict",
+]

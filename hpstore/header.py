@@ -1,0 +1,211 @@
+"""The 4 KiB header of a column file and the table at its end. Pure; bytes in docs/format.md.
+
+offset 0      magic "HPSTCOL1", u32 format version, u32 length n of the JSON
+offset 16     n bytes of JSON: pool, key, version, kind, column, k, m, unit, size, devices, ...
+...           zeros
+offset 4080   xxh3-128 of bytes 0..4079
+offset 4096   the units
+then          one u64 checksum per 64 KiB block, a 16-byte root, zeros to a multiple of 4 KiB
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpstore.checksum import DIGEST_BYTES, ROOT_BYTES, column_seed, digest128, table_root
+from hpstore.errors import ConfigError, FormatTooNew, HpstoreError, IntegrityError
+from hpstore.geometry import ALIGNMENT_BYTES, Code, Geometry
+from hpstore.keys import ColumnName, Kind, Version, check_key
+from hpstore.units import round_up
+
+MAGIC = b"HPSTCOL1"
+FORMAT = 1
+HEADER_BYTES = 4096
+MAX_METADATA_BYTES = 1024
+_FIXED = struct.Struct("<8sII")
+_DIGEST_AT = HEADER_BYTES - ROOT_BYTES
+
+Metadata = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnHeader:
+    """Everything an object says of itself, repeated in each of its columns."""
+
+    pool_id: str
+    key: str
+    version: Version
+    kind: Kind
+    column: int
+    geometry: Geometry
+    devices: tuple[str, ...]  # device of each column when it was put; a hint after a rebuild
+    generation: int  # of the pool's membership when it was put
+    created_ms: int  # milliseconds since 1970
+    metadata: Metadata = field(default_factory=dict)
+
+    @property
+    def name(self) -> ColumnName:
+        return ColumnName(
+            version=self.version,
+            kind=self.kind,
+            column=self.column,
+            data=self.geometry.data,
+            parity=self.geometry.parity,
+        )
+
+    @property
+    def seed(self) -> int:
+        """Seed of this column's checksums."""
+        layout = f"{self.kind}{self.geometry.data}+{self.geometry.parity}"
+        return column_seed(self.pool_id, self.key, str(self.version), layout, self.column)
+
+    @property
+    def table_offset(self) -> int:
+        return HEADER_BYTES + self.geometry.column_bytes
+
+    @property
+    def table_bytes(self) -> int:
+        """Table, root and padding."""
+        return round_up(self.geometry.block_count * DIGEST_BYTES + ROOT_BYTES, ALIGNMENT_BYTES)
+
+    @property
+    def file_bytes(self) -> int:
+        return self.table_offset + self.table_bytes
+
+
+def encode_metadata(metadata: Metadata) -> bytes:
+    """JSON of user metadata. Raises ConfigError when it is not JSON or over 1 KiB."""
+    try:
+        encoded = json.dumps(dict(metadata), ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"metadata must be JSON: {error}") from error
+    if len(encoded) > MAX_METADATA_BYTES:
+        raise ConfigError(f"metadata of {len(encoded)} bytes: at most {MAX_METADATA_BYTES} fit")
+    return encoded
+
+
+def encode_header(header: ColumnHeader) -> bytes:
+    """The 4096 bytes of a header."""
+    encode_metadata(header.metadata)
+    body = json.dumps(
+        {
+            "pool": header.pool_id,
+            "key": header.key,
+            "version": str(header.version),
+            "kind": header.kind,
+            "column": header.column,
+            "data": header.geometry.data,
+            "parity": header.geometry.parity,
+            "unit": header.geometry.unit_bytes,
+            "size": header.geometry.size,
+            "code": header.geometry.code,
+            "devices": list(header.devices),
+            "generation": header.generation,
+            "created_ms": header.created_ms,
+            "metadata": dict(header.metadata),
+        },
+        ensure_ascii=False,
+        separators=(",", ":"),
+    ).encode()
+    if _FIXED.size + len(body) > _DIGEST_AT:
+        raise ConfigError(
+            f"header of {len(body)} bytes does not fit 4 KiB: shorten the key or the metadata"
+        )
+    page = (_FIXED.pack(MAGIC, FORMAT, len(body)) + body).ljust(_DIGEST_AT, b"\0")
+    return page + digest128(page)
+
+
+def decode_header(page: bytes | memoryview, *, where: str) -> ColumnHeader:
+    """Inverse of encode_header. Raises IntegrityError, or FormatTooNew for a later version."""
+    page = bytes(page)
+    if len(page) < HEADER_BYTES:
+        raise IntegrityError(f"{where}: header of {len(page)} bytes is truncated")
+    magic, version, length = _FIXED.unpack_from(page)
+    if magic != MAGIC:
+        raise IntegrityError(f"{where}: not a column file")
+    if digest128(page[:_DIGEST_AT]) != page[_DIGEST_AT:HEADER_BYTES]:
+        raise IntegrityError(f"{where}: header does not match its checksum")
+    if version > FORMAT:
+        raise FormatTooNew(f"{where}: column format {version}, this hpstore reads up to {FORMAT}")
+    if length > _DIGEST_AT - _FIXED.size:
+        raise IntegrityError(f"{where}: header says {length} bytes of JSON")
+    try:
+        return _parse(json.loads(page[_FIXED.size : _FIXED.size + length]))
+    except (HpstoreError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise IntegrityError(f"{where}: header is malformed: {error}") from error
+
+
+# Any: values of decoded JSON; each is checked by the type it is given to
+def _parse(body: dict[str, object]) -> ColumnHeader:
+    number = {
+        name: body[name]
+        for name in ("column", "data", "parity", "unit", "size", "generation", "created_ms")
+    }
+    for name, value in number.items():
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name} is {value!r}")
+    integers: dict[str, int] = number  # type: ignore[assignment]  # checked just above
+    geometry = Geometry(
+        data=integers["data"],
+        parity=integers["parity"],
+        unit_bytes=integers["unit"],
+        size=integers["size"],
+        code=Code(str(body["code"])),
+    )
+    devices, metadata = body["devices"], body["metadata"]
+    if not isinstance(devices, list) or not isinstance(metadata, dict):
+        raise ValueError("devices or metadata have the wrong type")
+    if integers["column"] >= geometry.width:
+        raise ValueError(f"column {integers['column']} of {geometry.width}")
+    return ColumnHeader(
+        pool_id=str(body["pool"]),
+        key=check_key(str(body["key"])),
+        version=Version.parse(str(body["version"])),
+        kind=Kind(str(body["kind"])),
+        column=integers["column"],
+        geometry=geometry,
+        devices=tuple(str(device) for device in devices),
+        generation=integers["generation"],
+        created_ms=integers["created_ms"],
+        metadata=metadata,
+    )
+
+
+def encode_table(header: ColumnHeader, table: NDArray[np.uint64]) -> bytes:
+    """Checksum table with its root, padded to a multiple of 4 KiB."""
+    body = table.astype("<u8").tobytes() + table_root(header.seed, table)
+    return body.ljust(header.table_bytes, b"\0")
+
+
+def decode_table(
+    header: ColumnHeader, data: bytes | memoryview, *, where: str
+) -> NDArray[np.uint64]:
+    """The checksum table. Raises IntegrityError when it does not match its root."""
+    count = header.geometry.block_count
+    raw = bytes(data[: count * DIGEST_BYTES + ROOT_BYTES])
+    if len(raw) < count * DIGEST_BYTES + ROOT_BYTES:
+        raise IntegrityError(f"{where}: checksum table is truncated")
+    table = np.frombuffer(raw, "<u8", count).astype(np.uint64)
+    if table_root(header.seed, table) != raw[-ROOT_BYTES:]:
+        raise IntegrityError(f"{where}: checksum table does not match its root")
+    return table
+
+
+__all__ = [
+    "FORMAT",
+    "HEADER_BYTES",
+    "MAX_METADATA_BYTES",
+    "ColumnHeader",
+    "Metadata",
+    "decode_header",
+    "decode_table",
+    "encode_header",
+    "encode_metadata",
+    "encode_table",
+]

@@ -1,0 +1,178 @@
+"""Keys, versions and the names that files of an object have on a device. Pure.
+
+A key is a path: every component becomes a directory, so that an operator can look around with
+`ls`. The files in a key's directory start with `@`, a character that a component never starts with
+on disk, so `a` and `a/b` can both be objects (PROTOCOL 13):
+
+    @<counter>-<nonce>-<revision>.c<column>.<k>+<m>      a column
+    @<counter>-<nonce>-<revision>.r<copy>.1+<m>          a whole copy (small objects)
+    @<counter>-<nonce>-<revision>.t<copy>.1+<m>          a tombstone
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from hpstore.errors import InvalidKey
+
+MAX_KEY_BYTES = 1024
+MAX_NAME_BYTES = 255
+OBJECTS = "objects"
+_HEX = "0123456789abcdef"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Version:
+    """(counter, nonce, revision) of an object, ordered so (PROTOCOL 1).
+
+    `counter` is a hybrid clock in milliseconds, `nonce` 64 random bits of the writer, `revision`
+    rises only when a stored object is laid out anew.
+    """
+
+    counter: int
+    nonce: int
+    revision: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.counter:016x}-{self.nonce:016x}-{self.revision:08x}"
+
+    @property
+    def content(self) -> tuple[int, int]:
+        """Equal for all revisions, which hold the same bytes."""
+        return (self.counter, self.nonce)
+
+    @classmethod
+    def parse(cls, text: str) -> Version:
+        """Inverse of str(). Raises ValueError."""
+        match = re.fullmatch(r"([0-9a-f]{16})-([0-9a-f]{16})-([0-9a-f]{8})", text)
+        if match is None:
+            raise ValueError(f"{text!r} is not a version")
+        return cls(*(int(part, 16) for part in match.groups()))
+
+
+class Kind(StrEnum):
+    """What a file of an object is."""
+
+    COLUMN = "c"
+    COPY = "r"
+    TOMBSTONE = "t"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnName:
+    """The facts in a column's file name."""
+
+    version: Version
+    kind: Kind
+    column: int
+    data: int
+    parity: int
+
+    def __str__(self) -> str:
+        return f"@{self.version}.{self.kind}{self.column:02d}.{self.data}+{self.parity}"
+
+    @property
+    def layout(self) -> tuple[Version, Kind, int, int]:
+        """Columns of one layout belong together; others never mix with them."""
+        return (self.version, self.kind, self.data, self.parity)
+
+
+_NAME = re.compile(
+    r"@([0-9a-f]{16}-[0-9a-f]{16}-[0-9a-f]{8})\.([crt])([0-9]{2})\.([0-9]{1,2})\+([0-9]{1,2})"
+)
+
+
+def parse_column_name(name: str) -> ColumnName | None:
+    """The facts in a file name, or None for a name of another form."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    version, kind, column, data, parity = match.groups()
+    return ColumnName(
+        version=Version.parse(version),
+        kind=Kind(kind),
+        column=int(column),
+        data=int(data),
+        parity=int(parity),
+    )
+
+
+def check_key(key: str) -> str:
+    """Return `key` if it can name an object, else raise InvalidKey."""
+    if not isinstance(key, str):
+        raise InvalidKey(f"a key is a str, not {type(key).__name__}")
+    try:
+        encoded = key.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidKey(f"key {key!r} is not valid Unicode: {error.reason}") from error
+    if len(encoded) > MAX_KEY_BYTES:
+        raise InvalidKey(
+            f"key of {len(encoded)} bytes ({key[:40]!r}...): at most {MAX_KEY_BYTES} are allowed"
+        )
+    if any(ord(character) < 32 or ord(character) == 127 for character in key):
+        raise InvalidKey(f"key {key!r} holds a control character")
+    for part in key.split("/"):
+        if part in ("", ".", ".."):
+            raise InvalidKey(
+                f"key {key!r} has the component {part!r}; components are not empty, '.' or '..', "
+                "and a key neither begins nor ends with '/'"
+            )
+        if len(escape(part, folding=False).encode()) > MAX_NAME_BYTES:
+            raise InvalidKey(
+                f"key component {part[:40]!r}... is longer than {MAX_NAME_BYTES} bytes"
+            )
+    return key
+
+
+def _quote(byte: int) -> str:
+    return f"%{_HEX[byte >> 4]}{_HEX[byte & 15]}"
+
+
+def escape(part: str, *, folding: bool) -> str:
+    """Directory name of a key component.
+
+    With `folding` (a filesystem that folds case or normalises), upper case and everything outside
+    ASCII is escaped too, so that different keys never share a directory.
+    """
+    out = []
+    for index, character in enumerate(part):
+        plain = character != "%" and not (index == 0 and character == "@")
+        if folding:
+            plain = plain and character.isascii() and not character.isupper()
+        out.append(character if plain else "".join(_quote(b) for b in character.encode()))
+    name = "".join(out)
+    if folding and len(name) > MAX_NAME_BYTES:
+        raise InvalidKey(
+            f"key component {part[:40]!r}... needs {len(name)} bytes on a device that folds "
+            f"case; at most {MAX_NAME_BYTES} fit"
+        )
+    return name
+
+
+def unescape(name: str) -> str:
+    """Inverse of escape()."""
+    raw = re.sub(
+        rb"%([0-9a-f]{2})", lambda match: bytes([int(match.group(1), 16)]), name.encode()
+    )  # fmt: skip
+    return raw.decode("utf-8", errors="replace")
+
+
+def object_directory(key: str, *, folding: bool = False) -> str:
+    """Directory of a key, relative to the device root."""
+    return "/".join([OBJECTS, *(escape(part, folding=folding) for part in key.split("/"))])
+
+
+__all__ = [
+    "MAX_KEY_BYTES",
+    "OBJECTS",
+    "ColumnName",
+    "Kind",
+    "Version",
+    "check_key",
+    "escape",
+    "object_directory",
+    "parse_column_name",
+    "unescape",
+]

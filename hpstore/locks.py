@@ -1,0 +1,56 @@
+"""Locks between the processes of one host: files in a local run directory, never on a device.
+
+PROTOCOL 15: a lock has a deadline, so nothing that hangs on a device blocks the device's eviction.
+The descriptor is opened for each use, after any fork, so a child never shares its parent's lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hpstore.clock import Clock
+from hpstore.errors import ConfigError, LockTimeout
+
+_POLL_SECONDS = 0.01
+_KEY_LOCKS = 256
+
+
+@contextmanager
+def file_lock(
+    directory: Path, name: str, clock: Clock, deadline_seconds: float, what: str
+) -> Iterator[None]:
+    """Hold `directory/name` exclusively. Raises LockTimeout, which says who waits for what."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fd = os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"lock directory {directory} is not usable: {error.strerror}") from error
+    try:
+        until = clock.monotonic() + deadline_seconds
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if clock.monotonic() >= until:
+                    raise LockTimeout(
+                        f"{what}: another process on this host holds {directory / name} for more "
+                        f"than {deadline_seconds:.0f} s. Nothing was changed; try again later."
+                    ) from error
+                clock.wait(_POLL_SECONDS)
+        yield
+    finally:
+        os.close(fd)
+
+
+def key_lock_name(key: str) -> str:
+    """One of a bounded number of lock files for conditional puts."""
+    return f"key-{zlib.crc32(key.encode()) % _KEY_LOCKS:03d}.lock"
+
+
+__all__ = ["file_lock", "key_lock_name"]

@@ -1,0 +1,345 @@
+"""Who belongs to the pool: create, open, and every change of it (PROTOCOL 14-17).
+
+A change is made under the host's change lock: read the records of all devices, roll the newest
+forward, then write its successor to max(m + 1, majority) of the old and of the new members. A crash
+anywhere leaves the old record or the new one; whichever is newest is rolled forward at next use.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from hpstore.config import PoolConfig
+from hpstore.devices.base import Device
+from hpstore.errors import (
+    ConfigError,
+    DeviceForeign,
+    DeviceInUse,
+    DeviceMissing,
+    FormatTooNew,
+    HpstoreError,
+    IntegrityError,
+    MembershipError,
+    TooFewDevices,
+)
+from hpstore.geometry import check_unit_bytes, check_width
+from hpstore.objects.store import Store, View
+from hpstore.opening import OpenedDevice, Opener, claim, identify_all, make_place
+from hpstore.placement import tolerated_domains
+from hpstore.records import (
+    IDENTITY_FILE,
+    MAX_RECORD_BYTES,
+    POOL_FILE,
+    DeviceState,
+    Identity,
+    Member,
+    PoolRecord,
+)
+from hpstore.scheduler import Scheduler
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A pool's membership and the members that answered; why the others did not, by URL."""
+
+    view: View
+    problems: Mapping[str, str]
+
+
+def create_members(
+    urls: list[str],
+    domains: list[str] | None,
+    opener: Opener,
+    config: PoolConfig,
+    *,
+    data: int,
+    parity: int,
+    unit_bytes: int,
+) -> PoolRecord:
+    """Claim every device for a new pool and write the first record. Durable on return.
+
+    Nothing is claimed unless every device can be. Raises ConfigError, DeviceInUse, DeviceError.
+    """
+    check_width(data, parity)
+    check_unit_bytes(unit_bytes)
+    check_memory(config, data + parity, unit_bytes)
+    if len(urls) < parity + 1:
+        raise ConfigError(
+            f"{len(urls)} devices cannot hold data={data} parity={parity}: at least {parity + 1} "
+            f"are needed, {data + parity} for the full width"
+        )
+    for url in urls:
+        make_place(url, config.settings)
+    devices = [opener(url) for url in urls]
+    places = [device.url for device in devices]
+    if len(set(places)) < len(places):
+        twice = next(place for place in places if places.count(place) > 1)
+        raise ConfigError(f"device {twice} is given twice")
+    for device in devices:
+        if device.stamp(IDENTITY_FILE) is not None:
+            raise DeviceInUse(f"device {device.url} already belongs to a pool", device=device.url)
+    pool_id = uuid.uuid4().hex
+    members = [
+        Member(device_id=uuid.uuid4().hex, url=url, domain=domains[i] if domains else f"d{i:03d}")
+        for i, url in enumerate(urls)
+    ]
+    record = PoolRecord(
+        pool_id=pool_id, generation=1, nonce=secrets.token_hex(8), parent="", data=data,
+        parity=parity, unit_bytes=unit_bytes, members=tuple(members),
+    )  # fmt: skip
+    claimed: list[Device] = []
+    try:
+        for device, member in zip(devices, members, strict=True):
+            claim(device, _identity(record, member))
+            claimed.append(device)
+        for device in devices:
+            device.write_small(POOL_FILE, record.encode())
+    except HpstoreError:
+        for device in claimed:
+            device.delete(IDENTITY_FILE)  # the pool never came to be: let the places go
+        raise
+    finally:
+        for device in devices:
+            device.close()
+    return record
+
+
+def check_memory(config: PoolConfig, width: int, unit_bytes: int) -> None:
+    """A stripe being written and one being read must fit the memory budget together."""
+    needed = 2 * width * unit_bytes
+    if needed > config.settings.memory_bytes:
+        raise ConfigError(
+            f"a stripe of {width} units of {unit_bytes} bytes needs memory_bytes >= {needed}; "
+            f"{config.settings.memory_bytes} are set"
+        )
+
+
+def _identity(record: PoolRecord, member: Member) -> Identity:
+    return Identity(pool_id=record.pool_id, device_id=member.device_id, domain=member.domain,
+                    weight=member.weight)  # fmt: skip
+
+
+def domain_warning(record: PoolRecord) -> str | None:
+    """What to tell the operator when failure domains do not carry the parity."""
+    sizes: dict[str, int] = {}
+    for member in record.members:
+        sizes[member.domain] = sizes.get(member.domain, 0) + 1
+    lost = tolerated_domains(
+        min(record.data + record.parity, len(record.members)),
+        min(record.data, max(1, len(record.members) - record.parity)),
+        list(sizes.values()),
+    )
+    if lost >= 1:
+        return None
+    return (
+        f"{len(sizes)} failure domains for {record.data}+{record.parity}: the pool survives "
+        f"{record.parity} lost devices, but not the loss of the largest domain"
+    )
+
+
+def open_members(
+    config: PoolConfig, opener: Opener, scheduler: Scheduler, *, read_only: bool
+) -> Opened:
+    """Open a pool's devices; needs answers from all members but m (PROTOCOL 14).
+
+    Raises TooFewDevices that names what is missing and why.
+    """
+    opened, failed = identify_all(
+        {url: url for url in config.devices}, opener, scheduler, read_only=read_only,
+        deadline_seconds=config.settings.open_deadline_seconds,
+    )  # fmt: skip
+    problems = {url: str(error) for url, error in failed.items()}
+    records = [o.record for o in opened.values() if o.record is not None]
+    if not records:
+        raise TooFewDevices(
+            f"pool {config.name!r} ({config.path}): no device answers with a membership record. "
+            + _reasons(problems)
+        )
+    pool_id = _majority_pool(opened)
+    for url, found in list(opened.items()):
+        if found.identity.pool_id != pool_id or (
+            found.record is not None and found.record.pool_id != pool_id
+        ):
+            problems[url] = str(DeviceForeign(f"device {url} belongs to another pool"))
+            opened.pop(url).device.close()
+    record = max((o.record for o in opened.values() if o.record is not None), key=_order)
+    view = make_view(record, opened.values(), problems)
+    answering, needed = len(view.devices), len(record.members) - record.parity
+    if answering < needed:
+        raise TooFewDevices(
+            f"pool {config.name!r}: {answering} of {len(record.members)} devices answer, "
+            f"{needed} are needed to open it. Nothing is lost by waiting; bring devices back. "
+            + _reasons(problems)
+        )
+    for problem in problems.values():
+        _log.warning("pool %s opens without a device: %s", config.name, problem)
+    return Opened(view=view, problems=problems)
+
+
+def _order(record: PoolRecord) -> tuple[int, str]:
+    return record.order
+
+
+def _reasons(problems: Mapping[str, str]) -> str:
+    return "; ".join(problems.values())
+
+
+def _majority_pool(opened: Mapping[str, OpenedDevice]) -> str:
+    """The pool that most devices belong to."""
+    ids = [o.identity.pool_id for o in opened.values()]
+    return max(sorted(set(ids)), key=ids.count)
+
+
+def make_view(record: PoolRecord, opened: Iterable[OpenedDevice], problems: dict[str, str]) -> View:
+    """Members that answered; two devices with one identity are a copied disk and both refused."""
+    devices: dict[str, Device] = {}
+    for found in opened:
+        device_id = found.identity.device_id
+        if record.member(device_id) is None:
+            found.device.close()
+            continue
+        if device_id in devices:
+            problems[found.device.url] = (
+                f"device {found.device.url} carries the identity of {devices[device_id].url}: a "
+                "copied disk? It is not used."
+            )
+            found.device.close()
+            continue
+        devices[device_id] = found.device
+    return View(record=record, devices=devices)
+
+
+def newest_record(store: Store) -> PoolRecord:
+    """The newest record on any device that answers."""
+
+    def read(_: str, device: Device) -> PoolRecord | None:
+        try:
+            return PoolRecord.decode(
+                device.read_small(POOL_FILE, MAX_RECORD_BYTES), where=f"{device.url}/{POOL_FILE}"
+            )
+        except (FileNotFoundError, IntegrityError):
+            return None
+
+    results = store.each(store.view.devices, read)
+    found = [store.view.record]
+    for result in results.values():
+        if isinstance(result, FormatTooNew):
+            raise result
+        if isinstance(result, PoolRecord) and result.pool_id == store.view.record.pool_id:
+            found.append(result)
+    return max(found, key=_order)
+
+
+def roll_forward(store: Store, record: PoolRecord) -> int:
+    """Bring devices that are behind up to `record`; returns how many members hold it now."""
+
+    def update(device_id: str, device: Device) -> None:
+        try:
+            data = device.read_small(POOL_FILE, MAX_RECORD_BYTES)
+            if PoolRecord.decode(data, where=device.url).order >= record.order:
+                return
+        except (FileNotFoundError, IntegrityError):
+            if device.stamp(IDENTITY_FILE) is None:
+                raise DeviceMissing(f"device {device.url} was wiped", device=device_id) from None
+        device.write_small(POOL_FILE, record.encode())
+
+    results = store.each(store.view.devices, update)
+    return sum(not isinstance(result, Exception) for result in results.values())
+
+
+def commit_record(
+    store: Store, new: PoolRecord, extra: Mapping[str, Device], *, force: bool
+) -> None:
+    """Write a successor record to old and new members. The caller holds the change lock.
+
+    Raises MembershipError before anything is written when too few devices answer (unless forced),
+    or after, when too many failed in between; then the newest record decides at the next use.
+    """
+    old = store.view.record
+    devices = {**store.view.devices, **extra}
+
+    def reached(record: PoolRecord, held: set[str]) -> bool:
+        return len(held & {m.device_id for m in record.members}) >= record.quorum()
+
+    if not force and not (reached(old, set(devices)) and reached(new, set(devices))):
+        raise MembershipError(
+            f"{len(devices)} devices answer; a change needs {old.quorum()} of the "
+            f"{len(old.members)} members now and {new.quorum()} of the {len(new.members)} members "
+            "then. Nothing was changed. Bring devices back, or force it if they are gone for good."
+        )
+    data = new.encode()
+    results = store.scheduler.gather(
+        {d: lambda d=d: devices[d].write_small(POOL_FILE, data) for d in devices},  # type: ignore[misc]
+        store.settings.device_deadline_seconds,
+    )
+    held = {d for d, result in results.items() if not isinstance(result, Exception)}
+    if force and held:
+        _log.warning("membership generation %d was forced onto %d devices", new.generation,
+                     len(held))  # fmt: skip
+    elif not (reached(old, held) and reached(new, held)):
+        raise MembershipError(
+            f"generation {new.generation} reached {len(held)} of {len(devices)} devices, too few "
+            "to be certain. The newest record found at the next open decides; run it again."
+        )
+
+
+def with_state(record: PoolRecord, device_id: str, state: DeviceState) -> PoolRecord:
+    """The next generation, in which one member has another state."""
+    members = [
+        replace(m, state=state) if m.device_id == device_id else m for m in record.members
+    ]  # fmt: skip
+    return record.successor(
+        members=members, evicted=record.evicted, nonce=secrets.token_hex(8)
+    )  # fmt: skip
+
+
+def without_member(record: PoolRecord, device_id: str) -> PoolRecord:
+    """The next generation, in which one member is evicted."""
+    gone = [replace(m, state=DeviceState.EVICTED) for m in record.members
+            if m.device_id == device_id]  # fmt: skip
+    members = [m for m in record.members if m.device_id != device_id]
+    evicted = [m for m in record.evicted if m.device_id != device_id]
+    return record.successor(
+        members=members, evicted=[*evicted, *gone], nonce=secrets.token_hex(8)
+    )  # fmt: skip
+
+
+def with_member(record: PoolRecord, member: Member) -> PoolRecord:
+    """The next generation with a new or readmitted member."""
+    members = [m for m in record.members if m.device_id != member.device_id]
+    evicted = [m for m in record.evicted if m.device_id != member.device_id]
+    return record.successor(
+        members=[*members, member], evicted=evicted, nonce=secrets.token_hex(8)
+    )  # fmt: skip
+
+
+def find_member(record: PoolRecord, devices: Mapping[str, Device], wanted: str) -> Member:
+    """A member or evicted device by URL, path, id or a unique beginning of the id."""
+    urls = {d: device.url for d, device in devices.items()}
+    everyone = [*record.members, *record.evicted]
+
+    def matches(member: Member) -> bool:
+        places = {member.url, urls.get(member.device_id, member.url)}
+        plain = wanted.removeprefix("file://").rstrip("/")
+        return plain in {place.removeprefix("file://").rstrip("/") for place in places} or (
+            len(wanted) >= 4 and member.device_id.startswith(wanted)
+        )
+
+    found = [member for member in everyone if matches(member)]
+    if len(found) != 1:
+        known = ", ".join(f"{m.url} ({m.device_id[:8]}, {m.state})" for m in everyone)
+        raise MembershipError(
+            f"{wanted!r} names {len(found) or 'no'} device of this pool; it has {known}"
+        )
+    return found[0]
+
+
+__all__ = ["Opened", "check_memory", "commit_record", "create_members", "domain_warning",
+           "find_member", "make_view", "newest_record", "open_members", "roll_forward",
+           "with_member", "with_state", "without_member"]  # fmt: skip

@@ -1,0 +1,1 @@
+"""One object on many devices: survey, read, write, repair."""

@@ -1,0 +1,98 @@
+"""One column file, open for reading: header, table, verified runs of bytes."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpstore.buffers import aligned_array
+from hpstore.checksum import first_bad_block
+from hpstore.codec.galois import Bytes
+from hpstore.devices.base import Device, ReadHandle
+from hpstore.errors import IntegrityError
+from hpstore.geometry import BLOCK_BYTES
+from hpstore.header import HEADER_BYTES, ColumnHeader, decode_header, decode_table
+from hpstore.keys import ColumnName
+from hpstore.objects.survey import path_on
+
+
+class ColumnReader:
+    """A column whose header was checked. Thread-safe; reads run on the device's lane."""
+
+    def __init__(
+        self, device_id: str, device: Device, handle: ReadHandle, header: ColumnHeader, path: str
+    ) -> None:
+        self.device_id, self.header, self.path = device_id, header, path
+        self._device, self._handle = device, handle
+        self._table: NDArray[np.uint64] | None = None
+        self._lock = threading.Lock()  # guards the first read of _table
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        return f"column {self.header.column} of {self.header.key!r} on {self._device.url}"
+
+    def table(self) -> NDArray[np.uint64]:
+        """The checksum table, read once. Raises IntegrityError."""
+        if self._table is None:
+            raw = aligned_array(self.header.table_bytes)
+            self._handle.read_into(self.header.table_offset, raw)
+            table = decode_table(self.header, raw.data, where=self.where)
+            with self._lock:
+                self._table = table
+        return self._table
+
+    def read_into(self, start: int, target: Bytes) -> None:
+        """Fill `target` with verified column bytes from `start`, a block border.
+
+        Raises IntegrityError naming the first block that does not match.
+        """
+        table = self.table()
+        self._handle.read_into(HEADER_BYTES + start, target)
+        bad = first_bad_block(self.header.seed, start // BLOCK_BYTES, target.data, table)
+        if bad is not None:
+            raise IntegrityError(
+                f"{self.where}: block {bad} (bytes {bad * BLOCK_BYTES}...) does not match its "
+                "checksum; the object is read from parity and queued for repair"
+            )
+
+    def close(self) -> None:
+        """Release the file."""
+        self._handle.close()
+
+
+def open_column(
+    device_id: str, device: Device, pool_id: str, key: str, name: ColumnName
+) -> ColumnReader:
+    """Open a column and check that it is what its name says.
+
+    Raises FileNotFoundError when it is gone or being recycled, IntegrityError when it is damaged or
+    holds something else.
+    """
+    path = path_on(device, key, name)
+    handle = device.open(path)
+    try:
+        page = aligned_array(HEADER_BYTES)
+        if handle.size_bytes < HEADER_BYTES:
+            raise IntegrityError(f"{path} on {device.url} is truncated")
+        handle.read_into(0, page)
+        if not page[:8].any():
+            raise FileNotFoundError(f"{path} on {device.url} was recycled")
+        header = decode_header(page.data, where=f"{path} on {device.url}")
+        if header.pool_id != pool_id or header.key != key or header.name != name:
+            raise IntegrityError(
+                f"{path} on {device.url} holds {header.key!r} {header.name}, not what it is called"
+            )
+        if handle.size_bytes < header.file_bytes:
+            raise IntegrityError(
+                f"{path} on {device.url} has {handle.size_bytes} of {header.file_bytes} bytes"
+            )
+    except BaseException:
+        handle.close()
+        raise
+    return ColumnReader(device_id, device, handle, header, path)
+
+
+__all__ = ["ColumnReader", "open_column"]

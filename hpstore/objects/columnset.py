@@ -1,0 +1,224 @@
+"""Columns of one object being written side by side: errors, stragglers, publishing (PROTOCOL 4).
+
+Used by puts, which write all k + m columns, and by repairs, which write some.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
+
+import numpy as np
+
+from hpstore.buffers import aligned_array
+from hpstore.codec.galois import Bytes
+from hpstore.devices.base import Device, WriteHandle
+from hpstore.errors import DeviceTimeout, HpstoreError
+from hpstore.header import HEADER_BYTES, ColumnHeader, encode_header, encode_table
+from hpstore.objects.store import Store
+from hpstore.objects.survey import path_on
+
+_log = logging.getLogger(__name__)
+
+
+class MembershipMoved(HpstoreError):
+    """The pool's membership changed during a write: it must be planned again."""
+
+
+class ColumnWriter:
+    """One column on its way to one device."""
+
+    def __init__(self, device_id: str, device: Device, header: ColumnHeader) -> None:
+        self.device_id, self.device, self.header = device_id, device, header
+        self.table = np.zeros(header.geometry.block_count, np.uint64)
+        self.failed: Exception | None = None
+        self.published = False
+        self._handle: WriteHandle | None = None
+
+    @property
+    def path(self) -> str:
+        """Where it will be."""
+        return path_on(self.device, self.header.key, self.header.name)
+
+    def create(self) -> None:
+        """Reserve the space."""
+        self._handle = self.device.create(self.header.file_bytes)
+
+    def write(self, column_offset: int, buffers: Sequence[Bytes]) -> None:
+        """Write column bytes; does nothing once the column was given up."""
+        if self.failed is None:
+            assert self._handle is not None
+            self._handle.write(HEADER_BYTES + column_offset, buffers)
+
+    def seal(self) -> None:
+        """Write header and table; make the bytes durable."""
+        if self.failed is not None:
+            raise self.failed
+        assert self._handle is not None
+        page, tail = aligned_array(HEADER_BYTES), aligned_array(self.header.table_bytes)
+        page[:] = np.frombuffer(encode_header(self.header), np.uint8)
+        tail[:] = np.frombuffer(encode_table(self.header, self.table), np.uint8)
+        self._handle.write(0, [page])
+        self._handle.write(self.header.table_offset, [tail])
+        self._handle.sync()
+
+    def publish(self) -> None:
+        """Give the file its name; durable on return."""
+        assert self._handle is not None
+        self._handle.publish(self.path)
+        self.device.sync_directory(self.path)
+        self.published = True
+
+    def abort(self) -> None:
+        """Drop the file unless it was published."""
+        if self._handle is not None and not self.published:
+            self._handle.abort()
+
+
+class ColumnSet:
+    """The columns of one write. `floor` is the fewest that make it worth going on."""
+
+    def __init__(
+        self, store: Store, headers: Mapping[str, ColumnHeader], *, floor: int, generation: int
+    ) -> None:
+        devices = store.view.devices
+        self.columns = {
+            header.column: ColumnWriter(device_id, devices[device_id], header)
+            for device_id, header in headers.items()
+        }
+        self._store, self._floor, self._generation = store, floor, generation
+        self._decided = False
+        self._lock = threading.Lock()  # guards _decided and every column's `failed`
+
+    def alive(self) -> list[ColumnWriter]:
+        """Columns that have not failed."""
+        return [column for column in self.columns.values() if column.failed is None]
+
+    def failures(self) -> dict[str, Exception]:
+        """What went wrong, by device id."""
+        return {c.device_id: c.failed for c in self.columns.values() if c.failed is not None}
+
+    def submit(
+        self, call: Callable[[ColumnWriter], Callable[[], None]]
+    ) -> dict[int, Future[None]]:  # fmt: skip
+        """Start `call(column)` on the lane of every column that is alive."""
+        return {
+            column.header.column: self._store.scheduler.submit(column.device_id, call(column))
+            for column in self.alive()
+        }
+
+    def settle(self, futures: Mapping[int, Future[None]]) -> None:
+        """Wait for calls; note failures, drop the straggler that its peers leave far behind."""
+        settings, clock = self._store.settings, self._store.clock
+        began = clock.monotonic()
+        patience = settings.device_deadline_seconds
+        while True:
+            pending = [f for c, f in futures.items() if not f.done() and self._counts(c)]
+            elapsed = clock.monotonic() - began
+            if not pending or elapsed >= patience:
+                break
+            if len(self.alive()) - len(pending) >= self._floor:
+                patience = min(patience, max(settings.straggler_seconds, 8 * elapsed) + elapsed)
+                wait(pending, timeout=patience - elapsed)
+                break
+            wait(pending, timeout=patience - elapsed, return_when=FIRST_COMPLETED)
+        for number, future in futures.items():
+            self._note(number, future, clock.monotonic() - began)
+
+    def _counts(self, number: int) -> bool:
+        return self.columns[number].failed is None
+
+    def _note(self, number: int, future: Future[None], seconds: float) -> None:
+        column = self.columns[number]
+        if not future.done():
+            if not future.cancel():
+                future.add_done_callback(lambda _: column.abort())  # when it answers at last
+            self.fail(column, DeviceTimeout(
+                f"device {column.device.url} is {seconds:.1f} s behind its peers in a write of "
+                f"{column.header.key!r}; the column is left out", device=column.device_id,
+            ))  # fmt: skip
+            return
+        if future.cancelled():
+            return
+        error = future.exception()
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        if isinstance(error, MembershipMoved):
+            raise error
+        if error is not None:
+            self.fail(column, error)
+
+    def fail(self, column: ColumnWriter, error: Exception) -> None:
+        """Give a column up."""
+        with self._lock:
+            first, column.failed = column.failed is None, error
+        if first:
+            self._store.metrics.count("column_write_error_total")
+            _log.warning("write of %r: column %d lost: %s", column.header.key,
+                         column.header.column, error)  # fmt: skip
+
+    def create(self) -> None:
+        """Reserve space for all columns, side by side."""
+        self.settle(self.submit(lambda column: column.create))
+
+    def finish(self) -> None:
+        """Seal and publish every column that is alive. Raises MembershipMoved."""
+        self.settle(self.submit(lambda column: partial(self._finish_one, column)))
+        with self._lock:
+            self._decided = True
+
+    def _finish_one(self, column: ColumnWriter) -> None:
+        column.seal()
+        with self._lock:
+            late = self._decided or column.failed is not None
+        if late:
+            column.abort()
+            return
+        self.check_generation(column)
+        column.publish()
+
+    def check_generation(self, column: ColumnWriter) -> None:
+        """PROTOCOL 4: a device that knows a newer membership stops the write."""
+        found = self._store.generation_on(column.device_id, column.device)
+        if found > self._generation:
+            raise MembershipMoved(f"membership moved from {self._generation} to {found}")
+
+    def check_generations(self) -> None:
+        """The same on all published columns, before the acknowledgement."""
+        futures = {
+            column.header.column: self._store.scheduler.submit(
+                column.device_id, partial(self.check_generation, column)
+            )
+            for column in self.published()
+        }
+        self.settle(futures)
+
+    def published(self) -> list[ColumnWriter]:
+        """Columns that are durable under their name."""
+        return [c for c in self.columns.values() if c.published and c.failed is None]
+
+    def abandon(self, *, remove_published: bool) -> None:
+        """Drop unpublished files; with `remove_published` also those of a put that failed."""
+        with self._lock:
+            self._decided = True
+        for column in self.columns.values():
+            if not isinstance(column.failed, DeviceTimeout):
+                column.abort()
+        if not remove_published:
+            return
+
+        def remove(column: ColumnWriter) -> Callable[[], None]:
+            return lambda: column.device.delete(column.path)
+
+        futures = [
+            self._store.scheduler.submit(c.device_id, remove(c))
+            for c in self.columns.values()
+            if c.published
+        ]
+        wait(futures, timeout=self._store.settings.device_deadline_seconds)
+
+
+__all__ = ["ColumnSet", "ColumnWriter", "MembershipMoved"]

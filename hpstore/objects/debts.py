@@ -1,0 +1,54 @@
+"""Debts: durable notes of puts that were acknowledged short of their full stripe (PROTOCOL 5)."""
+
+from __future__ import annotations
+
+from hpstore.devices.base import DEBTS, Device
+from hpstore.errors import IntegrityError, TooFewDevices
+from hpstore.objects.store import Store
+from hpstore.records import Debt
+
+_MAX_DEBT_BYTES = 64 << 10
+_MAX_DEBTS = 100_000  # read at most so many from a device
+
+
+def record_debt(store: Store, debt: Debt) -> None:
+    """Make a debt durable on m + 1 devices. Raises TooFewDevices; then nothing is acknowledged."""
+    path, data = f"{DEBTS}/{debt.name}", debt.encode()
+    needed = store.view.record.parity + 1
+    results = store.each(store.view.devices, lambda _, device: device.write_small(path, data))
+    held = sum(not isinstance(result, Exception) for result in results.values())
+    if held < needed:
+        raise TooFewDevices(
+            f"put of {debt.key!r}: the debt of {len(debt.missing)} columns is durable on {held} of "
+            f"the {needed} devices needed; the put is not acknowledged",
+            key=debt.key,
+        )
+
+
+def read_debts(store: Store) -> list[Debt]:
+    """Every debt that any device knows. Damaged records are counted and left alone."""
+
+    def read(_: str, device: Device) -> list[Debt]:
+        found = []
+        for entry in device.entries(DEBTS)[:_MAX_DEBTS]:
+            path = f"{DEBTS}/{entry.name}"
+            try:
+                data = device.read_small(path, _MAX_DEBT_BYTES)
+                found.append(Debt.decode(data, where=f"{device.url}/{path}"))
+            except FileNotFoundError:
+                continue  # paid meanwhile
+            except IntegrityError:
+                store.metrics.count("debt_damaged_total")
+        return found
+
+    results = store.each(store.view.devices, read)
+    debts = {d.name: d for r in results.values() if not isinstance(r, Exception) for d in r}
+    return list(debts.values())
+
+
+def clear_debt(store: Store, debt: Debt) -> None:
+    """Forget a debt that is paid or whose version is gone."""
+    store.each(store.view.devices, lambda _, device: device.delete(f"{DEBTS}/{debt.name}"))
+
+
+__all__ = ["clear_debt", "read_debts", "record_debt"]

@@ -1,0 +1,401 @@
+"""Read an object: choose its version, open k columns, verify, decode what is lost (PROTOCOL 7)."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+
+from hpstore.buffers import Lease
+from hpstore.codec.galois import Bytes
+from hpstore.errors import BudgetExceeded, IntegrityError, ObjectNotFound, TooManyErasures
+from hpstore.header import ColumnHeader
+from hpstore.keys import Kind, Version
+from hpstore.objects.columns import ColumnReader, open_column
+from hpstore.objects.store import Store
+from hpstore.objects.survey import (
+    Found,
+    Layout,
+    Survey,
+    Verdict,
+    judge,
+    survey_key,
+    too_many,
+    unknown_devices,
+)
+from hpstore.objects.windows import (
+    WindowPlan,
+    plan_rebuild,
+    plan_window,
+    run_bytes,
+    windows,
+)
+from hpstore.scheduler import outcome
+
+_log = logging.getLogger(__name__)
+RESOLVE_TRIES = 8  # a reader meets at most this many replacements of its key in a row
+WINDOWS_IN_FLIGHT = 3
+
+
+class Changed(Exception):
+    """The object was replaced or deleted under the reader: resolve the key again."""
+
+
+class _Flight:
+    """The reads of one window, on their way into one lease.
+
+    One lease for all of a window, taken at once: two readers that each hold half of what they
+    need can then not wait for each other.
+    """
+
+    def __init__(self, plan: WindowPlan, lease: Lease) -> None:
+        self.plan, self._lease = plan, lease
+        self.arrays: dict[int, Bytes] = {}
+        self.starts: dict[int, int] = {}
+        self.futures: dict[int, Future[None]] = {}
+        at = 0
+        for column, (low, high) in (*plan.reads.items(), *plan.lost.items()):
+            self.arrays[column] = lease.array[at : at + high - low]
+            self.starts[column] = low
+            at += high - low
+
+    def drop(self) -> None:
+        """Give the memory back, now or when the last device has answered (PROTOCOL 21)."""
+        late = [future for future in self.futures.values() if not future.done()]
+        if not late:
+            self._lease.release()
+        arrivals = itertools.count(1)  # next() is atomic
+
+        def arrived(_: Future[None]) -> None:
+            if next(arrivals) == len(late):
+                self._lease.release()
+
+        for future in late:
+            future.add_done_callback(arrived)
+
+
+class RebuiltRun:
+    """Rebuilt column bytes in a lease that belongs to the holder until release()."""
+
+    def __init__(self, rows: dict[int, Bytes], release: Callable[[], None]) -> None:
+        self.rows, self.release = rows, release
+
+
+class ObjectReader:
+    """One version of an object, open for reading. One thread at a time; close() when done."""
+
+    def __init__(self, store: Store, layout: Layout, key: str) -> None:
+        self._store, self.layout, self.key = store, layout, key
+        self.columns: dict[int, ColumnReader] = {}
+        self.damaged: dict[int, Exception] = {}  # column -> what is wrong with it
+        self._untried = {c: deque(files) for c, files in layout.columns.items()}
+        self._header: ColumnHeader | None = None
+
+    @property
+    def header(self) -> ColumnHeader:
+        """What the object says of itself."""
+        if self._header is None:
+            raise TooManyErasures(f"object {self.key!r}: no readable header", key=self.key)
+        return self._header
+
+    def open_columns(self, wanted: Iterable[int]) -> None:
+        """Try to open columns that are not open yet; failures land in `damaged`.
+
+        Raises Changed when a file vanished since the survey.
+        """
+        batch: dict[int, Found] = {}
+        for column in wanted:
+            files = self._untried.get(column)
+            if column not in self.columns and files:
+                batch[column] = files.popleft()
+        if not batch:
+            return
+        devices = self._store.view.devices
+        futures = {
+            column: self._store.scheduler.submit(
+                found.device,
+                lambda f=found: open_column(  # type: ignore[misc]
+                    f.device, devices[f.device], self._store.view.record.pool_id, self.key, f.name
+                ),
+            )
+            for column, found in batch.items()
+        }
+        deadline = self._store.settings.device_deadline_seconds
+        wait(futures.values(), timeout=deadline)
+        changed = False
+        for column, future in futures.items():
+            result = outcome(future, batch[column].device, deadline)
+            if isinstance(result, FileNotFoundError):
+                changed = True
+            elif isinstance(result, Exception):
+                self._note(column, result)
+            else:
+                self._accept(column, result)
+        if changed:
+            raise Changed(self.key)
+        self.open_columns([c for c in batch if c not in self.columns and self._untried[c]])
+
+    def _accept(self, column: int, reader: ColumnReader) -> None:
+        if self._header is None:
+            self._header = reader.header
+        elif reader.header.geometry != self._header.geometry:
+            reader.close()
+            self._note(column, IntegrityError(f"{reader.where}: another geometry than its peers"))
+            return
+        self.columns[column] = reader
+        self.damaged.pop(column, None)
+
+    def open_enough(self, *, more: int = 0) -> bool:
+        """Open k columns, data columns on devices in good standing first; True when k are open."""
+        need = self.layout.data + more
+        away = self._store.view.sitting_out
+        order = sorted(
+            self._untried,
+            key=lambda c: (all(f.device in away for f in self._untried[c]), c),
+        )
+        for _ in range(len(order) + 1):
+            missing = need - len(self.columns)
+            rest = [c for c in order if c not in self.columns and self._untried[c]]
+            if missing <= 0 or not rest:
+                break
+            self.open_columns(rest[:missing])
+        return len(self.columns) >= self.layout.data
+
+    def _note(self, column: int, error: Exception) -> None:
+        """Remember what is wrong with a column; count it, and queue a repair for damage."""
+        self.damaged[column] = error
+        if isinstance(error, IntegrityError):
+            self._store.metrics.count("column_mismatch_total")
+            self._store.damage(self.key)
+            _log.warning("%s", error)
+        else:
+            self._store.metrics.count("column_read_error_total")
+
+    def read_into(self, start: int, out: Bytes) -> None:
+        """Fill `out` with verified object bytes from `start`; decodes where columns are lost.
+
+        `out` is written by the calling thread alone. Raises TooManyErasures, Changed.
+        """
+        geometry = self.header.geometry
+        run = run_bytes(geometry.width, self._store.buffers.budget.limit_bytes)
+        todo = deque(windows(geometry, start, start + len(out), run))
+        flying: deque[tuple[tuple[int, int], _Flight]] = deque()
+        try:
+            while todo or flying:
+                while todo and len(flying) < WINDOWS_IN_FLIGHT:
+                    flight = self._launch(self._plan_window(*todo[0]), block=not flying)
+                    if flight is None:
+                        break
+                    flying.append((todo.popleft(), flight))
+                window, flight = flying.popleft()
+                self._land(window, flight, start, out)
+        finally:
+            for _, flight in flying:
+                flight.drop()
+
+    def _plan_window(self, start: int, end: int) -> WindowPlan:
+        return self._plan(lambda usable: plan_window(self.header.geometry, start, end, usable))
+
+    def _plan(self, plan: Callable[[frozenset[int]], WindowPlan | None]) -> WindowPlan:
+        """Plan with the columns that are open, opening spare ones when they are too few."""
+        while True:
+            usable = frozenset(self.columns)
+            found = plan(usable)
+            if found is not None:
+                return found
+            self.open_enough()
+            if frozenset(self.columns) == usable:
+                raise TooManyErasures(
+                    f"object {self.key!r} version {self.layout.version}: only {len(usable)} of "
+                    f"{self.header.geometry.data} units needed are readable: "
+                    + "; ".join(str(error) for error in self.damaged.values())
+                    + ". Nothing was deleted.",
+                    key=self.key,
+                )
+
+    def rebuild_run(self, low: int, high: int, wanted: tuple[int, ...]) -> RebuiltRun:
+        """Column bytes [low, high) of columns `wanted`, from k others; release() it when done."""
+        while True:
+            plan = self._plan(
+                lambda usable: plan_rebuild(
+                    self.header.geometry, low, high, usable - set(wanted), wanted
+                )
+            )
+            flight = self._launch(plan, block=True)
+            assert flight is not None  # it waited
+            if self._arrived(flight):
+                self._decode(flight)
+                return RebuiltRun({c: flight.arrays[c] for c in wanted}, flight.drop)
+            flight.drop()
+
+    def verify_column(self, column: int, throttle: Callable[[int], None]) -> bool:
+        """Read all of a column; False, and noted in `damaged`, when a block does not match."""
+        run = run_bytes(1, self._store.buffers.budget.limit_bytes)
+        total = self.header.geometry.column_bytes
+        for low in range(0, max(total, 1), run):
+            span = (low, min(low + run, total))
+            throttle(span[1] - span[0])
+            plan = WindowPlan(pieces=(), reads={column: span}, lost={}, have=())
+            flight = self._launch(plan, block=True)
+            assert flight is not None  # it waited
+            arrived = self._arrived(flight)
+            flight.drop()
+            if not arrived:
+                return False
+        return True
+
+    def _launch(self, plan: WindowPlan, *, block: bool) -> _Flight | None:
+        """Start the reads of a window; None when memory is short and we shall not wait for it."""
+        patience = self._store.settings.device_deadline_seconds
+        try:
+            lease = self._store.buffers.lease(plan.bytes, patience if block else 0.0)
+        except BudgetExceeded:
+            if block:
+                raise
+            return None
+        flight = _Flight(plan, lease)
+        for column, (low, _) in plan.reads.items():
+            reader, array = self.columns[column], flight.arrays[column]
+            flight.futures[column] = self._store.scheduler.submit(
+                reader.device_id,
+                lambda r=reader, a=low, x=array: r.read_into(a, x),  # type: ignore[misc]
+            )
+        return flight
+
+    def _land(self, window: tuple[int, int], flight: _Flight, base: int, out: Bytes) -> None:
+        """Wait for a window, replace what failed, decode, copy into `out`."""
+        while True:
+            try:
+                if self._arrived(flight):
+                    self._decode(flight)
+                    for piece in flight.plan.pieces:
+                        at = piece.column_offset - flight.starts[piece.column]
+                        target = piece.object_offset - base
+                        found = flight.arrays[piece.column][at : at + piece.length]
+                        out[target : target + piece.length] = found
+                    return
+            finally:
+                flight.drop()
+            again = self._launch(self._plan_window(*window), block=True)
+            assert again is not None  # it waited
+            flight = again
+
+    def _arrived(self, flight: _Flight) -> bool:
+        """True when all reads arrived; columns that failed are given up and noted."""
+        deadline = self._store.settings.device_deadline_seconds
+        wait(flight.futures.values(), timeout=deadline)
+        good = True
+        for column, future in flight.futures.items():
+            reader = self.columns.get(column)
+            result = outcome(future, reader.device_id if reader else "", deadline)
+            if not isinstance(result, Exception):
+                continue
+            good = False
+            if reader is None:
+                continue  # an earlier window already gave this column up
+            if isinstance(result, IntegrityError) and self._replaced(reader):
+                raise Changed(self.key)
+            self._note(column, result)
+            del self.columns[column]
+            future.add_done_callback(lambda _, r=reader: r.close())  # type: ignore[misc]
+        return good
+
+    def _replaced(self, reader: ColumnReader) -> bool:
+        """PROTOCOL 10: after a mismatch, is the file still the object that we opened?"""
+        try:
+            again = open_column(
+                reader.device_id,
+                self._store.view.devices[reader.device_id],
+                self._store.view.record.pool_id,
+                self.key,
+                reader.header.name,
+            )
+        except FileNotFoundError:
+            return True
+        except (OSError, IntegrityError):
+            return False
+        again.close()
+        return False
+
+    def _decode(self, flight: _Flight) -> None:
+        """Decode the lost columns of a window."""
+        plan, geometry = flight.plan, self.header.geometry
+        if not plan.lost:
+            return
+        self._store.metrics.count("read_degraded_total")
+        low, high = next(iter(plan.lost.values()))
+        starts = flight.starts
+        sources = [flight.arrays[c][low - starts[c] : high - starts[c]] for c in plan.have]
+        self._store.code.reconstruct(
+            geometry.code,
+            geometry.data,
+            geometry.parity,
+            plan.have,
+            tuple(plan.lost),
+            sources,
+            [flight.arrays[column] for column in plan.lost],
+        )
+
+    def close(self) -> None:
+        """Release all files."""
+        for reader in self.columns.values():
+            reader.close()
+        self.columns = {}
+
+
+def open_survey(store: Store, survey: Survey, version: Version | None = None) -> ObjectReader:
+    """Open the newest version of a survey, or the one asked for. PROTOCOL 7.
+
+    Raises ObjectNotFound, TooManyErasures when acknowledged data may be there but cannot be read,
+    Changed when files moved underneath.
+    """
+    groups: dict[tuple[int, int], list[Layout]] = {}
+    for layout in survey.layouts():
+        if version is None or layout.version.content == version.content:
+            groups.setdefault(layout.version.content, []).append(layout)
+    for layouts in groups.values():
+        if any(layout.kind is Kind.TOMBSTONE for layout in layouts):
+            break
+        reader = _open_group(store, survey, layouts)
+        if reader is not None:
+            return reader
+    raise ObjectNotFound(f"no object {survey.key!r}", key=survey.key)
+
+
+def _open_group(store: Store, survey: Survey, layouts: list[Layout]) -> ObjectReader | None:
+    """Open the best layout of one version's content; None when all are torn puts."""
+    unclear: TooManyErasures | None = None
+    for layout in layouts:
+        reader = ObjectReader(store, layout, survey.key)
+        try:
+            if reader.open_enough():
+                return reader
+        except BaseException:
+            reader.close()
+            raise
+        listed = reader._header.devices if reader._header is not None else None
+        unknown = unknown_devices(store.view, survey, listed)
+        valid, corrupt = len(reader.columns), len(reader.damaged)
+        reader.close()
+        verdict = judge(layout, valid=valid, corrupt=corrupt, unknown_devices=unknown)
+        if verdict is not Verdict.TORN:
+            unclear = too_many(survey.key, layout, valid, corrupt, unknown)
+    if unclear is not None:
+        raise unclear
+    store.metrics.count("torn_put_passed_total")
+    return None
+
+
+def open_object(store: Store, key: str, version: Version | None = None) -> ObjectReader:
+    """Resolve a key and open it, again when it changes underneath, a bounded number of times."""
+    for _ in range(RESOLVE_TRIES):
+        try:
+            return open_survey(store, survey_key(store, key), version)
+        except Changed:
+            store.metrics.count("read_resolved_again_total")
+    raise IntegrityError(f"object {key!r} was replaced {RESOLVE_TRIES} times while it was opened")
+
+
+__all__ = ["Changed", "ObjectReader", "open_object", "open_survey"]

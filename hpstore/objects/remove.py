@@ -1,0 +1,40 @@
+"""Removing files of versions that are durably superseded."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+from hpstore.objects.store import Store
+from hpstore.objects.survey import Found, path_on
+
+
+def remove_files(store: Store, key: str, files: Iterable[Found]) -> int:
+    """Retire files of older versions, best effort; returns how many were asked for.
+
+    The caller knows that a newer version or a tombstone is durable and without debt (PROTOCOL 8,
+    11). What fails is met again by the next put, delete, repair or sweep of the key.
+    """
+    by_device: defaultdict[str, list[Found]] = defaultdict(list)
+    for file in files:
+        by_device[file.device].append(file)
+
+    def retire(device_id: str) -> Callable[[], None]:
+        def run() -> None:
+            device = store.view.devices[device_id]
+            for file in by_device[device_id]:
+                device.retire(path_on(device, key, file.name))
+
+        return run
+
+    present = [d for d in by_device if d in store.view.devices]
+    results = store.scheduler.gather(
+        {d: retire(d) for d in present}, store.settings.device_deadline_seconds
+    )
+    failed = sum(isinstance(result, Exception) for result in results.values())
+    if failed:
+        store.metrics.count("remove_error_total", failed)
+    return sum(len(found) for found in by_device.values())
+
+
+__all__ = ["remove_files"]

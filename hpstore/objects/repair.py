@@ -1,0 +1,373 @@
+"""Bring one object to its full stripe: rebuild columns, move them, or lay it out anew.
+
+The one function behind debts, rebuild, scrub, drain and settling (PROTOCOL 8, 10). It never serves
+or removes anything on incomplete knowledge: an older version goes only when the newest is complete.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from hpstore.checksum import block_digests
+from hpstore.codec.galois import Bytes
+from hpstore.errors import ObjectNotFound, TooFewDevices, TooManyErasures
+from hpstore.geometry import BLOCK_BYTES, Code, Geometry
+from hpstore.keys import Kind, Version
+from hpstore.objects.columnset import ColumnSet, MembershipMoved
+from hpstore.objects.debts import clear_debt
+from hpstore.objects.read import Changed, ObjectReader, open_survey
+from hpstore.objects.remove import remove_files
+from hpstore.objects.source import MemorySource
+from hpstore.objects.store import Store
+from hpstore.objects.survey import Found, Survey, newest_by_name, survey_key
+from hpstore.objects.windows import run_bytes
+from hpstore.objects.write import (
+    Content,
+    make_header,
+    plan_columns,
+    write_columns,
+    write_new_version,
+)
+from hpstore.placement import choose
+from hpstore.records import Debt, DeviceState
+
+REPAIR_TRIES = 6
+Throttle = Callable[[int], None]
+
+
+class Action(StrEnum):
+    """What a repair did."""
+
+    NOTHING = "nothing"
+    REBUILT = "rebuilt"  # columns made again on devices outside the stripe
+    RELAID = "relaid"  # laid out anew over more or fewer columns
+    WAITING = "waiting"  # for a missing device that may return; parity is left
+    STUCK = "stuck"  # too few devices for full parity
+    ABSENT = "absent"  # deleted, or a torn put
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repair:
+    """Result of repairing one object."""
+
+    key: str
+    action: Action
+    columns: int = 0  # rebuilt or written
+    damaged: int = 0  # columns found damaged
+    bytes: int = 0  # object bytes looked at
+    losses_tolerated: int = 0
+
+
+def no_throttle(_: int) -> None:
+    """At full speed."""
+
+
+def repair_object(
+    store: Store,
+    key: str,
+    *,
+    verify: bool = False,
+    throttle: Throttle = no_throttle,
+    include_missing: bool = False,
+) -> Repair:
+    """Make the newest version of `key` complete on the current membership.
+
+    With `verify` every block of every column is read. Columns on missing members are waited for
+    while parity is left, unless `include_missing`. Raises TooManyErasures when it cannot be read.
+    """
+    last: Exception | None = None
+    for _ in range(REPAIR_TRIES):
+        survey = survey_key(store, key)
+        try:
+            reader = open_survey(store, survey)
+        except ObjectNotFound:
+            return _finish_delete(store, survey)
+        except Changed as error:
+            last = error
+            continue
+        try:
+            return _Repairer(store, survey, reader, throttle, include_missing).run(verify=verify)
+        except (Changed, MembershipMoved) as error:
+            last = error
+            store.refresh()
+        finally:
+            reader.close()
+    raise TooFewDevices(f"repair of {key!r} met {REPAIR_TRIES} changes in a row: {last}", key=key)
+
+
+def _finish_delete(store: Store, survey: Survey) -> Repair:
+    """A tombstone seen means finish it (PROTOCOL 12); torn puts are left alone."""
+    newest = newest_by_name(store.view, survey)
+    if newest is not None and newest.kind is Kind.TOMBSTONE:
+        online = {m.device_id for m in store.view.members() if m.state is DeviceState.ONLINE}
+        copies = {file.device for file in newest.files} & online
+        if len(copies) < newest.parity + 1 and len(online) > newest.parity:
+            columns = write_new_version(
+                store,
+                survey.key,
+                MemorySource(b""),
+                metadata={},
+                kind=Kind.TOMBSTONE,
+                survey=survey,
+            )
+            version = columns.published()[0].header.version
+        else:
+            version = newest.version
+        remove_files(store, survey.key, [f for f in survey.files if f.name.version < version])
+    return Repair(key=survey.key, action=Action.ABSENT)
+
+
+class _Repairer:
+    """Repairs one object whose reader is open."""
+
+    def __init__(
+        self,
+        store: Store,
+        survey: Survey,
+        reader: ObjectReader,
+        throttle: Throttle,
+        include_missing: bool,
+    ) -> None:
+        self._store, self._survey, self._reader = store, survey, reader
+        self._throttle, self._include_missing = throttle, include_missing
+        self._geometry: Geometry = reader.header.geometry
+        self._states = {m.device_id: m.state for m in store.view.record.members}
+
+    def run(self, *, verify: bool) -> Repair:
+        self._reader.open_columns(range(self._geometry.width))
+        if verify:
+            self._verify()
+        damaged = len(self._reader.damaged)
+        self._require_readable()
+        staying = self._staying()
+        missing = [c for c in range(self._geometry.width) if c not in staying]
+        waiting = [] if self._include_missing else self._waiting(missing, len(staying))
+        urgent = [c for c in missing if c not in waiting]
+        action, columns = Action.WAITING if waiting else Action.NOTHING, 0
+        if urgent:
+            action, columns = self._heal(urgent, staying)
+        elif not waiting and self._wider() is not None:
+            action, columns = self._relay()
+        if action in (Action.NOTHING, Action.REBUILT) and not waiting:
+            self._settled(staying)
+        return Repair(
+            key=self._survey.key,
+            action=action,
+            columns=columns,
+            damaged=damaged,
+            bytes=self._geometry.size,
+            losses_tolerated=self._tolerated(action, len(staying), columns),
+        )
+
+    def _tolerated(self, action: Action, staying: int, columns: int) -> int:
+        if action is Action.RELAID:
+            return self._geometry.parity
+        alive = staying + (columns if action is Action.REBUILT else 0)
+        return max(0, alive - self._geometry.data)
+
+    def _verify(self) -> None:
+        for column in sorted(self._reader.columns):
+            self._reader.verify_column(column, self._throttle)
+
+    def _require_readable(self) -> None:
+        if len(self._reader.columns) < self._geometry.data:
+            raise TooManyErasures(
+                f"object {self._survey.key!r}: {len(self._reader.columns)} of "
+                f"{self._geometry.data} units needed are intact: "
+                + "; ".join(str(error) for error in self._reader.damaged.values())
+                + ". Nothing was deleted.",
+                key=self._survey.key,
+            )
+
+    def _staying(self) -> dict[int, str]:
+        """Intact columns on devices that keep them."""
+        return {
+            column: reader.device_id
+            for column, reader in self._reader.columns.items()
+            if self._states.get(reader.device_id) is DeviceState.ONLINE
+        }
+
+    def _waiting(self, missing: list[int], staying: int) -> list[int]:
+        """Columns that are probably on a missing member, while parity is left (PROTOCOL 17)."""
+        if staying <= self._geometry.data:
+            return []
+        devices = self._reader.header.devices
+        return [c for c in missing if devices[c] in self._survey.unknown and devices[c] in
+                self._states]  # fmt: skip
+
+    def _heal(self, urgent: list[int], staying: dict[int, str]) -> tuple[Action, int]:
+        """Rebuild onto devices outside the stripe, or lay out anew when there are too few."""
+        held = set(staying.values())
+        candidates = self._store.candidates(exclude=held)
+        if len(candidates) < len(urgent):
+            return self._relay()
+        domains = self._store.domains(held)
+        chosen = choose(
+            self._survey.key,
+            candidates,
+            len(urgent),
+            parity=self._geometry.parity,
+            occupied=domains,
+        )
+        targets = {c.device: column for c, column in zip(chosen, urgent, strict=True)}
+        rebuild_columns(self._store, self._reader, targets, self._throttle)
+        return Action.REBUILT, len(urgent)
+
+    def _wider(self) -> int | None:
+        """The k' that the pool allows now, when it is more than the object has."""
+        if self._geometry.code is Code.COPIES:
+            return None
+        usable = len(self._store.candidates())
+        k = min(self._store.view.record.data, usable - self._store.view.record.parity)
+        return k if k > self._geometry.data else None
+
+    def _relay(self) -> tuple[Action, int]:
+        """Shrink or grow: the same version as a new revision over the usable devices."""
+        header = self._reader.header
+        try:
+            geometry, devices = plan_columns(
+                self._store, header.key, self._geometry.size, exclude=()
+            )
+        except TooFewDevices:
+            return Action.STUCK, 0
+        content = Content(
+            key=header.key,
+            version=self._next_revision(header.version),
+            kind=header.kind,
+            created_ms=header.created_ms,
+            metadata=header.metadata,
+        )
+        source = ObjectSource(self._reader, self._throttle)
+        columns = write_columns(self._store, content, geometry, devices, source)
+        if len(columns.published()) == geometry.width:
+            older = [f for f in self._survey.files if f.name.version < content.version]
+            self._reader.close()  # its locks would keep the files from being recycled
+            remove_files(self._store, header.key, older)
+            self._clear_debts(header.version)
+        return Action.RELAID, geometry.width
+
+    def _next_revision(self, version: Version) -> Version:
+        seen = [v.revision for v in self._survey.versions() if v.content == version.content]
+        return Version(version.counter, version.nonce, max(seen) + 1)
+
+    def _settled(self, staying: dict[int, str]) -> None:
+        """The newest version is complete: drop what it supersedes, and columns that moved away."""
+        version = self._reader.header.version
+
+        def stale(file: Found) -> bool:
+            if file.name.version < version:
+                return True
+            if file.name.version != version:
+                return False
+            keeper = staying.get(file.name.column)
+            leaving = self._states.get(file.device) is not DeviceState.ONLINE
+            return leaving or (keeper is not None and keeper != file.device)
+
+        files = [f for f in self._survey.files if stale(f)]
+        if files:
+            self._reader.close()
+            remove_files(self._store, self._survey.key, files)
+        self._clear_debts(version)
+
+    def _clear_debts(self, version: Version) -> None:
+        for v in {version, *(x for x in self._survey.versions() if x.content == version.content)}:
+            clear_debt(self._store, Debt(key=self._survey.key, version=v, missing=()))
+
+
+class ObjectSource:
+    """A stored object as the source of its new layout. Serialises its readers."""
+
+    def __init__(self, reader: ObjectReader, throttle: Throttle) -> None:
+        self._reader, self._throttle = reader, throttle
+        self.size = reader.header.geometry.size
+        self._lock = threading.Lock()  # an ObjectReader serves one thread at a time
+
+    def view(self, start: int, end: int) -> Bytes | None:
+        return None
+
+    def read_into(self, start: int, out: Bytes) -> None:
+        self._throttle(len(out))
+        with self._lock:
+            self._reader.read_into(start, out)
+
+
+def rebuild_columns(
+    store: Store, reader: ObjectReader, targets: dict[str, int], throttle: Throttle
+) -> None:
+    """Make columns again on other devices. `targets`: device id -> column.
+
+    Durable on return. Raises TooFewDevices when a target failed; what was there is unchanged.
+    """
+    header = reader.header
+    geometry = header.geometry
+    content = Content(
+        key=header.key,
+        version=header.version,
+        kind=header.kind,
+        created_ms=header.created_ms,
+        metadata=header.metadata,
+    )
+    devices = list(header.devices)
+    for device, column in targets.items():
+        devices[column] = device
+    headers = {
+        device: make_header(store, content, geometry, devices, column)
+        for device, column in targets.items()
+    }
+    columns = ColumnSet(
+        store, headers, floor=len(targets), generation=store.view.record.generation
+    )  # fmt: skip
+    done = False
+    try:
+        columns.create()
+        if not columns.failures():
+            _rebuild_runs(store, reader, columns, throttle)
+            columns.finish()
+        done = len(columns.published()) == len(targets)
+    finally:
+        columns.abandon(remove_published=False)
+    if not done:
+        raise TooFewDevices(
+            f"repair of {header.key!r} could not write: "
+            + "; ".join(str(error) for error in columns.failures().values()),
+            key=header.key,
+        )
+
+
+def _rebuild_runs(
+    store: Store, reader: ObjectReader, columns: ColumnSet, throttle: Throttle
+) -> None:
+    geometry = reader.header.geometry
+    wanted = tuple(columns.columns)
+    step = run_bytes(geometry.width, store.buffers.budget.limit_bytes) // BLOCK_BYTES * BLOCK_BYTES
+    for low in range(0, geometry.column_bytes, step):
+        high = min(low + step, geometry.column_bytes)
+        throttle((high - low) * len(wanted))
+        run = reader.rebuild_run(low, high, wanted)
+        try:
+            for number, writer in columns.columns.items():
+                first, count = low // BLOCK_BYTES, -(-(high - low) // BLOCK_BYTES)
+                block_digests(
+                    writer.header.seed,
+                    first,
+                    run.rows[number].data,
+                    writer.table[first : first + count],
+                )
+            rows = run.rows
+
+            def write_run(number: int, low: int = low, rows: dict[int, Bytes] = rows) -> None:
+                columns.columns[number].write(low, [rows[number]])
+
+            columns.settle(
+                columns.submit(lambda c: lambda n=c.header.column: write_run(n))  # type: ignore[misc]
+            )
+        finally:
+            run.release()
+        if columns.failures():
+            return
+
+
+__all__ = ["Action", "Repair", "Throttle", "no_throttle", "rebuild_columns", "repair_object"]

@@ -1,0 +1,132 @@
+"""What the object functions work on: the view of the membership and the machinery of one pool."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from hpstore.buffers import BufferPool
+from hpstore.clock import Clock, HybridCounter
+from hpstore.codec import ErasureCode
+from hpstore.config import Settings
+from hpstore.devices.base import Device, Stamp
+from hpstore.errors import DeviceError, DeviceMissing
+from hpstore.keys import Version
+from hpstore.metrics import Metrics
+from hpstore.opening import below_reserve
+from hpstore.placement import Candidate
+from hpstore.records import MAX_RECORD_BYTES, POOL_FILE, DeviceState, Member, PoolRecord
+from hpstore.scheduler import Scheduler
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """The membership as this process sees it. Immutable; a change makes a new one."""
+
+    record: PoolRecord
+    devices: Mapping[str, Device]  # members that answered at open, by device id
+    sitting_out: frozenset[str] = frozenset()  # this process' own decision about reads
+
+    @property
+    def missing(self) -> frozenset[str]:
+        """Members that did not answer."""
+        return frozenset(m.device_id for m in self.record.members) - self.devices.keys()
+
+    def members(self) -> list[Member]:
+        """Members that answered."""
+        return [m for m in self.record.members if m.device_id in self.devices]
+
+
+@dataclass(slots=True, kw_only=True)
+class Store:
+    """One open pool, seen from below."""
+
+    view: View
+    scheduler: Scheduler
+    code: ErasureCode
+    buffers: BufferPool
+    metrics: Metrics
+    clock: Clock
+    counter: HybridCounter
+    settings: Settings
+    read_only: bool = False
+    refresh: Callable[[], None] = field(default=lambda: None)  # reads the membership anew
+    damage: Callable[[str], None] = field(default=lambda key: None)  # a key that needs repair
+    _stamps: dict[str, tuple[Stamp, int]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # guards _stamps
+
+    def each(
+        self, devices: Iterable[str], call: Callable[[str, Device], T]
+    ) -> dict[str, T | Exception]:
+        """Run `call` on devices side by side, under the device deadline."""
+        found = self.view.devices
+        return self.scheduler.gather(
+            {d: lambda d=d: call(d, found[d]) for d in devices if d in found},  # type: ignore[misc]
+            self.settings.device_deadline_seconds,
+        )
+
+    def new_version(self, seen: Iterable[Version] = ()) -> Version:
+        """A version above all that were seen (PROTOCOL 1)."""
+        highest = max((v.counter for v in seen), default=0)
+        return Version(self.counter.next(highest), secrets.randbits(64), 0)
+
+    def generation_on(self, device_id: str, device: Device) -> int:
+        """The membership generation that a device itself records.
+
+        Raises DeviceMissing when the record is gone: the device was wiped underneath, and what it
+        does not show is unknown, not absent.
+        """
+        stamp = device.stamp(POOL_FILE)
+        if stamp is None:
+            raise DeviceMissing(
+                f"device {device.url} lost its {POOL_FILE}: wiped or unmounted", device=device_id
+            )
+        with self._lock:
+            known = self._stamps.get(device_id)
+        if known is not None and known[0] == stamp:
+            return known[1]
+        try:
+            data = device.read_small(POOL_FILE, MAX_RECORD_BYTES)
+        except FileNotFoundError as error:
+            raise DeviceMissing(f"device {device.url} lost its {POOL_FILE}") from error
+        record = PoolRecord.decode(data, where=f"{device.url}/{POOL_FILE}")
+        if record.pool_id != self.view.record.pool_id:
+            raise DeviceMissing(f"device {device.url} belongs to another pool now")
+        with self._lock:
+            self._stamps[device_id] = (stamp, record.generation)
+        return record.generation
+
+    def candidates(self, exclude: Iterable[str] = ()) -> list[Candidate]:
+        """Devices that may take new columns (PROTOCOL 3)."""
+        left_out = set(exclude) | self.view.sitting_out
+        found = []
+        for member in self.view.members():
+            if member.device_id in left_out or member.state is not DeviceState.ONLINE:
+                continue
+            try:
+                if below_reserve(self.view.devices[member.device_id]):
+                    continue
+            except DeviceError:
+                continue
+            found.append(
+                Candidate(device=member.device_id, domain=member.domain, weight=member.weight)
+            )
+        return found
+
+    def domains(self, devices: Iterable[str]) -> list[str]:
+        """Failure domains of devices."""
+        by_id = {m.device_id: m.domain for m in self.view.record.members}
+        return [by_id[d] for d in devices if d in by_id]
+
+    def forget_stamps(self) -> None:
+        """After a fork or a membership change."""
+        self._lock = threading.Lock()
+        self._stamps.clear()
+
+
+__all__ = ["Store", "View"]

@@ -1,0 +1,191 @@
+"""Which files of a key there are, and which version they amount to (PROTOCOL 7). Mostly pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from hpstore.devices.base import Device
+from hpstore.errors import TooManyErasures
+from hpstore.geometry import Code, Geometry
+from hpstore.keys import ColumnName, Kind, Version, object_directory, parse_column_name
+from hpstore.objects.store import Store, View
+
+SURVEY_TRIES = 4  # membership changes in a row while one key is looked up
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One file of an object on one device."""
+
+    device: str
+    name: ColumnName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """All files of one version that belong together."""
+
+    version: Version
+    kind: Kind
+    data: int
+    parity: int
+    files: tuple[Found, ...]
+
+    @property
+    def width(self) -> int:
+        return self.data + self.parity
+
+    @property
+    def columns(self) -> dict[int, list[Found]]:
+        """Files by column; a column may be on two devices while it moves."""
+        found: defaultdict[int, list[Found]] = defaultdict(list)
+        for file in self.files:
+            found[file.name.column].append(file)
+        return dict(found)
+
+    @property
+    def floor(self) -> int:
+        """Fewest columns at which this may have been acknowledged (PROTOCOL 5)."""
+        if self.kind is not Kind.COLUMN:
+            return self.parity + 1
+        return max(self.data + 1, self.parity + 1)
+
+    @property
+    def code(self) -> Code:
+        return Code.RS_CAUCHY if self.kind is Kind.COLUMN else Code.COPIES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What the answering devices hold of a key, and which devices did not answer."""
+
+    key: str
+    files: tuple[Found, ...]
+    unknown: frozenset[str]
+
+    def layouts(self) -> list[Layout]:
+        """Layouts, newest version first; of one version the fuller first."""
+        groups: defaultdict[tuple[Version, Kind, int, int], list[Found]] = defaultdict(list)
+        for file in self.files:
+            groups[file.name.layout].append(file)
+        found = [
+            Layout(version=v, kind=kind, data=k, parity=m, files=tuple(files))
+            for (v, kind, k, m), files in groups.items()
+        ]
+        found.sort(key=lambda x: (x.version, x.kind is Kind.TOMBSTONE, len(x.files)), reverse=True)
+        return found
+
+    def versions(self) -> list[Version]:
+        """Every version seen."""
+        return [file.name.version for file in self.files]
+
+
+class Verdict(Enum):
+    """What a version's columns say about it."""
+
+    SERVES = "serves"  # enough columns to read
+    UNCLEAR = "unclear"  # acknowledged data may be there, but cannot be read now
+    TORN = "torn"  # was certainly never acknowledged
+
+
+def judge(layout: Layout, *, valid: int, corrupt: int, unknown_devices: int) -> Verdict:
+    """PROTOCOL 7 for one layout: c = valid columns, u = columns not definitely absent.
+
+    A column that was not found may hide on a device that did not answer, at most one on each. A
+    corrupt one was there and counts as unknown.
+    """
+    if valid >= layout.data:
+        return Verdict.SERVES
+    hidden = min(layout.width - valid - corrupt, unknown_devices)
+    if valid + corrupt + hidden >= layout.floor:
+        return Verdict.UNCLEAR
+    return Verdict.TORN
+
+
+def unknown_devices(view: View, survey: Survey, listed: Iterable[str] | None) -> int:
+    """How many devices may hide a column: those that did not answer, and listed ones that left.
+
+    `listed` are the devices in a valid header; without one, every evicted device may have held it.
+    """
+    members = {m.device_id for m in view.record.members}
+    left = {m.device_id for m in view.record.evicted} if listed is None else set(listed) - members
+    return len(set(survey.unknown) | left)
+
+
+def newest_by_name(view: View, survey: Survey) -> Layout | None:
+    """The layout that a read would choose, judged by names alone. A hint for lists and plans."""
+    previous: tuple[int, int] | None = None
+    for layout in survey.layouts():
+        if layout.kind is Kind.TOMBSTONE:
+            return layout
+        verdict = judge(
+            layout,
+            valid=len(layout.columns),
+            corrupt=0,
+            unknown_devices=unknown_devices(view, survey, None),
+        )
+        if verdict is not Verdict.TORN and layout.version.content != previous:
+            return layout
+    return None
+
+
+def survey_key(store: Store, key: str) -> Survey:
+    """List a key's directory on every member, of the newest membership that any of them knows."""
+    for _ in range(SURVEY_TRIES):
+        survey, newest = _survey_once(store, key)
+        if newest <= store.view.record.generation:
+            return survey
+        before = store.view.record.generation
+        store.refresh()
+        if store.view.record.generation == before:
+            return survey  # the newer record could not be read: its device counts as silent
+    return survey
+
+
+def _survey_once(store: Store, key: str) -> tuple[Survey, int]:
+    def look(device_id: str, device: Device) -> tuple[int, list[Found]]:
+        # first the generation: a wiped device must not look merely empty
+        generation = store.generation_on(device_id, device)
+        return generation, list_object(device_id, device, key)
+
+    results = store.each(store.view.devices, look)
+    answers = [r for r in results.values() if not isinstance(r, Exception)]
+    silent = {d for d, found in results.items() if isinstance(found, Exception)}
+    files = tuple(file for _, found in answers for file in found)
+    unknown = frozenset(silent) | store.view.missing
+    newest = max((generation for generation, _ in answers), default=0)
+    return Survey(key=key, files=files, unknown=unknown), newest
+
+
+def list_object(device_id: str, device: Device, key: str) -> list[Found]:
+    """Files of a key on one device."""
+    directory = object_directory(key, folding=device.folds_names)
+    names = (parse_column_name(e.name) for e in device.entries(directory) if not e.is_directory)
+    return [Found(device_id, name) for name in names if name is not None]
+
+
+def path_on(device: Device, key: str, name: ColumnName) -> str:
+    """Where a file of an object is on a device."""
+    return f"{object_directory(key, folding=device.folds_names)}/{name}"
+
+
+def too_many(key: str, layout: Layout, valid: int, corrupt: int, unknown: int) -> TooManyErasures:
+    """The error for data that may be there but cannot be read."""
+    return TooManyErasures(
+        f"object {key!r} version {layout.version}: {valid} of the {layout.data} units needed are "
+        f"readable ({corrupt} damaged, {unknown} devices did not answer or left). Nothing was "
+        "deleted; bring a missing device back, or ask for an older version explicitly.",
+        key=key,
+    )
+
+
+def empty_geometry(parity: int) -> Geometry:
+    """Shape of a tombstone."""
+    return Geometry(data=1, parity=parity, unit_bytes=4096, size=0, code=Code.COPIES)
+
+
+__all__ = ["Found", "Layout", "Survey", "Verdict", "empty_geometry", "judge", "list_object",
+           "newest_by_name", "path_on", "survey_key", "too_many", "unknown_devices"]  # fmt: skip

@@ -1,0 +1,249 @@
+"""Put and delete: plan on the membership, write, publish, acknowledge (PROTOCOL 3-6, 12)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from hpstore.errors import ObjectNotFound, TooFewDevices, VersionConflict
+from hpstore.geometry import Code, Geometry, plan_geometry
+from hpstore.header import ColumnHeader, Metadata
+from hpstore.keys import Kind, Version
+from hpstore.objects.columnset import ColumnSet, MembershipMoved
+from hpstore.objects.debts import record_debt
+from hpstore.objects.info import ObjectInfo, object_info, version_token
+from hpstore.objects.remove import remove_files
+from hpstore.objects.source import MemorySource, Source
+from hpstore.objects.store import Store
+from hpstore.objects.stripes import StripeWriter
+from hpstore.objects.survey import Survey, empty_geometry, newest_by_name, survey_key
+from hpstore.placement import choose
+from hpstore.records import Debt
+
+_log = logging.getLogger(__name__)
+PUT_TRIES = 6  # plans of one put: membership changes and failing devices in a row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """What is to be stored under a version, wherever its columns go."""
+
+    key: str
+    version: Version
+    kind: Kind
+    created_ms: int
+    metadata: Metadata = field(default_factory=dict)
+
+
+class WriteFailed(TooFewDevices):
+    """Too few columns were written; nothing was acknowledged. `devices` says why."""
+
+    devices: dict[str, Exception]
+
+
+def plan_columns(
+    store: Store, key: str, size: int, *, exclude: Iterable[str], kind: Kind = Kind.COLUMN
+) -> tuple[Geometry, list[str]]:
+    """Geometry and devices for a new object: k' = min(k, usable - m), full parity.
+
+    Raises TooFewDevices when not even one data column fits.
+    """
+    record, candidates = store.view.record, store.candidates(exclude)
+    if len(candidates) <= record.parity:
+        raise TooFewDevices(
+            f"{len(candidates)} of {len(record.members)} devices can take new data; "
+            f"{record.parity + 1} are needed to keep {record.parity} parity units. Nothing was "
+            "written; reading goes on. Add devices, or bring missing ones back."
+        )
+    if kind is Kind.TOMBSTONE:
+        geometry = empty_geometry(record.parity)
+    else:
+        geometry = plan_geometry(
+            size,
+            data=record.data,
+            parity=record.parity,
+            unit_bytes=record.unit_bytes,
+            usable=len(candidates),
+        )
+    chosen = choose(key, candidates, geometry.width, parity=record.parity)
+    return geometry, [candidate.device for candidate in chosen]
+
+
+def make_header(
+    store: Store, content: Content, geometry: Geometry, devices: list[str], column: int
+) -> ColumnHeader:
+    """The header of one column. `devices`: the device of every column."""
+    kind = content.kind
+    if kind is Kind.COLUMN and geometry.code is Code.COPIES:
+        kind = Kind.COPY
+    return ColumnHeader(
+        pool_id=store.view.record.pool_id,
+        key=content.key,
+        version=content.version,
+        kind=kind,
+        column=column,
+        geometry=geometry,
+        devices=tuple(devices),
+        generation=store.view.record.generation,
+        created_ms=content.created_ms,
+        metadata=content.metadata,
+    )
+
+
+def write_columns(
+    store: Store, content: Content, geometry: Geometry, devices: list[str], source: Source
+) -> ColumnSet:
+    """Write and publish one version. On return at least the floor of rule 5 is durable.
+
+    Raises MembershipMoved, or WriteFailed after removing what this call had published.
+    """
+    headers = {
+        device: make_header(store, content, geometry, devices, column)
+        for column, device in enumerate(devices)
+    }
+    floor = geometry.floor()
+    columns = ColumnSet(store, headers, floor=floor, generation=store.view.record.generation)
+    done = False
+    try:
+        columns.create()
+        if not columns.failures():  # else plan again, while no byte has moved
+            StripeWriter(store, columns, geometry, floor).run(source)
+            if len(columns.alive()) >= floor:
+                columns.finish()
+        if len(columns.published()) >= floor:
+            columns.check_generations()
+        done = len(columns.published()) >= floor
+    finally:
+        columns.abandon(remove_published=not done)
+    if not done:
+        failures = columns.failures()
+        error = WriteFailed(
+            f"put of {content.key!r}: {geometry.width - len(failures)} of {geometry.width} columns "
+            f"could be written, {floor} are needed: "
+            + "; ".join(str(failure) for failure in failures.values()),
+            key=content.key,
+        )
+        error.devices = failures
+        raise error
+    return columns
+
+
+def write_new_version(
+    store: Store, key: str, source: Source, *, metadata: Metadata, kind: Kind, survey: Survey
+) -> ColumnSet:
+    """Plan and write a version above all of the survey, again when devices fail or leave.
+
+    A full stripe is preferred: when devices fail, the plan moves to other ones while there are
+    enough, and only then goes on with a debt.
+    """
+    exclude: set[str] = set()
+    last: Exception | None = None
+    for _ in range(PUT_TRIES):
+        content = Content(
+            key=key,
+            version=store.new_version(survey.versions()),
+            kind=kind,
+            created_ms=store.clock.wall_ms(),
+            metadata=metadata,
+        )
+        try:
+            geometry, devices = plan_columns(store, key, source.size, exclude=exclude, kind=kind)
+        except TooFewDevices as error:
+            raise error from last
+        try:
+            columns = write_columns(store, content, geometry, devices, source)
+        except MembershipMoved as error:
+            store.metrics.count("put_replanned_total")
+            store.refresh()
+            last = error
+        except WriteFailed as error:
+            store.metrics.count("put_retried_total")
+            exclude |= error.devices.keys()
+            last = error
+        else:
+            settle_or_owe(store, columns)
+            return columns
+    raise TooFewDevices(
+        f"put of {key!r} failed {PUT_TRIES} times in a row: {last}. Nothing was acknowledged; the "
+        "version before it is unchanged.",
+        key=key,
+    ) from last
+
+
+def settle_or_owe(store: Store, columns: ColumnSet) -> None:
+    """Before the acknowledgement: a put short of its full stripe records its debt (PROTOCOL 5)."""
+    header = next(iter(columns.columns.values())).header
+    missing = sorted(set(columns.columns) - {c.header.column for c in columns.published()})
+    if not missing:
+        return
+    record_debt(store, Debt(key=header.key, version=header.version, missing=tuple(missing)))
+    store.metrics.count("put_degraded_total")
+    store.damage(header.key)
+
+
+def check_conditions(
+    store: Store, survey: Survey, *, if_absent: bool, if_version: str | None
+) -> None:
+    """PROTOCOL 6. Raises VersionConflict."""
+    if not if_absent and if_version is None:
+        return
+    newest = newest_by_name(store.view, survey)
+    exists = newest is not None and newest.kind is not Kind.TOMBSTONE
+    if if_absent and exists:
+        raise VersionConflict(f"object {survey.key!r} exists already", key=survey.key)
+    if if_version is not None:
+        found = version_token(*newest.version.content) if newest is not None and exists else None
+        if found != if_version:
+            raise VersionConflict(
+                f"object {survey.key!r} has version {found}, not {if_version}", key=survey.key
+            )
+
+
+def put_object(
+    store: Store,
+    key: str,
+    source: Source,
+    *,
+    metadata: Metadata,
+    if_absent: bool = False,
+    if_version: str | None = None,
+) -> ObjectInfo:
+    """Store an object. Durable on return on k' + m devices, or with the debt recorded.
+
+    The caller holds the key's lock when a condition is given.
+    """
+    survey = survey_key(store, key)
+    check_conditions(store, survey, if_absent=if_absent, if_version=if_version)
+    columns = write_new_version(
+        store, key, source, metadata=metadata, kind=Kind.COLUMN, survey=survey
+    )
+    published = columns.published()
+    header = published[0].header
+    if len(published) == header.geometry.width:
+        remove_files(store, key, [f for f in survey.files if f.name.version < header.version])
+    return object_info(header, len(published))
+
+
+def delete_object(store: Store, key: str) -> None:
+    """Delete an object: tombstones on m + 1 devices, then its files.
+
+    Durable on return; a crash before leaves the object, a crash after none. Raises
+    ObjectNotFound when there is nothing, after finishing a delete that was seen half done.
+    """
+    survey = survey_key(store, key)
+    newest = newest_by_name(store.view, survey)
+    if newest is None or newest.kind is Kind.TOMBSTONE:
+        if newest is not None:
+            older = [f for f in survey.files if f.name.version < newest.version]
+            remove_files(store, key, older)
+        raise ObjectNotFound(f"no object {key!r}", key=key)
+    columns = write_new_version(
+        store, key, MemorySource(b""), metadata={}, kind=Kind.TOMBSTONE, survey=survey
+    )
+    version = columns.published()[0].header.version
+    remove_files(store, key, [f for f in survey.files if f.name.version < version])
+
+
+__all__ = ["Content", "WriteFailed", "delete_object", "make_header", "plan_columns", "put_object",
+           "settle_or_owe", "write_columns", "write_new_version"]  # fmt: skip

@@ -1,0 +1,415 @@
+"""The pool: put, get, delete, look after. The facade of the core."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import numpy as np
+
+from hpstore import changes
+from hpstore.codec.galois import Bytes
+from hpstore.config import PoolConfig, Settings, find_config, register, save_config
+from hpstore.errors import (
+    ConfigError,
+    MembershipError,
+    ObjectNotFound,
+    TooManyErasures,
+)
+from hpstore.handle import PoolHandle, same_place
+from hpstore.header import encode_metadata
+from hpstore.keys import check_key
+from hpstore.membership import (
+    commit_record,
+    create_members,
+    domain_warning,
+    with_member,
+)
+from hpstore.objects.catalog import live_layout, walk
+from hpstore.objects.info import ObjectInfo, object_info
+from hpstore.objects.read import Changed, ObjectReader, open_object
+from hpstore.objects.repair import repair_object
+from hpstore.objects.source import as_source
+from hpstore.objects.write import delete_object, put_object
+from hpstore.opening import device_opener, identify, make_place
+from hpstore.rebuild import (
+    Progress,
+    ProgressCallback,
+    RateLimit,
+    RebuildReport,
+    rebuild_all,
+)
+from hpstore.records import DeviceState
+from hpstore.scrub import scrub_all
+from hpstore.status import PoolStatus, pool_status
+from hpstore.units import MIB
+
+_log = logging.getLogger(__name__)
+_READ_TRIES = 8
+T = TypeVar("T")
+
+
+class Pool(PoolHandle):
+    """An open pool of devices. Thread-safe; survives fork and spawn (it pickles as its config).
+
+    Made by `hpstore.create` and `hpstore.open`. A context manager; close() is idempotent.
+    """
+
+    # --- objects ----------------------------------------------------------------------------
+
+    def put(
+        self,
+        key: str,
+        data: object,
+        metadata: Mapping[str, object] | None = None,
+        *,
+        if_absent: bool = False,
+        if_version: str | None = None,
+    ) -> ObjectInfo:
+        """Store `data` (bytes-like, or an open binary file) under `key`.
+
+        Durable on return on k' + m devices, or, with devices failing, on at least
+        max(k' + 1, m + 1) with the debt recorded (`losses_tolerated` tells). A crash before leaves
+        the version before it; an unacknowledged put may still become visible as a whole. `data`
+        belongs to this call until it returns. `metadata`: JSON, at most 1 KiB. With `if_absent`
+        or `if_version` (an ObjectInfo's version) VersionConflict is raised when it does not hold;
+        that is exact between the processes of one host.
+
+        Raises TooFewDevices, VersionConflict, InvalidKey, ConfigError (metadata).
+        """
+        self._writable()
+        check_key(key)
+        encode_metadata(metadata or {})
+        source = as_source(data)
+        with self._key_lock(key, needed=if_absent or if_version is not None):
+            return put_object(
+                self._store,
+                key,
+                source,
+                metadata=metadata or {},
+                if_absent=if_absent,
+                if_version=if_version,
+            )
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        """Bytes [start, end) of the newest version, verified; decoded when units are lost.
+
+        Raises ObjectNotFound, TooManyErasures when acknowledged data cannot be read now.
+        """
+
+        def read(reader: ObjectReader) -> bytes:
+            size = reader.header.geometry.size
+            stop = size if end is None else min(end, size)
+            if start < 0 or stop < 0:
+                raise ValueError(f"range [{start}, {end}) is negative")
+            buffer = bytearray(max(0, stop - start))
+            if buffer:
+                reader.read_into(start, np.frombuffer(buffer, np.uint8))
+            return bytes(buffer)
+
+        return self._read(key, read)
+
+    def read_into(self, key: str, buffer: object, offset: int = 0) -> int:
+        """Fill a writable buffer from `offset` of an object; returns the bytes read.
+
+        Fewer than the buffer holds when the object ends. The buffer is written by the calling
+        thread alone and never after the return.
+        """
+        view = memoryview(buffer)  # type: ignore[arg-type]  # raises TypeError for what is no buffer
+        if view.readonly:
+            raise TypeError("read_into needs a writable buffer")
+        target: Bytes = np.frombuffer(view.cast("B"), np.uint8)
+
+        def read(reader: ObjectReader) -> int:
+            if offset < 0:
+                raise ValueError(f"offset {offset} is negative")
+            count = max(0, min(len(target), reader.header.geometry.size - offset))
+            if count:
+                reader.read_into(offset, target[:count])
+            return count
+
+        return self._read(key, read)
+
+    def _read(self, key: str, read: Callable[[ObjectReader], T]) -> T:
+        """Run `read` on an open object; again when the object changes underneath."""
+        self._usable()
+        check_key(key)
+        for _ in range(_READ_TRIES):
+            reader = open_object(self._store, key)
+            try:
+                return read(reader)
+            except Changed:
+                self._store.metrics.count("read_resolved_again_total")
+            finally:
+                reader.close()
+        raise TooManyErasures(f"object {key!r} changed {_READ_TRIES} times while it was read")
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Facts about the newest version. Raises ObjectNotFound, TooManyErasures."""
+        return self._read(
+            key, lambda reader: object_info(reader.header, len(reader.layout.columns))
+        )
+
+    def exists(self, key: str) -> bool:
+        """Whether a read would find an object. Raises TooManyErasures when that is unclear."""
+        try:
+            self.stat(key)
+        except ObjectNotFound:
+            return False
+        return True
+
+    def list(self, prefix: str = "") -> list[str]:
+        """Keys that begin with `prefix`, sorted; also those that cannot be read just now."""
+        self._usable()
+        surveys = walk(self._store, prefix).surveys
+        return sorted(key for key, s in surveys.items() if live_layout(self._store, s) is not None)
+
+    def delete(self, key: str) -> None:
+        """Delete an object. Durable on return (a tombstone on m + 1 devices).
+
+        Raises ObjectNotFound when there is none.
+        """
+        self._writable()
+        check_key(key)
+        delete_object(self._store, key)
+
+    def settle(self, key: str) -> None:
+        """Bring the newest version to its full stripe before acting on it (PROTOCOL 8).
+
+        Raises TooFewDevices when it cannot be brought there now.
+        """
+        self._writable()
+        repair_object(self._store, check_key(key), include_missing=True)
+
+    # --- looking after ----------------------------------------------------------------------
+
+    def status(self) -> PoolStatus:
+        """Devices with their states, objects, what is degraded, space, counters. Walks all keys."""
+        self._usable()
+        self.refresh()
+        return pool_status(self._store, self.config.name, self._problems)
+
+    def scrub(
+        self,
+        *,
+        prefix: str = "",
+        progress: ProgressCallback | None = None,
+        rate_bytes_per_second: float | None = None,
+        resume: bool = True,
+    ) -> RebuildReport:
+        """Read and verify every block, mend what is damaged. Goes on where it was stopped.
+
+        One scrub or rebuild at a time on a host (LockTimeout).
+        """
+        self._writable()
+        with self._lock("repair.lock", "scrub"):
+            return scrub_all(
+                self._store,
+                prefix=prefix,
+                progress=progress,
+                rate_bytes_per_second=rate_bytes_per_second,
+                resume=resume,
+            )
+
+    def rebuild(
+        self,
+        *,
+        progress: ProgressCallback | None = None,
+        rate_bytes_per_second: float | None = None,
+        include_missing: bool = False,
+    ) -> RebuildReport:
+        """Make every object whole on the current members, most endangered first; pay debts.
+
+        Columns on members that are missing but not evicted are waited for while parity is left,
+        unless `include_missing`. Killed, it is resumed by running it again.
+        """
+        self._writable()
+        self.refresh()
+        with self._lock("repair.lock", "rebuild"):
+            return rebuild_all(
+                self._store,
+                progress=progress,
+                rate_bytes_per_second=rate_bytes_per_second,
+                include_missing=include_missing,
+            )
+
+    # --- membership -------------------------------------------------------------------------
+
+    def add_device(self, url: str, domain: str | None = None, *, force: bool = False) -> str:
+        """Make an unused place a member; returns its device id. New objects use it at once."""
+        self._writable()
+        with self._change():
+            make_place(url, self.config.settings)
+            if not any(same_place(url, known) for known in self.config.devices):
+                place = url if "://" in url else os.path.abspath(url)
+                self.config = replace(self.config, devices=(*self.config.devices, place))
+                self._save_config()
+            member = changes.add_member(
+                self._store, self._opener(url), url, domain, force=force
+            )  # fmt: skip
+            self.refresh()
+            return member.device_id
+
+    def evict(self, device: str, *, force: bool = False) -> None:
+        """Take a device out at once; what it holds counts as lost. `rebuild` then heals.
+
+        Refused when an object could not be read without it, unless forced.
+        """
+        self._writable()
+        with self._change():
+            member = self._member(device)
+            if member.state is DeviceState.EVICTED:
+                raise MembershipError(f"{device} is evicted already")
+            changes.evict_member(self._store, member, self.refresh, force=force)
+
+    def drain(
+        self,
+        device: str,
+        *,
+        progress: ProgressCallback | None = None,
+        rate_bytes_per_second: float | None = None,
+    ) -> int:
+        """Move everything off a device, then evict it; returns how many objects moved.
+
+        Stopped, it is resumed by running it again.
+        """
+        self._writable()
+        throttle = RateLimit(rate_bytes_per_second, self._store.clock)
+
+        def report(done: int, total: int, key: str) -> None:
+            if progress is not None:
+                progress(Progress(done=done, total=total, bytes=0, key=key))
+
+        with self._change():
+            member = self._member(device)
+            if member.state is DeviceState.EVICTED:
+                raise MembershipError(f"{device} is evicted already")
+            return changes.drain_member(self._store, member, self.refresh, throttle, report)
+
+    def readmit(self, device: str) -> changes.Reconciled | None:
+        """Take an evicted device back, or a draining one online again.
+
+        What an evicted one holds is judged against the pool first: only columns of live versions
+        are served, superseded ones removed, unknown ones put in quarantine. None when it had not
+        left. `rebuild` then widens objects over it.
+        """
+        self._writable()
+        with self._change():
+            member = self._member(device)
+            self._store.view = replace(
+                self._store.view, sitting_out=self._store.view.sitting_out - {member.device_id}
+            )
+            if member.state is DeviceState.ONLINE:
+                return None
+            if member.state is DeviceState.DRAINING:
+                changes.set_state(self._store, member.device_id, DeviceState.ONLINE)
+                self.refresh()
+                return None
+            opened = identify(member.url, self._opener, read_only=False)
+            if opened.identity.device_id != member.device_id:
+                raise MembershipError(
+                    f"{member.url} holds another device now (wiped?); add it as a new one"
+                )
+            found = changes.reconcile(self._store, member.device_id, opened.device)
+            back = replace(member, state=DeviceState.ONLINE)
+            commit_record(
+                self._store,
+                with_member(self._store.view.record, back),
+                {member.device_id: opened.device},
+                force=False,
+            )
+            opened.device.close()
+            self.refresh()
+            return found
+
+    def sit_out(self, device: str) -> None:
+        """Keep this process' ordinary reads and new columns off a device, until readmit."""
+        self._usable()
+        member = self._member(device)
+        out = self._store.view.sitting_out | {member.device_id}
+        if len(out) > self._store.view.record.parity:
+            raise MembershipError(
+                f"{len(out)} devices would sit out; parity replaces only "
+                f"{self._store.view.record.parity}"
+            )
+        self._store.view = replace(self._store.view, sitting_out=out)
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_reopen, (self.config, self.read_only))
+
+    def __repr__(self) -> str:
+        record = self._store.view.record
+        return f"<hpstore pool {self.config.name!r} {record.data}+{record.parity}>"
+
+
+def _reopen(config: PoolConfig, read_only: bool) -> Pool:
+    return Pool(config, read_only=read_only)
+
+
+def create_pool(
+    devices: Sequence[str | os.PathLike[str]],
+    *,
+    data: int,
+    parity: int,
+    config: str | os.PathLike[str] = "pool.toml",
+    name: str | None = None,
+    domains: Sequence[str] | None = None,
+    unit_bytes: int = MIB,
+    settings: Settings | None = None,
+) -> Pool:
+    """Make a pool of k + m stripes over `devices` (paths or URLs) and write its pool.toml.
+
+    Nothing is claimed unless every device can be. With a `name`, `hpstore.open(name)` finds the
+    pool later. `domains`: what fails together, one label a device (default: each its own).
+
+    Raises ConfigError, DeviceInUse, DeviceError.
+    """
+    path = Path(config).absolute()
+    if path.exists():
+        raise ConfigError(f"{path} exists; a pool is not made over another one's settings")
+    if domains is not None and len(domains) != len(devices):
+        raise ConfigError(f"{len(domains)} domains for {len(devices)} devices")
+    urls = [os.fspath(d) if "://" in os.fspath(d) else os.path.abspath(d) for d in devices]
+    made = PoolConfig(
+        path=path, name=name or "main", devices=tuple(urls), settings=settings or Settings()
+    )
+    record = create_members(
+        urls,
+        list(domains) if domains is not None else None,
+        device_opener(made.settings),
+        made,
+        data=data,
+        parity=parity,
+        unit_bytes=unit_bytes,
+    )
+    warning = domain_warning(record)
+    if warning:
+        _log.warning("%s", warning)
+    save_config(made)
+    if name is not None:
+        register(made)
+    return Pool(made)
+
+
+def open_pool(where: str | os.PathLike[str], *, read_only: bool = False) -> Pool:
+    """Open a pool by its pool.toml or its registered name; with up to m devices missing."""
+    return Pool(find_config(where), read_only=read_only)
+
+
+__all__ = ["Pool", "create_pool", "open_pool"]

@@ -1,0 +1,202 @@
+"""Heal all objects: plan by names (pure), most endangered first, then repair one by one.
+
+Nothing is remembered between runs: what is whole is passed over, so a rebuild that was killed is
+resumed by running it again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+from hpstore.clock import Clock
+from hpstore.errors import HpstoreError, ObjectNotFound
+from hpstore.keys import Kind
+from hpstore.objects.catalog import Catalog, walk
+from hpstore.objects.debts import clear_debt, read_debts
+from hpstore.objects.repair import Action, Repair, repair_object
+from hpstore.objects.store import Store, View
+from hpstore.objects.survey import Layout, Survey, newest_by_name
+from hpstore.records import DeviceState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a long operation is."""
+
+    done: int
+    total: int
+    bytes: int
+    key: str
+
+
+ProgressCallback = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RebuildReport:
+    """What a rebuild or scrub did. `unreadable` maps keys to reasons; nothing was deleted there."""
+
+    objects: int
+    bytes: int
+    seconds: float
+    healthy: int
+    rebuilt: int
+    relaid: int
+    waiting: int  # for missing devices that may return
+    stuck: int  # too few devices for full parity
+    damaged_columns: int
+    columns_written: int
+    swept: int = 0  # tombstones and torn puts past their horizon
+    unreadable: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def clean(self) -> bool:
+        """Every object is whole and nothing had to be mended."""
+        return not (self.unreadable or self.damaged_columns or self.columns_written
+                    or self.waiting or self.stuck)  # fmt: skip
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {**asdict(self), "clean": self.clean}
+
+
+class RateLimit:
+    """Spreads bytes over time: at most `bytes_per_second`, None for no limit. One thread."""
+
+    def __init__(self, bytes_per_second: float | None, clock: Clock) -> None:
+        self._rate, self._clock = bytes_per_second, clock
+        self._free_at = clock.monotonic()
+
+    def __call__(self, nbytes: int) -> None:
+        """Account for bytes that are about to be moved; waits when they come too fast."""
+        if not self._rate:
+            return
+        now = self._clock.monotonic()
+        self._free_at = max(now, self._free_at) + nbytes / self._rate
+        if self._free_at > now:
+            self._clock.wait(self._free_at - now)
+
+
+class Tally:
+    """Adds up repairs."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._began = clock, clock.monotonic()
+        self.actions: Counter[Action] = Counter()
+        self.objects = self.bytes = self.damaged = self.columns = self.swept = 0
+        self.unreadable: dict[str, str] = {}
+
+    def add(self, repair: Repair) -> None:
+        """Count one object."""
+        if repair.action is not Action.ABSENT:
+            self.objects += 1
+        self.actions[repair.action] += 1
+        self.bytes += repair.bytes
+        self.damaged += repair.damaged
+        self.columns += repair.columns
+
+    def fail(self, key: str, error: Exception) -> None:
+        """Count an object that could not be healed."""
+        self.objects += 1
+        self.unreadable[key] = str(error)
+
+    def report(self) -> RebuildReport:
+        """The sum."""
+        return RebuildReport(
+            objects=self.objects,
+            bytes=self.bytes,
+            seconds=self._clock.monotonic() - self._began,
+            healthy=self.actions[Action.NOTHING],
+            rebuilt=self.actions[Action.REBUILT],
+            relaid=self.actions[Action.RELAID],
+            waiting=self.actions[Action.WAITING],
+            stuck=self.actions[Action.STUCK],
+            damaged_columns=self.damaged,
+            columns_written=self.columns,
+            swept=self.swept,
+            unreadable=dict(self.unreadable),
+        )
+
+
+def spare_losses(view: View, layout: Layout) -> int:
+    """Further losses that a layout survives, by names, not counting devices that are leaving."""
+    staying = {m.device_id for m in view.members() if m.state is DeviceState.ONLINE}
+    held = {file.name.column for file in layout.files if file.device in staying}
+    return len(held) - (1 if layout.kind is not Kind.COLUMN else layout.data)
+
+
+def needs_work(view: View, survey: Survey, usable: int) -> bool:
+    """Whether a key's files, by their names alone, are anything but one whole layout in place."""
+    layouts = survey.layouts()
+    if len(layouts) != 1:
+        return True
+    layout = layouts[0]
+    online = {m.device_id for m in view.members() if m.state is DeviceState.ONLINE}
+    if layout.kind is Kind.TOMBSTONE:
+        return len({file.device for file in layout.files} & online) < layout.parity + 1
+    whole = len(layout.files) == layout.width and all(f.device in online for f in layout.files)
+    k = min(view.record.data, usable - view.record.parity)
+    return not whole or (layout.kind is Kind.COLUMN and layout.data < k)
+
+
+def plan_rebuild(view: View, catalog: Catalog, usable: int) -> list[str]:
+    """Keys to repair, most endangered first, then by name."""
+
+    def danger(key: str) -> tuple[int, str]:
+        layout = newest_by_name(view, catalog.surveys[key])
+        return (-1 if layout is None else spare_losses(view, layout), key)
+
+    keys = [key for key, survey in catalog.surveys.items() if needs_work(view, survey, usable)]
+    return sorted(keys, key=danger)
+
+
+def rebuild_all(
+    store: Store,
+    *,
+    progress: ProgressCallback | None = None,
+    rate_bytes_per_second: float | None = None,
+    include_missing: bool = False,
+) -> RebuildReport:
+    """Bring every object to its full stripe on the current membership. Resumable by running again.
+
+    An object that cannot be read is reported and left as it is.
+    """
+    tally, throttle = Tally(store.clock), RateLimit(rate_bytes_per_second, store.clock)
+    catalog = walk(store)
+    usable = len(store.candidates())
+    keys = plan_rebuild(store.view, catalog, usable)
+    whole = len(catalog.surveys) - len(keys)
+    for number, key in enumerate(keys, 1):
+        try:
+            tally.add(repair_object(store, key, throttle=throttle, include_missing=include_missing))
+        except (HpstoreError, OSError) as error:
+            tally.fail(key, error)
+        if progress is not None:
+            progress(Progress(done=number, total=len(keys), bytes=tally.bytes, key=key))
+    pay_debts(store)
+    tally.objects += whole
+    tally.actions[Action.NOTHING] += whole
+    return tally.report()
+
+
+def pay_debts(store: Store) -> int:
+    """Repair every object with a recorded debt; forget debts of versions that are gone."""
+    paid = 0
+    for debt in read_debts(store):
+        try:
+            repair = repair_object(store, debt.key)
+        except ObjectNotFound:
+            repair = Repair(key=debt.key, action=Action.ABSENT)
+        except (HpstoreError, OSError):
+            store.metrics.count("debt_unpaid_total")
+            continue
+        if repair.action not in (Action.WAITING, Action.STUCK):
+            clear_debt(store, debt)
+            paid += 1
+    return paid
+
+
+__all__ = ["Progress", "ProgressCallback", "RateLimit", "RebuildReport", "Tally", "needs_work",
+           "pay_debts", "plan_rebuild", "rebuild_all", "spare_losses"]  # fmt: skip

@@ -1,0 +1,240 @@
+"""Small durable records: device identity, membership, debts. Pure: dataclasses <-> JSON bytes.
+
+Each record is JSON that an operator can read, with a digest over the rest of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from hpstore.checksum import digest128
+from hpstore.errors import FormatTooNew, IntegrityError
+from hpstore.keys import Version, check_key
+
+FORMAT = 1
+MAX_RECORD_BYTES = 4 << 20
+IDENTITY_FILE = "hpstore.json"
+POOL_FILE = "pool.json"
+
+Json = dict[str, object]
+
+
+def seal(body: Json) -> bytes:
+    """JSON with its digest."""
+    text = json.dumps(body, sort_keys=True, ensure_ascii=False)
+    digest = digest128(text.encode()).hex()
+    return json.dumps({**body, "digest": digest}, sort_keys=True, ensure_ascii=False,
+                      indent=1).encode()  # fmt: skip
+
+
+def unseal(data: bytes, *, where: str) -> Json:
+    """Check and decode a record. Raises IntegrityError or FormatTooNew."""
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise IntegrityError(f"{where}: not a record: {error}") from error
+    if not isinstance(body, dict):
+        raise IntegrityError(f"{where}: not a record")
+    digest = body.pop("digest", None)
+    version = body.get("format")
+    if isinstance(version, int) and version > FORMAT:
+        raise FormatTooNew(f"{where}: record format {version}, this hpstore reads up to {FORMAT}")
+    text = json.dumps(body, sort_keys=True, ensure_ascii=False)
+    if digest != digest128(text.encode()).hex():
+        raise IntegrityError(f"{where}: record does not match its digest")
+    return body
+
+
+class DeviceState(StrEnum):
+    """What the pool has decided about a device."""
+
+    ONLINE = "online"
+    DRAINING = "draining"  # readable, takes no new columns
+    EVICTED = "evicted"  # no longer a member; what it held is considered gone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What a device root says of itself (hpstore.json)."""
+
+    pool_id: str
+    device_id: str
+    domain: str
+    weight: float = 1.0
+
+    def encode(self) -> bytes:
+        return seal({"format": FORMAT, "pool": self.pool_id, "device": self.device_id,
+                     "domain": self.domain, "weight": self.weight})  # fmt: skip
+
+    @classmethod
+    def decode(cls, data: bytes, *, where: str) -> Identity:
+        body = unseal(data, where=where)
+        try:
+            return cls(
+                pool_id=str(body["pool"]),
+                device_id=str(body["device"]),
+                domain=str(body["domain"]),
+                weight=float(str(body["weight"])),
+            )
+        except (KeyError, ValueError) as error:
+            raise IntegrityError(f"{where}: identity is malformed: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A device in the membership record."""
+
+    device_id: str
+    url: str  # where it was when it joined; a hint for people, pool.toml says where to look
+    domain: str
+    weight: float = 1.0
+    state: DeviceState = DeviceState.ONLINE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolRecord:
+    """The membership (pool.json): PROTOCOL 14."""
+
+    pool_id: str
+    generation: int
+    nonce: str
+    parent: str  # digest of the record before this one; "" for the first
+    data: int
+    parity: int
+    unit_bytes: int
+    members: tuple[Member, ...]
+    evicted: tuple[Member, ...] = field(default=())
+
+    @property
+    def order(self) -> tuple[int, str]:
+        """Newest record wins; the nonce decides between two of one generation."""
+        return (self.generation, self.nonce)
+
+    def member(self, device_id: str) -> Member | None:
+        """The member of that id."""
+        return next((m for m in self.members if m.device_id == device_id), None)
+
+    def quorum(self) -> int:
+        """Devices that must hold a new record: max(m + 1, majority), at most all."""
+        return min(max(self.parity + 1, len(self.members) // 2 + 1), len(self.members))
+
+    def encode(self) -> bytes:
+        def rows(members: Iterable[Member]) -> list[Json]:
+            return [
+                {"device": m.device_id, "url": m.url, "domain": m.domain, "weight": m.weight,
+                 "state": m.state}
+                for m in members
+            ]  # fmt: skip
+
+        return seal(
+            {
+                "format": FORMAT,
+                "pool": self.pool_id,
+                "generation": self.generation,
+                "nonce": self.nonce,
+                "parent": self.parent,
+                "data": self.data,
+                "parity": self.parity,
+                "unit_bytes": self.unit_bytes,
+                "members": rows(self.members),
+                "evicted": rows(self.evicted),
+            }
+        )
+
+    def successor(
+        self, *, members: Iterable[Member], evicted: Iterable[Member], nonce: str
+    ) -> PoolRecord:
+        """The next generation."""
+        return replace(
+            self,
+            generation=self.generation + 1,
+            nonce=nonce,
+            parent=digest128(self.encode()).hex(),
+            members=tuple(members),
+            evicted=tuple(evicted),
+        )
+
+    @classmethod
+    def decode(cls, data: bytes, *, where: str) -> PoolRecord:
+        body = unseal(data, where=where)
+
+        def members(name: str) -> tuple[Member, ...]:
+            rows = body[name]
+            if not isinstance(rows, list):
+                raise ValueError(f"{name} is not a list")
+            return tuple(
+                Member(
+                    device_id=str(row["device"]),
+                    url=str(row["url"]),
+                    domain=str(row["domain"]),
+                    weight=float(row["weight"]),
+                    state=DeviceState(row["state"]),
+                )
+                for row in rows
+            )
+
+        try:
+            return cls(
+                pool_id=str(body["pool"]),
+                generation=int(str(body["generation"])),
+                nonce=str(body["nonce"]),
+                parent=str(body["parent"]),
+                data=int(str(body["data"])),
+                parity=int(str(body["parity"])),
+                unit_bytes=int(str(body["unit_bytes"])),
+                members=members("members"),
+                evicted=members("evicted"),
+            )
+        except (KeyError, ValueError, TypeError) as error:
+            raise IntegrityError(f"{where}: membership is malformed: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Debt:
+    """A put that was acknowledged short of its full stripe (PROTOCOL 5)."""
+
+    key: str
+    version: Version
+    missing: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """File name, unique for key and version."""
+        return f"{digest128(self.key.encode()).hex()[:16]}-{self.version}.json"
+
+    def encode(self) -> bytes:
+        return seal({"format": FORMAT, "key": self.key, "version": str(self.version),
+                     "missing": list(self.missing)})  # fmt: skip
+
+    @classmethod
+    def decode(cls, data: bytes, *, where: str) -> Debt:
+        body = unseal(data, where=where)
+        missing = body.get("missing")
+        try:
+            if not isinstance(missing, list):
+                raise ValueError("missing is not a list")
+            return cls(
+                key=check_key(str(body["key"])),
+                version=Version.parse(str(body["version"])),
+                missing=tuple(int(column) for column in missing),
+            )
+        except (KeyError, ValueError, TypeError) as error:
+            raise IntegrityError(f"{where}: debt is malformed: {error}") from error
+
+
+__all__ = [
+    "FORMAT",
+    "IDENTITY_FILE",
+    "MAX_RECORD_BYTES",
+    "POOL_FILE",
+    "Debt",
+    "DeviceState",
+    "Identity",
+    "Member",
+    "PoolRecord",
+    "seal",
+    "unseal",
+]

@@ -1,0 +1,188 @@
+"""Many devices: a bounded queue and a few workers for each, so that one hung device holds no other.
+
+A lane is the queue of one device. Calls run on the lane's threads; a caller that gives up on a
+deadline leaves its call running, and whatever memory that call writes into stays with it
+(PROTOCOL 21). Lanes start lazily and belong to one process: after a fork the child starts afresh.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+from hpstore.errors import DeviceTimeout
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+_Job = tuple["Future[object]", Callable[[], object]]
+
+
+class _Lane:
+    """The workers of one device."""
+
+    def __init__(self, device: str, workers: int) -> None:
+        self.device = device
+        self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self.pending = 0
+        self.lock = threading.Lock()  # guards pending
+        self.threads = [
+            threading.Thread(target=self._work, name=f"hpstore-{device[:8]}-{i}", daemon=True)
+            for i in range(workers)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def _work(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            future, call = job
+            try:
+                if future.set_running_or_notify_cancel():
+                    _run(future, call)
+            finally:
+                with self.lock:
+                    self.pending -= 1
+            del job, future, call  # an idle worker must not keep buffers alive
+
+
+def _run(future: Future[object], call: Callable[[], object]) -> None:
+    try:
+        result = call()
+    except BaseException as error:  # noqa: BLE001 (handed to whoever waits, crashes too)
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+class Scheduler:
+    """Runs device calls on lanes and pure work on a compute pool.
+
+    With `threads=False` every call runs at once on the caller's thread: tests that count
+    operations are then deterministic.
+    """
+
+    def __init__(
+        self, *, workers_per_device: int, queue_depth: int, compute_threads: int, threads: bool
+    ) -> None:
+        self._workers, self._depth = workers_per_device, queue_depth
+        self._compute_threads, self._threads = compute_threads, threads
+        self._lanes: dict[str, _Lane] = {}
+        self._compute: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()  # guards _lanes, _compute, _pid
+        self._pid = os.getpid()
+
+    def after_fork(self) -> None:
+        """Forget the parent's threads. Called in the child."""
+        self._lock = threading.Lock()
+        self._lanes, self._compute, self._pid = {}, None, os.getpid()
+
+    def submit(self, device: str, call: Callable[[], T]) -> Future[T]:
+        """Run `call` on the lane of a device; the future fails at once when its queue is full."""
+        future: Future[T] = Future()
+        if not self._threads:
+            try:
+                future.set_result(call())
+            except Exception as error:  # noqa: BLE001 (the future carries it)
+                future.set_exception(error)
+            return future
+        lane = self._lane(device)
+        with lane.lock:
+            full = lane.pending >= self._depth
+            if not full:
+                lane.pending += 1
+        if full:
+            future.set_exception(
+                DeviceTimeout(
+                    f"{self._depth} calls already wait for device {device}", device=device
+                )
+            )
+        else:
+            lane.jobs.put((future, call))  # type: ignore[arg-type]  # Future is invariant
+        return future
+
+    def _lane(self, device: str) -> _Lane:
+        with self._lock:
+            lane = self._lanes.get(device)
+            if lane is None:
+                lane = self._lanes[device] = _Lane(device, self._workers)
+            return lane
+
+    def gather(
+        self, calls: Mapping[str, Callable[[], T]], deadline_seconds: float
+    ) -> dict[str, T | Exception]:
+        """Run one call per device at the same time; results or errors by device.
+
+        A device that does not answer in time gets a DeviceTimeout; its call goes on.
+        """
+        futures = {device: self.submit(device, call) for device, call in calls.items()}
+        wait(futures.values(), timeout=deadline_seconds)
+        results: dict[str, T | Exception] = {}
+        for device, future in futures.items():
+            answer = outcome(future, device, deadline_seconds)
+            results[device] = answer
+        return results
+
+    def compute(self, call: Callable[[], T]) -> Future[T]:
+        """Run CPU work (encoding, checksums) on the compute pool."""
+        if not self._threads:
+            future: Future[T] = Future()
+            future.set_result(call())
+            return future
+        with self._lock:
+            if self._compute is None:
+                self._compute = ThreadPoolExecutor(self._compute_threads, "hpstore-compute")
+            return self._compute.submit(call)
+
+    def queued(self, device: str) -> int:
+        """Calls that wait for or run on a device."""
+        lane = self._lanes.get(device)
+        return 0 if lane is None else lane.pending
+
+    def forget(self, device: str) -> None:
+        """Drop the lane of a device that left; its hung threads die with the process."""
+        with self._lock:
+            lane = self._lanes.pop(device, None)
+        if lane is not None:
+            for _ in lane.threads:
+                lane.jobs.put(None)
+
+    def close(self, limit_seconds: float = 5.0) -> None:
+        """Stop the workers; a thread hung on a device is left behind after the limit, logged."""
+        with self._lock:
+            lanes, self._lanes = list(self._lanes.values()), {}
+            compute, self._compute = self._compute, None
+        if self._pid != os.getpid():
+            return
+        for lane in lanes:
+            for _ in lane.threads:
+                lane.jobs.put(None)
+        until = time.monotonic() + limit_seconds
+        for lane in lanes:
+            for thread in lane.threads:
+                thread.join(max(0.0, until - time.monotonic()))
+                if thread.is_alive():
+                    _log.warning("a thread is still waiting for device %s", lane.device)
+        if compute is not None:
+            compute.shutdown(wait=True)
+
+
+def outcome(future: Future[T], device: str, deadline_seconds: float) -> T | Exception:
+    """A future's result or error; DeviceTimeout when it is not done. Crashes are re-raised."""
+    if not future.done():
+        return DeviceTimeout(
+            f"device {device} did not answer within {deadline_seconds:.1f} s", device=device
+        )
+    error = future.exception()
+    if error is None:
+        return future.result()
+    if not isinstance(error, Exception):
+        raise error
+    return error
+
+
+__all__ = ["Scheduler", "outcome"]

@@ -1,0 +1,115 @@
+"""Read and verify every block of every column, mend what is damaged, sweep what is past its time.
+
+The position is kept on the devices, so that a scrub that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+from hpstore.devices.base import Device
+from hpstore.errors import HpstoreError, IntegrityError
+from hpstore.keys import Kind
+from hpstore.objects.catalog import walk
+from hpstore.objects.remove import remove_files
+from hpstore.objects.repair import repair_object
+from hpstore.objects.store import Store
+from hpstore.objects.survey import Survey, Verdict, judge, survey_key, unknown_devices
+from hpstore.rebuild import Progress, ProgressCallback, RateLimit, RebuildReport, Tally, pay_debts
+from hpstore.records import FORMAT, seal, unseal
+
+CURSOR_FILE = "scrub.json"
+_CURSOR_EVERY = 64  # objects between two notes of the position
+_MAX_CURSOR_BYTES = 64 << 10
+
+
+def read_cursor(store: Store) -> str:
+    """The key after which an unfinished scrub goes on; "" for the beginning."""
+
+    def read(_: str, device: Device) -> str:
+        try:
+            data = device.read_small(CURSOR_FILE, _MAX_CURSOR_BYTES)
+            return str(unseal(data, where=CURSOR_FILE)["after"])
+        except (FileNotFoundError, IntegrityError, KeyError):
+            return ""
+
+    results = store.each(store.view.devices, read)
+    return max((r for r in results.values() if isinstance(r, str)), default="")
+
+
+def write_cursor(store: Store, after: str) -> None:
+    """Note the position on every device; "" forgets it."""
+    data = seal({"format": FORMAT, "after": after})
+    if after:
+        store.each(store.view.devices, lambda _, device: device.write_small(CURSOR_FILE, data))
+    else:
+        store.each(store.view.devices, lambda _, device: device.delete(CURSOR_FILE))
+
+
+def scrub_all(
+    store: Store,
+    *,
+    prefix: str = "",
+    progress: ProgressCallback | None = None,
+    rate_bytes_per_second: float | None = None,
+    resume: bool = True,
+) -> RebuildReport:
+    """Verify every block of every object under `prefix`, and repair as new column files.
+
+    An object with more damage than parity is reported and left as it is.
+    """
+    tally, throttle = Tally(store.clock), RateLimit(rate_bytes_per_second, store.clock)
+    catalog = walk(store, prefix)
+    after = read_cursor(store) if resume and not prefix else ""
+    keys = sorted(key for key in catalog.surveys if key > after)
+    for number, key in enumerate(keys, 1):
+        try:
+            tally.add(repair_object(store, key, verify=True, throttle=throttle))
+        except (HpstoreError, OSError) as error:
+            tally.fail(key, error)
+        tally.swept += sweep_key(store, key)
+        if progress is not None:
+            progress(Progress(done=number, total=len(keys), bytes=tally.bytes, key=key))
+        if not prefix and not store.read_only and number % _CURSOR_EVERY == 0:
+            write_cursor(store, key)
+    if not prefix:
+        write_cursor(store, "")
+        store.each(store.view.devices, lambda _, device: device.sweep())
+        pay_debts(store)
+    return tally.report()
+
+
+def sweep_key(store: Store, key: str) -> int:
+    """Remove tombstones and torn puts that are past the horizon. PROTOCOL 12.
+
+    Only with every member answering: a device that is away may still hold what they stand for.
+    """
+    survey = survey_key(store, key)
+    if survey.unknown:
+        return 0
+    horizon = store.clock.wall_ms() - int(store.settings.tombstone_seconds * 1000)
+    layouts = survey.layouts()
+    if not layouts:
+        return 0
+    newest = layouts[0]
+    if newest.kind is Kind.TOMBSTONE and newest.version.counter < horizon:
+        if len(layouts) > 1:
+            return 0  # repair_object removes what it stands for first
+        return remove_files(store, key, newest.files)
+    return _sweep_torn(store, survey, horizon)
+
+
+def _sweep_torn(store: Store, survey: Survey, horizon: int) -> int:
+    """Remove layouts that were certainly never acknowledged and whose writer is long gone."""
+    swept = 0
+    for layout in survey.layouts():
+        verdict = judge(
+            layout,
+            valid=len(layout.columns),
+            corrupt=0,
+            unknown_devices=unknown_devices(store.view, survey, None),
+        )
+        if verdict is Verdict.TORN and layout.version.counter < horizon:
+            swept += remove_files(store, survey.key, layout.files)
+    return swept
+
+
+__all__ = ["read_cursor", "scrub_all", "sweep_key", "write_cursor"]

@@ -1,0 +1,149 @@
+"""What a pool says of itself. Plain data, and the functions that gather it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from hpstore.devices.base import Device, Usage
+from hpstore.keys import Kind
+from hpstore.objects.catalog import walk
+from hpstore.objects.debts import read_debts
+from hpstore.objects.store import Store
+from hpstore.objects.survey import Verdict, judge, newest_by_name, unknown_devices
+from hpstore.rebuild import spare_losses
+from hpstore.records import DeviceState, Member
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceStatus:
+    """One device. `state` is online, draining, evicted, missing or sitting-out."""
+
+    device: str
+    url: str
+    state: str
+    mode: str  # direct, buffered, memory, remote; "" when it did not answer
+    domain: str
+    total_bytes: int
+    free_bytes: int
+    waiting: int  # calls queued for it in this process
+    problem: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolStatus:
+    """A pool at one moment."""
+
+    name: str
+    pool_id: str
+    generation: int
+    data: int
+    parity: int
+    effective_data: int  # k' of new objects now; 0 means reads only
+    unit_bytes: int
+    erasure_backend: str
+    devices: tuple[DeviceStatus, ...]
+    objects: int
+    degraded: int  # readable, but short of their full stripe
+    unreadable: int  # need devices that are missing now
+    losses_tolerated: int  # further devices that may be lost before the first object is
+    debts: int
+    usable_bytes: int  # object bytes that still fit, at the geometry of now
+    can_shrink_by: int  # devices that may go before new data loses its full parity
+    read_only: bool
+    counters: Mapping[str, float]
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return asdict(self)
+
+
+def device_status(store: Store, problems: Mapping[str, str]) -> list[DeviceStatus]:
+    """Every member and evicted device."""
+
+    def usage(_: str, device: Device) -> Usage:
+        return device.usage()
+
+    space = store.each(store.view.devices, usage)
+    rows = []
+    for member in (*store.view.record.members, *store.view.record.evicted):
+        device = store.view.devices.get(member.device_id)
+        found = space.get(member.device_id)
+        url = device.url if device is not None else member.url
+        problem = problems.get(member.url, "") or problems.get(url, "")
+        if isinstance(found, Exception):
+            problem = str(found)
+        rows.append(
+            DeviceStatus(
+                device=member.device_id,
+                url=url,
+                state=_state(store, member, found),
+                mode=device.mode if device is not None else "",
+                domain=member.domain,
+                total_bytes=found.total if isinstance(found, Usage) else 0,
+                free_bytes=found.free if isinstance(found, Usage) else 0,
+                waiting=store.scheduler.queued(member.device_id),
+                problem=problem,
+            )
+        )
+    return rows
+
+
+def _state(store: Store, member: Member, found: object) -> str:
+    if member.state is DeviceState.EVICTED:
+        return "evicted"
+    if not isinstance(found, Usage):
+        return "missing"
+    if member.device_id in store.view.sitting_out:
+        return "sitting-out"
+    return member.state.value
+
+
+def pool_status(store: Store, name: str, problems: Mapping[str, str]) -> PoolStatus:
+    """Gather a status; walks all keys."""
+    record = store.view.record
+    candidates = store.candidates()
+    effective = max(0, min(record.data, len(candidates) - record.parity))
+    objects = degraded = unreadable = 0
+    tolerated = record.parity if effective else 0
+    silent = set(store.view.missing)
+    for survey in walk(store).surveys.values():
+        silent |= survey.unknown
+        layout = newest_by_name(store.view, survey)
+        if layout is None or layout.kind is Kind.TOMBSTONE:
+            continue
+        objects += 1
+        spare = spare_losses(store.view, layout)
+        unknown = unknown_devices(store.view, survey, None)
+        verdict = judge(
+            layout, valid=len(layout.columns), corrupt=0, unknown_devices=unknown
+        )  # fmt: skip
+        degraded += verdict is Verdict.SERVES and spare < layout.parity
+        unreadable += verdict is not Verdict.SERVES
+        tolerated = max(0, min(tolerated, spare))
+    devices = device_status(store, problems)
+    free = sum(d.free_bytes for d in devices if d.state == "online")
+    width = effective + record.parity
+    return PoolStatus(
+        name=name,
+        pool_id=record.pool_id,
+        generation=record.generation,
+        data=record.data,
+        parity=record.parity,
+        effective_data=effective,
+        unit_bytes=record.unit_bytes,
+        erasure_backend=store.code.backend.name,
+        devices=tuple(devices),
+        objects=objects,
+        degraded=degraded,
+        unreadable=unreadable,
+        losses_tolerated=tolerated,
+        debts=len(read_debts(store)),
+        usable_bytes=free * effective // width if effective else 0,
+        can_shrink_by=max(0, len(candidates) - record.parity - 1),
+        read_only=store.read_only,
+        counters=store.metrics.snapshot(),
+    )
+
+
+__all__ = ["DeviceStatus", "PoolStatus", "device_status", "pool_status"]

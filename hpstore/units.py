@@ -1,0 +1,65 @@
+"""Byte units: constants, parsing, formatting, exact and ceiling division."""
+
+from __future__ import annotations
+
+import re
+
+from hpstore.errors import ConfigError
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+_FACTORS = {
+    "": 1, "b": 1,
+    "k": KIB, "kib": KIB, "kb": 1000,
+    "m": MIB, "mib": MIB, "mb": 1000**2,
+    "g": GIB, "gib": GIB, "gb": 1000**3,
+    "t": GIB * KIB, "tib": GIB * KIB, "tb": 1000**4,
+}  # fmt: skip
+
+
+def div_ceil(value: int, divisor: int) -> int:
+    """Smallest integer that is at least value / divisor."""
+    return -(-value // divisor)
+
+
+def div_exact(value: int, divisor: int) -> int:
+    """value / divisor, which must leave no remainder."""
+    quotient, rest = divmod(value, divisor)
+    if rest:
+        raise ValueError(f"{value} is not a multiple of {divisor}")
+    return quotient
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Smallest multiple that is at least value."""
+    return div_ceil(value, multiple) * multiple
+
+
+def round_down(value: int, multiple: int) -> int:
+    """Largest multiple that is at most value."""
+    return value // multiple * multiple
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes in `text`: "64MiB", "10 GB", "4096". Raises ConfigError."""
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match.group(2).lower() not in _FACTORS:
+        raise ConfigError(f"{text!r} is not a number of bytes; write for example 64MiB or 10GB")
+    return int(float(match.group(1)) * _FACTORS[match.group(2).lower()])
+
+
+def format_bytes(count: float) -> str:
+    """Human-readable binary size, three figures."""
+    for name in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {name}" if name == "B" else f"{count:.1f} {name}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+__all__ = ["GIB", "KIB", "MIB", "div_ceil", "div_exact", "format_bytes", "parse_bytes",
+           "round_down", "round_up"]  # fmt: skip
