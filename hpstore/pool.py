@@ -35,6 +35,7 @@ from hpstore.objects.info import ObjectInfo, object_info
 from hpstore.objects.read import Changed, ObjectReader, open_object
 from hpstore.objects.repair import repair_object
 from hpstore.objects.source import as_source
+from hpstore.objects.store import Store
 from hpstore.objects.write import delete_object, put_object
 from hpstore.opening import device_opener, identify, make_place
 from hpstore.rebuild import (
@@ -120,10 +121,7 @@ class Pool(PoolHandle):
         Fewer than the buffer holds when the object ends. The buffer is written by the calling
         thread alone and never after the return.
         """
-        view = memoryview(buffer)  # type: ignore[arg-type]  # raises TypeError for what is no buffer
-        if view.readonly:
-            raise TypeError("read_into needs a writable buffer")
-        target: Bytes = np.frombuffer(view.cast("B"), np.uint8)
+        target = _writable_bytes(buffer)
 
         def read(reader: ObjectReader) -> int:
             if offset < 0:
@@ -148,6 +146,12 @@ class Pool(PoolHandle):
             finally:
                 reader.close()
         raise TooManyErasures(f"object {key!r} changed {_READ_TRIES} times while it was read")
+
+    def reader(self, key: str) -> PooledReader:
+        """Open the newest version for many range reads; a context manager. One thread at a time."""
+        self._usable()
+        check_key(key)
+        return PooledReader(self._store, key)
 
     def stat(self, key: str) -> ObjectInfo:
         """Facts about the newest version. Raises ObjectNotFound, TooManyErasures."""
@@ -360,6 +364,58 @@ class Pool(PoolHandle):
 
 def _reopen(config: PoolConfig, read_only: bool) -> Pool:
     return Pool(config, read_only=read_only)
+
+
+class PooledReader:
+    """Range reads of one object without looking it up each time.
+
+    When the object is replaced underneath, the newest version is opened and read on.
+    """
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._store, self._key = store, key
+        self._reader = open_object(store, key)
+
+    @property
+    def size(self) -> int:
+        """Bytes in the object."""
+        return self._reader.header.geometry.size
+
+    def read_into(self, buffer: object, offset: int = 0) -> int:
+        """As Pool.read_into."""
+        target = _writable_bytes(buffer)
+        for _ in range(_READ_TRIES):
+            try:
+                count = max(0, min(len(target), self.size - offset))
+                if count:
+                    self._reader.read_into(offset, target[:count])
+                return count
+            except Changed:
+                self._reader.close()
+                self._reader = open_object(self._store, self._key)
+        raise TooManyErasures(f"object {self._key!r} changed {_READ_TRIES} times while it was read")
+
+    def close(self) -> None:
+        """Release the files. Idempotent."""
+        self._reader.close()
+
+    def __enter__(self) -> PooledReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _writable_bytes(buffer: object) -> Bytes:
+    view = memoryview(buffer)  # type: ignore[arg-type]  # raises TypeError for what is no buffer
+    if view.readonly:
+        raise TypeError("reading needs a writable buffer")
+    return np.frombuffer(view.cast("B"), np.uint8)
 
 
 def create_pool(

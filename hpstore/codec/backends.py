@@ -9,10 +9,11 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import importlib.util
+import struct
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -20,27 +21,35 @@ from hpstore.codec.galois import Bytes, cauchy_matrix, product_table, recovery_m
 
 Columns = tuple[int, ...]
 _MAX_CALL_BYTES = 1 << 30  # ISA-L takes the length as a C int
+_KEPT_CODERS = 1024  # recovery patterns, at most 8 KiB of tables each
+
+
+class Coder(Protocol):
+    """Makes some columns of one code from k others. Thread-safe."""
+
+    def __call__(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Fill the rows at addresses `targets` from those at `sources`, `length` bytes each.
+
+        The caller keeps all rows alive and unchanged until the return. Nothing is checked here:
+        `ErasureCode.reconstruct` is the safe way in.
+        """
 
 
 class Backend(Protocol):
-    """Makes columns `want` of a k + m code from the k columns `have`."""
+    """A way to compute the code on this machine."""
 
     name: str
 
-    def reconstruct(
-        self,
-        data: int,
-        parity: int,
-        have: Columns,
-        want: Columns,
-        sources: Sequence[Bytes],
-        targets: Sequence[Bytes],
-    ) -> None:
-        """Fill `targets` (one row for each of `want`) from `sources` (one for each of `have`).
+    def coder(self, data: int, parity: int, have: Columns, want: Columns) -> Coder:
+        """What makes columns `want` of a k + m code from the k columns `have`.
 
-        All rows are contiguous uint8 of one length. Encoding is the case have = 0..k-1,
-        want = k..k+m-1.
+        Encoding is the case have = 0..k-1, want = k..k+m-1. Coders are kept and reused.
         """
+
+
+def row_at(address: int, length: int) -> Bytes:
+    """The memory at an address as a (length,) uint8 array; it does not keep the memory alive."""
+    return np.frombuffer(memoryview((ctypes.c_uint8 * length).from_address(address)), np.uint8)
 
 
 class NumpyBackend:
@@ -48,22 +57,25 @@ class NumpyBackend:
 
     name = "numpy"
 
-    def reconstruct(
-        self,
-        data: int,
-        parity: int,
-        have: Columns,
-        want: Columns,
-        sources: Sequence[Bytes],
-        targets: Sequence[Bytes],
-    ) -> None:
-        products = product_table()
-        matrix = recovery_matrix(data, parity, have, want)
-        for row, target in zip(matrix, targets, strict=True):
-            target[:] = 0
-            for factor, source in zip(row, sources, strict=True):
-                if factor:
-                    target ^= products[factor][source]
+    def __init__(self) -> None:
+        self.coder = lru_cache(maxsize=_KEPT_CODERS)(self._coder)
+
+    @staticmethod
+    def _coder(data: int, parity: int, have: Columns, want: Columns) -> Coder:
+        matrix, products = recovery_matrix(data, parity, have, want), product_table()
+
+        def run(sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+            if not length:
+                return
+            rows = [row_at(address, length) for address in sources]
+            for factors, address in zip(matrix, targets, strict=True):
+                target = row_at(address, length)
+                target[:] = 0
+                for factor, source in zip(factors, rows, strict=True):
+                    if factor:
+                        target ^= products[factor][source]
+
+        return run
 
 
 class IsalBackend:
@@ -81,34 +93,31 @@ class IsalBackend:
             ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p,
         ]  # fmt: skip
         self._encode.restype = None
-        # 1024 recovery patterns of at most 32 * 32 * 8 bytes: 8 MiB at the very most
-        self._tables = lru_cache(maxsize=1024)(self._make_tables)
+        self.coder = lru_cache(maxsize=_KEPT_CODERS)(self._coder)
 
-    # Any: ctypes array types are made at run time
-    def _make_tables(self, data: int, parity: int, have: Columns, want: Columns) -> Any:
+    def _coder(self, data: int, parity: int, have: Columns, want: Columns) -> Coder:
         rows = np.ascontiguousarray(recovery_matrix(data, parity, have, want))
         tables = ctypes.create_string_buffer(32 * data * len(want))
         self._init_tables(data, len(want), rows.ctypes.data, tables)
-        return tables
+        encode, count, tables_at = self._encode, len(want), ctypes.addressof(tables)
+        keep = tables  # the closure keeps them alive for tables_at
+        # pointers as packed bytes: a tenth of the cost of a ctypes array
+        pack_sources, pack_targets = struct.Struct(f"{data}P").pack, struct.Struct(f"{count}P").pack
 
-    def reconstruct(
-        self,
-        data: int,
-        parity: int,
-        have: Columns,
-        want: Columns,
-        sources: Sequence[Bytes],
-        targets: Sequence[Bytes],
-    ) -> None:
-        tables = self._tables(data, parity, have, want)
-        length = len(sources[0])
-        source_at = [row.ctypes.data for row in sources]
-        target_at = [row.ctypes.data for row in targets]
-        for at in range(0, length, _MAX_CALL_BYTES):
-            count = min(_MAX_CALL_BYTES, length - at)
-            pointers = (ctypes.c_void_p * data)(*(a + at for a in source_at))
-            outputs = (ctypes.c_void_p * len(want))(*(a + at for a in target_at))
-            self._encode(count, data, len(want), tables, pointers, outputs)
+        def run(sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+            if length <= _MAX_CALL_BYTES:
+                pointers, outputs = pack_sources(*sources), pack_targets(*targets)
+                encode(length, data, count, tables_at, pointers, outputs)
+                return
+            assert keep is tables
+            for at in range(0, length, _MAX_CALL_BYTES):
+                run(
+                    [address + at for address in sources],
+                    [address + at for address in targets],
+                    min(_MAX_CALL_BYTES, length - at),
+                )
+
+        return run
 
 
 class PyeclibBackend:
@@ -127,40 +136,27 @@ class PyeclibBackend:
             lambda data, parity: ECDriver(k=data, m=parity, ec_type="isa_l_rs_cauchy")
         )
 
-    def reconstruct(
-        self,
-        data: int,
-        parity: int,
-        have: Columns,
-        want: Columns,
-        sources: Sequence[Bytes],
-        targets: Sequence[Bytes],
-    ) -> None:
-        length = len(sources[0])
-        if not length:
-            return
-        if length % 16:  # liberasurecode pads fragments to 16 bytes
-            padded = length + 16 - length % 16
-            wide = [np.zeros(padded, np.uint8) for _ in sources]
-            for row, source in zip(wide, sources, strict=True):
-                row[:length] = source
-            outputs = [np.empty(padded, np.uint8) for _ in targets]
-            self.reconstruct(data, parity, have, want, wide, outputs)
-            for target, output in zip(targets, outputs, strict=True):
-                target[:] = output[:length]
-            return
-        driver = self._driver(data, parity)
-        if have == tuple(range(data)) and want == tuple(range(data, data + parity)):
-            rows = driver.encode(b"".join(row.tobytes() for row in sources))[data:]
-        else:
-            blank = driver.encode(bytes(data * length))
-            header = len(blank[0]) - length
-            fragments = [
-                blank[i][:header] + row.tobytes() for i, row in zip(have, sources, strict=True)
-            ]
-            rows = driver.reconstruct(fragments, list(want))
-        for target, made in zip(targets, rows, strict=True):
-            target[:] = np.frombuffer(made, np.uint8)[len(made) - length :]
+    def coder(self, data: int, parity: int, have: Columns, want: Columns) -> Coder:
+        encoding = have == tuple(range(data)) and want == tuple(range(data, data + parity))
+
+        def run(sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+            if not length:
+                return
+            wide = length + -length % 16  # liberasurecode pads fragments to 16 bytes
+            rows = [row_at(a, length).tobytes().ljust(wide, b"\0") for a in sources]
+            driver = self._driver(data, parity)
+            if encoding:
+                made = driver.encode(b"".join(rows))[data:]
+            else:
+                blank = driver.encode(bytes(data * wide))
+                header = len(blank[0]) - wide
+                fragments = [blank[i][:header] + row for i, row in zip(have, rows, strict=True)]
+                made = driver.reconstruct(fragments, list(want))
+            for address, fragment in zip(targets, made, strict=True):
+                payload = fragment[len(fragment) - wide :]
+                row_at(address, length)[:] = np.frombuffer(payload, np.uint8)[:length]
+
+        return run
 
 
 def bundled_isal() -> str | None:
@@ -206,9 +202,10 @@ def self_test(backend: Backend) -> None:
     want = [np.bitwise_xor.reduce([products[f][r] for f, r in zip(line, rows, strict=True)])
             for line in generator[data:]]  # fmt: skip
     made = [np.empty(256, np.uint8) for _ in range(parity)]
-    backend.reconstruct(data, parity, (0, 1, 2, 3), (4, 5), rows, made)
     back = [np.empty(256, np.uint8) for _ in range(2)]
-    backend.reconstruct(data, parity, (1, 3, 4, 5), (0, 2), [rows[1], rows[3], *made], back)
+    at = [row.ctypes.data for row in (*rows, *made, *back)]
+    backend.coder(data, parity, (0, 1, 2, 3), (4, 5))(at[:4], at[4:6], 256)
+    backend.coder(data, parity, (1, 3, 4, 5), (0, 2))([at[1], at[3], at[4], at[5]], at[6:], 256)
     expected = [*want, rows[0], rows[2]]
     if not all(np.array_equal(a, b) for a, b in zip([*made, *back], expected, strict=True)):
         raise RuntimeError(f"erasure back end {backend.name} disagrees with the reference")
@@ -216,5 +213,5 @@ def self_test(backend: Backend) -> None:
 
 BACKENDS = ("isal-pyeclib", "isal-system", "pyeclib", "numpy")
 
-__all__ = ["BACKENDS", "Backend", "IsalBackend", "NumpyBackend", "PyeclibBackend", "bundled_isal",
-           "open_backend", "self_test"]  # fmt: skip
+__all__ = ["BACKENDS", "Backend", "Coder", "Columns", "IsalBackend", "NumpyBackend",
+           "PyeclibBackend", "bundled_isal", "open_backend", "self_test"]  # fmt: skip

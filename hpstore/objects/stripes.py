@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 from hpstore.buffers import Lease
 from hpstore.checksum import block_digests
+from hpstore.codec import address_of
 from hpstore.codec.galois import Bytes
 from hpstore.errors import BudgetExceeded
-from hpstore.geometry import BLOCK_BYTES, Geometry
+from hpstore.geometry import BLOCK_BYTES, Code, Geometry
 from hpstore.objects.columnset import ColumnSet
 from hpstore.objects.source import Source
 from hpstore.objects.store import Store
@@ -129,7 +130,9 @@ class StripeWriter:
     def _in_place(self, batch: Batch, source: Source) -> bool:
         """Whether the batch can be written from the caller's memory without a copy."""
         geometry = self._geometry
-        if batch.last > geometry.full_stripe_count or geometry.unit_bytes % BLOCK_BYTES:
+        if geometry.code is Code.COPIES or geometry.unit_bytes % BLOCK_BYTES:
+            return False
+        if batch.last > geometry.full_stripe_count:
             return False
         start = batch.first * geometry.stripe_bytes
         view = source.view(start, batch.last * geometry.stripe_bytes)
@@ -142,6 +145,8 @@ class StripeWriter:
         """Encode and checksum a batch in the caller's memory, then start its writes."""
         geometry, unit = self._geometry, self._geometry.unit_bytes
         rows: list[list[Bytes]] = [[] for _ in range(geometry.width)]
+        encode = self._store.code.encoder(geometry.data, geometry.parity)
+        parity_at = address_of(lease.array)
         for stripe in range(batch.first, batch.last):
             start = stripe * geometry.stripe_bytes
             data = source.view(start, start + geometry.stripe_bytes)
@@ -151,7 +156,12 @@ class StripeWriter:
             parity = [
                 lease.array[at + i * unit : at + (i + 1) * unit] for i in range(geometry.parity)
             ]
-            self._store.code.encode(geometry.code, geometry.parity, units, parity)
+            data_at = address_of(data)
+            encode(
+                [data_at + i * unit for i in range(geometry.data)],
+                [parity_at + at + i * unit for i in range(geometry.parity)],
+                unit,
+            )
             for column, row in enumerate((*units, *parity)):
                 rows[column].append(row)
                 self._digest(column, stripe * unit, row)

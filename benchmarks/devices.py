@@ -1,0 +1,229 @@
+"""put and get against what the same directories take raw through O_DIRECT in the same run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+import hpstore
+from hpstore.benchmarks.measure import Options, interleave, rates, ratio, seconds
+from hpstore.buffers import aligned_array
+from hpstore.codec.galois import Bytes
+from hpstore.config import Settings
+from hpstore.units import GIB, MIB, div_ceil, round_up
+
+DATA, PARITY = 4, 2
+BLOCK_BYTES = 4 * MIB
+MANY_OBJECTS = 10_000
+
+
+@contextmanager
+def workspace(options: Options) -> Iterator[Path]:
+    """A directory that is removed afterwards."""
+    if options.directory is not None:
+        options.directory.mkdir(parents=True, exist_ok=True)
+    path = Path(tempfile.mkdtemp(prefix="hpstore-bench-", dir=options.directory))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+class RawFiles:
+    """The devices without hpstore: one file a directory, O_DIRECT, fallocate, fdatasync."""
+
+    def __init__(self, directories: list[Path], file_bytes: int, threads: int) -> None:
+        self._paths = [directory / "raw" for directory in directories]
+        self._bytes, self._threads = file_bytes, threads
+
+    def _each_block(self, act: Callable[[int, int, int], object], fds: list[int]) -> None:
+        jobs = [
+            (fd, file, offset)
+            for offset in range(0, self._bytes, BLOCK_BYTES)
+            for file, fd in enumerate(fds)
+        ]
+        with ThreadPoolExecutor(self._threads) as pool:
+            list(pool.map(lambda job: act(*job), jobs))
+
+    def write(self, source: Bytes, *, new: bool) -> float:
+        """Seconds to write and sync all files, into new ones or over the old ones."""
+        if new:
+            self.remove()
+        began = time.perf_counter()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_DIRECT
+        fds = [os.open(path, flags, 0o600) for path in self._paths]
+
+        def act(fd: int, file: int, offset: int) -> None:
+            count = min(BLOCK_BYTES, self._bytes - offset)
+            at = (file * self._bytes + offset) % (len(source) - BLOCK_BYTES) // 4096 * 4096
+            if os.pwrite(fd, source[at : at + count].data, offset) != count:
+                raise OSError("short write")
+
+        for fd in fds:
+            os.posix_fallocate(fd, 0, self._bytes)
+        self._each_block(act, fds)
+        for fd in fds:
+            os.fdatasync(fd)
+            os.close(fd)
+        return time.perf_counter() - began
+
+    def read(self, target: Bytes, count: int) -> float:
+        """Seconds to read the first `count` files."""
+        began = time.perf_counter()
+        fds = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in self._paths[:count]]
+
+        def act(fd: int, file: int, offset: int) -> None:
+            size = min(BLOCK_BYTES, self._bytes - offset)
+            at = (file * self._bytes + offset) % (len(target) - BLOCK_BYTES) // 4096 * 4096
+            if os.preadv(fd, [target[at : at + size].data], offset) != size:
+                raise OSError("short read")
+
+        self._each_block(act, fds)
+        for fd in fds:
+            os.close(fd)
+        return time.perf_counter() - began
+
+    def remove(self) -> None:
+        """Delete the files."""
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
+
+def bench_devices(options: Options) -> dict[str, object]:
+    """put new and recycled, get healthy and degraded, open with many objects."""
+    with workspace(options) as root:
+        results = bench_put_get(root / "large", options)
+        results |= bench_open(root / "many")
+    return results
+
+
+def bench_put_get(root: Path, options: Options) -> dict[str, object]:
+    """Large objects on a 4+2 pool of six directories."""
+    root.mkdir(parents=True)
+    size = round_up(options.size_bytes, BLOCK_BYTES)
+    source, target = aligned_array(size, populate=True), aligned_array(size, populate=True)
+    rng = np.random.default_rng(0)
+    for at in range(0, size, 64 * MIB):
+        chunk = source[at : at + 64 * MIB]
+        chunk[:] = np.frombuffer(rng.bytes(len(chunk)), np.uint8)
+    fresh = make_pool(root / "fresh", recycle_bytes=0)
+    reused = make_pool(root / "reused", recycle_bytes=64 * GIB)
+    settings = fresh.config.settings
+    threads = settings.workers_per_device * (DATA + PARITY)
+    raw = RawFiles(
+        [root / "fresh" / f"d{i}" for i in range(DATA + PARITY)],
+        round_up(div_ceil(size, DATA), 4096),
+        threads,
+    )
+
+    def put(pool: hpstore.Pool) -> float:
+        return seconds(lambda: pool.put("object", source.data))
+
+    def put_new() -> float:
+        if fresh.exists("object"):
+            fresh.delete("object")
+        return put(fresh)
+
+    def put_recycled() -> float:
+        if reused.exists("object"):
+            reused.delete("object")
+        return put(reused)
+
+    put_recycled()  # so that there is something to recycle
+    writes = interleave(
+        {
+            "raw new files": lambda: raw.write(source, new=True),
+            "put": put_new,
+            "raw overwrite": lambda: raw.write(source, new=False),
+            "put recycled": put_recycled,
+        },
+        options.repeats,
+    )
+    spread = round_up(div_ceil(size, DATA), 4096) * (DATA + PARITY)
+    raw.write(source, new=True)
+    degraded = degraded_pool(root / "fresh")
+    reads = interleave(
+        {
+            "raw read": lambda: raw.read(target, DATA),
+            "get": lambda: seconds(lambda: fresh.read_into("object", target.data)),
+            "get degraded": lambda: seconds(lambda: degraded.read_into("object", target.data)),
+        },
+        options.repeats,
+    )
+    if not np.array_equal(source, target):
+        raise AssertionError("degraded get returned other bytes")
+    peak = max(p._store.buffers.budget.peak_bytes for p in (fresh, reused, degraded))
+    for pool in (fresh, reused, degraded):
+        pool.close()
+    nbytes = {"raw new files": spread, "raw overwrite": spread, "put": size, "put recycled": size}
+    return {
+        "object_bytes": size,
+        "threads": threads,
+        "rates": rates(writes, nbytes) | rates(reads, dict.fromkeys(reads, size)),
+        "put_to_raw_new": ratio(writes["put"], writes["raw new files"]),
+        "put_recycled_to_raw_overwrite": ratio(writes["put recycled"], writes["raw overwrite"]),
+        "put_recycled_to_put_new": ratio(writes["put recycled"], writes["put"]),
+        "get_to_raw_read": ratio(reads["get"], reads["raw read"]),
+        "get_degraded_to_get": ratio(reads["get degraded"], reads["get"]),
+        "memory_peak_bytes": peak,
+        "memory_budget_bytes": settings.memory_bytes,
+    }
+
+
+def make_pool(root: Path, *, recycle_bytes: int) -> hpstore.Pool:
+    """A 4+2 pool over six directories."""
+    root.mkdir(parents=True)
+    return hpstore.create(
+        [str(root / f"d{i}") for i in range(DATA + PARITY)],
+        data=DATA,
+        parity=PARITY,
+        config=root / "pool.toml",
+        settings=Settings(recycle_bytes=recycle_bytes),
+    )
+
+
+def degraded_pool(root: Path) -> hpstore.Pool:
+    """The same pool as seen by one to whom m of its devices are missing (links, no copies)."""
+    other = root / "degraded"
+    other.mkdir()
+    held = [d for d in sorted(root.glob("d[0-9]")) if next(d.glob("objects/object/@*.c0[01].*"), 0)]
+    lost = {d.name for d in held[:PARITY]}
+    lines = []
+    for directory in sorted(root.glob("d[0-9]")):
+        link = other / directory.name
+        if directory.name not in lost:
+            link.symlink_to(directory)
+        lines.append(f'"{link}"')
+    config = other / "pool.toml"
+    config.write_text(f'name = "degraded"\ndevices = [{", ".join(lines)}]\n')
+    return hpstore.open(config, read_only=True)
+
+
+def bench_open(root: Path) -> dict[str, object]:
+    """Opening a pool that holds many small objects."""
+    with make_pool(root, recycle_bytes=0) as pool, ThreadPoolExecutor(8) as threads:
+        began = time.perf_counter()
+        list(threads.map(lambda i: pool.put(f"many/{i % 100:02d}/{i:06d}", b"x" * 100),
+                         range(MANY_OBJECTS)))  # fmt: skip
+        puts = MANY_OBJECTS / (time.perf_counter() - began)
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        opened = hpstore.open(root / "pool.toml")
+        times.append(time.perf_counter() - began)
+        opened.close()
+    return {
+        "open_seconds_10000_objects": round(sorted(times)[2], 4),
+        "small_puts_per_second_8_threads": round(puts, 1),
+    }
+
+
+__all__ = ["bench_devices"]

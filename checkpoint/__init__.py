@@ -1,0 +1,10 @@
+"""Checkpoints: staged in one copy, written erasure-coded in the background, committed at once."""
+
+if not __name__.startswith("hpstore."):
+    raise ImportError(f"import hpstore.checkpoint, not {__name__}: see CONTRIBUTING.md")
+
+from hpstore.checkpoint.checkpointer import Checkpointer
+from hpstore.checkpoint.manifest import Manifest
+from hpstore.checkpoint.saving import SaveHandle, SaveReport
+
+__all__ = ["Checkpointer", "Manifest", "SaveHandle", "SaveReport"]

@@ -1,0 +1,221 @@
+"""State as a typed JSON tree plus named tensors. Never pickle.
+
+Tensors and numpy arrays become items with a path ("optimizer/state/head.weight/exp_avg"); what is
+left (numbers, strings, containers) is JSON with a tag `$` where JSON has no type of its own. An
+object of any other type is refused with the path at which it stands.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpstore.errors import CheckpointError, CheckpointMismatch
+
+TAG = "$"
+MAX_DEPTH = 64
+
+# Any below: trees hold whatever a training state holds; every leaf is checked by its type
+Tree = Any
+Json = Any
+
+
+class Collected:
+    """Tensors met while encoding, by path, in order."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+
+
+def join(path: str, name: object) -> str:
+    """Path of a child."""
+    text = str(name)
+    return f"{path}/{text}" if path else text
+
+
+def encode_tree(value: Tree, path: str, found: Collected, depth: int = 0) -> Json:
+    """JSON for `value`; its tensors go into `found`. Raises CheckpointError naming the path."""
+    if depth > MAX_DEPTH:
+        raise CheckpointError(f"state {path!r} is nested deeper than {MAX_DEPTH}")
+    if isinstance(value, torch.Tensor):
+        return _encode_tensor(value, path, found)
+    if isinstance(value, np.ndarray):
+        return {TAG: "ndarray", "item": _array_item(value, path, found)}
+    if value is None or isinstance(value, (bool, str)) or type(value) is int:
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {TAG: "float", "v": repr(value)}
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, path, found, depth)
+    if type(value) is list:
+        return [encode_tree(v, join(path, i), found, depth + 1) for i, v in enumerate(value)]
+    if isinstance(value, torch.Size):
+        return {TAG: "size", "v": list(value)}
+    if isinstance(value, tuple):
+        inner = [encode_tree(v, join(path, i), found, depth + 1) for i, v in enumerate(value)]
+        return {TAG: "tuple", "v": inner}
+    return _encode_scalar(value, path)
+
+
+def _encode_tensor(value: torch.Tensor, path: str, found: Collected) -> Json:
+    if value.layout is not torch.strided or value.is_quantized:
+        raise CheckpointError(f"state {path!r}: sparse and quantised tensors cannot be saved yet")
+    if hasattr(value, "full_tensor"):
+        raise CheckpointError(f"state {path!r}: a DTensor of several ranks cannot be saved yet")
+    if path in found.tensors:
+        raise CheckpointError(f"state: two tensors are called {path!r}")
+    found.tensors[path] = value.detach()
+    return {TAG: "tensor", "item": path}
+
+
+def _array_item(value: np.ndarray[Any, Any], path: str, found: Collected) -> str:
+    if value.dtype.hasobject or value.dtype.fields is not None:
+        raise CheckpointError(f"state {path!r}: numpy arrays of {value.dtype} cannot be saved")
+    try:
+        found.tensors[path] = torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
+    except TypeError as error:
+        raise CheckpointError(f"state {path!r}: {error}") from error
+    return path
+
+
+def _encode_mapping(value: Mapping[Any, Any], path: str, found: Collected, depth: int) -> Json:
+    plain = all(type(k) is str and k != TAG for k in value)
+    if plain:
+        return {k: encode_tree(v, join(path, k), found, depth + 1) for k, v in value.items()}
+    rows = [
+        [encode_tree(k, f"{path} (key)", found, depth + 1),
+         encode_tree(v, join(path, k), found, depth + 1)]
+        for k, v in value.items()
+    ]  # fmt: skip
+    return {TAG: "dict", "v": rows}
+
+
+def _encode_scalar(value: Tree, path: str) -> Json:
+    if isinstance(value, bytes):
+        return {TAG: "bytes", "v": base64.b64encode(value).decode()}
+    if isinstance(value, complex):
+        return {TAG: "complex", "v": [repr(value.real), repr(value.imag)]}
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return {TAG: "scalar", "dtype": value.dtype.str, "v": value.tobytes().hex()}
+    if isinstance(value, torch.dtype):
+        return {TAG: "dtype", "v": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {TAG: "device", "v": str(value)}
+    raise CheckpointError(
+        f"state {path!r} is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint "
+        "holds tensors, numpy arrays, numbers, strings, bytes, lists, tuples, dicts, and objects "
+        "with state_dict() and load_state_dict(). Nothing was written."
+    )
+
+
+def decode_tree(node: Json, tensor: Callable[[str], torch.Tensor]) -> Tree:
+    """Inverse of encode_tree; `tensor(path)` gives items. Raises CheckpointError."""
+    if isinstance(node, list):
+        return [decode_tree(child, tensor) for child in node]
+    if not isinstance(node, dict):
+        return node
+    if TAG not in node:
+        return {name: decode_tree(child, tensor) for name, child in node.items()}
+    kind = node[TAG]
+    if kind == "tensor":
+        return tensor(node["item"])
+    if kind == "ndarray":
+        return tensor(node["item"]).numpy()
+    if kind == "dict":
+        return {decode_tree(k, tensor): decode_tree(v, tensor) for k, v in node["v"]}
+    if kind == "tuple":
+        return tuple(decode_tree(child, tensor) for child in node["v"])
+    return _decode_scalar(kind, node)
+
+
+def _decode_scalar(kind: str, node: Mapping[str, Any]) -> Tree:
+    value = node["v"]
+    if kind == "float":
+        return float(value)
+    if kind == "bytes":
+        return base64.b64decode(value)
+    if kind == "complex":
+        return complex(float(value[0]), float(value[1]))
+    if kind == "scalar":
+        return np.frombuffer(bytes.fromhex(value), np.dtype(node["dtype"]))[0]
+    if kind == "size":
+        return torch.Size(value)
+    if kind == "dtype":
+        return dtype_named(value)
+    if kind == "device":
+        return torch.device(value)
+    raise CheckpointError(f"manifest holds a value of unknown type {kind!r}")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """A torch dtype by its name, "bfloat16". Raises CheckpointError."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"this torch has no dtype {name!r}")
+    return found
+
+
+def fill(target: Tree, value: Tree, path: str, *, strict: bool) -> Tree:
+    """Put a loaded `value` into `target` in place where it can be; returns what takes its place.
+
+    Dicts and lists are filled element by element, tensors copied into, objects with
+    load_state_dict given their state, everything else replaced. Raises CheckpointMismatch.
+    """
+    if isinstance(target, torch.Tensor):
+        return _fill_tensor(target, value, path)
+    if hasattr(target, "load_state_dict"):
+        target.load_state_dict(value)
+        return target
+    if isinstance(target, dict) and isinstance(value, Mapping):
+        check_names(target, value, path, strict=strict)
+        for name, child in value.items():
+            if name in target:
+                target[name] = fill(target[name], child, join(path, name), strict=strict)
+        return target
+    if isinstance(target, list) and isinstance(value, Sequence) and len(target) == len(value):
+        for index, child in enumerate(value):
+            target[index] = fill(target[index], child, join(path, index), strict=strict)
+        return target
+    if isinstance(target, np.ndarray) and isinstance(value, np.ndarray):
+        if target.shape != value.shape:
+            raise CheckpointMismatch(
+                f"{path!r}: array of {value.shape} does not fit {target.shape}"
+            )
+        target[...] = value
+        return target
+    return value
+
+
+def _fill_tensor(target: torch.Tensor, value: Tree, path: str) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor) or value.shape != target.shape:
+        found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        raise CheckpointMismatch(f"{path!r}: {found} does not fit a tensor {tuple(target.shape)}")
+    if value.dtype != target.dtype:
+        raise CheckpointMismatch(f"{path!r}: {value.dtype} was saved, {target.dtype} is wanted")
+    with torch.no_grad():
+        target.copy_(value)
+    return target
+
+
+def check_names(
+    target: Mapping[Any, Any], value: Mapping[Any, Any], path: str, *, strict: bool
+) -> None:
+    """Raise CheckpointMismatch when recorded and wanted names differ, unless not strict."""
+    if not strict:
+        return
+    untaken = [str(name) for name in value if name not in target]
+    absent = [str(name) for name in target if name not in value]
+    if untaken or absent:
+        place = f"under {path!r}" if path else "at the top"
+        raise CheckpointMismatch(
+            f"state and checkpoint differ {place}: recorded but not taken {untaken[:8]}, wanted "
+            f"but not recorded {absent[:8]}. Pass strict=False to load what fits."
+        )
+
+
+__all__ = ["Collected", "check_names", "decode_tree", "dtype_named", "encode_tree", "fill", "join"]

@@ -1,0 +1,30 @@
+"""The `hpstore` command.
+
+Exit codes: 0 done; 1 an unexpected hpstore error; 2 bad arguments or settings; 3 bad key; 4 no such
+object; 5 version conflict; 10-16 device errors; 20 newer format; 21 integrity; 30-35 redundancy,
+membership, locks, budgets; 40-41 checkpoints; 50 scrub or rebuild found objects it could not mend.
+Each class of hpstore.errors names its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from hpstore.cli.app import app
+from hpstore.errors import HpstoreError
+
+
+def main() -> None:
+    """Run the command line; errors become one line and their class' exit code."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    try:
+        app(standalone_mode=True)
+    except HpstoreError as error:
+        sys.stderr.write(f"hpstore: {type(error).__name__}: {error}\n")
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        sys.exit(0)
+
+
+__all__ = ["app", "main"]

@@ -1,0 +1,287 @@
+"""Pool commands: create, look at, put and get, look after."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import hpstore
+from hpstore.cli import bench
+from hpstore.cli.checkpoints import checkpoints
+from hpstore.cli.output import (
+    UNMENDED_EXIT_CODE,
+    byte_progress,
+    emit_json,
+    object_progress,
+    show_report,
+    show_status,
+    table,
+)
+from hpstore.errors import ConfigError, ObjectNotFound
+from hpstore.opening import shares_filesystem
+from hpstore.rebuild import RebuildReport
+from hpstore.units import MIB, format_bytes, parse_bytes
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+                  help="Erasure-coded storage for training: data in, checkpoints out.")  # fmt: skip
+app.command("bench")(bench.run)
+app.add_typer(checkpoints, name="checkpoint")
+
+PoolName = Annotated[str, typer.Argument(help="pool.toml, or the name of a registered pool")]
+Key = Annotated[str, typer.Argument(help="path-like key, such as runs/a")]
+Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
+Rate = Annotated[str, typer.Option(help="limit in bytes a second, such as 200MB")]
+Force = Annotated[bool, typer.Option("--force", help="without the usual safety checks")]
+DeviceName = Annotated[str, typer.Argument(help="path, URL, or the beginning of a device id")]
+_GET_BYTES = 64 * MIB
+
+
+@app.command()
+def create(
+    config: Annotated[Path, typer.Argument(help="the pool.toml to write")],
+    devices: Annotated[list[str], typer.Argument(help="directories or URLs, one for each device")],
+    data: Annotated[int, typer.Option(help="data units a stripe, k")],
+    parity: Annotated[int, typer.Option(help="parity units a stripe, m: losses survived")],
+    name: Annotated[str | None, typer.Option(help="register for hpstore.open(NAME)")] = None,
+    unit: Annotated[str, typer.Option(help="stripe unit")] = "1MiB",
+    domain: Annotated[
+        list[str] | None, typer.Option(help="failure domain of each device, in their order")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Make a pool.
+
+    hpstore create pool.toml --data 4 --parity 2 /mnt/a /mnt/b /mnt/c /mnt/d /mnt/e /mnt/f
+    """
+    pool = hpstore.create(
+        devices, data=data, parity=parity, config=config, name=name, domains=domain,
+        unit_bytes=parse_bytes(unit),
+    )  # fmt: skip
+    with pool:
+        status = pool.status()
+    shared = shares_filesystem(list(pool.config.devices))
+    if shared:
+        sys.stderr.write(
+            f"hpstore: note: {len(shared)} devices share a filesystem with another one; one disk's "
+            "death takes them together\n"
+        )
+    if as_json:
+        emit_json(status.as_dict())
+    else:
+        show_status(status)
+
+
+@app.command()
+def status(
+    pool: PoolName,
+    as_json: Json = False,
+    watch: Annotated[bool, typer.Option("--watch", help="again every two seconds")] = False,
+) -> None:
+    """Show devices, objects, what is degraded, space.  hpstore status pool.toml --json"""
+    with hpstore.open(pool, read_only=True) as opened:
+        while True:
+            found = opened.status()
+            if as_json:
+                emit_json(found.as_dict())
+            else:
+                if watch:
+                    sys.stdout.write("\x1b[2J\x1b[H")  # clear the terminal
+                show_status(found)
+            if not watch:
+                return
+            time.sleep(2.0)
+
+
+@app.command()
+def put(
+    pool: PoolName,
+    key: Key,
+    file: Annotated[Path, typer.Argument(help="file to store, - for standard input")],
+    if_absent: Annotated[bool, typer.Option("--if-absent", help="fail when it exists")] = False,
+    as_json: Json = False,
+) -> None:
+    """Store a file.  hpstore put pool.toml data/train.bin train.bin"""
+    with hpstore.open(pool) as opened:
+        if str(file) == "-":
+            info = opened.put(key, sys.stdin.buffer.read(), if_absent=if_absent)
+        else:
+            if not file.is_file():
+                raise ConfigError(f"{file} is not a file")
+            with file.open("rb") as source:
+                info = opened.put(key, source, if_absent=if_absent)
+    if as_json:
+        emit_json(info.as_dict())
+    else:
+        sys.stdout.write(
+            f"{key}: {format_bytes(info.size)} as {info.data}+{info.parity}, survives "
+            f"{info.losses_tolerated} losses\n"
+        )
+
+
+@app.command()
+def get(
+    pool: PoolName,
+    key: Key,
+    file: Annotated[Path, typer.Argument(help="file to write, - for standard output")],
+) -> None:
+    """Read an object into a file.  hpstore get pool.toml data/train.bin copy.bin"""
+    with (
+        hpstore.open(pool, read_only=True) as opened,
+        opened.reader(key) as reader,
+        byte_progress(key, reader.size) as bar,
+    ):
+        to_stdout = str(file) == "-"
+        target = file.with_name(f".{file.name}.part")
+        with sys.stdout.buffer if to_stdout else target.open("wb") as out:
+            buffer = bytearray(min(_GET_BYTES, max(reader.size, 1)))
+            for start in range(0, reader.size, len(buffer)):
+                count = reader.read_into(buffer, start)
+                out.write(memoryview(buffer)[:count])
+                bar.advance(bar.task_ids[0], count)
+        if not to_stdout:
+            target.replace(file)
+
+
+@app.command()
+def ls(
+    pool: PoolName,
+    prefix: Annotated[str, typer.Argument(help="only keys that begin so")] = "",
+    long: Annotated[bool, typer.Option("--long", "-l", help="with sizes")] = False,
+    as_json: Json = False,
+) -> None:
+    """List keys.  hpstore ls pool.toml runs/ --long"""
+    with hpstore.open(pool, read_only=True) as opened:
+        keys = opened.list(prefix)
+        if not long:
+            if as_json:
+                emit_json(keys)
+            else:
+                sys.stdout.write("".join(f"{key}\n" for key in keys))
+            return
+        infos = [opened.stat(key) for key in keys]
+    if as_json:
+        emit_json([info.as_dict() for info in infos])
+    else:
+        rows = [(i.key, format_bytes(i.size), f"{i.data}+{i.parity}", i.losses_tolerated)
+                for i in infos]  # fmt: skip
+        table("", ("key", "size", "layout", "losses tolerated"), rows)
+
+
+@app.command()
+def stat(pool: PoolName, key: Key, as_json: Json = False) -> None:
+    """Show one object.  hpstore stat pool.toml runs/a"""
+    with hpstore.open(pool, read_only=True) as opened:
+        info = opened.stat(key)
+    if as_json:
+        emit_json(info.as_dict())
+    else:
+        table("", ("fact", "value"), list(info.as_dict().items()))
+
+
+@app.command()
+def rm(
+    pool: PoolName,
+    keys: Annotated[list[str], typer.Argument(help="keys to delete")],
+    ignore_missing: Annotated[bool, typer.Option(help="do not fail on absent keys")] = False,
+) -> None:
+    """Delete objects.  hpstore rm pool.toml runs/a runs/b"""
+    with hpstore.open(pool) as opened:
+        for key in keys:
+            try:
+                opened.delete(key)
+            except ObjectNotFound:
+                if not ignore_missing:
+                    raise
+
+
+@app.command()
+def add(
+    pool: PoolName,
+    device: Annotated[str, typer.Argument(help="directory or URL")],
+    domain: Annotated[str | None, typer.Option(help="failure domain")] = None,
+    force: Force = False,
+) -> None:
+    """Add a device; `rebuild` then widens objects over it.  hpstore add pool.toml /mnt/g"""
+    with hpstore.open(pool) as opened:
+        device_id = opened.add_device(device, domain, force=force)
+    sys.stdout.write(f"{device} is device {device_id[:8]}\n")
+
+
+@app.command()
+def evict(pool: PoolName, device: DeviceName, force: Force = False) -> None:
+    """Take a device out at once; what it held counts as lost.  hpstore evict pool.toml /mnt/b"""
+    with hpstore.open(pool) as opened:
+        opened.evict(device, force=force)
+    sys.stdout.write(f"{device} is evicted; `hpstore rebuild` heals what it held\n")
+
+
+@app.command()
+def drain(pool: PoolName, device: DeviceName, rate: Rate = "") -> None:
+    """Move everything off a device, then evict it.  hpstore drain pool.toml /mnt/b --rate 200MB"""
+    with hpstore.open(pool) as opened, object_progress("drain") as progress:
+        moved = opened.drain(device, progress=progress, rate_bytes_per_second=_rate(rate))
+    sys.stdout.write(f"{device} is drained and evicted; {moved} objects moved\n")
+
+
+@app.command()
+def readmit(pool: PoolName, device: DeviceName) -> None:
+    """Take an evicted device back, or a draining one online.  hpstore readmit pool.toml /mnt/b"""
+    with hpstore.open(pool) as opened:
+        found = opened.readmit(device)
+    detail = "" if found is None else (
+        f": {found.kept} files kept, {found.removed} removed, {found.quarantined} in quarantine"
+    )  # fmt: skip
+    sys.stdout.write(f"{device} is online{detail}\n")
+
+
+@app.command()
+def rebuild(
+    pool: PoolName,
+    rate: Rate = "",
+    include_missing: Annotated[
+        bool, typer.Option(help="do not wait for missing devices that are still members")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Make every object whole on the devices there are.  hpstore rebuild pool.toml --rate 500MB"""
+    with hpstore.open(pool) as opened, object_progress("rebuild") as progress:
+        report = opened.rebuild(
+            progress=progress, rate_bytes_per_second=_rate(rate), include_missing=include_missing
+        )
+    _finish("rebuild", report, as_json)
+
+
+@app.command()
+def scrub(
+    pool: PoolName,
+    prefix: Annotated[str, typer.Option(help="only keys that begin so")] = "",
+    rate: Rate = "",
+    restart: Annotated[bool, typer.Option("--restart", help="from the beginning")] = False,
+    as_json: Json = False,
+) -> None:
+    """Verify every block and mend what is damaged.  hpstore scrub pool.toml --rate 200MB"""
+    with hpstore.open(pool) as opened, object_progress("scrub") as progress:
+        report = opened.scrub(
+            prefix=prefix, progress=progress, rate_bytes_per_second=_rate(rate), resume=not restart
+        )
+    _finish("scrub", report, as_json)
+
+
+def _finish(what: str, report: RebuildReport, as_json: bool) -> None:
+    if as_json:
+        emit_json(report.as_dict())
+    else:
+        show_report(what, report)
+    if report.unreadable or report.stuck:
+        raise typer.Exit(UNMENDED_EXIT_CODE)
+
+
+def _rate(text: str) -> float | None:
+    return float(parse_bytes(text)) if text else None
+
+
+__all__ = ["app"]

@@ -1,0 +1,47 @@
+"""`hpstore bench NAME...`: benchmarks against raw rates of the same minute."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hpstore.cli.output import emit_json
+from hpstore.errors import ConfigError
+from hpstore.units import parse_bytes
+
+
+def run(
+    names: Annotated[list[str], typer.Argument(help="devices, erasure")],
+    json_file: Annotated[
+        str, typer.Option("--json", help="write results to a file, - for standard output")
+    ] = "",
+    directory: Annotated[
+        Path | None, typer.Option(help="where to make the pool (default: a temporary directory)")
+    ] = None,
+    size: Annotated[str, typer.Option(help="object size")] = "1GiB",
+    repeats: Annotated[int, typer.Option(help="repeats of each figure; the median counts")] = 5,
+) -> None:
+    """Measure against raw rates of the same minute.  hpstore bench devices erasure --json -"""
+    from hpstore.benchmarks.report import describe, machine
+    from hpstore.benchmarks.suite import BENCHMARKS, Options
+
+    unknown = [name for name in names if name not in BENCHMARKS]
+    if unknown:
+        raise ConfigError(f"no benchmark is called {unknown[0]!r}; there are {list(BENCHMARKS)}")
+    options = Options(directory=directory, size_bytes=parse_bytes(size), repeats=repeats)
+    results: dict[str, object] = {"machine": machine()}
+    for name in names:
+        results[name] = BENCHMARKS[name](options)
+    if json_file == "-":
+        emit_json(results)
+        return
+    if json_file:
+        Path(json_file).write_text(json.dumps(results, indent=1) + "\n")
+    sys.stdout.write(describe(results))
+
+
+__all__ = ["run"]

@@ -1,0 +1,119 @@
+"""Tables for people, JSON for machines, progress bars on a terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+from hpstore.rebuild import Progress as Step
+from hpstore.rebuild import ProgressCallback, RebuildReport
+from hpstore.status import PoolStatus
+from hpstore.units import format_bytes
+
+UNMENDED_EXIT_CODE = 50
+
+
+def emit_json(value: object) -> None:
+    """One JSON document on standard output."""
+    sys.stdout.write(json.dumps(value, indent=1, default=str) + "\n")
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A table on standard output."""
+    made = Table(title=title or None, title_justify="left")
+    for column in columns:
+        made.add_column(column, overflow="fold")
+    for row in rows:
+        made.add_row(*(str(value) for value in row))
+    Console(width=None if sys.stdout.isatty() else 160).print(made)
+
+
+@contextmanager
+def object_progress(what: str) -> Iterator[ProgressCallback]:
+    """A bar over objects with bytes done, on standard error when that is a terminal."""
+    console = Console(stderr=True)
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"), TimeElapsedColumn(), TimeRemainingColumn(),
+        console=console, transient=True, disable=not console.is_terminal,
+    ) as bar:  # fmt: skip
+        task = bar.add_task(what, total=None, rate="")
+
+        def report(step: Step) -> None:
+            elapsed = bar.tasks[0].elapsed or 0.0
+            rate = f"{format_bytes(step.bytes / elapsed)}/s" if elapsed > 0.5 else ""
+            bar.update(task, completed=step.done, total=step.total, rate=rate)
+
+        yield report
+
+
+@contextmanager
+def byte_progress(what: str, total: int) -> Iterator[Progress]:
+    """A bar over bytes with rate and time left; `advance(0, n)` moves it."""
+    console = Console(stderr=True)
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+        TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal,
+    ) as bar:  # fmt: skip
+        bar.add_task(what, total=total)
+        yield bar
+
+
+def show_status(status: PoolStatus) -> None:
+    """A pool's status for people."""
+    rows = [
+        (d.device[:8], d.url, d.state, d.mode, d.domain, format_bytes(d.free_bytes),
+         format_bytes(d.total_bytes), d.problem)
+        for d in status.devices
+    ]  # fmt: skip
+    table("", ("device", "url", "state", "I/O", "domain", "free", "of", "problem"), rows)
+    shape = f"{status.data}+{status.parity}"
+    now = f"{status.effective_data}+{status.parity}"
+    lines = [
+        f"pool {status.name} {shape}, new objects {now}, generation {status.generation}, "
+        f"erasure code by {status.erasure_backend}",
+        f"{status.objects} objects: {status.degraded} degraded, {status.unreadable} unreadable "
+        f"now, {status.debts} debts; {status.losses_tolerated} more losses tolerated",
+        f"room for {format_bytes(status.usable_bytes)}; can shrink by {status.can_shrink_by} "
+        "devices with full parity",
+    ]
+    if status.effective_data == 0:
+        lines.append("too few devices for new data: reads only")
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def show_report(what: str, report: RebuildReport) -> None:
+    """A scrub's or rebuild's report for people."""
+    sys.stdout.write(
+        f"{what}: {report.objects} objects, {format_bytes(report.bytes)} looked at in "
+        f"{report.seconds:.1f} s: {report.healthy} whole, {report.rebuilt} rebuilt, "
+        f"{report.relaid} laid out anew, {report.waiting} waiting for a missing "
+        f"device, {report.stuck} stuck with "
+        f"too few devices; {report.damaged_columns} damaged columns found, "
+        f"{report.columns_written} written\n"
+    )
+    for key, reason in report.unreadable.items():
+        sys.stdout.write(f"UNREADABLE {key}: {reason}\n")
+    if report.waiting:
+        sys.stdout.write(
+            "evict the missing devices if they are gone for good, then rebuild again\n"
+        )  # fmt: skip
+
+
+__all__ = ["UNMENDED_EXIT_CODE", "byte_progress", "emit_json", "object_progress", "show_report",
+           "show_status", "table"]  # fmt: skip

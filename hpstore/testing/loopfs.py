@@ -1,0 +1,215 @@
+"""Real filesystems on loop devices that can be made to fail the way disks do. Needs root.
+
+An image file becomes a loop device, the loop device an ext4 with 4 KiB blocks. Faults act below
+the code under test: what it sees is what the kernel answers when power is cut, a disk vanishes,
+fills up or turns read-only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import struct
+import subprocess
+import tempfile
+from types import TracebackType
+
+from hpstore.units import MIB
+
+_GOING_DOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN, _IOR('X', 125, __u32); the same number on XFS
+_FLUSH_BUFFERS = 0x1261  # BLKFLSBUF
+_LOSETUP_TRIES = 10  # another process may take the free loop device first
+JOURNAL_FLUSHED = 1  # for shutdown(): metadata reaches the disk, data that was not synced does not
+POWER_CUT = 2  # for shutdown(): neither does
+
+
+class LoopFilesystem:
+    """An ext4 on a loop device, mounted at `path`; a context manager that always cleans up.
+
+    `directory` is where image and mount point are made, in a folder of their own. One thread at a
+    time. Not for use in a read-only or unprivileged container: `loop_mounts_problem` tells.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        size_bytes: int = 64 * MIB,
+        options: str = "errors=remount-ro",
+    ) -> None:
+        self._work = tempfile.mkdtemp(prefix="loopfs-", dir=os.fspath(directory))
+        self._image, self._options = f"{self._work}/image", options
+        self.path = f"{self._work}/mount"
+        self.size_bytes = size_bytes
+        self.loop = ""  # /dev/loopN
+
+    def __enter__(self) -> LoopFilesystem:
+        try:
+            os.mkdir(self.path)
+            with open(self._image, "wb") as image:
+                image.truncate(self.size_bytes)
+            _run("mkfs.ext4", "-q", "-F", "-b", "4096", "-m", "0", self._image)
+            self.loop = _attach(self._image)
+            self._mount()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _mount(self) -> None:
+        _run("mount", "-t", "ext4", "-o", self._options, self.loop, self.path)
+
+    @property
+    def mounted(self) -> bool:
+        """Whether `path` is a mount point now."""
+        return os.path.ismount(self.path)
+
+    def free_bytes(self) -> int:
+        """What an ordinary user may still write."""
+        found = os.statvfs(self.path)
+        return found.f_bavail * found.f_frsize
+
+    # --- faults -----------------------------------------------------------------------------
+
+    def shutdown(self, flag: int = POWER_CUT) -> None:
+        """Stop the filesystem at once; every later call on it is EIO until remount()."""
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.ioctl(fd, _GOING_DOWN, struct.pack("I", flag))
+        finally:
+            os.close(fd)
+
+    def remount(self) -> None:
+        """Unmount and mount again; the journal is replayed, as after a power cut.
+
+        Everything open on it must be closed before: else OSError EBUSY.
+        """
+        self.unmount()
+        self._mount()
+
+    def unmount(self) -> None:
+        """Unmount when mounted. OSError EBUSY while files are open on it."""
+        while self.mounted:
+            _run("umount", self.path)
+
+    def mount(self) -> None:
+        """Mount again after unmount() or lazy_unmount()."""
+        self._mount()
+
+    def fill(self, keep_bytes: int = 0) -> None:
+        """Fill it up with ballast until no more than `keep_bytes` are free."""
+        step = max(self.free_bytes() - keep_bytes, 0)
+        fd = os.open(f"{self.path}/.ballast", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            while (free := self.free_bytes()) > keep_bytes and step >= 4096:
+                step = min(step, free - keep_bytes)
+                try:
+                    os.posix_fallocate(fd, os.fstat(fd).st_size, step)
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+                    step //= 2
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def release(self) -> None:
+        """Give the space that fill() took back."""
+        os.unlink(f"{self.path}/.ballast")
+
+    def read_only(self) -> None:
+        """Let the kernel find an error: the filesystem turns read-only under open files."""
+        with open(f"/sys/fs/ext4/{os.path.basename(self.loop)}/trigger_fs_error", "w") as file:
+            file.write("x")
+
+    def lazy_unmount(self) -> None:
+        """Detach: open files go on, the path silently names the parent filesystem."""
+        _run("umount", "-l", self.path)
+
+    def yank(self, keep_bytes: int = MIB) -> None:
+        """The disk vanishes but for its first bytes: EIO on what is not cached. Not undone."""
+        os.truncate(self._image, keep_bytes)
+        _run("losetup", "-c", self.loop)
+        with contextlib.suppress(OSError):
+            fd = os.open(self.loop, os.O_RDONLY)
+            try:
+                fcntl.ioctl(fd, _FLUSH_BUFFERS, 0)
+            finally:
+                os.close(fd)
+
+    # --- end --------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Unmount, detach, delete; also what is left after a failure. Idempotent, never raises."""
+        for _ in range(8):  # mounts over mounts
+            if not self.mounted:
+                break
+            if _fails("umount", self.path):
+                _fails("umount", "-l", self.path)
+        if self.loop:
+            _fails("losetup", "-d", self.loop)
+            self.loop = ""
+        if not self.mounted:
+            shutil.rmtree(self._work, ignore_errors=True)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        busy = "busy" in done.stderr
+        raise OSError(
+            errno.EBUSY if busy else errno.EIO, f"{' '.join(command)}: {done.stderr.strip()}"
+        )
+    return done.stdout.strip()
+
+
+def _fails(*command: str) -> bool:
+    try:
+        _run(*command)
+    except OSError:
+        return True
+    return False
+
+
+def _attach(image: str) -> str:
+    """losetup; again when another process took the free device."""
+    for attempt in range(_LOSETUP_TRIES):
+        try:
+            return _run("losetup", "--show", "-f", image)
+        except OSError:
+            if attempt == _LOSETUP_TRIES - 1:
+                raise
+    raise AssertionError("unreachable")
+
+
+def loop_mounts_problem() -> str | None:
+    """Why loop filesystems cannot be used here, or None: really makes one and writes to it."""
+    if os.geteuid() != 0:
+        return "needs root (loop devices, mounts)"
+    for program in ("mkfs.ext4", "losetup", "mount", "umount"):
+        if shutil.which(program) is None:
+            return f"needs {program}"
+    try:
+        with (
+            tempfile.TemporaryDirectory() as directory,
+            LoopFilesystem(directory, size_bytes=16 * MIB) as filesystem,
+            open(f"{filesystem.path}/probe", "wb") as file,
+        ):
+            file.write(b"x")
+    except OSError as error:
+        return f"loop mounts do not work here: {error}"
+    return None
+
+
+__all__ = ["JOURNAL_FLUSHED", "POWER_CUT", "LoopFilesystem", "loop_mounts_problem"]

@@ -1,0 +1,41 @@
+"""Fixtures of the fault tests: real filesystems to break, directories that stand for devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from hpstore.testing.loopfs import LoopFilesystem, loop_mounts_problem
+from hpstore.units import MIB
+from tests.fault.common import Bench, MakeDisks
+
+
+@pytest.fixture(scope="session")
+def loop_mounts() -> None:
+    """Skip, with the reason, where loop filesystems cannot be made. Tries it once."""
+    problem = loop_mounts_problem()
+    if problem is not None:
+        pytest.skip(problem)
+
+
+@pytest.fixture
+def make_disks(loop_mounts: None, tmp_path: Path) -> Iterator[MakeDisks]:
+    """Make loop filesystems; they are gone after the test, however it ends."""
+    with ExitStack() as stack:
+
+        def make(count: int, size_bytes: int = 64 * MIB) -> list[LoopFilesystem]:
+            return [
+                stack.enter_context(LoopFilesystem(tmp_path, size_bytes=size_bytes))
+                for _ in range(count)
+            ]
+
+        yield make
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    """Where a pool of plain directories is made."""
+    return Bench(tmp_path)

@@ -1,0 +1,185 @@
+"""Byte budgets: first come first served, never above the limit, nobody left waiting."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from hpstore.budget import ByteBudget
+from hpstore.errors import BudgetExceeded
+
+LIMIT_SECONDS = 20.0
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for a condition that another thread brings about."""
+    pause = threading.Event()
+    for _ in range(int(LIMIT_SECONDS / 0.001)):
+        if true():
+            return
+        pause.wait(0.001)
+    raise AssertionError("it never came true")
+
+
+@contextmanager
+def waiter(budget: ByteBudget, nbytes: int, done: queue.Queue[object]) -> Iterator[None]:
+    """A thread that acquires `nbytes` and reports; the block begins when it is in the queue."""
+    before = budget.waited_total
+
+    def work() -> None:
+        try:
+            budget.acquire(nbytes)
+            done.put(nbytes)
+        except BudgetExceeded as error:
+            done.put(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    until(lambda: budget.waited_total == before + 1)
+    yield
+    thread.join(LIMIT_SECONDS)
+    assert not thread.is_alive()
+
+
+def test_what_fits_is_leased_at_once() -> None:
+    """Up to the limit exactly; the peak is remembered, nobody waited."""
+    budget = ByteBudget(10)
+    budget.acquire(4)
+    budget.acquire(6, 0.0)
+    assert budget.used_bytes == 10
+    budget.release(4)
+    assert budget.used_bytes == 6
+    assert (budget.peak_bytes, budget.waited_total) == (10, 0)
+
+
+def test_what_does_not_fit_in_time_is_refused() -> None:
+    """BudgetExceeded, nothing leased, and the place in the queue is given up."""
+    budget = ByteBudget(10)
+    budget.acquire(4)
+    with pytest.raises(BudgetExceeded, match="7 B of the budget of 10 B"):
+        budget.acquire(7, 0.0)
+    with pytest.raises(BudgetExceeded):
+        budget.acquire(7, 0.01)
+    assert budget.used_bytes == 4
+    budget.acquire(6, 0.0)
+
+
+def test_requests_are_served_in_order() -> None:
+    """A small request that would fit does not overtake the large one before it."""
+    budget, done = ByteBudget(10), queue.Queue[object]()
+    budget.acquire(5)
+    with waiter(budget, 8, done), waiter(budget, 1, done):
+        with pytest.raises(BudgetExceeded):
+            budget.acquire(1, 0.0)
+        assert done.empty()
+        budget.release(5)
+        assert {done.get(timeout=LIMIT_SECONDS), done.get(timeout=LIMIT_SECONDS)} == {8, 1}
+    assert budget.used_bytes == 9
+    assert budget.peak_bytes == 9
+
+
+def test_a_request_that_gives_up_lets_the_next_one_through() -> None:
+    """The head of the queue times out; who stood behind it is woken."""
+    budget, done = ByteBudget(10), queue.Queue[object]()
+    budget.acquire(5)
+    head = threading.Thread(target=lambda: _swallow(budget, 8, 0.2))
+    head.start()
+    until(lambda: budget.waited_total == 1)
+    with waiter(budget, 1, done):
+        assert done.get(timeout=LIMIT_SECONDS) == 1
+    head.join(LIMIT_SECONDS)
+    assert budget.used_bytes == 6
+
+
+def _swallow(budget: ByteBudget, nbytes: int, seconds: float) -> None:
+    with pytest.raises(BudgetExceeded):
+        budget.acquire(nbytes, seconds)
+
+
+def test_more_than_the_budget_is_admitted_alone() -> None:
+    """A request above the limit waits for everybody else, then runs; nothing joins it."""
+    budget, done = ByteBudget(10), queue.Queue[object]()
+    budget.acquire(1)
+    with waiter(budget, 25, done):
+        assert done.empty()
+        budget.release(1)
+        assert done.get(timeout=LIMIT_SECONDS) == 25
+    with pytest.raises(BudgetExceeded):
+        budget.acquire(1, 0.0)
+    budget.release(25)
+    budget.acquire(1, 0.0)
+
+
+def test_close_wakes_and_refuses_all_who_wait() -> None:
+    """Two waiters and all later ones get BudgetExceeded."""
+    budget, done = ByteBudget(10), queue.Queue[object]()
+    budget.acquire(10)
+    with waiter(budget, 1, done), waiter(budget, 2, done):
+        budget.close()
+        for _ in range(2):
+            assert isinstance(done.get(timeout=LIMIT_SECONDS), BudgetExceeded)
+    with pytest.raises(BudgetExceeded):
+        budget.acquire(1, 0.0)
+    assert budget.used_bytes == 10
+
+
+def test_a_lease_is_given_back_when_its_block_fails() -> None:
+    """The context manager releases on every way out."""
+    budget = ByteBudget(10)
+    with pytest.raises(KeyError), budget.lease(10):
+        assert budget.used_bytes == 10
+        raise KeyError
+    assert budget.used_bytes == 0
+
+
+def test_a_waiter_that_is_interrupted_leaves_the_queue() -> None:
+    """Ctrl-C during a wait must not make everybody after it wait for ever."""
+
+    class Interrupted(BaseException):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    budget = ByteBudget(10)
+    budget.acquire(10)
+
+    def strike() -> None:
+        until(lambda: budget.waited_total == 1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    thread = threading.Thread(target=strike)
+    thread.start()
+    try:
+        with pytest.raises(Interrupted):
+            budget.acquire(1, LIMIT_SECONDS)
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
+    budget.release(10)
+    budget.acquire(1, 0.5)
+
+
+def test_many_threads_never_pass_the_limit() -> None:
+    """16 threads lease and return; the sum in use is checked by the budget's own peak."""
+    budget = ByteBudget(100)
+
+    def work(step: int) -> None:
+        for i in range(50):
+            with budget.lease(1 + (7 * step + i) % 60, LIMIT_SECONDS):
+                pass
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert 0 < budget.peak_bytes <= 100
+    assert budget.used_bytes == 0

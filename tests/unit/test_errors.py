@@ -1,0 +1,86 @@
+"""Every error survives a trip between processes and tells itself apart on the command line."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections import Counter
+
+import pytest
+
+from hpstore import errors
+from hpstore.errors import HpstoreError
+
+CLASSES = [getattr(errors, name) for name in errors.__all__]
+every_class = pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+
+
+def test_all_names_every_error_class() -> None:
+    """`__all__` holds each HpstoreError subclass of the module, sorted."""
+    defined = [n for n, v in vars(errors).items() if isinstance(v, type) and v.__module__ ==
+               errors.__name__]  # fmt: skip
+    assert sorted(defined) == list(errors.__all__)
+    assert all(issubclass(kind, HpstoreError) for kind in CLASSES)
+
+
+@every_class
+def test_error_is_rebuilt_from_its_message_alone(kind: type[HpstoreError]) -> None:
+    """One string makes an error, and str() is that string: worker processes rely on it."""
+    error = kind("device /mnt/a is gone")
+    assert str(error) == "device /mnt/a is gone"
+    assert error.args == ("device /mnt/a is gone",)
+
+
+@every_class
+def test_error_survives_pickling(kind: type[HpstoreError]) -> None:
+    """Class, message and fields are the same after a pickle round trip."""
+    error = kind("text", device="d1", key="a/b")
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        back = pickle.loads(pickle.dumps(error, protocol))
+        assert type(back) is kind
+        assert str(back) == "text"
+        assert (back.device, back.key) == ("d1", "a/b")
+
+
+@every_class
+def test_error_has_no_attribute_called_message(kind: type[HpstoreError]) -> None:
+    """STYLE: no class attribute `message`; the message is str()."""
+    assert not hasattr(kind, "message")
+
+
+@every_class
+def test_error_says_what_it_means(kind: type[HpstoreError]) -> None:
+    """Each class has a docstring of its own."""
+    assert kind.__doc__
+    assert all(kind.__doc__ != base.__doc__ for base in kind.__bases__)
+
+
+def test_exit_codes_are_unique() -> None:
+    """The command line can tell every class from every other; none is 0."""
+    codes = Counter(kind.exit_code for kind in CLASSES)
+    assert [code for code, count in codes.items() if count > 1] == []
+    assert 0 not in codes
+    assert all("exit_code" in vars(kind) for kind in CLASSES)
+
+
+def test_docstring_shows_the_whole_tree() -> None:
+    """Each class stands in the module docstring, with its exit code, below its parent."""
+    rows = re.findall(r"^( +)(\w+)(?: \(\w+\))? +exit +(\d+)", errors.__doc__ or "", re.MULTILINE)
+    shown = {name: (len(indent), int(code)) for indent, name, code in rows}
+    assert shown.keys() == set(errors.__all__)
+    stack: list[tuple[int, str]] = []
+    for indent, name, code in rows:
+        stack = [item for item in stack if item[0] < len(indent)]
+        kind = getattr(errors, name)
+        assert kind.exit_code == int(code)
+        if stack:
+            assert getattr(errors, stack[-1][1]) in kind.__bases__
+        stack.append((len(indent), name))
+
+
+def test_errors_can_be_caught_as_builtin_ones() -> None:
+    """Callers that know nothing of hpstore catch what they expect."""
+    assert issubclass(errors.ObjectNotFound, FileNotFoundError)
+    assert issubclass(errors.DeviceError, OSError)
+    assert issubclass(errors.ConfigError, ValueError)
+    assert issubclass(errors.InvalidKey, ValueError)

@@ -1,0 +1,129 @@
+"""The limits of STYLE.md that a parser can check."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LINKS = ("loaders", "checkpoint", "benchmarks")
+MAX_MODULE_LINES = 500
+MAX_FUNCTION_LINES = 60
+
+
+def package_files() -> list[Path]:
+    """Every module of the packages, each once (the links inside hpstore/ are not followed)."""
+    found = [
+        path
+        for folder in ("hpstore", *LINKS)
+        for path in (ROOT / folder).rglob("*.py")
+        if not any(part in LINKS for part in path.relative_to(ROOT).parts[1:])
+    ]
+    return sorted(found)
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+FILES = package_files()
+every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+def test_the_packages_are_found() -> None:
+    """Guards the tests below against looking at nothing."""
+    assert ROOT / "hpstore" / "pool.py" in FILES
+    assert len(FILES) > 30
+
+
+@every_file
+def test_module_is_short(path: Path) -> None:
+    """At most 500 lines a module."""
+    assert len(path.read_text().splitlines()) <= MAX_MODULE_LINES
+
+
+@every_file
+def test_functions_are_short(path: Path) -> None:
+    """At most 60 lines a function."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    long = {
+        node.name: (node.end_lineno or 0) - node.lineno + 1
+        for node in ast.walk(parse(path))
+        if isinstance(node, kinds) and (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION_LINES
+    }
+    assert long == {}
+
+
+@every_file
+def test_no_except_is_bare(path: Path) -> None:
+    """A handler names what it handles."""
+    bare = [
+        node.lineno
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.ExceptHandler) and node.type is None
+    ]
+    assert bare == []
+
+
+@every_file
+def test_nothing_prints(path: Path) -> None:
+    """Libraries log; only the benchmark CLI writes to standard output by print()."""
+    if path.relative_to(ROOT).parts[0] == "benchmarks":
+        return
+    calls = [
+        node.lineno
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "print"
+    ]
+    assert calls == []
+
+
+@every_file
+def test_nothing_unpickles(path: Path) -> None:
+    """No module imports pickle or a relative of it: reading data never runs code."""
+    banned = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+    found = []
+    for node in ast.walk(parse(path)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        found += [name for name in names if name.split(".")[0] in banned]
+    assert found == []
+
+
+@every_file
+def test_public_module_has_a_docstring(path: Path) -> None:
+    """A newcomer reads in one line what the module is for."""
+    if path.stem.startswith("_") and path.stem != "__init__":
+        return
+    docstring = ast.get_docstring(parse(path))
+    assert docstring
+    assert docstring.splitlines()[0].strip()
+
+
+@every_file
+def test_nothing_is_left_to_do(path: Path) -> None:
+    """No TODO on a path that touches data."""
+    words = ("TO" + "DO", "FIX" + "ME")
+    assert [word for word in words if word in path.read_text()] == []
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_folder_is_linked_into_hpstore(name: str) -> None:
+    """hpstore/<name> is a relative link to the real folder, so that a checkout can move."""
+    link = ROOT / "hpstore" / name
+    assert link.is_symlink()
+    assert str(link.readlink()) == f"../{name}"
+    assert (ROOT / name).is_dir()
+    assert not (ROOT / name).is_symlink()
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    """py.typed is there, so that users' type checkers look at our annotations."""
+    assert (ROOT / "hpstore" / "py.typed").is_file()
