@@ -95,9 +95,10 @@ def _compare(
     unit: int, options: Options,
 ) -> dict[str, object]:  # fmt: skip
     rng = np.random.default_rng(0)
-    ours, raw = [], []
+    ours, raw, kept = [], [], []
     for _ in range(max(1, _STRIPE_BYTES // (data * unit))):
         rows = aligned_array((data + parity) * unit, populate=True).reshape(data + parity, unit)
+        kept.append(rows)  # both contenders hold bare addresses
         rows[:data] = rng.integers(0, 256, (data, unit), np.uint8)
         sources, targets = [rows[i] for i in have], [rows[i] for i in want]
         ours.append(by_address(code, data, parity, have, want, sources, targets))

@@ -38,12 +38,12 @@ def add_member(
     """Claim an unused device and make it a member. The caller holds the change lock."""
     record = store.view.record
     identity = _own_identity(device)
-    known = {m.device_id for m in (*record.members, *record.evicted)}
     if identity is not None and identity.pool_id == record.pool_id:
-        if identity.device_id in known:
-            raise MembershipError(
-                f"{url} is a device of this pool already; an evicted one comes back with readmit"
-            )
+        member = record.member(identity.device_id)
+        if member is not None:
+            return member  # an add that was cut short after its record was written
+        if identity.device_id in {m.device_id for m in record.evicted}:
+            raise MembershipError(f"{url} was evicted from this pool; it comes back with readmit")
         device_id = identity.device_id  # claimed by an add that was cut short
     else:
         device_id = uuid.uuid4().hex

@@ -262,7 +262,9 @@ def commit_record(
     or after, when too many failed in between; then the newest record decides at the next use.
     """
     old = store.view.record
-    devices = {**store.view.devices, **extra}
+    answers = store.each(store.view.devices, store.generation_on)
+    alive = {d for d, answer in answers.items() if not isinstance(answer, Exception)}
+    devices = {**{d: store.view.devices[d] for d in alive}, **extra}
 
     def reached(record: PoolRecord, held: set[str]) -> bool:
         return len(held & {m.device_id for m in record.members}) >= record.quorum()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 from hpstore.clock import Clock
-from hpstore.errors import HpstoreError, ObjectNotFound
+from hpstore.errors import HpstoreError, IntegrityError, ObjectNotFound, TooManyErasures
 from hpstore.keys import Kind
 from hpstore.objects.catalog import Catalog, walk
 from hpstore.objects.debts import clear_debt, read_debts
@@ -36,7 +36,11 @@ ProgressCallback = Callable[[Progress], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RebuildReport:
-    """What a rebuild or scrub did. `unreadable` maps keys to reasons; nothing was deleted there."""
+    """What a rebuild or scrub did.
+
+    `unreadable` (more units lost than parity) and `failed` (readable, but not healed this time) map
+    keys to reasons; nothing was deleted there.
+    """
 
     objects: int
     bytes: int
@@ -50,11 +54,12 @@ class RebuildReport:
     columns_written: int
     swept: int = 0  # tombstones and torn puts past their horizon
     unreadable: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
 
     @property
     def clean(self) -> bool:
         """Every object is whole and nothing had to be mended."""
-        return not (self.unreadable or self.damaged_columns or self.columns_written
+        return not (self.unreadable or self.failed or self.damaged_columns or self.columns_written
                     or self.waiting or self.stuck)  # fmt: skip
 
     def as_dict(self) -> dict[str, object]:
@@ -87,6 +92,7 @@ class Tally:
         self.actions: Counter[Action] = Counter()
         self.objects = self.bytes = self.damaged = self.columns = self.swept = 0
         self.unreadable: dict[str, str] = {}
+        self.failed: dict[str, str] = {}
 
     def add(self, repair: Repair) -> None:
         """Count one object."""
@@ -100,7 +106,8 @@ class Tally:
     def fail(self, key: str, error: Exception) -> None:
         """Count an object that could not be healed."""
         self.objects += 1
-        self.unreadable[key] = str(error)
+        lost = isinstance(error, (TooManyErasures, IntegrityError))
+        (self.unreadable if lost else self.failed)[key] = str(error)
 
     def report(self) -> RebuildReport:
         """The sum."""
@@ -117,6 +124,7 @@ class Tally:
             columns_written=self.columns,
             swept=self.swept,
             unreadable=dict(self.unreadable),
+            failed=dict(self.failed),
         )
 
 

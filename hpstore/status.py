@@ -61,7 +61,10 @@ class PoolStatus:
 def device_status(store: Store, problems: Mapping[str, str]) -> list[DeviceStatus]:
     """Every member and evicted device."""
 
-    def usage(_: str, device: Device) -> Usage:
+    def usage(device_id: str, device: Device) -> Usage:
+        # statvfs and cached listings succeed on a dead filesystem: only real I/O tells
+        store.generation_on(device_id, device)
+        device.probe(write=not store.read_only)
         return device.usage()
 
     space = store.each(store.view.devices, usage)

@@ -276,7 +276,7 @@ def _finish(what: str, report: RebuildReport, as_json: bool) -> None:
         emit_json(report.as_dict())
     else:
         show_report(what, report)
-    if report.unreadable or report.stuck:
+    if report.unreadable or report.failed or report.stuck:
         raise typer.Exit(UNMENDED_EXIT_CODE)
 
 

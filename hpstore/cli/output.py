@@ -109,6 +109,8 @@ def show_report(what: str, report: RebuildReport) -> None:
     )
     for key, reason in report.unreadable.items():
         sys.stdout.write(f"UNREADABLE {key}: {reason}\n")
+    for key, reason in report.failed.items():
+        sys.stdout.write(f"NOT HEALED {key}: {reason}\n")
     if report.waiting:
         sys.stdout.write(
             "evict the missing devices if they are gone for good, then rebuild again\n"

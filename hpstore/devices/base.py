@@ -93,10 +93,21 @@ class WriteHandle(Protocol):
 class Device(Protocol):
     """One place that stores files."""
 
-    url: str
-    mode: str  # "direct", "buffered", "memory", "remote": shown in status
-    memory_alignment: int  # of buffers that write() takes without a copy
-    folds_names: bool  # the filesystem folds case or normalises names
+    @property
+    def url(self) -> str:
+        """Where it is, as the pool's settings say."""
+
+    @property
+    def mode(self) -> str:
+        """direct, buffered, memory or remote: shown in status."""
+
+    @property
+    def memory_alignment(self) -> int:
+        """Of buffers that write() takes without a copy."""
+
+    @property
+    def folds_names(self) -> bool:
+        """The filesystem folds case or normalises names."""
 
     def create(self, size_bytes: int) -> WriteHandle:
         """A new file of that size in tmp/, space reserved first, locked by this process."""

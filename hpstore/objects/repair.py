@@ -26,9 +26,11 @@ from hpstore.objects.survey import Found, Survey, newest_by_name, survey_key
 from hpstore.objects.windows import run_bytes
 from hpstore.objects.write import (
     Content,
+    WriteFailed,
     make_header,
     plan_columns,
     write_columns,
+    write_failed,
     write_new_version,
 )
 from hpstore.placement import choose
@@ -79,6 +81,7 @@ def repair_object(
     while parity is left, unless `include_missing`. Raises TooManyErasures when it cannot be read.
     """
     last: Exception | None = None
+    exclude: set[str] = set()  # devices that failed to take a column
     for _ in range(REPAIR_TRIES):
         survey = survey_key(store, key)
         try:
@@ -89,10 +92,14 @@ def repair_object(
             last = error
             continue
         try:
-            return _Repairer(store, survey, reader, throttle, include_missing).run(verify=verify)
+            repairer = _Repairer(store, survey, reader, throttle, include_missing, exclude)
+            return repairer.run(verify=verify)
         except (Changed, MembershipMoved) as error:
             last = error
             store.refresh()
+        except WriteFailed as error:
+            last = error
+            exclude |= error.devices.keys()
         finally:
             reader.close()
     raise TooFewDevices(f"repair of {key!r} met {REPAIR_TRIES} changes in a row: {last}", key=key)
@@ -130,7 +137,9 @@ class _Repairer:
         reader: ObjectReader,
         throttle: Throttle,
         include_missing: bool,
+        exclude: set[str],
     ) -> None:
+        self._exclude = exclude
         self._store, self._survey, self._reader = store, survey, reader
         self._throttle, self._include_missing = throttle, include_missing
         self._geometry: Geometry = reader.header.geometry
@@ -201,7 +210,7 @@ class _Repairer:
     def _heal(self, urgent: list[int], staying: dict[int, str]) -> tuple[Action, int]:
         """Rebuild onto devices outside the stripe, or lay out anew when there are too few."""
         held = set(staying.values())
-        candidates = self._store.candidates(exclude=held)
+        candidates = self._store.candidates(exclude=held | self._exclude)
         if len(candidates) < len(urgent):
             return self._relay()
         domains = self._store.domains(held)
@@ -220,7 +229,7 @@ class _Repairer:
         """The k' that the pool allows now, when it is more than the object has."""
         if self._geometry.code is Code.COPIES:
             return None
-        usable = len(self._store.candidates())
+        usable = len(self._store.candidates(self._exclude))
         k = min(self._store.view.record.data, usable - self._store.view.record.parity)
         return k if k > self._geometry.data else None
 
@@ -229,7 +238,7 @@ class _Repairer:
         header = self._reader.header
         try:
             geometry, devices = plan_columns(
-                self._store, header.key, self._geometry.size, exclude=()
+                self._store, header.key, self._geometry.size, exclude=self._exclude
             )
         except TooFewDevices:
             return Action.STUCK, 0
@@ -299,7 +308,7 @@ def rebuild_columns(
 ) -> None:
     """Make columns again on other devices. `targets`: device id -> column.
 
-    Durable on return. Raises TooFewDevices when a target failed; what was there is unchanged.
+    Durable on return. Raises WriteFailed when a target failed; what was there is unchanged.
     """
     header = reader.header
     geometry = header.geometry
@@ -330,10 +339,8 @@ def rebuild_columns(
     finally:
         columns.abandon(remove_published=False)
     if not done:
-        raise TooFewDevices(
-            f"repair of {header.key!r} could not write: "
-            + "; ".join(str(error) for error in columns.failures().values()),
-            key=header.key,
+        raise write_failed(
+            f"repair of {header.key!r} could not write", header.key, columns.failures()
         )
 
 

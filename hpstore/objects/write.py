@@ -42,6 +42,14 @@ class WriteFailed(TooFewDevices):
     devices: dict[str, Exception]
 
 
+def write_failed(text: str, key: str, failures: dict[str, Exception]) -> WriteFailed:
+    """The error, with every device's reason in its message."""
+    reasons = "; ".join(str(failure) for failure in failures.values())
+    error = WriteFailed(f"{text}: {reasons}", key=key)
+    error.devices = failures
+    return error
+
+
 def plan_columns(
     store: Store, key: str, size: int, *, exclude: Iterable[str], kind: Kind = Kind.COLUMN
 ) -> tuple[Geometry, list[str]]:
@@ -118,14 +126,12 @@ def write_columns(
         columns.abandon(remove_published=not done)
     if not done:
         failures = columns.failures()
-        error = WriteFailed(
+        raise write_failed(
             f"put of {content.key!r}: {geometry.width - len(failures)} of {geometry.width} columns "
-            f"could be written, {floor} are needed: "
-            + "; ".join(str(failure) for failure in failures.values()),
-            key=content.key,
+            f"could be written, {floor} are needed",
+            content.key,
+            failures,
         )
-        error.devices = failures
-        raise error
     return columns
 
 
@@ -246,4 +252,4 @@ def delete_object(store: Store, key: str) -> None:
 
 
 __all__ = ["Content", "WriteFailed", "delete_object", "make_header", "plan_columns", "put_object",
-           "settle_or_owe", "write_columns", "write_new_version"]  # fmt: skip
+           "settle_or_owe", "write_columns", "write_failed", "write_new_version"]  # fmt: skip

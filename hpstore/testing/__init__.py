@@ -1,8 +1,21 @@
-"""Tools for tests of hpstore and of devices written elsewhere: the device contract, moved time."""
+"""Tools for tests: a clock that tests move, files on a device, the device contract beside them."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+
+from hpstore.buffers import aligned_array
+from hpstore.codec.galois import Bytes
+from hpstore.devices.base import Device
+from hpstore.units import KIB
+
+PAGE = 4 * KIB
+T = TypeVar("T")
 
 
 class ManualClock:
@@ -32,4 +45,48 @@ class ManualClock:
             self._seconds += seconds
 
 
-__all__ = ["ManualClock"]
+def pattern(nbytes: int, seed: int = 0) -> Bytes:
+    """Aligned memory full of reproducible noise."""
+    array = aligned_array(nbytes)
+    array[:] = np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+    return array
+
+
+def store(device: Device, path: str, data: Bytes | bytes) -> None:
+    """Create, write, sync, publish, sync the directory."""
+    rows = aligned_array(len(data))
+    rows[:] = np.frombuffer(data, np.uint8)
+    handle = device.create(len(rows))
+    handle.write(0, [rows])
+    handle.sync()
+    handle.publish(path)
+    device.sync_directory(path)
+
+
+def fetch(device: Device, path: str) -> bytes:
+    """The whole file through an open handle."""
+    handle = device.open(path)
+    try:
+        target = aligned_array(handle.size_bytes)
+        handle.read_into(0, target)
+        return target.tobytes()
+    finally:
+        handle.close()
+
+
+def all_files(device: Device, directory: str) -> list[str]:
+    """Paths of the files below a directory, as the device lists them."""
+    found = []
+    for entry in device.entries(directory):
+        path = f"{directory}/{entry.name}"
+        found += all_files(device, path) if entry.is_directory else [path]
+    return sorted(found)
+
+
+def in_threads(count: int, work: Callable[[int], T]) -> list[T]:
+    """Run work(0..count-1) at the same time; raises what any of them raised."""
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(work, range(count)))
+
+
+__all__ = ["PAGE", "ManualClock", "all_files", "fetch", "in_threads", "pattern", "store"]

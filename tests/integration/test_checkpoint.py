@@ -1,0 +1,322 @@
+"""The checkpointer: what is saved comes back bit by bit; a step is committed whole or not at all."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hpstore
+from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint.arena import plan_items
+from hpstore.checkpoint.manifest import Manifest, segment_key, sort_out
+from hpstore.checkpoint.retention import Attempt, attempt_lives, here, orphans, steps_to_drop
+from hpstore.checkpoint.tree import Collected, decode_tree, encode_tree
+from hpstore.config import Settings
+from hpstore.devices.wrappers import SimulatedCrash
+from hpstore.errors import CheckpointError, CheckpointMismatch, IntegrityError, VersionConflict
+from hpstore.testing.harness import Harness
+from hpstore.units import MIB
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> hpstore.Pool:
+    return hpstore.create(
+        [tmp_path / f"d{i}" for i in range(5)], data=3, parity=2, config=tmp_path / "pool.toml",
+        settings=Settings(memory_bytes=32 * MIB, run_directory=str(tmp_path / "run")),
+    )  # fmt: skip
+
+
+def model(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(40, 300), torch.nn.BatchNorm1d(300), torch.nn.Dropout(0.2),
+        torch.nn.Linear(300, 5),
+    )  # fmt: skip
+
+
+def step(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    x = torch.randn(16, 40)
+    loss = net(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    return float(loss.detach())
+
+
+def test_a_resumed_run_is_bit_identical(pool: hpstore.Pool) -> None:
+    """Model, fresh AdamW with its moments, BatchNorm statistics and RNG: the same losses follow."""
+    net = model(1)
+    optimizer = torch.optim.AdamW(net.parameters())
+    with pool, Checkpointer(pool, "run") as ckpt:
+        for _ in range(3):
+            step(net, optimizer)
+        report = ckpt.save(3, {"model": net, "optimizer": optimizer, "epoch": 1}).result()
+        assert report.losses_tolerated == 2
+        wanted = [step(net, optimizer) for _ in range(4)]
+        other = model(2)
+        fresh = torch.optim.AdamW(other.parameters())
+        state: dict[str, Any] = {"model": other, "optimizer": fresh, "epoch": 0}
+        assert ckpt.restore(state) == 3
+        assert state["epoch"] == 1
+        assert [step(other, fresh) for _ in range(4)] == wanted
+
+
+def test_save_returns_before_the_tensors_may_change(pool: hpstore.Pool) -> None:
+    """What is saved is the state at the call, whatever happens to the tensors afterwards."""
+    weights = torch.arange(2_000_000, dtype=torch.float32)
+    before = weights.clone()
+    with pool, Checkpointer(pool, "run") as ckpt:
+        handle = ckpt.save(1, {"w": weights})
+        weights.fill_(-1.0)
+        handle.result()
+        assert torch.equal(ckpt.load(1)["w"], before)
+
+
+VALUES: dict[str, Any] = {
+    "none": None, "true": True, "int": 2**70, "float": 0.1 + 0.2, "inf": float("inf"),
+    "nan": float("nan"), "text": "ü\n", "bytes": b"\0\xff", "complex": 1 - 2j,
+    "list": [1, [2.5, "x"], (3, None)], "intkeys": {1: "a", (2, 3): "b"}, "tag": {"$": 1},
+    "dtype": torch.bfloat16, "size": torch.Size([2, 3]), "device": torch.device("cpu"),
+    "npint": np.int16(-3), "npfloat": np.float32(0.1), "array": np.arange(6).reshape(2, 3),
+    "empty": np.zeros((0, 4)), "scalar": np.array(7.5),
+    "python": random.Random(1).getstate(),
+}  # fmt: skip
+TENSORS: dict[str, torch.Tensor] = {
+    "f32": torch.randn(3, 4), "bf16": torch.randn(5).bfloat16(), "f16": torch.randn(5).half(),
+    "fp8": torch.randn(8).to(torch.float8_e4m3fn), "bool": torch.tensor([True, False]),
+    "complex": torch.randn(3, dtype=torch.complex64), "int8": torch.arange(5, dtype=torch.int8),
+    "zero_d": torch.tensor(3.5), "empty": torch.empty(0, 3), "view": torch.randn(6, 6)[::2, 1:],
+    "transposed": torch.randn(4, 5).t(), "big": torch.randn(300, 300),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(VALUES))
+def test_values_of_every_type_come_back(name: str) -> None:
+    """encode and decode are inverse, types included; no pickle anywhere."""
+    found = Collected()
+    tree = encode_tree(VALUES[name], name, found)
+    back = decode_tree(tree, lambda path: found.tensors[path])
+    assert type(back) is type(VALUES[name])
+    if isinstance(back, np.ndarray):
+        np.testing.assert_array_equal(back, VALUES[name], strict=True)
+    elif name == "nan":
+        assert back != back  # noqa: PLR0124
+    else:
+        assert back == VALUES[name]
+
+
+def test_tensors_of_every_kind_come_back(pool: hpstore.Pool) -> None:
+    """All dtypes, views, transposed, empty and 0-d tensors, bit by bit; arrays too."""
+    with pool, Checkpointer(pool, "run") as ckpt:
+        ckpt.save(0, {"t": dict(TENSORS), "v": dict(VALUES)}).result()
+        loaded = ckpt.load(0, keys=["t"])
+        assert set(loaded) == {f"t/{name}" for name in TENSORS}
+        for name, tensor in TENSORS.items():
+            back = loaded[f"t/{name}"]
+            assert back.dtype == tensor.dtype
+            assert back.shape == tensor.shape
+            assert torch.equal(back.view(torch.uint8) if tensor.dim() else back,
+                               tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor)  # fmt: skip
+
+
+def test_shared_tensors_are_written_once() -> None:
+    """Tied weights share one place in the segment."""
+    weight = torch.randn(100, 100)
+    items, size = plan_items({"a": weight, "b": weight, "c": weight.clone()})
+    assert items[0].offset == items[1].offset != items[2].offset
+    assert size < 3 * 40_000
+
+
+@pytest.mark.parametrize("bad", [object(), {1, 2}, lambda: None, torch.eye(3).to_sparse()])
+def test_what_cannot_be_saved_is_named(pool: hpstore.Pool, bad: object) -> None:
+    """An object of another type is refused with its path; nothing is written."""
+    with pool, Checkpointer(pool, "run") as ckpt:
+        with pytest.raises(CheckpointError, match="outer/inner"):
+            ckpt.save(1, {"outer": {"inner": bad}})
+        assert pool.list("run") == []
+
+
+def test_objects_with_state_dict_take_part(pool: hpstore.Pool) -> None:
+    """Anything with state_dict and load_state_dict is saved and restored by them."""
+
+    class Counter:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+        def state_dict(self) -> dict[str, int]:
+            return {"value": self.value}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.value = state["value"]
+
+    with pool, Checkpointer(pool, "run") as ckpt:
+        ckpt.save(5, {"loader": Counter(7), "nested": {"c": Counter(8)}}).result()
+        state = {"loader": Counter(0), "nested": {"c": Counter(0)}}
+        assert ckpt.restore(state) == 5
+        assert state["loader"].value == 7  # type: ignore[attr-defined]
+        assert state["nested"]["c"].value == 8  # type: ignore[index]
+
+
+def test_mismatches_are_errors_unless_not_strict(pool: hpstore.Pool) -> None:
+    """Recorded and not taken, wanted and not recorded, wrong shapes: named, nothing half-filled."""
+    with pool, Checkpointer(pool, "run") as ckpt:
+        ckpt.save(1, {"model": model(1), "extra": 3}).result()
+        net = model(2)
+        before = {k: v.clone() for k, v in net.state_dict().items()}
+        with pytest.raises(CheckpointMismatch, match="extra"):
+            ckpt.restore({"model": net})
+        with pytest.raises(CheckpointMismatch, match="more"):
+            ckpt.restore({"model": net, "extra": 0, "more": 1})
+        assert all(torch.equal(before[k], v) for k, v in net.state_dict().items())
+        assert ckpt.restore({"model": net}, strict=False) == 1
+        assert not torch.equal(before["0.weight"], net.state_dict()["0.weight"])
+        with pytest.raises(CheckpointMismatch):
+            ckpt.restore({"model": torch.nn.Linear(2, 2), "extra": 0})
+
+
+def test_steps_are_listed_found_and_dropped(pool: hpstore.Pool) -> None:
+    """keep_last and keep_every; delete; a step that is not there; nothing to restore."""
+    with pool, Checkpointer(pool, "run", keep_last=2, keep_every=4) as ckpt:
+        assert ckpt.restore({"x": torch.zeros(1)}) is None
+        assert ckpt.latest_valid() is None
+        for number in range(1, 8):
+            ckpt.save(number, {"x": torch.full((50_000,), float(number))}).result()
+        ckpt.wait()
+        assert ckpt.steps() == [4, 6, 7]
+        assert ckpt.latest_valid() == 7
+        assert len([key for key in pool.list("run") if "segment" in key]) == 3
+        ckpt.delete(6)
+        assert ckpt.steps() == [4, 7]
+        with pytest.raises(CheckpointError, match=r"no checkpoint of step 6.*\[4, 7\]"):
+            ckpt.load(6)
+
+
+def test_committing_a_step_twice_needs_to_be_asked_for(pool: hpstore.Pool) -> None:
+    """The first save stays untouched unless overwrite=True."""
+    with pool, Checkpointer(pool, "run") as ckpt:
+        ckpt.save(1, {"x": torch.ones(9)}).result()
+        with pytest.raises(VersionConflict, match="committed already"):
+            ckpt.save(1, {"x": torch.zeros(9)}).result()
+        ckpt._flying = None  # the error was taken above
+        assert torch.equal(ckpt.load(1)["x"], torch.ones(9))
+        ckpt.save(1, {"x": torch.zeros(9)}, overwrite=True).result()
+        assert torch.equal(ckpt.load(1)["x"], torch.zeros(9))
+        ckpt.collect_garbage()
+        assert len([key for key in pool.list("run") if "segment" in key]) == 1
+
+
+def test_background_errors_surface(pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that fails in the background raises at the next wait, once; the step is absent."""
+    with pool, Checkpointer(pool, "run") as ckpt:
+
+        def broken(*_: object, **__: object) -> None:
+            raise CheckpointError("disk on fire")
+
+        monkeypatch.setattr("hpstore.checkpoint.saving.require_safe", broken)
+        ckpt.save(1, {"x": torch.ones(9)})
+        with pytest.raises(CheckpointError, match="on fire"):
+            ckpt.wait()
+        ckpt.wait()
+        assert ckpt.steps() == []
+        assert pool.list("run") == []
+
+
+def test_damage_is_found_by_verify_and_passed_over_by_restore(tmp_path: Path) -> None:
+    """A step with more damage than parity: verify and restore(step) raise, restore() walks back."""
+    harness = Harness(tmp_path, data=2, parity=1, devices=3)
+    with harness.open() as pool, Checkpointer(pool, "run") as ckpt:
+        for number in (1, 2):
+            ckpt.save(number, {"x": torch.full((90_000,), float(number))}).result()
+        assert ckpt.verify(2).ok
+        segment = ckpt.manifest(2).segments[0].key
+        for url, path in harness.columns(segment)[:2]:
+            harness.flip(url, path, 70_000)
+        state = {"x": torch.zeros(90_000)}
+        assert ckpt.restore(state) == 1
+        assert state["x"][0] == 1
+        with pytest.raises(Exception, match="intact|readable"):
+            ckpt.restore(state, step=2)
+
+
+@pytest.mark.parametrize("power", [False, True])
+def test_a_commit_is_old_or_new_at_every_crash_point(tmp_path: Path, power: bool) -> None:
+    """PROTOCOL 18, 19: crash before each device operation of a save, by process death and power
+    cut; a restart finds the old step or the new one whole, and garbage is collected."""
+    for crash_at in itertools.count():
+        directory = tmp_path / str(crash_at)
+        directory.mkdir()
+        harness = Harness(directory, data=2, parity=1, devices=4)
+        with harness.open() as pool, Checkpointer(pool, "run", rng=False) as ckpt:
+            ckpt.save(1, {"x": torch.full((70_000,), 1.0)}).result()
+        pool, _ = harness.open_crashing(crash_at)
+        try:
+            ckpt = Checkpointer(pool, "run", rng=False)
+            ckpt.save(2, {"x": torch.full((70_000,), 2.0)}).result()
+            finished = True
+        except SimulatedCrash:
+            finished = False
+        if power:
+            harness.power_cut()
+        else:
+            harness.restart()
+        for lost in harness.urls:
+            harness.lose([lost])
+            with harness.open(read_only=True) as again, Checkpointer(again, "run") as found:
+                state = {"x": torch.zeros(70_000)}
+                step_found = found.restore(state)
+                assert step_found in ((2,) if finished else (1, 2))
+                assert torch.equal(state["x"], torch.full((70_000,), float(step_found)))
+            harness.bring_back()
+        if finished:
+            assert crash_at > 50
+            return
+
+
+def test_orphans_of_dead_saves_are_collected(pool: hpstore.Pool) -> None:
+    """PROTOCOL 18: segments of dead attempts go, those of living ones and of manifests stay."""
+    host, boot = here()
+    with pool:
+        with Checkpointer(pool, "run") as ckpt:
+            ckpt.save(1, {"x": torch.ones(9)}).result()
+        dead = Attempt(step=2, nonce="aa", host=host, boot=boot, pid=2**22 + 1, started_ms=0)
+        alive = Attempt(step=2, nonce="bb", host=host, boot=boot, pid=1, started_ms=0)
+        pool.put("run/attempts/000000000002-aa", dead.encode())
+        pool.put("run/attempts/000000000002-bb", alive.encode())
+        for nonce in ("aa", "bb", "cc"):
+            pool.put(segment_key("run", 2, nonce), b"x")
+        with Checkpointer(pool, "run") as ckpt:
+            left = [key for key in pool.list("run") if "segment" in key]
+            assert segment_key("run", 2, "bb") in left
+            assert len(left) == 2
+            assert ckpt.verify(1).ok
+        assert not attempt_lives(dead, 10**15)
+        assert attempt_lives(alive, 10**15)
+
+
+def test_retention_never_drops_the_newest() -> None:
+    """Pure: keep_last, keep_every, none."""
+    assert steps_to_drop([1, 2, 3], keep_last=None, keep_every=1) == []
+    assert steps_to_drop([3, 1, 2], keep_last=1, keep_every=None) == [1, 2]
+    assert steps_to_drop([10, 20, 25], keep_last=1, keep_every=10) == []
+    listing = sort_out("p", ["p/step-000000000001/segment-ab-r00000", "p/other"])
+    assert orphans(listing, set(), set()) == ["p/step-000000000001/segment-ab-r00000"]
+    assert orphans(listing, set(), {"ab"}) == []
+
+
+def test_a_flipped_manifest_is_an_integrity_error() -> None:
+    """The manifest's digest covers all of it."""
+    manifest = Manifest(step=1, created_ms=2, segments=(), items=(), digests=(), tree={"a": 1})
+    data = manifest.encode()
+    assert Manifest.decode(data, where="x") == manifest
+    for at in range(0, len(data), 7):
+        flipped = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        try:
+            assert Manifest.decode(flipped, where="x") == manifest  # white space only
+        except IntegrityError:
+            continue

@@ -1,0 +1,288 @@
+"""The pool's promises on ordinary days: sizes, ranges, keys, versions, conditions, closing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hpstore
+from hpstore.config import Settings
+from hpstore.errors import (
+    ConfigError,
+    DeviceInUse,
+    DeviceReadOnly,
+    FormatTooNew,
+    InvalidKey,
+    ObjectNotFound,
+    TooFewDevices,
+    VersionConflict,
+)
+from hpstore.testing.harness import FakeClock, Harness
+from hpstore.units import KIB, MIB
+
+UNIT = 64 * KIB
+
+
+def payload(size: int, seed: int = 0) -> bytes:
+    return np.random.default_rng(seed).bytes(size)
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> hpstore.Pool:
+    made = hpstore.create(
+        [tmp_path / f"d{i}" for i in range(6)],
+        data=4,
+        parity=2,
+        config=tmp_path / "pool.toml",
+        unit_bytes=UNIT,
+        settings=Settings(memory_bytes=32 * MIB, run_directory=str(tmp_path / "run")),
+    )
+    return made
+
+
+STRIPE = 4 * UNIT
+BORDERS = [
+    0, 1, 4095, 4096, 4097, UNIT - 1, UNIT, UNIT + 1, 128 * KIB, 128 * KIB + 1,
+    STRIPE - 1, STRIPE, STRIPE + 1, 2 * STRIPE - 1, 2 * STRIPE, 2 * STRIPE + 1,
+    3 * STRIPE + UNIT, 64 * STRIPE + 5,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", BORDERS)
+def test_every_size_round_trips(pool: hpstore.Pool, size: int) -> None:
+    """Objects of sizes around unit and stripe borders come back, whole and in ranges."""
+    data = payload(size, size)
+    with pool:
+        info = pool.put("k", data)
+        assert (info.size, info.losses_tolerated) == (size, 2)
+        assert pool.get("k") == data
+        for start, end in ((0, 1), (size // 3, 2 * size // 3), (size - 1, size), (0, size + 9)):
+            if 0 <= start:
+                assert pool.get("k", start, end) == data[start:end]
+        buffer = bytearray(size + 3)
+        assert pool.read_into("k", buffer) == size
+        assert bytes(buffer[:size]) == data
+
+
+@pytest.mark.parametrize("unit", [4 * KIB, 12 * KIB, 256 * KIB])
+def test_units_that_are_no_multiple_of_a_block_work(tmp_path: Path, unit: int) -> None:
+    """Checksum blocks of 64 KiB span units of 4 and 12 KiB."""
+    with hpstore.create(
+        [tmp_path / f"d{i}" for i in range(4)], data=2, parity=2, config=tmp_path / "p.toml",
+        unit_bytes=unit,
+    ) as pool:  # fmt: skip
+        data = payload(1_000_003)
+        pool.put("k", data)
+        assert pool.get("k") == data
+        assert pool.get("k", 131_071, 655_361) == data[131_071:655_361]
+
+
+def test_a_file_can_be_put_without_loading_it(pool: hpstore.Pool, tmp_path: Path) -> None:
+    """put takes an open file; memory stays within the budget."""
+    data = payload(5 * MIB + 7)
+    (tmp_path / "file").write_bytes(data)
+    with pool, (tmp_path / "file").open("rb") as file:
+        pool.put("k", file)
+        assert pool.get("k") == data
+        assert pool._store.buffers.budget.peak_bytes <= 32 * MIB
+
+
+def test_memory_stays_within_the_budget(pool: hpstore.Pool) -> None:
+    """Leases of a large put and get never exceed memory_bytes."""
+    with pool:
+        pool.put("k", payload(48 * MIB))
+        assert len(pool.get("k")) == 48 * MIB
+        assert 0 < pool._store.buffers.budget.peak_bytes <= 32 * MIB
+        assert pool._store.buffers.budget.used_bytes == 0
+
+
+def test_a_key_and_keys_below_it_are_all_objects(pool: hpstore.Pool) -> None:
+    """PROTOCOL 13: `a` and `a/b` can both be objects, and both can go."""
+    with pool:
+        for key in ("a", "a/b", "a/b/c", "@x/%41", "a b/ü"):
+            pool.put(key, key.encode())
+        assert pool.list() == sorted(["a", "a/b", "a/b/c", "@x/%41", "a b/ü"])
+        assert pool.list("a/b") == ["a/b", "a/b/c"]
+        pool.delete("a/b")
+        assert pool.get("a/b/c") == b"a/b/c"
+        assert pool.list("a") == ["a", "a b/ü", "a/b/c"]
+
+
+@pytest.mark.parametrize(
+    "key", ["", "/a", "a/", "a//b", "..", "a/../b", "a\0b", "a\nb", "x" * 5000]
+)
+def test_bad_keys_are_refused(pool: hpstore.Pool, key: str) -> None:
+    """A key that cannot name an object is a clear error before anything is touched."""
+    with pool:
+        with pytest.raises(InvalidKey):
+            pool.put(key, b"x")
+        with pytest.raises(InvalidKey):
+            pool.get(key)
+        assert pool.list() == []
+
+
+def test_metadata_and_info_come_back(pool: hpstore.Pool) -> None:
+    """stat gives what put returned; metadata is bounded JSON."""
+    with pool:
+        put = pool.put("k", b"x" * 200_000, {"run": 7, "tags": ["a"]})
+        assert pool.stat("k") == put
+        assert put.metadata == {"run": 7, "tags": ["a"]}
+        with pytest.raises(ConfigError, match="1024"):
+            pool.put("k", b"x", {"big": "y" * 2000})
+        with pytest.raises(ConfigError, match="JSON"):
+            pool.put("k", b"x", {"bad": object()})
+        assert pool.get("k") == b"x" * 200_000
+
+
+def test_absent_objects_are_not_found(pool: hpstore.Pool) -> None:
+    """get, stat and delete of nothing say so; exists says False."""
+    with pool:
+        assert not pool.exists("k")
+        for act in (pool.get, pool.stat, pool.delete):
+            with pytest.raises(ObjectNotFound):
+                act("k")
+        pool.put("k", b"x")
+        pool.delete("k")
+        assert not pool.exists("k")
+        with pytest.raises(ObjectNotFound):
+            pool.delete("k")
+
+
+def test_conditional_puts_hold(pool: hpstore.Pool) -> None:
+    """PROTOCOL 6: if_absent and if_version."""
+    with pool:
+        first = pool.put("k", b"1", if_absent=True)
+        with pytest.raises(VersionConflict):
+            pool.put("k", b"2", if_absent=True)
+        second = pool.put("k", b"2", if_version=first.version)
+        with pytest.raises(VersionConflict):
+            pool.put("k", b"3", if_version=first.version)
+        assert pool.get("k") == b"2"
+        pool.delete("k")
+        with pytest.raises(VersionConflict):
+            pool.put("k", b"3", if_version=second.version)
+        pool.put("k", b"4", if_absent=True)
+        assert pool.get("k") == b"4"
+
+
+def test_counters_rise_past_deletes_and_clocks_that_go_back(tmp_path: Path) -> None:
+    """PROTOCOL 1: the counter never restarts, not after a delete, not when the clock goes back."""
+    clock = FakeClock()
+    harness = Harness(tmp_path, data=2, parity=1, devices=3, clock=clock)
+    with harness.open() as pool:
+        first = pool.put("k", b"1")
+        pool.delete("k")
+    clock.now_ms -= 10_000_000
+    with harness.open() as pool:
+        second = pool.put("k", b"2")
+        assert second.version > first.version
+        assert pool.get("k") == b"2"
+
+
+def test_read_only_pools_write_nothing(pool: hpstore.Pool, tmp_path: Path) -> None:
+    """PROTOCOL 23: a read-only pool probes without writing, and refuses to write."""
+    pool.put("k", b"x")
+    pool.close()
+
+    def snapshot() -> dict[str, int]:
+        paths = (Path(r) / f for r, _, files in os.walk(tmp_path) for f in files)
+        return {str(p): p.stat().st_mtime_ns for p in paths}
+
+    before = snapshot()
+    with hpstore.open(tmp_path / "pool.toml", read_only=True) as reader:
+        assert reader.get("k") == b"x"
+        for act in (
+            lambda: reader.put("k", b"y"),
+            lambda: reader.delete("k"),
+            lambda: reader.scrub(),
+            lambda: reader.evict(str(tmp_path / "d0")),
+        ):
+            with pytest.raises(DeviceReadOnly):
+                act()
+    assert snapshot() == before
+
+
+def test_files_are_private(pool: hpstore.Pool, tmp_path: Path) -> None:
+    """Files are 0600 and directories 0700 unless the settings say otherwise."""
+    with pool:
+        pool.put("a/b", b"x" * 300_000)
+    for root, directories, files in os.walk(tmp_path / "d0"):
+        for name in directories:
+            assert (Path(root) / name).stat().st_mode & 0o777 == 0o700
+        for name in files:
+            assert (Path(root) / name).stat().st_mode & 0o777 == 0o600
+
+
+def test_wrong_geometries_are_refused(tmp_path: Path) -> None:
+    """Bad k, m, units and device lists change nothing on disk."""
+    devices = [tmp_path / f"d{i}" for i in range(3)]
+    for data, parity in ((0, 1), (2, 0), (2, 9), (30, 3), (-1, 2)):
+        with pytest.raises(ConfigError):
+            hpstore.create(devices, data=data, parity=parity, config=tmp_path / "p.toml")
+    with pytest.raises(ConfigError, match="at least 3"):
+        hpstore.create(devices[:2], data=2, parity=2, config=tmp_path / "p.toml")
+    with pytest.raises(ConfigError, match="twice"):
+        hpstore.create([*devices, devices[0]], data=2, parity=1, config=tmp_path / "p.toml")
+    with pytest.raises(ConfigError, match="4 KiB"):
+        hpstore.create(devices, data=2, parity=1, config=tmp_path / "p.toml", unit_bytes=5000)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match="not a directory"):
+        hpstore.create(
+            [*devices, tmp_path / "file"], data=2, parity=1, config=tmp_path / "p.toml"
+        )  # fmt: skip
+    assert not (tmp_path / "p.toml").exists()
+    assert not any((d / "hpstore.json").exists() for d in devices)
+
+
+def test_a_device_belongs_to_one_pool(pool: hpstore.Pool, tmp_path: Path) -> None:
+    """Creating over a device of another pool is refused and claims nothing."""
+    pool.close()
+    fresh = [tmp_path / "e0", tmp_path / "e1", tmp_path / "d0"]
+    with pytest.raises(DeviceInUse):
+        hpstore.create(fresh, data=2, parity=1, config=tmp_path / "q.toml")
+    assert not (tmp_path / "e0" / "hpstore.json").exists()
+
+
+def test_a_newer_format_is_refused(pool: hpstore.Pool, tmp_path: Path) -> None:
+    """A pool.json of a later version stops the open with a clear error."""
+    pool.close()
+    path = tmp_path / "d0" / "pool.json"
+    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(FormatTooNew, match="upgrade|reads up to"):
+        hpstore.open(tmp_path / "pool.toml")
+
+
+def test_closing_twice_is_fine_and_use_after_is_an_error(pool: hpstore.Pool) -> None:
+    """close() is idempotent; a closed pool says that it is closed."""
+    pool.close()
+    pool.close()
+    with pytest.raises(ConfigError, match="closed"):
+        pool.get("k")
+
+
+def test_too_few_devices_means_reads_only(tmp_path: Path) -> None:
+    """PROTOCOL 3: with k' = 0 nothing is written and everything still reads."""
+    harness = Harness(tmp_path, data=2, parity=2, devices=4)
+    with harness.open() as pool:
+        pool.put("k", b"x" * 300_000)
+    harness.lose(harness.urls[:2])
+    with harness.open() as pool:
+        assert pool.status().effective_data == 0
+        assert pool.get("k") == b"x" * 300_000
+        with pytest.raises(TooFewDevices, match="reading goes on"):
+            pool.put("k", b"y")
+        assert pool.get("k") == b"x" * 300_000
+
+
+def test_a_pool_opens_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registered name opens the pool; the name of another pool is not taken over."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    devices = [tmp_path / f"d{i}" for i in range(3)]
+    hpstore.create(devices, data=2, parity=1, config=tmp_path / "a.toml", name="main").close()
+    with hpstore.open("main") as pool:
+        pool.put("k", b"x")
+    with pytest.raises(ConfigError, match="no pool is called"):
+        hpstore.open("other")
