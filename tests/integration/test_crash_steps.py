@@ -193,7 +193,7 @@ def void(_: object) -> None:
 
 
 def test_membership_change_is_old_or_new(tmp_path: Path, crash: Callable[[Harness], None]) -> None:
-    """PROTOCOL 14: crash at every step of adding a device; the pool opens with either membership."""
+    """PROTOCOL 14: crash at every step of adding a device; the pool opens with either record."""
     for crash_at in itertools.count():
         directory = tmp_path / str(crash_at)
         directory.mkdir()

@@ -32,7 +32,7 @@ def payload(size: int, seed: int = 0) -> bytes:
 
 @pytest.fixture
 def pool(tmp_path: Path) -> hpstore.Pool:
-    made = hpstore.create(
+    return hpstore.create(
         [tmp_path / f"d{i}" for i in range(6)],
         data=4,
         parity=2,
@@ -40,7 +40,6 @@ def pool(tmp_path: Path) -> hpstore.Pool:
         unit_bytes=UNIT,
         settings=Settings(memory_bytes=32 * MIB, run_directory=str(tmp_path / "run")),
     )
-    return made
 
 
 STRIPE = 4 * UNIT
@@ -60,7 +59,7 @@ def test_every_size_round_trips(pool: hpstore.Pool, size: int) -> None:
         assert (info.size, info.losses_tolerated) == (size, 2)
         assert pool.get("k") == data
         for start, end in ((0, 1), (size // 3, 2 * size // 3), (size - 1, size), (0, size + 9)):
-            if 0 <= start:
+            if start >= 0:
                 assert pool.get("k", start, end) == data[start:end]
         buffer = bytearray(size + 3)
         assert pool.read_into("k", buffer) == size
@@ -251,7 +250,7 @@ def test_a_newer_format_is_refused(pool: hpstore.Pool, tmp_path: Path) -> None:
     pool.close()
     path = tmp_path / "d0" / "pool.json"
     path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(FormatTooNew, match="upgrade|reads up to"):
+    with pytest.raises(FormatTooNew, match=r"upgrade|reads up to"):
         hpstore.open(tmp_path / "pool.toml")
 
 

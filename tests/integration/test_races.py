@@ -160,7 +160,7 @@ def test_a_lock_taken_after_recycling_is_noticed(local_pool: hpstore.Pool) -> No
         device = next(iter(pool._store.view.devices.values()))
         assert isinstance(device, LocalDevice)
         original = device.open
-        calls = []
+        calls: list[str] = []
 
         def open_late(path: str) -> object:
             handle = original(path)
@@ -281,7 +281,7 @@ def test_an_object_that_never_stays_still_is_an_error_not_a_hang(tmp_path: Path)
     with harness.open() as pool:
         pool.put("k", OLD)
         with pool.reader("k") as reader:
-            calls = []
+            calls: list[int] = []
 
             def changed(*_: object) -> None:
                 calls.append(1)
