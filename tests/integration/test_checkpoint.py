@@ -304,6 +304,26 @@ def test_orphans_of_dead_saves_are_collected(pool: hpstore.Pool) -> None:
         assert attempt_lives(alive, 10**15)
 
 
+def test_garbage_collection_leaves_a_save_under_way_alone(
+    pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PROTOCOL 18: a collector that runs between segment and manifest removes neither."""
+    from hpstore.checkpoint import saving
+
+    original, removed = saving.require_safe, []
+
+    def collect_first(where: hpstore.Pool, key: str) -> int:
+        with Checkpointer(where, "run") as other:
+            removed.append(other.collect_garbage())
+        return original(where, key)
+
+    monkeypatch.setattr(saving, "require_safe", collect_first)
+    with pool, Checkpointer(pool, "run") as ckpt:
+        ckpt.save(1, {"x": torch.ones(90_000)}).result()
+        assert removed == [0]
+        assert ckpt.verify(1).ok
+
+
 def test_retention_never_drops_the_newest() -> None:
     """Pure: keep_last, keep_every, none."""
     assert steps_to_drop([1, 2, 3], keep_last=None, keep_every=1) == []
