@@ -70,9 +70,7 @@ class Bench:
     ) -> Pool:
         """Open the pool; `wrap` may put something round a device, by its URL."""
         config = find_config(self.toml)
-        return Pool(
-            config, opener=wrapping(config, wrap), threads=threads, read_only=read_only
-        )
+        return Pool(config, opener=wrapping(config, wrap), threads=threads, read_only=read_only)
 
     def files(self, key: str) -> list[Path]:
         """Files of an object on all devices."""
@@ -128,9 +126,9 @@ class Call:
     """A call on a thread of its own, so that a test can say that it ends in time."""
 
     def __init__(self, call: Callable[[], object]) -> None:
-        self._call, self._error, self._result = call, None, None
-        self._error: BaseException | None
-        self._result: object
+        self._call = call
+        self._error: BaseException | None = None
+        self._result: object = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 

@@ -249,6 +249,17 @@ def test_damage_is_found_by_verify_and_passed_over_by_restore(tmp_path: Path) ->
             ckpt.restore(state, step=2)
 
 
+def test_other_bytes_under_a_segments_key_are_noticed(pool: hpstore.Pool) -> None:
+    """Item hashes bind a manifest to its bytes, also when the stored object itself is intact."""
+    with pool, Checkpointer(pool, "run") as ckpt:
+        ckpt.save(1, {"x": torch.ones(9_000)}).result()
+        segment = ckpt.manifest(1).segments[0]
+        pool.put(segment.key, bytes(segment.size))
+        assert ckpt.verify(1).damaged
+        with pytest.raises(IntegrityError, match="hash"):
+            ckpt.restore({"x": torch.zeros(9_000)}, step=1)
+
+
 @pytest.mark.parametrize("power", [False, True])
 def test_a_commit_is_old_or_new_at_every_crash_point(tmp_path: Path, power: bool) -> None:
     """PROTOCOL 18, 19: crash before each device operation of a save, by process death and power

@@ -132,9 +132,14 @@ def test_close_wakes_and_refuses_all_who_wait() -> None:
 def test_a_lease_is_given_back_when_its_block_fails() -> None:
     """The context manager releases on every way out."""
     budget = ByteBudget(10)
-    with pytest.raises(KeyError), budget.lease(10):
-        assert budget.used_bytes == 10
-        raise KeyError
+
+    def work() -> None:
+        with budget.lease(10):
+            assert budget.used_bytes == 10
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        work()
     assert budget.used_bytes == 0
 
 

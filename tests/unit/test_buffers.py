@@ -11,7 +11,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from hpstore import buffers
 from hpstore.budget import ByteBudget
 from hpstore.buffers import BufferPool, aligned_array
 from hpstore.codec.galois import Bytes
@@ -53,7 +52,7 @@ def test_advice_that_the_kernel_refuses_is_no_error(
     monkeypatch: pytest.MonkeyPatch, nbytes: int
 ) -> None:
     """Huge pages and population make it faster; memory is given without them too."""
-    monkeypatch.setattr(buffers.mmap, "mmap", _NoAdvice)
+    monkeypatch.setattr(mmap, "mmap", _NoAdvice)
     array = aligned_array(nbytes, populate=True)
     assert array.shape == (nbytes,)
     assert not array.any()

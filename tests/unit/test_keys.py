@@ -95,7 +95,7 @@ def test_reserved_characters_come_back(part: str, folding: bool) -> None:
 
 def test_folding_never_maps_two_keys_together() -> None:
     """Names differ even after the filesystem lower-cases and normalises them."""
-    parts = ["a", "A", "%41", "%61", "ä", "Ä", "a\u0308", "A\u0308", "ß", "SS", "ss", "ſ", "K",
+    parts = ["a", "A", "%41", "%61", "ä", "Ä", "a\u0308", "A\u0308", "ß", "SS", "ss", "\u017f", "K",
              "\u212a", "k", "İ", "i̇", "@a", "@A", "%40a", "ﬁ", "fi"]  # fmt: skip
     names = [escape(part, folding=True) for part in parts]
     assert all(name.isascii() and name == name.casefold() for name in names)

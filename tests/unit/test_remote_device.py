@@ -1,0 +1,130 @@
+"""fsspec as a device: one whole PUT, no caches, little memory, errors told apart."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import tempfile
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from hpstore.buffers import aligned_array
+from hpstore.devices.base import Entry
+from hpstore.devices.remote import RemoteDevice
+from hpstore.errors import DeviceError, DeviceMissing
+from hpstore.testing import PAGE, all_files, fetch, pattern, store
+from hpstore.testing.device_contract import PATH
+from hpstore.units import MIB
+
+_NUMBERS = itertools.count(1)  # memory:// is one store for the whole process
+
+
+@pytest.fixture
+def device() -> Iterator[RemoteDevice]:
+    """An empty memory:// device of this test alone."""
+    yield RemoteDevice(f"memory://remote-{next(_NUMBERS)}/d")
+    fsspec.filesystem("memory").store.clear()
+
+
+@pytest.mark.parametrize("url", ["nosuch://bucket/x", "s3a-b-c://x"])
+def test_a_url_that_cannot_be_opened_is_a_missing_device(url: str) -> None:
+    """Unknown protocol or missing driver: DeviceMissing with the URL."""
+    with pytest.raises(DeviceMissing) as caught:
+        RemoteDevice(url)
+    assert url in str(caught.value)
+
+
+def test_another_writer_is_seen_at_once(device: RemoteDevice) -> None:
+    """Listing caches are off: what a second process put or removed shows in the next listing."""
+    assert device.entries("objects") == []
+    other = RemoteDevice(device.url)
+    store(other, "objects/a/@1", pattern(PAGE))
+    assert device.entries("objects") == [Entry("a", True)]
+    assert fetch(device, "objects/a/@1") == pattern(PAGE).tobytes()
+    other.delete("objects/a/@1")
+    assert all_files(device, "objects") == []
+
+
+class _Breaking(io.BytesIO):
+    """A column whose second part cannot be read."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if self.tell():
+            raise OSError(5, "Input/output error")
+        return super().read(size)
+
+
+def test_a_put_that_fails_leaves_no_object_and_no_part_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error in the middle: DeviceError, the old object is whole, the upload is given up."""
+    for name in ("d", "parts"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "parts"))
+    device = RemoteDevice(f"file://{tmp_path}/d")
+    store(device, PATH, pattern(PAGE, 1))
+    with pytest.raises(DeviceError, match="PUT failed"):
+        device.put_stream(PATH, _Breaking(bytes(16 * MIB)))
+    assert fetch(device, PATH) == pattern(PAGE, 1).tobytes()
+    assert all_files(device, "objects") == [PATH]
+    assert list((tmp_path / "parts").iterdir()) == []
+
+
+def test_errors_of_the_store_are_device_errors(
+    device: RemoteDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call: an OSError becomes a DeviceError, never "absent" and never an empty list."""
+    store(device, PATH, pattern(PAGE))
+    reader = device.open(PATH)
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    for name in ("info", "ls", "cat_file", "rm_file", "_open", "makedirs"):
+        monkeypatch.setattr(device._fs, name, fail, raising=False)
+    for call in (
+        lambda: device.open(PATH), lambda: device.entries("objects"), lambda: device.stamp(PATH),
+        lambda: device.delete(PATH), lambda: device.retire(PATH), lambda: device.quarantine(PATH),
+        lambda: device.write_small("pool.json", b"x"), lambda: device.read_small(PATH, PAGE),
+        lambda: reader.read_into(0, aligned_array(PAGE)), lambda: device.probe(write=True),
+        lambda: device.probe(write=False),
+    ):  # fmt: skip
+        with pytest.raises(DeviceError):
+            call()
+
+
+def test_a_store_that_returns_other_bytes_fails_its_probe(
+    device: RemoteDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Write, read back, compare."""
+    real = device._fs.cat_file
+    monkeypatch.setattr(device._fs, "cat_file", lambda *a, **k: real(*a, **k)[::-1])
+    with pytest.raises(DeviceError, match="other bytes"):
+        device.probe(write=True)
+
+
+def test_a_large_column_waits_for_its_put_on_disk(device: RemoteDevice) -> None:
+    """Above 64 MiB the spool is a file: creating and writing takes no such memory."""
+    tracemalloc.start()
+    try:
+        handle = device.create(200 * MIB)
+        handle.write(0, [aligned_array(MIB)])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        handle.abort()
+    assert peak < 80 * MIB
+
+
+def test_a_file_url_with_a_relative_part_stays_below_its_root(tmp_path: Path) -> None:
+    """Paths are joined to the root of the URL."""
+    (tmp_path / "d").mkdir()
+    device = RemoteDevice(f"file://{tmp_path}/d/")
+    store(device, PATH, pattern(PAGE))
+    assert (tmp_path / "d" / PATH).read_bytes() == pattern(PAGE).tobytes()
+    assert [p.name for p in tmp_path.iterdir()] == ["d"]
