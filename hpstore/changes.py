@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpstore.devices.base import Device
 from hpstore.errors import HpstoreError, MembershipError
@@ -210,6 +210,16 @@ def reconcile(store: Store, device_id: str, device: Device) -> Reconciled:
     return Reconciled(kept=kept, removed=removed, quarantined=quarantined)
 
 
+def readmit_member(store: Store, member: Member, device: Device) -> Reconciled:
+    """Reconcile an evicted device, then make it a member. The caller holds the change lock."""
+    device.probe(write=True)
+    found = reconcile(store, member.device_id, device)
+    back = replace(member, url=device.url, state=DeviceState.ONLINE)
+    record = with_member(store.view.record, back)
+    commit_record(store, record, {member.device_id: device}, force=False)
+    return found
+
+
 def judge_return(file: Found, newest: Layout | None) -> str:
     """keep, remove or quarantine one file of a returning device. Pure."""
     if newest is None:
@@ -240,4 +250,4 @@ def here_store(store: Store, view: View) -> Store:
 
 
 __all__ = ["Reconciled", "add_member", "drain_member", "endangered", "evict_member", "judge_return",
-           "lost_without", "reconcile", "set_state"]  # fmt: skip
+           "lost_without", "readmit_member", "reconcile", "set_state"]  # fmt: skip

@@ -13,6 +13,7 @@ from dataclasses import replace
 from hpstore.clock import Clock, SystemClock
 from hpstore.codec import choose_backend
 from hpstore.config import PoolConfig, load_config, save_config
+from hpstore.devices.base import Device
 from hpstore.errors import (
     ConfigError,
     DeviceReadOnly,
@@ -22,8 +23,11 @@ from hpstore.errors import (
 )
 from hpstore.locks import file_lock, key_lock_name
 from hpstore.membership import (
+    belongs,
     check_memory,
+    copied,
     find_member,
+    foreign,
     make_view,
     newest_record,
     open_members,
@@ -31,9 +35,9 @@ from hpstore.membership import (
 )
 from hpstore.objects.repair import repair_object
 from hpstore.objects.store import Store
-from hpstore.opening import Opener, device_opener, identify
+from hpstore.opening import OpenedDevice, Opener, device_opener, identify_all, prove
 from hpstore.rebuild import pay_debts
-from hpstore.records import Member
+from hpstore.records import Member, PoolRecord
 from hpstore.runtime import RepairQueue, make_scheduler, make_store, renew_after_fork
 
 _log = logging.getLogger(__name__)
@@ -57,9 +61,13 @@ class PoolHandle:
         self._options = (threads, erasure_backend)
         clock = clock or SystemClock()
         scheduler = make_scheduler(config.settings, threads=threads)
-        opened = open_members(config, self._opener, scheduler, read_only=read_only)
-        record = opened.view.record
-        check_memory(config, record.data + record.parity, record.unit_bytes)
+        try:
+            opened = open_members(config, self._opener, scheduler, read_only=read_only)
+            record = opened.view.record
+            check_memory(config, record.data + record.parity, record.unit_bytes)
+        except BaseException:
+            scheduler.close(0.1)
+            raise
         self._problems = dict(opened.problems)
         self._store: Store = make_store(
             opened.view, config.settings, choose_backend(erasure_backend), clock, scheduler,
@@ -81,34 +89,73 @@ class PoolHandle:
             save_config(self.config)
 
     def refresh(self) -> None:
-        """Read the membership anew: newest record, devices that came or went."""
+        """Read the membership anew: newest record, devices that came, left or came back.
+
+        A device that hangs costs the open deadline.
+        """
         with self._renew:
-            record = newest_record(self._store)
-            view = self._store.view
-            here = {d.url for d in view.devices.values()}
+            store, view = self._store, self._store.view
+            record = newest_record(store)
             if self.config.path.exists():
-                self.config = replace(
-                    self.config, devices=load_config(self.config.path).devices
-                )  # fmt: skip
+                known = load_config(self.config.path).devices
+                self.config = replace(self.config, devices=known)
             wanted = {m.device_id for m in record.members}
-            found = []
-            for url in self.config.devices:
-                if any(same_place(url, known) for known in here) or wanted <= set(view.devices):
-                    continue
-                try:
-                    found.append(identify(url, self._opener, read_only=self.read_only))
-                except (HpstoreError, OSError) as error:
-                    self._problems[url] = str(error)
-                else:
-                    self._problems.pop(url, None)
-            fresh = make_view(record, found, self._problems)
-            kept = {d: device for d, device in view.devices.items() if d in wanted}
-            self._store.view = replace(
+            answers = store.each(view.devices, store.generation_on)
+            silent = {d for d, answer in answers.items() if isinstance(answer, Exception)}
+            kept = {d: x for d, x in view.devices.items() if d in wanted and d not in silent}
+            fresh = self._open_others(record, kept) if wanted - kept.keys() else {}
+            quiet = {d: view.devices[d] for d in (silent & wanted) - fresh.keys()}
+            store.view = replace(
                 view,
                 record=record,
-                devices={**fresh.devices, **kept},
+                devices={**kept, **fresh, **quiet},
                 sitting_out=view.sitting_out & wanted,
             )
+            for device_id in view.devices.keys() - kept.keys() - quiet.keys():
+                store.scheduler.forget(device_id, view.devices[device_id].close)
+
+    def _open_others(self, record: PoolRecord, kept: dict[str, Device]) -> dict[str, Device]:
+        """Try the places in the settings that are not open, or do not answer any more."""
+        here = {same_form(device.url) for device in kept.values()}
+        urls = [url for url in self.config.devices if same_form(url) not in here]
+        scheduler, settings = self._store.scheduler, self.config.settings
+        deadline = settings.open_deadline_seconds
+        opened, failed = identify_all(urls, self._opener, scheduler, deadline)
+        problems = {url: str(error) for url, error in failed.items()}
+        for url, found in list(opened.items()):
+            ours = belongs(found, record.pool_id)
+            if ours and found.identity.device_id not in kept:
+                continue
+            problems[url] = copied(url) if ours else foreign(url)
+            opened.pop(url).device.close()
+        broken = prove(opened, scheduler, write=not self.read_only, deadline_seconds=deadline)
+        for url, error in broken.items():
+            problems[url] = str(error)
+            opened.pop(url)
+        devices = make_view(record, opened.values(), problems).devices
+        self._problems = problems
+        return dict(devices)
+
+    def _find_device(self, member: Member) -> OpenedDevice:
+        """Open a device that is no member now, where it was or anywhere in the settings."""
+        urls = {member.url, *self.config.devices} - {
+            device.url for device in self._store.view.devices.values()
+        }
+        scheduler, deadline = self._store.scheduler, self.config.settings.open_deadline_seconds
+        opened, failed = identify_all(sorted(urls), self._opener, scheduler, deadline)
+        found = None
+        for other in opened.values():
+            if found is None and other.identity.device_id == member.device_id:
+                found = other
+            else:
+                other.device.close()
+        if found is None:
+            reason = failed.get(member.url, f"{member.url} holds another device now (wiped?)")
+            raise MembershipError(
+                f"device {member.device_id[:8]} does not answer: {reason}. A wiped one is added as "
+                "a new device."
+            )
+        return found
 
     def _member(self, device: str) -> Member:
         record, devices = self._store.view.record, self._store.view.devices
@@ -205,10 +252,9 @@ class PoolHandle:
             device.close()
 
 
-def same_place(left: str, right: str) -> bool:
-    if "://" in left or "://" in right:
-        return left == right
-    return os.path.abspath(left) == os.path.abspath(right)
+def same_form(url: str) -> str:
+    """A URL as it is, a path made absolute: equal for equal places."""
+    return url if "://" in url else os.path.abspath(url)
 
 
 def _forget_at_fork(pool: PoolHandle) -> None:
@@ -222,4 +268,4 @@ def _forget_at_fork(pool: PoolHandle) -> None:
     os.register_at_fork(after_in_child=renew)
 
 
-__all__ = ["PoolHandle", "same_place"]
+__all__ = ["PoolHandle", "same_form"]

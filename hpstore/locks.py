@@ -45,6 +45,7 @@ def file_lock(
                 clock.wait(_POLL_SECONDS)
         yield
     finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)  # for copies that forks have left, too
         os.close(fd)
 
 

@@ -28,7 +28,7 @@ from hpstore.errors import (
 )
 from hpstore.geometry import check_unit_bytes, check_width
 from hpstore.objects.store import Store, View
-from hpstore.opening import OpenedDevice, Opener, claim, identify_all, make_place
+from hpstore.opening import OpenedDevice, Opener, claim, identify_all, make_place, prove
 from hpstore.placement import tolerated_domains
 from hpstore.records import (
     IDENTITY_FILE,
@@ -150,25 +150,46 @@ def open_members(
 
     Raises TooFewDevices that names what is missing and why.
     """
-    opened, failed = identify_all(
-        {url: url for url in config.devices}, opener, scheduler, read_only=read_only,
-        deadline_seconds=config.settings.open_deadline_seconds,
-    )  # fmt: skip
+    deadline = config.settings.open_deadline_seconds
+    opened, failed = identify_all(config.devices, opener, scheduler, deadline)
     problems = {url: str(error) for url, error in failed.items()}
-    records = [o.record for o in opened.values() if o.record is not None]
-    if not records:
+    try:
+        view = _choose_view(config, opened, problems, scheduler, read_only=read_only)
+    except BaseException:
+        for found in opened.values():
+            found.device.close()
+        raise
+    for problem in problems.values():
+        _log.warning("pool %s opens without a device: %s", config.name, problem)
+    return Opened(view=view, problems=problems)
+
+
+def _choose_view(
+    config: PoolConfig, opened: dict[str, OpenedDevice], problems: dict[str, str],
+    scheduler: Scheduler, *, read_only: bool,
+) -> View:  # fmt: skip
+    """The view of the newest record, from devices of one pool that prove to work."""
+    if not any(o.record is not None for o in opened.values()):
         raise TooFewDevices(
             f"pool {config.name!r} ({config.path}): no device answers with a membership record. "
             + _reasons(problems)
         )
     pool_id = _majority_pool(opened)
     for url, found in list(opened.items()):
-        if found.identity.pool_id != pool_id or (
-            found.record is not None and found.record.pool_id != pool_id
-        ):
-            problems[url] = str(DeviceForeign(f"device {url} belongs to another pool"))
+        if not belongs(found, pool_id):
+            problems[url] = foreign(url)
             opened.pop(url).device.close()
-    record = max((o.record for o in opened.values() if o.record is not None), key=_order)
+    failed = prove(
+        opened, scheduler, write=not read_only,
+        deadline_seconds=config.settings.open_deadline_seconds,
+    )  # fmt: skip
+    for url, error in failed.items():
+        problems[url] = str(error)
+        opened.pop(url)
+    records = [o.record for o in opened.values() if o.record is not None]
+    if not records:
+        raise TooFewDevices(f"pool {config.name!r}: no device works. " + _reasons(problems))
+    record = max(records, key=_order)
     view = make_view(record, opened.values(), problems)
     answering, needed = len(view.devices), len(record.members) - record.parity
     if answering < needed:
@@ -177,9 +198,23 @@ def open_members(
             f"{needed} are needed to open it. Nothing is lost by waiting; bring devices back. "
             + _reasons(problems)
         )
-    for problem in problems.values():
-        _log.warning("pool %s opens without a device: %s", config.name, problem)
-    return Opened(view=view, problems=problems)
+    return view
+
+
+def belongs(found: OpenedDevice, pool_id: str) -> bool:
+    """Whether a device is of this pool, by its identity and its record."""
+    record = found.record
+    return found.identity.pool_id == pool_id and (record is None or record.pool_id == pool_id)
+
+
+def copied(url: str) -> str:
+    """What is wrong with a device whose identity another one has already."""
+    return f"device {url} carries the identity of another device: a copied disk? It is not used."
+
+
+def foreign(url: str) -> str:
+    """What is wrong with a device that does not belong."""
+    return str(DeviceForeign(f"device {url} belongs to another pool; nothing was written there"))
 
 
 def _order(record: PoolRecord) -> tuple[int, str]:
@@ -197,7 +232,7 @@ def _majority_pool(opened: Mapping[str, OpenedDevice]) -> str:
 
 
 def make_view(record: PoolRecord, opened: Iterable[OpenedDevice], problems: dict[str, str]) -> View:
-    """Members that answered; two devices with one identity are a copied disk and both refused."""
+    """Members that answered. Of two devices with one identity, a copied disk, the first is used."""
     devices: dict[str, Device] = {}
     for found in opened:
         device_id = found.identity.device_id
@@ -205,10 +240,7 @@ def make_view(record: PoolRecord, opened: Iterable[OpenedDevice], problems: dict
             found.device.close()
             continue
         if device_id in devices:
-            problems[found.device.url] = (
-                f"device {found.device.url} carries the identity of {devices[device_id].url}: a "
-                "copied disk? It is not used."
-            )
+            problems[found.device.url] = copied(found.device.url)
             found.device.close()
             continue
         devices[device_id] = found.device
@@ -342,6 +374,6 @@ def find_member(record: PoolRecord, devices: Mapping[str, Device], wanted: str) 
     return found[0]
 
 
-__all__ = ["Opened", "check_memory", "commit_record", "create_members", "domain_warning",
-           "find_member", "make_view", "newest_record", "open_members", "roll_forward",
-           "with_member", "with_state", "without_member"]  # fmt: skip
+__all__ = ["Opened", "belongs", "check_memory", "commit_record", "copied", "create_members",
+           "domain_warning", "find_member", "foreign", "make_view", "newest_record", "open_members",
+           "roll_forward", "with_member", "with_state", "without_member"]  # fmt: skip

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from hpstore.config import Settings
 from hpstore.devices.base import DIRECTORIES, Device
@@ -16,13 +17,13 @@ from hpstore.errors import (
     DeviceInUse,
     DeviceMissing,
     DeviceTimeout,
-    FormatTooNew,
     IntegrityError,
 )
 from hpstore.records import IDENTITY_FILE, MAX_RECORD_BYTES, POOL_FILE, Identity, PoolRecord
 from hpstore.scheduler import Scheduler
 from hpstore.units import GIB
 
+T = TypeVar("T")
 Opener = Callable[[str], Device]
 
 
@@ -55,19 +56,26 @@ def device_opener(settings: Settings) -> Opener:
     return open_url
 
 
-def identify(url: str, opener: Opener, *, read_only: bool) -> OpenedDevice:
-    """Open a formatted device and prove that it works.
+def identify(url: str, opener: Opener) -> OpenedDevice:
+    """Open a formatted device and read what it says; nothing is written, see prove().
 
     Raises DeviceMissing when nothing of ours is there (not mounted, wiped), IntegrityError or
-    FormatTooNew for a record that cannot be used, DeviceError when the probe fails.
+    FormatTooNew for a record that cannot be used.
     """
     device = opener(url)
+    try:
+        return _identify(url, device)
+    except BaseException:
+        device.close()
+        raise
+
+
+def _identify(url: str, device: Device) -> OpenedDevice:
     try:
         identity = Identity.decode(
             device.read_small(IDENTITY_FILE, MAX_RECORD_BYTES), where=f"{url}/{IDENTITY_FILE}"
         )
     except FileNotFoundError as error:
-        device.close()
         raise DeviceMissing(
             f"device {url} has no {IDENTITY_FILE}: not mounted, wiped, or never part of a pool. "
             "Nothing was written there.",
@@ -79,33 +87,63 @@ def identify(url: str, opener: Opener, *, read_only: bool) -> OpenedDevice:
         )
     except (FileNotFoundError, IntegrityError):
         record = None  # the other devices know; this one is brought up to date
-    device.probe(write=not read_only)
     return OpenedDevice(device=device, identity=identity, record=record)
 
 
 def identify_all(
-    urls: Mapping[str, str], opener: Opener, scheduler: Scheduler, *, read_only: bool,
-    deadline_seconds: float,
-) -> tuple[dict[str, OpenedDevice], dict[str, Exception]]:  # fmt: skip
+    urls: Iterable[str], opener: Opener, scheduler: Scheduler, deadline_seconds: float
+) -> tuple[dict[str, OpenedDevice], dict[str, Exception]]:
     """Identify devices side by side; those that answered and what went wrong, both by URL.
 
-    A device that hangs costs the deadline once, not its neighbours' time.
+    A device that hangs costs the deadline once, not its neighbours' time. Raises FormatTooNew.
     """
-    results = scheduler.gather(
-        {url: lambda u=url: identify(u, opener, read_only=read_only) for url in urls},  # type: ignore[misc]
-        deadline_seconds,
-    )
-    opened, failed = {}, {}
-    for url, result in results.items():
-        if isinstance(result, Exception):
-            failed[url] = result
-            if isinstance(result, FormatTooNew):
-                raise result
-            if not isinstance(result, (DeviceTimeout, DeviceError, IntegrityError, ConfigError)):
-                raise result
-        else:
+    calls = {url: (lambda u=url: identify(u, opener)) for url in urls}
+    opened: dict[str, OpenedDevice] = {}
+    failed: dict[str, Exception] = {}
+    fatal: Exception | None = None
+    for url, result in _side_by_side(scheduler, calls, deadline_seconds).items():
+        if not isinstance(result, Exception):
             opened[url] = result
+            continue
+        failed[url] = result
+        if not isinstance(result, (DeviceError, IntegrityError, ConfigError)):
+            fatal = result
+    if fatal is not None:
+        for found in opened.values():
+            found.device.close()
+        raise fatal
     return opened, failed
+
+
+def prove(
+    opened: Mapping[str, OpenedDevice], scheduler: Scheduler, *, write: bool,
+    deadline_seconds: float,
+) -> dict[str, Exception]:  # fmt: skip
+    """Probe devices of this pool side by side: write, sync, read back. What failed, by URL.
+
+    Those that failed are closed, unless they hang.
+    """
+    calls = {url: (lambda o=o: o.device.probe(write=write)) for url, o in opened.items()}
+    results = _side_by_side(scheduler, calls, deadline_seconds)
+    failed = {url: result for url, result in results.items() if isinstance(result, Exception)}
+    for url, error in failed.items():
+        if not isinstance(error, DeviceTimeout):  # else a call that hangs may still use it
+            opened[url].device.close()
+    return failed
+
+
+def _side_by_side(
+    scheduler: Scheduler, calls: Mapping[str, Callable[[], T]], deadline_seconds: float
+) -> dict[str, T | Exception]:
+    """Run calls by URL on lanes that are given up afterwards: members get lanes by device id."""
+    results = scheduler.gather(calls, deadline_seconds)
+    for url in calls:
+        scheduler.forget(url, _nothing)
+    return results
+
+
+def _nothing() -> None:
+    """Nothing is to be done when such a lane ends."""
 
 
 def claim(device: Device, identity: Identity) -> None:
@@ -167,4 +205,4 @@ def below_reserve(device: Device) -> bool:
 
 
 __all__ = ["OpenedDevice", "Opener", "below_reserve", "claim", "device_opener", "identify",
-           "identify_all", "make_place", "shares_filesystem"]  # fmt: skip
+           "identify_all", "make_place", "prove", "shares_filesystem"]  # fmt: skip

@@ -21,14 +21,12 @@ from hpstore.errors import (
     ObjectNotFound,
     TooManyErasures,
 )
-from hpstore.handle import PoolHandle, same_place
+from hpstore.handle import PoolHandle, same_form
 from hpstore.header import encode_metadata
 from hpstore.keys import check_key
 from hpstore.membership import (
-    commit_record,
     create_members,
     domain_warning,
-    with_member,
 )
 from hpstore.objects.catalog import live_layout, walk
 from hpstore.objects.info import ObjectInfo, object_info
@@ -37,7 +35,7 @@ from hpstore.objects.repair import repair_object
 from hpstore.objects.source import as_source
 from hpstore.objects.store import Store
 from hpstore.objects.write import delete_object, put_object
-from hpstore.opening import device_opener, identify, make_place
+from hpstore.opening import device_opener, make_place
 from hpstore.rebuild import (
     Progress,
     ProgressCallback,
@@ -249,13 +247,15 @@ class Pool(PoolHandle):
         self._writable()
         with self._change():
             make_place(url, self.config.settings)
-            if not any(same_place(url, known) for known in self.config.devices):
-                place = url if "://" in url else os.path.abspath(url)
+            place = same_form(url)
+            if place not in map(same_form, self.config.devices):
                 self.config = replace(self.config, devices=(*self.config.devices, place))
                 self._save_config()
-            member = changes.add_member(
-                self._store, self._opener(url), url, domain, force=force
-            )  # fmt: skip
+            fresh = self._opener(url)
+            try:
+                member = changes.add_member(self._store, fresh, url, domain, force=force)
+            finally:
+                fresh.close()
             self.refresh()
             return member.device_id
 
@@ -314,20 +314,11 @@ class Pool(PoolHandle):
                 changes.set_state(self._store, member.device_id, DeviceState.ONLINE)
                 self.refresh()
                 return None
-            opened = identify(member.url, self._opener, read_only=False)
-            if opened.identity.device_id != member.device_id:
-                raise MembershipError(
-                    f"{member.url} holds another device now (wiped?); add it as a new one"
-                )
-            found = changes.reconcile(self._store, member.device_id, opened.device)
-            back = replace(member, state=DeviceState.ONLINE)
-            commit_record(
-                self._store,
-                with_member(self._store.view.record, back),
-                {member.device_id: opened.device},
-                force=False,
-            )
-            opened.device.close()
+            back = self._find_device(member).device
+            try:
+                found = changes.readmit_member(self._store, member, back)
+            finally:
+                back.close()
             self.refresh()
             return found
 

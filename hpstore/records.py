@@ -39,12 +39,12 @@ def unseal(data: bytes, *, where: str) -> Json:
     if not isinstance(body, dict):
         raise IntegrityError(f"{where}: not a record")
     digest = body.pop("digest", None)
-    version = body.get("format")
-    if isinstance(version, int) and version > FORMAT:
-        raise FormatTooNew(f"{where}: record format {version}, this hpstore reads up to {FORMAT}")
     text = json.dumps(body, sort_keys=True, ensure_ascii=False)
     if digest != digest128(text.encode()).hex():
         raise IntegrityError(f"{where}: record does not match its digest")
+    version = body.get("format")
+    if isinstance(version, int) and version > FORMAT:
+        raise FormatTooNew(f"{where}: record format {version}, this hpstore reads up to {FORMAT}")
     return body
 
 

@@ -21,6 +21,7 @@ def make_scheduler(settings: Settings, *, threads: bool) -> Scheduler:
         queue_depth=settings.queue_depth,
         compute_threads=settings.compute_threads,
         threads=threads,
+        stuck_seconds=settings.device_deadline_seconds,
     )
 
 

@@ -30,24 +30,43 @@ class _Lane:
         self.device = device
         self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self.pending = 0
-        self.lock = threading.Lock()  # guards pending
+        self.busy_since: dict[int, float] = {}  # worker -> when its call began
+        self.alive = workers
+        self.at_end: Callable[[], None] | None = None  # run by the last worker that stops
+        self.lock = threading.Lock()  # guards all of the above
         self.threads = [
-            threading.Thread(target=self._work, name=f"hpstore-{device[:8]}-{i}", daemon=True)
+            threading.Thread(
+                target=self._work, args=(i,), name=f"hpstore-{device[:8]}-{i}", daemon=True
+            )
             for i in range(workers)
         ]
         for thread in self.threads:
             thread.start()
 
-    def _work(self) -> None:
+    def _work(self, worker: int) -> None:
         while (job := self.jobs.get()) is not None:
             future, call = job
+            self.busy_since[worker] = time.monotonic()
             try:
                 if future.set_running_or_notify_cancel():
                     _run(future, call)
             finally:
                 with self.lock:
+                    self.busy_since.pop(worker)
                     self.pending -= 1
             del job, future, call  # an idle worker must not keep buffers alive
+        with self.lock:
+            self.alive -= 1
+            last = self.at_end if self.alive == 0 else None
+        if last is not None:
+            last()
+
+    def stuck_seconds(self) -> float:
+        """How long all workers have been in their calls; 0 while one is free."""
+        with self.lock:
+            if len(self.busy_since) < len(self.threads):
+                return 0.0
+            return time.monotonic() - max(self.busy_since.values())
 
 
 def _run(future: Future[object], call: Callable[[], object]) -> None:
@@ -62,13 +81,18 @@ def _run(future: Future[object], call: Callable[[], object]) -> None:
 class Scheduler:
     """Runs device calls on lanes and pure work on a compute pool.
 
+    A lane whose workers have all been in one call for `stuck_seconds` refuses further ones at once
+    with DeviceTimeout, so that a hung device costs its deadline a few times, not at every call.
+
     With `threads=False` every call runs at once on the caller's thread: tests that count
     operations are then deterministic.
     """
 
     def __init__(
-        self, *, workers_per_device: int, queue_depth: int, compute_threads: int, threads: bool
-    ) -> None:
+        self, *, workers_per_device: int, queue_depth: int, compute_threads: int, threads: bool,
+        stuck_seconds: float = 30.0,
+    ) -> None:  # fmt: skip
+        self._stuck_seconds = stuck_seconds
         self._workers, self._depth = workers_per_device, queue_depth
         self._compute_threads, self._threads = compute_threads, threads
         self._lanes: dict[str, _Lane] = {}
@@ -91,6 +115,12 @@ class Scheduler:
                 future.set_exception(error)
             return future
         lane = self._lane(device)
+        stuck = lane.stuck_seconds()
+        if stuck > self._stuck_seconds:
+            future.set_exception(
+                DeviceTimeout(f"device {device} has not answered for {stuck:.0f} s", device=device)
+            )
+            return future
         with lane.lock:
             full = lane.pending >= self._depth
             if not full:
@@ -143,13 +173,19 @@ class Scheduler:
         lane = self._lanes.get(device)
         return 0 if lane is None else lane.pending
 
-    def forget(self, device: str) -> None:
-        """Drop the lane of a device that left; its hung threads die with the process."""
+    def forget(self, device: str, at_end: Callable[[], None]) -> None:
+        """Drop the lane of a device that left; `at_end` runs when no call uses it any more.
+
+        Hung threads die with the process, and `at_end` is then never run.
+        """
         with self._lock:
             lane = self._lanes.pop(device, None)
-        if lane is not None:
-            for _ in lane.threads:
-                lane.jobs.put(None)
+        if lane is None:
+            at_end()
+            return
+        lane.at_end = at_end
+        for _ in lane.threads:
+            lane.jobs.put(None)
 
     def close(self, limit_seconds: float = 5.0) -> None:
         """Stop the workers; a thread hung on a device is left behind after the limit, logged."""

@@ -28,9 +28,10 @@ from hpstore.devices.base import (
     raise_device_error,
 )
 from hpstore.devices.direct import statx_alignment
-from hpstore.devices.local_io import LocalReader, LocalWriter, gone
+from hpstore.devices.local_io import LocalReader, LocalWriter, gone, unlock_and_close
 from hpstore.errors import DeviceError, DeviceMissing
 from hpstore.geometry import ALIGNMENT_BYTES
+from hpstore.keys import OBJECTS
 
 _log = logging.getLogger(__name__)
 _PUBLISH_TRIES = 16
@@ -60,17 +61,21 @@ class LocalDevice:
         self._recycle_bytes = recycle_bytes
         self.memory_alignment = ALIGNMENT_BYTES if direct else 1
         self._durable: dict[str, int] = {}  # directory -> inode whose name is known to be durable
-        self._pid = 0
-        self._root = -1
+        self._roots: dict[int, int] = {}  # process id -> root descriptor; see root_fd
         self._identity: tuple[int, int] | None = None
         self.root_fd()
 
     # --- the root ---------------------------------------------------------------------------
 
     def root_fd(self) -> int:
-        """The root descriptor of this process."""
-        if self._pid == os.getpid():
-            return self._root
+        """The root descriptor of this process; a forked child opens its own at first use.
+
+        No lock, since one could be held at the fork: threads that open at the same time agree on
+        one descriptor by an atomic setdefault.
+        """
+        known = self._roots.get(os.getpid())
+        if known is not None:
+            return known
         try:
             fd = os.open(self.url, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
@@ -85,11 +90,11 @@ class LocalDevice:
                 f"device {self.url} is another directory than before the fork: was it unmounted?",
                 device=self.url,
             )
-        if self._pid and self._root >= 0:
-            with contextlib.suppress(OSError):
-                os.close(self._root)  # the copy that the fork left; the parent keeps its own
-        self._root, self._pid, self._identity = fd, os.getpid(), found
-        return fd
+        self._identity = found
+        winner = self._roots.setdefault(os.getpid(), fd)
+        if winner != fd:
+            os.close(fd)
+        return winner
 
     @contextlib.contextmanager
     def _guard(self, operation: str, *, absent_is_gone: bool = False) -> Iterator[int]:
@@ -274,14 +279,25 @@ class LocalDevice:
 
     def _scan(self, path: str) -> list[Entry]:
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self.root_fd())
+            fd = os.open(
+                path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self.root_fd()
+            )
         except (FileNotFoundError, NotADirectoryError):
+            if path.startswith(OBJECTS):
+                self._require_objects()
             return []
         try:
             with os.scandir(fd) as entries:
                 return [Entry(e.name, e.is_dir(follow_symlinks=False)) for e in entries]
         finally:
             os.close(fd)
+
+    def _require_objects(self) -> None:
+        """A directory may be absent, but not the one that holds them all (half-way through rm)."""
+        try:
+            os.stat(OBJECTS, dir_fd=self.root_fd())
+        except FileNotFoundError as error:
+            raise gone(self.url, "list") from error
 
     def stamp(self, path: str) -> Stamp | None:
         with self._guard(f"stat of {path}") as root:
@@ -328,7 +344,7 @@ class LocalDevice:
             except FileNotFoundError:
                 return
             finally:
-                os.close(fd)
+                unlock_and_close(fd)
             self._prune(path)
 
     def _may_recycle(self, root: int, fd: int, size: int) -> bool:
@@ -369,7 +385,7 @@ class LocalDevice:
                 except (BlockingIOError, FileNotFoundError):
                     pass  # a living writer's
                 finally:
-                    os.close(fd)
+                    unlock_and_close(fd)
             return removed
 
     # --- reading ----------------------------------------------------------------------------
@@ -471,9 +487,9 @@ class LocalDevice:
         return other.st_ino == os.stat(name, dir_fd=root).st_ino
 
     def close(self) -> None:
-        if self._pid == os.getpid() and self._root >= 0:
-            os.close(self._root)
-        self._root, self._pid = -1, 0
+        fd = self._roots.pop(os.getpid(), -1)
+        if fd >= 0:
+            os.close(fd)
 
 
 __all__ = ["LocalDevice"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -37,6 +38,16 @@ def gone(url: str, operation: str) -> DeviceMissing:
         f"{operation} failed on device {url}: its directories are gone (deleted or wiped?)",
         device=url,
     )
+
+
+def unlock_and_close(fd: int) -> None:
+    """Release the lock for all copies of a descriptor that forks have left, then close ours."""
+    if fd < 0:
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    finally:
+        os.close(fd)
 
 
 class LocalWriter:
@@ -74,13 +85,14 @@ class LocalWriter:
         self._call("fdatasync", lambda: os.fdatasync(self._file))
 
     def publish(self, path: str) -> None:
+        # unlocked first: a forked child holds a copy of the descriptor, and with it the lock
+        self._call("unlock", lambda: fcntl.flock(self._file, fcntl.LOCK_UN))
         self._call("rename", lambda: self._device.rename_into_place(self._name, path))
         self._close()
 
     def _close(self) -> None:
         fd, self._file = self._file, -1
-        if fd >= 0:
-            os.close(fd)
+        unlock_and_close(fd)
 
     def abort(self) -> None:
         if self._file < 0:
@@ -114,8 +126,7 @@ class LocalReader:
 
     def close(self) -> None:
         fd, self._file = self._file, -1
-        if fd >= 0:
-            os.close(fd)
+        unlock_and_close(fd)
 
 
 def aligned_copy(buffer: Bytes) -> Bytes:
@@ -124,4 +135,4 @@ def aligned_copy(buffer: Bytes) -> Bytes:
     return copy
 
 
-__all__ = ["LocalReader", "LocalWriter", "aligned_copy", "gone"]
+__all__ = ["LocalReader", "LocalWriter", "aligned_copy", "gone", "unlock_and_close"]

@@ -25,17 +25,18 @@ class Catalog:
 def walk(store: Store, prefix: str = "") -> Catalog:
     """List all keys that begin with `prefix`, with their files on every device."""
 
-    def look(device_id: str, device: Device) -> list[tuple[str, Found]]:
-        store.generation_on(device_id, device)
-        return list(_walk_device(device_id, device, prefix))
-
     devices = store.view.devices
+    answers = store.each(devices, store.generation_on)  # so that a hung one costs its deadline only
+    silent = {d for d, answer in answers.items() if isinstance(answer, Exception)}
     results = store.scheduler.gather(
-        {d: lambda d=d: look(d, devices[d]) for d in devices},  # type: ignore[misc]
+        {
+            d: lambda d=d: list(_walk_device(d, devices[d], prefix))  # type: ignore[misc]
+            for d in devices
+            if d not in silent
+        },
         WALK_SECONDS,
     )
     files: defaultdict[str, list[Found]] = defaultdict(list)
-    silent = set()
     for device_id, found in results.items():
         if isinstance(found, Exception):
             silent.add(device_id)

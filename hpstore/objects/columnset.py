@@ -36,6 +36,7 @@ class ColumnWriter:
         self.table = np.zeros(header.geometry.block_count, np.uint64)
         self.failed: Exception | None = None
         self.published = False
+        self.flying: list[Future[None]] = []  # calls that may still use the handle
         self._handle: WriteHandle | None = None
 
     @property
@@ -73,8 +74,11 @@ class ColumnWriter:
         self.published = True
 
     def abort(self) -> None:
-        """Drop the file unless it was published."""
-        if self._handle is not None and not self.published:
+        """Drop the file unless it was published, once no call can be using its descriptor."""
+        late = [future for future in self.flying if not future.done()]
+        if late:
+            late[0].add_done_callback(lambda _: self.abort())
+        elif self._handle is not None and not self.published:
             self._handle.abort()
 
 
@@ -105,10 +109,12 @@ class ColumnSet:
         self, call: Callable[[ColumnWriter], Callable[[], None]]
     ) -> dict[int, Future[None]]:  # fmt: skip
         """Start `call(column)` on the lane of every column that is alive."""
-        return {
-            column.header.column: self._store.scheduler.submit(column.device_id, call(column))
-            for column in self.alive()
-        }
+        futures = {}
+        for column in self.alive():
+            future = self._store.scheduler.submit(column.device_id, call(column))
+            column.flying = [f for f in column.flying if not f.done()] + [future]
+            futures[column.header.column] = future
+        return futures
 
     def settle(self, futures: Mapping[int, Future[None]]) -> None:
         """Wait for calls; note failures, drop the straggler that its peers leave far behind."""
@@ -134,8 +140,7 @@ class ColumnSet:
     def _note(self, number: int, future: Future[None], seconds: float) -> None:
         column = self.columns[number]
         if not future.done():
-            if not future.cancel():
-                future.add_done_callback(lambda _: column.abort())  # when it answers at last
+            future.cancel()
             self.fail(column, DeviceTimeout(
                 f"device {column.device.url} is {seconds:.1f} s behind its peers in a write of "
                 f"{column.header.key!r}; the column is left out", device=column.device_id,
@@ -175,8 +180,7 @@ class ColumnSet:
         with self._lock:
             late = self._decided or column.failed is not None
         if late:
-            column.abort()
-            return
+            return  # abandon() drops the file
         self.check_generation(column)
         column.publish()
 
@@ -205,8 +209,7 @@ class ColumnSet:
         with self._lock:
             self._decided = True
         for column in self.columns.values():
-            if not isinstance(column.failed, DeviceTimeout):
-                column.abort()
+            column.abort()
         if not remove_published:
             return
 

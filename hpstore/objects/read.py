@@ -219,9 +219,7 @@ class ObjectReader:
         """Column bytes [low, high) of columns `wanted`, from k others; release() it when done."""
         while True:
             plan = self._plan(
-                lambda usable: plan_rebuild(
-                    self.header.geometry, low, high, usable - set(wanted), wanted
-                )
+                lambda usable: plan_rebuild(self.header.geometry, low, high, usable, wanted)
             )
             flight = self._launch(plan, block=True)
             assert flight is not None  # it waited

@@ -157,7 +157,7 @@ class _Repairer:
         urgent = [c for c in missing if c not in waiting]
         action, columns = Action.WAITING if waiting else Action.NOTHING, 0
         if urgent:
-            action, columns = self._heal(urgent, staying)
+            action, columns, staying = self._heal(urgent, staying)
         elif not waiting and self._wider() is not None:
             action, columns = self._relay()
         if action in (Action.NOTHING, Action.REBUILT) and not waiting:
@@ -168,14 +168,12 @@ class _Repairer:
             columns=columns,
             damaged=damaged,
             bytes=self._geometry.size,
-            losses_tolerated=self._tolerated(action, len(staying), columns),
+            losses_tolerated=(
+                self._geometry.parity
+                if action is Action.RELAID
+                else max(0, len(staying) - self._geometry.data)
+            ),
         )
-
-    def _tolerated(self, action: Action, staying: int, columns: int) -> int:
-        if action is Action.RELAID:
-            return self._geometry.parity
-        alive = staying + (columns if action is Action.REBUILT else 0)
-        return max(0, alive - self._geometry.data)
 
     def _verify(self) -> None:
         for column in sorted(self._reader.columns):
@@ -207,12 +205,17 @@ class _Repairer:
         return [c for c in missing if devices[c] in self._survey.unknown and devices[c] in
                 self._states]  # fmt: skip
 
-    def _heal(self, urgent: list[int], staying: dict[int, str]) -> tuple[Action, int]:
-        """Rebuild onto devices outside the stripe, or lay out anew when there are too few."""
+    def _heal(
+        self, urgent: list[int], staying: dict[int, str]
+    ) -> tuple[Action, int, dict[int, str]]:
+        """Rebuild onto devices outside the stripe, or lay out anew when there are too few.
+
+        Returns what was done, columns written, and where the columns are now.
+        """
         held = set(staying.values())
         candidates = self._store.candidates(exclude=held | self._exclude)
         if len(candidates) < len(urgent):
-            return self._relay()
+            return (*self._relay(), staying)
         domains = self._store.domains(held)
         chosen = choose(
             self._survey.key,
@@ -223,7 +226,7 @@ class _Repairer:
         )
         targets = {c.device: column for c, column in zip(chosen, urgent, strict=True)}
         rebuild_columns(self._store, self._reader, targets, self._throttle)
-        return Action.REBUILT, len(urgent)
+        return Action.REBUILT, len(urgent), {**staying, **{c: d for d, c in targets.items()}}
 
     def _wider(self) -> int | None:
         """The k' that the pool allows now, when it is more than the object has."""

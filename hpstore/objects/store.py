@@ -13,7 +13,7 @@ from hpstore.clock import Clock, HybridCounter
 from hpstore.codec import ErasureCode
 from hpstore.config import Settings
 from hpstore.devices.base import Device, Stamp
-from hpstore.errors import DeviceError, DeviceMissing
+from hpstore.errors import DeviceMissing
 from hpstore.keys import Version
 from hpstore.metrics import Metrics
 from hpstore.opening import below_reserve
@@ -104,19 +104,17 @@ class Store:
     def candidates(self, exclude: Iterable[str] = ()) -> list[Candidate]:
         """Devices that may take new columns (PROTOCOL 3)."""
         left_out = set(exclude) | self.view.sitting_out
-        found = []
-        for member in self.view.members():
-            if member.device_id in left_out or member.state is not DeviceState.ONLINE:
-                continue
-            try:
-                if below_reserve(self.view.devices[member.device_id]):
-                    continue
-            except DeviceError:
-                continue
-            found.append(
-                Candidate(device=member.device_id, domain=member.domain, weight=member.weight)
-            )
-        return found
+        asked = [
+            m
+            for m in self.view.members()
+            if m.device_id not in left_out and m.state is DeviceState.ONLINE
+        ]
+        full = self.each((m.device_id for m in asked), lambda _, device: below_reserve(device))
+        return [
+            Candidate(device=m.device_id, domain=m.domain, weight=m.weight)
+            for m in asked
+            if full[m.device_id] is False
+        ]
 
     def domains(self, devices: Iterable[str]) -> list[str]:
         """Failure domains of devices."""

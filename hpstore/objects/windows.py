@@ -81,14 +81,19 @@ def plan_window(
 def plan_rebuild(
     geometry: Geometry, low: int, high: int, available: frozenset[int], wanted: tuple[int, ...]
 ) -> WindowPlan | None:
-    """Plan to make the run [low, high) of columns `wanted`; None when too few are available."""
-    if len(available) < geometry.data:
+    """Plan to make the run [low, high) of columns `wanted`; None when too few are available.
+
+    A wanted column that is available (on a device that is leaving) is read, the rest decoded.
+    """
+    lost = tuple(column for column in wanted if column not in available)
+    if lost and len(available) < geometry.data:
         return None
-    have = tuple(sorted(available))[: geometry.data]
+    have = tuple(sorted(available))[: geometry.data] if lost else ()
+    readable = {*have, *(column for column in wanted if column in available)}
     return WindowPlan(
         pieces=(),
-        reads=dict.fromkeys(have, (low, high)),
-        lost=dict.fromkeys(wanted, (low, high)),
+        reads=dict.fromkeys(sorted(readable), (low, high)),
+        lost=dict.fromkeys(lost, (low, high)),
         have=have,
     )
 

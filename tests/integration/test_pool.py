@@ -20,6 +20,7 @@ from hpstore.errors import (
     TooFewDevices,
     VersionConflict,
 )
+from hpstore.records import seal, unseal
 from hpstore.testing.harness import FakeClock, Harness
 from hpstore.units import KIB, MIB
 
@@ -245,11 +246,21 @@ def test_a_device_belongs_to_one_pool(pool: hpstore.Pool, tmp_path: Path) -> Non
     assert not (tmp_path / "e0" / "hpstore.json").exists()
 
 
+def test_leftovers_of_a_pool_are_not_claimed(tmp_path: Path) -> None:
+    """A directory that holds objects/ but no identity is refused: it may be somebody's data."""
+    (tmp_path / "d0" / "objects").mkdir(parents=True)
+    with pytest.raises(DeviceInUse, match="objects"):
+        hpstore.create(
+            [tmp_path / f"d{i}" for i in range(3)], data=2, parity=1, config=tmp_path / "p.toml"
+        )
+
+
 def test_a_newer_format_is_refused(pool: hpstore.Pool, tmp_path: Path) -> None:
     """A pool.json of a later version stops the open with a clear error."""
     pool.close()
     path = tmp_path / "d0" / "pool.json"
-    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    body = unseal(path.read_bytes(), where="test")
+    path.write_bytes(seal({**body, "format": 2}))
     with pytest.raises(FormatTooNew, match=r"upgrade|reads up to"):
         hpstore.open(tmp_path / "pool.toml")
 

@@ -153,31 +153,24 @@ def test_a_reader_of_a_recycled_object_never_sees_the_new_one(
         assert pool._store.metrics.value("column_mismatch_total") == 0
 
 
-def test_a_lock_taken_after_recycling_is_noticed(local_pool: hpstore.Pool) -> None:
-    """PROTOCOL 11: a reader that opened a file just before it was recycled resolves again."""
+def test_a_lock_taken_after_recycling_is_noticed(
+    local_pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PROTOCOL 11: a reader that found a file just before it was recycled resolves the key again."""
+    original, calls = LocalDevice.open, []
+
+    def open_late(device: LocalDevice, path: str) -> object:
+        if not calls:
+            calls.append(path)
+            local_pool.delete("a")  # between the reader's survey and its lock
+            local_pool.put("a", payload(8 * MIB, 2))
+        return original(device, path)
+
     with local_pool as pool:
         pool.put("a", payload(8 * MIB, 1))
-        device = next(iter(pool._store.view.devices.values()))
-        assert isinstance(device, LocalDevice)
-        original = device.open
-        calls: list[str] = []
-
-        def open_late(path: str) -> object:
-            handle = original(path)
-            if not calls:
-                calls.append(path)
-                handle.close()  # as if the lock had not been taken yet
-                pool.delete("a")
-                pool.put("a", payload(8 * MIB, 2))
-                return (
-                    original(f"recycle/{device.entries('recycle')[0].name}")
-                    if (device.entries("recycle"))
-                    else original(path)
-                )
-            return handle
-
-        device.open = open_late  # type: ignore[method-assign, assignment]
+        monkeypatch.setattr(LocalDevice, "open", open_late)
         assert pool.get("a") == payload(8 * MIB, 2)
+        assert len(calls) == 1
         assert pool._store.metrics.value("column_mismatch_total") == 0
 
 
