@@ -156,8 +156,9 @@ def test_a_reader_of_a_recycled_object_never_sees_the_new_one(
 def test_a_lock_taken_after_recycling_is_noticed(
     local_pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PROTOCOL 11: a reader that found a file just before it was recycled resolves the key again."""
-    original, calls = LocalDevice.open, []
+    """PROTOCOL 11: a reader that found a file just before it was recycled resolves again."""
+    original = LocalDevice.open
+    calls: list[str] = []
 
     def open_late(device: LocalDevice, path: str) -> object:
         if not calls:

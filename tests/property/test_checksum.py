@@ -64,6 +64,15 @@ def test_the_seed_binds_a_column_to_its_place(
     assert same == ((one, first) == (two, second))
 
 
+def test_the_parts_of_a_seed_cannot_run_together() -> None:
+    """A letter that moves from one field to its neighbour makes another seed."""
+    splits = [("ab", "c", "d", "e"), ("a", "bc", "d", "e"), ("a", "b", "cd", "e"),
+              ("a", "b", "c", "de"), ("abc", "", "d", "e"), ("a", "b", "c", "d")]  # fmt: skip
+    seeds = {column_seed(*split, 1) for split in splits} | {column_seed("a", "b", "c", "d1", 1)}
+    assert len(seeds) == len(splits) + 1
+    assert column_seed("a", "b", "c", "d1", 1) != column_seed("a", "b", "c", "d", 11)
+
+
 @given(lengths)
 def test_a_block_of_another_column_is_found(length: int) -> None:
     """The very same bytes under another seed match nowhere."""

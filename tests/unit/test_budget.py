@@ -34,12 +34,12 @@ def waiter(budget: ByteBudget, nbytes: int, done: queue.Queue[object]) -> Iterat
 
     def work() -> None:
         try:
-            budget.acquire(nbytes)
+            budget.acquire(nbytes, LIMIT_SECONDS)
             done.put(nbytes)
         except BudgetExceeded as error:
             done.put(error)
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=work, daemon=True)
     thread.start()
     until(lambda: budget.waited_total == before + 1)
     yield
@@ -88,7 +88,7 @@ def test_a_request_that_gives_up_lets_the_next_one_through() -> None:
     """The head of the queue times out; who stood behind it is woken."""
     budget, done = ByteBudget(10), queue.Queue[object]()
     budget.acquire(5)
-    head = threading.Thread(target=lambda: _swallow(budget, 8, 0.2))
+    head = threading.Thread(target=lambda: _swallow(budget, 8, 0.2), daemon=True)
     head.start()
     until(lambda: budget.waited_total == 1)
     with waiter(budget, 1, done):
