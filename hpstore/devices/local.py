@@ -422,9 +422,9 @@ class LocalDevice:
     def usage(self) -> Usage:
         with self._guard("statvfs") as root:
             found = os.fstatvfs(root)
-            return Usage(
-                total=found.f_blocks * found.f_frsize, free=found.f_bavail * found.f_frsize
-            )
+            kept = sum(size for size, _ in self._recycled(root))  # given up when space is short
+            free = found.f_bavail * found.f_frsize + kept
+            return Usage(total=found.f_blocks * found.f_frsize, free=free)
 
     def probe(self, *, write: bool) -> None:
         self.check_mounted()

@@ -72,8 +72,8 @@ class DeviceContract(ABC):
         assert fetch(device, PATH) == pattern(nbytes).tobytes()
 
     def test_many_buffers_of_one_write_lie_back_to_back(self, device: Device) -> None:
-        """700 buffers of one to three pages: more than one vector of the kernel."""
-        rows = [pattern((1 + i % 3) * PAGE, i) for i in range(700)]
+        """1,500 buffers of one or two pages: more than the kernel takes in one call."""
+        rows = [pattern((1 + i % 2) * PAGE, i) for i in range(1500)]
         total = sum(len(row) for row in rows)
         handle = device.create(PAGE + total)
         handle.write(0, [pattern(PAGE, 1)])

@@ -325,13 +325,13 @@ def test_a_process_sees_members_that_another_added(tmp_path: Path) -> None:
 
 def test_failure_domains_bound_the_columns_of_an_object(tmp_path: Path) -> None:
     """PROTOCOL 3: at most ceil((k + m) / domains) columns a domain, so a domain may go."""
-    domains = ["a", "a", "b", "b", "c", "c"]
-    harness = Harness(tmp_path, data=4, parity=2, devices=6, domains=domains)
+    domains = list("aaabbbccc")
+    harness = Harness(tmp_path, data=4, parity=2, devices=9, domains=domains)
     with harness.open() as pool:
         for number in range(5):
             pool.put(f"k{number}", payload(600_000, number))
-        for first in (0, 2, 4):
-            harness.lose(harness.urls[first : first + 2])
+        for first in (0, 3, 6):
+            harness.lose(harness.urls[first : first + 3])
             assert all(pool.get(f"k{n}") == payload(600_000, n) for n in range(5))
             harness.bring_back()
 

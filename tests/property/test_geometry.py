@@ -193,30 +193,65 @@ def test_a_window_plan_covers_its_pieces(
     assert plan.bytes == sum(high - low for low, high in runs.values())
 
 
-@given(ranges(), st.data())
+@st.composite
+def degraded(draw: st.DrawFn) -> tuple[Geometry, int, int, frozenset[int]]:
+    """A range of several stripes' worth of units, and survivors that lack some of its columns."""
+    (data, parity), unit = draw(widths), draw(units)
+    stripes = draw(st.integers(1, 6))
+    geometry = Geometry(
+        data=data, parity=parity, unit_bytes=unit,
+        size=stripes * data * unit + draw(st.integers(0, data * unit)),
+    )  # fmt: skip
+    start = draw(st.integers(0, geometry.size - 1))
+    end = draw(st.integers(start + 1, geometry.size))
+    touched = sorted({piece.column for piece in geometry.pieces(start, end)})
+    lost = draw(st.sets(st.sampled_from(touched), min_size=1, max_size=parity))
+    more = draw(st.sets(st.integers(0, geometry.width - 1), max_size=parity - len(lost)))
+    return geometry, start, end, frozenset(range(geometry.width)) - lost - more
+
+
+@given(degraded())
 def test_a_degraded_plan_has_k_columns_over_the_whole_lost_run(
-    case: tuple[Geometry, int, int], data: st.DataObject
+    case: tuple[Geometry, int, int, frozenset[int]],
 ) -> None:
-    """`have` are k available columns, each read over all that is decoded; others only as needed."""
-    geometry, start, end = case
-    available = data.draw(survivors(geometry))
+    """`have` are k available columns, each read over all that is decoded; others are not read."""
+    geometry, start, end, available = case
     plan = plan_window(geometry, start, end, available)
-    if plan is None:
-        return
+    assert plan is not None
     touched = {piece.column for piece in plan.pieces}
-    if not plan.lost:
-        assert plan.have == ()
-        assert plan.reads.keys() == touched
-        return
+    assert plan.lost.keys() == touched - available
     assert len(plan.have) == len(set(plan.have)) == geometry.data
     assert set(plan.have) <= available
     assert list(plan.have) == sorted(plan.have)
-    assert plan.reads.keys() == set(plan.have) | (touched & available)
-    assert len(plan.reads) == geometry.data  # what is read anyway is decoded from
+    assert plan.reads.keys() == set(plan.have)  # what is read anyway is decoded from
+    assert touched & available <= set(plan.have)
     (lost,) = set(plan.lost.values())
     for column in plan.have:
+        check_run(geometry, plan.reads[column])
         assert plan.reads[column][0] <= lost[0]
         assert lost[1] <= plan.reads[column][1]
+    for piece in plan.pieces:
+        low, high = plan.reads.get(piece.column, lost)
+        assert low <= piece.column_offset
+        assert piece.column_offset + piece.length <= high
+
+
+@given(degraded())
+def test_a_degraded_plan_reads_no_more_than_it_must(
+    case: tuple[Geometry, int, int, frozenset[int]],
+) -> None:
+    """Each column's run is what its own pieces and the lost run need, and no block more."""
+    geometry, start, end, available = case
+    plan = plan_window(geometry, start, end, available)
+    healthy = plan_window(geometry, start, end, frozenset(range(geometry.width)))
+    assert plan is not None
+    assert healthy is not None
+    runs = [healthy.reads[column] for column in plan.lost]
+    (lost,) = set(plan.lost.values())
+    assert lost == (min(low for low, _ in runs), max(high for _, high in runs))
+    for column, (low, high) in plan.reads.items():
+        own = healthy.reads.get(column, lost)
+        assert (low, high) == (min(own[0], lost[0]), max(own[1], lost[1]))
 
 
 @given(ranges())
@@ -235,23 +270,25 @@ def test_a_healthy_plan_reads_less_than_two_blocks_too_much_a_column(
 
 
 @given(geometries(), st.data())
-def test_a_rebuild_plan_reads_k_and_makes_what_is_wanted(
+def test_a_rebuild_plan_reads_what_is_there_and_makes_the_rest(
     geometry: Geometry, data: st.DataObject
 ) -> None:
-    """Over the same run for all; None when fewer than k are there."""
-    columns = data.draw(st.permutations(range(geometry.width)))
-    cut = data.draw(st.integers(0, geometry.width))
-    available, wanted = frozenset(columns[cut:]), tuple(columns[:cut])
+    """A wanted column that is available is read; others are decoded from k, over the same run."""
+    columns = st.sets(st.integers(0, geometry.width - 1))
+    available = data.draw(survivors(geometry) | columns.map(frozenset))
+    wanted = tuple(data.draw(columns))
     low, high = 0, geometry.column_bytes
     plan = plan_rebuild(geometry, low, high, available, wanted)
-    if len(available) < geometry.data:
-        assert plan is None
+    lost = set(wanted) - available
+    if plan is None:
+        assert lost
+        assert len(available) < geometry.data
         return
-    assert plan is not None
-    assert len(plan.have) == geometry.data
-    assert set(plan.have) == plan.reads.keys() <= available
-    assert plan.lost.keys() == set(wanted)
-    assert {*plan.reads.values(), *plan.lost.values()} == {(low, high)}
+    assert plan.lost.keys() == lost
+    assert len(plan.have) == (geometry.data if lost else 0)
+    assert plan.reads.keys() == set(plan.have) | (set(wanted) & available)
+    assert plan.reads.keys() <= available
+    assert {*plan.reads.values(), *plan.lost.values()} <= {(low, high)}
 
 
 @given(st.integers(1, 32), st.integers(16 * MIB, 1 << 34))

@@ -300,7 +300,10 @@ def test_short_writes_and_reads_are_continued(
     """The kernel may move fewer bytes than asked, also ending inside a page or a buffer."""
     write, read = os.pwritev, os.preadv
 
+    offsets: list[int] = []
+
     def short_write(fd: int, buffers: list[memoryview], offset: int) -> int:
+        offsets.append(offset)
         return write(fd, [bytes(buffers[0])[: PAGE + 100]], offset)
 
     def short_read(fd: int, buffers: list[memoryview], offset: int) -> int:
@@ -314,6 +317,8 @@ def test_short_writes_and_reads_are_continued(
     handle.write(0, rows)
     handle.publish("objects/x/@1")
     assert fetch(plain, "objects/x/@1") == b"".join(row.tobytes() for row in rows)
+    assert len(offsets) == 8
+    assert all(offset % PAGE == 0 for offset in offsets)  # as O_DIRECT asks
 
 
 def test_a_full_disk_frees_recycled_files_first(

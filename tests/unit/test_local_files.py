@@ -53,6 +53,17 @@ def test_a_retired_file_is_blank_and_reused(device: LocalDevice) -> None:
     assert all_files(device, RECYCLE) == []
 
 
+def test_a_recycled_file_that_was_not_blanked_is_blanked_before_its_reuse(
+    device: LocalDevice,
+) -> None:
+    """A crash between the renaming and the blanking left an old header in recycle/."""
+    Path(f"{device.url}/{RECYCLE}/{2 * MIB}-crashed").write_bytes(pattern(2 * MIB).tobytes())
+    handle = device.create(2 * MIB)
+    assert all_files(device, RECYCLE) == []
+    handle.publish("objects/s/@1")
+    assert Path(f"{device.url}/objects/s/@1").read_bytes()[:PAGE] == bytes(PAGE)
+
+
 def test_recycling_is_bounded_by_bytes(tmp_path: Path) -> None:
     """What would pass the limit is removed instead; small files are not kept."""
     device = make(tmp_path / "d", recycle_bytes=3 * MIB)
@@ -222,7 +233,7 @@ def test_two_threads_that_use_it_first_after_a_fork_share_one_descriptor(
         patch.setattr(os, "getpid", lambda: child)
         patch.setattr(os, "open", both_inside)
         found = list(pool.map(lambda _: device.root_fd(), range(2)))
-    for fd in {*found, device._root}:
+    for fd in {*found, device.root_fd()}:
         assert os.fstat(fd).st_ino == root.st_ino
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -263,9 +264,91 @@ def test_a_forgotten_device_starts_anew(scheduler: Scheduler, released: threadin
     """A device that left hung and returns gets fresh workers."""
     for _ in range(2):
         scheduler.submit("a", released.wait)
-    scheduler.forget("a")
-    scheduler.forget("never there")
+    ended = threading.Event()
+    scheduler.forget("a", ended.set)
     assert scheduler.gather({"a": lambda: 1}, LIMIT_SECONDS) == {"a": 1}
+    assert not ended.is_set()
+    released.set()
+    assert ended.wait(LIMIT_SECONDS)
+
+
+def test_the_end_of_a_device_that_had_no_lane_comes_at_once(scheduler: Scheduler) -> None:
+    """Nothing uses it: at_end runs before forget() returns."""
+    ended = threading.Event()
+    scheduler.forget("never there", ended.set)
+    assert ended.is_set()
+
+
+def test_a_device_that_left_is_ended_after_its_last_call(
+    scheduler: Scheduler, released: threading.Event
+) -> None:
+    """Calls that wait in its queue are still run, then at_end, once."""
+    order: list[str] = []
+    ended = threading.Event()
+
+    def last() -> None:
+        order.append("end")
+        ended.set()
+
+    for _ in range(2):
+        scheduler.submit("a", released.wait)
+    for i in range(3):
+        scheduler.submit("a", partial(order.append, f"call {i}"))
+    scheduler.forget("a", last)
+    released.set()
+    assert ended.wait(LIMIT_SECONDS)
+    assert sorted(order[:-1]) == ["call 0", "call 1", "call 2"]
+    assert order[-1] == "end"
+
+
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Moves the clock by which lanes measure how long their workers have been busy."""
+    real, moved = time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: real() + moved[0])
+
+    def move(seconds: float) -> None:
+        moved[0] += seconds
+
+    return move
+
+
+def hang(scheduler: Scheduler, count: int, released: threading.Event) -> None:
+    """Make `count` workers of device "a" hang, and wait until they do."""
+    begun = threading.Semaphore(0)
+
+    def call() -> None:
+        begun.release()
+        released.wait()
+
+    for _ in range(count):
+        scheduler.submit("a", call)
+    for _ in range(count):
+        assert begun.acquire(timeout=LIMIT_SECONDS)
+
+
+def test_a_stuck_lane_refuses_at_once(
+    scheduler: Scheduler, released: threading.Event, later: Callable[[float], None]
+) -> None:
+    """All its workers hang for more than 30 s: no call waits for its own deadline any more."""
+    hang(scheduler, 2, released)
+    assert not scheduler.submit("a", lambda: 1).done()
+    later(31.0)
+    assert isinstance(scheduler.submit("a", lambda: 1).exception(0), DeviceTimeout)
+    assert scheduler.gather({"b": lambda: 2}, LIMIT_SECONDS) == {"b": 2}
+    released.set()
+    until(lambda: scheduler.queued("a") == 0)
+    assert scheduler.gather({"a": lambda: 3}, LIMIT_SECONDS) == {"a": 3}
+
+
+def test_a_lane_with_a_free_worker_is_not_stuck(
+    scheduler: Scheduler, released: threading.Event, later: Callable[[float], None]
+) -> None:
+    """One hung call of two is no reason to refuse: the other worker answers."""
+    hang(scheduler, 1, released)
+    later(1000.0)
+    for i in range(20):
+        assert scheduler.gather({"a": partial(int, i)}, LIMIT_SECONDS) == {"a": i}
 
 
 def test_outcome_of_a_future() -> None:
