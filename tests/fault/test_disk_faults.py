@@ -92,17 +92,17 @@ def test_put_goes_elsewhere_with_full_parity_when_a_disk_is_full(
     bench: Bench, make_disks: MakeDisks, size: int
 ) -> None:
     """A disk is full before the put; its columns go to the others, all of them."""
-    disks = make_disks(4, 32 * MIB)
-    # without recycled files, which a full disk could still take columns in
-    with bench.create(disks, data=2, parity=1, recycle_bytes=0) as pool:
+    disks = make_disks(4, 64 * MIB)
+    with bench.create(disks, data=2, parity=1) as pool:
         put_old(pool)
-        for disk in disks:
+        for index, disk in enumerate(disks):
             disk.fill()
-            for number in range(3):
-                info = pool.put(f"x/{number}", payload(f"{disk.path} {number}", size))
+            for number in range(2):
+                key, value = f"x/{index}/{number}", payload(f"{index} {number}", size)
+                info = pool.put(key, value)
                 assert info.losses_tolerated == 1
-                assert not on_disk(bench, f"x/{number}", disk)
-                assert pool.get(f"x/{number}") == payload(f"{disk.path} {number}", size)
+                assert not on_disk(bench, key, disk)
+                assert pool.get(key) == value
             assert old_is_whole(pool)
             disk.release()
 
