@@ -116,38 +116,11 @@ def bench_put_get(root: Path, options: Options) -> dict[str, object]:
         chunk[:] = np.frombuffer(rng.bytes(len(chunk)), np.uint8)
     fresh = make_pool(root / "fresh", recycle_bytes=0)
     reused = make_pool(root / "reused", recycle_bytes=64 * GIB)
-    settings = fresh.config.settings
-    threads = settings.workers_per_device * (DATA + PARITY)
-    raw = RawFiles(
-        [root / "fresh" / f"d{i}" for i in range(DATA + PARITY)],
-        round_up(div_ceil(size, DATA), 4096),
-        threads,
-    )
-
-    def put(pool: hpstore.Pool) -> float:
-        return seconds(lambda: pool.put("object", source.data))
-
-    def put_new() -> float:
-        if fresh.exists("object"):
-            fresh.delete("object")
-        return put(fresh)
-
-    def put_recycled() -> float:
-        if reused.exists("object"):
-            reused.delete("object")
-        return put(reused)
-
-    put_recycled()  # so that there is something to recycle
-    writes = interleave(
-        {
-            "raw new files": lambda: raw.write(source, new=True),
-            "put": put_new,
-            "raw overwrite": lambda: raw.write(source, new=False),
-            "put recycled": put_recycled,
-        },
-        options.repeats,
-    )
-    spread = round_up(div_ceil(size, DATA), 4096) * (DATA + PARITY)
+    file_bytes = round_up(div_ceil(size, DATA), 4096)
+    threads = fresh.config.settings.workers_per_device * (DATA + PARITY)
+    places = [root / "fresh" / f"d{i}" for i in range(DATA + PARITY)]
+    raw = RawFiles(places, file_bytes, threads)
+    writes = time_writes(raw, fresh, reused, source, options.repeats)
     raw.write(source, new=True)
     degraded = degraded_pool(root / "fresh")
     reads = interleave(
@@ -160,9 +133,11 @@ def bench_put_get(root: Path, options: Options) -> dict[str, object]:
     )
     if not np.array_equal(source, target):
         raise AssertionError("degraded get returned other bytes")
-    peak = max(p._store.buffers.budget.peak_bytes for p in (fresh, reused, degraded))
-    for pool in (fresh, reused, degraded):
+    pools = (fresh, reused, degraded)
+    peak = max(pool._store.buffers.budget.peak_bytes for pool in pools)
+    for pool in pools:
         pool.close()
+    spread = file_bytes * (DATA + PARITY)
     nbytes = {"raw new files": spread, "raw overwrite": spread, "put": size, "put recycled": size}
     return {
         "object_bytes": size,
@@ -174,8 +149,30 @@ def bench_put_get(root: Path, options: Options) -> dict[str, object]:
         "get_to_raw_read": ratio(reads["get"], reads["raw read"]),
         "get_degraded_to_get": ratio(reads["get degraded"], reads["get"]),
         "memory_peak_bytes": peak,
-        "memory_budget_bytes": settings.memory_bytes,
+        "memory_budget_bytes": fresh.config.settings.memory_bytes,
     }
+
+
+def time_writes(
+    raw: RawFiles, fresh: hpstore.Pool, reused: hpstore.Pool, source: Bytes, repeats: int
+) -> dict[str, list[float]]:
+    """Seconds of raw writes and puts, into new files and over old ones."""
+
+    def put(pool: hpstore.Pool) -> float:
+        if pool.exists("object"):
+            pool.delete("object")
+        return seconds(lambda: pool.put("object", source.data))
+
+    put(reused)  # so that there is something to recycle
+    return interleave(
+        {
+            "raw new files": lambda: raw.write(source, new=True),
+            "put": lambda: put(fresh),
+            "raw overwrite": lambda: raw.write(source, new=False),
+            "put recycled": lambda: put(reused),
+        },
+        repeats,
+    )
 
 
 def make_pool(root: Path, *, recycle_bytes: int) -> hpstore.Pool:

@@ -44,9 +44,11 @@ class ByteBudget:
 
             if not ready():
                 self.waited_total += 1
-            arrived = self._turn.wait_for(ready, timeout_seconds)
-            self._queue.remove(ticket)
-            self._turn.notify_all()
+            try:
+                arrived = self._turn.wait_for(ready, timeout_seconds)
+            finally:  # also when the wait is interrupted: nobody may queue behind a ghost
+                self._queue.remove(ticket)
+                self._turn.notify_all()
             if not arrived or self._closed:
                 raise BudgetExceeded(
                     f"no {format_bytes(nbytes)} of the budget of "

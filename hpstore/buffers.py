@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 from collections import defaultdict
@@ -26,7 +27,8 @@ def aligned_array(nbytes: int, *, populate: bool = False) -> Bytes:
     memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     array = np.frombuffer(memory, np.uint8, nbytes) if nbytes else np.empty(0, np.uint8)
     if nbytes >= HUGE_BYTES:
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without huge pages: 4 KiB ones then
+            memory.madvise(mmap.MADV_HUGEPAGE)
     if populate and nbytes:
         try:
             memory.madvise(_POPULATE_WRITE)
@@ -88,8 +90,9 @@ class BufferPool:
 
     def _take_back(self, lease: Lease) -> None:
         with self._lock:
-            self._free[lease.nbytes].append(lease.array)
-            self._kept_bytes += lease.nbytes
+            if self._kept_bytes + lease.nbytes <= self.budget.limit_bytes:
+                self._free[lease.nbytes].append(lease.array)
+                self._kept_bytes += lease.nbytes
         self.budget.release(lease.nbytes)
 
     def clear(self) -> None:

@@ -83,6 +83,8 @@ def load_config(path: str | os.PathLike[str]) -> PoolConfig:
     devices, raw = document.get("devices"), document.get("settings", {})
     if not isinstance(devices, list) or not all(isinstance(d, str) for d in devices) or not devices:
         raise ConfigError(f"{file}: devices must be a list of paths or URLs")
+    if not isinstance(document.get("name", ""), str):
+        raise ConfigError(f"{file}: name must be text")
     if not isinstance(raw, dict):
         raise ConfigError(f"{file}: [settings] must be a table")
     return PoolConfig(
@@ -182,7 +184,7 @@ def register(config: PoolConfig) -> None:
 def find_config(where: str | os.PathLike[str]) -> PoolConfig:
     """Load by path or by registered name."""
     text = os.fspath(where)
-    if not Path(text).exists() and "/" not in text and not text.endswith(".toml"):
+    if not Path(text).is_file() and "/" not in text and not text.endswith(".toml"):
         link = registry_path(text)
         if not link.exists():
             raise ConfigError(f"no pool is called {text!r} here; give the path of its pool.toml")

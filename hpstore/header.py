@@ -137,7 +137,7 @@ def decode_header(page: bytes | memoryview, *, where: str) -> ColumnHeader:
         raise IntegrityError(f"{where}: header says {length} bytes of JSON")
     try:
         return _parse(json.loads(page[_FIXED.size : _FIXED.size + length]))
-    except (HpstoreError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (HpstoreError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise IntegrityError(f"{where}: header is malformed: {error}") from error
 
 

@@ -90,13 +90,14 @@ def parse_column_name(name: str) -> ColumnName | None:
     if match is None:
         return None
     version, kind, column, data, parity = match.groups()
-    return ColumnName(
+    found = ColumnName(
         version=Version.parse(version),
         kind=Kind(kind),
         column=int(column),
         data=int(data),
         parity=int(parity),
     )
+    return found if str(found) == name else None  # one name for one thing: no leading zeros
 
 
 def check_key(key: str) -> str:

@@ -62,7 +62,7 @@ def choose(
     `create` has warned about.
     """
     taken = Counter(occupied)
-    ordered = rank(key, candidates)
+    ordered = rank(key, (c for c in candidates if c.weight > 0))
     domains = len({c.domain for c in candidates} | set(taken))
     cap = domain_cap(count + taken.total(), domains, parity)
     chosen: list[Candidate] = []

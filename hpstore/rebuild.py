@@ -144,7 +144,8 @@ def needs_work(view: View, survey: Survey, usable: int) -> bool:
     online = {m.device_id for m in view.members() if m.state is DeviceState.ONLINE}
     if layout.kind is Kind.TOMBSTONE:
         return len({file.device for file in layout.files} & online) < layout.parity + 1
-    whole = len(layout.files) == layout.width and all(f.device in online for f in layout.files)
+    one_each = len(layout.files) == len(layout.columns) == layout.width
+    whole = one_each and all(file.device in online for file in layout.files)
     k = min(view.record.data, usable - view.record.parity)
     return not whole or (layout.kind is Kind.COLUMN and layout.data < k)
 

@@ -40,7 +40,7 @@ def unseal(data: bytes, *, where: str) -> Json:
         raise IntegrityError(f"{where}: not a record")
     digest = body.pop("digest", None)
     text = json.dumps(body, sort_keys=True, ensure_ascii=False)
-    if digest != digest128(text.encode()).hex():
+    if digest != digest128(text.encode(errors="surrogatepass")).hex():
         raise IntegrityError(f"{where}: record does not match its digest")
     version = body.get("format")
     if isinstance(version, int) and version > FORMAT:

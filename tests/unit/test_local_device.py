@@ -127,9 +127,9 @@ def test_close_and_use_opens_the_same_directory_again(device: LocalDevice, tmp_p
     assert fetch(device, PATH) == pattern(PAGE).tobytes()
     device.close()
     os.rename(device.url, tmp_path / "old")
-    os.mkdir(device.url)
+    store(make(Path(device.url)), PATH, pattern(PAGE, 9))
     with pytest.raises(DeviceMissing):
-        device.entries("objects")
+        device.open(PATH)
 
 
 def test_a_symbolic_link_is_not_followed_to_a_file(device: LocalDevice, tmp_path: Path) -> None:
@@ -156,10 +156,11 @@ def modes(root: Path) -> tuple[set[int], set[int]]:
 
 @pytest.mark.parametrize(("file_mode", "directory_mode"), [(0o600, 0o700), (0o640, 0o750)])
 def test_files_and_directories_have_the_modes_of_the_settings(
-    tmp_path: Path, file_mode: int, directory_mode: int
+    tmp_path: Path, request: pytest.FixtureRequest, file_mode: int, directory_mode: int
 ) -> None:
     """Columns, small files, temporary files, and every directory; private by default."""
-    os.umask(0o022)
+    before = os.umask(0o022)
+    request.addfinalizer(lambda: os.umask(before))
     (tmp_path / "d").mkdir()
     private = (file_mode, directory_mode) == (0o600, 0o700)
     settings = {} if private else {"file_mode": file_mode, "directory_mode": directory_mode}
@@ -219,13 +220,23 @@ def test_a_device_opened_for_reading_finds_out_about_o_direct_too(
     assert device.mode == "buffered"
 
 
-def test_a_device_opened_for_reading_finds_out_about_folding_too(
+def test_folding_is_found_out_with_and_without_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where names fold, keys are escaped; a read-only open that misses it finds no such key."""
-    monkeypatch.setattr(LocalDevice, "_names_fold", lambda *_: True)
-    writer = make(tmp_path / "d")
-    assert writer.folds_names
+    real = os.stat
+
+    def fold(path: str, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> object:
+        try:
+            return real(path, dir_fd=dir_fd, follow_symlinks=follow_symlinks)
+        except FileNotFoundError:
+            if dir_fd is None:
+                raise
+            return real(path.lower(), dir_fd=dir_fd, follow_symlinks=follow_symlinks)
+
+    assert not make(tmp_path / "d").folds_names
+    monkeypatch.setattr(os, "stat", fold)
+    assert make(tmp_path / "d").folds_names
     reader = LocalDevice(str(tmp_path / "d"))
     reader.probe(write=False)
     assert reader.folds_names

@@ -12,6 +12,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from hpstore.buffers import aligned_array
 from hpstore.devices.base import Entry
@@ -57,6 +58,32 @@ class _Breaking(io.BytesIO):
         if self.tell():
             raise OSError(5, "Input/output error")
         return super().read(size)
+
+
+class _Caching(MemoryFileSystem):  # type: ignore[misc]  # fsspec is untyped
+    """A store that remembers its listings, as those of cloud vendors do."""
+
+    protocol = "caching-memory"
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> Any:
+        return super()._strip_protocol(path.removeprefix("caching-"))
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
+        known = self.dircache.get(path)
+        if known is None:
+            known = self.dircache[path] = super().ls(path, detail=True)
+        return known if detail else [row["name"] for row in known]
+
+
+def test_listing_caches_of_a_store_are_switched_off(device: RemoteDevice) -> None:
+    """PROTOCOL 6: a name that another process put is never missing from a list."""
+    fsspec.register_implementation("caching-memory", _Caching, clobber=True)
+    cached = RemoteDevice(device.url.replace("memory://", "caching-memory://"))
+    store(device, "objects/a/@1", pattern(PAGE))
+    assert cached.entries("objects/a") == [Entry("@1", False)]
+    store(device, "objects/a/@2", pattern(PAGE))
+    assert set(cached.entries("objects/a")) == {Entry("@1", False), Entry("@2", False)}
 
 
 def test_a_put_that_fails_leaves_no_object_and_no_part_of_one(
