@@ -8,7 +8,6 @@ import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from hpstore.checkpoint.saving import (
 )
 from hpstore.checkpoint.training import apply, collect
 from hpstore.checkpoint.tree import Collected, decode_tree, dtype_named, encode_tree
+from hpstore.closing import Closing
 from hpstore.codec.galois import Bytes
 from hpstore.errors import (
     CheckpointError,
@@ -60,7 +60,7 @@ class VerifyReport:
         return {**asdict(self), "ok": self.ok}
 
 
-class Checkpointer:
+class Checkpointer(Closing):
     """Checkpoints of one training run under a key prefix. For one process.
 
     save() stops the trainer for one copy into a reused arena (as large as the state); encoding,
@@ -360,17 +360,6 @@ class Checkpointer:
             return
         except (HpstoreError, OSError) as error:
             _log.warning("%s could not be removed: %s", key, error)
-
-    def __enter__(self) -> Checkpointer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def item_tensor(memory: Bytes, item: Item) -> torch.Tensor:

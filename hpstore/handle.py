@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 from hpstore.clock import Clock, SystemClock
+from hpstore.closing import Closing
 from hpstore.codec import choose_backend
 from hpstore.config import PoolConfig, load_config, save_config
 from hpstore.devices.base import Device
@@ -43,7 +44,7 @@ from hpstore.runtime import RepairQueue, make_scheduler, make_store, renew_after
 _log = logging.getLogger(__name__)
 
 
-class PoolHandle:
+class PoolHandle(Closing):
     """What stands behind a Pool. Made by `hpstore.create` and `hpstore.open`."""
 
     def __init__(

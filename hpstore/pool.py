@@ -7,12 +7,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 import numpy as np
 
 from hpstore import changes
+from hpstore.closing import Closing
 from hpstore.codec.galois import Bytes
 from hpstore.config import PoolConfig, Settings, find_config, register, save_config
 from hpstore.errors import (
@@ -334,17 +334,6 @@ class Pool(PoolHandle):
             )
         self._store.view = replace(self._store.view, sitting_out=out)
 
-    def __enter__(self) -> Pool:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def __reduce__(self) -> tuple[object, ...]:
         return (_reopen, (self.config, self.read_only))
 
@@ -357,7 +346,7 @@ def _reopen(config: PoolConfig, read_only: bool) -> Pool:
     return Pool(config, read_only=read_only)
 
 
-class PooledReader:
+class PooledReader(Closing):
     """Range reads of one object without looking it up each time.
 
     When the object is replaced underneath, the newest version is opened and read on.
@@ -389,17 +378,6 @@ class PooledReader:
     def close(self) -> None:
         """Release the files. Idempotent."""
         self._reader.close()
-
-    def __enter__(self) -> PooledReader:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _writable_bytes(buffer: object) -> Bytes:

@@ -11,11 +11,11 @@ import queue
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 
 import numpy as np
 import torch
 
+from hpstore.closing import Closing
 from hpstore.errors import ConfigError, IntegrityError
 from hpstore.pool import Pool, PooledReader
 from hpstore.units import MIB
@@ -78,7 +78,7 @@ class TokenCorpus:
         self._readers = {}
 
 
-class TokenBatches:
+class TokenBatches(Closing):
     """Endless batches of random windows, (batch, length + 1) int64; read ahead by one thread.
 
     state_dict() counts batches handed out, not batches read ahead.
@@ -169,17 +169,6 @@ class TokenBatches:
         """Stop reading ahead. Idempotent."""
         self._halt()
         self.corpus.close()
-
-    def __enter__(self) -> TokenBatches:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 __all__ = ["TokenBatches", "TokenCorpus", "write_corpus"]

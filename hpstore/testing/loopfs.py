@@ -15,8 +15,8 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from types import TracebackType
 
+from hpstore.closing import Closing
 from hpstore.units import MIB
 
 _GOING_DOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN, _IOR('X', 125, __u32); the same number on XFS
@@ -26,7 +26,7 @@ JOURNAL_FLUSHED = 1  # for shutdown(): metadata reaches the disk, data that was 
 POWER_CUT = 2  # for shutdown(): neither does
 
 
-class LoopFilesystem:
+class LoopFilesystem(Closing):
     """An ext4 on a loop device, mounted at `path`; a context manager that always cleans up.
 
     `directory` is where image and mount point are made, in a folder of their own. One thread at a
@@ -58,14 +58,6 @@ class LoopFilesystem:
             self.close()
             raise
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _mount(self) -> None:
         _run("mount", "-t", "ext4", "-o", self._options, self.loop, self.path)

@@ -51,6 +51,55 @@ def test_another_writer_is_seen_at_once(device: RemoteDevice) -> None:
     assert all_files(device, "objects") == []
 
 
+class _Recursive(MemoryFileSystem):  # type: ignore[misc]  # fsspec is untyped
+    """A store whose rmdir takes the contents along, as that of fsspec's hdfs:// (pyarrow) does."""
+
+    protocol = "recursive-memory"
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> Any:
+        return super()._strip_protocol(path.removeprefix("recursive-"))
+
+    def rmdir(self, path: str) -> None:
+        prefix = self._strip_protocol(path) + "/"
+        for name in [name for name in self.store if name.startswith(prefix)]:
+            del self.store[name]
+
+
+def test_deleting_a_file_takes_no_other_file_along(device: RemoteDevice) -> None:
+    """Whatever the store's rmdir does: neighbours, and keys below and above, stay."""
+    fsspec.register_implementation("recursive-memory", _Recursive, clobber=True)
+    store_url = device.url.replace("memory://", "recursive-memory://")
+    recursive = RemoteDevice(store_url)
+    paths = ["objects/a/@1", "objects/a/@2", "objects/a/b/@3", "objects/c/@4"]
+    for path in paths:
+        store(recursive, path, pattern(PAGE))
+    recursive.delete("objects/a/@1")
+    assert all_files(recursive, "objects") == paths[1:]
+    recursive.delete("objects/a/b/@3")
+    assert all_files(recursive, "objects") == ["objects/a/@2", "objects/c/@4"]
+
+
+@pytest.mark.parametrize("lengths", [(3000, 5000), (5000, 3000), (0, 10), (10, 0)])
+def test_a_small_file_that_is_replaced_during_its_read_is_read_whole(
+    device: RemoteDevice, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int]
+) -> None:
+    """Between looking at its size and reading it, another process puts a new one."""
+    old, new = b"a" * lengths[0], b"b" * lengths[1]
+    other = RemoteDevice(device.url)
+    device.write_small("pool.json", old)
+    real = type(device._fs).info
+
+    def replaced(self: Any, path: str, **kwargs: Any) -> Any:
+        found = real(self, path, **kwargs)
+        monkeypatch.undo()
+        other.write_small("pool.json", new)
+        return found
+
+    monkeypatch.setattr(type(device._fs), "info", replaced)
+    assert device.read_small("pool.json", 10_000) in (old, new)
+
+
 class _Breaking(io.BytesIO):
     """A column whose second part cannot be read."""
 
