@@ -133,8 +133,8 @@ class Checkpointer(Closing):
 
     def _finish(self, staged: StagedSave) -> SaveReport:
         report = run_save(self.pool, self.prefix, staged)
-        if report.losses_tolerated >= 1:
-            self._retain()
+        if report.losses_tolerated >= self.pool.parity:  # no debt: older steps may go
+            self._retain(report.step)
         return report
 
     def wait(self) -> None:
@@ -301,12 +301,15 @@ class Checkpointer(Closing):
             except ObjectNotFound:
                 continue
 
-    def _retain(self) -> None:
+    def _retain(self, committed: int) -> None:
         """Remove what retention does not keep. Failing at it does not fail the save."""
         try:
             drop = steps_to_drop(
-                self.steps(), keep_last=self.keep_last, keep_every=self.keep_every
-            )  # fmt: skip
+                self.steps(),
+                committed=committed,
+                keep_last=self.keep_last,
+                keep_every=self.keep_every,
+            )
             for step in drop:
                 self.delete(step)
         except (HpstoreError, OSError) as error:

@@ -14,16 +14,19 @@ ATTEMPT_SECONDS = 3600.0  # a save of another host is taken for dead when its no
 
 
 def steps_to_drop(
-    steps: Iterable[int], *, keep_last: int | None, keep_every: int | None
+    steps: Iterable[int], *, committed: int, keep_last: int | None, keep_every: int | None
 ) -> list[int]:
-    """Steps that retention removes; the newest is never among them."""
-    ordered = sorted(steps)
+    """Steps that retention removes after `committed` was: only earlier ones, never itself.
+
+    Later steps are those of a run that was rolled back; they are the user's to delete.
+    """
     if keep_last is None:
         return []
+    ordered = sorted(step for step in steps if step <= committed)
     kept = set(ordered[-max(1, keep_last) :])
     if keep_every:
         kept |= {step for step in ordered if step % keep_every == 0}
-    return [step for step in ordered if step not in kept]
+    return [step for step in ordered if step not in kept and step != committed]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,7 @@ class Attempt:
     host: str
     boot: str
     pid: int
+    namespace: str  # of process ids: another container's pid says nothing here
     started_ms: int
 
     def encode(self) -> bytes:
@@ -49,22 +53,24 @@ class Attempt:
             host=str(body["host"]),
             boot=str(body["boot"]),
             pid=int(str(body["pid"])),
+            namespace=str(body["namespace"]),
             started_ms=int(str(body["started_ms"])),
         )
 
 
-def here() -> tuple[str, str]:
-    """This host's name and boot id."""
+def here() -> tuple[str, str, str]:
+    """This host's name, its boot id and the namespace of this process' id."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
-        boot = ""
-    return os.uname().nodename, boot
+        boot = namespace = ""
+    return os.uname().nodename, boot, namespace
 
 
 def attempt_lives(attempt: Attempt, now_ms: int) -> bool:
     """Whether a save may still be under way: its process runs here, or its note is young."""
-    if (attempt.host, attempt.boot) == here() and attempt.boot:
+    if (attempt.host, attempt.boot, attempt.namespace) == here() and attempt.boot:
         return Path(f"/proc/{attempt.pid}").exists()
     return now_ms - attempt.started_ms < ATTEMPT_SECONDS * 1000
 

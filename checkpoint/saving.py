@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hpstore.checkpoint.arena import Item
@@ -22,6 +22,7 @@ from hpstore.checkpoint.retention import Attempt, here
 from hpstore.checksum import digest128
 from hpstore.codec.galois import Bytes
 from hpstore.errors import CheckpointError, HpstoreError, ObjectNotFound, VersionConflict
+from hpstore.objects.info import ObjectInfo
 from hpstore.pool import Pool
 
 
@@ -77,33 +78,48 @@ def run_save(pool: Pool, prefix: str, staged: StagedSave) -> SaveReport:
     Raises CheckpointError; then nothing of this save is visible and its files are removed.
     """
     nonce = secrets.token_hex(8)
-    host, boot = here()
+    host, boot, namespace = here()
     attempt = Attempt(
-        step=staged.step, nonce=nonce, host=host, boot=boot, pid=os.getpid(),
+        step=staged.step, nonce=nonce, host=host, boot=boot, pid=os.getpid(), namespace=namespace,
         started_ms=time.time_ns() // 1_000_000,
     )  # fmt: skip
     note, segment = attempt_key(prefix, staged.step, nonce), segment_key(prefix, staged.step, nonce)
     pool.put(note, attempt.encode())
     try:
-        return _write_and_commit(pool, prefix, staged, segment)
+        written, digests, tolerated = _write_segment(pool, staged, segment)
     except BaseException:
         _remove_quietly(pool, segment)
+        _remove_quietly(pool, note)
         raise
+    try:
+        # from here on the manifest may become visible even if its put fails: the segment is left
+        # to garbage collection, which asks the manifests
+        report = _commit(pool, prefix, staged, written, digests)
     finally:
         _remove_quietly(pool, note)
+    return replace(report, losses_tolerated=min(tolerated, report.losses_tolerated))
 
 
-def _write_and_commit(pool: Pool, prefix: str, staged: StagedSave, segment: str) -> SaveReport:
+def _write_segment(
+    pool: Pool, staged: StagedSave, segment: str
+) -> tuple[ObjectInfo, tuple[str, ...], int]:
+    """Put the segment and make it safe; its info, the items' hashes, the losses it survives."""
     digests = item_digests(staged.memory, staged.items)
     written = pool.put(segment, staged.memory.data)
     if written.size != len(staged.memory):
         raise CheckpointError(f"segment {segment} has {written.size} bytes")
-    tolerated = require_safe(pool, segment)
+    return written, digests, require_safe(pool, segment)
+
+
+def _commit(
+    pool: Pool, prefix: str, staged: StagedSave, written: ObjectInfo, digests: tuple[str, ...]
+) -> SaveReport:
+    """Publish the manifest."""
     key = manifest_key(prefix, staged.step)
     manifest = Manifest(
         step=staged.step,
         created_ms=int(written.created * 1000),
-        segments=(Segment(key=segment, size=written.size, version=written.version),),
+        segments=(Segment(key=written.key, size=written.size, version=written.version),),
         items=staged.items,
         digests=digests,
         tree=staged.tree,
@@ -125,7 +141,7 @@ def _write_and_commit(pool: Pool, prefix: str, staged: StagedSave, segment: str)
         bytes=written.size,
         staged_seconds=staged.staged_seconds,
         durable_seconds=time.perf_counter() - staged.began,
-        losses_tolerated=min(tolerated, info.losses_tolerated),
+        losses_tolerated=info.losses_tolerated,
     )
 
 

@@ -78,7 +78,11 @@ class BufferPool:
             elif self._kept_bytes + self.budget.used_bytes > self.budget.limit_bytes:
                 self._free.clear()  # buffers of other sizes would break the budget
                 self._kept_bytes = 0
-        array = aligned_array(size, populate=True) if kept is None else kept
+        try:
+            array = aligned_array(size, populate=True) if kept is None else kept
+        except BaseException:
+            self.budget.release(size)
+            raise
         return Lease(self, array, size)
 
     @staticmethod

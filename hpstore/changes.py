@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,7 +15,16 @@ from hpstore.membership import commit_record, with_member, with_state, without_m
 from hpstore.objects.catalog import walk
 from hpstore.objects.repair import Action, Throttle, repair_object
 from hpstore.objects.store import Store, View
-from hpstore.objects.survey import Found, Layout, Survey, newest_by_name, path_on
+from hpstore.objects.survey import (
+    Found,
+    Layout,
+    Survey,
+    Verdict,
+    judge,
+    newest_by_name,
+    path_on,
+    unknown_devices,
+)
 from hpstore.opening import claim
 from hpstore.records import IDENTITY_FILE, MAX_RECORD_BYTES, DeviceState, Identity, Member
 
@@ -50,7 +60,13 @@ def add_member(
         fresh = Identity(
             pool_id=record.pool_id, device_id=device_id, domain=domain or f"d-{device_id[:8]}"
         )
-        claim(device, fresh)
+        answers = store.scheduler.gather(
+            {f"claim {device_id}": lambda: claim(device, fresh)},
+            store.settings.open_deadline_seconds,
+        )
+        for answer in answers.values():
+            if isinstance(answer, Exception):
+                raise answer
         identity = fresh
     member = Member(device_id=device_id, url=url, domain=domain or identity.domain)
     commit_record(store, with_member(record, member), {device_id: device}, force=force)
@@ -72,14 +88,25 @@ def lost_without(view: View, layout: Layout, leaving: str) -> bool:
 
 
 def endangered(store: Store, leaving: str) -> list[str]:
-    """Keys that would drop below k' without a device."""
+    """Keys that would drop below k' without a device.
+
+    Raises MembershipError when so many devices are unknown that an object may be there unseen.
+    """
+    catalog = walk(store)
     found = []
-    for key, survey in walk(store).surveys.items():
+    for key, survey in catalog.surveys.items():
         layout = newest_by_name(store.view, survey)
         if layout is None or layout.kind is Kind.TOMBSTONE:
             continue
         if lost_without(store.view, layout, leaving):
             found.append(key)
+    unknown = catalog.unknown | store.view.record.unhealed() | {leaving}
+    if not found and len(unknown) > store.view.record.parity:
+        raise MembershipError(
+            f"{len(unknown) - 1} devices do not answer or were evicted since the last rebuild; "
+            "with one more gone, objects could be lost without a trace. Nothing was changed. "
+            "Rebuild, or bring devices back first."
+        )
     return sorted(found)
 
 
@@ -118,7 +145,8 @@ def evict_member(store: Store, member: Member, refresh: Callable[[], None], *, f
                 f"{len(keys)} objects need {member.url} to be readable, among them "
                 f"{', '.join(keys[:_NAMED])}. Nothing was changed. Drain it, or rebuild first."
             )
-    commit_record(store, without_member(store.view.record, member.device_id), {}, force=force)
+    record = without_member(store.view.record, member.device_id, store.clock.wall_ms())
+    commit_record(store, record, {}, force=force)
     refresh()
 
 
@@ -140,10 +168,15 @@ def drain_member(
     moved = 0
     for _ in range(RESCANS):
         catalog = walk(store)
+        if member.device_id in catalog.unknown:
+            raise MembershipError(
+                f"{member.url} does not answer, so nothing can be moved off it. It stays draining; "
+                "bring it back and drain again, or evict it and rebuild."
+            )
         keys = sorted(
             key
             for key, survey in catalog.surveys.items()
-            if any(file.device == member.device_id for file in survey.files)
+            if holds_live_files(store.view, survey, member.device_id)
         )
         if not keys:
             evict_member(store, member, refresh, force=False)
@@ -163,6 +196,20 @@ def drain_member(
                 "drain again, or readmit it."
             )
     raise MembershipError(f"{member.url} still gets files after {RESCANS} rounds; drain again")
+
+
+def holds_live_files(view: View, survey: Survey, device_id: str) -> bool:
+    """Whether a device has files of a key that are not those of a torn put."""
+    unknown = unknown_devices(view, survey)
+    return any(
+        any(file.device == device_id for file in layout.files)
+        and (
+            layout.kind is Kind.TOMBSTONE
+            or judge(layout, valid=len(layout.columns), corrupt=0, unknown_devices=unknown)
+            is not Verdict.TORN
+        )
+        for layout in survey.layouts()
+    )
 
 
 def _remove_tombstones(store: Store, device_id: str) -> None:
@@ -194,8 +241,9 @@ def reconcile(store: Store, device_id: str, device: Device) -> Reconciled:
         others = tuple(file for file in survey.files if file.device != device_id)
         live = Survey(key=key, files=others, unknown=survey.unknown)
         newest = newest_by_name(view, live)
+        recent = _age_seconds(store, device_id) < store.settings.tombstone_seconds
         for file in mine:
-            verdict = judge_return(file, newest)
+            verdict = judge_return(file, newest, recent=recent)
             path = path_on(device, key, file.name)
             if verdict == "keep":
                 kept += 1
@@ -212,7 +260,13 @@ def reconcile(store: Store, device_id: str, device: Device) -> Reconciled:
 
 def readmit_member(store: Store, member: Member, device: Device) -> Reconciled:
     """Reconcile an evicted device, then make it a member. The caller holds the change lock."""
-    device.probe(write=True)
+    answers = store.scheduler.gather(
+        {f"return {member.device_id}": lambda: device.probe(write=True)},
+        store.settings.open_deadline_seconds,
+    )
+    for answer in answers.values():
+        if isinstance(answer, Exception):
+            raise answer
     found = reconcile(store, member.device_id, device)
     back = replace(member, url=device.url, state=DeviceState.ONLINE)
     record = with_member(store.view.record, back)
@@ -220,10 +274,20 @@ def readmit_member(store: Store, member: Member, device: Device) -> Reconciled:
     return found
 
 
-def judge_return(file: Found, newest: Layout | None) -> str:
-    """keep, remove or quarantine one file of a returning device. Pure."""
+def _age_seconds(store: Store, device_id: str) -> float:
+    """How long ago a device was evicted."""
+    gone = next((m for m in store.view.record.evicted if m.device_id == device_id), None)
+    return (store.clock.wall_ms() - gone.since_ms) / 1000 if gone is not None else math.inf
+
+
+def judge_return(file: Found, newest: Layout | None, *, recent: bool) -> str:
+    """keep, remove or quarantine one file of a returning device. Pure.
+
+    `recent`: it left within the horizon of deletes, so a tombstone would still be there, and what
+    nobody else knows may be the last copies of something.
+    """
     if newest is None:
-        return "quarantine"
+        return "keep" if recent else "quarantine"
     if file.name.version < newest.version:
         needed = newest.parity + 1 if newest.kind is Kind.TOMBSTONE else newest.width
         return "remove" if len(newest.columns) >= needed else "quarantine"  # PROTOCOL 8

@@ -33,6 +33,9 @@ class SystemClock:
         time.sleep(max(0.0, seconds))
 
 
+FAR_MS = 366 * 86400 * 1000  # no honest clock is a year ahead
+
+
 class HybridCounter:
     """The counter of versions: max(milliseconds since 1970, highest seen + 1) (PROTOCOL 1)."""
 
@@ -44,8 +47,11 @@ class HybridCounter:
     def next(self, seen: int = 0) -> int:
         """A counter above every one seen here and above `seen`."""
         with self._lock:
-            self._highest = max(self._clock.wall_ms(), self._highest + 1, seen + 1)
-            return self._highest
+            now = self._clock.wall_ms()
+            self._highest = max(now, self._highest + 1)
+            if seen < now + FAR_MS:
+                self._highest = max(self._highest, seen + 1)
+            return max(self._highest, seen + 1)  # a far one does not drag other keys along
 
 
 __all__ = ["Clock", "HybridCounter", "SystemClock"]

@@ -76,6 +76,7 @@ class PoolHandle(Closing):
         )  # fmt: skip
         self._store.refresh = self.refresh
         self._store.damage = self._damage
+        self._store.key_lock = self._repair_lock
         self._repairs = RepairQueue()
         self._repairer: threading.Thread | None = None
         self._wake = threading.Event()
@@ -224,6 +225,10 @@ class PoolHandle(Closing):
 
     def _key_lock(self, key: str, *, needed: bool) -> AbstractContextManager[None]:
         return self._lock(key_lock_name(key), "conditional put") if needed else nullcontext()
+
+    def _repair_lock(self, key: str) -> AbstractContextManager[None]:
+        """One repair of a key at a time on this host."""
+        return self._lock(f"repair-{key_lock_name(key)}", f"repair of {key!r}")
 
     def _usable(self) -> None:
         if self._closed:

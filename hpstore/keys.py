@@ -19,6 +19,7 @@ from hpstore.errors import InvalidKey
 
 MAX_KEY_BYTES = 1024
 MAX_NAME_BYTES = 255
+MAX_COUNTER = 1 << 62  # versions beyond are nobody's: damage must not push counters out of range
 OBJECTS = "objects"
 _HEX = "0123456789abcdef"
 
@@ -97,7 +98,14 @@ def parse_column_name(name: str) -> ColumnName | None:
         data=int(data),
         parity=int(parity),
     )
-    return found if str(found) == name else None  # one name for one thing: no leading zeros
+    sane = (
+        str(found) == name  # one name for one thing: no leading zeros
+        and found.data >= 1
+        and 1 <= found.parity <= 8
+        and found.column < found.data + found.parity <= 32
+        and found.version.counter < MAX_COUNTER
+    )
+    return found if sane else None
 
 
 def check_key(key: str) -> str:
@@ -155,9 +163,21 @@ def escape(part: str, *, folding: bool) -> str:
 def unescape(name: str) -> str:
     """Inverse of escape()."""
     raw = re.sub(
-        rb"%([0-9a-f]{2})", lambda match: bytes([int(match.group(1), 16)]), name.encode()
+        rb"%([0-9a-f]{2})",
+        lambda match: bytes([int(match.group(1), 16)]),
+        name.encode("utf-8", errors="surrogateescape"),
     )  # fmt: skip
-    return raw.decode("utf-8", errors="replace")
+    return raw.decode("utf-8", errors="surrogateescape")
+
+
+def is_component(name: str, *, folding: bool) -> bool:
+    """Whether a directory name is what escape() makes of some key component."""
+    part = unescape(name)
+    try:
+        check_key(part)
+        return "/" not in part and escape(part, folding=folding) == name
+    except InvalidKey:
+        return False
 
 
 def object_directory(key: str, *, folding: bool = False) -> str:
@@ -167,12 +187,14 @@ def object_directory(key: str, *, folding: bool = False) -> str:
 
 __all__ = [
     "MAX_KEY_BYTES",
+    "MAX_COUNTER",
     "OBJECTS",
     "ColumnName",
     "Kind",
     "Version",
     "check_key",
     "escape",
+    "is_component",
     "object_directory",
     "parse_column_name",
     "unescape",

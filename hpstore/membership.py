@@ -26,7 +26,7 @@ from hpstore.errors import (
     MembershipError,
     TooFewDevices,
 )
-from hpstore.geometry import check_unit_bytes, check_width
+from hpstore.geometry import BLOCK_BYTES, check_unit_bytes, check_width
 from hpstore.objects.store import Store, View
 from hpstore.opening import OpenedDevice, Opener, claim, identify_all, make_place, prove
 from hpstore.placement import tolerated_domains
@@ -68,6 +68,9 @@ def create_members(
     """
     check_width(data, parity)
     check_unit_bytes(unit_bytes)
+    if unit_bytes > BLOCK_BYTES and unit_bytes % BLOCK_BYTES:
+        # batches begin on a checksum block: other units would make batches of up to 16 of them
+        raise ConfigError(f"unit of {unit_bytes} bytes: above 64 KiB, a multiple of 64 KiB")
     check_memory(config, data + parity, unit_bytes)
     if len(urls) < parity + 1:
         raise ConfigError(
@@ -333,10 +336,21 @@ def with_state(record: PoolRecord, device_id: str, state: DeviceState) -> PoolRe
     )  # fmt: skip
 
 
-def without_member(record: PoolRecord, device_id: str) -> PoolRecord:
+def with_healed(record: PoolRecord) -> PoolRecord:
+    """The next generation, in which every evicted device has been made up for."""
+    evicted = [replace(m, state=DeviceState.HEALED) for m in record.evicted]
+    return record.successor(
+        members=record.members, evicted=evicted, nonce=secrets.token_hex(8)
+    )  # fmt: skip
+
+
+def without_member(record: PoolRecord, device_id: str, now_ms: int) -> PoolRecord:
     """The next generation, in which one member is evicted."""
-    gone = [replace(m, state=DeviceState.EVICTED) for m in record.members
-            if m.device_id == device_id]  # fmt: skip
+    gone = [
+        replace(m, state=DeviceState.EVICTED, since_ms=now_ms)
+        for m in record.members
+        if m.device_id == device_id
+    ]
     members = [m for m in record.members if m.device_id != device_id]
     evicted = [m for m in record.evicted if m.device_id != device_id]
     return record.successor(
@@ -376,4 +390,5 @@ def find_member(record: PoolRecord, devices: Mapping[str, Device], wanted: str) 
 
 __all__ = ["Opened", "belongs", "check_memory", "commit_record", "copied", "create_members",
            "domain_warning", "find_member", "foreign", "make_view", "newest_record", "open_members",
-           "roll_forward", "with_member", "with_state", "without_member"]  # fmt: skip
+           "roll_forward", "with_healed", "with_member", "with_state",
+           "without_member"]  # fmt: skip

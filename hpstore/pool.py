@@ -19,19 +19,17 @@ from hpstore.errors import (
     ConfigError,
     MembershipError,
     ObjectNotFound,
+    TooFewDevices,
     TooManyErasures,
 )
 from hpstore.handle import PoolHandle, same_form
 from hpstore.header import encode_metadata
 from hpstore.keys import check_key
-from hpstore.membership import (
-    create_members,
-    domain_warning,
-)
+from hpstore.membership import commit_record, create_members, domain_warning, with_healed
 from hpstore.objects.catalog import live_layout, walk
 from hpstore.objects.info import ObjectInfo, object_info
 from hpstore.objects.read import Changed, ObjectReader, open_object
-from hpstore.objects.repair import repair_object
+from hpstore.objects.repair import Action, repair_object
 from hpstore.objects.source import as_source
 from hpstore.objects.store import Store
 from hpstore.objects.write import delete_object, put_object
@@ -60,6 +58,11 @@ class Pool(PoolHandle):
     """
 
     # --- objects ----------------------------------------------------------------------------
+
+    @property
+    def parity(self) -> int:
+        """m: how many losses every whole object survives."""
+        return self._store.view.record.parity
 
     def put(
         self,
@@ -186,7 +189,15 @@ class Pool(PoolHandle):
         Raises TooFewDevices when it cannot be brought there now.
         """
         self._writable()
-        repair_object(self._store, check_key(key), include_missing=True)
+        found = repair_object(self._store, check_key(key), include_missing=True)
+        if found.action is Action.ABSENT:
+            raise ObjectNotFound(f"no object {key!r}", key=key)
+        if found.losses_tolerated < self._store.view.record.parity:
+            raise TooFewDevices(
+                f"object {key!r} cannot be brought to its full stripe now: it survives "
+                f"{found.losses_tolerated} losses. It stays readable; add devices.",
+                key=key,
+            )
 
     # --- looking after ----------------------------------------------------------------------
 
@@ -233,12 +244,17 @@ class Pool(PoolHandle):
         self._writable()
         self.refresh()
         with self._lock("repair.lock", "rebuild"):
-            return rebuild_all(
+            report = rebuild_all(
                 self._store,
                 progress=progress,
                 rate_bytes_per_second=rate_bytes_per_second,
                 include_missing=include_missing,
             )
+        if report.whole and not self._store.view.missing and self._store.view.record.unhealed():
+            with self._change():
+                commit_record(self._store, with_healed(self._store.view.record), {}, force=False)
+                self.refresh()
+        return report
 
     # --- membership -------------------------------------------------------------------------
 

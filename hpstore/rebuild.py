@@ -17,7 +17,7 @@ from hpstore.objects.catalog import Catalog, walk
 from hpstore.objects.debts import clear_debt, read_debts
 from hpstore.objects.repair import Action, Repair, repair_object
 from hpstore.objects.store import Store, View
-from hpstore.objects.survey import Layout, Survey, newest_by_name
+from hpstore.objects.survey import Layout, Survey, newest_by_name, survey_key
 from hpstore.records import DeviceState
 
 
@@ -57,10 +57,14 @@ class RebuildReport:
     failed: dict[str, str] = field(default_factory=dict)
 
     @property
+    def whole(self) -> bool:
+        """Every object has its full stripe now."""
+        return not (self.unreadable or self.failed or self.waiting or self.stuck)
+
+    @property
     def clean(self) -> bool:
         """Every object is whole and nothing had to be mended."""
-        return not (self.unreadable or self.failed or self.damaged_columns or self.columns_written
-                    or self.waiting or self.stuck)  # fmt: skip
+        return self.whole and not (self.damaged_columns or self.columns_written)
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
@@ -201,7 +205,8 @@ def pay_debts(store: Store) -> int:
         except (HpstoreError, OSError):
             store.metrics.count("debt_unpaid_total")
             continue
-        if repair.action not in (Action.WAITING, Action.STUCK):
+        gone = repair.action is Action.ABSENT and not survey_key(store, debt.key).unknown
+        if gone or repair.losses_tolerated >= store.view.record.parity:
             clear_debt(store, debt)
             paid += 1
     return paid

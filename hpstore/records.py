@@ -53,7 +53,8 @@ class DeviceState(StrEnum):
 
     ONLINE = "online"
     DRAINING = "draining"  # readable, takes no new columns
-    EVICTED = "evicted"  # no longer a member; what it held is considered gone
+    EVICTED = "evicted"  # no longer a member; what it held is gone, and not made up for yet
+    HEALED = "healed"  # evicted, and everything has been rebuilt since
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +93,7 @@ class Member:
     domain: str
     weight: float = 1.0
     state: DeviceState = DeviceState.ONLINE
+    since_ms: int = 0  # when it was evicted, milliseconds since 1970
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +119,10 @@ class PoolRecord:
         """The member of that id."""
         return next((m for m in self.members if m.device_id == device_id), None)
 
+    def unhealed(self) -> frozenset[str]:
+        """Evicted devices whose columns have not been made up for by a whole rebuild yet."""
+        return frozenset(m.device_id for m in self.evicted if m.state is not DeviceState.HEALED)
+
     def quorum(self) -> int:
         """Devices that must hold a new record: max(m + 1, majority), at most all."""
         return min(max(self.parity + 1, len(self.members) // 2 + 1), len(self.members))
@@ -125,7 +131,7 @@ class PoolRecord:
         def rows(members: Iterable[Member]) -> list[Json]:
             return [
                 {"device": m.device_id, "url": m.url, "domain": m.domain, "weight": m.weight,
-                 "state": m.state}
+                 "state": m.state, **({"since_ms": m.since_ms} if m.since_ms else {})}
                 for m in members
             ]  # fmt: skip
 
@@ -172,6 +178,7 @@ class PoolRecord:
                     domain=str(row["domain"]),
                     weight=float(row["weight"]),
                     state=DeviceState(row["state"]),
+                    since_ms=int(row.get("since_ms", 0)),
                 )
                 for row in rows
             )

@@ -12,7 +12,7 @@ from hpstore.objects.catalog import walk
 from hpstore.objects.remove import remove_files
 from hpstore.objects.repair import repair_object
 from hpstore.objects.store import Store
-from hpstore.objects.survey import Survey, Verdict, judge, survey_key, unknown_devices
+from hpstore.objects.survey import Survey, Verdict, judge, stable_survey, unknown_devices
 from hpstore.rebuild import Progress, ProgressCallback, RateLimit, RebuildReport, Tally, pay_debts
 from hpstore.records import FORMAT, seal, unseal
 
@@ -24,24 +24,25 @@ _MAX_CURSOR_BYTES = 64 << 10
 def read_cursor(store: Store) -> str:
     """The key after which an unfinished scrub goes on; "" for the beginning."""
 
-    def read(_: str, device: Device) -> str:
+    def read(_: str, device: Device) -> tuple[int, str]:
         try:
             data = device.read_small(CURSOR_FILE, _MAX_CURSOR_BYTES)
-            return str(unseal(data, where=CURSOR_FILE)["after"])
-        except (FileNotFoundError, IntegrityError, KeyError):
-            return ""
+            body = unseal(data, where=CURSOR_FILE)
+            return int(str(body["at_ms"])), str(body["after"])
+        except (FileNotFoundError, IntegrityError, KeyError, ValueError):
+            return (0, "")
 
     results = store.each(store.view.devices, read)
-    return max((r for r in results.values() if isinstance(r, str)), default="")
+    return max((r for r in results.values() if isinstance(r, tuple)), default=(0, ""))[1]
 
 
 def write_cursor(store: Store, after: str) -> None:
-    """Note the position on every device; "" forgets it."""
-    data = seal({"format": FORMAT, "after": after})
-    if after:
-        store.each(store.view.devices, lambda _, device: device.write_small(CURSOR_FILE, data))
-    else:
-        store.each(store.view.devices, lambda _, device: device.delete(CURSOR_FILE))
+    """Note the position on every device; "" for a scrub that is done.
+
+    The time tells it from what a device that was away still says.
+    """
+    data = seal({"format": FORMAT, "after": after, "at_ms": store.clock.wall_ms()})
+    store.each(store.view.devices, lambda _, device: device.write_small(CURSOR_FILE, data))
 
 
 def scrub_all(
@@ -82,7 +83,12 @@ def sweep_key(store: Store, key: str) -> int:
 
     Only with every member answering: a device that is away may still hold what they stand for.
     """
-    survey = survey_key(store, key)
+    with store.key_lock(key):  # a re-layout under way must not look torn
+        return _sweep_locked(store, key)
+
+
+def _sweep_locked(store: Store, key: str) -> int:
+    survey = stable_survey(store, key)
     if survey.unknown:
         return 0
     horizon = store.clock.wall_ms() - int(store.settings.tombstone_seconds * 1000)
@@ -105,7 +111,7 @@ def _sweep_torn(store: Store, survey: Survey, horizon: int) -> int:
             layout,
             valid=len(layout.columns),
             corrupt=0,
-            unknown_devices=unknown_devices(store.view, survey, None),
+            unknown_devices=unknown_devices(store.view, survey),
         )
         if verdict is Verdict.TORN and layout.version.counter < horizon:
             swept += remove_files(store, survey.key, layout.files)

@@ -117,7 +117,7 @@ def pool_status(store: Store, name: str, problems: Mapping[str, str]) -> PoolSta
             continue
         objects += 1
         spare = spare_losses(store.view, layout)
-        unknown = unknown_devices(store.view, survey, None)
+        unknown = unknown_devices(store.view, survey)
         verdict = judge(
             layout, valid=len(layout.columns), corrupt=0, unknown_devices=unknown
         )  # fmt: skip

@@ -128,7 +128,10 @@ class Device(Protocol):
         """Changes whenever write_small or publish replaced the file; None when absent."""
 
     def delete(self, path: str) -> None:
-        """Remove a file and directories that became empty. Absent is fine. Not synced."""
+        """Remove a file, on local devices also directories that became empty. Not synced.
+
+        Absent is fine. Stores keep their directories: some remove a full one when asked to.
+        """
 
     def retire(self, path: str) -> None:
         """Remove a file whose object is durably gone, keeping its blocks for reuse if it can."""

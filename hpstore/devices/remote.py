@@ -151,17 +151,6 @@ class RemoteDevice:
             return
         except OSError as error:
             raise_device_error(error, self.url, "delete")
-        self._prune(path)
-
-    def _prune(self, path: str) -> None:
-        """Remove empty directories where the store has such; refused elsewhere, which is fine."""
-        parts = path.split("/")[:-1]
-        while len(parts) > 1:
-            try:
-                self._fs.rmdir(self._path("/".join(parts)))
-            except (OSError, NotImplementedError):
-                return
-            parts.pop()
 
     def retire(self, path: str) -> None:
         self.delete(path)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hpstore.devices.base import Device
-from hpstore.keys import OBJECTS, Kind, object_directory, parse_column_name, unescape
+from hpstore.keys import OBJECTS, Kind, is_component, object_directory, parse_column_name, unescape
 from hpstore.objects.store import Store
 from hpstore.objects.survey import Found, Layout, Survey, newest_by_name
 
+_log = logging.getLogger(__name__)
 WALK_SECONDS = 600.0  # deadline for walking one device
 
 
@@ -58,6 +60,10 @@ def _walk_device(device_id: str, device: Device, prefix: str) -> Iterator[tuple[
         directory, key = pending.pop()
         for entry in device.entries(directory):
             if entry.is_directory:
+                if not is_component(entry.name, folding=device.folds_names):
+                    _log.warning("%s: %s/%s is no key; left alone", device.url, directory,
+                                 entry.name.encode(errors="replace"))  # fmt: skip
+                    continue
                 child = f"{key}/{unescape(entry.name)}" if key else unescape(entry.name)
                 if child.startswith(prefix) or prefix.startswith(f"{child}/"):
                     pending.append((f"{directory}/{entry.name}", child))

@@ -78,8 +78,6 @@ def open_column(
         if handle.size_bytes < HEADER_BYTES:
             raise IntegrityError(f"{path} on {device.url} is truncated")
         handle.read_into(0, page)
-        if not page[:8].any():
-            raise FileNotFoundError(f"{path} on {device.url} was recycled")
         header = decode_header(page.data, where=f"{path} on {device.url}")
         if header.pool_id != pool_id or header.key != key or header.name != name:
             raise IntegrityError(
@@ -89,6 +87,12 @@ def open_column(
             raise IntegrityError(
                 f"{path} on {device.url} has {handle.size_bytes} of {header.file_bytes} bytes"
             )
+    except IntegrityError as error:
+        handle.close()
+        # recycling renames before it blanks: what is damaged under its own name is damaged
+        if device.stamp(path) is None:
+            raise FileNotFoundError(f"{path} on {device.url} was recycled") from error
+        raise
     except BaseException:
         handle.close()
         raise

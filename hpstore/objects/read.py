@@ -21,6 +21,7 @@ from hpstore.objects.survey import (
     Survey,
     Verdict,
     judge,
+    require_known,
     survey_key,
     too_many,
     unknown_devices,
@@ -223,9 +224,13 @@ class ObjectReader:
             )
             flight = self._launch(plan, block=True)
             assert flight is not None  # it waited
-            if self._arrived(flight):
-                self._decode(flight)
-                return RebuiltRun({c: flight.arrays[c] for c in wanted}, flight.drop)
+            try:
+                if self._arrived(flight):
+                    self._decode(flight)
+                    return RebuiltRun({c: flight.arrays[c] for c in wanted}, flight.drop)
+            except BaseException:
+                flight.drop()
+                raise
             flight.drop()
 
     def verify_column(self, column: int, throttle: Callable[[int], None]) -> bool:
@@ -238,10 +243,11 @@ class ObjectReader:
             plan = WindowPlan(pieces=(), reads={column: span}, lost={}, have=())
             flight = self._launch(plan, block=True)
             assert flight is not None  # it waited
-            arrived = self._arrived(flight)
-            flight.drop()
-            if not arrived:
-                return False
+            try:
+                if not self._arrived(flight):
+                    return False
+            finally:
+                flight.drop()
         return True
 
     def _launch(self, plan: WindowPlan, *, block: bool) -> _Flight | None:
@@ -302,20 +308,20 @@ class ObjectReader:
 
     def _replaced(self, reader: ColumnReader) -> bool:
         """PROTOCOL 10: after a mismatch, is the file still the object that we opened?"""
-        try:
-            again = open_column(
-                reader.device_id,
-                self._store.view.devices[reader.device_id],
-                self._store.view.record.pool_id,
-                self.key,
-                reader.header.name,
-            )
-        except FileNotFoundError:
-            return True
-        except (OSError, IntegrityError):
+        view, name = self._store.view, reader.header.name
+        device = view.devices.get(reader.device_id)
+        if device is None:
             return False
-        again.close()
-        return False
+        future = self._store.scheduler.submit(
+            reader.device_id,
+            lambda: open_column(reader.device_id, device, view.record.pool_id, self.key, name),
+        )
+        deadline = self._store.settings.device_deadline_seconds
+        wait([future], timeout=deadline)
+        found = outcome(future, reader.device_id, deadline)
+        if isinstance(found, ColumnReader):
+            found.close()
+        return isinstance(found, FileNotFoundError)
 
     def _decode(self, flight: _Flight) -> None:
         """Decode the lost columns of a window."""
@@ -355,10 +361,11 @@ def open_survey(store: Store, survey: Survey, version: Version | None = None) ->
             groups.setdefault(layout.version.content, []).append(layout)
     for layouts in groups.values():
         if any(layout.kind is Kind.TOMBSTONE for layout in layouts):
-            break
+            raise ObjectNotFound(f"object {survey.key!r} was deleted", key=survey.key)
         reader = _open_group(store, survey, layouts)
         if reader is not None:
             return reader
+    require_known(store.view, survey)
     raise ObjectNotFound(f"no object {survey.key!r}", key=survey.key)
 
 
@@ -373,8 +380,7 @@ def _open_group(store: Store, survey: Survey, layouts: list[Layout]) -> ObjectRe
         except BaseException:
             reader.close()
             raise
-        listed = reader._header.devices if reader._header is not None else None
-        unknown = unknown_devices(store.view, survey, listed)
+        unknown = unknown_devices(store.view, survey)
         valid, corrupt = len(reader.columns), len(reader.damaged)
         reader.close()
         verdict = judge(layout, valid=valid, corrupt=corrupt, unknown_devices=unknown)
@@ -387,12 +393,23 @@ def _open_group(store: Store, survey: Survey, layouts: list[Layout]) -> ObjectRe
 
 
 def open_object(store: Store, key: str, version: Version | None = None) -> ObjectReader:
-    """Resolve a key and open it, again when it changes underneath, a bounded number of times."""
+    """Resolve a key and open it, again when it changes underneath, a bounded number of times.
+
+    A listing of several devices is no snapshot: what looks torn or absent although files were seen
+    is believed only when a second look shows the same files.
+    """
+    seen: set[Found] | None = None
     for _ in range(RESOLVE_TRIES):
+        survey = survey_key(store, key)
         try:
-            return open_survey(store, survey_key(store, key), version)
+            return open_survey(store, survey, version)
         except Changed:
             store.metrics.count("read_resolved_again_total")
+            seen = None
+        except (ObjectNotFound, TooManyErasures):
+            if not survey.files or seen == set(survey.files):
+                raise
+            seen = set(survey.files)
     raise IntegrityError(f"object {key!r} was replaced {RESOLVE_TRIES} times while it was opened")
 
 

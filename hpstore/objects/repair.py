@@ -22,13 +22,14 @@ from hpstore.objects.read import Changed, ObjectReader, open_survey
 from hpstore.objects.remove import remove_files
 from hpstore.objects.source import MemorySource
 from hpstore.objects.store import Store
-from hpstore.objects.survey import Found, Survey, newest_by_name, survey_key
+from hpstore.objects.survey import Found, Survey, newest_by_name, stable_survey
 from hpstore.objects.windows import run_bytes
 from hpstore.objects.write import (
     Content,
     WriteFailed,
     make_header,
     plan_columns,
+    settle_or_owe,
     write_columns,
     write_failed,
     write_new_version,
@@ -80,19 +81,29 @@ def repair_object(
     With `verify` every block of every column is read. Columns on missing members are waited for
     while parity is left, unless `include_missing`. Raises TooManyErasures when it cannot be read.
     """
+    with store.key_lock(key):  # two re-layouts of one version would share file names
+        return _repair_locked(
+            store, key, verify=verify, throttle=throttle, include_missing=include_missing
+        )
+
+
+def _repair_locked(
+    store: Store, key: str, *, verify: bool, throttle: Throttle, include_missing: bool
+) -> Repair:
     last: Exception | None = None
     exclude: set[str] = set()  # devices that failed to take a column
     for _ in range(REPAIR_TRIES):
-        survey = survey_key(store, key)
+        survey = stable_survey(store, key)
+        now = store.pinned()
         try:
-            reader = open_survey(store, survey)
+            reader = open_survey(now, survey)
         except ObjectNotFound:
             return _finish_delete(store, survey)
         except Changed as error:
             last = error
             continue
         try:
-            repairer = _Repairer(store, survey, reader, throttle, include_missing, exclude)
+            repairer = _Repairer(now, survey, reader, throttle, include_missing, exclude)
             return repairer.run(verify=verify)
         except (Changed, MembershipMoved) as error:
             last = error
@@ -140,6 +151,7 @@ class _Repairer:
         exclude: set[str],
     ) -> None:
         self._exclude = exclude
+        self._alive = 0  # losses that a new layout tolerates
         self._store, self._survey, self._reader = store, survey, reader
         self._throttle, self._include_missing = throttle, include_missing
         self._geometry: Geometry = reader.header.geometry
@@ -169,7 +181,7 @@ class _Repairer:
             damaged=damaged,
             bytes=self._geometry.size,
             losses_tolerated=(
-                self._geometry.parity
+                self._alive
                 if action is Action.RELAID
                 else max(0, len(staying) - self._geometry.data)
             ),
@@ -253,7 +265,12 @@ class _Repairer:
             metadata=header.metadata,
         )
         source = ObjectSource(self._reader, self._throttle)
-        columns = write_columns(self._store, content, geometry, devices, source)
+        with self._store.relay_lock:  # it holds memory while it waits for more: one at a time
+            columns = write_columns(
+                self._store, content, geometry, devices, source, roll_back=False
+            )
+        settle_or_owe(self._store, columns)
+        self._alive = len(columns.published()) - geometry.data
         if len(columns.published()) == geometry.width:
             older = [f for f in self._survey.files if f.name.version < content.version]
             self._reader.close()  # its locks would keep the files from being recycled
@@ -338,6 +355,8 @@ def rebuild_columns(
         if not columns.failures():
             _rebuild_runs(store, reader, columns, throttle)
             columns.finish()
+        if len(columns.published()) == len(targets):
+            columns.check_generations()
         done = len(columns.published()) == len(targets)
     finally:
         columns.abandon(remove_published=False)

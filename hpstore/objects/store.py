@@ -5,7 +5,8 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from hpstore.buffers import BufferPool
@@ -13,8 +14,8 @@ from hpstore.clock import Clock, HybridCounter
 from hpstore.codec import ErasureCode
 from hpstore.config import Settings
 from hpstore.devices.base import Device, Stamp
-from hpstore.errors import DeviceMissing
-from hpstore.keys import Version
+from hpstore.errors import DeviceMissing, IntegrityError
+from hpstore.keys import MAX_COUNTER, Version
 from hpstore.metrics import Metrics
 from hpstore.opening import below_reserve
 from hpstore.placement import Candidate
@@ -22,6 +23,10 @@ from hpstore.records import MAX_RECORD_BYTES, POOL_FILE, DeviceState, Member, Po
 from hpstore.scheduler import Scheduler
 
 T = TypeVar("T")
+
+
+def _no_lock(_: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +62,14 @@ class Store:
     read_only: bool = False
     refresh: Callable[[], None] = field(default=lambda: None)  # reads the membership anew
     damage: Callable[[str], None] = field(default=lambda key: None)  # a key that needs repair
+    key_lock: Callable[[str], AbstractContextManager[None]] = field(default=_no_lock)
+    relay_lock: threading.Lock = field(default_factory=threading.Lock)  # one re-layout at a time
     _stamps: dict[str, tuple[Stamp, int]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)  # guards _stamps
+
+    def pinned(self) -> Store:
+        """The same machinery with the view of now: a plan and its execution see one membership."""
+        return replace(self)
 
     def each(
         self, devices: Iterable[str], call: Callable[[str, Device], T]
@@ -73,7 +84,12 @@ class Store:
     def new_version(self, seen: Iterable[Version] = ()) -> Version:
         """A version above all that were seen (PROTOCOL 1)."""
         highest = max((v.counter for v in seen), default=0)
-        return Version(self.counter.next(highest), secrets.randbits(64), 0)
+        counter = self.counter.next(highest)
+        if counter >= MAX_COUNTER:
+            raise IntegrityError(
+                f"a version with counter {highest} leaves no room above it: a damaged file name?"
+            )
+        return Version(counter, secrets.randbits(64), 0)
 
     def generation_on(self, device_id: str, device: Device) -> int:
         """The membership generation that a device itself records.
@@ -107,7 +123,7 @@ class Store:
         asked = [
             m
             for m in self.view.members()
-            if m.device_id not in left_out and m.state is DeviceState.ONLINE
+            if m.device_id not in left_out and m.state is DeviceState.ONLINE and m.weight > 0
         ]
         full = self.each((m.device_id for m in asked), lambda _, device: below_reserve(device))
         return [
@@ -123,7 +139,7 @@ class Store:
 
     def forget_stamps(self) -> None:
         """After a fork or a membership change."""
-        self._lock = threading.Lock()
+        self._lock, self.relay_lock = threading.Lock(), threading.Lock()
         self._stamps.clear()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -105,31 +104,52 @@ def judge(layout: Layout, *, valid: int, corrupt: int, unknown_devices: int) -> 
     return Verdict.TORN
 
 
-def unknown_devices(view: View, survey: Survey, listed: Iterable[str] | None) -> int:
-    """How many devices may hide a column: those that did not answer, and listed ones that left.
-
-    `listed` are the devices in a valid header; without one, every evicted device may have held it.
-    """
-    members = {m.device_id for m in view.record.members}
-    left = {m.device_id for m in view.record.evicted} if listed is None else set(listed) - members
-    return len(set(survey.unknown) | left)
+def unknown_devices(view: View, survey: Survey) -> int:
+    """How many devices may hide a column: those that did not answer, and those that were evicted
+    and not made up for by a rebuild since."""
+    return len(survey.unknown | view.record.unhealed())
 
 
 def newest_by_name(view: View, survey: Survey) -> Layout | None:
     """The layout that a read would choose, judged by names alone. A hint for lists and plans."""
-    previous: tuple[int, int] | None = None
+    unknown = unknown_devices(view, survey)
     for layout in survey.layouts():
         if layout.kind is Kind.TOMBSTONE:
             return layout
-        verdict = judge(
-            layout,
-            valid=len(layout.columns),
-            corrupt=0,
-            unknown_devices=unknown_devices(view, survey, None),
-        )
-        if verdict is not Verdict.TORN and layout.version.content != previous:
+        columns = len(layout.columns)
+        verdict = judge(layout, valid=columns, corrupt=0, unknown_devices=unknown)
+        if verdict is not Verdict.TORN:
             return layout
     return None
+
+
+def require_known(view: View, survey: Survey) -> None:
+    """Before a key is taken for absent: could every copy of it be where we cannot look?
+
+    Raises TooManyErasures when m + 1 devices are unknown.
+    """
+    unknown = unknown_devices(view, survey)
+    if unknown > view.record.parity:
+        raise TooManyErasures(
+            f"whether there is an object {survey.key!r} cannot be told: {unknown} devices do not "
+            f"answer or were evicted since the last rebuild, {view.record.parity} are survived. "
+            "Bring devices back, or rebuild if they are gone for good.",
+            key=survey.key,
+        )
+
+
+def stable_survey(store: Store, key: str) -> Survey:
+    """A survey to act on: a listing of several devices is no snapshot, so one that amounts to
+    nothing although files were seen is made again until two agree."""
+    survey = survey_key(store, key)
+    for _ in range(SURVEY_TRIES):
+        if not survey.files or newest_by_name(store.view, survey) is not None:
+            return survey
+        again = survey_key(store, key)
+        if set(again.files) == set(survey.files):
+            return again
+        survey = again
+    return survey
 
 
 def survey_key(store: Store, key: str) -> Survey:
@@ -188,4 +208,5 @@ def empty_geometry(parity: int) -> Geometry:
 
 
 __all__ = ["Found", "Layout", "Survey", "Verdict", "empty_geometry", "judge", "list_object",
-           "newest_by_name", "path_on", "survey_key", "too_many", "unknown_devices"]  # fmt: skip
+           "newest_by_name", "path_on", "require_known", "stable_survey", "survey_key", "too_many",
+           "unknown_devices"]  # fmt: skip

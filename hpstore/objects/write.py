@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from hpstore.errors import ObjectNotFound, TooFewDevices, VersionConflict
 from hpstore.geometry import Code, Geometry, plan_geometry
-from hpstore.header import ColumnHeader, Metadata
+from hpstore.header import ColumnHeader, Metadata, encode_header
 from hpstore.keys import Kind, Version
 from hpstore.objects.columnset import ColumnSet, MembershipMoved
 from hpstore.objects.debts import record_debt
@@ -17,7 +17,13 @@ from hpstore.objects.remove import remove_files
 from hpstore.objects.source import MemorySource, Source
 from hpstore.objects.store import Store
 from hpstore.objects.stripes import StripeWriter
-from hpstore.objects.survey import Survey, empty_geometry, newest_by_name, survey_key
+from hpstore.objects.survey import (
+    Survey,
+    empty_geometry,
+    newest_by_name,
+    require_known,
+    stable_survey,
+)
 from hpstore.placement import choose
 from hpstore.records import Debt
 
@@ -100,16 +106,26 @@ def make_header(
 
 
 def write_columns(
-    store: Store, content: Content, geometry: Geometry, devices: list[str], source: Source
+    store: Store,
+    content: Content,
+    geometry: Geometry,
+    devices: list[str],
+    source: Source,
+    *,
+    roll_back: bool,
 ) -> ColumnSet:
     """Write and publish one version. On return at least the floor of rule 5 is durable.
 
-    Raises MembershipMoved, or WriteFailed after removing what this call had published.
+    `store` is pinned, so that plan and execution see one membership. Raises MembershipMoved or
+    WriteFailed; with `roll_back` after removing what this call had published, which only the one
+    who chose the version's nonce may ask for.
     """
     headers = {
         device: make_header(store, content, geometry, devices, column)
         for column, device in enumerate(devices)
     }
+    for header in headers.values():
+        encode_header(header)  # what does not fit is found before anything is written
     floor = geometry.floor()
     columns = ColumnSet(store, headers, floor=floor, generation=store.view.record.generation)
     done = False
@@ -123,7 +139,7 @@ def write_columns(
             columns.check_generations()
         done = len(columns.published()) >= floor
     finally:
-        columns.abandon(remove_published=not done)
+        columns.abandon(remove_published=roll_back and not done)
     if not done:
         failures = columns.failures()
         raise write_failed(
@@ -146,6 +162,7 @@ def write_new_version(
     exclude: set[str] = set()
     last: Exception | None = None
     for _ in range(PUT_TRIES):
+        now = store.pinned()
         content = Content(
             key=key,
             version=store.new_version(survey.versions()),
@@ -154,11 +171,11 @@ def write_new_version(
             metadata=metadata,
         )
         try:
-            geometry, devices = plan_columns(store, key, source.size, exclude=exclude, kind=kind)
+            geometry, devices = plan_columns(now, key, source.size, exclude=exclude, kind=kind)
         except TooFewDevices as error:
             raise error from last
         try:
-            columns = write_columns(store, content, geometry, devices, source)
+            columns = write_columns(now, content, geometry, devices, source, roll_back=True)
         except MembershipMoved as error:
             store.metrics.count("put_replanned_total")
             store.refresh()
@@ -195,6 +212,8 @@ def check_conditions(
     if not if_absent and if_version is None:
         return
     newest = newest_by_name(store.view, survey)
+    if newest is None:
+        require_known(store.view, survey)
     exists = newest is not None and newest.kind is not Kind.TOMBSTONE
     if if_absent and exists:
         raise VersionConflict(f"object {survey.key!r} exists already", key=survey.key)
@@ -219,7 +238,7 @@ def put_object(
 
     The caller holds the key's lock when a condition is given.
     """
-    survey = survey_key(store, key)
+    survey = stable_survey(store, key)
     check_conditions(store, survey, if_absent=if_absent, if_version=if_version)
     columns = write_new_version(
         store, key, source, metadata=metadata, kind=Kind.COLUMN, survey=survey
@@ -237,8 +256,10 @@ def delete_object(store: Store, key: str) -> None:
     Durable on return; a crash before leaves the object, a crash after none. Raises
     ObjectNotFound when there is nothing, after finishing a delete that was seen half done.
     """
-    survey = survey_key(store, key)
+    survey = stable_survey(store, key)
     newest = newest_by_name(store.view, survey)
+    if newest is None:
+        require_known(store.view, survey)
     if newest is None or newest.kind is Kind.TOMBSTONE:
         if newest is not None:
             older = [f for f in survey.files if f.name.version < newest.version]

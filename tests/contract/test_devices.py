@@ -131,6 +131,7 @@ class RemoteRaw(DeviceContract):
     """Raw access by a filesystem object of our own."""
 
     holds_readers = False
+    prunes_directories = False
 
     def place(self, device: Device, path: str) -> tuple[fsspec.AbstractFileSystem, str]:
         filesystem, root = fsspec.core.url_to_fs(device.url)

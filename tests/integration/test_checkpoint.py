@@ -296,12 +296,15 @@ def test_a_commit_is_old_or_new_at_every_crash_point(tmp_path: Path, power: bool
 
 def test_orphans_of_dead_saves_are_collected(pool: hpstore.Pool) -> None:
     """PROTOCOL 18: segments of dead attempts go, those of living ones and of manifests stay."""
-    host, boot = here()
+    host, boot, space = here()
     with pool:
         with Checkpointer(pool, "run") as ckpt:
             ckpt.save(1, {"x": torch.ones(9)}).result()
-        dead = Attempt(step=2, nonce="aa", host=host, boot=boot, pid=2**22 + 1, started_ms=0)
-        alive = Attempt(step=2, nonce="bb", host=host, boot=boot, pid=1, started_ms=0)
+        dead = Attempt(step=2, nonce="aa", host=host, boot=boot, pid=2**22 + 1,
+                       namespace=space, started_ms=0)  # fmt: skip
+        alive = Attempt(
+            step=2, nonce="bb", host=host, boot=boot, pid=1, namespace=space, started_ms=0
+        )
         pool.put("run/attempts/000000000002-aa", dead.encode())
         pool.put("run/attempts/000000000002-bb", alive.encode())
         for nonce in ("aa", "bb", "cc"):
@@ -336,13 +339,50 @@ def test_garbage_collection_leaves_a_save_under_way_alone(
 
 
 def test_retention_never_drops_the_newest() -> None:
-    """Pure: keep_last, keep_every, none."""
-    assert steps_to_drop([1, 2, 3], keep_last=None, keep_every=1) == []
-    assert steps_to_drop([3, 1, 2], keep_last=1, keep_every=None) == [1, 2]
-    assert steps_to_drop([10, 20, 25], keep_last=1, keep_every=10) == []
+    """Pure: keep_last, keep_every, none; a run that was rolled back keeps what it commits."""
+    assert steps_to_drop([1, 2, 3], committed=3, keep_last=None, keep_every=1) == []
+    assert steps_to_drop([3, 1, 2], committed=3, keep_last=1, keep_every=None) == [1, 2]
+    assert steps_to_drop([10, 20, 25], committed=25, keep_last=1, keep_every=10) == []
+    assert steps_to_drop([40, 50, 51, 60, 70], committed=51, keep_last=1, keep_every=None) == [
+        40,
+        50,
+    ]
     listing = sort_out("p", ["p/step-000000000001/segment-ab-r00000", "p/other"])
     assert orphans(listing, set(), set()) == ["p/step-000000000001/segment-ab-r00000"]
     assert orphans(listing, set(), {"ab"}) == []
+
+
+def test_a_run_that_was_rolled_back_keeps_what_it_commits(pool: hpstore.Pool) -> None:
+    """PROTOCOL 19: retention after step 51 leaves 51 and the later steps alone."""
+    with pool, Checkpointer(pool, "run", keep_last=1) as ckpt:
+        for number in (50, 60, 70):
+            pool_step = Checkpointer(pool, "run")
+            pool_step.save(number, {"x": torch.full((9,), float(number))}).result()
+            pool_step.close()
+        assert ckpt.restore({"x": torch.zeros(9)}, step=50) == 50
+        ckpt.save(51, {"x": torch.full((9,), 51.0)}).result()
+        assert ckpt.steps() == [51, 60, 70]
+
+
+def test_a_manifest_that_may_have_become_visible_keeps_its_segment(
+    pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PROTOCOL 8: a put that raised may roll forward; what it names is not removed on a guess."""
+    original = pool.put
+
+    def put(key: str, *args: object, **options: object) -> object:
+        info = original(key, *args, **options)  # type: ignore[arg-type]
+        if key.endswith("manifest"):
+            raise OSError("the answer was lost")
+        return info
+
+    with pool, Checkpointer(pool, "run") as ckpt:
+        monkeypatch.setattr(pool, "put", put)
+        with pytest.raises(OSError, match="lost"):
+            ckpt.save(7, {"x": torch.ones(90_000)}).result()
+        monkeypatch.undo()
+        ckpt._flying = None  # the error was taken above
+        assert ckpt.restore({"x": torch.zeros(90_000)}) == 7
 
 
 def test_a_flipped_manifest_is_an_integrity_error() -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hpstore.errors import InvalidKey
 from hpstore.keys import (
+    MAX_COUNTER,
     MAX_NAME_BYTES,
     ColumnName,
     Kind,
@@ -27,7 +28,7 @@ parts = st.lists(tricky | letters, min_size=1, max_size=12).map("".join).filter(
 )  # fmt: skip
 keys = st.lists(parts, min_size=1, max_size=4).map("/".join)
 versions = st.builds(
-    Version, st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1)
+    Version, st.integers(0, MAX_COUNTER - 1), st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1)
 )
 names = st.builds(
     ColumnName,
@@ -36,7 +37,7 @@ names = st.builds(
     column=st.integers(0, 31),
     data=st.integers(1, 31),
     parity=st.integers(1, 8),
-)
+).filter(lambda name: name.column < name.data + name.parity <= 32)
 
 
 @given(parts, st.booleans())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import pytest
 
-from hpstore.changes import judge_return, lost_without
+from hpstore import changes
+from hpstore.changes import lost_without
 from hpstore.devices.memory import MemoryDevice
 from hpstore.keys import ColumnName, Kind, Version
 from hpstore.objects.catalog import Catalog
@@ -14,6 +16,9 @@ from hpstore.objects.store import View
 from hpstore.objects.survey import Found, Layout, Survey
 from hpstore.rebuild import needs_work, plan_rebuild, spare_losses
 from hpstore.records import DeviceState, Member, PoolRecord
+
+judge_return = partial(changes.judge_return, recent=False)
+
 
 OLD, NEW, NEWER = Version(1, 1), Version(2, 1), Version(3, 1)
 
@@ -70,14 +75,16 @@ def test_a_deleted_object_does_not_come_back() -> None:
     """A full tombstone removes the column; a thin one sets it aside."""
     whole = layout(NEW, range(3), kind=Kind.TOMBSTONE, data=1)
     thin = layout(NEW, range(2), kind=Kind.TOMBSTONE, data=1)
-    assert judge_return(file(OLD, 5), whole) == "remove"
-    assert judge_return(file(OLD, 5), thin) == "quarantine"
+    assert judge_return(file(OLD, 5), whole, recent=False) == "remove"
+    assert judge_return(file(OLD, 5), thin, recent=False) == "quarantine"
 
 
 def test_what_nobody_else_knows_is_quarantined() -> None:
     """Deleted and swept, or never acknowledged: not served, not deleted."""
-    assert judge_return(file(NEW, 5), None) == "quarantine"
-    assert judge_return(file(NEW, 5, kind=Kind.TOMBSTONE, data=1), None) == "quarantine"
+    assert judge_return(file(NEW, 5), None, recent=False) == "quarantine"
+    assert (
+        judge_return(file(NEW, 5, kind=Kind.TOMBSTONE, data=1), None, recent=False) == "quarantine"
+    )
 
 
 def test_a_version_newer_than_all_others_is_quarantined() -> None:
@@ -110,7 +117,7 @@ def test_a_column_kept_twice_does_not_make_the_newer_version_whole() -> None:
     """Six files, but only five columns: the older version is not removed."""
     double = Layout(version=NEW, kind=Kind.COLUMN, data=4, parity=2,
                     files=(*layout(NEW, range(5)).files, file(NEW, 4, device="5")))  # fmt: skip
-    assert judge_return(file(OLD, 5), double) == "quarantine"
+    assert judge_return(file(OLD, 5), double, recent=False) == "quarantine"
 
 
 # --- lost_without --------------------------------------------------------------------------------
@@ -232,3 +239,9 @@ def test_the_most_endangered_object_comes_first() -> None:
     }
     plan = plan_rebuild(view(), Catalog(surveys=surveys, unknown=frozenset()), usable=6)
     assert plan == ["torn", "two lost", "a one lost", "b one lost"]
+
+
+def test_what_left_lately_is_kept_though_nobody_else_knows_it() -> None:
+    """Within the horizon a delete would still have its tombstone: these may be the last copies."""
+    assert changes.judge_return(file(NEW, 5), None, recent=True) == "keep"
+    assert changes.judge_return(file(NEW, 5), None, recent=False) == "quarantine"
