@@ -14,7 +14,7 @@ import torch
 
 from hpstore.buffers import aligned_array
 from hpstore.checkpoint.arena import Arena, Item, plan_items
-from hpstore.checkpoint.manifest import Listing, Manifest, manifest_key, sort_out
+from hpstore.checkpoint.manifest import Listing, Manifest, checked_step, manifest_key, sort_out
 from hpstore.checkpoint.retention import Attempt, attempt_lives, orphans, steps_to_drop
 from hpstore.checkpoint.saving import (
     SaveHandle,
@@ -79,10 +79,11 @@ class Checkpointer(Closing):
         keep_every: int | None = None,
         rng: bool = True,
     ) -> None:
-        if keep_last is not None and keep_last < 1:
-            raise CheckpointError("keep_last must be at least 1")
-        if keep_every is not None and keep_every < 1:
-            raise CheckpointError("keep_every must be at least 1")
+        for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise CheckpointError(f"{name} must be a whole number of at least 1, or None")
+        if keep_every is not None and keep_last is None:
+            raise CheckpointError("keep_every says what stays beyond keep_last: set that, too")
         self.pool, self.prefix, self.rng = pool, check_key(prefix), rng
         self.keep_last, self.keep_every = keep_last, keep_every
         self._arena = Arena()
@@ -105,7 +106,7 @@ class Checkpointer(Closing):
         Raises CheckpointError naming the entry that cannot be saved.
         """
         self._usable()
-        manifest_key(self.prefix, step)  # a bad step is found before anything is staged
+        step = checked_step(step)  # before anything is staged
         self.wait()
         began = time.perf_counter()
         found = Collected()
@@ -138,12 +139,12 @@ class Checkpointer(Closing):
         return report
 
     def wait(self) -> None:
-        """Wait for the save that is under way; raises what went wrong in it, once."""
+        """Wait for the save that is under way; raises what went wrong, unless its handle has."""
         flying, self._flying = self._flying, None
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if flying is not None:
+        if flying is not None and not flying.delivered:
             flying.result()
 
     def close(self) -> None:
@@ -321,8 +322,8 @@ class Checkpointer(Closing):
         Does nothing while some manifest cannot be read: it might name them.
         """
         try:
-            first, _ = self._orphans()
-            if not first:
+            first, dead = self._orphans()
+            if not first and not dead:
                 return 0
             # looked at twice: a listing is no snapshot, and a save may commit while it is made
             second, dead = self._orphans()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -79,11 +80,20 @@ class Manifest:
             raise IntegrityError(f"{where}: manifest is malformed: {error}") from error
 
 
+def checked_step(step: object) -> int:
+    """A step as an int. Raises CheckpointError for what is no whole number in range."""
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if not 0 <= number <= MAX_STEP:
+        raise CheckpointError(f"step {step!r} is not a whole number between 0 and {MAX_STEP}")
+    return number
+
+
 def step_prefix(prefix: str, step: int) -> str:
     """Where the objects of a step are."""
-    if not 0 <= step <= MAX_STEP:
-        raise CheckpointError(f"step {step} is not between 0 and {MAX_STEP}")
-    return f"{prefix}/step-{step:0{STEP_DIGITS}d}"
+    return f"{prefix}/step-{checked_step(step):0{STEP_DIGITS}d}"
 
 
 def manifest_key(prefix: str, step: int) -> str:
@@ -129,5 +139,5 @@ def sort_out(prefix: str, keys: list[str]) -> Listing:
     return Listing(steps=tuple(sorted(steps)), segments=segments, attempts=attempts)
 
 
-__all__ = ["Listing", "Manifest", "Segment", "attempt_key", "manifest_key", "segment_key",
-           "sort_out", "step_prefix"]  # fmt: skip
+__all__ = ["Listing", "Manifest", "Segment", "attempt_key", "checked_step", "manifest_key",
+           "segment_key", "sort_out", "step_prefix"]  # fmt: skip

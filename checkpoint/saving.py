@@ -47,6 +47,7 @@ class SaveHandle:
 
     def __init__(self, step: int, staged_seconds: float, future: Future[SaveReport]) -> None:
         self.step, self.staged_seconds = step, staged_seconds
+        self.delivered = False  # its error was raised to somebody
         self._future = future
 
     def done(self) -> bool:
@@ -55,7 +56,10 @@ class SaveHandle:
 
     def result(self, timeout: float | None = None) -> SaveReport:
         """Wait for the commit. Raises what went wrong, TimeoutError when it takes longer."""
-        return self._future.result(timeout)
+        try:
+            return self._future.result(timeout)
+        finally:
+            self.delivered = self._future.done()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from hpstore.checkpoint.tree import check_names, fill, join
+from hpstore.checkpoint.tree import MAX_DEPTH, check_names, fill, join
 from hpstore.errors import CheckpointError, CheckpointMismatch
 
 # Any: a training state holds whatever its owner puts there
@@ -55,7 +55,9 @@ def collect(state: State, *, rng: bool) -> dict[str, Any]:
     return found
 
 
-def _collect_value(path: str, value: Any, state: State) -> Any:
+def _collect_value(path: str, value: Any, state: State, depth: int = 0) -> Any:
+    if depth > MAX_DEPTH:
+        raise CheckpointError(f"state {path[:80]!r}... is nested deeper than {MAX_DEPTH}")
     if isinstance(value, torch.nn.Module):
         return dict(get_model_state_dict(value))
     if isinstance(value, Optimizer):
@@ -66,9 +68,9 @@ def _collect_value(path: str, value: Any, state: State) -> Any:
     if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         return value.state_dict()
     if isinstance(value, dict):
-        return {k: _collect_value(join(path, k), v, state) for k, v in value.items()}
+        return {k: _collect_value(join(path, k), v, state, depth + 1) for k, v in value.items()}
     if type(value) is list:
-        return [_collect_value(join(path, i), v, state) for i, v in enumerate(value)]
+        return [_collect_value(join(path, i), v, state, depth + 1) for i, v in enumerate(value)]
     return value
 
 

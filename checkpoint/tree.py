@@ -46,6 +46,8 @@ def encode_tree(value: Tree, path: str, found: Collected, depth: int = 0) -> Jso
         return _encode_tensor(value, path, found)
     if isinstance(value, np.ndarray):
         return {TAG: "ndarray", "item": _array_item(value, path, found)}
+    if isinstance(value, str) and not _is_unicode(value):
+        raise CheckpointError(f"state {path!r} is text with half a surrogate pair")
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value
     if type(value) is float:
@@ -62,9 +64,15 @@ def encode_tree(value: Tree, path: str, found: Collected, depth: int = 0) -> Jso
     return _encode_scalar(value, path)
 
 
+def _is_unicode(text: str) -> bool:
+    return not any(0xD800 <= ord(character) <= 0xDFFF for character in text)
+
+
 def _encode_tensor(value: torch.Tensor, path: str, found: Collected) -> Json:
     if value.layout is not torch.strided or value.is_quantized:
         raise CheckpointError(f"state {path!r}: sparse and quantised tensors cannot be saved yet")
+    if value.device.type == "meta":
+        raise CheckpointError(f"state {path!r} is a meta tensor: it holds no values to save")
     if hasattr(value, "full_tensor"):
         raise CheckpointError(f"state {path!r}: a DTensor of several ranks cannot be saved yet")
     if path in found.tensors:
@@ -76,6 +84,8 @@ def _encode_tensor(value: torch.Tensor, path: str, found: Collected) -> Json:
 def _array_item(value: np.ndarray[Any, Any], path: str, found: Collected) -> str:
     if value.dtype.hasobject or value.dtype.fields is not None:
         raise CheckpointError(f"state {path!r}: numpy arrays of {value.dtype} cannot be saved")
+    if not value.dtype.isnative:
+        value = value.astype(value.dtype.newbyteorder("="))
     try:
         found.tensors[path] = torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
     except TypeError as error:
@@ -197,8 +207,11 @@ def _fill_tensor(target: torch.Tensor, value: Tree, path: str) -> torch.Tensor:
         raise CheckpointMismatch(f"{path!r}: {found} does not fit a tensor {tuple(target.shape)}")
     if value.dtype != target.dtype:
         raise CheckpointMismatch(f"{path!r}: {value.dtype} was saved, {target.dtype} is wanted")
-    with torch.no_grad():
-        target.copy_(value)
+    try:
+        with torch.no_grad():
+            target.copy_(value)
+    except RuntimeError as error:
+        raise CheckpointMismatch(f"{path!r} cannot be filled in place: {error}") from error
     return target
 
 
@@ -218,4 +231,13 @@ def check_names(
         )
 
 
-__all__ = ["Collected", "check_names", "decode_tree", "dtype_named", "encode_tree", "fill", "join"]
+__all__ = [
+    "MAX_DEPTH",
+    "Collected",
+    "check_names",
+    "decode_tree",
+    "dtype_named",
+    "encode_tree",
+    "fill",
+    "join",
+]

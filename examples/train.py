@@ -36,19 +36,29 @@ def standard_library() -> Iterator[bytes]:
             yield path.read_bytes()
 
 
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pool", required=True, help="pool.toml, or a pool's name")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--checkpoint-every", type=int, default=50)
+    parser.add_argument("--steps", type=positive, default=200)
+    parser.add_argument("--checkpoint-every", type=positive, default=50)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     parser.add_argument("--prefix", default="runs/gpt", help="where checkpoints go in the pool")
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--length", type=int, default=128, help="tokens a sample")
+    parser.add_argument("--batch-size", type=positive, default=8)
+    parser.add_argument("--length", type=positive, default=128, help="tokens a sample")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--events", help="append one JSON line an event to this file")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("this torch finds no CUDA device")
+    return options
 
 
 class Events:
@@ -83,6 +93,10 @@ def main() -> int:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         state = {"model": model, "optimizer": optimizer, "batches": batches}
         with batches, Checkpointer(pool, options.prefix, keep_last=3) as checkpointer:
+            if checkpointer.steps() and not options.resume:
+                raise hpstore.errors.CheckpointError(
+                    f"{options.prefix} holds checkpoints already: --resume, or another --prefix"
+                )
             step = (checkpointer.restore(state) or 0) if options.resume else 0
             events(
                 "start", f"{parameters(model) / 1e6:.1f}M parameters, from step {step}", step=step
@@ -137,4 +151,7 @@ def train(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except (hpstore.HpstoreError, OSError) as error:
+        sys.exit(f"train.py: {error}")

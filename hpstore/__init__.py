@@ -6,6 +6,7 @@ hpstore.open("pool.toml").get("hello")
 """
 
 from hpstore import errors
+from hpstore.errors import HpstoreError
 from hpstore.objects.info import ObjectInfo
 from hpstore.pool import Pool
 from hpstore.pool import create_pool as create
@@ -15,5 +16,5 @@ from hpstore.status import DeviceStatus, PoolStatus
 
 __version__ = "0.1.0"
 
-__all__ = ["DeviceStatus", "ObjectInfo", "Pool", "PoolStatus", "Progress", "RebuildReport",
-           "create", "errors", "open"]  # fmt: skip
+__all__ = ["DeviceStatus", "HpstoreError", "ObjectInfo", "Pool", "PoolStatus", "Progress",
+           "RebuildReport", "create", "errors", "open"]  # fmt: skip

@@ -73,6 +73,15 @@ def add_member(
     return member
 
 
+def claimed_by(device: Device, pool_id: str) -> bool:
+    """Whether a place was made a device of the pool."""
+    try:
+        identity = _own_identity(device)
+    except HpstoreError:
+        return False
+    return identity is not None and identity.pool_id == pool_id
+
+
 def _own_identity(device: Device) -> Identity | None:
     try:
         data = device.read_small(IDENTITY_FILE, MAX_RECORD_BYTES)
@@ -87,10 +96,11 @@ def lost_without(view: View, layout: Layout, leaving: str) -> bool:
     return len(rest) < layout.data
 
 
-def endangered(store: Store, leaving: str) -> list[str]:
+def endangered(store: Store, leaving: str, *, emptied: bool) -> list[str]:
     """Keys that would drop below k' without a device.
 
-    Raises MembershipError when so many devices are unknown that an object may be there unseen.
+    Raises MembershipError when so many devices are unknown that an object may be there unseen,
+    unless the device was `emptied` under our eyes.
     """
     catalog = walk(store)
     found = []
@@ -101,7 +111,7 @@ def endangered(store: Store, leaving: str) -> list[str]:
         if lost_without(store.view, layout, leaving):
             found.append(key)
     unknown = catalog.unknown | store.view.record.unhealed() | {leaving}
-    if not found and len(unknown) > store.view.record.parity:
+    if not found and not emptied and len(unknown) > store.view.record.parity:
         raise MembershipError(
             f"{len(unknown) - 1} devices do not answer or were evicted since the last rebuild; "
             "with one more gone, objects could be lost without a trace. Nothing was changed. "
@@ -115,7 +125,14 @@ def set_state(store: Store, device_id: str, state: DeviceState, *, force: bool =
     commit_record(store, with_state(store.view.record, device_id, state), {}, force=force)
 
 
-def evict_member(store: Store, member: Member, refresh: Callable[[], None], *, force: bool) -> None:
+def evict_member(
+    store: Store,
+    member: Member,
+    refresh: Callable[[], None],
+    *,
+    force: bool,
+    emptied: bool = False,
+) -> None:
     """Take a device out; what it holds counts as lost. The caller holds the change lock.
 
     First it is closed for new columns, then what depends on it is looked at; so no put can slip
@@ -133,7 +150,7 @@ def evict_member(store: Store, member: Member, refresh: Callable[[], None], *, f
     refresh()
     if not force:
         try:
-            keys = endangered(store, member.device_id)
+            keys = endangered(store, member.device_id, emptied=emptied)
         except HpstoreError:
             set_state(store, member.device_id, before)
             refresh()
@@ -145,7 +162,9 @@ def evict_member(store: Store, member: Member, refresh: Callable[[], None], *, f
                 f"{len(keys)} objects need {member.url} to be readable, among them "
                 f"{', '.join(keys[:_NAMED])}. Nothing was changed. Drain it, or rebuild first."
             )
-    record = without_member(store.view.record, member.device_id, store.clock.wall_ms())
+    state = DeviceState.HEALED if emptied else DeviceState.EVICTED
+    now = store.clock.wall_ms()
+    record = without_member(store.view.record, member.device_id, state, now)
     commit_record(store, record, {}, force=force)
     refresh()
 
@@ -179,7 +198,7 @@ def drain_member(
             if holds_live_files(store.view, survey, member.device_id)
         )
         if not keys:
-            evict_member(store, member, refresh, force=False)
+            evict_member(store, member, refresh, force=False, emptied=True)
             return moved
         stuck = []
         for number, key in enumerate(keys, 1):
@@ -313,5 +332,6 @@ def here_store(store: Store, view: View) -> Store:
     )  # fmt: skip
 
 
-__all__ = ["Reconciled", "add_member", "drain_member", "endangered", "evict_member", "judge_return",
-           "lost_without", "readmit_member", "reconcile", "set_state"]  # fmt: skip
+__all__ = ["Reconciled", "add_member", "claimed_by", "drain_member", "endangered", "evict_member",
+           "judge_return", "lost_without", "readmit_member", "reconcile",
+           "set_state"]  # fmt: skip

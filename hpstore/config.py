@@ -45,8 +45,17 @@ class Settings:
                 raise ConfigError(f"setting {name} must be at least 1")
         for setting in fields(self):
             value = getattr(self, setting.name)
-            if setting.name.endswith("_seconds") and not value > 0:
-                raise ConfigError(f"setting {setting.name} must be above 0")
+            if setting.name.endswith("_seconds") and not 0 < value < 1e9:
+                raise ConfigError(f"setting {setting.name} must be above 0 and finite")
+        for name in ("file_mode", "directory_mode"):
+            if not 0o400 <= getattr(self, name) <= 0o777:
+                raise ConfigError(f"setting {name} must be from 0o400 to 0o777")
+        if self.recycle_bytes < 0:
+            raise ConfigError("setting recycle_bytes must not be negative")
+        if self.workers_per_device > 64 or self.compute_threads > 256:
+            raise ConfigError("at most 64 workers_per_device and 256 compute_threads")
+        if self.run_directory and not os.path.isabs(self.run_directory):
+            raise ConfigError("setting run_directory must be absolute: processes share its locks")
         if self.memory_bytes < 16 * MIB:
             raise ConfigError("setting memory_bytes must be at least 16 MiB")
         if self.tombstone_seconds <= self.put_deadline_seconds:

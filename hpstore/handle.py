@@ -86,9 +86,20 @@ class PoolHandle(Closing):
         if not read_only:
             self._recover()
 
-    def _save_config(self) -> None:
-        if self.config.path.exists():
-            save_config(self.config)
+    def _set_places(self, places: set[str]) -> None:
+        """Change where the settings look for devices, keeping their order."""
+        known = [place for place in self.config.devices if same_form(place) in places]
+        new = sorted(places - {same_form(place) for place in known})
+        if [*known, *new] != list(self.config.devices):
+            self.config = replace(self.config, devices=(*known, *new))
+            if self.config.path.exists():
+                save_config(self.config)
+
+    def _forget_place(self, member: Member) -> None:
+        """Stop looking for a device that left; readmit finds it by its record."""
+        rest = {same_form(place) for place in self.config.devices} - {same_form(member.url)}
+        if rest:
+            self._set_places(rest)
 
     def refresh(self) -> None:
         """Read the membership anew: newest record, devices that came, left or came back.

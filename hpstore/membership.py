@@ -8,6 +8,7 @@ anywhere leaves the old record or the new one; whichever is newest is rolled for
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import uuid
 from collections.abc import Iterable, Mapping
@@ -80,10 +81,11 @@ def create_members(
     for url in urls:
         make_place(url, config.settings)
     devices = [opener(url) for url in urls]
-    places = [device.url for device in devices]
+    places = [_place(device) for device in devices]
     if len(set(places)) < len(places):
         twice = next(place for place in places if places.count(place) > 1)
-        raise ConfigError(f"device {twice} is given twice")
+        url = devices[places.index(twice)].url
+        raise ConfigError(f"device {url} is given twice")
     for device in devices:
         if device.stamp(IDENTITY_FILE) is not None:
             raise DeviceInUse(f"device {device.url} already belongs to a pool", device=device.url)
@@ -111,6 +113,14 @@ def create_members(
         for device in devices:
             device.close()
     return record
+
+
+def _place(device: Device) -> str:
+    """What two URLs of one place have in common: links and bind mounts are seen through."""
+    if "://" in device.url or not os.path.isdir(device.url):
+        return device.url
+    status = os.stat(device.url)
+    return f"{status.st_dev}:{status.st_ino}"
 
 
 def check_memory(config: PoolConfig, width: int, unit_bytes: int) -> None:
@@ -344,12 +354,12 @@ def with_healed(record: PoolRecord) -> PoolRecord:
     )  # fmt: skip
 
 
-def without_member(record: PoolRecord, device_id: str, now_ms: int) -> PoolRecord:
-    """The next generation, in which one member is evicted."""
+def without_member(
+    record: PoolRecord, device_id: str, state: DeviceState, now_ms: int
+) -> PoolRecord:
+    """The next generation, in which one member has left: EVICTED, or HEALED when it was emptied."""
     gone = [
-        replace(m, state=DeviceState.EVICTED, since_ms=now_ms)
-        for m in record.members
-        if m.device_id == device_id
+        replace(m, state=state, since_ms=now_ms) for m in record.members if m.device_id == device_id
     ]
     members = [m for m in record.members if m.device_id != device_id]
     evicted = [m for m in record.evicted if m.device_id != device_id]

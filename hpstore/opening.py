@@ -157,7 +157,8 @@ def claim(device: Device, identity: Identity) -> None:
             "pool is of no use any more, delete its files there first.",
             device=device.url,
         )
-    taken = {entry.name for entry in device.entries("")} & set(DIRECTORIES)
+    names = {entry.name for entry in device.entries("")}
+    taken = [name for name in DIRECTORIES if name in names and device.entries(name)]
     if taken:
         raise DeviceInUse(
             f"device {device.url} holds {', '.join(sorted(taken))} but no {IDENTITY_FILE}: "
@@ -177,11 +178,15 @@ def make_place(url: str, settings: Settings) -> None:
     path = url.removeprefix("file://")
     if os.path.lexists(path) and not os.path.isdir(path):
         raise ConfigError(f"device {path} is not a directory")
+    if os.path.isdir(path):
+        return
     try:
-        os.makedirs(path, settings.directory_mode, exist_ok=True)
+        os.mkdir(path, settings.directory_mode)
     except OSError as error:
         raise DeviceMissing(
-            f"device {path} cannot be made: {error.strerror}", device=path
+            f"device {path} cannot be made: {error.strerror}. Only the last directory of a path is "
+            "made, so that a mistyped mount does not end up on another disk.",
+            device=path,
         ) from error
 
 

@@ -17,6 +17,7 @@ from hpstore.codec.galois import Bytes
 from hpstore.config import PoolConfig, Settings, find_config, register, save_config
 from hpstore.errors import (
     ConfigError,
+    HpstoreError,
     MembershipError,
     ObjectNotFound,
     TooFewDevices,
@@ -263,13 +264,16 @@ class Pool(PoolHandle):
         self._writable()
         with self._change():
             make_place(url, self.config.settings)
-            place = same_form(url)
-            if place not in map(same_form, self.config.devices):
-                self.config = replace(self.config, devices=(*self.config.devices, place))
-                self._save_config()
+            place, before = same_form(url), self.config
+            self._set_places({*map(same_form, before.devices), place})
             fresh = self._opener(url)
             try:
+                # the settings first: a crash after the record is written must find the device
                 member = changes.add_member(self._store, fresh, url, domain, force=force)
+            except HpstoreError:
+                if not changes.claimed_by(fresh, self._store.view.record.pool_id):
+                    self._set_places(set(before.devices))
+                raise
             finally:
                 fresh.close()
             self.refresh()
@@ -283,9 +287,10 @@ class Pool(PoolHandle):
         self._writable()
         with self._change():
             member = self._member(device)
-            if member.state is DeviceState.EVICTED:
+            if member.left:
                 raise MembershipError(f"{device} is evicted already")
             changes.evict_member(self._store, member, self.refresh, force=force)
+            self._forget_place(member)
 
     def drain(
         self,
@@ -307,9 +312,11 @@ class Pool(PoolHandle):
 
         with self._change():
             member = self._member(device)
-            if member.state is DeviceState.EVICTED:
+            if member.left:
                 raise MembershipError(f"{device} is evicted already")
-            return changes.drain_member(self._store, member, self.refresh, throttle, report)
+            moved = changes.drain_member(self._store, member, self.refresh, throttle, report)
+            self._forget_place(member)
+            return moved
 
     def readmit(self, device: str) -> changes.Reconciled | None:
         """Take an evicted device back, or a draining one online again.
@@ -335,6 +342,7 @@ class Pool(PoolHandle):
                 found = changes.readmit_member(self._store, member, back)
             finally:
                 back.close()
+            self._set_places({*map(same_form, self.config.devices), same_form(back.url)})
             self.refresh()
             return found
 
@@ -371,6 +379,7 @@ class PooledReader(Closing):
     def __init__(self, store: Store, key: str) -> None:
         self._store, self._key = store, key
         self._reader = open_object(store, key)
+        self._closed = False
 
     @property
     def size(self) -> int:
@@ -380,6 +389,10 @@ class PooledReader(Closing):
     def read_into(self, buffer: object, offset: int = 0) -> int:
         """As Pool.read_into."""
         target = _writable_bytes(buffer)
+        if offset < 0:
+            raise ValueError(f"offset {offset} is negative")
+        if self._closed:
+            raise ConfigError(f"the reader of {self._key!r} is closed")
         for _ in range(_READ_TRIES):
             try:
                 count = max(0, min(len(target), self.size - offset))
@@ -393,6 +406,7 @@ class PooledReader(Closing):
 
     def close(self) -> None:
         """Release the files. Idempotent."""
+        self._closed = True
         self._reader.close()
 
 

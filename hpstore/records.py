@@ -95,6 +95,11 @@ class Member:
     state: DeviceState = DeviceState.ONLINE
     since_ms: int = 0  # when it was evicted, milliseconds since 1970
 
+    @property
+    def left(self) -> bool:
+        """No longer a member."""
+        return self.state in (DeviceState.EVICTED, DeviceState.HEALED)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolRecord:

@@ -12,7 +12,7 @@ from hpstore.objects.debts import read_debts
 from hpstore.objects.store import Store
 from hpstore.objects.survey import Verdict, judge, newest_by_name, unknown_devices
 from hpstore.rebuild import spare_losses
-from hpstore.records import DeviceState, Member
+from hpstore.records import Member
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ def device_status(store: Store, problems: Mapping[str, str]) -> list[DeviceStatu
 
 
 def _state(store: Store, member: Member, found: object) -> str:
-    if member.state is DeviceState.EVICTED:
+    if member.left:
         return "evicted"
     if not isinstance(found, Usage):
         return "missing"

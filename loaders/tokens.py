@@ -123,6 +123,7 @@ class TokenBatches(Closing):
         position, batch = self._queue.get()
         self.wait_seconds += time.perf_counter() - began
         if isinstance(batch, Exception):
+            self._halt()  # the next call tries again
             raise batch
         if position != self.position:
             raise AssertionError(f"batch {position} arrived instead of {self.position}")

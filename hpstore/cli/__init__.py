@@ -1,9 +1,9 @@
 """The `hpstore` command.
 
-Exit codes: 0 done; 1 an unexpected hpstore error; 2 bad arguments or settings; 3 bad key; 4 no such
+Exit codes: 0 done; 1 an unexpected error; 2 bad arguments or settings; 3 bad key; 4 no such
 object; 5 version conflict; 10-16 device errors; 20 newer format; 21 integrity; 30-35 redundancy,
-membership, locks, budgets; 40-41 checkpoints; 50 scrub or rebuild found objects it could not mend.
-Each class of hpstore.errors names its own.
+membership, locks, budgets; 40-41 checkpoints; 50 scrub or rebuild found objects it could not mend;
+130 interrupted. Each class of hpstore.errors names its own.
 """
 
 from __future__ import annotations
@@ -25,6 +25,12 @@ def main() -> None:
         sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.exit(0)
+    except KeyboardInterrupt:
+        sys.stderr.write("hpstore: interrupted; what was acknowledged is safe, run it again\n")
+        sys.exit(130)
+    except OSError as error:
+        sys.stderr.write(f"hpstore: {error}\n")
+        sys.exit(1)
 
 
 __all__ = ["app", "main"]

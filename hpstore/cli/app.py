@@ -17,6 +17,7 @@ from hpstore.cli.output import (
     byte_progress,
     emit_json,
     object_progress,
+    output_file,
     show_report,
     show_status,
     table,
@@ -30,6 +31,17 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
                   help="Erasure-coded storage for training: data in, checkpoints out.")  # fmt: skip
 app.command("bench")(bench.run)
 app.add_typer(checkpoints, name="checkpoint")
+
+
+@app.callback(invoke_without_command=True)
+def about(
+    version: Annotated[bool, typer.Option("--version", help="print the version")] = False,
+) -> None:
+    """Erasure-coded storage for training: data in, checkpoints out."""
+    if version:
+        sys.stdout.write(f"hpstore {hpstore.__version__}\n")
+        raise typer.Exit
+
 
 PoolName = Annotated[str, typer.Argument(help="pool.toml, or the name of a registered pool")]
 Key = Annotated[str, typer.Argument(help="path-like key, such as runs/a")]
@@ -63,6 +75,11 @@ def create(
     )  # fmt: skip
     with pool:
         status = pool.status()
+    if status.effective_data < data:
+        sys.stderr.write(
+            f"hpstore: note: {len(devices)} devices are too few for {data}+{parity}: new objects "
+            f"are {status.effective_data}+{parity} until devices are added\n"
+        )
     shared = shares_filesystem(list(pool.config.devices))
     if shared:
         sys.stderr.write(
@@ -133,17 +150,13 @@ def get(
         hpstore.open(pool, read_only=True) as opened,
         opened.reader(key) as reader,
         byte_progress(key, reader.size) as bar,
+        output_file(file) as out,
     ):
-        to_stdout = str(file) == "-"
-        target = file.with_name(f".{file.name}.part")
-        with sys.stdout.buffer if to_stdout else target.open("wb") as out:
-            buffer = bytearray(min(_GET_BYTES, max(reader.size, 1)))
-            for start in range(0, reader.size, len(buffer)):
-                count = reader.read_into(buffer, start)
-                out.write(memoryview(buffer)[:count])
-                bar.advance(bar.task_ids[0], count)
-        if not to_stdout:
-            target.replace(file)
+        buffer = bytearray(min(_GET_BYTES, max(reader.size, 1)))
+        for start in range(0, reader.size, len(buffer)):
+            count = reader.read_into(buffer, start)
+            out.write(memoryview(buffer)[:count])
+            bar.advance(bar.task_ids[0], count)
 
 
 @app.command()

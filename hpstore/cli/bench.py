@@ -23,7 +23,9 @@ def run(
         Path | None, typer.Option(help="where to make the pool (default: a temporary directory)")
     ] = None,
     size: Annotated[str, typer.Option(help="object size")] = "1GiB",
-    repeats: Annotated[int, typer.Option(help="repeats of each figure; the median counts")] = 5,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="repeats of each figure; the median counts")
+    ] = 5,
 ) -> None:
     """Measure against raw rates of the same minute.  hpstore bench devices erasure --json -"""
     from hpstore.benchmarks.report import describe, machine
@@ -32,7 +34,11 @@ def run(
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:
         raise ConfigError(f"no benchmark is called {unknown[0]!r}; there are {list(BENCHMARKS)}")
-    options = Options(directory=directory, size_bytes=parse_bytes(size), repeats=repeats)
+    options = Options(
+        directory=directory.absolute() if directory else None,
+        size_bytes=parse_bytes(size),
+        repeats=repeats,
+    )
     results: dict[str, object] = {"machine": machine()}
     for name in names:
         results[name] = BENCHMARKS[name](options)

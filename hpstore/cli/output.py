@@ -6,6 +6,8 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
 
 from rich.console import Console
 from rich.progress import (
@@ -20,6 +22,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from hpstore.errors import ConfigError
 from hpstore.rebuild import Progress as Step
 from hpstore.rebuild import ProgressCallback, RebuildReport
 from hpstore.status import PoolStatus
@@ -74,6 +77,30 @@ def byte_progress(what: str, total: int) -> Iterator[Progress]:
         yield bar
 
 
+@contextmanager
+def output_file(path: Path) -> Iterator[BinaryIO]:
+    """Where `get` writes: a regular file appears whole or not at all, anything else (a pipe, a
+    device, standard output as "-") is written straight into."""
+    if str(path) == "-":
+        yield sys.stdout.buffer
+        return
+    target = path.resolve()
+    if target.is_dir() or not path.name:
+        raise ConfigError(f"{str(path)!r} is a directory; give a file to write")
+    if target.exists() and not target.is_file():
+        with target.open("wb") as out:
+            yield out
+        return
+    part = target.with_name(f".{target.name}.part")
+    try:
+        with part.open("wb") as out:
+            yield out
+        part.replace(target)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
 def show_status(status: PoolStatus) -> None:
     """A pool's status for people."""
     rows = [
@@ -117,5 +144,5 @@ def show_report(what: str, report: RebuildReport) -> None:
         )  # fmt: skip
 
 
-__all__ = ["UNMENDED_EXIT_CODE", "byte_progress", "emit_json", "object_progress", "show_report",
-           "show_status", "table"]  # fmt: skip
+__all__ = ["UNMENDED_EXIT_CODE", "byte_progress", "emit_json", "object_progress", "output_file",
+           "show_report", "show_status", "table"]  # fmt: skip

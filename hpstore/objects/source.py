@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from typing import BinaryIO, Protocol
 
@@ -64,6 +65,8 @@ class FileSource:
 
 def as_source(data: object) -> Source:
     """A source for what `put` was given: bytes-like or an open binary file."""
+    if isinstance(data, io.BytesIO):
+        return MemorySource(data.getbuffer())
     if hasattr(data, "fileno") and hasattr(data, "read"):
         return FileSource(data)  # type: ignore[arg-type]  # duck-typed binary file
     return MemorySource(data)

@@ -247,8 +247,8 @@ def test_a_device_belongs_to_one_pool(pool: hpstore.Pool, tmp_path: Path) -> Non
 
 
 def test_leftovers_of_a_pool_are_not_claimed(tmp_path: Path) -> None:
-    """A directory that holds objects/ but no identity is refused: it may be somebody's data."""
-    (tmp_path / "d0" / "objects").mkdir(parents=True)
+    """Objects without an identity are refused: they may be somebody's data."""
+    (tmp_path / "d0" / "objects" / "somebody's").mkdir(parents=True)
     with pytest.raises(DeviceInUse, match="objects"):
         hpstore.create(
             [tmp_path / f"d{i}" for i in range(3)], data=2, parity=1, config=tmp_path / "p.toml"
