@@ -180,6 +180,6 @@ def test_killed_writers_tear_nothing_and_lose_nothing_acknowledged(
             f"{ledger.rolled_forward} under way became visible, {len(left)} orphans swept; "
             f"seed {SEED}"
         )
-    assert ledger.operations > 5 * KILLS
+    assert ledger.operations >= KILLS  # each kill follows an acknowledgement
     assert ledger.rolled_forward > 0
     assert left
