@@ -12,8 +12,6 @@ from typing import TypeVar
 import numpy as np
 
 from hpstore import changes
-from hpstore.closing import Closing
-from hpstore.codec.galois import Bytes
 from hpstore.config import PoolConfig, Settings, find_config, register, save_config
 from hpstore.errors import (
     ConfigError,
@@ -32,9 +30,9 @@ from hpstore.objects.info import ObjectInfo, object_info
 from hpstore.objects.read import Changed, ObjectReader, open_object
 from hpstore.objects.repair import Action, repair_object
 from hpstore.objects.source import as_source
-from hpstore.objects.store import Store
 from hpstore.objects.write import delete_object, put_object
 from hpstore.opening import device_opener, make_place
+from hpstore.pooled import READ_TRIES, PooledReader, writable_bytes
 from hpstore.rebuild import (
     Progress,
     ProgressCallback,
@@ -48,7 +46,6 @@ from hpstore.status import PoolStatus, pool_status
 from hpstore.units import MIB
 
 _log = logging.getLogger(__name__)
-_READ_TRIES = 8
 T = TypeVar("T")
 
 
@@ -123,7 +120,7 @@ class Pool(PoolHandle):
         Fewer than the buffer holds when the object ends. The buffer is written by the calling
         thread alone and never after the return.
         """
-        target = _writable_bytes(buffer)
+        target = writable_bytes(buffer)
 
         def read(reader: ObjectReader) -> int:
             if offset < 0:
@@ -139,7 +136,7 @@ class Pool(PoolHandle):
         """Run `read` on an open object; again when the object changes underneath."""
         self._usable()
         check_key(key)
-        for _ in range(_READ_TRIES):
+        for _ in range(READ_TRIES):
             reader = open_object(self._store, key)
             try:
                 return read(reader)
@@ -147,7 +144,7 @@ class Pool(PoolHandle):
                 self._store.metrics.count("read_resolved_again_total")
             finally:
                 reader.close()
-        raise TooManyErasures(f"object {key!r} changed {_READ_TRIES} times while it was read")
+        raise TooManyErasures(f"object {key!r} changed {READ_TRIES} times while it was read")
 
     def reader(self, key: str) -> PooledReader:
         """Open the newest version for many range reads; a context manager. One thread at a time."""
@@ -368,53 +365,6 @@ class Pool(PoolHandle):
 
 def _reopen(config: PoolConfig, read_only: bool) -> Pool:
     return Pool(config, read_only=read_only)
-
-
-class PooledReader(Closing):
-    """Range reads of one object without looking it up each time.
-
-    When the object is replaced underneath, the newest version is opened and read on.
-    """
-
-    def __init__(self, store: Store, key: str) -> None:
-        self._store, self._key = store, key
-        self._reader = open_object(store, key)
-        self._closed = False
-
-    @property
-    def size(self) -> int:
-        """Bytes in the object."""
-        return self._reader.header.geometry.size
-
-    def read_into(self, buffer: object, offset: int = 0) -> int:
-        """As Pool.read_into."""
-        target = _writable_bytes(buffer)
-        if offset < 0:
-            raise ValueError(f"offset {offset} is negative")
-        if self._closed:
-            raise ConfigError(f"the reader of {self._key!r} is closed")
-        for _ in range(_READ_TRIES):
-            try:
-                count = max(0, min(len(target), self.size - offset))
-                if count:
-                    self._reader.read_into(offset, target[:count])
-                return count
-            except Changed:
-                self._reader.close()
-                self._reader = open_object(self._store, self._key)
-        raise TooManyErasures(f"object {self._key!r} changed {_READ_TRIES} times while it was read")
-
-    def close(self) -> None:
-        """Release the files. Idempotent."""
-        self._closed = True
-        self._reader.close()
-
-
-def _writable_bytes(buffer: object) -> Bytes:
-    view = memoryview(buffer)  # type: ignore[arg-type]  # raises TypeError for what is no buffer
-    if view.readonly:
-        raise TypeError("reading needs a writable buffer")
-    return np.frombuffer(view.cast("B"), np.uint8)
 
 
 def create_pool(

@@ -17,7 +17,8 @@ import torch
 
 from hpstore.closing import Closing
 from hpstore.errors import ConfigError, IntegrityError
-from hpstore.pool import Pool, PooledReader
+from hpstore.pool import Pool
+from hpstore.pooled import PooledReader
 from hpstore.units import MIB
 
 SHARD_BYTES = 64 * MIB

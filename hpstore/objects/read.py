@@ -38,6 +38,7 @@ from hpstore.scheduler import outcome
 _log = logging.getLogger(__name__)
 RESOLVE_TRIES = 8  # a reader meets at most this many replacements of its key in a row
 WINDOWS_IN_FLIGHT = 3
+Deliver = Callable[[int, Bytes], None]  # (object offset, bytes)
 
 
 class Changed(Exception):
@@ -179,19 +180,33 @@ class ObjectReader:
 
         `out` is written by the calling thread alone. Raises TooManyErasures, Changed.
         """
+
+        def copy(offset: int, found: Bytes) -> None:
+            out[offset - start : offset - start + len(found)] = found
+
+        self.read_ranges([(start, start + len(out))], copy)
+
+    def read_ranges(self, ranges: Iterable[tuple[int, int]], deliver: Deliver) -> None:
+        """Hand verified object bytes of all ranges to `deliver`, piece by piece, in order.
+
+        `deliver(offset, bytes)` is called by the calling thread; the bytes are good until it
+        returns. Windows of all ranges are read ahead alike. Raises TooManyErasures, Changed.
+        """
         geometry = self.header.geometry
         run = run_bytes(geometry.width, self._store.buffers.budget.limit_bytes)
-        todo = deque(windows(geometry, start, start + len(out), run))
+        cut = itertools.chain.from_iterable(windows(geometry, a, b, run) for a, b in ranges)
         flying: deque[tuple[tuple[int, int], _Flight]] = deque()
+        window = next(cut, None)
         try:
-            while todo or flying:
-                while todo and len(flying) < WINDOWS_IN_FLIGHT:
-                    flight = self._launch(self._plan_window(*todo[0]), block=not flying)
+            while window or flying:
+                while window and len(flying) < WINDOWS_IN_FLIGHT:
+                    flight = self._launch(self._plan_window(*window), block=not flying)
                     if flight is None:
                         break
-                    flying.append((todo.popleft(), flight))
-                window, flight = flying.popleft()
-                self._land(window, flight, start, out)
+                    flying.append((window, flight))
+                    window = next(cut, None)
+                landing, flight = flying.popleft()
+                self._land(landing, flight, deliver)
         finally:
             for _, flight in flying:
                 flight.drop()
@@ -268,17 +283,16 @@ class ObjectReader:
             )
         return flight
 
-    def _land(self, window: tuple[int, int], flight: _Flight, base: int, out: Bytes) -> None:
-        """Wait for a window, replace what failed, decode, copy into `out`."""
+    def _land(self, window: tuple[int, int], flight: _Flight, deliver: Deliver) -> None:
+        """Wait for a window, replace what failed, decode, hand out."""
         while True:
             try:
                 if self._arrived(flight):
                     self._decode(flight)
                     for piece in flight.plan.pieces:
                         at = piece.column_offset - flight.starts[piece.column]
-                        target = piece.object_offset - base
                         found = flight.arrays[piece.column][at : at + piece.length]
-                        out[target : target + piece.length] = found
+                        deliver(piece.object_offset, found)
                     return
             finally:
                 flight.drop()
@@ -413,4 +427,4 @@ def open_object(store: Store, key: str, version: Version | None = None) -> Objec
     raise IntegrityError(f"object {key!r} was replaced {RESOLVE_TRIES} times while it was opened")
 
 
-__all__ = ["Changed", "ObjectReader", "open_object", "open_survey"]
+__all__ = ["Changed", "Deliver", "ObjectReader", "open_object", "open_survey"]

@@ -1,0 +1,99 @@
+"""Range reads of one open object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from hpstore.closing import Closing
+from hpstore.codec.galois import Bytes
+from hpstore.errors import ConfigError, TooManyErasures
+from hpstore.objects.info import version_token
+from hpstore.objects.read import Changed, Deliver, open_object
+from hpstore.objects.store import Store
+
+READ_TRIES = 8
+T = TypeVar("T")
+
+
+class PooledReader(Closing):
+    """Range reads of one object without looking it up each time.
+
+    When the object is replaced underneath, the newest version is opened and read on; when it was
+    deleted, reads raise ObjectNotFound.
+    """
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._store, self._key = store, key
+        self._reader = open_object(store, key)
+        self._closed = False
+
+    @property
+    def size(self) -> int:
+        """Bytes in the object."""
+        return self._reader.header.geometry.size
+
+    @property
+    def version(self) -> str:
+        """Version of the object that is open, as ObjectInfo.version."""
+        return version_token(*self._reader.header.version.content)
+
+    def read_into(self, buffer: object, offset: int = 0) -> int:
+        """As Pool.read_into."""
+        target = writable_bytes(buffer)
+        if offset < 0:
+            raise ValueError(f"offset {offset} is negative")
+
+        def read() -> int:
+            count = max(0, min(len(target), self.size - offset))
+            if count:
+                self._reader.read_into(offset, target[:count])
+            return count
+
+        return self._again(read)
+
+    def read_ranges(self, ranges: Sequence[tuple[int, int]], deliver: Deliver) -> None:
+        """Hand the verified bytes of all [start, end) to `deliver(offset, bytes)`, in order.
+
+        Called by this thread; the bytes are good until `deliver` returns. When the object is
+        replaced underneath, ranges are delivered again from the first. Raises ValueError for a
+        range outside the object.
+        """
+
+        def read() -> None:
+            for start, end in ranges:
+                if not 0 <= start <= end <= self.size:
+                    raise ValueError(f"range [{start}, {end}) is outside of {self.size} bytes")
+            self._reader.read_ranges(ranges, deliver)
+
+        self._again(read)
+
+    def _again(self, read: Callable[[], T]) -> T:
+        """Run `read`; again on the newest version when the object changes underneath."""
+        if self._closed:
+            raise ConfigError(f"the reader of {self._key!r} is closed")
+        for _ in range(READ_TRIES):
+            try:
+                return read()
+            except Changed:
+                self._reader.close()
+                self._reader = open_object(self._store, self._key)
+        raise TooManyErasures(f"object {self._key!r} changed {READ_TRIES} times while it was read")
+
+    def close(self) -> None:
+        """Release the files. Idempotent."""
+        self._closed = True
+        self._reader.close()
+
+
+def writable_bytes(buffer: object) -> Bytes:
+    """A writable buffer as (n,) uint8. Raises TypeError."""
+    view = memoryview(buffer)  # type: ignore[arg-type]  # raises TypeError for what is no buffer
+    if view.readonly:
+        raise TypeError("reading needs a writable buffer")
+    return np.frombuffer(view.cast("B"), np.uint8)
+
+
+__all__ = ["READ_TRIES", "PooledReader", "writable_bytes"]
