@@ -3,8 +3,11 @@
 if not __name__.startswith("hpstore."):
     raise ImportError(f"import hpstore.checkpoint, not {__name__}: see CONTRIBUTING.md")
 
-from hpstore.checkpoint.checkpointer import Checkpointer
+from hpstore.checkpoint.checkpointer import Checkpointer, VerifyReport
 from hpstore.checkpoint.manifest import Manifest
+from hpstore.checkpoint.restoring import RestoreReport, SavedStep, SavedTensor
+from hpstore.checkpoint.retention import Best
 from hpstore.checkpoint.saving import SaveHandle, SaveReport
 
-__all__ = ["Checkpointer", "Manifest", "SaveHandle", "SaveReport"]
+__all__ = ["Best", "Checkpointer", "Manifest", "RestoreReport", "SaveHandle", "SaveReport",
+           "SavedStep", "SavedTensor", "VerifyReport"]  # fmt: skip

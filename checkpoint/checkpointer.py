@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Collection, Mapping
@@ -12,33 +14,35 @@ from typing import Any
 
 import torch
 
-from hpstore.buffers import aligned_array
-from hpstore.checkpoint.arena import Arena, Item, plan_items
-from hpstore.checkpoint.manifest import Listing, Manifest, checked_step, manifest_key, sort_out
-from hpstore.checkpoint.retention import Attempt, attempt_lives, orphans, steps_to_drop
-from hpstore.checkpoint.saving import (
-    SaveHandle,
-    SaveReport,
-    StagedSave,
-    guarded,
-    item_digests,
-    run_save,
+from hpstore.checkpoint.accelerator import Accelerator, Cuda
+from hpstore.checkpoint.codecs import checked_codec
+from hpstore.checkpoint.draining import Draining
+from hpstore.checkpoint.manifest import Manifest, checked_step
+from hpstore.checkpoint.pacing import checked_background, pace
+from hpstore.checkpoint.packing import Key, Known
+from hpstore.checkpoint.planner import Planner, Prepared
+from hpstore.checkpoint.ranks import Channel, Ranks
+from hpstore.checkpoint.reading import Warm, check_items
+from hpstore.checkpoint.restoring import (
+    RestoreOptions,
+    RestoreReport,
+    SavedStep,
+    chosen,
+    load_tensors,
+    restore_state,
 )
-from hpstore.checkpoint.training import apply, collect
-from hpstore.checkpoint.tree import Collected, decode_tree, dtype_named, encode_tree
+from hpstore.checkpoint.retention import Best, Retention
+from hpstore.checkpoint.saving import SaveHandle, SaveJob, SaveOptions, SaveReport, guarded
+from hpstore.checkpoint.stager import Stage, checked_staging
+from hpstore.checkpoint.steps import Steps
+from hpstore.checkpoint.training import State
+from hpstore.checkpoint.tree import Decoding, PerRank, decode_tree
 from hpstore.closing import Closing
-from hpstore.codec.galois import Bytes
-from hpstore.errors import (
-    CheckpointError,
-    HpstoreError,
-    IntegrityError,
-    ObjectNotFound,
-    RedundancyError,
-)
-from hpstore.keys import check_key
+from hpstore.errors import CheckpointError, IntegrityError, ObjectNotFound, RedundancyError
 from hpstore.pool import Pool
 
 _log = logging.getLogger(__name__)
+ON_BUSY = ("wait", "skip", "error")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +65,25 @@ class VerifyReport:
 
 
 class Checkpointer(Closing):
-    """Checkpoints of one training run under a key prefix. For one process.
+    """Checkpoints of one training run under a key prefix. See docs/checkpoints.md.
 
-    save() stops the trainer for one copy into a reused arena (as large as the state); encoding,
-    writing and the commit go on in the background, one save at a time. Call it from one thread.
+    save() stops the trainer for one copy into a reused arena (as large as the state of this rank);
+    encoding, writing and the commit go on in the background. Call it from one thread.
 
-    keep_last, keep_every: which steps stay (None keeps all); older ones go after a newer one is
-    committed without debt. rng: save and restore the RNG states of Python, numpy, torch and CUDA.
+    With torch.distributed in use the constructor, save(), restore() and close() are collective:
+    every rank of `group` (default: all) calls them, each with its own part of the state. Shards of
+    DTensors are written by the ranks that hold them, what several hold by one of them.
+
+    keep_last, keep_every, keep_best: which steps stay (None keeps all); older ones go after a newer
+    one is committed without debt. rng: save and restore the RNG states of Python, numpy, torch and
+    CUDA, by rank. on_busy: what save() does while the save before it is under way. staging:
+    "copy", or "overlap": parameters and moments of the state's optimizers are copied during the
+    next forward and backward. staging_bytes: memory for staging on this node, shared by its ranks
+    (default: 60 % of what is available); a larger state is staged in slices, blocking. background:
+    "fast", or "gentle": written at a rate that leaves the step its cores. compression: "lz4",
+    "zstd" or "shuffle-lz4". reuse: what the step before holds unchanged is referenced, not written
+    again. warm: restore from the arena while it still holds the step, hashes compared. example: a
+    state like those to come, whose arena is made now.
     """
 
     def __init__(
@@ -77,66 +93,185 @@ class Checkpointer(Closing):
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
+        keep_best: Best | str | None = None,
         rng: bool = True,
+        staging: str = "copy",
+        staging_bytes: int | None = None,
+        on_busy: str = "wait",
+        max_stall_seconds: float | None = None,
+        background: str = "fast",
+        compression: str | None = None,
+        reuse: bool = True,
+        warm: bool = True,
+        allow_pickle: bool = False,
+        example: State | None = None,
+        lineage: Mapping[str, Any] | None = None,
+        commit_seconds: float = 1800.0,
+        drain_seconds: float = 60.0,
+        group: Any = None,
     ) -> None:
-        for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
-            if value is not None and (type(value) is not int or value < 1):
-                raise CheckpointError(f"{name} must be a whole number of at least 1, or None")
-        if keep_every is not None and keep_last is None:
-            raise CheckpointError("keep_every says what stays beyond keep_last: set that, too")
-        self.pool, self.prefix, self.rng = pool, check_key(prefix), rng
-        self.keep_last, self.keep_every = keep_last, keep_every
-        self._arena = Arena()
+        if on_busy not in ON_BUSY:
+            raise CheckpointError(f"on_busy {on_busy!r} is not one of {', '.join(ON_BUSY)}")
+        best = Best(metric=keep_best) if isinstance(keep_best, str) else keep_best
+        self.retention = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=best)
+        self._steps = Steps(pool, prefix)
+        self.pool, self.prefix, self.rng, self.allow_pickle = pool, prefix, rng, allow_pickle
+        self.on_busy, self.max_stall_seconds = on_busy, max_stall_seconds
+        self.background = checked_background(background)
+        self.compression = checked_codec(compression)
+        self.reuse, self.warm, self.lineage = reuse, warm, dict(lineage or {})
+        self._ranks = Ranks(commit_seconds, group)
+        accelerator: Accelerator | None = Cuda() if torch.cuda.is_available() else None
+        self._stage = Stage(checked_staging(staging), accelerator)
+        self._planner = Planner(self._ranks, staging_bytes, rng=rng, allow_pickle=allow_pickle)
+        self._session, self._fenced = secrets.token_hex(8), False
+        self._known: dict[Key, Known] = {}
         self._flying: SaveHandle | None = None
         self._thread: threading.Thread | None = None
+        self._saved_at: float | None = None
         self._closed = False
-        if not pool.read_only:
+        self.last_restore: RestoreReport | None = None
+        self.counters = {"saves_skipped_total": 0, "stalls_over_limit_total": 0,
+                         "overlap_without_optimizer_total": 0, "sliced_saves_total": 0}  # fmt: skip
+        if example is not None:
+            self._stage.arena.reserve(self._planner.prepare(0, example).largest_bytes)
+        self._draining = Draining(self, drain_seconds) if not pool.read_only else None
+        if not pool.read_only and self._ranks.leads:
             self.collect_garbage()
 
     # --- saving -----------------------------------------------------------------------------
 
-    def save(self, step: int, state: Mapping[str, Any], *, overwrite: bool = False) -> SaveHandle:
+    def per_rank(self, value: Any) -> PerRank:
+        """Wrap a value that every rank keeps for itself (loader state, local statistics).
+
+        On restore its `.value` is filled from what this rank recorded.
+        """
+        return PerRank(value)
+
+    def save(
+        self,
+        step: int,
+        state: State,
+        *,
+        overwrite: bool = False,
+        metrics: Mapping[str, float] | None = None,
+    ) -> SaveHandle:
         """Save `state` as "`step` steps are completed"; returns once it is staged.
 
         `state`: a dict of modules, optimizers, objects with state_dict/load_state_dict, tensors,
         numpy arrays, numbers, strings, nested dicts and lists. After the return the tensors may
-        change. A save that is still being written is waited for first; what went wrong in it is
+        change (with staging="overlap": parameters and moments by their optimizer's step alone).
+        A save that is still being written is waited for first (on_busy); what went wrong in it is
         raised here, at wait() or at close(). Nothing is durable until the handle's result().
+        `metrics`: numbers for keep_best and for those who choose a step later.
 
         Raises CheckpointError naming the entry that cannot be saved.
         """
         self._usable()
-        step = checked_step(step)  # before anything is staged
-        self.wait()
         began = time.perf_counter()
-        found = Collected()
-        tree = encode_tree(collect(state, rng=self.rng), "", found)
-        items, size = plan_items(found.tensors)
-        self._arena.reserve(size)
-        self._arena.stage(found.tensors, items)
-        staged_seconds = time.perf_counter() - began
-        staged = StagedSave(
-            step=step,
-            items=tuple(items),
-            tree=tree,
-            memory=self._arena.view(size),
-            began=began,
-            staged_seconds=staged_seconds,
-            overwrite=overwrite,
-        )
+        if not self._may_begin():
+            self.counters["saves_skipped_total"] += 1
+            _log.warning("the save of step %s is skipped: one is still under way", step)
+            return SaveHandle(step, 0.0, Future(), skipped=True)
+        waited = time.perf_counter() - began
+        prepared = self._planner.prepare(step, state)
+        options = self._options(checked_step(step), prepared, overwrite, metrics, began)
+        job = SaveJob(self.pool, self.prefix, self._ranks, options, self._known)
+        late = self._stage.begin(prepared, state, self.counters, lambda p: self._write_part(job, p))
+        staged = time.perf_counter() - began
+        self._warn_of_stall(staged, waited)
         future: Future[SaveReport] = Future()
-        self._flying = SaveHandle(step, staged_seconds, future)
+        self._flying = SaveHandle(step, staged, future, late_seconds=late)
         self._thread = threading.Thread(
-            target=guarded, args=(lambda: self._finish(staged), future), name="hpstore-save"
+            target=self._run, args=(job, prepared, future, staged), name="hpstore-save"
         )
         self._thread.start()
         return self._flying
 
-    def _finish(self, staged: StagedSave) -> SaveReport:
-        report = run_save(self.pool, self.prefix, staged)
-        if report.losses_tolerated >= self.pool.parity:  # no debt: older steps may go
-            self._retain(report.step)
-        return report
+    def _may_begin(self) -> bool:
+        """Wait for the save under way, or say that this one is not to be; raises for "error"."""
+        busy = self._flying is not None and not self._flying.done()
+        if self.on_busy != "wait":
+            votes = self._ranks.all_gather(b"1" if busy else b"0", Channel.TRAINER)
+            if b"1" in votes:
+                if self.on_busy == "skip":
+                    return False
+                raise CheckpointError(
+                    'a save is still under way (on_busy="error"); the newest committed step is '
+                    "still current"
+                )
+        self.wait()
+        return True
+
+    def _options(
+        self, step: int, prepared: Prepared, overwrite: bool,
+        metrics: Mapping[str, float] | None, began: float,
+    ) -> SaveOptions:  # fmt: skip
+        extra: dict[str, Any] = {}
+        if metrics:
+            extra["metrics"] = {str(name): float(value) for name, value in metrics.items()}
+        if self.lineage:
+            extra["lineage"] = json.loads(json.dumps(self.lineage))
+        interval = began - self._saved_at if self._saved_at is not None else None
+        self._saved_at = began
+        return SaveOptions(
+            step=step,
+            tree=prepared.tree,
+            session=self._session,
+            overwrite=overwrite,
+            extra=extra,
+            codec=self.compression,
+            rate_bytes_per_second=pace(self.background, prepared.total_bytes, interval),
+            began=began,
+        )
+
+    def _begin_job(self, job: SaveJob) -> None:
+        """Take the fence on the first save, then note the attempt."""
+        job.begin(fence=not self._fenced)
+        self._fenced = True
+
+    def _write_part(self, job: SaveJob, part: int) -> None:
+        """One slice of several, written while the trainer waits."""
+        if part == 0:
+            self._begin_job(job)
+        self._stage.write(job, part)
+
+    def _run(
+        self, job: SaveJob, prepared: Prepared, future: Future[SaveReport], staged: float
+    ) -> None:
+        """The background of one save."""
+        committed: list[SaveReport] = []
+
+        def finish() -> SaveReport:
+            last = len(prepared.slices) - 1
+            if last <= 0:
+                self._begin_job(job)
+            if last >= 0:
+                self._stage.write(job, last)
+            self._known = {}
+            report = job.commit()
+            self._known = job.next_known if self.reuse else {}
+            committed.append(report)
+            return report.with_stall(staged)
+
+        guarded(finish, future)
+        self._stage.release_tensors()
+        # older steps go when the newer one has no debt; the handle does not wait for that
+        if committed and self._ranks.leads and committed[0].losses_tolerated >= self.pool.parity:
+            self._steps.retain(committed[0].step, self.retention)
+
+    def _warn_of_stall(self, staged: float, waited: float) -> None:
+        if self.max_stall_seconds is not None and staged > self.max_stall_seconds:
+            self.counters["stalls_over_limit_total"] += 1
+            _log.warning(
+                "save() kept the trainer %.3f s (limit %.3f), %.3f s of it waiting for the save "
+                "before", staged, self.max_stall_seconds, waited,
+            )  # fmt: skip
+
+    def before_update(self) -> None:
+        """With staging="overlap": call it before tensors are changed by anything but the step of
+        an optimizer in the state (`.data`, a CUDA graph, a kernel of your own)."""
+        self._stage.finish()
 
     def wait(self) -> None:
         """Wait for the save that is under way; raises what went wrong, unless its handle has."""
@@ -147,89 +282,98 @@ class Checkpointer(Closing):
         if flying is not None and not flying.delivered:
             flying.result()
 
+    def wait_at_most(self, seconds: float) -> bool:
+        """Wait for the save under way, raising nothing; False when it takes longer."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(seconds)
+        return thread is None or not thread.is_alive()
+
     def close(self) -> None:
         """Wait for the last save and release the arena. Idempotent."""
         if self._closed:
             return
         self._closed = True
+        if self._draining is not None:
+            self._draining.forget()
         try:
             self.wait()
         finally:
-            self._arena = Arena()
+            self._stage.close()
 
     def _usable(self) -> None:
         if self._closed:
             raise CheckpointError("the checkpointer is closed")
 
-    # --- finding ----------------------------------------------------------------------------
-
-    def _listing(self) -> Listing:
-        return sort_out(self.prefix, self.pool.list(f"{self.prefix}/"))
+    # --- finding and keeping ----------------------------------------------------------------
 
     def steps(self) -> list[int]:
         """Committed steps, ascending. Whether they can be read is verify()'s to say."""
-        return list(self._listing().steps)
+        return self._steps.all()
 
     def manifest(self, step: int) -> Manifest:
         """A step's manifest. Raises CheckpointError when there is none, IntegrityError."""
-        key = manifest_key(self.prefix, step)
-        try:
-            return Manifest.decode(self.pool.get(key), where=key)
-        except ObjectNotFound as error:
-            known = self.steps()[-8:]
-            raise CheckpointError(
-                f"no checkpoint of step {step} under {self.prefix!r}; the newest are {known}"
-            ) from error
+        return self._steps.manifest(step)
 
     def latest_valid(self) -> int | None:
         """The newest step whose manifest and segments can be read; None when there is none.
 
         Walks back past damaged ones, and logs why each was passed over.
         """
-        for step in reversed(self.steps()):
-            try:
-                for segment in self.manifest(step).segments:
-                    self.pool.stat(segment.key)
-            except (IntegrityError, RedundancyError, CheckpointError, ObjectNotFound) as error:
-                _log.warning("checkpoint step %d is passed over: %s", step, error)
-            else:
-                return step
-        return None
+        return self._steps.latest_valid()
 
     def verify(self, step: int) -> VerifyReport:
         """Read every byte of a step and compare every item with its hash."""
         manifest = self.manifest(step)
-        memory = self._read_segment(manifest, aligned_array(manifest.segments[0].size))
-        wrong = damaged_items(manifest, memory)
+        wrong = check_items(self.pool, manifest.segments, manifest.items)
         return VerifyReport(
-            step=step, items=len(manifest.items), bytes=manifest.total_bytes, damaged=wrong
+            step=step, items=len(manifest.items), bytes=manifest.total_bytes, damaged=tuple(wrong)
         )
+
+    def delete(self, step: int, *, force: bool = False) -> None:
+        """Delete a step: its manifest first, then what it alone names. Not a protected one."""
+        self._steps.delete(step, force=force)
+
+    def protect(self, step: int, name: str) -> None:
+        """Keep a step under a name, whatever retention says. Durable on return."""
+        self._steps.protect(step, name)
+
+    def unprotect(self, name: str) -> None:
+        """Let retention have a protected step again."""
+        self._steps.unprotect(name)
+
+    def protected(self) -> dict[str, int]:
+        """Protected steps by name."""
+        return self._steps.protected()
+
+    def collect_garbage(self) -> int:
+        """Remove segments that no manifest and no living save names; returns how many."""
+        return self._steps.collect_garbage()
 
     # --- restoring --------------------------------------------------------------------------
 
-    def restore(
-        self, state: Mapping[str, Any], step: int | None = None, *, strict: bool = True
-    ) -> int | None:
+    def restore(self, state: State, step: int | None = None, *, strict: bool = True) -> int | None:
         """Fill `state` from a step, by default the newest valid one; returns the step.
 
         None when there is no checkpoint. The manifest is the template: a freshly built optimizer
         gets its moments. With `strict`, a recorded key that nobody takes, or a wanted one that was
-        not recorded, is a CheckpointMismatch. Every item is verified before anything is filled;
-        without a `step`, a damaged checkpoint is passed over (logged) for the one before it.
+        not recorded, is a CheckpointMismatch; without, `last_restore` lists them. Names, shapes and
+        dtypes are compared first, then tensors are filled in place, each verified. Without a
+        `step`, a damaged checkpoint is passed over (logged) for the one before it. After an error
+        that is no CheckpointMismatch the state may be partly filled: restore another step into it.
+
+        The checkpoint may have been written by another number of ranks and another mesh.
         """
         self._usable()
         self.wait()
-        wanted = [step] if step is not None else list(reversed(self.steps()))
+        wanted = [step] if step is not None else list(reversed(self._agreed_steps()))
         for candidate in wanted:
-            try:
-                loaded = self._load_tree(candidate)
-            except (IntegrityError, RedundancyError, ObjectNotFound) as error:
-                if step is not None:
-                    raise
-                _log.warning("checkpoint step %d is passed over: %s", candidate, error)
-                continue
-            apply(state, loaded, strict=strict, rng=self.rng)
-            return candidate
+            error = self._try_restore(candidate, state, strict)
+            if error is None:
+                return candidate
+            if step is not None:
+                raise error
+            _log.warning("checkpoint step %d is passed over: %s", candidate, error)
         if wanted:
             raise CheckpointError(
                 f"none of the {len(wanted)} checkpoints under {self.prefix!r} can be read now. "
@@ -237,155 +381,89 @@ class Checkpointer(Closing):
             )
         return None
 
-    def load(self, step: int, keys: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-        """Tensors of a step by name, without a model; `keys` limits them to names or prefixes."""
-        manifest = self.manifest(step)
-        memory = self._verified(manifest)
-
-        def wanted(name: str) -> bool:
-            return keys is None or any(name == k or name.startswith(f"{k}/") for k in keys)
-
-        found = {i.name: item_tensor(memory, i) for i in manifest.items if wanted(i.name)}
-        absent = [
-            k for k in keys or () if not any(n == k or n.startswith(f"{k}/") for n in found)
-        ]  # fmt: skip
-        if absent:
-            raise CheckpointError(f"step {step} holds no {absent}")
+    def _agreed_steps(self) -> list[int]:
+        """Rank 0 lists; all restore the same steps (PROTOCOL 20)."""
+        mine = json.dumps(self.steps() if self._ranks.leads else []).encode()
+        found: list[int] = json.loads(self._ranks.broadcast(mine, Channel.TRAINER))
         return found
 
-    def _load_tree(self, step: int) -> dict[str, Any]:
-        """The state of a step as plain nested values, verified."""
+    def _try_restore(self, step: int, state: State, strict: bool) -> Exception | None:
+        """Restore one step on all ranks; what went wrong on any of them when it can be passed over.
+
+        Raises what no older step would mend, such as a mismatch.
+        """
+        error: Exception | None = None
+        manifest: Manifest | None = None
+        how = RestoreOptions(
+            strict=strict, rng=self.rng, rank=self._ranks.rank, allow_pickle=self.allow_pickle,
+            warm=self._memory,
+        )  # fmt: skip
+        try:
+            manifest = self.manifest(step)
+            self.last_restore = restore_state(self.pool, manifest, state, how)
+        except Exception as found:  # noqa: BLE001 (told to the other ranks, then raised)
+            error = found
+        passable = (IntegrityError, RedundancyError, ObjectNotFound)
+        said = "" if error is None else f"rank {self._ranks.rank}: {error}"
+        fatal = error is not None and not isinstance(error, passable)
+        votes = [
+            json.loads(vote)
+            for vote in self._ranks.all_gather(json.dumps([said, fatal]).encode(), Channel.TRAINER)
+        ]
+        if fatal and error is not None:
+            raise error
+        others = [vote[0] for vote in votes if vote[0]]
+        if any(vote[1] for vote in votes):
+            raise CheckpointError(f"step {step} could not be restored: {'; '.join(others)}")
+        if error is None and others:
+            error = IntegrityError(f"step {step} cannot be read on all ranks: {'; '.join(others)}")
+        if error is None and manifest is not None and self.reuse:
+            self._known = {
+                item.key: Known(item=item, segment=manifest.segments[item.segment], probe=None)
+                for item in manifest.items
+                if item.length
+            }
+        return error
+
+    @property
+    def _memory(self) -> Warm | None:
+        return self._stage.warm if self.warm else None
+
+    def load(
+        self,
+        step: int,
+        keys: Collection[str] | None = None,
+        *,
+        map_location: str | torch.device | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Tensors of a step by name, without a model; `keys` limits them to names or prefixes.
+
+        Only their bytes are read. Not collective.
+        """
         manifest = self.manifest(step)
-        memory = self._verified(manifest)
-        by_name = {item.name: item for item in manifest.items}
+        names = dict.fromkeys(item.name for item in manifest.items)
+        device = torch.device(map_location) if map_location is not None else None
+        return load_tensors(
+            self.pool, manifest, chosen(names, keys, step), device, self._memory
+        )  # fmt: skip
 
-        def tensor(name: str) -> torch.Tensor:
-            if name not in by_name:
-                raise CheckpointError(f"manifest of step {step} names no item {name!r}")
-            return item_tensor(memory, by_name[name])
-
-        tree: dict[str, Any] = decode_tree(manifest.tree, tensor)
+    def load_state(
+        self, step: int, *, map_location: str | torch.device | None = None
+    ) -> dict[str, Any]:
+        """All of a step as plain nested values, as it was collected. Not collective."""
+        manifest = self.manifest(step)
+        names = dict.fromkeys(item.name for item in manifest.items)
+        device = torch.device(map_location) if map_location is not None else None
+        tensors = load_tensors(self.pool, manifest, list(names), device, self._memory)
+        how = Decoding(
+            tensor=tensors.__getitem__, rank=self._ranks.rank, allow_pickle=self.allow_pickle
+        )
+        tree: dict[str, Any] = decode_tree(manifest.tree, how)
         return tree
 
-    def _verified(self, manifest: Manifest) -> Bytes:
-        memory = self._read_segment(manifest, aligned_array(manifest.segments[0].size))
-        wrong = damaged_items(manifest, memory)
-        if wrong:
-            raise IntegrityError(
-                f"step {manifest.step}: {len(wrong)} items do not match their hash, among them "
-                f"{wrong[0]!r}"
-            )
-        return memory
-
-    def _read_segment(self, manifest: Manifest, memory: Bytes) -> Bytes:
-        segment = manifest.segments[0]
-        for item in manifest.items:
-            if item.offset < 0 or item.length < 0 or item.offset + item.length > segment.size:
-                raise IntegrityError(f"step {manifest.step}: item {item.name!r} lies outside")
-        if len(memory) and self.pool.read_into(segment.key, memory.data) != segment.size:
-            raise IntegrityError(f"segment {segment.key} is shorter than its manifest says")
-        return memory
-
-    # --- keeping ----------------------------------------------------------------------------
-
-    def delete(self, step: int) -> None:
-        """Delete a step: its manifest first, then what it alone names."""
-        key = manifest_key(self.prefix, step)
-        try:
-            segments = [segment.key for segment in self.manifest(step).segments]
-        except (IntegrityError, RedundancyError):
-            segments = []
-        self.pool.delete(key)
-        for segment in segments:
-            try:
-                self.pool.delete(segment)
-            except ObjectNotFound:
-                continue
-
-    def _retain(self, committed: int) -> None:
-        """Remove what retention does not keep. Failing at it does not fail the save."""
-        try:
-            drop = steps_to_drop(
-                self.steps(),
-                committed=committed,
-                keep_last=self.keep_last,
-                keep_every=self.keep_every,
-            )
-            for step in drop:
-                self.delete(step)
-        except (HpstoreError, OSError) as error:
-            _log.warning("retention under %r is postponed: %s", self.prefix, error)
-
-    def collect_garbage(self) -> int:
-        """Remove segments that no manifest and no living save names; returns how many.
-
-        Does nothing while some manifest cannot be read: it might name them.
-        """
-        try:
-            first, dead = self._orphans()
-            if not first and not dead:
-                return 0
-            # looked at twice: a listing is no snapshot, and a save may commit while it is made
-            second, dead = self._orphans()
-        except (HpstoreError, OSError) as error:
-            _log.warning("garbage under %r is left: %s", self.prefix, error)
-            return 0
-        for key in (*(first & second), *dead):
-            self._delete_if_there(key)
-        return len(first & second)
-
-    def _orphans(self) -> tuple[set[str], list[str]]:
-        """Segments that belong to nobody, and notes of dead saves."""
-        listing = self._listing()
-        living, dead = self._attempts(listing)
-        named = {s.key for step in listing.steps for s in self.manifest(step).segments}
-        return set(orphans(listing, named, living)), dead
-
-    def _attempts(self, listing: Listing) -> tuple[set[str], list[str]]:
-        """Nonces of saves that may still be under way, keys of notes of dead ones."""
-        living, dead = set(), []
-        now_ms = time.time_ns() // 1_000_000
-        for key, (_, nonce) in listing.attempts.items():
-            try:
-                attempt = Attempt.decode(self.pool.get(key), where=key)
-            except (HpstoreError, OSError, KeyError, ValueError):
-                living.add(nonce)  # what cannot be read is taken for alive
-                continue
-            if attempt_lives(attempt, now_ms):
-                living.add(nonce)
-            else:
-                dead.append(key)
-        return living, dead
-
-    def _delete_if_there(self, key: str) -> None:
-        try:
-            self.pool.delete(key)
-        except ObjectNotFound:
-            return
-        except (HpstoreError, OSError) as error:
-            _log.warning("%s could not be removed: %s", key, error)
+    def open(self, step: int) -> SavedStep:
+        """The tensors of a step by name, read when they are indexed: `ckpt.open(7)["w"][2:4]`."""
+        return SavedStep(self.pool, self.manifest(step))
 
 
-def item_tensor(memory: Bytes, item: Item) -> torch.Tensor:
-    """A copy of an item, owned by the caller."""
-    dtype = dtype_named(item.dtype)
-    if not item.length:
-        return torch.empty(item.shape, dtype=dtype)
-    flat = torch.from_numpy(memory[item.offset : item.offset + item.length].copy())
-    try:
-        return flat.view(dtype).view(item.shape)
-    except RuntimeError as error:
-        raise IntegrityError(f"item {item.name!r} does not have its shape: {error}") from error
-
-
-def damaged_items(manifest: Manifest, memory: Bytes) -> tuple[str, ...]:
-    """Names of items whose bytes do not match their hash."""
-    found = item_digests(memory, manifest.items)
-    return tuple(
-        item.name
-        for item, digest, wanted in zip(manifest.items, found, manifest.digests, strict=True)
-        if digest != wanted
-    )
-
-
-__all__ = ["Checkpointer", "VerifyReport"]
+__all__ = ["Best", "Checkpointer", "VerifyReport"]

@@ -2,82 +2,126 @@
 
 from __future__ import annotations
 
+import json
 import operator
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from hpstore.checkpoint.arena import Item
-from hpstore.errors import CheckpointError, IntegrityError
-from hpstore.records import FORMAT, seal, unseal
+from hpstore.checkpoint.items import Item, decode_items, encode_items, whole
+from hpstore.checkpoint.packing import Segment
+from hpstore.checksum import digest128
+from hpstore.errors import CheckpointError, FormatTooNew, IntegrityError
+from hpstore.records import unseal
 
+MAGIC = b"hpstore checkpoint "
+FORMAT = 2  # 1 was a sealed record with rows for items; it is still read
 STEP_DIGITS = 12
 MAX_STEP = 10**STEP_DIGITS - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """One object of raw tensor bytes."""
-
-    key: str
-    size: int
-    version: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """One committed checkpoint. `tree` is the state without its tensors (checkpoint/tree.py)."""
+    """One committed checkpoint. `tree` is the state without its tensors (checkpoint/tree.py).
+
+    `extra`: what else its writer recorded, JSON: metrics, lineage, torch's own metadata.
+    """
 
     step: int
     created_ms: int
     segments: tuple[Segment, ...]
-    items: tuple[Item, ...]  # all in segment 0 while one process writes
-    digests: tuple[str, ...]  # xxh3-128 of each item's bytes, hex
+    items: tuple[Item, ...]
     tree: Any  # Any: decoded JSON, checked leaf by leaf when it is decoded
+    world: int = 1
+    session: str = ""  # of the checkpointer that wrote it
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all segments."""
+        """Stored bytes of all segments, those shared with other checkpoints included."""
         return sum(segment.size for segment in self.segments)
 
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """What the trainer said of the step, such as its validation loss."""
+        found: Mapping[str, float] = self.extra.get("metrics", {})
+        return found
+
     def encode(self) -> bytes:
-        return seal(
-            {
-                "format": FORMAT,
-                "step": self.step,
-                "created_ms": self.created_ms,
-                "segments": [[s.key, s.size, s.version] for s in self.segments],
-                "items": [
-                    [i.name, i.dtype, list(i.shape), i.offset, i.length, digest]
-                    for i, digest in zip(self.items, self.digests, strict=True)
-                ],
-                "tree": self.tree,
-            }
-        )
+        """A line with magic, format and digest, then compact JSON in the order it was given."""
+        body = {
+            "step": self.step,
+            "created_ms": self.created_ms,
+            "world": self.world,
+            "session": self.session,
+            "segments": [[s.key, s.size, s.version] for s in self.segments],
+            "items": encode_items(self.items),
+            "extra": self.extra,
+            "tree": self.tree,
+        }
+        text = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+        return MAGIC + f"{FORMAT} {digest128(text).hex()}\n".encode() + text
 
     @classmethod
     def decode(cls, data: bytes, *, where: str) -> Manifest:
         """Inverse of encode. Raises IntegrityError, FormatTooNew."""
-        # Any: decoded JSON; malformed values end in the except below
-        body: dict[str, Any] = unseal(data, where=where)
+        body, items = _opened(data, where)
         try:
-            items = tuple(
-                Item(name=str(n), dtype=str(d), shape=tuple(int(x) for x in s), offset=int(o),
-                     length=int(length))
-                for n, d, s, o, length, _ in body["items"]
-            )  # fmt: skip
             return cls(
                 step=int(body["step"]),
                 created_ms=int(body["created_ms"]),
+                world=int(body.get("world", 1)),
+                session=str(body.get("session", "")),
                 segments=tuple(
                     Segment(key=str(k), size=int(s), version=str(v)) for k, s, v in body["segments"]
                 ),
-                items=items,
-                digests=tuple(str(row[5]) for row in body["items"]),
+                items=_checked_items(items(), body["segments"]),
+                extra=body.get("extra", {}),
                 tree=body["tree"],
             )
-        except (KeyError, ValueError, TypeError, IndexError) as error:
+        except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
             raise IntegrityError(f"{where}: manifest is malformed: {error}") from error
+
+
+def _opened(data: bytes, where: str) -> tuple[dict[str, Any], Any]:
+    """The body of a manifest of any format, and how to make its items."""
+    if not data.startswith(MAGIC):
+        old: dict[str, Any] = unseal(data, where=where)
+        return old, lambda: _first_items(old["items"])
+    line, _, text = data[len(MAGIC) :].partition(b"\n")
+    try:
+        version, digest = line.decode("ascii").split(" ")
+        if int(version) > FORMAT:
+            raise FormatTooNew(
+                f"{where}: checkpoint format {version}, this hpstore reads up to {FORMAT}"
+            )
+    except ValueError as error:
+        raise IntegrityError(f"{where}: not a manifest") from error
+    if digest != digest128(text).hex():
+        raise IntegrityError(f"{where}: manifest does not match its digest")
+    body = json.loads(text)
+    return body, lambda: decode_items(body["items"])
+
+
+def _first_items(rows: Sequence[Sequence[Any]]) -> tuple[Item, ...]:
+    """Items of format 1: rows, whole tensors, one segment."""
+    return tuple(
+        Item(
+            name=str(name), dtype=str(dtype), shape=tuple(shape), box=whole(shape),
+            offset=int(offset), length=int(length), digest=str(digest),
+        )
+        for name, dtype, shape, offset, length, digest in rows
+    )  # fmt: skip
+
+
+def _checked_items(items: tuple[Item, ...], segments: Sequence[Sequence[Any]]) -> tuple[Item, ...]:
+    """Raise ValueError for an item that lies outside its segment."""
+    for item in items:
+        size = int(segments[item.segment][1]) if item.length else item.offset
+        if item.segment < 0 or item.offset < 0 or not 0 <= item.length <= size - item.offset:
+            raise ValueError(f"item {item.name!r} lies outside its segment")
+    return items
 
 
 def checked_step(step: object) -> int:
@@ -101,9 +145,14 @@ def manifest_key(prefix: str, step: int) -> str:
     return f"{step_prefix(prefix, step)}/manifest"
 
 
-def segment_key(prefix: str, step: int, nonce: str, rank: int = 0) -> str:
+def segment_key(prefix: str, step: int, nonce: str, rank: int = 0, part: int = 0) -> str:
     """Key of a segment; the nonce keeps a second save of the step off committed bytes."""
-    return f"{step_prefix(prefix, step)}/segment-{nonce}-r{rank:05d}"
+    return f"{step_prefix(prefix, step)}/{segment_name(nonce, rank, part)}"
+
+
+def segment_name(nonce: str, rank: int, part: int) -> str:
+    """Last component of a segment's key."""
+    return f"segment-{nonce}-r{rank:05d}" + (f"-p{part:04d}" if part else "")
 
 
 def attempt_key(prefix: str, step: int, nonce: str) -> str:
@@ -112,7 +161,7 @@ def attempt_key(prefix: str, step: int, nonce: str) -> str:
 
 
 _MANIFEST = re.compile(rf"step-(\d{{{STEP_DIGITS}}})/manifest")
-_SEGMENT = re.compile(rf"step-(\d{{{STEP_DIGITS}}})/segment-([0-9a-f]+)-r\d+")
+_SEGMENT = re.compile(rf"step-(\d{{{STEP_DIGITS}}})/segment-([0-9a-f]+)-r\d+(?:-p\d+)?")
 _ATTEMPT = re.compile(rf"attempts/(\d{{{STEP_DIGITS}}})-([0-9a-f]+)")
 
 
@@ -140,4 +189,4 @@ def sort_out(prefix: str, keys: list[str]) -> Listing:
 
 
 __all__ = ["Listing", "Manifest", "Segment", "attempt_key", "checked_step", "manifest_key",
-           "segment_key", "sort_out", "step_prefix"]  # fmt: skip
+           "segment_key", "segment_name", "sort_out", "step_prefix"]  # fmt: skip

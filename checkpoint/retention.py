@@ -2,77 +2,78 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 from hpstore.checkpoint.manifest import Listing
-from hpstore.records import FORMAT, seal, unseal
+from hpstore.errors import CheckpointError
 
-ATTEMPT_SECONDS = 3600.0  # a save of another host is taken for dead when its note is this old
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Best:
+    """Keep the `count` best steps by a metric given to save(metrics=)."""
+
+    metric: str
+    mode: str = "min"  # or "max"
+    count: int = 1
+
+    def chosen(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
+        """The best steps among those that have the metric; the newer of equals."""
+        sign = 1 if self.mode == "min" else -1
+        rated = [
+            (sign * values[self.metric], -step)
+            for step, values in metrics.items()
+            if self.metric in values and not math.isnan(values[self.metric])
+        ]
+        return {-step for _, step in sorted(rated)[: self.count]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """What stays: the last ones, every so many steps, the best. `keep_last` None keeps all."""
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_best: Best | None = None
+
+    def __post_init__(self) -> None:
+        best = self.keep_best
+        for name, value in (
+            ("keep_last", self.keep_last), ("keep_every", self.keep_every),
+            ("keep_best's count", best.count if best else None),
+        ):  # fmt: skip
+            if value is not None and (type(value) is not int or value < 1):
+                raise CheckpointError(f"{name} must be a whole number of at least 1, or None")
+        if (self.keep_every is not None or best is not None) and self.keep_last is None:
+            raise CheckpointError(
+                "keep_every and keep_best say what stays beyond keep_last: set that, too"
+            )
+        if best is not None and best.mode not in ("min", "max"):
+            raise CheckpointError(f"keep_best's mode {best.mode!r} is neither 'min' nor 'max'")
 
 
 def steps_to_drop(
-    steps: Iterable[int], *, committed: int, keep_last: int | None, keep_every: int | None
+    steps: Iterable[int],
+    retention: Retention,
+    *,
+    committed: int,
+    protected: Collection[int] = (),
+    metrics: Mapping[int, Mapping[str, float]] | None = None,
 ) -> list[int]:
     """Steps that retention removes after `committed` was: only earlier ones, never itself.
 
     Later steps are those of a run that was rolled back; they are the user's to delete.
     """
-    if keep_last is None:
+    if retention.keep_last is None:
         return []
     ordered = sorted(step for step in steps if step <= committed)
-    kept = set(ordered[-max(1, keep_last) :])
-    if keep_every:
-        kept |= {step for step in ordered if step % keep_every == 0}
+    kept = {*ordered[-max(1, retention.keep_last) :], *protected}
+    if retention.keep_every:
+        kept |= {step for step in ordered if step % retention.keep_every == 0}
+    if retention.keep_best is not None:
+        kept |= retention.keep_best.chosen(metrics or {})
     return [step for step in ordered if step not in kept and step != committed]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """A save that is under way, and how to tell whether its process still lives."""
-
-    step: int
-    nonce: str
-    host: str
-    boot: str
-    pid: int
-    namespace: str  # of process ids: another container's pid says nothing here
-    started_ms: int
-
-    def encode(self) -> bytes:
-        return seal({"format": FORMAT, **asdict(self)})
-
-    @classmethod
-    def decode(cls, data: bytes, *, where: str) -> Attempt:
-        body = unseal(data, where=where)
-        return cls(
-            step=int(str(body["step"])),
-            nonce=str(body["nonce"]),
-            host=str(body["host"]),
-            boot=str(body["boot"]),
-            pid=int(str(body["pid"])),
-            namespace=str(body["namespace"]),
-            started_ms=int(str(body["started_ms"])),
-        )
-
-
-def here() -> tuple[str, str, str]:
-    """This host's name, its boot id and the namespace of this process' id."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        boot = namespace = ""
-    return os.uname().nodename, boot, namespace
-
-
-def attempt_lives(attempt: Attempt, now_ms: int) -> bool:
-    """Whether a save may still be under way: its process runs here, or its note is young."""
-    if (attempt.host, attempt.boot, attempt.namespace) == here() and attempt.boot:
-        return Path(f"/proc/{attempt.pid}").exists()
-    return now_ms - attempt.started_ms < ATTEMPT_SECONDS * 1000
 
 
 def orphans(
@@ -86,4 +87,4 @@ def orphans(
     )
 
 
-__all__ = ["Attempt", "attempt_lives", "here", "orphans", "steps_to_drop"]
+__all__ = ["Best", "Retention", "orphans", "steps_to_drop"]

@@ -1,29 +1,28 @@
-"""One save from the staged arena to the committed manifest (PROTOCOL 18, 19)."""
+"""One save from the staged arena to the committed manifest (PROTOCOL 18-20)."""
 
 from __future__ import annotations
 
-import os
+import json
+import logging
 import secrets
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from hpstore.checkpoint.arena import Item
-from hpstore.checkpoint.manifest import (
-    Manifest,
-    Segment,
-    attempt_key,
-    manifest_key,
-    segment_key,
-)
-from hpstore.checkpoint.retention import Attempt, here
-from hpstore.checksum import digest128
+from hpstore import errors
+from hpstore.checkpoint.attempts import Heartbeat, require_fence, take_fence
+from hpstore.checkpoint.items import Item, decode_items, encode_items, require_cover
+from hpstore.checkpoint.manifest import Manifest, manifest_key, segment_key
+from hpstore.checkpoint.packing import Key, Known, Segment, pack, with_digests
+from hpstore.checkpoint.ranks import Channel, Ranks
+from hpstore.checkpoint.tree import merge_trees, tensor_names
 from hpstore.codec.galois import Bytes
 from hpstore.errors import CheckpointError, HpstoreError, ObjectNotFound, VersionConflict
-from hpstore.objects.info import ObjectInfo
 from hpstore.pool import Pool
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +31,15 @@ class SaveReport:
 
     step: int
     key: str  # of the manifest
-    bytes: int
-    staged_seconds: float  # the trainer's stall
+    bytes: int  # stored by all ranks for this step
+    referenced_bytes: int  # that an earlier step holds, unchanged, and were not written again
+    staged_seconds: float  # how long save() kept the trainer
     durable_seconds: float  # from the call of save() to the commit
     losses_tolerated: int
+
+    def with_stall(self, seconds: float) -> SaveReport:
+        """The same, with what save() took on this rank."""
+        return replace(self, staged_seconds=seconds)
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
@@ -43,12 +47,28 @@ class SaveReport:
 
 
 class SaveHandle:
-    """A save on its way. `staged_seconds` is how long save() kept the trainer."""
+    """A save on its way. `staged_seconds` is how long save() kept the trainer.
 
-    def __init__(self, step: int, staged_seconds: float, future: Future[SaveReport]) -> None:
-        self.step, self.staged_seconds = step, staged_seconds
+    `skipped`: there is no save, another one was under way (on_busy="skip").
+    """
+
+    def __init__(
+        self,
+        step: int,
+        staged_seconds: float,
+        future: Future[SaveReport],
+        *,
+        late_seconds: Callable[[], float] = lambda: 0.0,
+        skipped: bool = False,
+    ) -> None:
+        self.step, self.staged_seconds, self.skipped = step, staged_seconds, skipped
         self.delivered = False  # its error was raised to somebody
-        self._future = future
+        self._future, self._late_seconds = future, late_seconds
+
+    @property
+    def visible_stall_seconds(self) -> float:
+        """Time that training has lost: in save() and, with overlap, in the optimizer's hook."""
+        return self.staged_seconds + self._late_seconds()
 
     def done(self) -> bool:
         """Whether it is committed or has failed."""
@@ -63,90 +83,285 @@ class SaveHandle:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StagedSave:
-    """What a background save needs; `memory` belongs to it until it is over."""
+class SaveOptions:
+    """What a save is told, the same for all slices."""
 
     step: int
-    items: tuple[Item, ...]
     tree: Any  # Any: JSON made by checkpoint/tree.py
-    memory: Bytes
-    began: float
-    staged_seconds: float
+    session: str
     overwrite: bool
+    extra: Mapping[str, Any]
+    codec: str
+    rate_bytes_per_second: float | None
+    began: float
 
 
-def run_save(pool: Pool, prefix: str, staged: StagedSave) -> SaveReport:
-    """Write the segment, check it, publish the manifest last: that put is the commit.
+@dataclass(slots=True, kw_only=True)
+class Written:
+    """What one rank has written and refers to; items' segments count into `segments`."""
 
-    A crash before it leaves the previous step current, a crash after it this one, never a mixture.
-    Raises CheckpointError; then nothing of this save is visible and its files are removed.
+    segments: list[Segment] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)
+    tree: Any = None
+    referenced_bytes: int = 0
+    error: str = ""
+
+    def encode(self) -> bytes:
+        """For another rank."""
+        body = {
+            "segments": [[s.key, s.size, s.version] for s in self.segments],
+            "items": encode_items(self.items),
+            "tree": self.tree,
+            "referenced_bytes": self.referenced_bytes,
+            "error": self.error,
+        }
+        return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Written:
+        body = json.loads(data)
+        return cls(
+            segments=[Segment(key=k, size=s, version=v) for k, s, v in body["segments"]],
+            items=list(decode_items(body["items"])),
+            tree=body["tree"],
+            referenced_bytes=body["referenced_bytes"],
+            error=body["error"],
+        )
+
+    def index_of(self, segment: Segment) -> int:
+        """Where a segment stands in the list, put there when it is not."""
+        if segment not in self.segments:
+            self.segments.append(segment)
+        return self.segments.index(segment)
+
+
+class SaveJob:
+    """One save of one rank: begin(), write() for each slice, commit(). Once each, in this order.
+
+    A crash before the manifest's put leaves the previous step current, a crash after it this one,
+    never a mixture. After an error nothing of the save is visible and its segments are removed,
+    unless the manifest may have become visible: then they are left to garbage collection.
     """
-    nonce = secrets.token_hex(8)
-    host, boot, namespace = here()
-    attempt = Attempt(
-        step=staged.step, nonce=nonce, host=host, boot=boot, pid=os.getpid(), namespace=namespace,
-        started_ms=time.time_ns() // 1_000_000,
-    )  # fmt: skip
-    note, segment = attempt_key(prefix, staged.step, nonce), segment_key(prefix, staged.step, nonce)
-    pool.put(note, attempt.encode())
-    try:
-        written, digests, tolerated = _write_segment(pool, staged, segment)
-    except BaseException:
-        _remove_quietly(pool, segment)
-        _remove_quietly(pool, note)
-        raise
-    try:
-        # from here on the manifest may become visible even if its put fails: the segment is left
-        # to garbage collection, which asks the manifests
-        report = _commit(pool, prefix, staged, written, digests)
-    finally:
-        _remove_quietly(pool, note)
-    return replace(report, losses_tolerated=min(tolerated, report.losses_tolerated))
 
+    def __init__(
+        self,
+        pool: Pool,
+        prefix: str,
+        ranks: Ranks,
+        options: SaveOptions,
+        known: Mapping[Key, Known],
+    ) -> None:
+        self._pool, self._prefix, self._ranks = pool, prefix, ranks
+        self._options, self._known = options, known
+        self._nonce = ""
+        self._heartbeat: Heartbeat | None = None
+        self._written = Written(tree=options.tree)
+        self._own: list[str] = []  # keys of segments that this rank has put
+        self._tolerated = pool.parity
+        self._error: BaseException | None = None
+        self._maybe_visible = False  # the manifest's put has begun
+        self.next_known: dict[Key, Known] = {}
 
-def _write_segment(
-    pool: Pool, staged: StagedSave, segment: str
-) -> tuple[ObjectInfo, tuple[str, ...], int]:
-    """Put the segment and make it safe; its info, the items' hashes, the losses it survives."""
-    digests = item_digests(staged.memory, staged.items)
-    written = pool.put(segment, staged.memory.data)
-    if written.size != len(staged.memory):
-        raise CheckpointError(f"segment {segment} has {written.size} bytes")
-    return written, digests, require_safe(pool, segment)
+    def begin(self, *, fence: bool) -> None:
+        """Rank 0 notes the attempt, durably, before anybody writes; all learn its nonce.
 
+        `fence`: first become the session that saves here.
+        """
+        message = b""
+        if self._ranks.leads:
+            try:
+                if fence:
+                    take_fence(self._pool, self._prefix, self._options.session)
+                references = sorted({k.segment.key for k in self._known.values()})
+                self._heartbeat = Heartbeat(
+                    self._pool, self._prefix, self._options.step, secrets.token_hex(8),
+                    self._options.session, references,
+                )  # fmt: skip
+                message = json.dumps({"nonce": self._heartbeat.nonce}).encode()
+            except (HpstoreError, OSError) as error:
+                self._ranks.broadcast(json.dumps({"error": str(error)}).encode(), Channel.SAVER)
+                raise
+        told = json.loads(self._ranks.broadcast(message, Channel.SAVER))
+        if "error" in told:
+            raise CheckpointError(f"rank 0 could not begin the save: {told['error']}")
+        self._nonce = str(told["nonce"])
 
-def _commit(
-    pool: Pool, prefix: str, staged: StagedSave, written: ObjectInfo, digests: tuple[str, ...]
-) -> SaveReport:
-    """Publish the manifest."""
-    key = manifest_key(prefix, staged.step)
-    manifest = Manifest(
-        step=staged.step,
-        created_ms=int(written.created * 1000),
-        segments=(Segment(key=written.key, size=written.size, version=written.version),),
-        items=staged.items,
-        digests=digests,
-        tree=staged.tree,
-    )
-    before = _existing(pool, key) if staged.overwrite else None
-    try:
-        info = pool.put(
-            key, manifest.encode(), if_absent=before is None, if_version=before
-        )  # fmt: skip
-    except VersionConflict as error:
-        raise VersionConflict(
-            f"step {staged.step} under {prefix!r} is committed already and was not touched; "
-            "save(overwrite=True) replaces it",
+    def write(self, memory: Bytes, items: Sequence[Item], *, part: int) -> Segment | None:
+        """Put what is staged in `memory` as one segment; None when nothing had to be written.
+
+        What goes wrong is kept for the vote: commit() raises it.
+        """
+        if self._error is not None:
+            return None
+        try:
+            return self._write(memory, items, part)
+        except BaseException as error:  # noqa: BLE001 (raised by commit, on all ranks)
+            self.fail(error)
+            return None
+
+    def fail(self, error: BaseException) -> None:
+        """Vote against the commit because of `error`."""
+        self._error = self._error or error
+
+    def _write(self, memory: Bytes, items: Sequence[Item], part: int) -> Segment | None:
+        packed = pack(memory, items, self._known, self._options.codec)
+        segment = None
+        finished: tuple[Item, ...] = ()
+        if packed.items:
+            key = segment_key(
+                self._prefix, self._options.step, self._nonce, self._ranks.rank, part
+            )  # fmt: skip
+            data = memory[: packed.size]
+            self._own.append(key)
+            with ThreadPoolExecutor(1, "hpstore-hash") as hashing:
+                hashes = hashing.submit(with_digests, memory, packed.items)
+                info = self._pool.put(
+                    key, data.data, rate_bytes_per_second=self._options.rate_bytes_per_second
+                )
+                finished = hashes.result()
+            if info.size != packed.size:
+                raise CheckpointError(f"segment {key} has {info.size} bytes, not {packed.size}")
+            segment = Segment(key=key, size=info.size, version=info.version)
+            index = self._written.index_of(segment)
+            for item in finished:
+                self._note(replace(item, segment=index), segment, packed.probes.get(item.key))
+        for before in packed.referenced:
+            index = self._written.index_of(before.segment)
+            self._written.referenced_bytes += before.item.length
+            self._note(replace(before.item, segment=index), before.segment, before.probe)
+        return segment
+
+    def _note(self, item: Item, segment: Segment, probe: int | None) -> None:
+        self._written.items.append(item)
+        if probe is not None:
+            self.next_known[item.key] = Known(item=item, segment=segment, probe=probe)
+
+    def commit(self) -> SaveReport:
+        """Vote; rank 0 publishes the manifest when everything that was planned is there.
+
+        Raises what went wrong, on all ranks when any of them failed or died (PROTOCOL 20).
+        """
+        if self._error is None:
+            try:
+                self._require_safe()
+            except (HpstoreError, OSError) as error:
+                self.fail(error)
+        if self._ranks.world > 1:
+            return self._vote()
+        if self._error is not None:
+            self.abandon()
+            raise self._error
+        return self._publish([self._written])
+
+    def _vote(self) -> SaveReport:
+        """What was put is removed only when it is certain that no manifest names it."""
+        if self._error is not None:
+            self._written.error = f"{type(self._error).__name__}: {self._error}"
+        try:
+            votes = self._ranks.all_gather(self._written.encode(), Channel.SAVER)
+        except CheckpointError:
+            if self._ranks.leads:
+                self.abandon()
+            raise
+        outcome = self._decide(votes) if self._ranks.leads else {}
+        told = json.loads(self._ranks.broadcast(json.dumps(outcome).encode(), Channel.SAVER))
+        if "error" in told:
+            if not told["visible"]:
+                self._remove_own()
+            kind = getattr(errors, told["kind"], CheckpointError)
+            raise kind(told["error"]) from self._error
+        return SaveReport(
+            **{**told["report"], "durable_seconds": time.perf_counter() - self._options.began}
+        )
+
+    def _decide(self, votes: Sequence[bytes]) -> dict[str, Any]:
+        """Rank 0: publish, or say why not."""
+        try:
+            written = [Written.decode(vote) for vote in votes]
+            failed = [f"rank {n}: {w.error}" for n, w in enumerate(written) if w.error]
+            if failed:
+                raise CheckpointError(
+                    f"step {self._options.step} is not committed, the one before it is still "
+                    f"current: {'; '.join(failed)}"
+                )
+            return {"report": self._publish(written).as_dict()}
+        except BaseException as error:  # noqa: BLE001 (told to all ranks, which raise it)
+            self._stop_heartbeat()
+            kind = type(error).__name__
+            return {"error": str(error), "kind": kind, "visible": self._maybe_visible}
+
+    def _require_safe(self) -> None:
+        """PROTOCOL 19: every segment, the referenced ones too, must survive one more loss."""
+        for segment in self._written.segments:
+            self._tolerated = min(self._tolerated, require_safe(self._pool, segment))
+
+    def _publish(self, written: Sequence[Written]) -> SaveReport:
+        """Publish the manifest: that put is the commit."""
+        key = manifest_key(self._prefix, self._options.step)
+        try:
+            require_fence(self._pool, self._prefix, self._options.session)
+            data = self._manifest(written).encode()
+            before = _existing(self._pool, key) if self._options.overwrite else None
+        except BaseException:
+            self.abandon()
+            raise
+        # from here on the manifest may become visible even if its put fails
+        self._maybe_visible = True
+        try:
+            info = self._pool.put(key, data, if_absent=before is None, if_version=before)
+        except VersionConflict as error:
+            raise VersionConflict(
+                f"step {self._options.step} under {self._prefix!r} is committed already and was "
+                "not touched; save(overwrite=True) replaces it",
+                key=key,
+            ) from error
+        finally:
+            self._stop_heartbeat()
+        return SaveReport(
+            step=self._options.step,
             key=key,
-        ) from error
-    return SaveReport(
-        step=staged.step,
-        key=key,
-        bytes=written.size,
-        staged_seconds=staged.staged_seconds,
-        durable_seconds=time.perf_counter() - staged.began,
-        losses_tolerated=info.losses_tolerated,
-    )
+            bytes=sum(s.size for w in written for s in w.segments if self._nonce in s.key),
+            referenced_bytes=sum(w.referenced_bytes for w in written),
+            staged_seconds=0.0,
+            durable_seconds=time.perf_counter() - self._options.began,
+            losses_tolerated=min(info.losses_tolerated, self._tolerated),
+        )
+
+    def _manifest(self, written: Sequence[Written]) -> Manifest:
+        """What all ranks wrote as one. Raises CheckpointError unless it is all that was planned."""
+        merged = Written()
+        tree = written[0].tree
+        for rank, part in enumerate(written):
+            places = [merged.index_of(segment) for segment in part.segments]
+            merged.items += [replace(item, segment=places[item.segment]) for item in part.items]
+            if rank:
+                tree = merge_trees(tree, part.tree)
+        require_cover(merged.items, tensor_names(tree))
+        return Manifest(
+            step=self._options.step,
+            created_ms=time.time_ns() // 1_000_000,
+            segments=tuple(merged.segments),
+            items=tuple(merged.items),
+            tree=tree,
+            world=self._ranks.world,
+            session=self._options.session,
+            extra=self._options.extra,
+        )
+
+    def abandon(self) -> None:
+        """Remove what this rank has put; best effort, garbage collection finds the rest."""
+        self._remove_own()
+        self._stop_heartbeat()
+
+    def _remove_own(self) -> None:
+        own, self._own = self._own, []
+        for key in own:
+            _remove_quietly(self._pool, key)
+
+    def _stop_heartbeat(self) -> None:
+        beating, self._heartbeat = self._heartbeat, None
+        if beating is not None:
+            beating.stop()
 
 
 def _existing(pool: Pool, key: str) -> str | None:
@@ -156,31 +371,21 @@ def _existing(pool: Pool, key: str) -> str | None:
         return None
 
 
-def require_safe(pool: Pool, key: str) -> int:
+def require_safe(pool: Pool, segment: Segment) -> int:
     """PROTOCOL 19: a segment must be readable with one more loss, else it is repaired first.
 
     Returns the losses it tolerates. Raises CheckpointError.
     """
-    info = pool.stat(key)
+    info = pool.stat(segment.key)
     if info.losses_tolerated < 1:
-        pool.settle(key)
-        info = pool.stat(key)
-    if info.losses_tolerated < 1:
+        pool.settle(segment.key)
+        info = pool.stat(segment.key)
+    if info.version != segment.version or info.losses_tolerated < 1:
         raise CheckpointError(
-            f"segment {key} would not survive one more lost device; the step is not committed and "
-            "the one before it is still current"
+            f"segment {segment.key} would not survive one more lost device; the step is not "
+            "committed and the one before it is still current"
         )
     return info.losses_tolerated
-
-
-def item_digests(memory: Bytes, items: tuple[Item, ...]) -> tuple[str, ...]:
-    """xxh3-128 of every item's bytes; shared places are hashed once."""
-    known: dict[tuple[int, int], str] = {}
-    for item in items:
-        place = (item.offset, item.length)
-        if place not in known:
-            known[place] = digest128(memory[item.offset : item.offset + item.length].data).hex()
-    return tuple(known[item.offset, item.length] for item in items)
 
 
 def _remove_quietly(pool: Pool, key: str) -> None:
@@ -199,5 +404,5 @@ def guarded(action: Callable[[], SaveReport], future: Future[SaveReport]) -> Non
         future.set_exception(error)
 
 
-__all__ = ["SaveHandle", "SaveReport", "StagedSave", "guarded", "item_digests", "require_safe",
-           "run_save"]  # fmt: skip
+__all__ = ["SaveHandle", "SaveJob", "SaveOptions", "SaveReport", "Written", "guarded",
+           "require_safe"]  # fmt: skip

@@ -8,20 +8,29 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from hpstore.checkpoint.tree import MAX_DEPTH, check_names, fill, join
+from hpstore.checkpoint.optimizers import (
+    check_optimizer,
+    load_optimizer,
+    named_parameters,
+    optimizer_tensors,
+    saved_optimizer,
+    unwrapped,
+)
+from hpstore.checkpoint.tree import MAX_DEPTH, Absent, PerRank, check_names, fill, join
 from hpstore.errors import CheckpointError, CheckpointMismatch
 
 # Any: a training state holds whatever its owner puts there
@@ -29,18 +38,33 @@ State = Mapping[str, Any]
 RNG_KEY = "__rng__"
 
 
-def models_in(state: State) -> list[torch.nn.Module]:
-    """Modules at the top of a state, which own the optimizers' parameters."""
-    return [value for value in state.values() if isinstance(value, torch.nn.Module)]
+T = TypeVar("T")
 
 
-def owner_of(optimizer: Optimizer, state: State) -> torch.nn.Module | None:
-    """The module in the state whose parameters an optimizer updates; None when it is not there."""
-    wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for model in models_in(state):
-        if wanted <= {id(p) for p in model.parameters()}:
-            return model
-    return None
+def objects_in(value: Any, kind: type[T], depth: int = 0) -> Iterator[T]:
+    """Objects of a type in a state, in nested dicts and lists too."""
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, PerRank):
+        yield from objects_in(value.value, kind, depth + 1)
+    elif isinstance(value, (Mapping, list)) and depth < MAX_DEPTH:
+        for child in value.values() if isinstance(value, Mapping) else value:
+            yield from objects_in(child, kind, depth + 1)
+
+
+class Names:
+    """Parameters of a state's models by their names, for its optimizers."""
+
+    def __init__(self, state: State) -> None:
+        self._models = [named_parameters(model) for model in objects_in(state, torch.nn.Module)]
+
+    def of(self, optimizer: Optimizer) -> dict[torch.Tensor, str] | None:
+        """Names of the parameters of the model that it updates; None when that is not there."""
+        wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for model in self._models:
+            if wanted <= {id(p) for p in model}:
+                return model
+        return None
 
 
 def collect(state: State, *, rng: bool) -> dict[str, Any]:
@@ -49,50 +73,114 @@ def collect(state: State, *, rng: bool) -> dict[str, Any]:
         raise CheckpointError("a state is a dict with str names, such as {'model': model}")
     if RNG_KEY in state:
         raise CheckpointError(f"the name {RNG_KEY!r} is taken by the RNG states")
-    found = {name: _collect_value(name, value, state) for name, value in state.items()}
+    names = Names(state)
+    found = {name: _collect_value(name, value, names) for name, value in state.items()}
     if rng:
-        found[RNG_KEY] = rng_state()
+        found[RNG_KEY] = PerRank(rng_state())
     return found
 
 
-def _collect_value(path: str, value: Any, state: State, depth: int = 0) -> Any:
+def _collect_value(path: str, value: Any, names: Names, depth: int = 0) -> Any:
     if depth > MAX_DEPTH:
         raise CheckpointError(f"state {path[:80]!r}... is nested deeper than {MAX_DEPTH}")
     if isinstance(value, torch.nn.Module):
-        return dict(get_model_state_dict(value))
+        return dict(get_model_state_dict(unwrapped(value)))
     if isinstance(value, Optimizer):
-        owner = owner_of(value, state)
-        if owner is None:
-            return value.state_dict()
-        return dict(get_optimizer_state_dict(owner, value))
+        return saved_optimizer(value, names.of(value))
+    if isinstance(value, PerRank):
+        return PerRank(_collect_value(path, value.value, names, depth + 1))
     if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         return value.state_dict()
     if isinstance(value, dict):
-        return {k: _collect_value(join(path, k), v, state, depth + 1) for k, v in value.items()}
+        return {k: _collect_value(join(path, k), v, names, depth + 1) for k, v in value.items()}
     if type(value) is list:
-        return [_collect_value(join(path, i), v, state, depth + 1) for i, v in enumerate(value)]
+        return [_collect_value(join(path, i), v, names, depth + 1) for i, v in enumerate(value)]
     return value
 
 
-def apply(state: State, loaded: dict[str, Any], *, strict: bool, rng: bool) -> None:
+@dataclass(slots=True, kw_only=True)
+class Destinations:
+    """Tensors that a restore may fill where they are, and those whose like is to be made."""
+
+    places: dict[str, torch.Tensor] = field(default_factory=dict)
+    likes: dict[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # "optimizer/state/NAME": parameter
+
+    def like(self, name: str) -> torch.Tensor | None:
+        """The parameter that a moment of this name belongs to."""
+        return self.likes.get(name.rpartition("/")[0])
+
+
+def destinations(state: State, rank: int) -> Destinations:
+    """What can be filled in place: parameters, buffers, moments, tensors and arrays of the state.
+
+    Not what objects give by state_dict(): whether that is their own memory is theirs to know.
+    """
+    found = Destinations()
+    names = Names(state)
+    for name, value in state.items():
+        _find_places(name, value, names, found, rank)
+    return found
+
+
+def _find_places(path: str, value: Any, names: Names, found: Destinations, rank: int) -> None:
+    if isinstance(value, torch.nn.Module):
+        for name, entry in get_model_state_dict(unwrapped(value)).items():
+            if isinstance(entry, torch.Tensor):
+                found.places[join(path, name)] = entry
+    elif isinstance(value, Optimizer):
+        parameters = names.of(value)
+        if parameters is not None:
+            found.places.update(optimizer_tensors(value, parameters, path))
+            for parameter, name in parameters.items():
+                found.likes[join(path, f"state/{name}")] = parameter.detach()
+    elif isinstance(value, PerRank):
+        _find_places(f"{path}@{rank}", value.value, names, found, rank)
+    elif isinstance(value, torch.Tensor):
+        found.places[path] = value
+    elif isinstance(value, np.ndarray):
+        if value.flags.writeable and value.flags.c_contiguous and value.dtype.isnative:
+            try:
+                found.places[path] = torch.from_numpy(value)
+            except TypeError:  # a dtype that torch lacks: it was not saved either
+                return
+    elif isinstance(value, (dict, list)):
+        children = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, child in children:
+            _find_places(join(path, key), child, names, found, rank)
+
+
+def check(state: State, loaded: Mapping[str, Any], *, strict: bool) -> None:
+    """Raise CheckpointMismatch when recorded and wanted names differ, before anything is filled."""
+    recorded = {name: value for name, value in loaded.items() if name != RNG_KEY}
+    check_names(state, recorded, "", strict=strict)
+    names = Names(state)
+    for name, value in state.items():
+        if name in recorded and isinstance(value, torch.nn.Module) and strict:
+            check_names(get_model_state_dict(unwrapped(value)), recorded[name], name, strict=True)
+        if name in recorded and isinstance(value, Optimizer):
+            check_optimizer(name, value, names.of(value), recorded[name], strict=strict)
+
+
+def apply(
+    state: State, loaded: dict[str, Any], *, filled: Destinations, strict: bool, rng: bool
+) -> None:
     """Hand loaded values to the objects of a state. Raises CheckpointMismatch.
 
-    Everything is checked for names first, so that a mismatch there changes nothing.
+    `filled`: what holds its values already. Call check() first: a mismatch there changes nothing.
     """
     states = loaded.pop(RNG_KEY, None)
-    check_names(state, loaded, "", strict=strict)
-    for name, value in state.items():
-        if name in loaded and isinstance(value, torch.nn.Module) and strict:
-            check_names(get_model_state_dict(value), loaded[name], name, strict=True)
+    names = Names(state)
     for name, value in state.items():  # modules first: optimizers refer to their parameters
         if name in loaded and isinstance(value, torch.nn.Module):
-            _apply_model(name, value, loaded[name], strict=strict)
+            _apply_model(name, value, loaded[name], filled, strict=strict)
     for name, value in state.items():
         if name in loaded and not isinstance(value, torch.nn.Module):
-            replaced = _apply_value(name, value, loaded[name], state, strict=strict)
+            replaced = _apply_value(name, value, loaded[name], names, strict=strict)
             if replaced is not value:
                 _replace(state, name, replaced)
-    if rng and states is not None:
+    if rng and states is not None and not isinstance(states, Absent):
         set_rng_state(states)
 
 
@@ -103,26 +191,62 @@ def _replace(state: State, name: str, value: Any) -> None:
 
 
 def _apply_model(
-    name: str, model: torch.nn.Module, loaded: dict[str, Any], *, strict: bool
-) -> None:  # fmt: skip
+    name: str, model: torch.nn.Module, loaded: dict[str, Any], filled: Destinations, *, strict: bool
+) -> None:
+    """Give a module its state, unless the read has put all of it where it belongs."""
+    in_place = all(filled.places.get(join(name, key)) is value for key, value in loaded.items())
+    if in_place and not any(map(_loads_its_own_way, model.modules())):
+        return
     try:
-        set_model_state_dict(model, loaded, options=StateDictOptions(strict=strict))
+        set_model_state_dict(unwrapped(model), loaded, options=StateDictOptions(strict=strict))
     except RuntimeError as error:
         raise CheckpointMismatch(f"model {name!r}: {error}") from error
 
 
-def _apply_value(path: str, target: Any, loaded: Any, state: State, *, strict: bool) -> Any:
+def _loads_its_own_way(module: torch.nn.Module) -> bool:
+    """Whether loading a state into a module does more than to fill its tensors."""
+    kind, plain = type(module), torch.nn.Module
+    own = (
+        kind._load_from_state_dict is not plain._load_from_state_dict
+        and kind._load_from_state_dict is not _NormBase._load_from_state_dict
+    )
+    return bool(
+        own
+        or kind.load_state_dict is not plain.load_state_dict
+        or kind.set_extra_state is not plain.set_extra_state
+        or module._load_state_dict_pre_hooks
+        or module._load_state_dict_post_hooks
+    )
+
+
+def _apply_value(path: str, target: Any, loaded: Any, names: Names, *, strict: bool) -> Any:
     if isinstance(target, Optimizer):
-        owner = owner_of(target, state)
+        load_optimizer(path, target, names.of(target), loaded, strict=strict)
+        return target
+    if isinstance(target, torch.nn.Module):
         try:
-            if owner is None:
-                target.load_state_dict(loaded)
-            else:
-                set_optimizer_state_dict(
-                    owner, target, loaded, options=StateDictOptions(strict=strict)
+            set_model_state_dict(
+                unwrapped(target), loaded, options=StateDictOptions(strict=strict)
+            )  # fmt: skip
+        except RuntimeError as error:
+            raise CheckpointMismatch(f"model {path!r}: {error}") from error
+        return target
+    if isinstance(target, PerRank) and not isinstance(loaded, Absent):
+        target.value = _apply_value(path, target.value, loaded, names, strict=strict)
+        return target
+    if isinstance(target, dict) and isinstance(loaded, Mapping):
+        check_names(target, loaded, path, strict=strict)
+        for name in target:
+            if name in loaded:
+                target[name] = _apply_value(
+                    join(path, name), target[name], loaded[name], names, strict=strict
                 )
-        except (KeyError, ValueError, RuntimeError) as error:
-            raise CheckpointMismatch(f"optimizer {path!r}: {error}") from error
+        return target
+    if type(target) is list and isinstance(loaded, list) and len(target) == len(loaded):
+        target[:] = [
+            _apply_value(join(path, n), a, b, names, strict=strict)
+            for n, (a, b) in enumerate(zip(target, loaded, strict=True))
+        ]
         return target
     return fill(target, loaded, path, strict=strict)
 
@@ -148,4 +272,5 @@ def set_rng_state(states: Mapping[str, Any]) -> None:
         sys.modules["numpy.random"].set_state(states["numpy"])
 
 
-__all__ = ["RNG_KEY", "apply", "collect", "rng_state", "set_rng_state"]
+__all__ = ["RNG_KEY", "Destinations", "apply", "check", "collect", "destinations", "objects_in",
+           "rng_state", "set_rng_state"]  # fmt: skip

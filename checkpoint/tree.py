@@ -1,4 +1,4 @@
-"""State as a typed JSON tree plus named tensors. Never pickle.
+"""State as a typed JSON tree plus named tensors. No pickle, unless it is asked for.
 
 Tensors and numpy arrays become items with a path ("optimizer/state/head.weight/exp_avg"); what is
 left (numbers, strings, containers) is JSON with a tag `$` where JSON has no type of its own. An
@@ -8,15 +8,19 @@ object of any other type is refused with the path at which it stands.
 from __future__ import annotations
 
 import base64
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from hpstore.checkpoint import opaque
 from hpstore.errors import CheckpointError, CheckpointMismatch
 
+_log = logging.getLogger(__name__)
 TAG = "$"
 MAX_DEPTH = 64
 
@@ -25,11 +29,26 @@ Tree = Any
 Json = Any
 
 
+class PerRank:
+    """A value that every rank keeps for itself: recorded by rank, given back to the same rank."""
+
+    def __init__(self, value: Tree) -> None:
+        self.value = value
+
+
+class Absent:
+    """Stands for what a rank keeps for itself and the checkpoint has not for this rank."""
+
+
+ABSENT = Absent()
+
+
 class Collected:
     """Tensors met while encoding, by path, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, rank: int = 0, allow_pickle: bool = False) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self.rank, self.allow_pickle = rank, allow_pickle
 
 
 def join(path: str, name: object) -> str:
@@ -44,7 +63,10 @@ def encode_tree(value: Tree, path: str, found: Collected, depth: int = 0) -> Jso
         raise CheckpointError(f"state {path!r} is nested deeper than {MAX_DEPTH}")
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value, path, found)
-    if isinstance(value, np.ndarray):
+    if isinstance(value, PerRank):
+        mine = encode_tree(value.value, f"{path}@{found.rank}", found, depth + 1)
+        return {TAG: "ranks", "v": {str(found.rank): mine}}
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return {TAG: "ndarray", "item": _array_item(value, path, found)}
     if isinstance(value, str) and not _is_unicode(value):
         raise CheckpointError(f"state {path!r} is text with half a surrogate pair")
@@ -61,7 +83,7 @@ def encode_tree(value: Tree, path: str, found: Collected, depth: int = 0) -> Jso
     if isinstance(value, tuple):
         inner = [encode_tree(v, join(path, i), found, depth + 1) for i, v in enumerate(value)]
         return {TAG: "tuple", "v": inner}
-    return _encode_scalar(value, path)
+    return _encode_scalar(value, path, found)
 
 
 def _is_unicode(text: str) -> bool:
@@ -73,8 +95,6 @@ def _encode_tensor(value: torch.Tensor, path: str, found: Collected) -> Json:
         raise CheckpointError(f"state {path!r}: sparse and quantised tensors cannot be saved yet")
     if value.device.type == "meta":
         raise CheckpointError(f"state {path!r} is a meta tensor: it holds no values to save")
-    if hasattr(value, "full_tensor"):
-        raise CheckpointError(f"state {path!r}: a DTensor of several ranks cannot be saved yet")
     if path in found.tensors:
         raise CheckpointError(f"state: two tensors are called {path!r}")
     found.tensors[path] = value.detach()
@@ -82,7 +102,7 @@ def _encode_tensor(value: torch.Tensor, path: str, found: Collected) -> Json:
 
 
 def _array_item(value: np.ndarray[Any, Any], path: str, found: Collected) -> str:
-    if value.dtype.hasobject or value.dtype.fields is not None:
+    if value.dtype.fields is not None:
         raise CheckpointError(f"state {path!r}: numpy arrays of {value.dtype} cannot be saved")
     if not value.dtype.isnative:
         value = value.astype(value.dtype.newbyteorder("="))
@@ -105,7 +125,7 @@ def _encode_mapping(value: Mapping[Any, Any], path: str, found: Collected, depth
     return {TAG: "dict", "v": rows}
 
 
-def _encode_scalar(value: Tree, path: str) -> Json:
+def _encode_scalar(value: Tree, path: str, found: Collected) -> Json:
     if isinstance(value, bytes):
         return {TAG: "bytes", "v": base64.b64encode(value).decode()}
     if isinstance(value, complex):
@@ -116,31 +136,98 @@ def _encode_scalar(value: Tree, path: str) -> Json:
         return {TAG: "dtype", "v": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
         return {TAG: "device", "v": str(value)}
+    if found.allow_pickle:
+        return {TAG: "pickle", "v": base64.b64encode(opaque.dumps(value, path)).decode()}
     raise CheckpointError(
         f"state {path!r} is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint "
         "holds tensors, numpy arrays, numbers, strings, bytes, lists, tuples, dicts, and objects "
-        "with state_dict() and load_state_dict(). Nothing was written."
+        "with state_dict() and load_state_dict(). Nothing was written. Checkpointer("
+        "allow_pickle=True) saves such objects as pickles, which only a trusted pool may give back."
     )
 
 
-def decode_tree(node: Json, tensor: Callable[[str], torch.Tensor]) -> Tree:
-    """Inverse of encode_tree; `tensor(path)` gives items. Raises CheckpointError."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoding:
+    """How a tree is turned back into values: `tensor(name)` gives items."""
+
+    tensor: Callable[[str], torch.Tensor]
+    rank: int = 0
+    allow_pickle: bool = False
+
+
+def decode_tree(node: Json, how: Decoding) -> Tree:
+    """Inverse of encode_tree. Raises CheckpointError."""
     if isinstance(node, list):
-        return [decode_tree(child, tensor) for child in node]
+        return [decode_tree(child, how) for child in node]
     if not isinstance(node, dict):
         return node
     if TAG not in node:
-        return {name: decode_tree(child, tensor) for name, child in node.items()}
+        return {name: decode_tree(child, how) for name, child in node.items()}
     kind = node[TAG]
     if kind == "tensor":
-        return tensor(node["item"])
+        return how.tensor(node["item"])
     if kind == "ndarray":
-        return tensor(node["item"]).numpy()
+        return how.tensor(node["item"]).numpy()
     if kind == "dict":
-        return {decode_tree(k, tensor): decode_tree(v, tensor) for k, v in node["v"]}
+        return {decode_tree(k, how): decode_tree(v, how) for k, v in node["v"]}
     if kind == "tuple":
-        return tuple(decode_tree(child, tensor) for child in node["v"])
+        return tuple(decode_tree(child, how) for child in node["v"])
+    if kind == "ranks":
+        mine = node["v"].get(str(how.rank), ABSENT)
+        return ABSENT if mine is ABSENT else decode_tree(mine, how)
+    if kind == "pickle":
+        if not how.allow_pickle:
+            raise CheckpointError(
+                "this checkpoint holds pickled objects; they run code when they are loaded. "
+                "Checkpointer(allow_pickle=True) loads them, from a pool that you trust."
+            )
+        return opaque.loads(base64.b64decode(node["v"]))
     return _decode_scalar(kind, node)
+
+
+def tensor_names(node: Json, *, rank: int | None = None) -> Iterator[str]:
+    """Names of the items that a tree refers to; with `rank` only that rank's own and the common."""
+    if isinstance(node, list):
+        for child in node:
+            yield from tensor_names(child, rank=rank)
+    elif isinstance(node, dict):
+        kind = node.get(TAG)
+        if kind in ("tensor", "ndarray"):
+            yield node["item"]
+        elif kind == "ranks":
+            for name, child in node["v"].items():
+                if rank is None or name == str(rank):
+                    yield from tensor_names(child, rank=rank)
+        elif kind == "dict":
+            for pair in node["v"]:
+                yield from tensor_names(pair, rank=rank)
+        elif kind == "tuple":
+            yield from tensor_names(node["v"], rank=rank)
+        elif kind is None:
+            for child in node.values():
+                yield from tensor_names(child, rank=rank)
+
+
+def merge_trees(first: Json, second: Json) -> Json:
+    """What two ranks recorded: names of both; where they differ in a value, the first counts."""
+    if isinstance(first, dict) and isinstance(second, dict):
+        kind = first.get(TAG)
+        if kind != second.get(TAG):
+            return first
+        if kind == "ranks":
+            return {TAG: kind, "v": {**second["v"], **first["v"]}}
+        if kind is None:
+            merged = {
+                name: merge_trees(child, second[name]) if name in second else child
+                for name, child in first.items()
+            }
+            return {**merged, **{n: c for n, c in second.items() if n not in first}}
+        if kind == "tuple":
+            return {TAG: kind, "v": merge_trees(first["v"], second["v"])}
+        return first
+    if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
+        return [merge_trees(a, b) for a, b in zip(first, second, strict=True)]
+    return first
 
 
 def _decode_scalar(kind: str, node: Mapping[str, Any]) -> Tree:
@@ -176,6 +263,14 @@ def fill(target: Tree, value: Tree, path: str, *, strict: bool) -> Tree:
     Dicts and lists are filled element by element, tensors copied into, objects with
     load_state_dict given their state, everything else replaced. Raises CheckpointMismatch.
     """
+    if isinstance(target, PerRank):
+        if isinstance(value, Absent):
+            _log.warning("%r: this rank was not there when it was saved; left as it is", path)
+            return target
+        target.value = fill(target.value, value, path, strict=strict)
+        return target
+    if isinstance(value, Absent):
+        raise CheckpointMismatch(f"{path!r} was recorded by rank, and not for this one")
     if isinstance(target, torch.Tensor):
         return _fill_tensor(target, value, path)
     if hasattr(target, "load_state_dict"):
@@ -196,7 +291,8 @@ def fill(target: Tree, value: Tree, path: str, *, strict: bool) -> Tree:
             raise CheckpointMismatch(
                 f"{path!r}: array of {value.shape} does not fit {target.shape}"
             )
-        target[...] = value
+        if not np.shares_memory(target, value):  # the read may have filled it already
+            target[...] = value
         return target
     return value
 
@@ -208,8 +304,9 @@ def _fill_tensor(target: torch.Tensor, value: Tree, path: str) -> torch.Tensor:
     if value.dtype != target.dtype:
         raise CheckpointMismatch(f"{path!r}: {value.dtype} was saved, {target.dtype} is wanted")
     try:
-        with torch.no_grad():
-            target.copy_(value)
+        if value is not target:  # the read may have filled it already
+            with torch.no_grad():
+                target.copy_(value)
     except RuntimeError as error:
         raise CheckpointMismatch(f"{path!r} cannot be filled in place: {error}") from error
     return target
@@ -233,11 +330,16 @@ def check_names(
 
 __all__ = [
     "MAX_DEPTH",
+    "Absent",
     "Collected",
+    "Decoding",
+    "PerRank",
     "check_names",
     "decode_tree",
     "dtype_named",
     "encode_tree",
     "fill",
     "join",
+    "merge_trees",
+    "tensor_names",
 ]

@@ -70,6 +70,7 @@ class Pool(PoolHandle):
         *,
         if_absent: bool = False,
         if_version: str | None = None,
+        rate_bytes_per_second: float | None = None,
     ) -> ObjectInfo:
         """Store `data` (bytes-like, or an open binary file) under `key`.
 
@@ -78,7 +79,7 @@ class Pool(PoolHandle):
         the version before it; an unacknowledged put may still become visible as a whole. `data`
         belongs to this call until it returns. `metadata`: JSON, at most 1 KiB. With `if_absent`
         or `if_version` (an ObjectInfo's version) VersionConflict is raised when it does not hold;
-        that is exact between the processes of one host.
+        that is exact between the processes of one host. `rate_bytes_per_second` spreads the work.
 
         Raises TooFewDevices, VersionConflict, InvalidKey, ConfigError (metadata).
         """
@@ -94,6 +95,7 @@ class Pool(PoolHandle):
                 metadata=metadata or {},
                 if_absent=if_absent,
                 if_version=if_version,
+                throttle=RateLimit(rate_bytes_per_second, self._store.clock),
             )
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:

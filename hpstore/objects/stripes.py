@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
@@ -25,6 +25,7 @@ from hpstore.objects.windows import run_bytes
 from hpstore.units import round_up
 
 BATCHES_IN_FLIGHT = 4
+Throttle = Callable[[int], None]  # told the bytes about to be written; waits as it likes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +83,7 @@ class StripeWriter:
         self._store, self._columns = store, columns
         self._geometry, self._floor = geometry, floor
 
-    def run(self, source: Source) -> None:
+    def run(self, source: Source, throttle: Throttle | None = None) -> None:
         """Write all stripes. Stops early when fewer columns than the floor are left."""
         flying: deque[_Flight] = deque()
         patience = self._store.settings.put_deadline_seconds
@@ -91,6 +92,8 @@ class StripeWriter:
             for batch in plan_batches(self._geometry, run_bytes(self._geometry.width, memory)):
                 if len(flying) >= BATCHES_IN_FLIGHT:
                     self._land(flying.popleft())
+                if throttle is not None:
+                    throttle(batch.column_bytes * self._geometry.data)
                 if len(self._columns.alive()) < self._floor:
                     return
                 in_place = self._in_place(batch, source)
@@ -202,4 +205,4 @@ class StripeWriter:
         )
 
 
-__all__ = ["Batch", "StripeWriter", "plan_batches"]
+__all__ = ["Batch", "StripeWriter", "Throttle", "plan_batches"]

@@ -16,7 +16,7 @@ from hpstore.objects.info import ObjectInfo, object_info, version_token
 from hpstore.objects.remove import remove_files
 from hpstore.objects.source import MemorySource, Source
 from hpstore.objects.store import Store
-from hpstore.objects.stripes import StripeWriter
+from hpstore.objects.stripes import StripeWriter, Throttle
 from hpstore.objects.survey import (
     Survey,
     empty_geometry,
@@ -113,6 +113,7 @@ def write_columns(
     source: Source,
     *,
     roll_back: bool,
+    throttle: Throttle | None = None,
 ) -> ColumnSet:
     """Write and publish one version. On return at least the floor of rule 5 is durable.
 
@@ -132,7 +133,7 @@ def write_columns(
     try:
         columns.create()
         if not columns.failures():  # else plan again, while no byte has moved
-            StripeWriter(store, columns, geometry, floor).run(source)
+            StripeWriter(store, columns, geometry, floor).run(source, throttle)
             if len(columns.alive()) >= floor:
                 columns.finish()
         if len(columns.published()) >= floor:
@@ -152,7 +153,14 @@ def write_columns(
 
 
 def write_new_version(
-    store: Store, key: str, source: Source, *, metadata: Metadata, kind: Kind, survey: Survey
+    store: Store,
+    key: str,
+    source: Source,
+    *,
+    metadata: Metadata,
+    kind: Kind,
+    survey: Survey,
+    throttle: Throttle | None = None,
 ) -> ColumnSet:
     """Plan and write a version above all of the survey, again when devices fail or leave.
 
@@ -175,7 +183,9 @@ def write_new_version(
         except TooFewDevices as error:
             raise error from last
         try:
-            columns = write_columns(now, content, geometry, devices, source, roll_back=True)
+            columns = write_columns(
+                now, content, geometry, devices, source, roll_back=True, throttle=throttle
+            )
         except MembershipMoved as error:
             store.metrics.count("put_replanned_total")
             store.refresh()
@@ -233,15 +243,17 @@ def put_object(
     metadata: Metadata,
     if_absent: bool = False,
     if_version: str | None = None,
+    throttle: Throttle | None = None,
 ) -> ObjectInfo:
     """Store an object. Durable on return on k' + m devices, or with the debt recorded.
 
-    The caller holds the key's lock when a condition is given.
+    The caller holds the key's lock when a condition is given. `throttle` is called with the bytes
+    of each batch before it is written.
     """
     survey = stable_survey(store, key)
     check_conditions(store, survey, if_absent=if_absent, if_version=if_version)
     columns = write_new_version(
-        store, key, source, metadata=metadata, kind=Kind.COLUMN, survey=survey
+        store, key, source, metadata=metadata, kind=Kind.COLUMN, survey=survey, throttle=throttle
     )
     published = columns.published()
     header = published[0].header

@@ -84,7 +84,12 @@ def test_nothing_prints(path: Path) -> None:
 
 @every_file
 def test_nothing_unpickles(path: Path) -> None:
-    """No module imports pickle or a relative of it: reading data never runs code."""
+    """No module imports pickle or a relative of it: reading data never runs code.
+
+    But for the one that allow_pickle=True asks for.
+    """
+    if path.as_posix().endswith("checkpoint/opaque.py"):
+        return
     banned = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
     found = []
     for node in ast.walk(parse(path)):

@@ -1,0 +1,157 @@
+"""Who is saving under a prefix: notes of saves under way, and the fence between checkpointers.
+
+PROTOCOL 18: a save is noted, durably, before it writes; garbage collection honours the note as
+long as it is alive. The fence is one object that names the session which saves here: the last one
+to begin has it, an older one that is still running fails clearly instead of mixing in.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from hpstore.checkpoint.manifest import attempt_key
+from hpstore.errors import HpstoreError, ObjectNotFound, VersionConflict
+from hpstore.pool import Pool
+from hpstore.records import FORMAT, seal, unseal
+
+_log = logging.getLogger(__name__)
+BEAT_SECONDS = 60.0
+ATTEMPT_SECONDS = 15 * 60.0  # a save of another host is dead when its note is this old
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """A save that is under way, and how to tell whether its process still lives."""
+
+    step: int
+    nonce: str
+    host: str
+    boot: str
+    pid: int
+    namespace: str  # of process ids: another container's pid says nothing here
+    started_ms: int
+    beat_ms: int = 0  # when the note was last renewed
+    session: str = ""
+    references: tuple[str, ...] = field(default=())  # segments of earlier steps it may refer to
+
+    def encode(self) -> bytes:
+        return seal({"format": FORMAT, **asdict(self)})
+
+    @classmethod
+    def decode(cls, data: bytes, *, where: str) -> Attempt:
+        body = unseal(data, where=where)
+        references = body.get("references", [])
+        return cls(
+            step=int(str(body["step"])),
+            nonce=str(body["nonce"]),
+            host=str(body["host"]),
+            boot=str(body["boot"]),
+            pid=int(str(body["pid"])),
+            namespace=str(body["namespace"]),
+            started_ms=int(str(body["started_ms"])),
+            beat_ms=int(str(body.get("beat_ms", 0))),
+            session=str(body.get("session", "")),
+            references=tuple(map(str, references)) if isinstance(references, list) else (),
+        )
+
+
+def here() -> tuple[str, str, str]:
+    """This host's name, its boot id and the namespace of this process' id."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        boot = namespace = ""
+    return os.uname().nodename, boot, namespace
+
+
+def attempt_lives(attempt: Attempt, now_ms: int) -> bool:
+    """Whether a save may still be under way: its process runs here, or its note is young."""
+    if (attempt.host, attempt.boot, attempt.namespace) == here() and attempt.boot:
+        return Path(f"/proc/{attempt.pid}").exists()
+    return now_ms - max(attempt.started_ms, attempt.beat_ms) < ATTEMPT_SECONDS * 1000
+
+
+class Heartbeat:
+    """The note of one save, renewed while it runs. Durable when the constructor returns."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        prefix: str,
+        step: int,
+        nonce: str,
+        session: str,
+        references: Sequence[str],
+    ) -> None:
+        self.nonce = nonce
+        self._pool, self._key = pool, attempt_key(prefix, step, nonce)
+        host, boot, namespace = here()
+        now = time.time_ns() // 1_000_000
+        self._note = Attempt(
+            step=step, nonce=nonce, host=host, boot=boot, pid=os.getpid(), namespace=namespace,
+            started_ms=now, beat_ms=now, session=session, references=tuple(references),
+        )  # fmt: skip
+        self._over = threading.Event()
+        pool.put(self._key, self._note.encode())
+        self._thread = threading.Thread(target=self._beat, name="hpstore-beat", daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT_SECONDS):
+            note = {**asdict(self._note), "beat_ms": time.time_ns() // 1_000_000}
+            try:
+                self._pool.put(self._key, Attempt(**note).encode())
+            except (HpstoreError, OSError) as error:
+                _log.warning("the note of the save of step %d was not renewed: %s",
+                             self._note.step, error)  # fmt: skip
+
+    def stop(self) -> None:
+        """End it and remove the note; best effort, garbage collection finds a dead note."""
+        self._over.set()
+        self._thread.join()
+        try:
+            self._pool.delete(self._key)
+        except (HpstoreError, OSError) as error:
+            _log.info("the note %s is left to garbage collection: %s", self._key, error)
+
+
+def fence_key(prefix: str) -> str:
+    """Key of the object that says which session saves here."""
+    return f"{prefix}/writer"
+
+
+def take_fence(pool: Pool, prefix: str, session: str) -> None:
+    """Become the session that saves under `prefix`; an older one fails at its next commit."""
+    host, boot, _ = here()
+    body = {
+        "format": FORMAT, "session": session, "host": host, "boot": boot, "pid": os.getpid(),
+        "since_ms": time.time_ns() // 1_000_000,
+    }  # fmt: skip
+    pool.put(fence_key(prefix), seal(dict(body)))
+
+
+def require_fence(pool: Pool, prefix: str, session: str) -> None:
+    """Raise VersionConflict when another session has begun to save here since."""
+    key = fence_key(prefix)
+    try:
+        body = unseal(pool.get(key), where=key)
+    except ObjectNotFound:
+        return
+    if body.get("session") != session:
+        raise VersionConflict(
+            f"another checkpointer (process {body.get('pid')} on {body.get('host')}) has begun to "
+            f"save under {prefix!r} since this one did; this one saves no more there. What both "
+            "have committed is untouched. Stop one of them, or use another prefix.",
+            key=key,
+        )
+
+
+__all__ = ["ATTEMPT_SECONDS", "Attempt", "Heartbeat", "attempt_lives", "fence_key", "here",
+           "require_fence", "take_fence"]  # fmt: skip

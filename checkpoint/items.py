@@ -1,0 +1,167 @@
+"""What a checkpoint holds of a tensor: boxes of it, and where their bytes are. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from hpstore.errors import CheckpointError
+
+FRAME_BYTES = 1 << 20  # a compressed item is cut into frames of this many bytes, ranges survive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """A part of a tensor: [offset, offset + size) along each axis."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Elements in it."""
+        return prod(self.sizes)
+
+    def moved(self, offsets: Sequence[int]) -> Box:
+        """The same sizes at another place."""
+        return Box(offsets=tuple(offsets), sizes=self.sizes)
+
+    def overlap(self, other: Box) -> Box | None:
+        """What both cover; None when that is nothing. A 0-d box covers its one element."""
+        low = tuple(map(max, self.offsets, other.offsets))
+        high = tuple(
+            min(a + n, b + m)
+            for a, n, b, m in zip(
+                self.offsets, self.sizes, other.offsets, other.sizes, strict=True
+            )
+        )  # fmt: skip
+        sizes = tuple(b - a for a, b in zip(low, high, strict=True))
+        return Box(offsets=low, sizes=sizes) if all(n > 0 for n in sizes) else None
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """All of a tensor."""
+    return Box(offsets=(0,) * len(shape), sizes=tuple(shape))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One box of one tensor in a segment. Bytes are raw, little-endian, contiguous.
+
+    `length` counts stored bytes; with a `codec` they are `frames` (stored lengths) of FRAME_BYTES
+    raw bytes each; a frame of its raw length is not compressed. `digest`: xxh3-128 of the raw
+    bytes, hex, "" until it is known.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]  # of the whole tensor
+    box: Box
+    offset: int
+    length: int
+    segment: int = 0  # index into the manifest's segments
+    digest: str = ""
+    codec: str = ""
+    frames: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...]]:
+        """What tells the items of a checkpoint apart."""
+        return self.name, self.box.offsets
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of its tensor."""
+        return self.box.sizes == self.shape
+
+
+# Any: JSON columns; malformed ones raise KeyError, TypeError or ValueError, which callers catch
+def encode_items(items: Sequence[Item]) -> dict[str, Any]:
+    """Columns for JSON: 10,000 items cost milliseconds so, rows would cost ten times that."""
+    return {
+        "names": [i.name for i in items],
+        "dtypes": [i.dtype for i in items],
+        "shapes": [i.shape for i in items],
+        "segments": [i.segment for i in items],
+        "offsets": [i.offset for i in items],
+        "lengths": [i.length for i in items],
+        "digests": [i.digest for i in items],
+        "boxes": {
+            str(n): [i.box.offsets, i.box.sizes] for n, i in enumerate(items) if not i.is_whole
+        },
+        "frames": {str(n): [i.codec, i.frames] for n, i in enumerate(items) if i.codec},
+    }
+
+
+def decode_items(columns: Mapping[str, Any]) -> tuple[Item, ...]:
+    """Inverse of encode_items."""
+    names = columns["names"]
+    boxes = {
+        int(n): Box(offsets=tuple(o), sizes=tuple(s)) for n, (o, s) in columns["boxes"].items()
+    }
+    frames = {int(n): (codec, tuple(f)) for n, (codec, f) in columns["frames"].items()}
+    fixed = ("dtypes", "shapes", "segments", "offsets", "lengths", "digests")
+    rows = zip(names, *(columns[name] for name in fixed), strict=True)
+    return tuple(
+        Item(
+            name=name,
+            dtype=dtype,
+            shape=tuple(shape),
+            box=boxes.get(n) or whole(shape),
+            segment=segment,
+            offset=offset,
+            length=length,
+            digest=digest,
+            codec=frames[n][0] if n in frames else "",
+            frames=frames[n][1] if n in frames else (),
+        )
+        for n, (name, dtype, shape, segment, offset, length, digest) in enumerate(rows)
+    )
+
+
+def by_name(items: Iterable[Item]) -> dict[str, list[Item]]:
+    """Items of each tensor."""
+    found: dict[str, list[Item]] = defaultdict(list)
+    for item in items:
+        found[item.name].append(item)
+    return dict(found)
+
+
+def require_cover(items: Iterable[Item], names: Iterable[str]) -> None:
+    """Raise CheckpointError unless items cover each named tensor exactly once.
+
+    This is what keeps a save with a lost result from being committed.
+    """
+    found = by_name(items)
+    for name in names:
+        boxes = found.get(name)
+        if not boxes:
+            raise CheckpointError(f"no rank wrote tensor {name!r}")
+        if len({(i.dtype, i.shape) for i in boxes}) != 1:
+            raise CheckpointError(f"ranks disagree on the dtype or shape of tensor {name!r}")
+        if sum(i.box.count for i in boxes) != prod(boxes[0].shape) or _any_overlap(boxes):
+            raise CheckpointError(
+                f"the boxes that were written of tensor {name!r} do not cover it exactly once"
+            )
+
+
+def _any_overlap(items: list[Item]) -> bool:
+    """Whether boxes overlap; those along one axis are compared with their neighbours only."""
+    if len(items) == 1:
+        return False
+    ordered = sorted(items, key=lambda i: i.box.offsets)
+    if len(items) > 64:  # many ranks: boxes of equal sizes at different places cannot overlap
+        if len({i.box.offsets for i in items}) != len(items):
+            return True
+        pairs: Iterable[tuple[Item, Item]] = itertools.pairwise(ordered)
+    else:
+        pairs = ((a, b) for n, a in enumerate(ordered) for b in ordered[n + 1 :])
+    return any(a.box.overlap(b.box) is not None for a, b in pairs)
+
+
+__all__ = ["FRAME_BYTES", "Box", "Item", "by_name", "decode_items", "encode_items",
+           "require_cover", "whole"]  # fmt: skip

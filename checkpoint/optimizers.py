@@ -1,0 +1,151 @@
+"""Optimizer states by parameter name, whatever wraps the model. No step is ever made for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+
+from hpstore.checkpoint.tree import check_names, join
+from hpstore.errors import CheckpointError, CheckpointMismatch
+
+# components of a parameter's name that a wrapper puts there, not its owner
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+Parameters = Mapping[torch.Tensor, str]
+# Any below: optimizer states hold what their optimizer puts there
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The module in a DataParallel, whose names torch would not clean."""
+    return model.module if isinstance(model, DataParallel) else model
+
+
+def named_parameters(model: torch.nn.Module) -> dict[torch.Tensor, str]:
+    """Parameters with the names that get_model_state_dict gives them."""
+    if any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
+        raise CheckpointError(
+            "a model in FullyShardedDataParallel cannot be saved by the Checkpointer; use "
+            "fully_shard (FSDP2), or torch.distributed.checkpoint with hpstore's StorageWriter"
+        )
+    model = unwrapped(model)
+    return {p: _clean(model, name) for name, p in model.named_parameters()}
+
+
+def _clean(model: torch.nn.Module, name: str) -> str:
+    """A parameter's name without the components that wrappers add."""
+    here: Any = model
+    kept = []
+    for part in name.split("."):
+        if part not in _WRAPPERS and not (
+            part == "module" and isinstance(here, DistributedDataParallel)
+        ):
+            kept.append(part)
+        here = getattr(here, part)
+    return ".".join(kept)
+
+
+def _numbered(optimizer: Optimizer, packed: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """(number in the packed state, parameter), in order."""
+    for saved, group in zip(packed["param_groups"], optimizer.param_groups, strict=True):
+        yield from zip(saved["params"], group["params"], strict=True)
+
+
+def saved_optimizer(optimizer: Optimizer, names: Parameters | None) -> dict[str, Any]:
+    """Its state_dict(), with names for numbers when the model is known."""
+    packed = optimizer.state_dict()
+    if names is None:
+        return packed
+    called = {number: names[parameter] for number, parameter in _numbered(optimizer, packed)}
+    groups = [
+        {**group, "params": [called[number] for number in group["params"]]}
+        for group in packed["param_groups"]
+    ]
+    state = {called.get(number, number): slots for number, slots in packed["state"].items()}
+    return {**packed, "state": state, "param_groups": groups}
+
+
+def optimizer_tensors(
+    optimizer: Optimizer, names: Parameters, path: str
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Moments that are there already, by path."""
+    return {
+        join(path, f"state/{names[parameter]}/{slot}"): value
+        for parameter, slots in optimizer.state.items()
+        if parameter in names
+        for slot, value in slots.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def check_optimizer(
+    path: str, optimizer: Optimizer, names: Parameters | None, loaded: Any, *, strict: bool
+) -> None:
+    """Raise CheckpointMismatch when a recorded state is not that of these parameters."""
+    if not isinstance(loaded, Mapping) or "param_groups" not in loaded or "state" not in loaded:
+        raise CheckpointMismatch(f"{path!r}: what was saved is not the state of an optimizer")
+    if names is None or not strict:
+        return
+    recorded = {name: None for group in loaded["param_groups"] for name in group["params"]}
+    mine = {names[p]: None for group in optimizer.param_groups for p in group["params"]}
+    check_names(mine, recorded, path, strict=True)
+
+
+def load_optimizer(
+    path: str, optimizer: Optimizer, names: Parameters | None, loaded: Any, *, strict: bool
+) -> None:
+    """Give an optimizer a recorded state. Its own load_state_dict() does it, hooks included.
+
+    A moment that load_state_dict() would cast to its parameter's dtype keeps the dtype it was saved
+    with. Raises CheckpointMismatch.
+    """
+    try:
+        if names is None:
+            optimizer.load_state_dict(loaded)
+            return
+        packed = optimizer.state_dict()
+        numbers = {names[p]: number for number, p in _numbered(optimizer, packed)}
+        by_name = loaded["state"]
+        state = {numbers[name]: slots for name, slots in by_name.items() if name in numbers}
+        groups = [
+            _group(path, saved, names, group, loaded["param_groups"], strict=strict)
+            for saved, group in zip(packed["param_groups"], optimizer.param_groups, strict=True)
+        ]
+        optimizer.load_state_dict({**loaded, "state": state, "param_groups": groups})
+    except (KeyError, ValueError, RuntimeError, TypeError) as error:
+        raise CheckpointMismatch(f"optimizer {path!r}: {error}") from error
+    _keep_dtypes(optimizer, names, by_name)
+
+
+def _group(
+    path: str, packed: Mapping[str, Any], names: Parameters, group: Mapping[str, Any],
+    recorded: list[Mapping[str, Any]], *, strict: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """The recorded options of a parameter group, found by its parameters' names."""
+    wanted = {names[p] for p in group["params"]}
+    matching = [saved for saved in recorded if wanted & set(saved["params"])]
+    if len(matching) > 1 or (strict and not matching):
+        raise CheckpointMismatch(
+            f"optimizer {path!r}: the parameters of one group, among them {min(wanted)!r}, were "
+            f"saved in {len(matching)} groups; build the optimizer with the groups of the save"
+        )
+    return {**packed, **(matching[0] if matching else {}), "params": packed["params"]}
+
+
+def _keep_dtypes(optimizer: Optimizer, names: Parameters, by_name: Mapping[str, Any]) -> None:
+    for parameter, slots in optimizer.state.items():
+        recorded = by_name.get(names.get(parameter, ""), {})
+        for slot, value in recorded.items():
+            mine = slots.get(slot)
+            if (
+                isinstance(value, torch.Tensor)
+                and isinstance(mine, torch.Tensor)
+                and mine.dtype != value.dtype
+            ):
+                slots[slot] = value.to(mine.device)
+
+
+__all__ = ["check_optimizer", "load_optimizer", "named_parameters", "optimizer_tensors",
+           "saved_optimizer", "unwrapped"]  # fmt: skip

@@ -1,0 +1,109 @@
+"""From a state to what this rank stages and writes: collect, agree with the other ranks, place."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpstore.checkpoint.planning import Chunk, Held, Slice, assign, chunks_of, place
+from hpstore.checkpoint.ranks import Channel, Ranks
+from hpstore.checkpoint.training import State, collect
+from hpstore.checkpoint.tree import Collected, encode_tree
+from hpstore.checksum import digest128
+from hpstore.errors import CheckpointError
+from hpstore.units import MIB
+
+_SHARE = 0.6  # of the memory that is available, unless staging_bytes says otherwise
+_LEAST_BYTES = 64 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What one rank does for one save."""
+
+    tree: Any  # Any: JSON made by checkpoint/tree.py
+    slices: tuple[Slice, ...]  # staged one after the other; mostly there is one
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that this rank stages."""
+        return sum(part.size for part in self.slices)
+
+    @property
+    def largest_bytes(self) -> int:
+        """What the arena must hold."""
+        return max((part.size for part in self.slices), default=0)
+
+
+class Planner:
+    """Plans the saves of one checkpointer. The other ranks' part is asked for again only when what
+    a rank holds has changed."""
+
+    def __init__(
+        self, ranks: Ranks, staging_bytes: int | None, *, rng: bool, allow_pickle: bool
+    ) -> None:  # fmt: skip
+        self._ranks, self._rng, self._allow_pickle = ranks, rng, allow_pickle
+        host = os.uname().nodename.encode()
+        beside = ranks.all_gather(host, Channel.TRAINER).count(host)
+        budget = staging_bytes if staging_bytes is not None else int(_SHARE * available_bytes())
+        self.limit_bytes = max(budget // beside, _LEAST_BYTES if staging_bytes is None else 1)
+        self._agreed: list[bytes] = []  # the fingerprints that _mine was planned from
+        self._mine: list[int] = []
+
+    def prepare(self, step: int, state: State) -> Prepared:
+        """Plan a save. Collective. Raises CheckpointError on all ranks when it fails on one."""
+        error: Exception | None = None
+        tree, chunks = None, list[Chunk]()
+        try:
+            found = Collected(rank=self._ranks.rank, allow_pickle=self._allow_pickle)
+            tree = encode_tree(collect(state, rng=self._rng), "", found)
+            for name, tensor in found.tensors.items():
+                chunks += chunks_of(name, tensor)
+        except Exception as failed:  # noqa: BLE001 (told to the other ranks, then raised)
+            error = failed
+        if self._ranks.world > 1:
+            self._agree(step, chunks, error)
+            chunks = [chunks[n] for n in self._mine]
+        elif error is not None:
+            raise error
+        return Prepared(tree=tree, slices=tuple(place(chunks, self.limit_bytes)) if chunks else ())
+
+    def _agree(self, step: int, chunks: Sequence[Chunk], error: Exception | None) -> None:
+        """Decide who writes what; sets _mine. Everybody computes the same from the same lists."""
+        held: list[Held] = [(c.name, c.box.offsets, c.nbytes) for c in chunks]
+        shapes = [(c.dtype, c.shape, c.box.sizes) for c in chunks]
+        fingerprint = digest128(json.dumps([held, shapes]).encode()).hex()
+        said = json.dumps([step, fingerprint, "" if error is None else str(error)])
+        votes = self._ranks.all_gather(said.encode(), Channel.TRAINER)
+        if error is not None:
+            raise error
+        heard = [json.loads(vote) for vote in votes]
+        failed = [f"rank {n}: {text}" for n, (_, _, text) in enumerate(heard) if text]
+        if failed:
+            raise CheckpointError(f"step {step} is not saved: {'; '.join(failed)}")
+        if len({number for number, _, _ in heard}) > 1:
+            raise CheckpointError(f"ranks save different steps: {[n for n, _, _ in heard]}")
+        prints = [text.encode() for _, text, _ in heard]
+        if prints == self._agreed:
+            return
+        lists = self._ranks.all_gather(json.dumps(held).encode(), Channel.TRAINER)
+        everybody = [
+            [(str(name), tuple(offsets), int(n)) for name, offsets, n in json.loads(text)]
+            for text in lists
+        ]
+        self._mine, self._agreed = assign(everybody)[self._ranks.rank], prints
+
+
+def available_bytes() -> int:
+    """Memory that this node can still give, by /proc/meminfo."""
+    with open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+__all__ = ["Planner", "Prepared", "available_bytes"]

@@ -1,0 +1,112 @@
+"""What the ranks of one job tell each other about a save: small messages over gloo groups.
+
+The groups are made in the constructor, a collective call (PROTOCOL 20), so that a job whose own
+backend is NCCL works. Messages are bytes (JSON of ours), never pickle. One group serves the calls
+of the training thread, the other the background save: neither waits for the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpstore.errors import CheckpointError
+
+
+class Channel(Enum):
+    """Who is talking."""
+
+    TRAINER = 0
+    SAVER = 1
+
+
+class Ranks:
+    """The ranks that save together; one alone when torch.distributed is not in use.
+
+    `group`: a process group of the taking part, by default all ranks. A message that a rank does
+    not answer within `timeout_seconds` raises CheckpointError on those who wait.
+    """
+
+    # Any below: torch's process groups have no public type
+    def __init__(self, timeout_seconds: float, group: Any = None) -> None:
+        self.rank, self.world = 0, 1
+        self._groups: dict[Channel, Any] = {}
+        self._timeout_seconds = timeout_seconds
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+            if self.rank < 0:
+                raise CheckpointError("this rank is not in the process group of the checkpointer")
+        if self.world > 1:
+            members = dist.get_process_group_ranks(group or dist.group.WORLD)
+            for channel in Channel:
+                self._groups[channel] = dist.new_group(
+                    ranks=members,
+                    backend="gloo",
+                    timeout=timedelta(seconds=timeout_seconds),
+                    use_local_synchronization=group is not None,
+                )
+            self._members: Sequence[int] = members
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which plans and commits."""
+        return self.rank == 0
+
+    def all_gather(self, mine: bytes, channel: Channel) -> list[bytes]:
+        """Everybody's message, by rank; they may differ in length."""
+        if self.world == 1:
+            return [mine]
+        sizes = self._all_gather(torch.tensor([len(mine)], dtype=torch.int64), channel)
+        longest = max(1, *(int(size) for size in sizes))
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(mine)] = _tensor(mine)
+        found = self._all_gather(padded, channel)
+        return [
+            row[: int(size)].numpy().tobytes() for row, size in zip(found, sizes, strict=True)
+        ]  # fmt: skip
+
+    def broadcast(self, message: bytes, channel: Channel) -> bytes:
+        """Rank 0's message, to all. Others' own is ignored."""
+        if self.world == 1:
+            return message
+        size = torch.tensor([len(message)], dtype=torch.int64)
+        self._broadcast(size, channel)
+        body = _tensor(message) if self.leads else torch.empty(int(size), dtype=torch.uint8)
+        if int(size):
+            self._broadcast(body, channel)
+        return body.numpy().tobytes()
+
+    def _all_gather(self, mine: torch.Tensor, channel: Channel) -> list[torch.Tensor]:
+        found = [torch.empty_like(mine) for _ in range(self.world)]
+        try:
+            dist.all_gather(found, mine, group=self._groups[channel])
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        return found
+
+    def _broadcast(self, tensor: torch.Tensor, channel: Channel) -> None:
+        try:
+            dist.broadcast(tensor, src=self._members[0], group=self._groups[channel])
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> CheckpointError:
+        return CheckpointError(
+            f"rank {self.rank} of {self.world}: another rank died or did not answer within "
+            f"{self._timeout_seconds:.0f} s ({str(error).splitlines()[0]}). What was committed "
+            "before is untouched; a save that was under way is abandoned."
+        )
+
+
+def _tensor(message: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(
+        0, dtype=torch.uint8
+    )  # fmt: skip
+
+
+__all__ = ["Channel", "Ranks"]

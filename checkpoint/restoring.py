@@ -1,0 +1,247 @@
+"""From a committed step back to values: into a training state, or by name without a model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpstore.buffers import HUGE_BYTES, aligned_array
+from hpstore.checkpoint.items import Item, by_name, whole
+from hpstore.checkpoint.manifest import Manifest
+from hpstore.checkpoint.planning import Chunk, chunks_of
+from hpstore.checkpoint.reading import Warm, fill_chunks
+from hpstore.checkpoint.training import State, apply, check, destinations
+from hpstore.checkpoint.tree import Decoding, decode_tree, dtype_named
+from hpstore.errors import CheckpointError, CheckpointMismatch, IntegrityError
+from hpstore.pool import Pool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreReport:
+    """What a restore did."""
+
+    step: int
+    tensors: int
+    read_bytes: int  # asked of the pool; less than the state when it was still in memory
+    seconds: float
+    missing: tuple[str, ...]  # wanted, not recorded (strict=False)
+    unexpected: tuple[str, ...]  # recorded, not taken (strict=False)
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return asdict(self)
+
+
+def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
+    """Memory for a tensor. On the host large ones get huge pages, touched at once: faults of
+    4 KiB pages would cost more than the read."""
+    count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    if (device is not None and device.type != "cpu") or count < HUGE_BYTES:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    return torch.from_numpy(aligned_array(count, populate=True)).view(dtype).view(tuple(shape))
+
+
+class _Filling:
+    """Hands out a tensor for each item that a tree names, and remembers what to read into it."""
+
+    def __init__(self, manifest: Manifest, state: State, rank: int) -> None:
+        self._items = by_name(manifest.items)
+        self.filled = destinations(state, rank)
+        self.wanted: dict[str, list[Chunk]] = {}
+        self._given: dict[str, torch.Tensor] = {}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The place to fill: the state's own tensor when there is one."""
+        if name not in self._given:
+            if name not in self._items:
+                raise IntegrityError(f"the manifest refers to {name!r} but holds no such item")
+            self._given[name] = self._make(name, self._items[name][0])
+            self.wanted[name] = chunks_of(name, self._given[name])
+        return self._given[name]
+
+    def _make(self, name: str, item: Item) -> torch.Tensor:
+        dtype = dtype_named(item.dtype)
+        there = self.filled.places.get(name)
+        if there is not None and there.device.type != "meta":
+            if there.dtype != dtype or tuple(there.shape) != item.shape:
+                raise CheckpointMismatch(
+                    f"{name!r}: {item.dtype} {item.shape} was saved, {there.dtype} "
+                    f"{tuple(there.shape)} is wanted. Nothing was changed."
+                )
+            return there
+        like = self.filled.like(name)
+        if like is not None and tuple(like.shape) == item.shape and hasattr(like, "to_local"):
+            return torch.empty_like(like, dtype=dtype)  # a moment is sharded as its parameter
+        device = like.device if like is not None and item.shape else None
+        return fresh(item.shape, dtype, device)
+
+
+def restore_state(
+    pool: Pool, manifest: Manifest, state: State, how: RestoreOptions
+) -> RestoreReport:  # fmt: skip
+    """Fill `state` from a step. Names, shapes and dtypes are compared before anything changes."""
+    began = time.perf_counter()
+    filling = _Filling(manifest, state, how.rank)
+    decoding = Decoding(tensor=filling.tensor, rank=how.rank, allow_pickle=how.allow_pickle)
+    loaded: dict[str, Any] = decode_tree(manifest.tree, decoding)
+    check(state, loaded, strict=how.strict)
+    wanted = [chunk for chunks in filling.wanted.values() for chunk in chunks]
+    try:
+        count = fill_chunks(pool, manifest.segments, manifest.items, wanted, how.warm)
+    except RuntimeError as error:
+        raise CheckpointMismatch(f"a tensor cannot be filled in place: {error}") from error
+    for chunk in wanted:
+        if not chunk.tensor.is_inference():
+            torch.autograd.graph.increment_version(chunk.tensor)
+    missing, unexpected = _differences(filling, wanted)
+    apply(state, loaded, filled=filling.filled, strict=how.strict, rng=how.rng)
+    return RestoreReport(
+        step=manifest.step,
+        tensors=len(filling.wanted),
+        read_bytes=count,
+        seconds=time.perf_counter() - began,
+        missing=missing,
+        unexpected=unexpected,
+    )
+
+
+def _differences(
+    filling: _Filling, wanted: Sequence[Chunk]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:  # fmt: skip
+    """Names of tensors that only the state has, and that only the checkpoint has."""
+    recorded = {chunk.name for chunk in wanted}
+    places = filling.filled.places
+    likes = filling.filled.likes
+    missing = tuple(sorted(name for name in places if name not in recorded))
+    unexpected = tuple(
+        sorted(n for n in recorded if n not in places and n.rpartition("/")[0] not in likes)
+    )
+    return missing, unexpected
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreOptions:
+    """How a restore is made."""
+
+    strict: bool
+    rng: bool
+    rank: int = 0
+    allow_pickle: bool = False
+    warm: Warm | None = None
+
+
+def chosen(names: Collection[str], keys: Collection[str] | None, step: int) -> list[str]:
+    """Names that `keys` ask for: themselves, or what is under them. Raises CheckpointError."""
+    if keys is None:
+        return list(names)
+    found = [n for n in names if any(n == k or n.startswith(f"{k}/") for k in keys)]
+    absent = [k for k in keys if not any(n == k or n.startswith(f"{k}/") for n in found)]
+    if absent:
+        raise CheckpointError(f"step {step} holds no {absent}")
+    return found
+
+
+def load_tensors(
+    pool: Pool,
+    manifest: Manifest,
+    names: Collection[str],
+    device: torch.device | None,
+    warm: Warm | None = None,
+) -> dict[str, torch.Tensor]:
+    """Whole tensors by name, in fresh memory that the caller owns."""
+    stored = by_name(manifest.items)
+    found, wanted = {}, []
+    for name in names:
+        item = stored[name][0]
+        tensor = fresh(item.shape, dtype_named(item.dtype), device)
+        found[name] = tensor
+        wanted += chunks_of(name, tensor)
+    fill_chunks(pool, manifest.segments, manifest.items, wanted, warm)
+    return found
+
+
+class SavedTensor:
+    """One tensor of a committed step, read when it is indexed. Thread-safe."""
+
+    def __init__(self, pool: Pool, manifest: Manifest, name: str, items: Sequence[Item]) -> None:
+        self._pool, self._manifest, self._items = pool, manifest, items
+        self.name, self.shape = name, torch.Size(items[0].shape)
+        self.dtype = dtype_named(items[0].dtype)
+
+    def __getitem__(self, index: object) -> torch.Tensor:
+        """A part, as of a tensor: whole numbers, slices, `...`. Only its bytes are read.
+
+        A step in a slice is applied after reading what it spans.
+        """
+        cut, rest = _box_of(index, self.shape)
+        tensor = fresh([n for _, n in cut], self.dtype, None)
+        chunk = Chunk(
+            name=self.name,
+            dtype=str(self.dtype).removeprefix("torch."),
+            shape=tuple(self.shape),
+            box=whole([n for _, n in cut]).moved([at for at, _ in cut]),
+            tensor=tensor,
+        )
+        fill_chunks(self._pool, self._manifest.segments, self._items, [chunk])
+        return tensor[tuple(rest)]
+
+    def tensor(self) -> torch.Tensor:
+        """All of it."""
+        return self[...]
+
+    def __repr__(self) -> str:
+        return f"<saved {self.name} {self.dtype} {tuple(self.shape)}>"
+
+
+def _box_of(
+    index: object, shape: Sequence[int]
+) -> tuple[list[tuple[int, int]], list[int | slice]]:  # fmt: skip
+    """(start, count) by axis of what an index spans, and the index that is left to apply to it."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if parts.count(Ellipsis) > 1 or len([p for p in parts if p is not Ellipsis]) > len(shape):
+        raise IndexError(f"index {index!r} does not fit shape {tuple(shape)}")
+    if Ellipsis in parts:
+        at = parts.index(Ellipsis)
+        parts[at : at + 1] = [slice(None)] * (len(shape) - len(parts) + 1)
+    parts += [slice(None)] * (len(shape) - len(parts))
+    cut: list[tuple[int, int]] = []
+    rest: list[int | slice] = []
+    for part, size in zip(parts, shape, strict=True):
+        if isinstance(part, slice):
+            start, stop, step = part.indices(size)
+            if step < 0:
+                raise IndexError("a saved tensor cannot be read backwards")
+            cut.append((start, max(0, stop - start)))
+            rest.append(slice(None, None, step))
+        elif isinstance(part, int) and -size <= part < size:
+            cut.append((part % size, 1))
+            rest.append(0)
+        else:
+            raise IndexError(f"index {part!r} does not fit an axis of {size}")
+    return cut, rest
+
+
+class SavedStep(Mapping[str, SavedTensor]):
+    """The tensors of a committed step by name. Nothing is read before a tensor is indexed."""
+
+    def __init__(self, pool: Pool, manifest: Manifest) -> None:
+        self._pool, self.manifest = pool, manifest
+        self._items = by_name(manifest.items)
+
+    def __getitem__(self, name: str) -> SavedTensor:
+        return SavedTensor(self._pool, self.manifest, name, self._items[name])
+
+    def __iter__(self) -> Any:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+__all__ = ["RestoreOptions", "RestoreReport", "SavedStep", "SavedTensor", "chosen", "fresh",
+           "load_tensors", "restore_state"]  # fmt: skip

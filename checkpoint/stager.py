@@ -1,0 +1,164 @@
+"""Stage slices in the arena, at once or behind the training's back, and hand them to a save."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from hpstore.checkpoint.accelerator import Accelerator
+from hpstore.checkpoint.arena import Arena
+from hpstore.checkpoint.packing import Segment
+from hpstore.checkpoint.planner import Prepared
+from hpstore.checkpoint.planning import Slice
+from hpstore.checkpoint.saving import SaveJob
+from hpstore.checkpoint.staging import Staging
+from hpstore.checkpoint.training import State, objects_in
+from hpstore.codec.galois import Bytes
+from hpstore.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
+STAGING = ("copy", "overlap")
+
+
+def checked_staging(name: str) -> str:
+    """Raises CheckpointError for an unknown way of staging."""
+    if name not in STAGING:
+        raise CheckpointError(f"staging {name!r} is not one of {', '.join(STAGING)}")
+    return name
+
+
+class Stage:
+    """The arena and what is in it. The training thread calls begin() and finish(), the saving
+    thread write(); the arena is the save's from begin() to the end of write()."""
+
+    def __init__(self, mode: str, accelerator: Accelerator | None) -> None:
+        self.arena = Arena(accelerator)
+        self._mode, self._accelerator = mode, accelerator
+        self._current: tuple[Staging, Slice] | None = None
+        self._warm: dict[Segment, Bytes] = {}
+        self._hooks: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+        self._warned = False
+
+    def begin(
+        self,
+        prepared: Prepared,
+        state: State,
+        counters: dict[str, int],
+        write_part: Callable[[int], None],
+    ) -> Callable[[], float]:
+        """Stage the last slice; those before it are staged and given to `write_part` one by one.
+
+        Returns what tells how long finish() has kept the training thread so far.
+        """
+        self._warm = {}
+        if not prepared.slices:
+            self._current = None
+            return lambda: 0.0
+        self.arena.reserve(prepared.largest_bytes)
+        if len(prepared.slices) > 1:
+            counters["sliced_saves_total"] += 1
+            _log.warning(
+                "the state of %d bytes is larger than staging_bytes: it is staged in %d slices, "
+                "and the trainer waits for all but the last to be written",
+                prepared.total_bytes, len(prepared.slices),
+            )  # fmt: skip
+        for part, piece in enumerate(prepared.slices[:-1]):
+            self._stage(piece, frozenset())
+            write_part(part)
+        deferrable = frozenset[int]()
+        if self._mode == "overlap":
+            deferrable = self._hooked_storages(state, counters)
+        staging = self._stage(prepared.slices[-1], deferrable)
+        return lambda: staging.visible_seconds
+
+    def _stage(self, piece: Slice, deferrable: frozenset[int]) -> Staging:
+        staging = Staging(piece, self.arena.targets(piece), deferrable, self._accelerator)
+        self._current = (staging, piece)
+        staging.start()
+        return staging
+
+    def _hooked_storages(self, state: State, counters: dict[str, int]) -> frozenset[int]:
+        """Storages that only the step of an optimizer in the state changes; hooks that step."""
+        optimizers = list(objects_in(state, Optimizer))
+        if not optimizers:
+            counters["overlap_without_optimizer_total"] += 1
+            if not self._warned:
+                self._warned = True
+                _log.warning('staging="overlap" found no optimizer in the state: plain copies')
+            return frozenset()
+        for optimizer in optimizers:
+            if optimizer not in self._hooks:
+                self._hooks[optimizer] = optimizer.register_step_pre_hook(self._before_step)
+        return deferrable_storages(optimizers, objects_in(state, torch.nn.Module))
+
+    def _before_step(self, *_: object) -> None:
+        self.finish()
+
+    def finish(self) -> None:
+        """Let deferred copies end: tensors may change after the return."""
+        current = self._current
+        if current is not None:
+            current[0].finish()
+
+    def write(self, job: SaveJob, part: int) -> None:
+        """Give the staged slice to a save, on its thread. What goes wrong is the job's to raise."""
+        current = self._current
+        if current is None:
+            raise CheckpointError("nothing is staged")
+        staging, piece = current
+        try:
+            staging.wait()
+        except BaseException as error:  # noqa: BLE001 (raised by the job's commit)
+            job.fail(error)
+            return
+        segment = job.write(self.arena.view(piece.size), piece.items, part=part)
+        if segment is not None:
+            self._warm[segment] = self.arena.view(segment.size)
+
+    def warm(self, segment: Segment) -> Bytes | None:
+        """Memory that still holds a segment as it was written. Compare hashes before use."""
+        return self._warm.get(segment)
+
+    def release_tensors(self) -> None:
+        """Forget the tensors of the save that is over; the arena keeps their bytes."""
+        self._current = None
+
+    def close(self) -> None:
+        """Remove the hooks, give the memory back."""
+        for handle in list(self._hooks.values()):
+            handle.remove()
+        self._hooks.clear()
+        self._warm = {}
+        self._current = None
+        self.arena.release()
+
+
+def deferrable_storages(
+    optimizers: Iterable[Optimizer], models: Iterable[torch.nn.Module]
+) -> frozenset[int]:
+    """Addresses of the storages of parameters and moments, but for parameters that the forward
+    changes (embeddings with max_norm)."""
+    found: set[int] = set()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            found.update(map(_address, group["params"]))
+        for slots in optimizer.state.values():
+            found.update(_address(v) for v in slots.values() if isinstance(v, torch.Tensor))
+    for model in models:
+        for module in model.modules():
+            if getattr(module, "max_norm", None) is not None:
+                found -= {_address(p) for p in module.parameters(recurse=False)}
+    return frozenset(found)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return int(local.untyped_storage().data_ptr())
+
+
+__all__ = ["STAGING", "Stage", "checked_staging", "deferrable_storages"]

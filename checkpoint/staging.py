@@ -1,0 +1,168 @@
+"""Copies of one save: at once, or while the next forward and backward run.
+
+Deferred are only tensors that an optimizer's step alone changes: its parameters and moments. The
+step's pre-hook waits for their copies. A change that comes sooner moves the tensor's version
+counter: the save then fails, the training does not.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hpstore.checkpoint.accelerator import Accelerator, Arrival
+from hpstore.checkpoint.planning import SMALL_ITEM_BYTES, Slice
+from hpstore.errors import CheckpointError
+from hpstore.units import MIB
+
+_PIECE_BYTES = 8 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Copy:
+    name: str
+    target: torch.Tensor
+    source: torch.Tensor
+    version: int
+
+    def require_unchanged(self) -> None:
+        if _version(self.source) != self.version:
+            raise CheckpointError(
+                f"{self.name!r} was changed before its deferred copy was finished, by something "
+                "that is not the step of an optimizer in the state. The save is given up, the one "
+                "before it is still current. Call before_update() before such a change, or use "
+                'staging="copy".'
+            )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class Staging:
+    """The copies of one slice into the arena. Errors of deferred ones are raised by wait()."""
+
+    def __init__(
+        self,
+        staged: Slice,
+        targets: list[torch.Tensor],
+        deferrable: frozenset[int],
+        accelerator: Accelerator | None,
+    ) -> None:
+        """`deferrable`: storage addresses of tensors that only a hooked step changes."""
+        self._now: list[_Copy] = []
+        self._beside: list[_Copy] = []  # on a device: enqueued behind the work that is there
+        self._later: list[_Copy] = []  # on the host: copied by a thread
+        self._accelerator = accelerator
+        self._arrival: Arrival | None = None
+        self._copied = threading.Event()  # all of _later
+        self._checked = False  # nobody changed _beside before the hook or the copies' end
+        self._lock = threading.Lock()  # guards _checked and _error
+        self._error: BaseException | None = None
+        self.visible_seconds = 0.0  # that the training thread waited in finish()
+        places: set[tuple[int, int]] = set()
+        for item, chunk, target in zip(staged.items, staged.chunks, targets, strict=True):
+            if not item.length or (item.offset, item.length) in places:
+                continue
+            places.add((item.offset, item.length))
+            copy = _Copy(
+                name=item.name,
+                target=target,
+                source=chunk.tensor,
+                version=_version(chunk.tensor) if deferrable else 0,
+            )
+            self._list_of(copy, item.length, deferrable).append(copy)
+
+    def _list_of(self, copy: _Copy, length: int, deferrable: frozenset[int]) -> list[_Copy]:
+        if length < SMALL_ITEM_BYTES or not deferrable:
+            return self._now
+        if copy.source.untyped_storage().data_ptr() not in deferrable:
+            return self._now
+        return self._later if self._on_host(copy) else self._beside
+
+    def _on_host(self, copy: _Copy) -> bool:
+        return copy.source.device.type == "cpu" or self._accelerator is None
+
+    @property
+    def deferred_bytes(self) -> int:
+        """Bytes whose copies are not finished by start()."""
+        return sum(copy.source.nbytes for copy in (*self._beside, *self._later))
+
+    def start(self) -> None:
+        """Make the copies that cannot wait, begin with the others. For the training thread."""
+        there = [copy for copy in self._now if not self._on_host(copy)]
+        arrival = self._enqueue(there)
+        self._arrival = self._enqueue(self._beside)
+        if self._later:
+            threading.Thread(target=self._copy_later, name="hpstore-stage", daemon=True).start()
+        else:
+            self._copied.set()
+        for copy in self._now:
+            if self._on_host(copy):
+                copy.target.copy_(copy.source)
+        if arrival is not None:
+            arrival.wait_on_host()
+
+    def _enqueue(self, copies: list[_Copy]) -> Arrival | None:
+        if not copies or self._accelerator is None:
+            return None
+        return self._accelerator.copy([(copy.target, copy.source) for copy in copies])
+
+    def _copy_later(self) -> None:
+        """Copy on one thread, piece by piece: torch's own threads belong to the step."""
+        try:
+            for copy in self._later:
+                _plain_copy(copy.target, copy.source)
+                copy.require_unchanged()
+        except BaseException as error:  # noqa: BLE001 (raised by wait on the saving thread)
+            with self._lock:
+                self._error = self._error or error
+        finally:
+            self._copied.set()
+
+    def _check_beside(self) -> None:
+        """Once: nothing was changed between the save and now. Later changes are ordered behind."""
+        with self._lock:
+            if self._checked:
+                return
+            self._checked = True
+            try:
+                for copy in self._beside:
+                    copy.require_unchanged()
+            except CheckpointError as error:
+                self._error = self._error or error
+
+    def finish(self) -> None:
+        """Let deferred copies end before the caller changes tensors. Never raises their errors."""
+        began = time.perf_counter()
+        self._check_beside()
+        if self._arrival is not None:
+            self._arrival.order_stream()
+        self._copied.wait()
+        self.visible_seconds += time.perf_counter() - began
+
+    def wait(self) -> None:
+        """Wait on the saving thread until all bytes are in the arena. Raises what went wrong."""
+        if self._arrival is not None:
+            self._arrival.wait_on_host()
+        self._check_beside()
+        self._copied.wait()
+        if self._error is not None:
+            raise self._error
+
+
+def _plain_copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    if not source.is_contiguous() or source.is_conj() or source.is_neg():
+        target.copy_(source)
+        return
+    to = target.reshape(-1).view(torch.uint8).numpy()
+    at = source.detach().reshape(-1).view(torch.uint8).numpy()
+    for start in range(0, len(to), _PIECE_BYTES):
+        np.copyto(to[start : start + _PIECE_BYTES], at[start : start + _PIECE_BYTES])
+
+
+__all__ = ["Staging"]

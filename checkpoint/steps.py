@@ -1,0 +1,231 @@
+"""The committed steps under a prefix: find them, delete them, keep what is to be kept."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+
+from hpstore.checkpoint.attempts import ATTEMPT_SECONDS, Attempt, attempt_lives
+from hpstore.checkpoint.manifest import Listing, Manifest, checked_step, manifest_key, sort_out
+from hpstore.checkpoint.retention import Retention, orphans, steps_to_drop
+from hpstore.errors import (
+    CheckpointError,
+    HpstoreError,
+    IntegrityError,
+    ObjectNotFound,
+    RedundancyError,
+)
+from hpstore.keys import check_key
+from hpstore.pool import Pool
+from hpstore.records import FORMAT, seal, unseal
+
+_log = logging.getLogger(__name__)
+
+
+class Steps:
+    """Steps of one run. Needs no torch state; safe to use beside a save."""
+
+    def __init__(self, pool: Pool, prefix: str) -> None:
+        self.pool, self.prefix = pool, check_key(prefix)
+        self._read: dict[int, tuple[str, Manifest]] = {}  # by step, with the version it is of
+
+    def listing(self) -> Listing:
+        """All objects of the run, sorted out."""
+        return sort_out(self.prefix, self.pool.list(f"{self.prefix}/"))
+
+    def all(self) -> list[int]:
+        """Committed steps, ascending."""
+        return list(self.listing().steps)
+
+    def manifest(self, step: int) -> Manifest:
+        """A step's manifest. Raises CheckpointError when there is none, IntegrityError."""
+        key = manifest_key(self.prefix, step)
+        try:
+            return Manifest.decode(self.pool.get(key), where=key)
+        except ObjectNotFound as error:
+            known = self.all()[-8:]
+            raise CheckpointError(
+                f"no checkpoint of step {step} under {self.prefix!r}; the newest are {known}"
+            ) from error
+
+    def known_manifest(self, step: int) -> Manifest:
+        """As manifest(), from memory when it is the version that was read before."""
+        version = self.pool.stat(manifest_key(self.prefix, step)).version
+        before = self._read.get(step)
+        if before is not None and before[0] == version:
+            return before[1]
+        found = self.manifest(step)
+        self._read[step] = (version, found)
+        return found
+
+    def latest_valid(self) -> int | None:
+        """The newest step whose manifest and segments can be read; None when there is none.
+
+        Walks back past damaged ones, and logs why each was passed over.
+        """
+        for step in reversed(self.all()):
+            try:
+                for segment in self.manifest(step).segments:
+                    self.pool.stat(segment.key)
+            except (IntegrityError, RedundancyError, CheckpointError, ObjectNotFound) as error:
+                _log.warning("checkpoint step %d is passed over: %s", step, error)
+            else:
+                return step
+        return None
+
+    # --- protecting -------------------------------------------------------------------------
+
+    def protect(self, step: int, name: str) -> None:
+        """Keep a step, whatever retention says, until unprotect(name). Durable on return."""
+        self.manifest(step)
+        key = self._protection(name)
+        self.pool.put(key, seal({"format": FORMAT, "step": checked_step(step)}))
+
+    def unprotect(self, name: str) -> None:
+        """Let retention have it again. Raises CheckpointError when nothing has this name."""
+        try:
+            self.pool.delete(self._protection(name))
+        except ObjectNotFound as error:
+            raise CheckpointError(
+                f"nothing under {self.prefix!r} is protected as {name!r}"
+            ) from error
+
+    def protected(self) -> dict[str, int]:
+        """Protected steps by name."""
+        found = {}
+        start = f"{self.prefix}/protected/"
+        for key in self.pool.list(start):
+            body = unseal(self.pool.get(key), where=key)
+            found[key.removeprefix(start)] = int(str(body["step"]))
+        return found
+
+    def _protection(self, name: str) -> str:
+        if not name or "/" in name:
+            raise CheckpointError(f"{name!r} is no name: it must not be empty or hold a slash")
+        return check_key(f"{self.prefix}/protected/{name}")
+
+    # --- removing ---------------------------------------------------------------------------
+
+    def delete(self, step: int, *, force: bool = False) -> None:
+        """Delete a step: its manifest first, then the segments that it alone names.
+
+        Raises CheckpointError for a step that is protected, unless forced.
+        """
+        names = [name for name, kept in self.protected().items() if kept == step]
+        if names and not force:
+            raise CheckpointError(f"step {step} is protected as {names[0]!r}: unprotect it first")
+        key = manifest_key(self.prefix, step)
+        try:
+            segments = {segment.key for segment in self.manifest(step).segments}
+        except (IntegrityError, RedundancyError):
+            segments = set()  # garbage collection finds them
+        self.pool.delete(key)
+        self._read.pop(step, None)
+        for segment in segments - self._still_named(segments):
+            try:
+                self.pool.delete(segment)
+            except ObjectNotFound:
+                continue
+
+    def _still_named(self, segments: set[str]) -> set[str]:
+        """Those that another step names or a save under way refers to; all when that is unclear."""
+        if not segments:
+            return set()
+        try:
+            listing = self.listing()
+            named = {s.key for step in listing.steps for s in self.known_manifest(step).segments}
+            for attempt in self._attempts(listing)[0].values():
+                if attempt is None:
+                    return segments
+                named.update(attempt.references)
+        except (HpstoreError, OSError) as error:
+            _log.warning("segments under %r are left to garbage collection: %s", self.prefix, error)
+            return segments
+        return segments & named
+
+    def retain(self, committed: int, retention: Retention) -> None:
+        """Remove what retention does not keep. Failing at it does not fail the save."""
+        if retention.keep_last is None:
+            return
+        try:
+            steps = self.all()
+            metrics: Mapping[int, Mapping[str, float]] = {}
+            if retention.keep_best is not None:
+                metrics = {step: self.known_manifest(step).metrics for step in steps}
+            drop = steps_to_drop(
+                steps,
+                retention,
+                committed=committed,
+                protected=set(self.protected().values()),
+                metrics=metrics,
+            )
+            for step in drop:
+                self.delete(step)
+        except (HpstoreError, OSError) as error:
+            _log.warning("retention under %r is postponed: %s", self.prefix, error)
+
+    def collect_garbage(self) -> int:
+        """Remove segments that no manifest and no living save names; returns how many.
+
+        Does nothing while some manifest cannot be read: it might name them.
+        """
+        try:
+            first, dead = self._orphans()
+            if not first and not dead:
+                return 0
+            # looked at twice: a listing is no snapshot, and a save may commit while it is made
+            second, dead = self._orphans()
+        except (HpstoreError, OSError) as error:
+            _log.warning("garbage under %r is left: %s", self.prefix, error)
+            return 0
+        for key in (*(first & second), *dead):
+            self._delete_if_there(key)
+        return len(first & second)
+
+    def _orphans(self) -> tuple[set[str], list[str]]:
+        """Segments that belong to nobody, and notes of dead saves."""
+        listing = self.listing()
+        living, dead = self._attempts(listing)
+        named = {s.key for step in listing.steps for s in self.manifest(step).segments}
+        named |= {key for attempt in living.values() if attempt for key in attempt.references}
+        if any(attempt is None for attempt in living.values()):
+            return set(), dead  # it may refer to anything
+        return set(orphans(listing, named, set(living))), dead
+
+    def _attempts(self, listing: Listing) -> tuple[dict[str, Attempt | None], list[str]]:
+        """Saves that may live, by nonce (None: unreadable), and keys of dead ones' notes."""
+        living: dict[str, Attempt | None] = {}
+        dead = []
+        now_ms = time.time_ns() // 1_000_000
+        for key, (_, nonce) in listing.attempts.items():
+            try:
+                attempt = Attempt.decode(self.pool.get(key), where=key)
+            except ObjectNotFound:
+                continue  # over since the listing was made: the manifest, if any, was put before
+            except (HpstoreError, OSError, KeyError, ValueError):
+                attempt = None  # what cannot be read is taken for alive, as long as it is young
+            if attempt is None and not self._is_old(key, now_ms):
+                living[nonce] = None
+            elif attempt is not None and attempt_lives(attempt, now_ms):
+                living[nonce] = attempt
+            else:
+                dead.append(key)
+        return living, dead
+
+    def _is_old(self, key: str, now_ms: int) -> bool:
+        try:
+            return now_ms / 1000 - self.pool.stat(key).created > ATTEMPT_SECONDS
+        except (HpstoreError, OSError):
+            return False
+
+    def _delete_if_there(self, key: str) -> None:
+        try:
+            self.pool.delete(key)
+        except ObjectNotFound:
+            return
+        except (HpstoreError, OSError) as error:
+            _log.warning("%s could not be removed: %s", key, error)
+
+
+__all__ = ["Steps"]
