@@ -4,10 +4,14 @@ if not __name__.startswith("hpstore."):
     raise ImportError(f"import hpstore.checkpoint, not {__name__}: see CONTRIBUTING.md")
 
 from hpstore.checkpoint.checkpointer import Checkpointer, VerifyReport
+from hpstore.checkpoint.dcp_reading import SafeLoadPlanner, StorageReader
+from hpstore.checkpoint.dcp_stager import Stager
+from hpstore.checkpoint.dcp_writing import StorageWriter
 from hpstore.checkpoint.manifest import Manifest
 from hpstore.checkpoint.restoring import RestoreReport, SavedStep, SavedTensor
 from hpstore.checkpoint.retention import Best
 from hpstore.checkpoint.saving import SaveHandle, SaveReport
 
-__all__ = ["Best", "Checkpointer", "Manifest", "RestoreReport", "SaveHandle", "SaveReport",
-           "SavedStep", "SavedTensor", "VerifyReport"]  # fmt: skip
+__all__ = ["Best", "Checkpointer", "Manifest", "RestoreReport", "SafeLoadPlanner", "SaveHandle",
+           "SaveReport", "SavedStep", "SavedTensor", "Stager", "StorageReader", "StorageWriter",
+           "VerifyReport"]  # fmt: skip

@@ -358,6 +358,14 @@ def _from_memory(segment: Segment, memory: Bytes, scatter: Scatter) -> bool:
     return True
 
 
+def bytes_read(item: Item, target: bytearray) -> list[Read]:
+    """The reads that give all of an item's bytes."""
+    if not item.length:
+        return []
+    flat: Bytes = np.frombuffer(target, np.uint8)
+    return [_stored_read(item, 0, len(target), _Into(flat, _Digest(item)), hashed=True)]
+
+
 def check_items(pool: Pool, segments: Sequence[Segment], items: Sequence[Item]) -> list[str]:
     """Read all items and compare them with their hashes; the names of those that differ.
 
@@ -394,5 +402,5 @@ def fill_chunks(
     return run_reads(pool, segments, reads, warm)
 
 
-__all__ = ["Read", "Scatter", "Warm", "check_items", "coalesced", "fill_chunks", "reads_for",
-           "run_reads"]  # fmt: skip
+__all__ = ["Read", "Scatter", "Warm", "bytes_read", "check_items", "coalesced", "fill_chunks",
+           "reads_for", "run_reads"]  # fmt: skip

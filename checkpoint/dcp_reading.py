@@ -1,0 +1,140 @@
+"""torch.distributed.checkpoint loads from the pool, and a planner that runs no code on the way.
+
+dcp.load(sd, storage_reader=StorageReader(pool, "runs/gpt/step-100"))
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import secrets
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+)
+from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
+from torch.futures import Future
+
+import hpstore
+from hpstore.checkpoint.dcp_records import is_path, manifest_at, torch_metadata
+from hpstore.checkpoint.items import Box, Item
+from hpstore.checkpoint.manifest import Manifest
+from hpstore.checkpoint.planning import Chunk
+from hpstore.checkpoint.reading import Read, bytes_read, reads_for, run_reads
+from hpstore.errors import CheckpointError, ObjectNotFound
+from hpstore.keys import check_key
+from hpstore.pool import Pool
+
+# Any: torch gives paths, keywords and planner data without types
+
+
+class StorageReader(TorchStorageReader):
+    """Loads what StorageWriter saved: range reads of what the plan asks for, verified, repaired
+    from parity, straight into the planner's tensors where they are contiguous on the host."""
+
+    def __init__(self, pool: Pool | str | os.PathLike[str], path: str) -> None:
+        self._pool = pool if isinstance(pool, Pool) else hpstore.open(pool)
+        self.path = check_key(str(path))
+        self._load_id = secrets.token_hex(8)
+        self._manifest: Manifest | None = None
+        self._index: dict[Any, Item] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id:
+            self.path = check_key(os.fspath(checkpoint_id))
+        self._load_id = secrets.token_hex(8)
+        self._manifest = None
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The path."""
+        return self.path
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        key = manifest_at(self.path, kwargs.get("rank"))
+        try:
+            data = self._pool.get(key)
+        except ObjectNotFound as error:
+            raise CheckpointError(
+                f"no checkpoint is at {self.path!r}: there is no {key}"
+            ) from error
+        manifest = Manifest.decode(data, where=key)
+        self._manifest = manifest
+        return torch_metadata(manifest, where=self.path, load_id=self._load_id)
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        self._index = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read all of the plan. Everything is verified before the planner is told of it."""
+        assert self._manifest is not None  # torch has called read_metadata
+        reads: list[Read] = []
+        blobs: list[tuple[ReadItem, bytearray]] = []
+        tensors: list[tuple[ReadItem, torch.Tensor]] = []
+        for request in plan.items:
+            item = self._index[request.storage_index]
+            if request.type is LoadItemType.BYTE_IO:
+                blob = bytearray(item.length)
+                blobs.append((request, blob))
+                reads += bytes_read(item, blob)
+            else:
+                target = planner.resolve_tensor(request).detach()
+                tensors.append((request, target))
+                reads += _tensor_reads(request, item, target)
+        run_reads(self._pool, self._manifest.segments, reads)
+        for request, target in tensors:
+            planner.commit_tensor(request, target)
+        for request, blob in blobs:
+            planner.load_bytes(request, io.BytesIO(blob))
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return is_path(checkpoint_id)
+
+
+class SafeLoadPlanner(DefaultLoadPlanner):
+    """The default planner, but values that are no tensors are loaded with weights_only=True:
+    no code in a checkpoint runs."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        checked = torch.load(value, map_location="cpu", weights_only=True)
+        plain = io.BytesIO()
+        torch.save(checked, plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
+
+
+def _tensor_reads(request: ReadItem, item: Item, target: torch.Tensor) -> list[Read]:
+    if tuple(target.shape) != tuple(request.lengths):
+        raise CheckpointError(
+            f"{request.storage_index.fqn!r}: the plan asks for {tuple(request.lengths)}, its "
+            f"tensor is {tuple(target.shape)}"
+        )
+    start = [a + b for a, b in zip(item.box.offsets, request.storage_offsets, strict=True)]
+    box = Box(offsets=tuple(start), sizes=tuple(request.lengths))
+    if not box.count:
+        return []
+    dtype = str(target.dtype).removeprefix("torch.")
+    wanted = Chunk(name=item.name, dtype=dtype, shape=item.shape, box=box, tensor=target)
+    return reads_for(wanted, [item])
+
+
+__all__ = ["SafeLoadPlanner", "StorageReader"]

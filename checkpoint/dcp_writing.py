@@ -1,0 +1,367 @@
+"""torch.distributed.checkpoint saves into the pool.
+
+    dcp.save(sd, storage_writer=StorageWriter(pool, "runs/gpt/step-100"))
+
+Under the path lie one manifest and, by rank, segments whose names carry a nonce: saving the same
+path again never touches committed bytes. The manifest's put is the commit.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWriter
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+import hpstore
+from hpstore.checkpoint.arena import Arena
+from hpstore.checkpoint.attempts import Attempt, attempt_lives, here
+from hpstore.checkpoint.dcp_records import (
+    Stored,
+    is_path,
+    make_manifest,
+    manifest_at,
+    require_all,
+)
+from hpstore.checkpoint.items import Box, Item, whole
+from hpstore.checkpoint.manifest import Manifest, segment_name
+from hpstore.checkpoint.packing import Segment, with_digests
+from hpstore.checkpoint.planning import Chunk, place
+from hpstore.checkpoint.saving import require_safe
+from hpstore.checkpoint.staging import Staging
+from hpstore.codec.galois import Bytes
+from hpstore.errors import CheckpointError, HpstoreError, ObjectNotFound
+from hpstore.geometry import ALIGNMENT_BYTES
+from hpstore.keys import check_key
+from hpstore.pool import Pool
+from hpstore.units import GIB
+
+SLICE_BYTES = GIB  # of the staging buffer, where tensors are not already in one block
+DENSE = 0.9  # of a block must be wanted for it to be written as it lies
+MARKER = b"An hpstore checkpoint. Read it with hpstore.checkpoint.StorageReader.\n"
+
+# Any: torch gives paths, keywords and planner data without types
+
+
+class StorageWriter(TorchStorageWriter):
+    """Saves under a path of a pool. For dcp.save and dcp.async_save, threads and processes.
+
+    `pool`: a Pool, or what hpstore.open takes. Pickles as the pool's config and the path; a pool on
+    memory devices is refused then. `overwrite`: a checkpoint at the path is replaced, by the put
+    of the manifest; else it is a RuntimeError.
+    """
+
+    def __init__(
+        self, pool: Pool | str | os.PathLike[str], path: str, *, overwrite: bool = True
+    ) -> None:  # fmt: skip
+        self._pool = pool if isinstance(pool, Pool) else hpstore.open(pool)
+        self.path, self.overwrite = check_key(str(path)), overwrite
+        self._forget()
+
+    def _forget(self) -> None:
+        self._nonce = secrets.token_hex(8)
+        self._rank: int | None = None
+        self._own_manifest = False
+        self._arena = Arena()
+
+    def __getstate__(self) -> dict[str, object]:
+        if any(device.startswith("memory:") for device in self._pool.config.devices):
+            raise CheckpointError(
+                "a pool on memory devices cannot be used from another process: nothing of it is "
+                "there. Use AsyncCheckpointerType.THREAD."
+            )
+        return {"pool": self._pool, "path": self.path, "overwrite": self.overwrite}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._pool, self.path = state["pool"], state["path"]
+        self.overwrite = state["overwrite"]
+        self._forget()
+
+    # --- torch's protocol, in the order of its calls ------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id:
+            self.path = check_key(os.fspath(checkpoint_id))
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(checkpoint_id=self.path, save_id=self._nonce)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The path."""
+        return self.path
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._nonce = secrets.token_hex(8)  # of this save and rank; nothing travels in the plan
+        self._rank = kwargs.get("rank")
+        self._own_manifest = not kwargs.get("use_collectives", True)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if not self.overwrite and self._pool.exists(self._manifest_key()):
+            raise RuntimeError(f"Checkpoint already exists at {self.path!r} and overwrite=False")
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items. Durable before the future is set, but not committed."""
+        future: Future[list[WriteResult]] = Future()
+        own: list[str] = []
+        self._pool.put(self._note_key(), self._note())
+        try:
+            tensors = [i for i in plan.items if i.type is not WriteItemType.BYTE_IO]
+            blobs = [i for i in plan.items if i.type is WriteItemType.BYTE_IO]
+            results = self._write_tensors(tensors, planner, own)
+            results += self._write_blobs(blobs, planner, own)
+        except BaseException:
+            for key in (*own, self._note_key()):
+                self._remove(key)
+            raise
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit: check that the results are what was planned and safe, then put the manifest."""
+        found = require_all(metadata, results)
+        manifest = make_manifest(metadata, found, session=self._nonce)
+        for segment in manifest.segments:
+            require_safe(self._pool, segment)
+        metadata.storage_meta = self.storage_meta()
+        key = self._manifest_key()
+        before = self._before(key)
+        version = before[0] if before is not None else None
+        self._pool.put(key, manifest.encode(), if_absent=before is None, if_version=version)
+        self._pool.put(f"{self.path}/.metadata", MARKER)  # for those who look for this file
+        self._clean_up(manifest, before[1] if before is not None else None)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return is_path(checkpoint_id)
+
+    # --- writing ------------------------------------------------------------------------------
+
+    def _write_tensors(
+        self, items: Sequence[WriteItem], planner: SavePlanner, own: list[str]
+    ) -> list[WriteResult]:
+        chunks = [_chunk(item, planner) for item in items]
+        indices = [item.index for item in items]
+        block = _one_block(chunks)
+        if block is not None:
+            memory, placed = block
+            return self._put(memory, placed, indices, 0, own)
+        results = []
+        done = 0
+        for part, piece in enumerate(place(chunks, SLICE_BYTES) if chunks else []):
+            self._arena.reserve(piece.size)
+            staging = Staging(piece, self._arena.targets(piece), frozenset(), None)
+            staging.start()
+            memory = self._arena.view(piece.size)
+            count = len(piece.items)
+            results += self._put(memory, piece.items, indices[done : done + count], part, own)
+            done += count
+        return results
+
+    def _write_blobs(
+        self, items: Sequence[WriteItem], planner: SavePlanner, own: list[str]
+    ) -> list[WriteResult]:
+        """Payloads that the planner has serialised; opaque bytes to us."""
+        if not items:
+            return []
+        blobs = [_payload(planner.resolve_data(item)) for item in items]
+        placed, at = [], 0
+        for item, blob in zip(items, blobs, strict=True):
+            shape = (len(blob),)
+            placed.append(
+                Item(name=item.index.fqn, dtype="uint8", shape=shape, box=whole(shape), offset=at,
+                     length=len(blob))
+            )  # fmt: skip
+            at += len(blob)
+        memory = np.frombuffer(b"".join(blobs) or b"\0", np.uint8)
+        return self._put(memory, placed, [item.index for item in items], 9999, own)
+
+    def _put(
+        self,
+        memory: Bytes,
+        items: Sequence[Item],
+        indices: Sequence[Any],
+        part: int,
+        own: list[str],
+    ) -> list[WriteResult]:
+        """One segment, hashed while it is written."""
+        key = f"{self.path}/{segment_name(self._nonce, self._rank or 0, part)}"
+        own.append(key)
+        with ThreadPoolExecutor(1, "hpstore-hash") as hashing:
+            hashes = hashing.submit(with_digests, memory, items)
+            info = self._pool.put(key, memory.data)
+            finished = hashes.result()
+        segment = Segment(key=key, size=info.size, version=info.version)
+        return [
+            WriteResult(
+                index=index,
+                size_in_bytes=item.length,
+                storage_data=Stored(segment=segment, item=item),
+            )
+            for index, item in zip(indices, finished, strict=True)
+        ]
+
+    # --- committing ---------------------------------------------------------------------------
+
+    def _manifest_key(self) -> str:
+        return manifest_at(self.path, (self._rank or 0) if self._own_manifest else None)
+
+    def _note_key(self) -> str:
+        return f"{self.path}/attempts/{self._nonce}"
+
+    def _note(self) -> bytes:
+        """PROTOCOL 18: this rank is writing."""
+        host, boot, namespace = here()
+        now = _now_ms()
+        return Attempt(
+            step=0, nonce=self._nonce, host=host, boot=boot, pid=os.getpid(), namespace=namespace,
+            started_ms=now, beat_ms=now,
+        ).encode()  # fmt: skip
+
+    def _before(self, key: str) -> tuple[str, Manifest | None] | None:
+        """Version and content of the manifest that is there."""
+        try:
+            version = self._pool.stat(key).version
+        except ObjectNotFound:
+            return None
+        try:
+            return version, Manifest.decode(self._pool.get(key), where=key)
+        except HpstoreError:
+            return version, None  # damaged: it is replaced, its segments are swept as orphans
+
+    def _clean_up(self, manifest: Manifest, before: Manifest | None) -> None:
+        """After the commit: the replaced checkpoint's segments, notes, and what dead saves left."""
+        named = {segment.key for segment in manifest.segments}
+        keys = self._pool.list(f"{self.path}/")
+        for key in keys:
+            if key.startswith(f"{self.path}/manifest-r"):
+                try:
+                    found = Manifest.decode(self._pool.get(key), where=key)
+                except HpstoreError:
+                    return  # it may name anything
+                named |= {segment.key for segment in found.segments}
+        mine = {_nonce_of(segment.key) for segment in manifest.segments}
+        living = self._living(keys, mine)
+        old = {segment.key for segment in before.segments} if before is not None else set()
+        for key in keys:
+            nonce = _nonce_of(key)
+            is_segment = key.startswith(f"{self.path}/segment-") and key not in named
+            if is_segment and (key in old or nonce not in living):
+                self._remove(key)
+
+    def _living(self, keys: Sequence[str], mine: set[str]) -> set[str]:
+        """Nonces of others' saves that may be under way; notes of this and of dead ones go."""
+        living = set()
+        for key in keys:
+            start = f"{self.path}/attempts/"
+            if not key.startswith(start):
+                continue
+            nonce = key.removeprefix(start)
+            try:
+                alive = attempt_lives(Attempt.decode(self._pool.get(key), where=key), _now_ms())
+            except (HpstoreError, OSError):
+                alive = True
+            if nonce in mine or not alive:
+                self._remove(key)
+            else:
+                living.add(nonce)
+        return living
+
+    def _remove(self, key: str) -> None:
+        try:
+            self._pool.delete(key)
+        except (HpstoreError, OSError):
+            return  # the next save to this path sweeps it
+
+
+def _chunk(item: WriteItem, planner: SavePlanner) -> Chunk:
+    """What a write item stands for: the tensor that the planner gives, at its chunk's place."""
+    tensor = planner.resolve_data(item)
+    if not isinstance(tensor, torch.Tensor) or item.tensor_data is None:
+        raise CheckpointError(f"the planner gave no tensor for {item.index.fqn!r}")
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise CheckpointError(
+            f"{item.index.fqn!r}: sparse and quantised tensors cannot be saved yet"
+        )
+    sizes = tuple(item.tensor_data.chunk.sizes)
+    if tuple(tensor.shape) != sizes:
+        raise CheckpointError(
+            f"{item.index.fqn!r}: the planner gave {tuple(tensor.shape)} for a chunk of {sizes}"
+        )
+    return Chunk(
+        name=item.index.fqn,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(item.tensor_data.size),
+        box=Box(offsets=tuple(item.tensor_data.chunk.offsets), sizes=sizes),
+        tensor=tensor,
+    )
+
+
+def _payload(data: object) -> bytes:
+    if not isinstance(data, io.BytesIO):
+        raise CheckpointError(f"the planner gave {type(data).__name__} where bytes were planned")
+    return data.getvalue()
+
+
+def _one_block(chunks: Sequence[Chunk]) -> tuple[Bytes, list[Item]] | None:
+    """The memory that all tensors lie in and their places there, when they fill most of it.
+
+    So a state staged by our Stager is written from where it is.
+    """
+    tensors = [c.tensor for c in chunks if c.tensor.numel()]
+    if not tensors or any(t.device.type != "cpu" or not t.is_contiguous() for t in tensors):
+        return None
+    storage = tensors[0].untyped_storage()
+    base = storage.data_ptr()
+    if any(t.untyped_storage().data_ptr() != base or t.is_conj() or t.is_neg() for t in tensors):
+        return None
+    first = min(t.data_ptr() for t in tensors) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+    end = max(t.data_ptr() + t.nbytes for t in tensors)
+    if first < base or sum(t.nbytes for t in tensors) < DENSE * (end - first):
+        return None
+    flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+    memory: Bytes = flat.numpy()[first - base : end - base]
+    items = [
+        Item(
+            name=c.name,
+            dtype=c.dtype,
+            shape=c.shape,
+            box=c.box,
+            offset=c.tensor.data_ptr() - first if c.nbytes else 0,
+            length=c.nbytes,
+        )
+        for c in chunks
+    ]
+    return memory, items
+
+
+def _nonce_of(key: str) -> str:
+    return key.rpartition("/segment-")[2].split("-")[0]
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+__all__ = ["StorageWriter"]
