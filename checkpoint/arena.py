@@ -58,11 +58,11 @@ class Arena:
 
         Kept for the next save, which mostly has the same layout.
         """
-        if self._targets is not None and self._targets[0] == staged.items:
+        if self._targets is not None and self._targets[0] is staged.items:
             return self._targets[1]
         found = [
-            typed(self._memory[item.offset : item.offset + item.length], chunk.tensor)
-            for item, chunk in zip(staged.items, staged.chunks, strict=True)
+            typed(self._memory[item.offset : item.offset + item.length], tensor)
+            for item, tensor in zip(staged.items, staged.tensors, strict=True)
         ]
         self._targets = (staged.items, found)
         return found

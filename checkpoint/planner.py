@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hpstore.checkpoint.layouts import Layout
 from hpstore.checkpoint.planning import Chunk, Held, Slice, assign, chunks_of, place
 from hpstore.checkpoint.ranks import Channel, Ranks
 from hpstore.checkpoint.training import State, collect
@@ -52,14 +53,19 @@ class Planner:
         self.limit_bytes = max(budget // beside, _LEAST_BYTES if staging_bytes is None else 1)
         self._agreed: list[bytes] = []  # the fingerprints that _mine was planned from
         self._mine: list[int] = []
+        self._layout: Layout | None = None  # of the save before, when one rank saves
 
     def prepare(self, step: int, state: State) -> Prepared:
         """Plan a save. Collective. Raises CheckpointError on all ranks when it fails on one."""
         error: Exception | None = None
         tree, chunks = None, list[Chunk]()
+        found = Collected(rank=self._ranks.rank, allow_pickle=self._allow_pickle)
         try:
-            found = Collected(rank=self._ranks.rank, allow_pickle=self._allow_pickle)
             tree = encode_tree(collect(state, rng=self._rng), "", found)
+            if self._ranks.world == 1 and self._layout is not None:
+                slices = self._layout.applied(found.tensors)
+                if slices is not None:
+                    return Prepared(tree=tree, slices=slices)
             for name, tensor in found.tensors.items():
                 chunks += chunks_of(name, tensor)
         except Exception as failed:  # noqa: BLE001 (told to the other ranks, then raised)
@@ -69,7 +75,11 @@ class Planner:
             chunks = [chunks[n] for n in self._mine]
         elif error is not None:
             raise error
-        return Prepared(tree=tree, slices=tuple(place(chunks, self.limit_bytes)) if chunks else ())
+        slices = tuple(place(chunks, self.limit_bytes)) if chunks else ()
+        if self._ranks.world == 1:
+            plain = Layout.fits(found.tensors)
+            self._layout = Layout(found.tensors, slices) if plain else None
+        return Prepared(tree=tree, slices=slices)
 
     def _agree(self, step: int, chunks: Sequence[Chunk], error: Exception | None) -> None:
         """Decide who writes what; sets _mine. Everybody computes the same from the same lists."""

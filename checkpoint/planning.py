@@ -79,10 +79,11 @@ def assign(held: Sequence[Sequence[Held]]) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """What is staged at once and written as one segment: items and the chunks they come from."""
+    """What is staged at once and written as one segment: items and the tensors they come from."""
 
     items: tuple[Item, ...]
-    chunks: tuple[Chunk, ...]  # by item
+    tensors: Sequence[torch.Tensor]  # by item
+    copies: tuple[int, ...]  # indices of the items to copy: each place once, none that is empty
     size: int
 
 
@@ -108,6 +109,7 @@ def _slice(chunks: list[Chunk]) -> Slice:
     order = sorted(range(len(chunks)), key=lambda n: chunks[n].nbytes >= SMALL_ITEM_BYTES)
     placed: dict[int, Item] = {}
     places: dict[tuple[object, ...], int] = {}
+    copies = []
     at = 0
     for n in order:
         chunk, length = chunks[n], chunks[n].nbytes
@@ -120,6 +122,7 @@ def _slice(chunks: list[Chunk]) -> Slice:
             )
             at = offset + length
             places[same] = offset
+            copies.append(n)
         placed[n] = Item(
             name=chunk.name,
             dtype=chunk.dtype,
@@ -128,7 +131,12 @@ def _slice(chunks: list[Chunk]) -> Slice:
             offset=offset,
             length=length,
         )
-    return Slice(items=tuple(placed[n] for n in range(len(chunks))), chunks=tuple(chunks), size=at)
+    return Slice(
+        items=tuple(placed[n] for n in range(len(chunks))),
+        tensors=[chunk.tensor for chunk in chunks],
+        copies=tuple(sorted(copies)),
+        size=at,
+    )
 
 
 def compacted(items: Iterable[Item]) -> tuple[list[tuple[Item, Item]], int]:

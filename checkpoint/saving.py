@@ -350,8 +350,10 @@ class SaveJob:
 
     def abandon(self) -> None:
         """Remove what this rank has put; best effort, garbage collection finds the rest."""
-        self._remove_own()
-        self._stop_heartbeat()
+        try:
+            self._remove_own()
+        finally:
+            self._stop_heartbeat()
 
     def _remove_own(self) -> None:
         own, self._own = self._own, []

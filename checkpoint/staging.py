@@ -39,6 +39,13 @@ class _Copy:
             )
 
 
+def _may_wait(tensor: torch.Tensor, deferrable: frozenset[int]) -> bool:
+    """Small ones are copied at once: that is cheaper than to keep track of them."""
+    if tensor.nbytes < SMALL_ITEM_BYTES:
+        return False
+    return tensor.untyped_storage().data_ptr() in deferrable
+
+
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
@@ -54,7 +61,8 @@ class Staging:
         accelerator: Accelerator | None,
     ) -> None:
         """`deferrable`: storage addresses of tensors that only a hooked step changes."""
-        self._now: list[_Copy] = []
+        self._now: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the host: (to, from)
+        self._there: list[tuple[torch.Tensor, torch.Tensor]] = []  # on a device, waited for
         self._beside: list[_Copy] = []  # on a device: enqueued behind the work that is there
         self._later: list[_Copy] = []  # on the host: copied by a thread
         self._accelerator = accelerator
@@ -64,28 +72,19 @@ class Staging:
         self._lock = threading.Lock()  # guards _checked and _error
         self._error: BaseException | None = None
         self.visible_seconds = 0.0  # that the training thread waited in finish()
-        places: set[tuple[int, int]] = set()
-        for item, chunk, target in zip(staged.items, staged.chunks, targets, strict=True):
-            if not item.length or (item.offset, item.length) in places:
-                continue
-            places.add((item.offset, item.length))
-            copy = _Copy(
-                name=item.name,
-                target=target,
-                source=chunk.tensor,
-                version=_version(chunk.tensor) if deferrable else 0,
-            )
-            self._list_of(copy, item.length, deferrable).append(copy)
-
-    def _list_of(self, copy: _Copy, length: int, deferrable: frozenset[int]) -> list[_Copy]:
-        if length < SMALL_ITEM_BYTES or not deferrable:
-            return self._now
-        if copy.source.untyped_storage().data_ptr() not in deferrable:
-            return self._now
-        return self._later if self._on_host(copy) else self._beside
-
-    def _on_host(self, copy: _Copy) -> bool:
-        return copy.source.device.type == "cpu" or self._accelerator is None
+        for n in staged.copies:
+            source = staged.tensors[n]
+            on_host = accelerator is None or source.is_cpu
+            if deferrable and _may_wait(source, deferrable):
+                copy = _Copy(
+                    name=staged.items[n].name,
+                    target=targets[n],
+                    source=source.detach(),
+                    version=_version(source),
+                )
+                (self._later if on_host else self._beside).append(copy)
+            else:
+                (self._now if on_host else self._there).append((targets[n], source))
 
     @property
     def deferred_bytes(self) -> int:
@@ -94,23 +93,23 @@ class Staging:
 
     def start(self) -> None:
         """Make the copies that cannot wait, begin with the others. For the training thread."""
-        there = [copy for copy in self._now if not self._on_host(copy)]
-        arrival = self._enqueue(there)
-        self._arrival = self._enqueue(self._beside)
+        arrival = self._enqueue(self._there)
+        self._arrival = self._enqueue([(copy.target, copy.source) for copy in self._beside])
         if self._later:
             threading.Thread(target=self._copy_later, name="hpstore-stage", daemon=True).start()
         else:
             self._copied.set()
-        for copy in self._now:
-            if self._on_host(copy):
-                copy.target.copy_(copy.source)
+        with torch.no_grad():
+            for target, source in self._now:
+                target.copy_(source)
         if arrival is not None:
             arrival.wait_on_host()
 
-    def _enqueue(self, copies: list[_Copy]) -> Arrival | None:
-        if not copies or self._accelerator is None:
+    def _enqueue(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Arrival | None:
+        if not pairs or self._accelerator is None:
             return None
-        return self._accelerator.copy([(copy.target, copy.source) for copy in copies])
+        with torch.no_grad():
+            return self._accelerator.copy(pairs)
 
     def _copy_later(self) -> None:
         """Copy on one thread, piece by piece: torch's own threads belong to the step."""

@@ -49,7 +49,8 @@ def objects_in(value: Any, kind: type[T], depth: int = 0) -> Iterator[T]:
         yield from objects_in(value.value, kind, depth + 1)
     elif isinstance(value, (Mapping, list)) and depth < MAX_DEPTH:
         for child in value.values() if isinstance(value, Mapping) else value:
-            yield from objects_in(child, kind, depth + 1)
+            if not isinstance(child, torch.Tensor):  # thousands of leaves, spared a generator each
+                yield from objects_in(child, kind, depth + 1)
 
 
 class Names:
@@ -81,6 +82,8 @@ def collect(state: State, *, rng: bool) -> dict[str, Any]:
 
 
 def _collect_value(path: str, value: Any, names: Names, depth: int = 0) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value
     if depth > MAX_DEPTH:
         raise CheckpointError(f"state {path[:80]!r}... is nested deeper than {MAX_DEPTH}")
     if isinstance(value, torch.nn.Module):

@@ -63,6 +63,9 @@ def encode_tree(value: Tree, path: str, found: Collected, depth: int = 0) -> Jso
         raise CheckpointError(f"state {path!r} is nested deeper than {MAX_DEPTH}")
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value, path, found)
+    if type(value) is dict and TAG not in value and all(type(k) is str for k in value):
+        start = f"{path}/" if path else ""  # the common case, without a call more a leaf
+        return {k: encode_tree(v, start + k, found, depth + 1) for k, v in value.items()}
     if isinstance(value, PerRank):
         mine = encode_tree(value.value, f"{path}@{found.rank}", found, depth + 1)
         return {TAG: "ranks", "v": {str(found.rank): mine}}
@@ -97,7 +100,7 @@ def _encode_tensor(value: torch.Tensor, path: str, found: Collected) -> Json:
         raise CheckpointError(f"state {path!r} is a meta tensor: it holds no values to save")
     if path in found.tensors:
         raise CheckpointError(f"state: two tensors are called {path!r}")
-    found.tensors[path] = value.detach()
+    found.tensors[path] = value
     return {TAG: "tensor", "item": path}
 
 

@@ -228,9 +228,8 @@ def test_the_safe_planner_runs_no_code(pool: hpstore.Pool) -> None:
 
 @pytest.fixture
 def group(tmp_path: Path) -> Any:
-    dist.init_process_group(
-        "gloo", store=torch._C._distributed_c10d.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
-    )
+    store = torch._C._distributed_c10d.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
