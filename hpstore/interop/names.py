@@ -1,0 +1,81 @@
+"""Names of pools in URLs: the table in pools.toml or HPSTORE_POOLS, then what `create` registered.
+
+A URL has no room for a path to a pool.toml, so this is the one place below the command line that
+reads the environment (docs/decisions/0010).
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+
+from hpstore.config import PoolConfig, load_config, registry_path
+from hpstore.errors import ConfigError
+
+VARIABLE = "HPSTORE_POOLS"
+
+
+def table_path() -> Path:
+    """The table of names: the file that HPSTORE_POOLS names, else ~/.config/hpstore/pools.toml."""
+    chosen = os.environ.get(VARIABLE)
+    return Path(chosen) if chosen else Path.home() / ".config" / "hpstore" / "pools.toml"
+
+
+def read_table(file: Path) -> dict[str, Path]:
+    """`name = "path of its pool.toml"`, relative to the table's own directory.
+
+    A missing default table is empty; one that HPSTORE_POOLS asks for must be there. Raises
+    ConfigError.
+    """
+    try:
+        rows = tomllib.loads(file.read_text())
+    except FileNotFoundError as error:
+        if os.environ.get(VARIABLE):
+            raise ConfigError(f"{VARIABLE} names {file}, which does not exist") from error
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    for name, value in rows.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"{file}: {name} must be the path of a pool.toml")
+    return {name: file.absolute().parent / value for name, value in rows.items()}
+
+
+def pool_names() -> list[str]:
+    """All names that a URL may use here, sorted."""
+    folder = registry_path("any").parent
+    registered = [path.stem for path in folder.glob("*.toml")] if folder.is_dir() else []
+    return sorted({*read_table(table_path()), *registered})
+
+
+def find_named(name: str) -> PoolConfig:
+    """The settings of the pool called `name`; the table goes before the registry.
+
+    Raises ConfigError that names both places looked in.
+    """
+    table, link = table_path(), registry_path(name)
+    known = read_table(table)
+    if name in known:
+        return load_config(known[name])
+    if link.exists():
+        return load_config(link.resolve())
+    raise ConfigError(
+        f"no pool is called {name!r}: it is neither in {table} nor at {link}. "
+        f"`hpstore create --name {name}` registers one; known here: "
+        f"{', '.join(pool_names()) or 'none'}"
+    )
+
+
+def find_pool(where: str) -> PoolConfig:
+    """The settings of a pool given by the path of its pool.toml or by its name."""
+    return load_config(where) if is_path(where) else find_named(where)
+
+
+def is_path(where: str) -> bool:
+    """Whether text means a file, not a name."""
+    return "/" in where or where.endswith(".toml") or Path(where).is_file()
+
+
+__all__ = ["VARIABLE", "find_named", "find_pool", "is_path", "pool_names", "read_table",
+           "table_path"]  # fmt: skip
