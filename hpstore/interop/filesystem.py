@@ -121,6 +121,15 @@ class HpstoreFileSystem(PoolListing):
         with place.mount.pool.reader(place.key) as reader:
             return read_slice(reader, start, end)
 
+    def cat(
+        self, path: Any, recursive: bool = False, on_error: str = "raise", **kwargs: Any
+    ) -> Any:  # Any: bytes, or a dict of them by path
+        """As fsspec's; with `recursive` of all files below, without the directories."""
+        if not recursive:
+            return super().cat(path, on_error=on_error, **kwargs)
+        files = sorted(self._select(self._matches(path), True, None).files)
+        return super().cat(files, on_error=on_error, **kwargs)
+
     def cat_ranges(
         self,
         paths: list[str],

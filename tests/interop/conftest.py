@@ -1,4 +1,4 @@
-"""A pool in the registry of an empty home, and file systems over it."""
+"""Pools in the registry of an empty home, and file systems over them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import fsspec
 import pytest
 
 import hpstore
-from hpstore.config import Settings
+from hpstore.config import Settings, register
 from hpstore.interop import HpstoreFileSystem
+from hpstore.testing.harness import Harness
 from hpstore.units import KIB, MIB
 
 
@@ -28,23 +29,47 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def pool(tmp_path: Path, home: Path) -> Iterator[hpstore.Pool]:
-    """A pool called `main` over six directories."""
+def harness(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Harness:
+    """A pool over memory devices whose registered name URLs can use."""
+    made = Harness(tmp_path, data=2, parity=1, devices=4)
+    register(made.config)
+
+    def open_pool(_: object, *, read_only: bool = False) -> hpstore.Pool:
+        return made.open(threads=True, read_only=read_only)
+
+    monkeypatch.setattr("hpstore.interop.mounts.open_pool", open_pool)
+    return made
+
+
+@pytest.fixture
+def name(harness: Harness) -> str:
+    """What URLs call the pool of `harness`."""
+    return harness.config.name
+
+
+@pytest.fixture
+def pool(harness: Harness) -> Iterator[hpstore.Pool]:
+    """The pool of `harness`, opened beside the file systems."""
+    with harness.open(threads=True) as opened:
+        yield opened
+
+
+@pytest.fixture
+def fs(harness: Harness) -> HpstoreFileSystem:
+    """The file system of all named pools."""
+    return HpstoreFileSystem()
+
+
+@pytest.fixture
+def disk_pool(tmp_path: Path, home: Path) -> Iterator[hpstore.Pool]:
+    """A pool called `disk` over three directories, which other processes see too."""
     with hpstore.create(
-        [tmp_path / f"d{i}" for i in range(6)],
-        data=4,
-        parity=2,
-        config=tmp_path / "pool.toml",
-        name="main",
+        [tmp_path / f"d{i}" for i in range(3)],
+        data=2,
+        parity=1,
+        config=tmp_path / "disk.toml",
+        name="disk",
         unit_bytes=64 * KIB,
         settings=Settings(memory_bytes=32 * MIB, run_directory=str(tmp_path / "run")),
     ) as made:
         yield made
-
-
-@pytest.fixture
-def fs(pool: hpstore.Pool) -> HpstoreFileSystem:
-    """The file system of all named pools."""
-    found = fsspec.filesystem("hpstore")
-    assert isinstance(found, HpstoreFileSystem)
-    return found

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
-import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem, make_path_posix
 from fsspec.tests.abstract import (
@@ -20,23 +21,17 @@ import hpstore
 from hpstore.interop import HpstoreFileSystem
 
 
-class _Fixtures(AbstractFixtures):  # type: ignore[misc]  # fsspec is untyped
+class _Named(AbstractFixtures):  # type: ignore[misc]  # fsspec is untyped
     @pytest.fixture
-    def fs(self, pool: hpstore.Pool) -> HpstoreFileSystem:
-        return HpstoreFileSystem()
-
-    @pytest.fixture
-    def fs_path(self) -> str:
-        return "main/top"
+    def fs_path(self, name: str) -> str:
+        return f"{name}/top"
 
     @pytest.fixture
     def local_fs(self) -> LocalFileSystem:
         return LocalFileSystem(auto_mkdir=True)
 
     @pytest.fixture
-    def local_join(self) -> object:
-        import os
-
+    def local_join(self) -> Callable[..., str]:
         return os.path.join
 
     @pytest.fixture
@@ -44,42 +39,48 @@ class _Fixtures(AbstractFixtures):  # type: ignore[misc]  # fsspec is untyped
         (tmp_path / "local").mkdir()
         return str(make_path_posix(str(tmp_path / "local")))
 
+    @pytest.fixture
+    def fs(self, harness: object) -> HpstoreFileSystem:
+        return HpstoreFileSystem()
 
-class _OnePool(_Fixtures):
+
+class _Bare(_Named):
     @pytest.fixture
     def fs(self, pool: hpstore.Pool) -> HpstoreFileSystem:
-        found = fsspec.filesystem("hpstore", pool=str(pool.config.path))
-        assert isinstance(found, HpstoreFileSystem)
-        return found
+        return HpstoreFileSystem(pool=pool)
 
     @pytest.fixture
     def fs_path(self) -> str:
         return "top"
 
 
-class TestCopy(_Fixtures, AbstractCopyTests):  # type: ignore[misc]
-    """Copies within the pool."""
+class TestCopy(_Named, AbstractCopyTests):  # type: ignore[misc]
+    """Copies within a named pool."""
 
 
-class TestGet(_Fixtures, AbstractGetTests):  # type: ignore[misc]
-    """Copies out of the pool."""
+class TestGet(_Named, AbstractGetTests):  # type: ignore[misc]
+    """Copies out of a named pool."""
 
 
-class TestPut(_Fixtures, AbstractPutTests):  # type: ignore[misc]
-    """Copies into the pool."""
+class TestPut(_Named, AbstractPutTests):  # type: ignore[misc]
+    """Copies into a named pool."""
 
 
-class TestOpen(_Fixtures, AbstractOpenTests):  # type: ignore[misc]
+class TestOpen(_Named, AbstractOpenTests):  # type: ignore[misc]
     """Exclusive streams."""
 
 
-class TestPipe(_Fixtures, AbstractPipeTests):  # type: ignore[misc]
+class TestPipe(_Named, AbstractPipeTests):  # type: ignore[misc]
     """Exclusive puts."""
 
 
-class TestCopyOverOnePool(_OnePool, AbstractCopyTests):  # type: ignore[misc]
-    """Copies within the pool, with bare keys."""
+class TestBareCopy(_Bare, AbstractCopyTests):  # type: ignore[misc]
+    """Copies within one pool."""
 
 
-class TestPutOverOnePool(_OnePool, AbstractPutTests):  # type: ignore[misc]
-    """Copies into the pool, with bare keys."""
+class TestBareGet(_Bare, AbstractGetTests):  # type: ignore[misc]
+    """Copies out of one pool."""
+
+
+class TestBarePut(_Bare, AbstractPutTests):  # type: ignore[misc]
+    """Copies into one pool."""

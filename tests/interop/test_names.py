@@ -1,0 +1,83 @@
+"""Which pool a NAME means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fsspec
+import pytest
+
+import hpstore
+from hpstore.config import PoolConfig, register, save_config
+from hpstore.errors import ConfigError
+from hpstore.interop.names import find_named, find_pool, pool_names
+
+
+def make(path: Path, name: str) -> PoolConfig:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    config = PoolConfig(path=path, name=name, devices=("/mnt/a",))
+    save_config(config)
+    return config
+
+
+def test_an_unknown_name_says_where_it_was_looked_for(home: Path) -> None:
+    """Both places, the command that helps, and the names that there are."""
+    register(make(home / "p.toml", "train"))
+    with pytest.raises(ConfigError, match="no pool is called 'mian'") as caught:
+        fsspec.filesystem("hpstore").exists("hpstore://mian/x")
+    for part in ("pools.toml", "pools/mian.toml", "create --name mian", "known here: train"):
+        assert part in str(caught.value)
+
+
+def test_the_table_goes_before_the_registry(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HPSTORE_POOLS takes the place of pools.toml; paths are relative to the table."""
+    old, new = make(tmp_path / "old.toml", "train"), make(tmp_path / "etc" / "new.toml", "other")
+    register(old)
+    assert find_named("train").path == old.path
+    table = home / ".config" / "hpstore" / "pools.toml"
+    table.write_text(f'train = "{new.path}"\n')
+    assert find_named("train").path == new.path
+    (tmp_path / "etc" / "pools.toml").write_text('mine = "new.toml"\n')
+    monkeypatch.setenv("HPSTORE_POOLS", str(tmp_path / "etc" / "pools.toml"))
+    assert find_named("mine").path == new.path
+    assert find_named("train").path == old.path
+    assert pool_names() == ["mine", "train"]
+    assert find_pool(str(old.path)).path == old.path
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("x = 1", "path of a pool.toml"), ("x =", "cannot be read")]
+)
+def test_a_wrong_table_is_an_error(home: Path, text: str, message: str) -> None:
+    """It is named; nothing else is tried in its place."""
+    table = home / ".config" / "hpstore" / "pools.toml"
+    table.parent.mkdir(parents=True)
+    table.write_text(text)
+    with pytest.raises(ConfigError, match=f"pools.toml.*{message}"):
+        find_named("x")
+
+
+def test_a_table_that_was_asked_for_must_be_there(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A typing error in HPSTORE_POOLS does not lead to another pool of the same name."""
+    register(make(tmp_path / "old.toml", "train"))
+    monkeypatch.setenv("HPSTORE_POOLS", str(tmp_path / "none.toml"))
+    with pytest.raises(ConfigError, match=r"HPSTORE_POOLS names .*none\.toml"):
+        find_named("train")
+
+
+@pytest.mark.parametrize("url", ["hpstore:///x", "hpstore://../x", "hpstore://.x/y"])
+def test_urls_without_a_name_are_refused(home: Path, url: str) -> None:
+    """A name never leads out of the registry."""
+    with pytest.raises(ConfigError, match="name"):
+        fsspec.filesystem("hpstore").cat_file(url)
+
+
+def test_no_pool_is_opened_before_it_is_used(disk_pool: hpstore.Pool) -> None:
+    """url_to_fs, as DCP's check of an id does it, opens nothing, whatever the name."""
+    fs, path = fsspec.core.url_to_fs("hpstore://nowhere/x")
+    assert path == "nowhere/x"
+    assert not fs.mounts._mounts
