@@ -15,7 +15,7 @@ from hpstore.budget import ByteBudget
 from hpstore.errors import TooFewDevices, VersionConflict
 from hpstore.interop import HpstoreFileSystem
 from hpstore.interop.spool import Spool
-from hpstore.interop.streams import ReadStream
+from hpstore.interop.streams import ReadStream, WriteStream
 from hpstore.objects.read import open_object
 from hpstore.testing.harness import Harness
 from hpstore.units import KIB, MIB
@@ -199,6 +199,34 @@ def test_a_spool_keeps_its_bound_and_gives_its_lease_back(tmp_path: Path) -> Non
     spool.close()
     spool.close()
     assert budget.used_bytes == 0
+
+
+def test_a_spool_moves_to_disk_where_it_stands(tmp_path: Path) -> None:
+    """A write that goes back and then beyond the bound lands at its place."""
+    spool = Spool(ByteBudget(100), memory_bytes=100, directory=str(tmp_path))
+    spool.write(b"a" * 100)
+    spool.file.seek(90)
+    spool.write(b"b" * 20)
+    assert os.pread(spool.fileno(), 200, 0) == b"a" * 90 + b"b" * 20
+    spool.close()
+
+
+def test_a_stream_whose_last_bytes_do_not_fit_is_given_up(
+    fs: HpstoreFileSystem, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """close() cannot flush: the error is raised, no object is made, the memory is given back."""
+    stream = fs.open(f"{name}/a", "wb")
+    stream.write(b"x")
+
+    def full(_: WriteStream) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WriteStream, "flush", full)
+        with pytest.raises(OSError, match="No space"):
+            stream.close()
+    assert fs.mounts.budget.used_bytes == 0
+    assert not fs.exists(f"{name}/a")
 
 
 def test_streams_beyond_the_budget_start_on_disk(tmp_path: Path) -> None:
