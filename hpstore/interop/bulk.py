@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from hpstore.errors import ObjectNotFound
 from hpstore.objects.info import ObjectInfo
-from hpstore.pool import Pool, PooledReader
+from hpstore.pool import Pool
+from hpstore.pooled import PooledReader
 
 WORKERS = 8  # as many calls as saturate what was measured: 4-12 on all devices
 _SERIAL = 2  # up to here threads cost more than they save

@@ -222,8 +222,14 @@ class HpstoreFileSystem(PoolListing):
                 while part := stream.read(self.blocksize):
                     spool.write(part)
                 spool.file.flush()
-                self._put(target, spool.file, metadata=stream.info.metadata)
-                return stream.info
+                facts = source.mount.pool.stat(source.key)
+                if facts.version != stream.version:
+                    raise VersionConflict(
+                        f"object {facts.key!r} was replaced while it was copied; nothing was put",
+                        key=facts.key,
+                    )
+                self._put(target, spool.file, metadata=facts.metadata)
+                return facts
         finally:
             spool.close()
 

@@ -12,18 +12,11 @@ from typing import Any, BinaryIO
 
 from hpstore.errors import VersionConflict
 from hpstore.interop.spool import Spool
-from hpstore.objects.info import ObjectInfo, object_info
-from hpstore.pool import PooledReader
+from hpstore.pooled import PooledReader
 from hpstore.units import KIB
 
 _log = logging.getLogger(__name__)
 READ_BUFFER_BYTES = 256 * KIB  # 4 checksummed blocks; larger reads go past the buffer
-
-
-def opened_info(reader: PooledReader) -> ObjectInfo:
-    """Facts about the version that a reader has open now."""
-    opened = reader._reader  # PooledReader has no public name for it
-    return object_info(opened.header, len(opened.layout.columns))
 
 
 class _ObjectFile(io.RawIOBase):
@@ -32,7 +25,7 @@ class _ObjectFile(io.RawIOBase):
     def __init__(self, reader: PooledReader, path: str) -> None:
         super().__init__()
         self._reader, self.name, self.mode = reader, path, "rb"
-        self.info = opened_info(reader)
+        self.size, self.version = reader.size, reader.version
         self._position = 0
 
     def readable(self) -> bool:
@@ -49,7 +42,7 @@ class _ObjectFile(io.RawIOBase):
         self._check_open()
         if whence not in (io.SEEK_SET, io.SEEK_CUR, io.SEEK_END):
             raise ValueError(f"whence {whence} is not 0, 1 or 2")
-        base = (0, self._position, self.info.size)[whence]
+        base = (0, self._position, self.size)[whence]
         if base + offset < 0:
             raise ValueError(f"seek before the beginning ({base + offset})")
         self._position = base + offset
@@ -58,19 +51,16 @@ class _ObjectFile(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:  # Any: the buffer protocol has no type before 3.12
         self._check_open()
         count = self._reader.read_into(buffer, self._position)
-        now = opened_info(self._reader)
-        if now.version != self.info.version:
+        if self._reader.version != self.version:
             raise VersionConflict(
-                f"object {self.info.key!r} was replaced while it was read (version "
-                f"{self.info.version}, now {now.version}); nothing of the new one was handed out. "
-                "Open it again.",
-                key=self.info.key,
+                f"{self.name} was replaced while it was read (version {self.version}, now "
+                f"{self._reader.version}); nothing of the new one was handed out. Open it again."
             )
         self._position += count
         return count
 
     def readall(self) -> bytes:
-        rest = bytearray(max(0, self.info.size - self._position))
+        rest = bytearray(max(0, self.size - self._position))
         count = self.readinto(rest) if rest else 0
         return bytes(memoryview(rest)[:count])
 
@@ -101,14 +91,14 @@ class ReadStream(io.BufferedReader):
         self.path = path
 
     @property
-    def info(self) -> ObjectInfo:
-        """Facts about the version that is read."""
-        return self._file.info
+    def version(self) -> str:
+        """The version that is read, as ObjectInfo.version."""
+        return self._file.version
 
     @property
     def size(self) -> int:
         """Bytes in the object."""
-        return self._file.info.size
+        return self._file.size
 
 
 class WriteStream(io.BufferedIOBase):
@@ -243,4 +233,4 @@ class TextWriter(io.TextIOWrapper):
         """Leave it to the stream below, which discards; TextIOWrapper would close it."""
 
 
-__all__ = ["READ_BUFFER_BYTES", "ReadStream", "TextWriter", "WriteStream", "opened_info"]
+__all__ = ["READ_BUFFER_BYTES", "ReadStream", "TextWriter", "WriteStream"]

@@ -299,6 +299,26 @@ def test_a_source_replaced_during_the_move_stays(
     assert (pool.get("a"), pool.get("b")) == (b"2", b"1")
 
 
+def test_a_source_replaced_during_the_copy_is_not_copied(
+    fs: HpstoreFileSystem, name: str, pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes of one version never go with the metadata of another."""
+    pool.put("a", b"1", {"step": 1})
+    stat = hpstore.Pool.stat
+
+    def race(self: hpstore.Pool, key: str) -> hpstore.ObjectInfo:
+        if key == "a" and len(calls) == 1:
+            pool.put("a", b"2", {"step": 2})
+        calls.append(key)
+        return stat(self, key)
+
+    calls: list[str] = []
+    monkeypatch.setattr(hpstore.Pool, "stat", race)
+    with pytest.raises(VersionConflict, match="while it was copied"):
+        fs.cp_file(f"{name}/a", f"{name}/b")
+    assert pool.list() == ["a"]
+
+
 def test_delete_takes_metadata_first(
     fs: HpstoreFileSystem, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
