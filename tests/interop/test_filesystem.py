@@ -74,6 +74,8 @@ def test_a_key_is_object_and_directory_at_once(fs: HpstoreFileSystem, name: str)
     assert [e["type"] for e in fs.ls(name)] == ["directory", "file"]
     assert fs.ls(f"{name}/a", detail=False) == [f"{name}/a", f"{name}/a/b"]
     assert fs.find(name) == [f"{name}/a", f"{name}/a/b"]
+    assert fs.find(f"{name}/a") == [f"{name}/a", f"{name}/a/b"]
+    assert list(fs.find(f"{name}/a/b", detail=True)) == [f"{name}/a/b"]
     fs.mv(f"{name}/a", f"{name}/c", recursive=True)
     assert fs.cat(name, recursive=True) == {f"{name}/c": b"1", f"{name}/c/b": b"2"}
     fs.rm(f"{name}/c")
