@@ -1,0 +1,26 @@
+"""Adapters that keep the checkpoints of other trainers in a pool; docs/trainers.md.
+
+Each adapter's package is imported when its name is first used, so that no trainer is needed for
+another: `pip install hpstore[lightning]`, `[huggingface]`, `[torch-checkpointing]`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+_HOMES = {
+    "HPAccelerate": "hpstore.trainers.huggingface",
+    "HPCheckpointIO": "hpstore.trainers.lightning",
+    "HPStorage": "hpstore.trainers.torch_checkpointing",
+    "HPStorageConfig": "hpstore.trainers.torch_checkpointing",
+    "HPTrainerCallback": "hpstore.trainers.huggingface",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+__all__ = list(_HOMES)

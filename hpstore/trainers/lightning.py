@@ -1,0 +1,195 @@
+"""Lightning: a CheckpointIO that keeps checkpoints in a pool (docs/trainers.md)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpstore.errors import CheckpointError
+from hpstore.trainers.extras import PoolLike, as_pool, missing
+from hpstore.trainers.named import NamedCheckpoints
+
+try:
+    from lightning.pytorch.plugins.io import CheckpointIO
+except ModuleNotFoundError as error:
+    raise missing("lightning", "lightning") from error
+
+PathLike = str | os.PathLike[str]
+
+
+def name_of(path: PathLike, root: str | None) -> str:
+    """The name of the checkpoint that Lightning calls `path`.
+
+    `under/` and what follows `root`, or `at/` and the absolute path, or `url/` and the URL. Links in
+    the directory are followed, the last component is not.
+    """
+    text = os.fspath(path)
+    if "://" in text:
+        return f"url/{text.replace('://', '/', 1)}".rstrip("/")
+    folder, last = os.path.split(os.path.abspath(text))
+    whole = os.path.join(os.path.realpath(folder), last)
+    if root is not None and whole.startswith(f"{root}/"):
+        return f"under/{whole[len(root) + 1 :]}"
+    return f"at{whole}"
+
+
+def path_of(name: str, root: str | None) -> str:
+    """Inverse of name_of. Raises CheckpointError for a name that needs a `root`."""
+    kind, _, rest = name.partition("/")
+    if kind == "url":
+        return rest.replace("/", "://", 1)
+    if kind == "at":
+        return f"/{rest}"
+    if root is None:
+        raise CheckpointError(f"{rest!r} was saved with root=: pass HPCheckpointIO(root=...), too")
+    return f"{root}/{rest}"
+
+
+def place(value: Any, map_location: object) -> Any:
+    """Loaded values with tensors where torch.load's `map_location` wants them."""
+    if isinstance(value, torch.Tensor):
+        return value if map_location is None else _place_tensor(value, map_location)
+    if isinstance(value, dict):
+        return {name: place(child, map_location) for name, child in value.items()}
+    if isinstance(value, list):
+        return [place(child, map_location) for child in value]
+    if type(value) is tuple:
+        return tuple(place(child, map_location) for child in value)
+    return value
+
+
+def _place_tensor(tensor: torch.Tensor, map_location: object) -> torch.Tensor:
+    if isinstance(map_location, (str, torch.device)):
+        return tensor.to(map_location)
+    if isinstance(map_location, Mapping):
+        return tensor.to(map_location.get("cpu", "cpu"))
+    if callable(map_location):
+        storage = map_location(tensor.untyped_storage(), "cpu")
+        return tensor if storage is None else tensor.to(storage.device)
+    raise CheckpointError(f"map_location of {type(map_location).__name__} is not understood")
+
+
+class HPCheckpointIO(CheckpointIO):
+    """`Trainer(plugins=[HPCheckpointIO(pool, "runs/gpt")])`: checkpoints go to a pool.
+
+    Saving returns once the state is copied; encoding, writing and the commit go on in the
+    background. What went wrong is raised at the next save, load or teardown. A checkpoint that
+    Lightning removes goes only after the one saved before is durable.
+
+    Lightning knows checkpoints by path and looks for them on disk (version counters, "last",
+    warnings): a marker of one line stands there for each. The pool alone is the truth: after the
+    disk is lost, `trainer.fit(ckpt_path=io.latest())` and every path still work.
+
+    pool: a Pool, which stays the caller's, or the name or settings file of one, opened at the first
+    use and closed by close(). root: paths below it are named relative to it, so that a run may
+    move; others by their absolute path. One saving process per prefix.
+    """
+
+    def __init__(self, pool: PoolLike, prefix: str, *, root: PathLike | None = None) -> None:
+        self._pool, self.prefix = pool, prefix
+        self.root = None if root is None else os.path.realpath(root)
+        self._named: NamedCheckpoints | None = None
+        self._opened = False
+
+    @property
+    def checkpoints(self) -> NamedCheckpoints:
+        """The checkpoints by name; opens the pool at the first use."""
+        if self._named is None:
+            self._pool, self._opened = as_pool(self._pool)
+            self._named = NamedCheckpoints(self._pool, self.prefix)
+        return self._named
+
+    # --- what Lightning calls -----------------------------------------------------------------
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: PathLike, storage_options: object = None
+    ) -> None:
+        """Save; returns once staged. Raises CheckpointError naming an entry it cannot hold."""
+        if storage_options is not None:
+            raise CheckpointError("HPCheckpointIO takes no storage_options")
+        marker = self._marker(path)
+        made = marker is not None and not os.path.isfile(marker)
+        self.checkpoints.save(
+            name_of(path, self.root), checkpoint, durable=lambda: self._mark(marker)
+        )
+        if made:  # now already, as Lightning asks for it before the next save
+            self._mark(marker)
+
+    def load_checkpoint(
+        self, path: PathLike, map_location: object = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load and verify. Tensors come on the CPU unless `map_location` says otherwise.
+
+        Reading never runs code from a checkpoint, so `weights_only` changes nothing.
+        """
+        path = os.fspath(path)
+        if "://" not in path and os.path.islink(path):  # save_last="link"
+            path = os.path.join(os.path.dirname(path), os.readlink(path))
+        loaded = self.checkpoints.load(name_of(path, self.root))
+        placed: dict[str, Any] = place(loaded, map_location)
+        return placed
+
+    def remove_checkpoint(self, path: PathLike) -> None:
+        """Remove a checkpoint, after the save under way is durable; not when that failed."""
+        marker = self._marker(path)
+        if marker is not None and os.path.islink(marker):
+            os.unlink(marker)
+            return
+        self.checkpoints.remove(name_of(path, self.root), removed=lambda: self._unmark(marker))
+
+    def teardown(self) -> None:
+        """Wait until everything saved is durable; raises what went wrong. Usable afterwards."""
+        if self._named is not None:
+            self._named.wait()
+
+    # --- beyond Lightning ---------------------------------------------------------------------
+
+    def latest(self) -> str | None:
+        """The path of the checkpoint saved last, for `trainer.fit(ckpt_path=...)`; None at first."""
+        name = self.checkpoints.latest()
+        return None if name is None else path_of(name, self.root)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For strategies that spawn: the other process opens checkpoints of its own."""
+        return {**self.__dict__, "_named": None, "_opened": False}
+
+    def close(self) -> None:
+        """Wait, and close the pool if it was opened here. Idempotent."""
+        named, self._named = self._named, None
+        if named is None:
+            return
+        try:
+            named.close()
+        finally:
+            if self._opened:
+                named.pool.close()
+                self._pool, self._opened = os.fspath(named.pool.config.path), False
+
+    # --- markers ------------------------------------------------------------------------------
+
+    def _marker(self, path: PathLike) -> str | None:
+        text = os.fspath(path)
+        return None if "://" in text else os.path.abspath(text)
+
+    def _mark(self, marker: str | None) -> None:
+        """Write or touch the marker of a path. It holds no data."""
+        if marker is None:
+            return
+        os.makedirs(os.path.dirname(marker), exist_ok=True)
+        if os.path.islink(marker):  # of save_last="link": its target is not ours to overwrite
+            os.unlink(marker)
+        pool = self.checkpoints.pool.config.name
+        Path(marker).write_text(
+            f"A marker: the checkpoint is in hpstore's pool {pool!r} under {self.prefix!r}.\n"
+        )
+
+    def _unmark(self, marker: str | None) -> None:
+        if marker is not None and os.path.lexists(marker):
+            os.unlink(marker)
+
+
+__all__ = ["HPCheckpointIO", "name_of", "path_of", "place"]

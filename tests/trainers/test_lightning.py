@@ -1,0 +1,270 @@
+"""HPCheckpointIO under the real Lightning: fit, kill, resume, top-k, last, errors."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hpstore
+from hpstore.config import Settings
+from hpstore.errors import CheckpointError, TooFewDevices
+from hpstore.pool import Pool
+from hpstore.units import MIB
+
+lightning = pytest.importorskip("lightning.pytorch")
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+
+from hpstore.trainers.lightning import HPCheckpointIO, name_of, path_of, place  # noqa: E402
+
+pytestmark = [
+    # two cores: Lightning wishes for more workers and for a GPU that may be there
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+    # Lightning 2.6 still uses what torch 2.13 has renamed
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning"),
+    # a run of its own in the same directory is what these tests are about
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+]
+
+
+class Tiny(lightning.LightningModule):  # type: ignore[misc,name-defined]
+    """A regression with dropout-free layers, AdamW and a schedule; `width` is a hyper-parameter."""
+
+    def __init__(self, width: int = 8, note: object = "plain") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(4, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 1)
+        )
+        self.losses: list[float] = []
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss: torch.Tensor = (self.net(batch) - batch.sum(1, keepdim=True)).square().mean()
+        self.losses.append(float(loss.detach()))
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def batches() -> torch.utils.data.DataLoader[torch.Tensor]:
+    rows = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
+    return torch.utils.data.DataLoader(list(rows), batch_size=4)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Pool:
+    return hpstore.create(
+        [tmp_path / f"d{i}" for i in range(5)], data=3, parity=2, config=tmp_path / "pool.toml",
+        settings=Settings(memory_bytes=32 * MIB, run_directory=str(tmp_path / "run")),
+    )  # fmt: skip
+
+
+def trainer(io: HPCheckpointIO, folder: Path, *callbacks: object, epochs: int = 4) -> Any:
+    return lightning.Trainer(
+        max_epochs=epochs, accelerator="cpu", devices=1, logger=False, plugins=[io],
+        enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks),
+        default_root_dir=folder, log_every_n_steps=1,
+    )  # fmt: skip
+
+
+def same(one: Any, two: Any) -> bool:
+    """Equal nested values, tensors bit by bit."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(two, torch.Tensor) and torch.equal(one, two) and one.dtype == two.dtype
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(same(one[k], two[k]) for k in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(two) and all(same(a, b) for a, b in zip(one, two, strict=True))
+    return bool(one == two)
+
+
+def test_a_resumed_fit_is_the_fit_that_was_never_stopped(pool: Pool, tmp_path: Path) -> None:
+    """Two of four epochs, everything on the local disk lost, resume: same losses, same optimizer."""
+    torch.manual_seed(5)
+    start = Tiny().state_dict()
+    whole, first, second = Tiny(), Tiny(), Tiny()
+    whole.load_state_dict(start)
+    first.load_state_dict(start)
+    with pool:
+        straight = trainer(HPCheckpointIO(pool, "whole"), tmp_path / "a")
+        straight.fit(whole, batches())
+        trainer(HPCheckpointIO(pool, "run"), tmp_path / "b", epochs=2).fit(first, batches())
+        for marker in (tmp_path / "b").rglob("*.ckpt"):
+            marker.unlink()
+        io = HPCheckpointIO(pool, "run")
+        again = trainer(io, tmp_path / "b")
+        again.fit(second, batches(), ckpt_path=io.latest())
+        assert (again.current_epoch, again.global_step) == (4, 24)
+        assert first.losses + second.losses == whole.losses
+        assert same(second.state_dict(), whole.state_dict())
+        assert same(again.optimizers[0].state_dict(), straight.optimizers[0].state_dict())
+        ours = again.lr_scheduler_configs[0].scheduler.state_dict()
+        assert same(ours, straight.lr_scheduler_configs[0].scheduler.state_dict())
+
+
+def test_the_loaded_checkpoint_is_lightnings_own(pool: Pool, tmp_path: Path) -> None:
+    """Against torch.save of the same dict: every key, callback state, loop and hyper-parameter."""
+    with pool:
+        io = HPCheckpointIO(pool, "run")
+        run = trainer(io, tmp_path, epochs=1)
+        run.fit(Tiny(width=6), batches())
+        dumped = run._checkpoint_connector.dump_checkpoint(False)
+        io.save_checkpoint(dumped, tmp_path / "x.ckpt")
+        torch.save(dumped, tmp_path / "stock.pt")
+        loaded = io.load_checkpoint(tmp_path / "x.ckpt")
+        assert same(loaded, torch.load(tmp_path / "stock.pt", weights_only=False))
+        assert loaded["hyper_parameters"] == {"width": 6, "note": "plain"}
+        assert {"loops", "callbacks", "optimizer_states", "lr_schedulers"} <= loaded.keys()
+
+
+def test_top_k_keeps_k_and_last_is_found(pool: Pool, tmp_path: Path) -> None:
+    """save_top_k=2 with save_last: three names stay in the pool, and "last" resumes from one."""
+    with pool:
+        io = HPCheckpointIO(pool, "run")
+        keep = ModelCheckpoint(tmp_path / "c", monitor="loss", save_top_k=2, save_last=True)
+        run = trainer(io, tmp_path, keep, epochs=5)
+        run.fit(Tiny(), batches())
+        wanted = {*keep.best_k_models, keep.last_model_path}
+        assert len(wanted) == 3
+        assert {path_of(name, None) for name in io.checkpoints.names()} == wanted
+        assert {str(path) for path in (tmp_path / "c").iterdir()} == wanted
+        assert len(io.checkpoints._checkpoints.steps()) == 3
+        assert pool.list("run/doubtful/") == []
+        later = trainer(HPCheckpointIO(pool, "run"), tmp_path, keep, epochs=6)
+        model = Tiny()
+        later.fit(model, batches(), ckpt_path="last")
+        assert len(model.losses) == 6
+        assert later.current_epoch == 6
+
+
+def test_best_is_loaded_for_validation_after_fit(pool: Pool, tmp_path: Path) -> None:
+    """ckpt_path="best" after teardown: the checkpoint of the lowest loss comes from the pool."""
+
+    class Checked(Tiny):
+        def test_step(self, batch: torch.Tensor, index: int) -> None:
+            self.seen = self.net[0].weight.detach().clone()
+
+    with pool:
+        io = HPCheckpointIO(pool, "run")
+        keep = ModelCheckpoint(tmp_path / "c", monitor="loss", save_top_k=1)
+        run = trainer(io, tmp_path, keep)
+        model = Checked()
+        run.fit(model, batches())
+        run.test(model, batches(), ckpt_path="best", verbose=False)
+        best = io.load_checkpoint(keep.best_model_path)["state_dict"]["net.0.weight"]
+        assert torch.equal(model.seen, best)
+
+
+def test_a_second_run_in_the_directory_does_not_overwrite(pool: Pool, tmp_path: Path) -> None:
+    """The same file name again: Lightning sees the marker and counts versions, as on a disk."""
+    with pool:
+        for _ in range(2):
+            keep = ModelCheckpoint(tmp_path / "c", filename="{epoch}")
+            trainer(HPCheckpointIO(pool, "run"), tmp_path, keep, epochs=1).fit(Tiny(), batches())
+        names = HPCheckpointIO(pool, "run").checkpoints.names()
+        assert [Path(name).name for name in names] == ["epoch=0.ckpt", "epoch=0-v1.ckpt"]
+
+
+def test_last_as_a_link_resumes(pool: Pool, tmp_path: Path) -> None:
+    """save_last="link": the link leads from marker to marker, and to the right checkpoint."""
+    with pool:
+        io = HPCheckpointIO(pool, "run")
+        keep = ModelCheckpoint(tmp_path / "c", save_last="link", save_top_k=1)
+        trainer(io, tmp_path, keep, epochs=2).fit(Tiny(), batches())
+        assert (tmp_path / "c" / "last.ckpt").is_symlink()
+        assert io.load_checkpoint(tmp_path / "c" / "last.ckpt")["global_step"] == 12
+        assert len(io.checkpoints.names()) == 1
+
+
+def test_an_object_is_refused_by_its_key(pool: Pool, tmp_path: Path) -> None:
+    """A path and a module among the hyper-parameters: the error names them, nothing is written."""
+    with pool:
+        io = HPCheckpointIO(pool, "run")
+        with pytest.raises(CheckpointError, match=r"\['hyper_parameters'\]\['note'\].*PosixPath"):
+            trainer(io, tmp_path, epochs=1).fit(Tiny(note=tmp_path), batches())
+        with pytest.raises(CheckpointError, match=r"checkpoint\['a'\]\[0\] is a torch.nn"):
+            io.save_checkpoint({"a": [torch.nn.Linear(1, 1)]}, "x.ckpt")
+        assert io.checkpoints.names() == []
+
+
+def test_a_failed_save_is_raised_and_removes_nothing(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second save fails in the background: its error comes at teardown, the first stays."""
+    with pool:
+        io = HPCheckpointIO(pool, "run")
+        io.save_checkpoint({"step": 1}, tmp_path / "one.ckpt")
+        io.teardown()
+        put = Pool.put
+
+        def failing(self: Pool, key: str, *args: Any, **options: Any) -> Any:
+            if "/segment-" in key:
+                raise TooFewDevices("no devices today")
+            return put(self, key, *args, **options)
+
+        monkeypatch.setattr(Pool, "put", failing)
+        io.save_checkpoint({"step": 2}, tmp_path / "two.ckpt")
+        io.remove_checkpoint(tmp_path / "one.ckpt")
+        with pytest.raises(TooFewDevices, match="today"):
+            io.teardown()
+        monkeypatch.undo()
+        assert io.load_checkpoint(tmp_path / "one.ckpt") == {"step": 1}
+        with pytest.raises(CheckpointError, match="no checkpoint"):
+            io.load_checkpoint(tmp_path / "two.ckpt")
+        io.save_checkpoint({"step": 3}, tmp_path / "three.ckpt")
+        io.teardown()
+        assert [Path(name).name for name in io.checkpoints.names()] == ["three.ckpt"]
+
+
+def test_paths_become_names_and_back(tmp_path: Path) -> None:
+    """Absolute, below a root, through a linked directory, and URLs."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    direct = name_of(tmp_path / "real" / "epoch=0-step=6.ckpt", None)
+    assert direct == f"at{tmp_path}/real/epoch=0-step=6.ckpt"
+    assert name_of(tmp_path / "link" / "epoch=0-step=6.ckpt", None) == direct
+    assert name_of(tmp_path / "real" / "a.ckpt", str(tmp_path)) == "under/real/a.ckpt"
+    assert path_of("under/real/a.ckpt", "/elsewhere") == "/elsewhere/real/a.ckpt"
+    assert path_of(direct, None) == str(tmp_path / "real" / "epoch=0-step=6.ckpt")
+    assert path_of(name_of("hpstore://main/x/y.ckpt", None), None) == "hpstore://main/x/y.ckpt"
+    with pytest.raises(CheckpointError, match="root="):
+        path_of("under/a", None)
+
+
+def test_a_moved_run_resumes_below_its_new_root(pool: Pool, tmp_path: Path) -> None:
+    """Saved under one root, read under another, by a pool's settings file."""
+    with pool:
+        io = HPCheckpointIO(pool, "run", root=tmp_path / "old")
+        io.save_checkpoint({"step": 1}, tmp_path / "old" / "c" / "a.ckpt")
+        io.close()
+    other = HPCheckpointIO(tmp_path / "pool.toml", "run", root=tmp_path / "new")
+    assert other.latest() == str(tmp_path / "new" / "c" / "a.ckpt")
+    assert other.load_checkpoint(other.latest() or "") == {"step": 1}
+    other.close()
+    other.close()
+
+
+def test_map_location_places_tensors() -> None:
+    """A device, a dict, a function and None; what is no location is refused."""
+    value = {"a": [torch.ones(2), (torch.zeros(1), 3)]}
+    for location in (None, "cpu", torch.device("cpu"), {"cuda:0": "cpu"}, lambda s, where: s):
+        assert same(place(value, location), value)
+    assert place(value, "meta")["a"][0].device.type == "meta"
+    with pytest.raises(CheckpointError):
+        place(value, 3)
+
+
+def test_saving_overwrites_a_name_whole(pool: Pool, tmp_path: Path) -> None:
+    """The same path twice: the new content, one checkpoint left, os.sep in no way special."""
+    with pool:
+        io = HPCheckpointIO(pool, "run")
+        for step in range(3):
+            io.save_checkpoint({"step": step, "t": torch.full((3,), step)}, tmp_path / "last.ckpt")
+        assert io.load_checkpoint(f"{tmp_path}{os.sep}last.ckpt")["step"] == 2
+        assert len(io.checkpoints._checkpoints.steps()) == 1
