@@ -12,41 +12,12 @@ import torch
 from hpstore.errors import CheckpointError
 from hpstore.trainers.extras import PoolLike, as_pool, missing
 from hpstore.trainers.named import NamedCheckpoints
+from hpstore.trainers.paths import PathLike, name_of, path_of
 
 try:
     from lightning.pytorch.plugins.io import CheckpointIO
 except ModuleNotFoundError as error:
     raise missing("lightning", "lightning") from error
-
-PathLike = str | os.PathLike[str]
-
-
-def name_of(path: PathLike, root: str | None) -> str:
-    """The name of the checkpoint that Lightning calls `path`.
-
-    `under/` and what follows `root`, or `at/` and the absolute path, or `url/` and the URL. Links in
-    the directory are followed, the last component is not.
-    """
-    text = os.fspath(path)
-    if "://" in text:
-        return f"url/{text.replace('://', '/', 1)}".rstrip("/")
-    folder, last = os.path.split(os.path.abspath(text))
-    whole = os.path.join(os.path.realpath(folder), last)
-    if root is not None and whole.startswith(f"{root}/"):
-        return f"under/{whole[len(root) + 1 :]}"
-    return f"at{whole}"
-
-
-def path_of(name: str, root: str | None) -> str:
-    """Inverse of name_of. Raises CheckpointError for a name that needs a `root`."""
-    kind, _, rest = name.partition("/")
-    if kind == "url":
-        return rest.replace("/", "://", 1)
-    if kind == "at":
-        return f"/{rest}"
-    if root is None:
-        raise CheckpointError(f"{rest!r} was saved with root=: pass HPCheckpointIO(root=...), too")
-    return f"{root}/{rest}"
 
 
 def place(value: Any, map_location: object) -> Any:
@@ -149,7 +120,7 @@ class HPCheckpointIO(CheckpointIO):
     # --- beyond Lightning ---------------------------------------------------------------------
 
     def latest(self) -> str | None:
-        """The path of the checkpoint saved last, for `trainer.fit(ckpt_path=...)`; None at first."""
+        """The path of the newest checkpoint, for `trainer.fit(ckpt_path=...)`; None at first."""
         name = self.checkpoints.latest()
         return None if name is None else path_of(name, self.root)
 
@@ -192,4 +163,4 @@ class HPCheckpointIO(CheckpointIO):
             os.unlink(marker)
 
 
-__all__ = ["HPCheckpointIO", "name_of", "path_of", "place"]
+__all__ = ["HPCheckpointIO", "place"]

@@ -188,9 +188,9 @@ class NamedCheckpoints(Closing):
         """Delete a doubtful checkpoint, unless its name means it."""
         doubted = Named.decode(self.pool.get(key), where=key)
         current = self._read(doubted.name)  # raises when that is not certain
-        if current is None or current.number != doubted.number:
-            if doubted.number in self._checkpoints.steps():
-                self._checkpoints.delete(doubted.number)
+        meant = current is not None and current.number == doubted.number
+        if not meant and doubted.number in self._checkpoints.steps():
+            self._checkpoints.delete(doubted.number)
         self.pool.delete(key)
 
     def _doubt(self, named: Named) -> None:

@@ -1,4 +1,4 @@
-"""torch_checkpointing: a Storage on a pool, whose directory rename is one put (docs/trainers.md)."""
+"""torch_checkpointing: a Storage on a pool whose directory rename is one put."""
 
 from __future__ import annotations
 

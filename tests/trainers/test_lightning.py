@@ -13,12 +13,13 @@ import hpstore
 from hpstore.config import Settings
 from hpstore.errors import CheckpointError, TooFewDevices
 from hpstore.pool import Pool
+from hpstore.trainers.paths import name_of, path_of
 from hpstore.units import MIB
 
 lightning = pytest.importorskip("lightning.pytorch")
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 
-from hpstore.trainers.lightning import HPCheckpointIO, name_of, path_of, place  # noqa: E402
+from hpstore.trainers.lightning import HPCheckpointIO, place  # noqa: E402
 
 pytestmark = [
     # two cores: Lightning wishes for more workers and for a GPU that may be there
@@ -85,7 +86,7 @@ def same(one: Any, two: Any) -> bool:
 
 
 def test_a_resumed_fit_is_the_fit_that_was_never_stopped(pool: Pool, tmp_path: Path) -> None:
-    """Two of four epochs, everything on the local disk lost, resume: same losses, same optimizer."""
+    """Two of four epochs, the local disk lost, resume: same losses, weights and optimizer."""
     torch.manual_seed(5)
     start = Tiny().state_dict()
     whole, first, second = Tiny(), Tiny(), Tiny()

@@ -1,0 +1,331 @@
+"""Hugging Face: a Trainer's callback and an Accelerator's states in a pool (docs/trainers.md)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import random
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint.training import rng_state, set_rng_state
+from hpstore.closing import Closing
+from hpstore.errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    IntegrityError,
+    ObjectNotFound,
+    RedundancyError,
+)
+from hpstore.trainers.extras import PoolLike, as_pool, missing
+from hpstore.trainers.named import NamedCheckpoints, check_plain
+from hpstore.trainers.paths import PathLike, name_of, path_of
+
+try:
+    from accelerate import Accelerator
+    from transformers import TrainerCallback
+except ModuleNotFoundError as error:
+    raise missing("transformers and accelerate", "huggingface") from error
+
+_log = logging.getLogger(__name__)
+# what a Trainer looks for in a checkpoint's folder
+_FILES = {
+    "model": "pytorch_model.bin", "optimizer": "optimizer.pt", "lr_scheduler": "scheduler.pt",
+    "scaler": "scaler.pt", "rng": "rng_state.pth",
+}  # fmt: skip
+
+
+class HPTrainerCallback(TrainerCallback, Closing):
+    """`Trainer(callbacks=[HPTrainerCallback(pool, "runs/bert", keep_last=3)])` saves to a pool.
+
+    Saves whenever the Trainer does; with `every`, also after every so many steps, so that the
+    Trainer itself may have save_strategy="no". A save holds model, optimizer, scheduler, scaler,
+    RNG states and the Trainer's state. The Trainer is kept for one copy; what went wrong is raised
+    at the next save and at the end of training. To resume, also on another machine:
+
+        trainer.train(resume_from_checkpoint=callback.resume_folder("/local/scratch"))
+
+    keep_last, keep_every: which steps stay; older ones go after a newer one is durable in full.
+    pool: a Pool, which stays the caller's, or the name or settings file of one. For one process;
+    FSDP and DeepSpeed are refused.
+    """
+
+    def __init__(
+        self,
+        pool: PoolLike,
+        prefix: str,
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        every: int | None = None,
+    ) -> None:
+        if every is not None and (type(every) is not int or every < 1):
+            raise CheckpointError("every must be a whole number of at least 1, or None")
+        self.pool, self._opened = as_pool(pool)
+        self.every = every
+        self.checkpoints = Checkpointer(
+            self.pool, prefix, keep_last=keep_last, keep_every=keep_every, rng=False
+        )
+        self._folder: str | None = None
+
+    # --- what the Trainer calls ---------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuse what would not be saved as a whole."""
+        if args.world_size > 1 or getattr(args, "fsdp", None) or getattr(args, "deepspeed", None):
+            raise CheckpointError("HPTrainerCallback saves one process without FSDP or DeepSpeed")
+        others = sorted(set(state.stateful_callbacks) - {"TrainerControl"})
+        if self.every is not None and others:
+            raise CheckpointError(
+                f"with every=, the states of {others} would be saved as they were at the start: "
+                'use the Trainer\'s own save_strategy="steps" instead'
+            )
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save, after the Trainer did."""
+        self._save(state, dataclasses.asdict(state), kwargs)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save, if it is time by `every`."""
+        if self.every is not None and state.global_step % self.every == 0:
+            recorded = dataclasses.asdict(state)
+            recorded["stateful_callbacks"]["TrainerControl"] = control.state()
+            self._save(state, recorded, kwargs)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Wait until everything is durable; raises what went wrong."""
+        self.checkpoints.wait()
+        self._drop_folder()
+
+    def _save(self, state: Any, recorded: dict[str, Any], parts: dict[str, Any]) -> None:
+        optimizer = parts["optimizer"]
+        scaler = getattr(optimizer, "scaler", None)
+        saved = {
+            "model": dict(parts["model"].state_dict()),
+            "optimizer": optimizer.state_dict(),
+            "lr_scheduler": parts["lr_scheduler"].state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "rng": trainer_rng(),
+            "trainer_state": json.dumps(recorded, indent=2, sort_keys=True),
+        }
+        check_plain(saved, "checkpoint")
+        self.checkpoints.save(state.global_step, saved, overwrite=True)
+
+    # --- resuming -----------------------------------------------------------------------------
+
+    def resume_folder(self, parent: PathLike, step: int | None = None) -> str | None:
+        """A folder for resume_from_checkpoint with a step, by default the newest readable one.
+
+        None when there is no checkpoint. Every byte is verified before it is written, below
+        `parent`, where the state must fit; the folder is removed at the end of training.
+        """
+        found = self._load(step)
+        if found is None:
+            return None
+        step, loaded = found
+        self._drop_folder()
+        os.makedirs(parent, exist_ok=True)
+        folder = tempfile.mkdtemp(prefix=f"checkpoint-{step}-", dir=parent)
+        self._folder = folder
+        for part, name in _FILES.items():
+            if loaded[part] is not None:
+                torch.save(loaded[part], os.path.join(folder, name))
+        Path(folder, "trainer_state.json").write_text(loaded["trainer_state"])
+        return folder
+
+    def _load(self, step: int | None) -> tuple[int, dict[str, Any]] | None:
+        self.checkpoints.wait()
+        if step is not None:
+            return step, self.checkpoints.load_state(step)
+        steps = self.checkpoints.steps()
+        for candidate in reversed(steps):
+            try:
+                return candidate, self.checkpoints.load_state(candidate)
+            except (IntegrityError, RedundancyError, ObjectNotFound) as error:
+                _log.warning("checkpoint step %d is passed over: %s", candidate, error)
+        if steps:
+            raise CheckpointError(f"none of the checkpoints {steps[-8:]} can be read now")
+        return None
+
+    def _drop_folder(self) -> None:
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            shutil.rmtree(folder)
+
+    def close(self) -> None:
+        """Wait; close the pool if it was opened here. Idempotent."""
+        try:
+            self.checkpoints.close()
+        finally:
+            self._drop_folder()
+            if self._opened:
+                self.pool.close()
+
+
+def trainer_rng() -> dict[str, Any]:
+    """RNG states as a Trainer of one process writes and reads them."""
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.random.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.random.get_rng_state()
+    return states
+
+
+class HPAccelerate(Closing):
+    """`with HPAccelerate(accelerator, pool, "runs/x"):` save_state() and load_state() use a pool.
+
+    It takes the place of both methods until close(), and nothing is written to the local disk:
+    accelerate's hooks cannot keep the optimizers' bytes off it, and load_state() wants a folder
+    that a lost machine took along. Hooks that were registered are called as before.
+
+    save_state() returns once the state is copied; what went wrong is raised at the next call and
+    by close(). keep_last (default: the ProjectConfiguration's total_limit): older states go only
+    after a newer one is durable in full, where accelerate itself deletes first.
+
+    root: output directories below it are named relative to it, so that a run may move. For one
+    process; FSDP, DeepSpeed and Megatron-LM are refused.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        pool: PoolLike,
+        prefix: str,
+        *,
+        keep_last: int | None = None,
+        root: PathLike | None = None,
+    ) -> None:
+        kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+        if accelerator.num_processes > 1 or kind != "NO":
+            raise CheckpointError(f"HPAccelerate saves one process, not {kind}")
+        if keep_last is None:
+            keep_last = accelerator.project_configuration.total_limit
+        self.accelerator = accelerator
+        self.root = None if root is None else os.path.realpath(root)
+        self.pool, self._opened = as_pool(pool)
+        self.checkpoints = NamedCheckpoints(self.pool, prefix, keep_last=keep_last)
+        self._closed = False
+        accelerator.save_state = self.save_state
+        accelerator.load_state = self.load_state
+
+    def save_state(self, output_dir: PathLike | None = None, **unused: Any) -> Path:
+        """Save everything prepared and registered under the name `output_dir`.
+
+        With automatic_checkpoint_naming the name is made as accelerate makes it, and must be new.
+        Returns the name as a path once staged. `safe_serialization` and other options for the
+        format of files are of no consequence.
+        """
+        accelerator = self.accelerator
+        automatic = accelerator.project_configuration.automatic_checkpoint_naming
+        path = self._automatic() if automatic else output_dir
+        if path is None:
+            raise CheckpointError("save_state() needs an output_dir, or automatic naming")
+        name = name_of(path, self.root)
+        if automatic and name in self.checkpoints.names():
+            raise CheckpointError(
+                f"{name!r} is saved already; load_state() first, or set the project "
+                "configuration's iteration to where to go on"
+            )
+        models = accelerator._models
+        weights = [accelerator.get_state_dict(model, unwrap=False) for model in models]
+        for hook in accelerator._save_model_state_pre_hook.values():
+            hook(models, weights, os.fspath(path))
+        self.checkpoints.save(name, {**self._state(), "models": [dict(w) for w in weights]})
+        accelerator.project_configuration.iteration += 1
+        return Path(path)
+
+    def _automatic(self) -> str:
+        at = self.accelerator.project_configuration
+        return os.path.join(
+            self.accelerator.project_dir or "", "checkpoints", f"checkpoint_{at.iteration}"
+        )
+
+    def _state(self) -> dict[str, Any]:
+        accelerator = self.accelerator
+        scaler = accelerator.scaler
+        return {
+            "optimizers": [o.state_dict() for o in accelerator._optimizers],
+            "schedulers": [s.state_dict() for s in accelerator._schedulers],
+            "dataloaders": [_loader_state(loader) for loader in accelerator._dataloaders],
+            "custom": [thing.state_dict() for thing in accelerator._custom_objects],
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "rng": rng_state(),
+            "step": accelerator.step,
+            "iteration": accelerator.project_configuration.iteration,
+        }
+
+    def load_state(self, input_dir: PathLike | None = None, **options: Any) -> None:
+        """Load the state saved under the name `input_dir`; without one, the newest.
+
+        Verified as a whole before anything is filled. Raises CheckpointError when there is none,
+        CheckpointMismatch when other numbers of things were prepared.
+        """
+        known = self.latest() if input_dir is None else input_dir
+        if known is None:
+            raise CheckpointError(f"no state under {self.checkpoints.prefix!r} to load")
+        loaded = self.checkpoints.load(name_of(known, self.root))
+        accelerator = self.accelerator
+        models = list(accelerator._models)
+        for hook in accelerator._load_model_state_pre_hook.values():
+            hook(models, os.fspath(known))
+        takers = {
+            "models": models, "optimizers": accelerator._optimizers,
+            "schedulers": accelerator._schedulers, "dataloaders": accelerator._dataloaders,
+            "custom": accelerator._custom_objects,
+        }  # fmt: skip
+        for kind, things in takers.items():
+            if len(loaded[kind]) != len(things):
+                raise CheckpointMismatch(
+                    f"{len(loaded[kind])} {kind} were saved, {len(things)} are there to load"
+                )
+        for kind, things in takers.items():
+            for thing, state in zip(things, loaded[kind], strict=True):
+                if state is not None:
+                    thing.load_state_dict(state)
+        if loaded["scaler"] is not None and accelerator.scaler is not None:
+            accelerator.scaler.load_state_dict(loaded["scaler"])
+        accelerator.step = loaded["step"]
+        accelerator.project_configuration.iteration = loaded["iteration"] + 1
+        set_rng_state(loaded["rng"])
+
+    def latest(self) -> str | None:
+        """The name, as a path, of the newest state; None when there is none."""
+        self.checkpoints.wait()
+        name = self.checkpoints.latest()
+        return None if name is None else path_of(name, self.root)
+
+    def wait(self) -> None:
+        """Wait until what was saved is durable; raises what went wrong."""
+        self.checkpoints.wait()
+
+    def close(self) -> None:
+        """Wait, and give the accelerator its own methods back. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for name in ("save_state", "load_state"):
+            self.accelerator.__dict__.pop(name, None)
+        try:
+            self.checkpoints.close()
+        finally:
+            if self._opened:
+                self.pool.close()
+
+
+def _loader_state(loader: Any) -> Any:
+    """State of a stateful data loader; None of another."""
+    return loader.state_dict() if getattr(loader, "use_stateful_dataloader", False) else None
+
+
+__all__ = ["HPAccelerate", "HPTrainerCallback"]
