@@ -93,7 +93,8 @@ class NamedCheckpoints(Closing):
         self._checkpoints = Checkpointer(pool, f"{prefix}/saves", rng=False)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hpstore-names")
         self._pending: list[Future[None]] = []  # of the one save under way and its removals
-        self._postponed: list[str] = []  # names to remove; the worker's alone
+        # names to remove, and whom to tell; the worker's alone
+        self._postponed: dict[str, Callable[[], None] | None] = {}
         self._whole = True  # the last save is durable with full parity; the worker's alone
         self._number: int | None = None  # of the last save here
         self._closed = False
@@ -133,6 +134,7 @@ class NamedCheckpoints(Closing):
         before = self._read(named.name)
         if before is not None:
             self._doubt(before)
+        self._postponed.pop(named.name, None)  # it was of the one that is replaced
         info = self.pool.put(self._pointer_key(named.name), named.encode())
         if durable is not None:
             durable()
@@ -153,13 +155,11 @@ class NamedCheckpoints(Closing):
         self._pending.append(self._worker.submit(self._remove, name, removed))
 
     def _remove(self, name: str, removed: Callable[[], None] | None) -> None:
-        self._postponed.append(name)
-        if not self._whole:
+        self._postponed[name] = removed
+        if self._whole:
+            self._tidy()
+        else:
             _log.warning("removal of %r waits for a save that is durable in full", name)
-            return
-        self._tidy()
-        if removed is not None:
-            removed()
 
     # --- removing: on the worker --------------------------------------------------------------
 
@@ -169,10 +169,14 @@ class NamedCheckpoints(Closing):
             if self.keep_last is not None:
                 # names that a listing misses are kept: it errs on the safe side
                 ordered = sorted(self._named(), key=lambda named: named.number)
-                self._postponed += [named.name for named in ordered[: -self.keep_last]]
+                for named in ordered[: -self.keep_last]:
+                    self._postponed.setdefault(named.name, None)
             while self._postponed:
-                self._forget(self._postponed[0])
-                del self._postponed[0]
+                name, removed = next(iter(self._postponed.items()))
+                self._forget(name)
+                del self._postponed[name]
+                if removed is not None:
+                    removed()
             for key in self.pool.list(f"{self.prefix}/doubtful/"):
                 self._judge(key)
         except (HpstoreError, OSError) as error:

@@ -14,7 +14,7 @@ import torch
 import hpstore
 from hpstore.config import Settings
 from hpstore.devices.wrappers import SimulatedCrash
-from hpstore.errors import InvalidKey
+from hpstore.errors import CheckpointError, InvalidKey
 from hpstore.pool import Pool
 from hpstore.trainers.moves import TOP, Move, Moves, next_root, parse_move
 from hpstore.units import MIB
@@ -248,6 +248,24 @@ def test_a_file_appears_only_when_it_is_whole(pool: Pool) -> None:
     forgotten.write(b"half")
     del forgotten
     assert tree(ours, Path()) == {"x": b"old"}
+
+
+def test_a_directory_in_danger_is_not_committed(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that would not survive one more loss: the rename raises, everything is as it was."""
+    ours = HPStorage(pool, "tc")
+    grow(ours, Path("tmp"), FULL)
+
+    def endangered(pool: Pool, key: str) -> int:
+        if key.endswith("sub/b.pt"):
+            raise CheckpointError("no spare device")
+        return 1
+
+    monkeypatch.setattr("hpstore.trainers.torch_checkpointing.require_safe", endangered)
+    with pytest.raises(CheckpointError, match="spare"):
+        ours.rename(Path("tmp"), Path("new"), is_directory=True)
+    assert tree(ours, Path()) == {"tmp": FULL}
 
 
 def test_what_cannot_be_is_refused(pool: Pool) -> None:

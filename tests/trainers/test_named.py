@@ -1,0 +1,226 @@
+"""Checkpoints by name: old or new at every crash, no removal before the newer is durable."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hpstore
+import hpstore.trainers
+from hpstore.config import Settings
+from hpstore.devices.wrappers import SimulatedCrash
+from hpstore.errors import CheckpointError, IntegrityError, TooFewDevices
+from hpstore.objects.info import ObjectInfo
+from hpstore.pool import Pool
+from hpstore.trainers.named import MAX_DEPTH, Named, NamedCheckpoints, check_plain
+from hpstore.units import MIB
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Pool:
+    return hpstore.create(
+        [tmp_path / f"d{i}" for i in range(5)], data=3, parity=2, config=tmp_path / "pool.toml",
+        settings=Settings(memory_bytes=32 * MIB, run_directory=str(tmp_path / "run")),
+    )  # fmt: skip
+
+
+def state(number: int) -> dict[str, Any]:
+    return {"n": number, "t": torch.full((100,), float(number))}
+
+
+def numbers(named: NamedCheckpoints) -> dict[str, int]:
+    """What every name means, read back."""
+    found = {}
+    for name in named.names():
+        loaded = named.load(name)
+        assert torch.equal(loaded["t"], state(loaded["n"])["t"])
+        found[name] = loaded["n"]
+    return found
+
+
+def test_a_save_is_old_or_new_at_every_crash_point(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Crash before each change of the pool in a save with overwriting, retention and removal.
+
+    Whatever is named can be loaded, never less than before, and the next run leaves no rubbish.
+    """
+    put, delete = Pool.put, Pool.delete
+    for crash_at in itertools.count():
+        prefix = f"run{crash_at}"
+        with NamedCheckpoints(pool, prefix) as first:
+            for number, name in enumerate(("a", "b", "c")):
+                first.save(name, state(number))
+        left = [crash_at]
+
+        def counted(kind: Any, left: list[int] = left) -> Any:
+            def change(self: Pool, *args: Any, **options: Any) -> Any:
+                left[0] -= 1
+                if left[0] < 0:
+                    raise SimulatedCrash
+                return kind(self, *args, **options)
+
+            return change
+
+        named = NamedCheckpoints(pool, prefix, keep_last=3)
+        monkeypatch.setattr(Pool, "put", counted(put))
+        monkeypatch.setattr(Pool, "delete", counted(delete))
+        with contextlib.suppress(SimulatedCrash):
+            named.save("b", state(7))
+            named.wait()
+            named.remove("c")
+            named.save("d", state(8))
+            named.close()
+        monkeypatch.undo()
+        named._worker.shutdown()
+        with NamedCheckpoints(pool, prefix) as again:
+            found = numbers(again)
+            assert found in (
+                {"a": 0, "b": 1, "c": 2}, {"a": 0, "b": 7, "c": 2}, {"a": 0, "b": 7},
+                {"a": 0, "b": 7, "d": 8},
+            )  # fmt: skip
+            again.save("next", state(9))
+            again.wait()
+            assert numbers(again) == {**found, "next": 9}
+            assert len(again._checkpoints.steps()) == len(found) + 1
+            assert pool.list(f"{prefix}/doubtful/") == []
+        if left[0] >= 0:
+            assert crash_at > 15
+            assert found == {"a": 0, "b": 7, "d": 8}
+            return
+
+
+def test_removals_wait_while_a_save_is_in_debt(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A save that survives fewer losses than parity removes nothing; the next whole one does."""
+    put = Pool.put
+
+    def poor(self: Pool, key: str, *args: Any, **options: Any) -> ObjectInfo:
+        return replace(put(self, key, *args, **options), losses_tolerated=1)
+
+    told: list[str] = []
+    with NamedCheckpoints(pool, "run", keep_last=2) as named:
+        for number, name in enumerate(("a", "b", "x")):
+            named.save(name, state(number))
+        named.wait()
+        assert numbers(named) == {"b": 1, "x": 2}
+        monkeypatch.setattr(Pool, "put", poor)
+        named.save("c", state(3))
+        named.remove("b", removed=lambda: told.append("b"))
+        named.remove("x", removed=lambda: told.append("x"))
+        named.wait()
+        assert numbers(named) == {"b": 1, "x": 2, "c": 3}
+        assert "survives 1 losses" in caplog.text
+        monkeypatch.undo()
+        named.save("x", state(4))  # saved again: the removal was of the one before
+        named.wait()
+        assert numbers(named) == {"c": 3, "x": 4}
+        assert told == ["b"]
+
+
+def test_several_failures_are_all_raised(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed save and a failing read in the removal after it: both are told."""
+    named = NamedCheckpoints(pool, "run")
+
+    def failing(self: Pool, key: str, *args: Any, **options: Any) -> Any:
+        raise TooFewDevices(key)
+
+    def forget(name: str, removed: object) -> None:
+        raise TooFewDevices(name)
+
+    named.save("a", state(1))
+    named.wait()
+    monkeypatch.setattr(named, "_publish", lambda *_: failing(pool, "one"))
+    monkeypatch.setattr(named, "_remove", forget)
+    named.save("b", state(2))
+    named.remove("a")
+    with pytest.raises(BaseExceptionGroup) as raised:
+        named.close()
+    assert [str(error) for error in raised.value.exceptions] == ["one", "a"]
+    with pytest.raises(CheckpointError, match="closed"):
+        named.save("c", state(3))
+    with pytest.raises(CheckpointError, match="closed"):
+        named.remove("c")
+    named.close()
+
+
+def test_the_latest_that_can_be_read_is_found(pool: Pool) -> None:
+    """Nothing yet, then the newest, then the one before when its segment is gone."""
+    with NamedCheckpoints(pool, "run") as named:
+        assert named.latest() is None
+        named.save("z", state(1))
+        named.save("a", state(2))
+        named.wait()
+        assert (named.latest(), named.names()) == ("a", ["z", "a"])
+        newest = named._checkpoints.steps()[-1]
+        pool.delete(named._checkpoints.manifest(newest).segments[0].key)
+        assert named.latest() == "z"
+        pool.put("run/names/z", Named(name="z", number=newest).encode() + b"x")
+        with pytest.raises(IntegrityError):
+            named.load("z")
+        with pytest.raises(CheckpointError, match="keep_last"):
+            NamedCheckpoints(pool, "run", keep_last=0)
+
+
+def test_a_name_that_means_another_checkpoint_is_not_loaded(pool: Pool) -> None:
+    """A record put in another's place: the checkpoint knows its own name."""
+    with NamedCheckpoints(pool, "run") as named:
+        named.save("a", state(1))
+        named.wait()
+        pool.put("run/names/b", Named(name="b", number=0).encode())
+        with pytest.raises(IntegrityError, match="is not 'b'"):
+            named.load("b")
+
+
+def test_only_plain_values_pass() -> None:
+    """Everything that comes back as itself does; objects, modules and endless nesting do not."""
+    check_plain(
+        {"a": [1, 2.5, None, True, "s", b"b", 1j, (torch.ones(1), np.ones(1), np.float32(1))],
+         3: {(1, 2): torch.float16}, "c": collections.OrderedDict(x=torch.Size([1]))}, "x",
+    )  # fmt: skip
+    for wrong in (object(), Path("/x"), {1, 2}, torch.nn.Linear(1, 1), torch.optim.SGD, print):
+        with pytest.raises(CheckpointError, match=r"x\['k'\]\[0\] is a "):
+            check_plain({"k": [wrong]}, "x")
+    deep: list[Any] = []
+    for _ in range(MAX_DEPTH + 1):
+        deep = [deep]
+    with pytest.raises(CheckpointError, match="deeper"):
+        check_plain(deep, "x")
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "extra"),
+    [
+        ("HPCheckpointIO", "lightning.pytorch.plugins.io", "lightning"),
+        ("HPTrainerCallback", "transformers", "huggingface"),
+        ("HPAccelerate", "accelerate", "huggingface"),
+        ("HPStorage", "torch_checkpointing.storage.base_storage", "torch-checkpointing"),
+    ],
+)
+def test_a_missing_trainer_names_its_extra(
+    monkeypatch: pytest.MonkeyPatch, name: str, package: str, extra: str
+) -> None:
+    """Without the package: an ImportError with the command that brings it; others still import."""
+    for module in ("lightning", "huggingface", "torch_checkpointing"):
+        monkeypatch.delitem(sys.modules, f"hpstore.trainers.{module}", raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=rf"pip install 'hpstore\[{extra}\]'"):
+        getattr(hpstore.trainers, name)
+    with pytest.raises(AttributeError):
+        hpstore.trainers.HPNothing  # noqa: B018
+
+
+def test_every_adapter_is_where_it_is_listed() -> None:
+    """The lazy names are the modules' own."""
+    for name in hpstore.trainers.__all__:
+        assert getattr(hpstore.trainers, name).__name__ == name
