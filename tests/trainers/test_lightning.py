@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,48 @@ def test_a_resumed_fit_is_the_fit_that_was_never_stopped(pool: Pool, tmp_path: P
         assert same(again.optimizers[0].state_dict(), straight.optimizers[0].state_dict())
         ours = again.lr_scheduler_configs[0].scheduler.state_dict()
         assert same(ours, straight.lr_scheduler_configs[0].scheduler.state_dict())
+
+
+class Killer(lightning.Callback):  # type: ignore[misc,name-defined]
+    """Kills its own process after step 15, while the save of that step is on its way."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 15:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_until_killed(folder: Path) -> None:
+    """In another process: a save after every third step, then the end."""
+    torch.manual_seed(5)
+    model = Tiny()
+    with hpstore.open(folder / "pool.toml") as pool:
+        io = HPCheckpointIO(pool, "run")
+        keep = ModelCheckpoint(folder / "c", every_n_train_steps=3, save_top_k=1)
+        run = trainer(io, folder, keep, Killer())
+        # checkpoint callbacks come last: the killer must come after them
+        run.callbacks.sort(key=lambda callback: isinstance(callback, Killer))
+        run.fit(model, batches())
+
+
+def test_a_killed_fit_resumes_from_a_whole_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    """SIGKILL in mid-save: a whole checkpoint is found, and the same losses follow from it."""
+    pool.close()
+    child = multiprocessing.get_context("spawn").Process(target=run_until_killed, args=(tmp_path,))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    torch.manual_seed(5)
+    whole, again = Tiny(), Tiny()
+    with hpstore.open(tmp_path / "pool.toml") as opened:
+        io = HPCheckpointIO(opened, "run")
+        newest = io.latest()
+        assert newest is not None
+        done = io.load_checkpoint(newest)["global_step"]
+        assert done in (12, 15)
+        trainer(HPCheckpointIO(opened, "whole"), tmp_path / "w").fit(whole, batches())
+        keep = ModelCheckpoint(tmp_path / "c", every_n_train_steps=3, save_top_k=1)
+        trainer(io, tmp_path, keep).fit(again, batches(), ckpt_path=newest)
+    assert again.losses == whole.losses[done:]
 
 
 def test_the_loaded_checkpoint_is_lightnings_own(pool: Pool, tmp_path: Path) -> None:
