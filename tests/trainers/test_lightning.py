@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,28 @@ def test_a_second_run_in_the_directory_does_not_overwrite(pool: Pool, tmp_path: 
             trainer(HPCheckpointIO(pool, "run"), tmp_path, keep, epochs=1).fit(Tiny(), batches())
         names = HPCheckpointIO(pool, "run").checkpoints.names()
         assert [Path(name).name for name in names] == ["epoch=0.ckpt", "epoch=0-v1.ckpt"]
+
+
+def test_the_marker_stands_before_the_save_is_durable(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning asks for the path before its next save: it is there as soon as save returns."""
+    go, put = threading.Event(), Pool.put
+
+    def held(self: Pool, key: str, *args: Any, **options: Any) -> Any:
+        if "/segment-" in key:
+            go.wait(60)
+        return put(self, key, *args, **options)
+
+    monkeypatch.setattr(Pool, "put", held)
+    with pool:
+        io = HPCheckpointIO(pool, "run")
+        io.save_checkpoint({"step": 1}, tmp_path / "c" / "x.ckpt")
+        assert (tmp_path / "c" / "x.ckpt").is_file()
+        assert io.checkpoints.names() == []
+        go.set()
+        io.teardown()
+        assert len(io.checkpoints.names()) == 1
 
 
 def test_last_as_a_link_resumes(pool: Pool, tmp_path: Path) -> None:
