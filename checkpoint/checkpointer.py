@@ -72,7 +72,8 @@ class Checkpointer(Closing):
 
     With torch.distributed in use the constructor, save(), restore() and close() are collective:
     every rank of `group` (default: all) calls them, each with its own part of the state. Shards of
-    DTensors are written by the ranks that hold them, what several hold by one of them.
+    DTensors are written by the ranks that hold them, what several hold by one of them. With
+    `alone` nothing is collective: this process saves for itself.
 
     keep_last, keep_every, keep_best: which steps stay (None keeps all); older ones go after a newer
     one is committed without debt. rng: save and restore the RNG states of Python, numpy, torch and
@@ -109,6 +110,7 @@ class Checkpointer(Closing):
         commit_seconds: float = 1800.0,
         drain_seconds: float = 60.0,
         group: Any = None,
+        alone: bool = False,
     ) -> None:
         if on_busy not in ON_BUSY:
             raise CheckpointError(f"on_busy {on_busy!r} is not one of {', '.join(ON_BUSY)}")
@@ -120,7 +122,7 @@ class Checkpointer(Closing):
         self.background = checked_background(background)
         self.compression = checked_codec(compression)
         self.reuse, self.warm, self.lineage = reuse, warm, dict(lineage or {})
-        self._ranks = Ranks(commit_seconds, group)
+        self._ranks = Ranks(commit_seconds, group, alone=alone)
         accelerator: Accelerator | None = Cuda() if torch.cuda.is_available() else None
         self._stage = Stage(checked_staging(staging), accelerator)
         self._planner = Planner(self._ranks, staging_bytes, rng=rng, allow_pickle=allow_pickle)

@@ -142,7 +142,7 @@ class StorageWriter(TorchStorageWriter):
         found = require_all(metadata, results)
         manifest = make_manifest(metadata, found, session=self._nonce)
         for segment in manifest.segments:
-            require_safe(self._pool, segment)
+            require_safe(self._pool, segment.key, version=segment.version)
         metadata.storage_meta = self.storage_meta()
         key = self._manifest_key()
         before = self._before(key)

@@ -28,16 +28,17 @@ class Channel(Enum):
 class Ranks:
     """The ranks that save together; one alone when torch.distributed is not in use.
 
-    `group`: a process group of the taking part, by default all ranks. A message that a rank does
+    `group`: a process group of those taking part, by default all ranks; with `alone` this process
+    saves for itself, whatever job it is in. A message that a rank does
     not answer within `timeout_seconds` raises CheckpointError on those who wait.
     """
 
     # Any below: torch's process groups have no public type
-    def __init__(self, timeout_seconds: float, group: Any = None) -> None:
+    def __init__(self, timeout_seconds: float, group: Any = None, *, alone: bool = False) -> None:
         self.rank, self.world = 0, 1
         self._groups: dict[Channel, Any] = {}
         self._timeout_seconds = timeout_seconds
-        if dist.is_available() and dist.is_initialized():
+        if not alone and dist.is_available() and dist.is_initialized():
             self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
             if self.rank < 0:
                 raise CheckpointError("this rank is not in the process group of the checkpointer")

@@ -293,7 +293,8 @@ class SaveJob:
     def _require_safe(self) -> None:
         """PROTOCOL 19: every segment, the referenced ones too, must survive one more loss."""
         for segment in self._written.segments:
-            self._tolerated = min(self._tolerated, require_safe(self._pool, segment))
+            tolerated = require_safe(self._pool, segment.key, version=segment.version)
+            self._tolerated = min(self._tolerated, tolerated)
 
     def _publish(self, written: Sequence[Written]) -> SaveReport:
         """Publish the manifest: that put is the commit."""
@@ -373,20 +374,22 @@ def _existing(pool: Pool, key: str) -> str | None:
         return None
 
 
-def require_safe(pool: Pool, segment: Segment) -> int:
+def require_safe(pool: Pool, key: str, *, version: str | None = None) -> int:
     """PROTOCOL 19: a segment must be readable with one more loss, else it is repaired first.
 
-    Returns the losses it tolerates. Raises CheckpointError.
+    Returns the losses it tolerates. Raises CheckpointError, also when it is another `version`.
     """
-    info = pool.stat(segment.key)
+    info = pool.stat(key)
     if info.losses_tolerated < 1:
-        pool.settle(segment.key)
-        info = pool.stat(segment.key)
-    if info.version != segment.version or info.losses_tolerated < 1:
+        pool.settle(key)
+        info = pool.stat(key)
+    if info.losses_tolerated < 1:
         raise CheckpointError(
-            f"segment {segment.key} would not survive one more lost device; the step is not "
-            "committed and the one before it is still current"
+            f"segment {key} would not survive one more lost device; the step is not committed and "
+            "the one before it is still current"
         )
+    if version is not None and info.version != version:
+        raise CheckpointError(f"segment {key} was replaced by version {info.version}")
     return info.losses_tolerated
 
 

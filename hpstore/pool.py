@@ -419,4 +419,4 @@ def open_pool(where: str | os.PathLike[str], *, read_only: bool = False) -> Pool
     return Pool(find_config(where), read_only=read_only)
 
 
-__all__ = ["Pool", "create_pool", "open_pool"]
+__all__ = ["Pool", "PooledReader", "create_pool", "open_pool"]

@@ -72,7 +72,7 @@ class HPTrainerCallback(TrainerCallback, Closing):
         self.pool, self._opened = as_pool(pool)
         self.every = every
         self.checkpoints = Checkpointer(
-            self.pool, prefix, keep_last=keep_last, keep_every=keep_every, rng=False
+            self.pool, prefix, keep_last=keep_last, keep_every=keep_every, rng=False, alone=True
         )
         self._folder: str | None = None
 

@@ -90,7 +90,7 @@ class NamedCheckpoints(Closing):
         if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
             raise CheckpointError("keep_last must be a whole number of at least 1, or None")
         self.pool, self.prefix, self.keep_last = pool, check_key(prefix), keep_last
-        self._checkpoints = Checkpointer(pool, f"{prefix}/saves", rng=False)
+        self._checkpoints = Checkpointer(pool, f"{prefix}/saves", rng=False, alone=True)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hpstore-names")
         self._pending: list[Future[None]] = []  # of the one save under way and its removals
         # names to remove, and whom to tell; the worker's alone

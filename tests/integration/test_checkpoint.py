@@ -15,7 +15,6 @@ import hpstore
 from hpstore.checkpoint import Checkpointer
 from hpstore.checkpoint.attempts import Attempt, attempt_lives, here
 from hpstore.checkpoint.manifest import Manifest, segment_key, sort_out
-from hpstore.checkpoint.packing import Segment
 from hpstore.checkpoint.planning import chunks_of, place
 from hpstore.checkpoint.retention import Best, Retention, orphans, steps_to_drop
 from hpstore.checkpoint.tree import Collected, Decoding, decode_tree, encode_tree
@@ -335,10 +334,10 @@ def test_garbage_collection_leaves_a_save_under_way_alone(
 
     original, removed = saving.require_safe, []
 
-    def collect_first(where: hpstore.Pool, segment: Segment) -> int:
+    def collect_first(where: hpstore.Pool, key: str, *, version: str | None = None) -> int:
         with Checkpointer(where, "run") as other:
             removed.append(other.collect_garbage())
-        return original(where, segment)
+        return original(where, key, version=version)
 
     monkeypatch.setattr(saving, "require_safe", collect_first)
     with pool, Checkpointer(pool, "run") as ckpt:
