@@ -277,7 +277,7 @@ def test_a_failed_save_is_raised_and_removes_nothing(
             return put(self, key, *args, **options)
 
         monkeypatch.setattr(Pool, "put", failing)
-        io.save_checkpoint({"step": 2}, tmp_path / "two.ckpt")
+        io.save_checkpoint({"step": 2, "w": torch.ones(2)}, tmp_path / "two.ckpt")
         io.remove_checkpoint(tmp_path / "one.ckpt")
         with pytest.raises(TooFewDevices, match="today"):
             io.teardown()
