@@ -218,7 +218,7 @@ def _box_of(
                 raise IndexError("a saved tensor cannot be read backwards")
             cut.append((start, max(0, stop - start)))
             rest.append(slice(None, None, step))
-        elif isinstance(part, int) and -size <= part < size:
+        elif type(part) is int and -size <= part < size:  # not a bool: that would be a mask
             cut.append((part % size, 1))
             rest.append(0)
         else:
