@@ -1,7 +1,8 @@
-"""Boxes of tensors: planned, placed, packed, and read back in any part. Oracles count with numpy."""
+"""Boxes of tensors: planned, placed, packed, and read back in any part; numpy is the oracle."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -419,7 +420,7 @@ def deliver_all(segments: dict[int, Bytes], reads: Sequence[Any], draw: Any = No
         for low, high in scatter.ranges:
             cuts = sorted(draw(st.sets(st.integers(low, high), max_size=4))) if draw else []
             edges = [low, *cuts, high]
-            pieces += [(a, b) for a, b in zip(edges, edges[1:], strict=False) if a < b]
+            pieces += [(a, b) for a, b in itertools.pairwise(edges) if a < b]
         first = draw(st.integers(0, len(pieces))) if draw else 0
         for low, high in [*pieces[:first], *pieces]:
             scatter.deliver(low, memory[low:high])
