@@ -115,12 +115,9 @@ def _differences(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:  # fmt: skip
     """Names of tensors that only the state has, and that only the checkpoint has."""
     recorded = {chunk.name for chunk in wanted}
-    places = filling.filled.places
-    likes = filling.filled.likes
-    missing = tuple(sorted(name for name in places if name not in recorded))
-    unexpected = tuple(
-        sorted(n for n in recorded if n not in places and n.rpartition("/")[0] not in likes)
-    )
+    filled = filling.filled
+    missing = tuple(sorted(name for name in filled.places if name not in recorded))
+    unexpected = tuple(sorted(name for name in recorded if not filled.takes(name)))
     return missing, unexpected
 
 
