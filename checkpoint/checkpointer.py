@@ -172,7 +172,7 @@ class Checkpointer(Closing):
         if not self._may_begin():
             self.counters["saves_skipped_total"] += 1
             _log.warning("the save of step %s is skipped: one is still under way", step)
-            return SaveHandle(step, 0.0, Future(), skipped=True)
+            return SaveHandle.of_skipped(step)
         waited = time.perf_counter() - began
         prepared = self._planner.prepare(step, state)
         options = self._options(checked_step(step), prepared, overwrite, metrics, began)
