@@ -83,7 +83,8 @@ class Checkpointer(Closing):
     "fast", or "gentle": written at a rate that leaves the step its cores. compression: "lz4",
     "zstd" or "shuffle-lz4". reuse: what the step before holds unchanged is referenced, not written
     again. warm: restore from the arena while it still holds the step, hashes compared. example: a
-    state like those to come, whose arena is made now.
+    state like those to come, whose arena is made now. accelerator: what copies from devices, for
+    tests and for other back ends (default: CUDA when there is one).
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Checkpointer(Closing):
         commit_seconds: float = 1800.0,
         drain_seconds: float = 60.0,
         group: Any = None,
+        accelerator: Accelerator | None = None,
     ) -> None:
         if on_busy not in ON_BUSY:
             raise CheckpointError(f"on_busy {on_busy!r} is not one of {', '.join(ON_BUSY)}")
@@ -121,7 +123,8 @@ class Checkpointer(Closing):
         self.compression = checked_codec(compression)
         self.reuse, self.warm, self.lineage = reuse, warm, dict(lineage or {})
         self._ranks = Ranks(commit_seconds, group)
-        accelerator: Accelerator | None = Cuda() if torch.cuda.is_available() else None
+        if accelerator is None and torch.cuda.is_available():
+            accelerator = Cuda()
         self._stage = Stage(checked_staging(staging), accelerator)
         self._planner = Planner(self._ranks, staging_bytes, rng=rng, allow_pickle=allow_pickle)
         self._session, self._fenced = secrets.token_hex(8), False

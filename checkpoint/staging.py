@@ -85,7 +85,7 @@ class Staging:
         return self._later if self._on_host(copy) else self._beside
 
     def _on_host(self, copy: _Copy) -> bool:
-        return copy.source.device.type == "cpu" or self._accelerator is None
+        return self._accelerator is None or not self._accelerator.holds(copy.source)
 
     @property
     def deferred_bytes(self) -> int:
