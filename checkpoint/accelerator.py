@@ -30,6 +30,9 @@ class Arrival(Protocol):
 class Accelerator(Protocol):
     """A kind of device whose copies are asynchronous."""
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on such a device; others are copied by the host."""
+
     def pin(self, memory: Bytes) -> None:
         """Page-lock memory, so that copies into it run at full rate and beside the step."""
 
@@ -64,6 +67,9 @@ class Cuda:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cuda
 
     def pin(self, memory: Bytes) -> None:
         if len(memory):

@@ -84,7 +84,8 @@ class Checkpointer(Closing):
     "fast", or "gentle": written at a rate that leaves the step its cores. compression: "lz4",
     "zstd" or "shuffle-lz4". reuse: what the step before holds unchanged is referenced, not written
     again. warm: restore from the arena while it still holds the step, hashes compared. example: a
-    state like those to come, whose arena is made now.
+    state like those to come, whose arena is made now. accelerator: what copies from devices, for
+    tests and for other back ends (default: CUDA when there is one).
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Checkpointer(Closing):
         drain_seconds: float = 60.0,
         group: Any = None,
         alone: bool = False,
+        accelerator: Accelerator | None = None,
     ) -> None:
         if on_busy not in ON_BUSY:
             raise CheckpointError(f"on_busy {on_busy!r} is not one of {', '.join(ON_BUSY)}")
@@ -123,7 +125,8 @@ class Checkpointer(Closing):
         self.compression = checked_codec(compression)
         self.reuse, self.warm, self.lineage = reuse, warm, dict(lineage or {})
         self._ranks = Ranks(commit_seconds, group, alone=alone)
-        accelerator: Accelerator | None = Cuda() if torch.cuda.is_available() else None
+        if accelerator is None and torch.cuda.is_available():
+            accelerator = Cuda()
         self._stage = Stage(checked_staging(staging), accelerator)
         self._planner = Planner(self._ranks, staging_bytes, rng=rng, allow_pickle=allow_pickle)
         self._session, self._fenced = secrets.token_hex(8), False
@@ -174,7 +177,7 @@ class Checkpointer(Closing):
         if not self._may_begin():
             self.counters["saves_skipped_total"] += 1
             _log.warning("the save of step %s is skipped: one is still under way", step)
-            return SaveHandle(step, 0.0, Future(), skipped=True)
+            return SaveHandle.of_skipped(step)
         waited = time.perf_counter() - began
         prepared = self._planner.prepare(step, state)
         options = self._options(checked_step(step), prepared, overwrite, metrics, began)

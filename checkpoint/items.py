@@ -143,24 +143,43 @@ def require_cover(items: Iterable[Item], names: Iterable[str]) -> None:
             raise CheckpointError(f"no rank wrote tensor {name!r}")
         if len({(i.dtype, i.shape) for i in boxes}) != 1:
             raise CheckpointError(f"ranks disagree on the dtype or shape of tensor {name!r}")
-        if sum(i.box.count for i in boxes) != prod(boxes[0].shape) or _any_overlap(boxes):
+        inside = all(_is_inside(i.box, i.shape) for i in boxes)
+        exact = inside and sum(i.box.count for i in boxes) == prod(boxes[0].shape)
+        if not exact or _any_overlap([i.box for i in boxes if i.box.count]):
             raise CheckpointError(
                 f"the boxes that were written of tensor {name!r} do not cover it exactly once"
             )
 
 
-def _any_overlap(items: list[Item]) -> bool:
-    """Whether boxes overlap; those along one axis are compared with their neighbours only."""
-    if len(items) == 1:
-        return False
-    ordered = sorted(items, key=lambda i: i.box.offsets)
-    if len(items) > 64:  # many ranks: boxes of equal sizes at different places cannot overlap
-        if len({i.box.offsets for i in items}) != len(items):
-            return True
-        pairs: Iterable[tuple[Item, Item]] = itertools.pairwise(ordered)
-    else:
-        pairs = ((a, b) for n, a in enumerate(ordered) for b in ordered[n + 1 :])
-    return any(a.box.overlap(b.box) is not None for a, b in pairs)
+def _is_inside(box: Box, shape: Sequence[int]) -> bool:
+    return all(
+        0 <= at <= at + count <= size
+        for at, count, size in zip(box.offsets, box.sizes, shape, strict=True)
+    )
+
+
+def _any_overlap(boxes: list[Box], axis: int = 0) -> bool:
+    """Whether boxes, none empty, have an element in common. Exact.
+
+    They are sorted along one axis into groups that lie apart; a group of equal extents is looked at
+    along the next axis. So a grid, such as many ranks write, costs no comparison of all pairs.
+    """
+    if len(boxes) < 2 or axis == len(boxes[0].sizes):
+        return len(boxes) > 1
+    groups: list[list[Box]] = []
+    end = 0
+    for box in sorted(boxes, key=lambda b: b.offsets[axis]):
+        if not groups or box.offsets[axis] >= end:
+            groups.append([])
+        groups[-1].append(box)
+        end = max(end, box.offsets[axis] + box.sizes[axis])
+    return any(_group_overlaps(group, axis) for group in groups)
+
+
+def _group_overlaps(boxes: list[Box], axis: int) -> bool:
+    if len({(box.offsets[axis], box.sizes[axis]) for box in boxes}) == 1:
+        return _any_overlap(boxes, axis + 1)
+    return any(a.overlap(b) is not None for a, b in itertools.combinations(boxes, 2))
 
 
 __all__ = ["FRAME_BYTES", "Box", "Item", "by_name", "decode_items", "encode_items",

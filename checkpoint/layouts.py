@@ -43,6 +43,7 @@ class Layout:
         return tuple(found)
 
 
+View = tuple[int, tuple[int, ...], bool, bool]  # number, strides, conjugated, negated
 Spec = tuple[type, torch.dtype, torch.Size, torch.device]
 
 
@@ -50,17 +51,19 @@ def _specs(tensors: Mapping[str, torch.Tensor]) -> list[Spec]:
     return [(type(t), t.dtype, t.shape, t.device) for t in tensors.values()]
 
 
-def _sharing(tensors: Mapping[str, torch.Tensor]) -> dict[int, list[tuple[int, tuple[int, ...]]]]:
-    """Tensors that begin at the same address, with their strides, by the first of them."""
+def _sharing(tensors: Mapping[str, torch.Tensor]) -> list[list[View]]:
+    """Groups of tensors that begin at the same address, and how they look at it."""
     first: dict[int, int] = {}
-    shared: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+    shared: dict[int, list[int]] = {}
     for n, tensor in enumerate(tensors.values()):
         at = tensor.data_ptr()
         if at and first.setdefault(at, n) != n:
-            shared.setdefault(first[at], []).append((n, tensor.stride()))
-    for n, group in shared.items():
-        group.append((n, list(tensors.values())[n].stride()))
-    return shared
+            shared.setdefault(first[at], []).append(n)
+    values = list(tensors.values())
+    return [
+        [(n, values[n].stride(), values[n].is_conj(), values[n].is_neg()) for n in (one, *others)]
+        for one, others in shared.items()
+    ]
 
 
 __all__ = ["Layout"]

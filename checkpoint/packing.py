@@ -101,9 +101,11 @@ def _unchanged(item: Item, data: Bytes, before: Known, found: int) -> bool:
 def _close_gaps(memory: Bytes, items: Sequence[Item]) -> tuple[list[Item], int]:
     pairs, size = compacted(items)
     placed: dict[Key, Item] = {}
+    moved: set[int] = set()  # a shared place is moved once: its old bytes may be gone after that
     for before, after in pairs:
-        if before.offset != after.offset:
+        if before.length and before.offset != after.offset and after.offset not in moved:
             _move(memory, before.offset, after.offset, before.length)
+            moved.add(after.offset)
         placed[after.key] = after
     return [placed[item.key] for item in items], size
 

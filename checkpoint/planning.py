@@ -114,7 +114,10 @@ def _slice(chunks: list[Chunk]) -> Slice:
     for n in order:
         chunk, length = chunks[n], chunks[n].nbytes
         tensor = chunk.tensor
-        same = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        same = (
+            tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(),
+            tensor.is_conj(), tensor.is_neg(),
+        )  # fmt: skip
         offset = places.get(same) if length else at
         if offset is None:
             offset = round_up(

@@ -224,7 +224,8 @@ def _reads_of(wanted: Chunk, item: Item, common: Box) -> list[Read]:
     is_all = common.sizes == item.box.sizes
     digest = _Digest(item) if is_all and item.digest else None
     if (last - first) == common.count * width and _plain(target, item.dtype):
-        flat = target.detach().reshape(-1).view(torch.uint8).numpy()
+        # not reshape(-1): that keeps the stride of a single element, which has any
+        flat = target.detach().as_strided((target.numel(),), (1,)).view(torch.uint8).numpy()
         return [_stored_read(item, first, last, _Into(flat, digest), hashed=digest is not None)]
     return _gathered(target, item, (first, last), strides, digest)
 

@@ -115,12 +115,9 @@ def _differences(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:  # fmt: skip
     """Names of tensors that only the state has, and that only the checkpoint has."""
     recorded = {chunk.name for chunk in wanted}
-    places = filling.filled.places
-    likes = filling.filled.likes
-    missing = tuple(sorted(name for name in places if name not in recorded))
-    unexpected = tuple(
-        sorted(n for n in recorded if n not in places and n.rpartition("/")[0] not in likes)
-    )
+    filled = filling.filled
+    missing = tuple(sorted(name for name in filled.places if name not in recorded))
+    unexpected = tuple(sorted(name for name in recorded if not filled.takes(name)))
     return missing, unexpected
 
 
@@ -218,7 +215,7 @@ def _box_of(
                 raise IndexError("a saved tensor cannot be read backwards")
             cut.append((start, max(0, stop - start)))
             rest.append(slice(None, None, step))
-        elif isinstance(part, int) and -size <= part < size:
+        elif type(part) is int and -size <= part < size:  # not a bool: that would be a mask
             cut.append((part % size, 1))
             rest.append(0)
         else:

@@ -49,7 +49,8 @@ class SaveReport:
 class SaveHandle:
     """A save on its way. `staged_seconds` is how long save() kept the trainer.
 
-    `skipped`: there is no save, another one was under way (on_busy="skip").
+    `skipped`: there is no save, another one was under way (on_busy="skip"): it is done, and its
+    result() raises CheckpointError.
     """
 
     def __init__(
@@ -64,6 +65,15 @@ class SaveHandle:
         self.step, self.staged_seconds, self.skipped = step, staged_seconds, skipped
         self.delivered = False  # its error was raised to somebody
         self._future, self._late_seconds = future, late_seconds
+
+    @classmethod
+    def of_skipped(cls, step: int) -> SaveHandle:
+        """Stands for a save that was not begun."""
+        future: Future[SaveReport] = Future()
+        future.set_exception(
+            CheckpointError(f"the save of step {step} was skipped: another was under way")
+        )
+        return cls(step, 0.0, future, skipped=True)
 
     @property
     def visible_stall_seconds(self) -> float:

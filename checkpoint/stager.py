@@ -55,9 +55,8 @@ class Stage:
 
         Returns what tells how long finish() has kept the training thread so far.
         """
-        self._warm = {}
+        self.release_tensors()  # after an error: of a save that did not come to write()
         if not prepared.slices:
-            self._current = None
             return lambda: 0.0
         self.arena.reserve(prepared.largest_bytes)
         if len(prepared.slices) > 1:
@@ -77,6 +76,7 @@ class Stage:
         return lambda: staging.visible_seconds
 
     def _stage(self, piece: Slice, deferrable: frozenset[int]) -> Staging:
+        self._warm = {}  # what is staged here overwrites it, an earlier slice of this save too
         staging = Staging(piece, self.arena.targets(piece), deferrable, self._accelerator)
         self._current = (staging, piece)
         staging.start()
@@ -125,7 +125,13 @@ class Stage:
         return self._warm.get(segment)
 
     def release_tensors(self) -> None:
-        """Forget the tensors of the save that is over; the arena keeps their bytes."""
+        """Forget the tensors of the save that is over; the arena keeps their bytes.
+
+        Waits for copies that a failed save has left: the arena is not free before they end.
+        """
+        current = self._current
+        if current is not None:
+            current[0].settle()
         self._current = None
 
     def close(self) -> None:

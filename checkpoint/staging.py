@@ -74,7 +74,7 @@ class Staging:
         self.visible_seconds = 0.0  # that the training thread waited in finish()
         for n in staged.copies:
             source = staged.tensors[n]
-            on_host = accelerator is None or source.is_cpu
+            on_host = accelerator is None or not accelerator.holds(source)
             if deferrable and _may_wait(source, deferrable):
                 copy = _Copy(
                     name=staged.items[n].name,
@@ -153,9 +153,16 @@ class Staging:
         if self._error is not None:
             raise self._error
 
+    def settle(self) -> None:
+        """Wait until no copy into the arena is under way, however they end."""
+        if self._arrival is not None:
+            self._arrival.wait_on_host()
+        self._copied.wait()
+
 
 def _plain_copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    if not source.is_contiguous() or source.is_conj() or source.is_neg():
+    plain = source.device.type == "cpu" and source.is_contiguous()
+    if not plain or source.is_conj() or source.is_neg():
         target.copy_(source)
         return
     to = target.reshape(-1).view(torch.uint8).numpy()

@@ -109,10 +109,19 @@ class Destinations:
     likes: dict[str, torch.Tensor] = field(
         default_factory=dict
     )  # "optimizer/state/NAME": parameter
+    taken: set[str] = field(default_factory=lambda: {RNG_KEY})  # as a whole, with all below
 
     def like(self, name: str) -> torch.Tensor | None:
         """The parameter that a moment of this name belongs to."""
         return self.likes.get(name.rpartition("/")[0])
+
+    def takes(self, name: str) -> bool:
+        """Whether somebody in the state takes a recorded tensor of this name."""
+        if name in self.places or name.rpartition("/")[0] in self.likes:
+            return True
+        return any(
+            name == whole or name.startswith((f"{whole}/", f"{whole}@")) for whole in self.taken
+        )
 
 
 def destinations(state: State, rank: int) -> Destinations:
@@ -138,6 +147,8 @@ def _find_places(path: str, value: Any, names: Names, found: Destinations, rank:
             found.places.update(optimizer_tensors(value, parameters, path))
             for parameter, name in parameters.items():
                 found.likes[join(path, f"state/{name}")] = parameter.detach()
+        else:
+            found.taken.add(path)
     elif isinstance(value, PerRank):
         _find_places(f"{path}@{rank}", value.value, names, found, rank)
     elif isinstance(value, torch.Tensor):
@@ -152,6 +163,8 @@ def _find_places(path: str, value: Any, names: Names, found: Destinations, rank:
         children = value.items() if isinstance(value, dict) else enumerate(value)
         for key, child in children:
             _find_places(join(path, key), child, names, found, rank)
+    else:
+        found.taken.add(path)
 
 
 def check(state: State, loaded: Mapping[str, Any], *, strict: bool) -> None:

@@ -8,6 +8,7 @@ object of any other type is refused with the path at which it stands.
 from __future__ import annotations
 
 import base64
+import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -227,6 +228,13 @@ def merge_trees(first: Json, second: Json) -> Json:
             return {**merged, **{n: c for n, c in second.items() if n not in first}}
         if kind == "tuple":
             return {TAG: kind, "v": merge_trees(first["v"], second["v"])}
+        if kind == "dict":
+            mine, other = ({json.dumps(k): (k, v) for k, v in n["v"]} for n in (first, second))
+            rows = [
+                [key, merge_trees(child, other[text][1]) if text in other else child]
+                for text, (key, child) in mine.items()
+            ]
+            return {TAG: kind, "v": rows + [[*r] for t, r in other.items() if t not in mine]}
         return first
     if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
         return [merge_trees(a, b) for a, b in zip(first, second, strict=True)]

@@ -1,0 +1,679 @@
+"""Staging while training goes on, and what the checkpointer promises about keeping and reading.
+
+Order is made by events: a copy or a write stands still until the test lets it go.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+import hpstore
+from hpstore.checkpoint import Best, Checkpointer, staging
+from hpstore.checkpoint.codecs import CODECS
+from hpstore.config import Settings
+from hpstore.errors import CheckpointError, DeviceFull, VersionConflict
+from hpstore.testing.harness import Harness
+from hpstore.units import MIB
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[hpstore.Pool]:
+    harness = Harness(
+        tmp_path, data=2, parity=1, devices=3, settings=Settings(memory_bytes=32 * MIB)
+    )  # fmt: skip
+    with harness.open() as opened:
+        yield opened
+
+
+class Net(torch.nn.Module):
+    """Everything that changes in other ways than by a step: statistics, and a clipped embedding."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = torch.nn.Embedding(400, 64, max_norm=0.5)
+        self.norm = torch.nn.BatchNorm1d(64)
+        self.head = torch.nn.Linear(64, 1024)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.norm(self.embedding(ids)))
+        return found
+
+
+def backward(net: torch.nn.Module) -> None:
+    net(torch.randint(0, 400, (32,))).square().mean().backward()
+
+
+def train(net: torch.nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int = 1) -> None:
+    for _ in range(micro_batches):
+        backward(net)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def adamw(net: torch.nn.Module, variant: str = "foreach") -> torch.optim.AdamW:
+    options = {"fused": {"fused": True}, "foreach": {"foreach": True}, "plain": {"foreach": False}}
+    return torch.optim.AdamW(net.parameters(), lr=0.01, **options[variant])  # type: ignore[arg-type]
+
+
+def values(net: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> Any:
+    """A deep copy of everything that is to come back."""
+    return copy.deepcopy([net.state_dict(), *(o.state_dict()["state"] for o in optimizers)])
+
+
+def same(left: Any, right: Any) -> bool:
+    """Bit by bit, dtypes included."""
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    if not isinstance(left, torch.Tensor):
+        return bool(left == right)
+    flat = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (left, right)]
+    return left.dtype == right.dtype and torch.equal(*flat)
+
+
+def level(tensor: torch.Tensor) -> float:
+    """The one value that all elements have."""
+    [value] = set(tensor.tolist())
+    return float(value)
+
+
+class Gate:
+    """Deferred copies stand before it until go() is called; `names` says which have passed."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._open = threading.Event()
+        self.bytes = 0
+        original = staging._plain_copy
+
+        def gated(target: torch.Tensor, source: torch.Tensor) -> None:
+            if not self._open.wait(20):
+                raise TimeoutError("the test forgot to open the gate")
+            original(target, source)
+            self.bytes += source.nbytes
+
+        patch.setattr(staging, "_plain_copy", gated)
+
+    def go(self, *_: object) -> None:
+        """Let copies pass from now on."""
+        self._open.set()
+
+    def close(self) -> None:
+        """Let copies stand again."""
+        self._open.clear()
+        self.bytes = 0
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(monkeypatch)
+
+
+@pytest.fixture
+def slow_disk(pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Segments are written once this is set."""
+    event, original = threading.Event(), pool.put
+
+    def put(key: str, *args: Any, **options: Any) -> Any:
+        if "segment" in key and not event.wait(20):
+            raise TimeoutError("the test forgot to let the write go on")
+        return original(key, *args, **options)
+
+    monkeypatch.setattr(pool, "put", put)
+    return event
+
+
+# --- overlap --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["fused", "foreach", "plain"])
+def test_overlap_saves_the_state_at_the_call(pool: hpstore.Pool, gate: Gate, variant: str) -> None:
+    """Copies that are made during backwards and a step hold what was there at save()."""
+    net = Net(1)
+    optimizer = adamw(net, variant)
+    optimizer.register_step_pre_hook(gate.go)  # before ours: the copies begin when the step does
+    train(net, optimizer)
+    gate.close()
+    with Checkpointer(pool, "run", staging="overlap") as ckpt:
+        for number in (1, 2):
+            wanted = values(net, optimizer)
+            handle = ckpt.save(number, {"model": net, "optimizer": optimizer})
+            assert gate.bytes == 0
+            backward(net)  # statistics move on, embeddings are clipped
+            backward(net)
+            assert not same(wanted[0], net.state_dict())
+            assert not handle.done()
+            train(net, optimizer)
+            # the head and its moments, the embedding's moments, not the embedding itself
+            assert gate.bytes == 3 * net.head.weight.nbytes + 2 * net.embedding.weight.nbytes
+            handle.result()
+            gate.close()
+            assert handle.visible_stall_seconds >= handle.staged_seconds > 0
+            assert not same(wanted, values(net, optimizer))
+            other = Net(2)
+            fresh = adamw(other, variant)
+            assert ckpt.restore({"model": other, "optimizer": fresh}) == number
+            assert same(wanted, values(other, fresh))
+
+
+def test_overlap_waits_for_each_optimizer_in_the_backward(pool: hpstore.Pool, gate: Gate) -> None:
+    """One optimizer a parameter, stepped by its gradient's hook: each step waits for the copies."""
+
+    def built(seed: int) -> tuple[Net, dict[str, torch.optim.Optimizer]]:
+        net = Net(seed)
+        return net, {n: torch.optim.AdamW([p]) for n, p in net.named_parameters()}
+
+    net, optimizers = built(1)
+    by_parameter: dict[torch.Tensor, torch.optim.Optimizer] = {}
+    by_parameter.update((p, optimizers[name]) for name, p in net.named_parameters())
+
+    def update(parameter: torch.Tensor) -> None:
+        by_parameter[parameter].step()
+        by_parameter[parameter].zero_grad()
+
+    for parameter, optimizer in by_parameter.items():
+        parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
+        optimizer.register_step_pre_hook(gate.go)
+    backward(net)
+    gate.close()
+    wanted = values(net, *optimizers.values())
+    with Checkpointer(pool, "run", staging="overlap") as ckpt:
+        handle = ckpt.save(1, {"model": net, "optimizers": optimizers})
+        assert gate.bytes == 0
+        backward(net)
+        assert gate.bytes > 3 * net.head.weight.nbytes
+        handle.result()
+        other, fresh = built(2)
+        ckpt.restore({"model": other, "optimizers": fresh})
+        assert same(wanted, values(other, *fresh.values()))
+
+
+def test_a_change_before_the_copy_fails_the_save_alone(pool: hpstore.Pool, gate: Gate) -> None:
+    """The save names the tensor, the step before stays, training and later saves go on."""
+    net = Net(1)
+    optimizer = adamw(net)
+    state = {"model": net, "optimizer": optimizer}
+    with Checkpointer(pool, "run", staging="overlap") as ckpt:
+        gate.go()
+        wanted = values(net, optimizer)
+        ckpt.save(1, state).result()
+        gate.close()
+        handle = ckpt.save(2, state)
+        with torch.no_grad():
+            net.head.weight.mul_(2)
+        gate.go()
+        with pytest.raises(
+            CheckpointError, match=r"'model/head.weight' was changed.*before_update"
+        ):
+            handle.result()
+        train(net, optimizer)
+        assert ckpt.steps() == [1]
+        other = Net(2)
+        fresh = adamw(other)
+        assert ckpt.restore({"model": other, "optimizer": fresh}) == 1
+        assert same(wanted, values(other, fresh))
+        after = values(net, optimizer)
+        ckpt.save(3, state).result()
+        ckpt.restore({"model": other, "optimizer": fresh})
+        assert same(after, values(other, fresh))
+
+
+def test_before_update_makes_an_unseen_change_safe(pool: hpstore.Pool, gate: Gate) -> None:
+    """A write through .data moves no version; after before_update() it harms nothing."""
+    net = Net(1)
+    optimizer = adamw(net)
+    train(net, optimizer)
+    wanted = values(net, optimizer)
+    with Checkpointer(pool, "run", staging="overlap") as ckpt:
+        handle = ckpt.save(1, {"model": net, "optimizer": optimizer})
+        threading.Thread(target=gate.go).start()
+        ckpt.before_update()
+        assert gate.bytes == 3 * net.head.weight.nbytes + 2 * net.embedding.weight.nbytes
+        net.head.weight.data.add_(1)
+        handle.result()
+        other = Net(2)
+        fresh = adamw(other)
+        ckpt.restore({"model": other, "optimizer": fresh})
+        assert same(wanted, values(other, fresh))
+
+
+def test_overlap_without_an_optimizer_is_a_counted_copy(
+    pool: hpstore.Pool, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bare state_dict is copied before save() returns; a counter and one log line say so."""
+    net = Net(1)
+    wanted = values(net)[0]
+    with Checkpointer(pool, "run", staging="overlap", rng=False) as ckpt:
+        for number in (1, 2):
+            ckpt.save(number, {"model": net.state_dict()})
+            with torch.no_grad():
+                net.head.weight.zero_()
+            ckpt.wait()
+            net.load_state_dict(wanted)
+        assert ckpt.counters["overlap_without_optimizer_total"] == 2
+        assert caplog.text.count("no optimizer in the state") == 1
+        loaded = ckpt.load(1)
+        assert same(wanted, {name.removeprefix("model/"): t for name, t in loaded.items()})
+
+
+def test_hooks_of_the_optimizer_are_not_run_by_save_and_restore(pool: hpstore.Pool) -> None:
+    """Neither makes a step to find or build the optimizer's state; close() removes our hook."""
+    net = Net(1)
+    optimizer = adamw(net)
+    train(net, optimizer)
+    calls: list[int] = []
+    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+        register(lambda *_: calls.append(1))
+    state = {"model": net, "optimizer": optimizer}
+    there = len(optimizer._optimizer_step_pre_hooks)
+    with Checkpointer(pool, "run", staging="overlap") as ckpt:
+        ckpt.save(1, state).result()
+        ckpt.save(2, state).result()
+        assert len(optimizer._optimizer_step_pre_hooks) == there + 1
+        ckpt.restore(state)
+    assert calls == []
+    assert len(optimizer._optimizer_step_pre_hooks) == there
+
+
+# --- the arena and the writer ---------------------------------------------------------------------
+
+
+def test_save_waits_for_the_one_before(
+    pool: hpstore.Pool, slow_disk: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """on_busy="wait": the arena is not touched before the first save is written."""
+    weights = torch.full((300_000,), 1.0)
+    with Checkpointer(pool, "run") as ckpt:
+        first = ckpt.save(1, {"w": weights})
+        weights.fill_(2.0)
+        original, waited = ckpt.wait, []
+
+        def wait() -> None:
+            waited.append(first.done())
+            slow_disk.set()
+            original()
+
+        monkeypatch.setattr(ckpt, "wait", wait)
+        ckpt.save(2, {"w": weights}).result()
+        assert waited == [False]
+        assert [level(ckpt.load(n)["w"]) for n in (1, 2)] == [1.0, 2.0]
+
+
+def test_a_skipped_save_says_so(pool: hpstore.Pool, slow_disk: threading.Event) -> None:
+    """on_busy="skip": nothing is staged, the handle is done and its result() an error."""
+    weights = torch.full((300_000,), 1.0)
+    with Checkpointer(pool, "run", on_busy="skip") as ckpt:
+        first = ckpt.save(1, {"w": weights})
+        weights.fill_(2.0)
+        second = ckpt.save(2, {"w": weights})
+        assert (first.skipped, second.skipped) == (False, True)
+        assert second.done()
+        with pytest.raises(CheckpointError, match="step 2 was skipped"):
+            second.result(timeout=0)
+        slow_disk.set()
+        first.result()
+        assert ckpt.counters["saves_skipped_total"] == 1
+        ckpt.wait()
+        assert not ckpt.save(3, {"w": weights}).skipped
+        ckpt.wait()
+        assert ckpt.steps() == [1, 3]
+        assert level(ckpt.load(1)["w"]) == 1.0
+
+
+def test_a_busy_save_can_be_an_error(pool: hpstore.Pool, slow_disk: threading.Event) -> None:
+    """on_busy="error": the second save raises, the first one is committed."""
+    with Checkpointer(pool, "run", on_busy="error") as ckpt:
+        first = ckpt.save(1, {"w": torch.ones(300_000)})
+        with pytest.raises(CheckpointError, match="still under way"):
+            ckpt.save(2, {"w": torch.zeros(300_000)})
+        slow_disk.set()
+        first.result()
+        assert ckpt.steps() == [1]
+    with pytest.raises(CheckpointError, match="'later' is not one of"):
+        Checkpointer(pool, "run", on_busy="later")
+
+
+def test_a_stall_over_the_limit_is_counted(
+    pool: hpstore.Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """max_stall_seconds: a counter and a log line, no error; without a limit neither."""
+    for limit, count in ((None, 0), (0.0, 1), (1e9, 0)):
+        with Checkpointer(pool, f"run{count}{limit}", max_stall_seconds=limit) as ckpt:
+            ckpt.save(1, {"w": torch.ones(9)}).result()
+            assert ckpt.counters["stalls_over_limit_total"] == count
+    assert caplog.text.count("kept the trainer") == 1
+
+
+def test_a_state_larger_than_staging_is_saved_in_slices(
+    pool: hpstore.Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Several segments of one step through a small arena; the bytes are those at the call."""
+    state = {f"t{n}": torch.randn(70_000) for n in range(5)} | {"small": torch.randn(3)}
+    wanted = {name: t.clone() for name, t in state.items()}
+    with Checkpointer(pool, "run", staging_bytes=600_000, rng=False) as ckpt:
+        handle = ckpt.save(1, state)
+        for tensor in state.values():
+            tensor.zero_()
+        handle.result()
+        assert ckpt.counters["sliced_saves_total"] == 1
+        assert len(ckpt.manifest(1).segments) == 3
+        assert ckpt._stage.arena.capacity_bytes <= MIB
+        caplog.clear()
+        ckpt.restore(state)
+        assert same(state, wanted)
+        assert "memory does not serve" not in caplog.text  # it was known to be overwritten
+        assert ckpt.verify(1).ok
+
+
+def test_the_arena_is_made_once(pool: hpstore.Pool) -> None:
+    """Saves of the same state reuse it, a larger state grows it, an example makes it early."""
+    state = {"w": torch.ones(400_000)}
+    with Checkpointer(pool, "run", example=state) as ckpt:
+        arena = ckpt._stage.arena
+        assert arena.grown_total == 1
+        assert arena.capacity_bytes >= 1_600_000
+        for number in (1, 2):
+            ckpt.save(number, state).result()
+        assert arena.grown_total == 1
+        ckpt.save(3, {"w": torch.ones(4_000_000)}).result()
+        assert arena.grown_total == 2
+    assert arena.capacity_bytes == 0
+
+
+def test_memory_that_was_scribbled_over_does_not_serve(
+    pool: hpstore.Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A restore from the arena compares hashes; what differs is read from the pool, and logged."""
+    weights, narrow = torch.randn(200_000), torch.randn(300, 300)
+    state = {"w": weights.clone(), "rows": narrow.clone()[:, ::2]}
+    with Checkpointer(pool, "run", rng=False) as ckpt:
+        ckpt.save(1, state).result()
+        state["w"].zero_()
+        ckpt.restore(state)
+        assert ckpt.last_restore is not None
+        assert ckpt.last_restore.read_bytes == 0
+        arena = ckpt._stage.arena
+        arena.view(arena.capacity_bytes)[4096::4096] ^= 1
+        ckpt.restore(state)
+        assert ckpt.last_restore.read_bytes > 0
+        assert "read from the pool, memory does not serve" in caplog.text
+        assert same(state, {"w": weights, "rows": narrow[:, ::2]})
+
+
+# --- what is written, and what can be read of it --------------------------------------------------
+
+
+def test_frozen_weights_are_referenced_not_written(pool: hpstore.Pool) -> None:
+    """Three saves write them once; the first step's deletion leaves the segment that holds them.
+
+    A tied weight that is trained lies behind the frozen one: closing the gap keeps its bytes.
+    """
+    frozen, tied = torch.randn(300_000), torch.randn(500_000)
+    with Checkpointer(pool, "run", rng=False, warm=False) as ckpt:
+        reports = []
+        for number in (1, 2, 3):
+            tied += 1
+            state = {"base": frozen, "in": tied, "out": tied, "n": torch.tensor(number)}
+            reports.append(ckpt.save(number, state).result())
+        assert [r.referenced_bytes for r in reports] == [0, frozen.nbytes, frozen.nbytes]
+        assert all(r.bytes < frozen.nbytes + tied.nbytes for r in reports[1:])
+        shared = ckpt.manifest(1).segments[0]
+        assert shared in ckpt.manifest(3).segments
+        ckpt.delete(1)
+        ckpt.delete(2)
+        assert ckpt.collect_garbage() == 0
+        assert pool.exists(shared.key)
+        assert ckpt.verify(3).ok
+        assert same(ckpt.load(3), {**state, "n": torch.tensor(3)})
+        ckpt.delete(3)
+        assert not [key for key in pool.list("run") if "segment" in key]
+
+
+def test_a_conjugated_view_is_saved_as_what_it_shows(pool: hpstore.Pool) -> None:
+    """Lazy conjugation shares memory with its base; both come back as they looked."""
+    base = torch.randn(30_000, dtype=torch.complex64)
+    with Checkpointer(pool, "run") as ckpt:
+        ckpt.save(1, {"a": base, "b": base.conj(), "c": base.conj().imag}).result()
+        wanted = {"a": base, "b": base.conj().resolve_conj(), "c": -base.imag}
+        assert same(ckpt.load(1, keys=["a", "b", "c"]), wanted)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_compressed_step_can_be_read_in_part(pool: hpstore.Pool, codec: str) -> None:
+    """Frames of 1 MiB survive: whole, by rows, by columns, and referenced by the next step."""
+    smooth = torch.arange(900_000).div(64, rounding_mode="floor").float().reshape(1500, 600)
+    noise = torch.randn(400, 1000, dtype=torch.float64)
+    state: dict[str, Any] = {"smooth": smooth, "noise": noise, "n": torch.tensor(1)}
+    with Checkpointer(pool, "run", compression=codec, warm=False, rng=False) as ckpt:
+        first = ckpt.save(1, state).result()
+        assert first.bytes < smooth.nbytes + noise.nbytes
+        second = ckpt.save(2, {**state, "n": torch.tensor(2)}).result()
+        assert second.bytes < 1000 < second.referenced_bytes
+        ckpt.delete(1)
+        saved = ckpt.open(2)
+        assert torch.equal(saved["smooth"][700:900], smooth[700:900])
+        assert torch.equal(saved["noise"][..., 17:900:3], noise[..., 17:900:3])
+        assert torch.equal(saved["smooth"][-1], smooth[-1])
+        assert same(ckpt.load(2), {**state, "n": torch.tensor(2)})
+        assert ckpt.verify(2).ok
+    with pytest.raises(CheckpointError, match="'gzip' is not one of"):
+        Checkpointer(pool, "run", compression="gzip")
+
+
+def test_the_best_steps_stay(pool: hpstore.Pool) -> None:
+    """keep_best by a metric of save(); metrics are in the manifest."""
+    for best, kept in (("loss", [2, 5]), (Best(metric="loss", mode="max", count=2), [1, 4, 5])):
+        prefix = f"run{len(kept)}"
+        with Checkpointer(pool, prefix, keep_last=1, keep_best=best, rng=False) as ckpt:
+            for number, loss in enumerate((7.0, 1.0, 3.0, 9.0, 2.0), 1):
+                ckpt.save(number, {"n": torch.tensor(number)}, metrics={"loss": loss}).result()
+            ckpt.wait()
+            assert ckpt.steps() == kept
+            assert ckpt.manifest(5).metrics == {"loss": 2.0}
+
+
+def test_a_protected_step_stays(pool: hpstore.Pool) -> None:
+    """protect keeps a step from retention and delete; unprotect and force give it up."""
+    with Checkpointer(pool, "run", keep_last=1, rng=False) as ckpt:
+        for number in (1, 2, 3):
+            ckpt.save(number, {"n": torch.tensor(number)}).result()
+            ckpt.wait()
+            if number == 1:
+                ckpt.protect(1, "release")
+        assert ckpt.steps() == [1, 3]
+        assert ckpt.protected() == {"release": 1}
+        with pytest.raises(CheckpointError, match="step 1 is protected as 'release'"):
+            ckpt.delete(1)
+        with pytest.raises(CheckpointError, match="nothing under 'run' is protected as 'other'"):
+            ckpt.unprotect("other")
+        with pytest.raises(CheckpointError, match="no checkpoint of step 2"):
+            ckpt.protect(2, "gone")
+        with pytest.raises(CheckpointError, match="is no name"):
+            ckpt.protect(3, "a/b")
+        ckpt.protect(3, "release2")
+        ckpt.delete(3, force=True)
+        ckpt.unprotect("release")
+        ckpt.delete(1)
+        assert ckpt.steps() == []
+
+
+def test_the_older_of_two_writers_is_fenced_off(pool: hpstore.Pool) -> None:
+    """Its next save fails and changes nothing; the newer one's steps are whole and go on."""
+    with Checkpointer(pool, "run") as old, Checkpointer(pool, "run") as new:
+        old.save(1, {"w": torch.full((90_000,), 1.0)}).result()
+        new.save(2, {"w": torch.full((90_000,), 2.0)}).result()
+        with pytest.raises(VersionConflict, match="another checkpointer"):
+            old.save(3, {"w": torch.full((90_000,), 3.0)}).result()
+        old.wait()
+        new.save(4, {"w": torch.full((90_000,), 4.0)}).result()
+        assert new.steps() == [1, 2, 4]
+        assert [level(new.load(n)["w"]) for n in new.steps()] == [1.0, 2.0, 4.0]
+        assert len([key for key in pool.list("run") if "segment" in key]) == 3
+
+
+def test_pickles_need_to_be_allowed_on_both_sides(pool: hpstore.Pool) -> None:
+    """Refused at save and at restore, unless allow_pickle says that the pool is trusted."""
+    state: dict[str, Any] = {"third": Fraction(1, 3), "w": torch.ones(3)}
+    with Checkpointer(pool, "run", allow_pickle=True) as ckpt:
+        ckpt.save(1, state).result()
+        state["third"] = None
+        ckpt.restore(state)
+        assert state["third"] == Fraction(1, 3)
+        assert ckpt.load_state(1)["third"] == Fraction(1, 3)
+    with Checkpointer(pool, "run") as careful:
+        with pytest.raises(CheckpointError, match="they run code"):
+            careful.restore(state)
+        with pytest.raises(CheckpointError, match=r"'third' is a fractions\.Fraction"):
+            careful.save(2, state)
+        assert torch.equal(careful.load(1)["w"], torch.ones(3))
+
+
+# --- restoring ------------------------------------------------------------------------------------
+
+
+def test_a_value_of_each_rank_comes_back(pool: hpstore.Pool) -> None:
+    """per_rank(): plain values, tensors and nested state are given back through `.value`."""
+    with Checkpointer(pool, "run") as ckpt:
+        position = ckpt.per_rank({"at": 7, "seen": torch.arange(5)})
+        ckpt.save(1, {"loader": position}).result()
+        other = ckpt.per_rank({"at": 0, "seen": torch.zeros(5, dtype=torch.int64)})
+        ckpt.restore({"loader": other})
+        assert same(other.value, position.value)
+
+
+def test_moments_keep_their_dtype(pool: hpstore.Pool) -> None:
+    """fp32 moments of bf16 parameters are restored as they were, not by way of bf16."""
+
+    def built(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        net = torch.nn.Linear(200, 200).bfloat16()
+        return net, torch.optim.AdamW(net.parameters())
+
+    net, optimizer = built(1)
+    net(torch.randn(4, 200).bfloat16()).sum().backward()
+    optimizer.step()
+    for slots in optimizer.state.values():
+        slots["exp_avg"] = torch.randn(slots["exp_avg"].shape)
+    with Checkpointer(pool, "run") as ckpt:
+        ckpt.save(1, {"model": net, "optimizer": optimizer}).result()
+        for warm in (True, False):
+            ckpt.warm = warm
+            other, fresh = built(2)
+            ckpt.restore({"model": other, "optimizer": fresh})
+            assert same(values(net, optimizer), values(other, fresh))
+            assert fresh.state[next(other.parameters())]["exp_avg"].dtype == torch.float32
+
+
+WRAPS: dict[str, Callable[[torch.nn.Module], Any]] = {
+    "plain": lambda net: net,
+    "parallel": torch.nn.DataParallel,
+    "compiled": torch.compile,
+}  # fmt: skip
+
+
+def test_names_do_not_depend_on_the_wrapper(pool: hpstore.Pool) -> None:
+    """Plain, DataParallel and compiled models have torch's names, and restore into each other."""
+    net = Net(1)
+    optimizer = adamw(net)
+    train(net, optimizer)
+    wanted = {f"model/{name}" for name in get_model_state_dict(net)}
+    of_torch: Any = get_optimizer_state_dict(net, optimizer)["state"]
+    for name, slots in of_torch.items():
+        wanted |= {f"optimizer/state/{name}/{slot}" for slot in slots}
+    with Checkpointer(pool, "run", rng=False) as ckpt:
+        for number, wrap in enumerate(WRAPS.values()):
+            ckpt.save(number, {"model": wrap(net), "optimizer": optimizer}).result()
+            assert set(ckpt.open(number)) == wanted
+            for other_wrap in WRAPS.values():
+                other = Net(2)
+                fresh = adamw(other)
+                ckpt.restore({"model": other_wrap(other), "optimizer": fresh}, step=number)
+                assert same(values(net, optimizer), values(other, fresh))
+
+
+class Counted:
+    """An object with a tensor in its state."""
+
+    def __init__(self) -> None:
+        self.seen = torch.zeros(3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def test_what_did_not_fit_is_listed(pool: hpstore.Pool) -> None:
+    """strict=False: tensors that were wanted or recorded in vain; what was taken is not listed."""
+    with Checkpointer(pool, "run") as ckpt:
+        state: dict[str, Any] = {
+            "model": torch.nn.Linear(3, 3), "counted": Counted(), "old": {"x": torch.ones(2)},
+            "pair": (torch.ones(2), 1), "mine": ckpt.per_rank({"t": torch.ones(1)}),
+        }  # fmt: skip
+        ckpt.save(1, state).result()
+        ckpt.restore(state)
+        assert ckpt.last_restore is not None
+        assert (ckpt.last_restore.missing, ckpt.last_restore.unexpected) == ((), ())
+        wider = torch.nn.Sequential()
+        wider.weight = torch.nn.Parameter(torch.zeros(3, 3))
+        wider.extra = torch.nn.Parameter(torch.zeros(4))
+        del state["old"]
+        ckpt.restore({**state, "model": wider}, strict=False)
+        assert ckpt.last_restore.missing == ("model/extra",)
+        assert ckpt.last_restore.unexpected == ("model/bias", "old/x")
+        assert torch.equal(wider.weight, state["model"].weight)
+
+
+def test_a_save_that_cannot_begin_leaves_the_next_one_whole(
+    pool: hpstore.Pool, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deferred copies of a failed save are over before the arena is used again."""
+    net = Net(1)
+    optimizer = adamw(net)
+    state = {"model": net, "optimizer": optimizer}
+    original, failed = pool.put, threading.Event()
+
+    def put(key: str, *args: Any, **options: Any) -> Any:
+        if "/attempts/" in key and not failed.is_set():
+            failed.set()
+            raise DeviceFull("no room for the note")
+        return original(key, *args, **options)
+
+    monkeypatch.setattr(pool, "put", put)
+    with Checkpointer(pool, "run", staging="overlap") as ckpt:
+        handle = ckpt.save(1, state)
+        with pytest.raises(DeviceFull):
+            handle.result(60)
+        assert not ckpt.wait_at_most(0)  # its copies are still to come: the arena is theirs
+        gate.go()
+        ckpt.wait()
+        assert gate.bytes == net.head.weight.nbytes
+        wanted = values(net, optimizer)
+        ckpt.save(2, state).result()
+        other = Net(2)
+        fresh = adamw(other)
+        assert ckpt.restore({"model": other, "optimizer": fresh}) == 2
+        assert same(wanted, values(other, fresh))
+
+
+def test_unknown_ways_of_staging_are_refused(
+    pool: hpstore.Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A mistyped option is an error when the checkpointer is made."""
+    caplog.set_level(logging.WARNING)
+    with pytest.raises(CheckpointError, match="'overlapped' is not one of copy, overlap"):
+        Checkpointer(pool, "run", staging="overlapped")
