@@ -15,7 +15,7 @@ from hpstore.checkpoint.items import Item, by_name, whole
 from hpstore.checkpoint.manifest import Manifest
 from hpstore.checkpoint.planning import Chunk, chunks_of
 from hpstore.checkpoint.reading import Warm, fill_chunks
-from hpstore.checkpoint.training import State, apply, check, destinations
+from hpstore.checkpoint.training import RNG_KEY, State, apply, check, destinations
 from hpstore.checkpoint.tree import Decoding, decode_tree, dtype_named
 from hpstore.errors import CheckpointError, CheckpointMismatch, IntegrityError
 from hpstore.pool import Pool
@@ -98,7 +98,7 @@ def restore_state(
     for chunk in wanted:
         if not chunk.tensor.is_inference():
             torch.autograd.graph.increment_version(chunk.tensor)
-    missing, unexpected = _differences(filling, wanted)
+    missing, unexpected = _differences(filling)
     apply(state, loaded, filled=filling.filled, strict=how.strict, rng=how.rng)
     return RestoreReport(
         step=manifest.step,
@@ -110,13 +110,13 @@ def restore_state(
     )
 
 
-def _differences(
-    filling: _Filling, wanted: Sequence[Chunk]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:  # fmt: skip
-    """Names of tensors that only the state has, and that only the checkpoint has."""
-    recorded = {chunk.name for chunk in wanted}
-    places = filling.filled.places
-    likes = filling.filled.likes
+def _differences(filling: _Filling) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of tensors that only the state has, and that only the checkpoint has.
+
+    The states of random number generators have no place in the state; they are no difference.
+    """
+    recorded = {n for n in filling.wanted if not n.startswith((f"{RNG_KEY}/", f"{RNG_KEY}@"))}
+    places, likes = filling.filled.places, filling.filled.likes
     missing = tuple(sorted(name for name in places if name not in recorded))
     unexpected = tuple(
         sorted(n for n in recorded if n not in places and n.rpartition("/")[0] not in likes)
