@@ -17,6 +17,7 @@ from hpstore.checkpoint.items import Item, decode_items, encode_items, require_c
 from hpstore.checkpoint.manifest import Manifest, manifest_key, segment_key
 from hpstore.checkpoint.packing import Key, Known, Segment, pack, with_digests
 from hpstore.checkpoint.ranks import Channel, Ranks
+from hpstore.checkpoint.steps import Steps
 from hpstore.checkpoint.tree import merge_trees, tensor_names
 from hpstore.codec.galois import Bytes
 from hpstore.errors import CheckpointError, HpstoreError, ObjectNotFound, VersionConflict
@@ -160,31 +161,51 @@ class SaveJob:
         self._tolerated = pool.parity
         self._error: BaseException | None = None
         self._maybe_visible = False  # the manifest's put has begun
+        self.begun = False  # begin() was called
         self.next_known: dict[Key, Known] = {}
 
     def begin(self, *, fence: bool) -> None:
         """Rank 0 notes the attempt, durably, before anybody writes; all learn its nonce.
 
-        `fence`: first become the session that saves here.
+        `fence`: first become the session that saves here. The note names the segments that any
+        rank may refer to; what is gone already is not referred to.
         """
+        self.begun = True
+        mine = sorted({k.segment.key for k in self._known.values()})
+        heard = self._ranks.all_gather(json.dumps(mine).encode(), Channel.SAVER)
         message = b""
         if self._ranks.leads:
             try:
-                if fence:
-                    take_fence(self._pool, self._prefix, self._options.session)
-                references = sorted({k.segment.key for k in self._known.values()})
-                self._heartbeat = Heartbeat(
-                    self._pool, self._prefix, self._options.step, secrets.token_hex(8),
-                    self._options.session, references,
-                )  # fmt: skip
-                message = json.dumps({"nonce": self._heartbeat.nonce}).encode()
+                references = sorted({str(key) for keys in heard for key in json.loads(keys)})
+                message = json.dumps(self._note_attempt(references, fence=fence)).encode()
             except (HpstoreError, OSError) as error:
                 self._ranks.broadcast(json.dumps({"error": str(error)}).encode(), Channel.SAVER)
-                raise
+                raise self._placed(error) from error
         told = json.loads(self._ranks.broadcast(message, Channel.SAVER))
         if "error" in told:
-            raise CheckpointError(f"rank 0 could not begin the save: {told['error']}")
+            raise self._placed(
+                CheckpointError(f"rank 0 could not begin the save: {told['error']}")
+            )  # fmt: skip
         self._nonce = str(told["nonce"])
+        gone = set(told["gone"])
+        self._known = {n: k for n, k in self._known.items() if k.segment.key not in gone}
+
+    def _note_attempt(self, references: Sequence[str], *, fence: bool) -> dict[str, Any]:
+        """Put the fence and the note. From then on nobody removes `references`; those that cannot
+        be read any more are returned with the nonce."""
+        if fence:
+            take_fence(self._pool, self._prefix, self._options.session)
+        self._heartbeat = Heartbeat(
+            self._pool, self._prefix, self._options.step, secrets.token_hex(8),
+            self._options.session, references,
+        )  # fmt: skip
+        gone = [key for key in references if not _is_there(self._pool, key)]
+        return {"nonce": self._heartbeat.nonce, "gone": gone}
+
+    @property
+    def noted(self) -> bool:
+        """Whether begin() has succeeded."""
+        return bool(self._nonce)
 
     def write(self, memory: Bytes, items: Sequence[Item], *, part: int) -> Segment | None:
         """Put what is staged in `memory` as one segment; None when nothing had to be written.
@@ -239,8 +260,26 @@ class SaveJob:
     def commit(self) -> SaveReport:
         """Vote; rank 0 publishes the manifest when everything that was planned is there.
 
-        Raises what went wrong, on all ranks when any of them failed or died (PROTOCOL 20).
+        Raises what went wrong, on all ranks when any of them failed or died (PROTOCOL 20), with
+        the step that is still good.
         """
+        try:
+            return self._commit()
+        except VersionConflict:
+            raise  # nothing is wrong with the step that is there
+        except HpstoreError as error:
+            raise self._placed(error) from error
+
+    def _placed(self, error: HpstoreError | OSError) -> HpstoreError | OSError:
+        """The same error, saying what became of the step and which one is good."""
+        if not isinstance(error, HpstoreError):
+            return error
+        step, good = self._options.step, standing(self._pool, self._prefix)
+        fate = "may be committed or not" if self._maybe_visible else "is not committed"
+        return type(error)(f"step {step} {fate}, {good}: {error}", device=error.device,
+                           key=error.key)  # fmt: skip
+
+    def _commit(self) -> SaveReport:
         if self._error is None:
             try:
                 self._require_safe()
@@ -262,10 +301,13 @@ class SaveJob:
         except CheckpointError:
             if self._ranks.leads:
                 self.abandon()
+            self._maybe_visible = not self._ranks.leads  # rank 0 alone publishes
             raise
         outcome = self._decide(votes) if self._ranks.leads else {}
+        self._maybe_visible = True
         told = json.loads(self._ranks.broadcast(json.dumps(outcome).encode(), Channel.SAVER))
         if "error" in told:
+            self._maybe_visible = told["visible"]
             if not told["visible"]:
                 self._remove_own()
             kind = getattr(errors, told["kind"], CheckpointError)
@@ -280,10 +322,7 @@ class SaveJob:
             written = [Written.decode(vote) for vote in votes]
             failed = [f"rank {n}: {w.error}" for n, w in enumerate(written) if w.error]
             if failed:
-                raise CheckpointError(
-                    f"step {self._options.step} is not committed, the one before it is still "
-                    f"current: {'; '.join(failed)}"
-                )
+                raise CheckpointError("; ".join(failed))
             return {"report": self._publish(written).as_dict()}
         except BaseException as error:  # noqa: BLE001 (told to all ranks, which raise it)
             self._stop_heartbeat()
@@ -350,8 +389,10 @@ class SaveJob:
 
     def abandon(self) -> None:
         """Remove what this rank has put; best effort, garbage collection finds the rest."""
-        self._remove_own()
-        self._stop_heartbeat()
+        try:
+            self._remove_own()
+        finally:
+            self._stop_heartbeat()
 
     def _remove_own(self) -> None:
         own, self._own = self._own, []
@@ -381,11 +422,25 @@ def require_safe(pool: Pool, segment: Segment) -> int:
         pool.settle(segment.key)
         info = pool.stat(segment.key)
     if info.version != segment.version or info.losses_tolerated < 1:
-        raise CheckpointError(
-            f"segment {segment.key} would not survive one more lost device; the step is not "
-            "committed and the one before it is still current"
-        )
+        raise CheckpointError(f"segment {segment.key} would not survive one more lost device")
     return info.losses_tolerated
+
+
+def _is_there(pool: Pool, key: str) -> bool:
+    """Whether a segment can be referred to."""
+    try:
+        return pool.exists(key)
+    except (HpstoreError, OSError):
+        return False  # it is written anew
+
+
+def standing(pool: Pool, prefix: str) -> str:
+    """Which step is good now, for the message of a save that failed."""
+    try:
+        steps = Steps(pool, prefix).all()
+    except (HpstoreError, OSError):
+        return "what was committed before is untouched"
+    return f"step {steps[-1]} is still current" if steps else "no step was committed before"
 
 
 def _remove_quietly(pool: Pool, key: str) -> None:
