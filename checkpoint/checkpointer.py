@@ -38,7 +38,13 @@ from hpstore.checkpoint.steps import Steps
 from hpstore.checkpoint.training import State
 from hpstore.checkpoint.tree import Decoding, PerRank, decode_tree
 from hpstore.closing import Closing
-from hpstore.errors import CheckpointError, IntegrityError, ObjectNotFound, RedundancyError
+from hpstore.errors import (
+    CheckpointError,
+    HpstoreError,
+    IntegrityError,
+    ObjectNotFound,
+    RedundancyError,
+)
 from hpstore.pool import Pool
 
 _log = logging.getLogger(__name__)
@@ -177,7 +183,13 @@ class Checkpointer(Closing):
         prepared = self._planner.prepare(step, state)
         options = self._options(checked_step(step), prepared, overwrite, metrics, began)
         job = SaveJob(self.pool, self.prefix, self._ranks, options, self._known)
-        late = self._stage.begin(prepared, state, self.counters, lambda p: self._write_part(job, p))
+        try:
+            late = self._stage.begin(
+                prepared, state, self.counters, lambda p: self._write_part(job, p)
+            )  # fmt: skip
+        except BaseException as error:
+            self._give_up(job, error)
+            raise
         staged = time.perf_counter() - began
         self._warn_of_stall(staged, waited)
         future: Future[SaveReport] = Future()
@@ -229,6 +241,16 @@ class Checkpointer(Closing):
         """Take the fence on the first save, then note the attempt."""
         job.begin(fence=not self._fenced)
         self._fenced = True
+
+    def _give_up(self, job: SaveJob, error: BaseException) -> None:
+        """What staging raised is told to the other ranks, which would wait for this one."""
+        self._known = {}
+        if job.begun and not job.noted:
+            return  # begin() failed, on all ranks
+        job.fail(error)
+        if not job.begun:
+            self._begin_job(job)
+        job.commit()
 
     def _write_part(self, job: SaveJob, part: int) -> None:
         """One slice of several, written while the trainer waits."""
@@ -383,8 +405,16 @@ class Checkpointer(Closing):
 
     def _agreed_steps(self) -> list[int]:
         """Rank 0 lists; all restore the same steps (PROTOCOL 20)."""
-        mine = json.dumps(self.steps() if self._ranks.leads else []).encode()
-        found: list[int] = json.loads(self._ranks.broadcast(mine, Channel.TRAINER))
+        if self._ranks.world == 1:
+            return self.steps()
+        try:
+            mine = json.dumps(self.steps() if self._ranks.leads else []).encode()
+        except (HpstoreError, OSError) as error:
+            self._ranks.broadcast(json.dumps(str(error)).encode(), Channel.TRAINER)
+            raise
+        found: list[int] | str = json.loads(self._ranks.broadcast(mine, Channel.TRAINER))
+        if isinstance(found, str):
+            raise CheckpointError(f"rank 0 cannot list the steps: {found}")
         return found
 
     def _try_restore(self, step: int, state: State, strict: bool) -> Exception | None:
