@@ -38,7 +38,13 @@ from hpstore.checkpoint.steps import Steps
 from hpstore.checkpoint.training import State
 from hpstore.checkpoint.tree import Decoding, PerRank, decode_tree
 from hpstore.closing import Closing
-from hpstore.errors import CheckpointError, IntegrityError, ObjectNotFound, RedundancyError
+from hpstore.errors import (
+    CheckpointError,
+    HpstoreError,
+    IntegrityError,
+    ObjectNotFound,
+    RedundancyError,
+)
 from hpstore.pool import Pool
 
 _log = logging.getLogger(__name__)
@@ -133,6 +139,7 @@ class Checkpointer(Closing):
         self._known: dict[Key, Known] = {}
         self._flying: SaveHandle | None = None
         self._thread: threading.Thread | None = None
+        self._tidied: Future[None] = Future()  # what comes after a commit
         self._saved_at: float | None = None
         self._closed = False
         self.last_restore: RestoreReport | None = None
@@ -182,7 +189,13 @@ class Checkpointer(Closing):
         prepared = self._planner.prepare(step, state)
         options = self._options(checked_step(step), prepared, overwrite, metrics, began)
         job = SaveJob(self.pool, self.prefix, self._ranks, options, self._known)
-        late = self._stage.begin(prepared, state, self.counters, lambda p: self._write_part(job, p))
+        try:
+            late = self._stage.begin(
+                prepared, state, self.counters, lambda p: self._write_part(job, p)
+            )  # fmt: skip
+        except BaseException as error:
+            self._give_up(job, error)
+            raise
         staged = time.perf_counter() - began
         self._warn_of_stall(staged, waited)
         future: Future[SaveReport] = Future()
@@ -235,6 +248,16 @@ class Checkpointer(Closing):
         job.begin(fence=not self._fenced)
         self._fenced = True
 
+    def _give_up(self, job: SaveJob, error: BaseException) -> None:
+        """What staging raised is told to the other ranks, which would wait for this one."""
+        self._known = {}
+        if job.begun and not job.noted:
+            return  # begin() failed, on all ranks
+        job.fail(error)
+        if not job.begun:
+            self._begin_job(job)
+        job.commit()
+
     def _write_part(self, job: SaveJob, part: int) -> None:
         """One slice of several, written while the trainer waits."""
         if part == 0:
@@ -259,11 +282,16 @@ class Checkpointer(Closing):
             committed.append(report)
             return report.with_stall(staged)
 
+        def tidy() -> None:
+            """What the handle does not wait for: older steps go when the newer has no debt."""
+            self._stage.release_tensors()
+            job.close()
+            whole = committed and committed[0].losses_tolerated >= self.pool.parity
+            if whole and self._ranks.leads:
+                self._steps.retain(committed[0].step, self.retention)
+
         guarded(finish, future)
-        self._stage.release_tensors()
-        # older steps go when the newer one has no debt; the handle does not wait for that
-        if committed and self._ranks.leads and committed[0].losses_tolerated >= self.pool.parity:
-            self._steps.retain(committed[0].step, self.retention)
+        guarded(tidy, self._tidied)
 
     def _warn_of_stall(self, staged: float, waited: float) -> None:
         if self.max_stall_seconds is not None and staged > self.max_stall_seconds:
@@ -281,11 +309,21 @@ class Checkpointer(Closing):
     def wait(self) -> None:
         """Wait for the save that is under way; raises what went wrong, unless its handle has."""
         flying, self._flying = self._flying, None
+        tidied: Future[None] | None = None
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+            tidied, self._tidied = self._tidied, Future()
         if flying is not None and not flying.delivered:
             flying.result()
+        if tidied is not None:
+            tidied.result()
+
+    def _let_tidy(self) -> None:
+        """Wait for what comes after a commit that is done, so that callers see its end."""
+        thread, flying = self._thread, self._flying
+        if thread is not None and flying is not None and flying.done():
+            thread.join()
 
     def wait_at_most(self, seconds: float) -> bool:
         """Wait for the save under way, raising nothing; False when it takes longer."""
@@ -314,6 +352,7 @@ class Checkpointer(Closing):
 
     def steps(self) -> list[int]:
         """Committed steps, ascending. Whether they can be read is verify()'s to say."""
+        self._let_tidy()
         return self._steps.all()
 
     def manifest(self, step: int) -> Manifest:
@@ -337,6 +376,7 @@ class Checkpointer(Closing):
 
     def delete(self, step: int, *, force: bool = False) -> None:
         """Delete a step: its manifest first, then what it alone names. Not a protected one."""
+        self._let_tidy()
         self._steps.delete(step, force=force)
 
     def protect(self, step: int, name: str) -> None:
@@ -353,6 +393,7 @@ class Checkpointer(Closing):
 
     def collect_garbage(self) -> int:
         """Remove segments that no manifest and no living save names; returns how many."""
+        self._let_tidy()
         return self._steps.collect_garbage()
 
     # --- restoring --------------------------------------------------------------------------
@@ -388,8 +429,16 @@ class Checkpointer(Closing):
 
     def _agreed_steps(self) -> list[int]:
         """Rank 0 lists; all restore the same steps (PROTOCOL 20)."""
-        mine = json.dumps(self.steps() if self._ranks.leads else []).encode()
-        found: list[int] = json.loads(self._ranks.broadcast(mine, Channel.TRAINER))
+        if self._ranks.world == 1:
+            return self.steps()
+        try:
+            mine = json.dumps(self.steps() if self._ranks.leads else []).encode()
+        except (HpstoreError, OSError) as error:
+            self._ranks.broadcast(json.dumps(str(error)).encode(), Channel.TRAINER)
+            raise
+        found: list[int] | str = json.loads(self._ranks.broadcast(mine, Channel.TRAINER))
+        if isinstance(found, str):
+            raise CheckpointError(f"rank 0 cannot list the steps: {found}")
         return found
 
     def _try_restore(self, step: int, state: State, strict: bool) -> Exception | None:

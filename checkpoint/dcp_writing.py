@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ from hpstore.checkpoint.dcp_records import (
 )
 from hpstore.checkpoint.items import Box, Item, whole
 from hpstore.checkpoint.manifest import Manifest, segment_name
-from hpstore.checkpoint.packing import Segment, with_digests
+from hpstore.checkpoint.packing import Segment, digests_of
 from hpstore.checkpoint.planning import Chunk, place
 from hpstore.checkpoint.saving import require_safe
 from hpstore.checkpoint.staging import Staging
@@ -208,17 +209,17 @@ class StorageWriter(TorchStorageWriter):
         key = f"{self.path}/{segment_name(self._nonce, self._rank or 0, part)}"
         own.append(key)
         with ThreadPoolExecutor(1, "hpstore-hash") as hashing:
-            hashes = hashing.submit(with_digests, memory, items)
+            hashes = hashing.submit(digests_of, memory, items)
             info = self._pool.put(key, memory.data)
-            finished = hashes.result()
+            digests = hashes.result()
         segment = Segment(key=key, size=info.size, version=info.version)
         return [
             WriteResult(
                 index=index,
                 size_in_bytes=item.length,
-                storage_data=Stored(segment=segment, item=item),
+                storage_data=Stored(segment=segment, item=replace(item, digest=digest)),
             )
-            for index, item in zip(indices, finished, strict=True)
+            for index, item, digest in zip(indices, items, digests, strict=True)
         ]
 
     # --- committing ---------------------------------------------------------------------------

@@ -79,48 +79,118 @@ class Item:
         return self.box.sizes == self.shape
 
 
-# Any: JSON columns; malformed ones raise KeyError, TypeError or ValueError, which callers catch
-def encode_items(items: Sequence[Item]) -> dict[str, Any]:
-    """Columns for JSON: 10,000 items cost milliseconds so, rows would cost ten times that."""
-    return {
-        "names": [i.name for i in items],
-        "dtypes": [i.dtype for i in items],
-        "shapes": [i.shape for i in items],
-        "segments": [i.segment for i in items],
-        "offsets": [i.offset for i in items],
-        "lengths": [i.length for i in items],
-        "digests": [i.digest for i in items],
-        "boxes": {
-            str(n): [i.box.offsets, i.box.sizes] for n, i in enumerate(items) if not i.is_whole
-        },
-        "frames": {str(n): [i.codec, i.frames] for n, i in enumerate(items) if i.codec},
-    }
+class ItemColumns:
+    """Items as columns for JSON: 10,000 items cost milliseconds so, rows would cost ten times that.
+
+    Malformed ones raise KeyError, TypeError or ValueError when they are decoded.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.dtypes: list[str] = []
+        self.shapes: list[Sequence[int]] = []
+        self.segments: list[int] = []
+        self.offsets: list[int] = []
+        self.lengths: list[int] = []
+        self.digests: list[str] = []
+        # by the number of the item, as text: only shards have a box, only compressed items frames
+        self.boxes: dict[str, Sequence[Sequence[int]]] = {}
+        self.frames: dict[str, tuple[str, Sequence[int]]] = {}
+
+    def add(
+        self,
+        items: Sequence[Item],
+        *,
+        segment: int | None = None,
+        digests: Sequence[str] | None = None,
+    ) -> None:
+        """Append items; with `segment` and `digests` in place of their own."""
+        first = len(self.names)
+        self.names += [i.name for i in items]
+        self.dtypes += [i.dtype for i in items]
+        self.shapes += [i.shape for i in items]
+        self.segments += [i.segment for i in items] if segment is None else [segment] * len(items)
+        self.offsets += [i.offset for i in items]
+        self.lengths += [i.length for i in items]
+        self.digests += [i.digest for i in items] if digests is None else digests
+        for n, item in enumerate(items, first):
+            if item.box.sizes != item.shape:
+                self.boxes[str(n)] = (item.box.offsets, item.box.sizes)
+            if item.codec:
+                self.frames[str(n)] = (item.codec, item.frames)
+
+    def extend(self, other: ItemColumns, segments: Sequence[int]) -> None:
+        """Append another's items; `segments`: what its segments are called here."""
+        first = len(self.names)
+        self.names += other.names
+        self.dtypes += other.dtypes
+        self.shapes += other.shapes
+        self.segments += [segments[n] for n in other.segments]
+        self.offsets += other.offsets
+        self.lengths += other.lengths
+        self.digests += other.digests
+        self.boxes.update({str(first + int(n)): box for n, box in other.boxes.items()})
+        self.frames.update({str(first + int(n)): frames for n, frames in other.frames.items()})
+
+    def json(self) -> dict[str, Any]:  # Any: JSON
+        """For json.dumps."""
+        return dict(vars(self))
+
+    @classmethod
+    def of_json(cls, columns: Mapping[str, Any]) -> ItemColumns:
+        """Inverse of json()."""
+        made = cls()
+        for name in vars(made):
+            setattr(made, name, columns[name])
+        return made
+
+    def items(self) -> tuple[Item, ...]:
+        """The items."""
+        rows = zip(
+            self.names, self.dtypes, self.shapes, self.segments, self.offsets, self.lengths,
+            self.digests, strict=True,
+        )  # fmt: skip
+        found = []
+        for n, (name, dtype, shape, segment, offset, length, digest) in enumerate(rows):
+            codec, frames = self.frames.get(str(n), ("", ()))
+            box = self.boxes.get(str(n))
+            found.append(
+                Item(
+                    name=name,
+                    dtype=dtype,
+                    shape=tuple(shape),
+                    box=Box(offsets=tuple(box[0]), sizes=tuple(box[1])) if box else whole(shape),
+                    segment=segment,
+                    offset=offset,
+                    length=length,
+                    digest=digest,
+                    codec=codec,
+                    frames=tuple(frames),
+                )
+            )
+        return tuple(found)
+
+    def require_cover(self, names: Iterable[str]) -> None:
+        """As require_cover(items, names); whole tensors, each once, need no look at boxes."""
+        if self.boxes or len(set(self.names)) != len(self.names):
+            require_cover(self.items(), names)
+            return
+        there = set(self.names)
+        for name in names:
+            if name not in there:
+                raise CheckpointError(f"no rank wrote tensor {name!r}")
 
 
-def decode_items(columns: Mapping[str, Any]) -> tuple[Item, ...]:
+def encode_items(items: Sequence[Item]) -> dict[str, Any]:  # Any: JSON
+    """Columns of items for JSON."""
+    columns = ItemColumns()
+    columns.add(items)
+    return columns.json()
+
+
+def decode_items(columns: Mapping[str, Any]) -> tuple[Item, ...]:  # Any: JSON
     """Inverse of encode_items."""
-    names = columns["names"]
-    boxes = {
-        int(n): Box(offsets=tuple(o), sizes=tuple(s)) for n, (o, s) in columns["boxes"].items()
-    }
-    frames = {int(n): (codec, tuple(f)) for n, (codec, f) in columns["frames"].items()}
-    fixed = ("dtypes", "shapes", "segments", "offsets", "lengths", "digests")
-    rows = zip(names, *(columns[name] for name in fixed), strict=True)
-    return tuple(
-        Item(
-            name=name,
-            dtype=dtype,
-            shape=tuple(shape),
-            box=boxes.get(n) or whole(shape),
-            segment=segment,
-            offset=offset,
-            length=length,
-            digest=digest,
-            codec=frames[n][0] if n in frames else "",
-            frames=frames[n][1] if n in frames else (),
-        )
-        for n, (name, dtype, shape, segment, offset, length, digest) in enumerate(rows)
-    )
+    return ItemColumns.of_json(columns).items()
 
 
 def by_name(items: Iterable[Item]) -> dict[str, list[Item]]:
@@ -182,5 +252,5 @@ def _group_overlaps(boxes: list[Box], axis: int) -> bool:
     return any(a.overlap(b) is not None for a, b in itertools.combinations(boxes, 2))
 
 
-__all__ = ["FRAME_BYTES", "Box", "Item", "by_name", "decode_items", "encode_items",
+__all__ = ["FRAME_BYTES", "Box", "Item", "ItemColumns", "by_name", "decode_items", "encode_items",
            "require_cover", "whole"]  # fmt: skip

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpstore.checkpoint.items import Item, decode_items, encode_items, whole
+from hpstore.checkpoint.items import Item, ItemColumns, decode_items, encode_items, whole
 from hpstore.checkpoint.packing import Segment
 from hpstore.checksum import digest128
 from hpstore.errors import CheckpointError, FormatTooNew, IntegrityError
@@ -48,15 +48,18 @@ class Manifest:
         found: Mapping[str, float] = self.extra.get("metrics", {})
         return found
 
-    def encode(self) -> bytes:
-        """A line with magic, format and digest, then compact JSON in the order it was given."""
+    def encode(self, columns: ItemColumns | None = None) -> bytes:
+        """A line with magic, format and digest, then compact JSON in the order it was given.
+
+        `columns`: the items, when they are not in `items`.
+        """
         body = {
             "step": self.step,
             "created_ms": self.created_ms,
             "world": self.world,
             "session": self.session,
             "segments": [[s.key, s.size, s.version] for s in self.segments],
-            "items": encode_items(self.items),
+            "items": columns.json() if columns is not None else encode_items(self.items),
             "extra": self.extra,
             "tree": self.tree,
         }

@@ -162,16 +162,18 @@ def _compress_item(memory: Bytes, item: Item, codec: str, pool: ThreadPoolExecut
     return replace(item, length=at - item.offset, digest=digest, codec=codec, frames=tuple(lengths))
 
 
-def with_digests(memory: Bytes, items: Sequence[Item]) -> tuple[Item, ...]:
-    """The items with xxh3-128 of their bytes, where it is not known yet. Places are hashed once."""
+def digests_of(memory: Bytes, items: Sequence[Item]) -> list[str]:
+    """xxh3-128 of each item's bytes, hex; places are hashed once, what is known is not."""
     known: dict[tuple[int, int], str] = {}
+    found = []
+    view = memory.data
     for item in items:
-        place = (item.offset, item.length)
-        if not item.digest and place not in known:
-            known[place] = digest128(memory[item.offset : item.offset + item.length].data).hex()
-    return tuple(
-        i if i.digest else replace(i, digest=known[i.offset, i.length]) for i in items
-    )  # fmt: skip
+        digest = item.digest or known.get((item.offset, item.length), "")
+        if not digest:
+            digest = digest128(view[item.offset : item.offset + item.length]).hex()
+            known[item.offset, item.length] = digest
+        found.append(digest)
+    return found
 
 
-__all__ = ["Key", "Known", "Packed", "Segment", "compress", "pack", "probe", "with_digests"]
+__all__ = ["Key", "Known", "Packed", "Segment", "compress", "pack", "digests_of", "probe"]

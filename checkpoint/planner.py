@@ -99,12 +99,34 @@ class Planner:
         prints = [text.encode() for _, text, _ in heard]
         if prints == self._agreed:
             return
-        lists = self._ranks.all_gather(json.dumps(held).encode(), Channel.TRAINER)
+        rows = [[*place, *kind] for place, kind in zip(held, shapes, strict=True)]
+        lists = [
+            json.loads(text)
+            for text in self._ranks.all_gather(json.dumps(rows).encode(), Channel.TRAINER)
+        ]
+        require_replicas(step, lists)
         everybody = [
-            [(str(name), tuple(offsets), int(n)) for name, offsets, n in json.loads(text)]
-            for text in lists
+            [(str(name), tuple(offsets), int(n)) for name, offsets, n, *_ in rows] for rows in lists
         ]
         self._mine, self._agreed = assign(everybody)[self._ranks.rank], prints
+
+
+# Any: decoded JSON of our own: name, offsets, bytes, dtype, shape, sizes
+def require_replicas(step: int, lists: Sequence[Sequence[Sequence[Any]]]) -> None:
+    """Raise CheckpointError when ranks hold different things under one name.
+
+    One of them would be saved, the others lost without a word.
+    """
+    first: dict[tuple[Any, ...], tuple[int, list[Any]]] = {}
+    for rank, rows in enumerate(lists):
+        for name, offsets, _, *kind in rows:
+            holder, other = first.setdefault((name, *offsets), (rank, kind))
+            if other != kind:
+                raise CheckpointError(
+                    f"step {step} is not saved: {name!r} is {other[0]} {other[1]} on rank "
+                    f"{holder} and {kind[0]} {kind[1]} on rank {rank}. Wrap what every rank has "
+                    "for itself in per_rank(). What was committed before is untouched."
+                )
 
 
 def available_bytes() -> int:
@@ -116,4 +138,4 @@ def available_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-__all__ = ["Planner", "Prepared", "available_bytes"]
+__all__ = ["Planner", "Prepared", "available_bytes", "require_replicas"]

@@ -99,8 +99,8 @@ class Ranks:
     def _lost(self, error: RuntimeError) -> CheckpointError:
         return CheckpointError(
             f"rank {self.rank} of {self.world}: another rank died or did not answer within "
-            f"{self._timeout_seconds:.0f} s ({str(error).splitlines()[0]}). What was committed "
-            "before is untouched; a save that was under way is abandoned."
+            f"{self._timeout_seconds:.0f} s ({str(error).splitlines()[0]}). What was committed is "
+            "untouched. End this job; the next one finds the newest whole step."
         )
 
 

@@ -98,7 +98,7 @@ def restore_state(
     for chunk in wanted:
         if not chunk.tensor.is_inference():
             torch.autograd.graph.increment_version(chunk.tensor)
-    missing, unexpected = _differences(filling, wanted)
+    missing, unexpected = _differences(filling)
     apply(state, loaded, filled=filling.filled, strict=how.strict, rng=how.rng)
     return RestoreReport(
         step=manifest.step,
@@ -110,12 +110,9 @@ def restore_state(
     )
 
 
-def _differences(
-    filling: _Filling, wanted: Sequence[Chunk]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:  # fmt: skip
+def _differences(filling: _Filling) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of tensors that only the state has, and that only the checkpoint has."""
-    recorded = {chunk.name for chunk in wanted}
-    filled = filling.filled
+    filled, recorded = filling.filled, filling.wanted
     missing = tuple(sorted(name for name in filled.places if name not in recorded))
     unexpected = tuple(sorted(name for name in recorded if not filled.takes(name)))
     return missing, unexpected

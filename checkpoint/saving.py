@@ -9,20 +9,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from hpstore import errors
 from hpstore.checkpoint.attempts import Heartbeat, require_fence, take_fence
-from hpstore.checkpoint.items import Item, decode_items, encode_items, require_cover
+from hpstore.checkpoint.items import Item, ItemColumns
 from hpstore.checkpoint.manifest import Manifest, manifest_key, segment_key
-from hpstore.checkpoint.packing import Key, Known, Segment, pack, with_digests
+from hpstore.checkpoint.packing import Key, Known, Segment, digests_of, pack
+from hpstore.checkpoint.planning import SMALL_ITEM_BYTES
 from hpstore.checkpoint.ranks import Channel, Ranks
+from hpstore.checkpoint.steps import Steps
 from hpstore.checkpoint.tree import merge_trees, tensor_names
 from hpstore.codec.galois import Bytes
 from hpstore.errors import CheckpointError, HpstoreError, ObjectNotFound, VersionConflict
 from hpstore.pool import Pool
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,10 +111,10 @@ class SaveOptions:
 
 @dataclass(slots=True, kw_only=True)
 class Written:
-    """What one rank has written and refers to; items' segments count into `segments`."""
+    """What one rank has written and refers to; columns' segments count into `segments`."""
 
     segments: list[Segment] = field(default_factory=list)
-    items: list[Item] = field(default_factory=list)
+    columns: ItemColumns = field(default_factory=ItemColumns)
     tree: Any = None
     referenced_bytes: int = 0
     error: str = ""
@@ -120,7 +123,7 @@ class Written:
         """For another rank."""
         body = {
             "segments": [[s.key, s.size, s.version] for s in self.segments],
-            "items": encode_items(self.items),
+            "items": self.columns.json(),
             "tree": self.tree,
             "referenced_bytes": self.referenced_bytes,
             "error": self.error,
@@ -132,7 +135,7 @@ class Written:
         body = json.loads(data)
         return cls(
             segments=[Segment(key=k, size=s, version=v) for k, s, v in body["segments"]],
-            items=list(decode_items(body["items"])),
+            columns=ItemColumns.of_json(body["items"]),
             tree=body["tree"],
             referenced_bytes=body["referenced_bytes"],
             error=body["error"],
@@ -170,31 +173,51 @@ class SaveJob:
         self._tolerated = pool.parity
         self._error: BaseException | None = None
         self._maybe_visible = False  # the manifest's put has begun
+        self.begun = False  # begin() was called
         self.next_known: dict[Key, Known] = {}
 
     def begin(self, *, fence: bool) -> None:
         """Rank 0 notes the attempt, durably, before anybody writes; all learn its nonce.
 
-        `fence`: first become the session that saves here.
+        `fence`: first become the session that saves here. The note names the segments that any
+        rank may refer to; what is gone already is not referred to.
         """
+        self.begun = True
+        mine = sorted({k.segment.key for k in self._known.values()})
+        heard = self._ranks.all_gather(json.dumps(mine).encode(), Channel.SAVER)
         message = b""
         if self._ranks.leads:
             try:
-                if fence:
-                    take_fence(self._pool, self._prefix, self._options.session)
-                references = sorted({k.segment.key for k in self._known.values()})
-                self._heartbeat = Heartbeat(
-                    self._pool, self._prefix, self._options.step, secrets.token_hex(8),
-                    self._options.session, references,
-                )  # fmt: skip
-                message = json.dumps({"nonce": self._heartbeat.nonce}).encode()
+                references = sorted({str(key) for keys in heard for key in json.loads(keys)})
+                message = json.dumps(self._note_attempt(references, fence=fence)).encode()
             except (HpstoreError, OSError) as error:
                 self._ranks.broadcast(json.dumps({"error": str(error)}).encode(), Channel.SAVER)
-                raise
+                raise self._placed(error) from error
         told = json.loads(self._ranks.broadcast(message, Channel.SAVER))
         if "error" in told:
-            raise CheckpointError(f"rank 0 could not begin the save: {told['error']}")
+            raise self._placed(
+                CheckpointError(f"rank 0 could not begin the save: {told['error']}")
+            )  # fmt: skip
         self._nonce = str(told["nonce"])
+        gone = set(told["gone"])
+        self._known = {n: k for n, k in self._known.items() if k.segment.key not in gone}
+
+    def _note_attempt(self, references: Sequence[str], *, fence: bool) -> dict[str, Any]:
+        """Put the fence and the note. From then on nobody removes `references`; those that cannot
+        be read any more are returned with the nonce."""
+        if fence:
+            take_fence(self._pool, self._prefix, self._options.session)
+        self._heartbeat = Heartbeat(
+            self._pool, self._prefix, self._options.step, secrets.token_hex(8),
+            self._options.session, references,
+        )  # fmt: skip
+        gone = [key for key in references if not _is_there(self._pool, key)]
+        return {"nonce": self._heartbeat.nonce, "gone": gone}
+
+    @property
+    def noted(self) -> bool:
+        """Whether begin() has succeeded."""
+        return bool(self._nonce)
 
     def write(self, memory: Bytes, items: Sequence[Item], *, part: int) -> Segment | None:
         """Put what is staged in `memory` as one segment; None when nothing had to be written.
@@ -216,7 +239,6 @@ class SaveJob:
     def _write(self, memory: Bytes, items: Sequence[Item], part: int) -> Segment | None:
         packed = pack(memory, items, self._known, self._options.codec)
         segment = None
-        finished: tuple[Item, ...] = ()
         if packed.items:
             key = segment_key(
                 self._prefix, self._options.step, self._nonce, self._ranks.rank, part
@@ -224,33 +246,53 @@ class SaveJob:
             data = memory[: packed.size]
             self._own.append(key)
             with ThreadPoolExecutor(1, "hpstore-hash") as hashing:
-                hashes = hashing.submit(with_digests, memory, packed.items)
+                hashes = hashing.submit(digests_of, memory, packed.items)
                 info = self._pool.put(
                     key, data.data, rate_bytes_per_second=self._options.rate_bytes_per_second
                 )
-                finished = hashes.result()
+                digests = hashes.result()
             if info.size != packed.size:
                 raise CheckpointError(f"segment {key} has {info.size} bytes, not {packed.size}")
             segment = Segment(key=key, size=info.size, version=info.version)
             index = self._written.index_of(segment)
-            for item in finished:
-                self._note(replace(item, segment=index), segment, packed.probes.get(item.key))
+            self._written.columns.add(packed.items, segment=index, digests=digests)
+            for item, digest in zip(packed.items, digests, strict=True):
+                if item.length >= SMALL_ITEM_BYTES or item.codec:  # those have a probe
+                    self._remember(replace(item, digest=digest), segment, packed.probes[item.key])
         for before in packed.referenced:
             index = self._written.index_of(before.segment)
             self._written.referenced_bytes += before.item.length
-            self._note(replace(before.item, segment=index), before.segment, before.probe)
+            self._written.columns.add([before.item], segment=index)
+            self._remember(before.item, before.segment, before.probe)
         return segment
 
-    def _note(self, item: Item, segment: Segment, probe: int | None) -> None:
-        self._written.items.append(item)
-        if probe is not None:
-            self.next_known[item.key] = Known(item=item, segment=segment, probe=probe)
+    def _remember(self, item: Item, segment: Segment, probe: int | None) -> None:
+        """For the next save, which may refer to it."""
+        self.next_known[item.key] = Known(item=item, segment=segment, probe=probe)
 
     def commit(self) -> SaveReport:
         """Vote; rank 0 publishes the manifest when everything that was planned is there.
 
-        Raises what went wrong, on all ranks when any of them failed or died (PROTOCOL 20).
+        Raises what went wrong, on all ranks when any of them failed or died (PROTOCOL 20), with
+        the step that is still good.
         """
+        try:
+            return self._commit()
+        except VersionConflict:
+            raise  # nothing is wrong with the step that is there
+        except HpstoreError as error:
+            raise self._placed(error) from error
+
+    def _placed(self, error: HpstoreError | OSError) -> HpstoreError | OSError:
+        """The same error, saying what became of the step and which one is good."""
+        if not isinstance(error, HpstoreError):
+            return error
+        step, good = self._options.step, standing(self._pool, self._prefix)
+        fate = "may be committed or not" if self._maybe_visible else "is not committed"
+        return type(error)(f"step {step} {fate}, {good}: {error}", device=error.device,
+                           key=error.key)  # fmt: skip
+
+    def _commit(self) -> SaveReport:
         if self._error is None:
             try:
                 self._require_safe()
@@ -272,10 +314,13 @@ class SaveJob:
         except CheckpointError:
             if self._ranks.leads:
                 self.abandon()
+            self._maybe_visible = not self._ranks.leads  # rank 0 alone publishes
             raise
         outcome = self._decide(votes) if self._ranks.leads else {}
+        self._maybe_visible = True
         told = json.loads(self._ranks.broadcast(json.dumps(outcome).encode(), Channel.SAVER))
         if "error" in told:
+            self._maybe_visible = told["visible"]
             if not told["visible"]:
                 self._remove_own()
             kind = getattr(errors, told["kind"], CheckpointError)
@@ -290,10 +335,7 @@ class SaveJob:
             written = [Written.decode(vote) for vote in votes]
             failed = [f"rank {n}: {w.error}" for n, w in enumerate(written) if w.error]
             if failed:
-                raise CheckpointError(
-                    f"step {self._options.step} is not committed, the one before it is still "
-                    f"current: {'; '.join(failed)}"
-                )
+                raise CheckpointError("; ".join(failed))
             return {"report": self._publish(written).as_dict()}
         except BaseException as error:  # noqa: BLE001 (told to all ranks, which raise it)
             self._stop_heartbeat()
@@ -311,7 +353,7 @@ class SaveJob:
         key = manifest_key(self._prefix, self._options.step)
         try:
             require_fence(self._pool, self._prefix, self._options.session)
-            data = self._manifest(written).encode()
+            data = self._manifest(written)
             before = _existing(self._pool, key) if self._options.overwrite else None
         except BaseException:
             self.abandon()
@@ -326,8 +368,6 @@ class SaveJob:
                 "not touched; save(overwrite=True) replaces it",
                 key=key,
             ) from error
-        finally:
-            self._stop_heartbeat()
         return SaveReport(
             step=self._options.step,
             key=key,
@@ -338,26 +378,31 @@ class SaveJob:
             losses_tolerated=min(info.losses_tolerated, self._tolerated),
         )
 
-    def _manifest(self, written: Sequence[Written]) -> Manifest:
-        """What all ranks wrote as one. Raises CheckpointError unless it is all that was planned."""
+    def _manifest(self, written: Sequence[Written]) -> bytes:
+        """The manifest of what all ranks wrote. Raises CheckpointError unless that is all."""
         merged = Written()
         tree = written[0].tree
         for rank, part in enumerate(written):
             places = [merged.index_of(segment) for segment in part.segments]
-            merged.items += [replace(item, segment=places[item.segment]) for item in part.items]
+            merged.columns.extend(part.columns, places)
             if rank:
                 tree = merge_trees(tree, part.tree)
-        require_cover(merged.items, tensor_names(tree))
-        return Manifest(
+        merged.columns.require_cover(tensor_names(tree))
+        manifest = Manifest(
             step=self._options.step,
             created_ms=time.time_ns() // 1_000_000,
             segments=tuple(merged.segments),
-            items=tuple(merged.items),
+            items=(),
             tree=tree,
             world=self._ranks.world,
             session=self._options.session,
             extra=self._options.extra,
         )
+        return manifest.encode(merged.columns)
+
+    def close(self) -> None:
+        """After commit(), whatever became of it: the attempt is over."""
+        self._stop_heartbeat()
 
     def abandon(self) -> None:
         """Remove what this rank has put; best effort, garbage collection finds the rest."""
@@ -394,13 +439,27 @@ def require_safe(pool: Pool, key: str, *, version: str | None = None) -> int:
         pool.settle(key)
         info = pool.stat(key)
     if info.losses_tolerated < 1:
-        raise CheckpointError(
-            f"segment {key} would not survive one more lost device; the step is not committed and "
-            "the one before it is still current"
-        )
+        raise CheckpointError(f"segment {key} would not survive one more lost device")
     if version is not None and info.version != version:
         raise CheckpointError(f"segment {key} was replaced by version {info.version}")
     return info.losses_tolerated
+
+
+def _is_there(pool: Pool, key: str) -> bool:
+    """Whether a segment can be referred to."""
+    try:
+        return pool.exists(key)
+    except (HpstoreError, OSError):
+        return False  # it is written anew
+
+
+def standing(pool: Pool, prefix: str) -> str:
+    """Which step is good now, for the message of a save that failed."""
+    try:
+        steps = Steps(pool, prefix).all()
+    except (HpstoreError, OSError):
+        return "what was committed before is untouched"
+    return f"step {steps[-1]} is still current" if steps else "no step was committed before"
 
 
 def _remove_quietly(pool: Pool, key: str) -> None:
@@ -411,8 +470,8 @@ def _remove_quietly(pool: Pool, key: str) -> None:
         return
 
 
-def guarded(action: Callable[[], SaveReport], future: Future[SaveReport]) -> None:
-    """Run a save on its thread, its outcome into the future."""
+def guarded(action: Callable[[], T], future: Future[T]) -> None:
+    """Run a part of a save on its thread, its outcome into the future."""
     try:
         future.set_result(action())
     except BaseException as error:  # noqa: BLE001 (raised again by result, save, wait, close)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hpstore.buffers import aligned_array
 from hpstore.checkpoint.codecs import CODECS
 from hpstore.checkpoint.items import Box, Item, decode_items, encode_items, require_cover, whole
-from hpstore.checkpoint.packing import Known, Segment, compress, pack, with_digests
+from hpstore.checkpoint.packing import Known, Segment, compress, digests_of, pack
 from hpstore.checkpoint.planning import (
     SMALL_ALIGNMENT,
     SMALL_ITEM_BYTES,
@@ -273,6 +273,11 @@ def chunk_lists(draw: Draw) -> list[Chunk]:
     return [chunk for n, tensor in enumerate(tensors) for chunk in chunks_of(f"t{n}", tensor)]
 
 
+def hashed(memory: Any, items: Sequence[Item]) -> list[Item]:
+    digests = digests_of(memory, items)
+    return [replace(item, digest=digest) for item, digest in zip(items, digests, strict=True)]
+
+
 @given(chunk_lists(), st.one_of(st.none(), st.integers(1, 400_000)))
 def test_places_are_apart_aligned_and_in_order(chunks: list[Chunk], limit: int | None) -> None:
     """Nothing overlaps but views of the same memory, which have one place; limits are kept."""
@@ -356,7 +361,7 @@ def staged(chunks: Sequence[Chunk], rng: np.random.Generator) -> tuple[Bytes, tu
 def known_from(memory: Bytes, items: Sequence[Item], *, probes: bool) -> dict[Any, Known]:
     """What a save of these items leaves for the next one."""
     segment = Segment(key="old", size=len(memory), version="v")
-    done = with_digests(memory, items)
+    done = hashed(memory, items)
     before = pack(memory, done, {}, "")
     return {
         item.key: Known(
@@ -387,7 +392,7 @@ def test_only_what_is_unchanged_is_referenced(
     kept = {i.name for i in large if (i.offset, i.length) not in changed}
     assert {k.item.name for k in packed.referenced} == kept
     assert {i.name for i in packed.items} == {i.name for i in items} - kept
-    for item in with_digests(memory, packed.items):
+    for item in hashed(memory, packed.items):
         assert item.offset + item.length <= packed.size
         assert item.digest == digest128(raw[item.name]).hex()
         assert unpacked(memory, item) == raw[item.name]

@@ -1,0 +1,446 @@
+"""Checkpoints of many ranks, by real processes: resharding, votes, ranks that are killed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint.steps import Steps
+from hpstore.errors import HpstoreError, TooFewDevices
+from hpstore.pool import Pool
+from tests.integration.ranks import (
+    Values,
+    assert_same,
+    build,
+    launch,
+    make_pool,
+    open_pool,
+    train,
+    values,
+)
+
+KINDS = ("fsdp", "tp", "2d", "ddp")
+
+
+def state_of(kind: str, seed: int, ckpt: Checkpointer) -> dict[str, Any]:
+    """What is saved and restored."""
+    net, optimizer = build(kind, seed)
+    return {
+        "model": net, "optimizer": optimizer, "epoch": seed,
+        "mine": ckpt.per_rank({"id": seed * 100 + dist_rank(), "seen": torch.zeros(3)}),
+    }  # fmt: skip
+
+
+def dist_rank() -> int:
+    """This process' rank, 0 when it is alone."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def save_kinds(rank: int, world: int, directory: Path, *kinds: str) -> None:
+    """Train and save a model of each kind; leave what was saved, whole, in a file."""
+    for kind in kinds:
+        with open_pool(directory) as pool, Checkpointer(pool, f"run/{kind}{world}") as ckpt:
+            state = state_of(kind, 1, ckpt)
+            train(state["model"], state["optimizer"])
+            state["mine"].value["seen"] += rank
+            report = ckpt.save(3, state).result()
+            wanted = values(state["model"], state["optimizer"])
+        if rank == 0:
+            torch.save(wanted, directory / f"{kind}{world}.pt")
+            (directory / f"{kind}{world}.json").write_text(json.dumps(report.as_dict()))
+
+
+def load_kinds(rank: int, world: int, directory: Path, *sources: str) -> None:
+    """Restore each of `sources` into a model of each kind; compare all values, bit by bit."""
+    with open_pool(directory) as pool:
+        for source, kind in itertools.product(sources, KINDS):
+            ckpt = Checkpointer(pool, f"run/{source}")
+            state = state_of(kind, 2, ckpt)
+            assert ckpt.restore(state) == 3
+            assert ckpt.last_restore is not None
+            newcomer = rank >= int(source[-1])
+            assert ckpt.last_restore.missing == ((f"mine@{rank}/seen",) if newcomer else ())
+            assert ckpt.last_restore.unexpected == ()
+            ckpt.close()
+            check_own(state, rank, newcomer=newcomer)
+            found = values(state["model"], state["optimizer"])
+            wanted: Values = torch.load(directory / f"{source}.pt")
+            assert_same(found, wanted, f"{source} in {kind} on rank {rank} of {world}")
+
+
+def check_own(state: dict[str, Any], rank: int, *, newcomer: bool) -> None:
+    """A rank has what it saved, or, when there was no such rank, what it had."""
+    assert state["epoch"] == 1
+    mine = state["mine"].value
+    assert mine["id"] == (200 if newcomer else 100) + rank
+    assert torch.equal(mine["seen"], torch.full((3,), 0.0 if newcomer else float(rank)))
+
+
+def test_a_checkpoint_of_any_sharding_loads_on_any_other_with_m_devices_lost(
+    tmp_path: Path,
+) -> None:
+    """FSDP2, TP, 2-D, DDP and plain, saved by 4, 2 and 1 processes, loaded by 4, 2 and 1.
+
+    Parameters, moments and step counters are the same bit by bit, and so are the next losses.
+    """
+    make_pool(tmp_path)
+    save_kinds(0, 1, tmp_path, "plain")
+    launch(tmp_path, 2, save_kinds, "fsdp")
+    launch(tmp_path, 4, save_kinds, *KINDS)
+    everything = [f"{kind}4" for kind in KINDS] + ["plain1", "fsdp2"]
+    for lost in ("d1", "d4"):
+        shutil.rmtree(tmp_path / lost)
+    launch(tmp_path, 4, load_kinds, *everything)
+    launch(tmp_path, 2, load_kinds, *everything)
+    for source in everything:
+        for kind in ("plain", "compiled"):
+            load_alone(tmp_path, source, kind)
+
+
+def load_alone(directory: Path, source: str, kind: str) -> None:
+    """Restore on one process; the next losses are those of a model that torch itself has filled."""
+    with open_pool(directory) as pool, Checkpointer(pool, f"run/{source}") as ckpt:
+        state = state_of(kind, 2, ckpt)
+        assert ckpt.restore(state) == 3
+        assert ckpt.verify(3).ok
+        check_own(state, 0, newcomer=False)
+    wanted: Values = torch.load(directory / f"{source}.pt")
+    assert_same(values(state["model"], state["optimizer"]), wanted, f"{source} in {kind}")
+    if kind != "plain":
+        return
+    net, optimizer = build("plain", 3)
+    net.load_state_dict({name: wanted[name] for name in net.state_dict()})
+    slots = ("step", "exp_avg", "exp_avg_sq")
+    rows = {
+        n: {slot: wanted[f"{name}.{slot}"].clone() for slot in slots}
+        for n, name in enumerate(net.state_dict())
+    }
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": rows})
+    assert train(state["model"], state["optimizer"]) == train(net, optimizer)
+
+
+def test_replicas_are_written_once_and_by_all(tmp_path: Path) -> None:
+    """DDP on four ranks stores about what one process stores, and no rank writes all of it."""
+    make_pool(tmp_path)
+    save_kinds(0, 1, tmp_path, "plain")
+    launch(tmp_path, 4, save_kinds, "ddp")
+    alone, many = (
+        json.loads((tmp_path / f"{name}.json").read_text())["bytes"] for name in ("plain1", "ddp4")
+    )
+    with open_pool(tmp_path) as pool, Checkpointer(pool, "run/ddp4") as ckpt:
+        sizes = [segment.size for segment in ckpt.manifest(3).segments]
+    rng = 4 * 10_000  # each rank's random number generators are its own
+    assert alone <= many <= alone + rng + 4 * 4096
+    assert sum(sizes) == many
+    assert len(sizes) == 4
+    assert max(sizes) < 0.6 * many
+
+
+# --- votes ----------------------------------------------------------------------------------
+
+
+def raised(call: Callable[[], object]) -> str:
+    """The message of the CheckpointError (or its like) that a call must raise."""
+    try:
+        call()
+    except HpstoreError as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("nothing was raised")
+
+
+def together(condition: bool, what: object) -> None:
+    """An assertion that all ranks make at the same point, so that none is left waiting."""
+    assert condition, what
+    dist.barrier()
+
+
+def breaking_put(pool: Pool, word: str, act: Callable[[], None]) -> Callable[[], None]:
+    """Let the pool's puts of keys with `word` in them `act` first; returns what undoes it."""
+    original = pool.put
+
+    def put(key: str, *args: Any, **options: Any) -> Any:
+        if word in key:
+            act()
+        return original(key, *args, **options)
+
+    pool.put = put  # type: ignore[method-assign]
+    return lambda: setattr(pool, "put", original)
+
+
+def disagree(rank: int, world: int, directory: Path) -> None:
+    """Saves that must fail on all ranks, each followed by one that works."""
+    x = torch.full((30_000,), float(rank))
+    with open_pool(directory) as pool, Checkpointer(pool, "run", rng=False) as ckpt:
+        own = {"mine": ckpt.per_rank(x)}
+
+        def left() -> list[str]:
+            return [key for key in pool.list("run") if key != "run/writer"]
+
+        said = raised(lambda: ckpt.save(5 + rank % 2, own))
+        together("ranks save different steps: [5, 6, 5, 6]" in said, said)
+        together(left() == [], left())
+        bad = {**own, "outer": {"inner": object()}} if rank == 2 else own
+        said = raised(lambda: ckpt.save(5, bad))
+        together("outer/inner" in said, said)
+        together(left() == [], left())
+        ckpt.save(5, own).result()
+        dist.barrier()
+        first = left()
+
+        x += 10
+
+        def full_disk() -> None:
+            raise TooFewDevices("3 of 6 devices are full")
+
+        undo = breaking_put(pool, "segment", full_disk) if rank == 1 else lambda: None
+        said = raised(lambda: ckpt.save(6, own).result())
+        together("rank 1: TooFewDevices: 3 of 6 devices are full" in said, said)
+        together("step 6 is not committed, step 5 is still current" in said, said)
+        undo()
+        together(left() == first, left())
+        ckpt.save(6, own).result()
+        together(ckpt.steps() == [5, 6], ckpt.steps())
+        x.zero_()
+        assert ckpt.restore({"mine": ckpt.per_rank(x)}) == 6
+        together(bool((x == rank + 10).all()), x)
+
+
+def test_ranks_that_disagree_or_fail_all_raise_and_leave_nothing(tmp_path: Path) -> None:
+    """Different steps, an object that cannot be saved, a rank without space: all ranks say so.
+
+    Nothing but the fence is left under the prefix, and the next save works.
+    """
+    make_pool(tmp_path)
+    launch(tmp_path, 4, disagree)
+
+
+def no_memory(rank: int, world: int, directory: Path, staging_bytes: int | None) -> None:
+    """Staging fails on rank 1; the others, which have staged, must not wait for it."""
+    with open_pool(directory) as pool:
+        ckpt = Checkpointer(pool, "run", rng=False, staging_bytes=staging_bytes, reuse=False)
+        own = {"x": ckpt.per_rank(torch.zeros(30_000)), "y": ckpt.per_rank(torch.ones(30_000))}
+        ckpt.save(1, own).result()
+        dist.barrier()
+        stage = ckpt._stage._stage
+        calls = itertools.count(1)
+
+        def fail(*_: Any) -> Any:
+            if next(calls) == (2 if staging_bytes else 1):
+                raise MemoryError("no memory left")
+            return stage(*_)
+
+        if rank == 1:
+            ckpt._stage._stage = fail  # type: ignore[method-assign,assignment]
+        try:
+            ckpt.save(2, own).result()
+            said = "nothing was raised"
+        except (HpstoreError, MemoryError) as error:
+            said = str(error)
+        ckpt._stage._stage = stage  # type: ignore[method-assign]
+        together("no memory left" in said, said)
+        together(ckpt.steps() == [1], ckpt.steps())
+        ckpt.wait()
+        dist.barrier()
+        left = pool.list("run")
+        together(len(left) == 2 + world * (2 if staging_bytes else 1), left)
+        ckpt.save(2, own).result()
+        together(ckpt.verify(2).ok, "damaged")
+        ckpt.close()
+
+
+@pytest.mark.parametrize("staging_bytes", [None, 400_000], ids=["whole", "sliced"])
+def test_a_rank_that_cannot_stage_fails_the_save_of_all_at_once(
+    tmp_path: Path, staging_bytes: int | None
+) -> None:
+    """MemoryError on one rank: nobody waits for commit_seconds, and the next save works."""
+    make_pool(tmp_path)
+    launch(tmp_path, 2, no_memory, staging_bytes)
+
+
+def no_listing(rank: int, world: int, directory: Path) -> None:
+    """Rank 0, which chooses the step, cannot list them."""
+    with open_pool(directory) as pool, Checkpointer(pool, "run", rng=False) as ckpt:
+        ckpt.save(1, {"x": torch.zeros(9)}).result()
+
+        def broken(_: str = "") -> list[str]:
+            raise TooFewDevices("3 of 6 devices do not answer")
+
+        original = pool.list
+        if rank == 0:
+            pool.list = broken  # type: ignore[method-assign,assignment]
+        said = raised(lambda: ckpt.restore({"x": torch.ones(9)}))
+        pool.list = original  # type: ignore[method-assign]
+        together("3 of 6 devices do not answer" in said, said)
+        together(ckpt.restore({"x": torch.ones(9)}) == 1, "nothing was restored")
+
+
+def test_all_ranks_hear_that_rank_0_cannot_list_the_steps(tmp_path: Path) -> None:
+    """PROTOCOL 20: rank 0 chooses; when it cannot, nobody waits for its choice."""
+    make_pool(tmp_path)
+    launch(tmp_path, 2, no_listing)
+
+
+def unlike_shapes(rank: int, world: int, directory: Path) -> None:
+    """The same name on all ranks, each with a tensor of its own shape."""
+    with open_pool(directory) as pool, Checkpointer(pool, "run", rng=False) as ckpt:
+        said = raised(lambda: ckpt.save(1, {"buffer": torch.zeros(100 + rank)}).result())
+        together("'buffer'" in said and "per_rank" in said, said)
+        together(ckpt.steps() == [], ckpt.steps())
+
+
+def test_replicas_of_different_shapes_are_refused(tmp_path: Path) -> None:
+    """One of them would be saved and the others lost without a word."""
+    make_pool(tmp_path)
+    launch(tmp_path, 2, unlike_shapes)
+
+
+def stages(rank: int, world: int, directory: Path) -> None:
+    """A pipeline: each rank has layers that no other has."""
+    layer = torch.nn.Linear(80, 80 + rank)
+    net = torch.nn.ModuleDict({f"layer{rank}": layer})
+    optimizer = torch.optim.AdamW(net.parameters())
+    torch.nn.init.constant_(layer.weight, rank)
+    for _ in range(2):
+        layer(torch.ones(2, 80)).sum().backward()
+        optimizer.step()
+    state: dict[str, Any] = {"model": net, "optimizer": optimizer, f"only{rank}": rank}
+    with open_pool(directory) as pool, Checkpointer(pool, "run") as ckpt:
+        ckpt.save(1, state).result()
+        wanted = values(net, optimizer)
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.zero_()
+                optimizer.state[parameter]["exp_avg"].zero_()
+        state[f"only{rank}"] = -1
+        assert ckpt.restore(state, strict=False) == 1
+        assert state[f"only{rank}"] == rank
+        assert_same(values(net, optimizer), wanted, f"stage {rank}")
+
+
+def test_keys_that_one_rank_has_alone_are_saved_and_come_back_there(tmp_path: Path) -> None:
+    """Stages of a pipeline: a parameter, its moments and a value that no other rank has."""
+    make_pool(tmp_path)
+    launch(tmp_path, 3, stages)
+    with open_pool(tmp_path) as pool, Checkpointer(pool, "run") as ckpt:
+        loaded = ckpt.load(1)
+        for rank in range(3):
+            assert loaded[f"model/layer{rank}.weight"].shape == (80 + rank, 80)
+            assert loaded[f"optimizer/state/layer{rank}.weight/exp_avg"].shape == (80 + rank, 80)
+
+
+# --- references -----------------------------------------------------------------------------
+
+
+def delete_under_a_save(rank: int, world: int, directory: Path) -> None:
+    """Somebody deletes the step whose segments a save under way refers to."""
+    frozen = torch.full((50_000,), float(rank))
+    with open_pool(directory) as pool, Checkpointer(pool, "run", rng=False) as ckpt:
+        state = {"frozen": ckpt.per_rank(frozen), "free": ckpt.per_rank(torch.zeros(30_000))}
+        ckpt.save(1, state).result()
+        if rank == 0:
+            breaking_put(pool, "manifest", lambda: other_deletes(directory))
+        state["free"].value += 1
+        report = ckpt.save(2, state).result()
+        ckpt.wait()
+        together(report.referenced_bytes == world * 200_000, report)
+        together(ckpt.steps() == [2], ckpt.steps())
+        together(ckpt.verify(2).ok, ckpt.verify(2).damaged)
+
+
+def other_deletes(directory: Path) -> None:
+    """As another process would, with a pool of its own."""
+    with open_pool(directory) as other:
+        Steps(other, "run").delete(1)
+
+
+def test_segments_that_any_rank_of_a_living_save_refers_to_stay(tmp_path: Path) -> None:
+    """PROTOCOL 18: delete the step before while a save refers to it; the new step is whole."""
+    make_pool(tmp_path)
+    launch(tmp_path, 2, delete_under_a_save)
+
+
+# --- ranks that are killed ------------------------------------------------------------------
+
+
+def die(rank: int, world: int, directory: Path, victim: int, when: str) -> None:
+    """Save 1; then `victim` is killed in the middle of save 2: the others must raise in time."""
+
+    def kill() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    pool = open_pool(directory)
+    ckpt = Checkpointer(pool, "run", rng=False, commit_seconds=20.0)
+    state: dict[str, Any] = {"x": ckpt.per_rank(torch.full((300_000,), float(rank))), "step": 1}
+    ckpt.save(1, state).result()
+    dist.barrier()
+    state["x"].value += 10
+    state["step"] = 2
+    if rank == victim:
+        if when == "after the manifest":
+            after_put(pool, "manifest", kill)
+        else:
+            breaking_put(pool, "segment" if when == "segment" else "manifest", kill)
+    said = raised(lambda: ckpt.save(2, state).result())
+    (directory / f"said-{rank}").write_text(said)
+
+
+def after_put(pool: Pool, word: str, act: Callable[[], None]) -> None:
+    """Let the pool `act` when a put of such a key is done, before anybody hears of it."""
+    original = pool.put
+
+    def put(key: str, *args: Any, **options: Any) -> Any:
+        info = original(key, *args, **options)
+        if word in key:
+            act()
+        return info
+
+    pool.put = put  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("victim", "when", "newest"),
+    [
+        (2, "segment", 1),
+        (0, "segment", 1),
+        (0, "before the manifest", 1),
+        (0, "after the manifest", 2),
+    ],
+)
+def test_a_killed_rank_leaves_the_old_step_or_the_new_one(
+    tmp_path: Path, victim: int, when: str, newest: int
+) -> None:
+    """PROTOCOL 20: SIGKILL one of four ranks; the others raise and say what is still good.
+
+    The old step, or the new one when its manifest was put, restores; the next job collects what
+    was left and saves on.
+    """
+    make_pool(tmp_path)
+    launch(tmp_path, 4, die, victim, when, killed=(victim,))
+    for rank in {0, 1, 2, 3} - {victim}:
+        said = (tmp_path / f"said-{rank}").read_text()
+        assert "another rank died or did not answer" in said
+        fate = "is not committed" if (victim, rank) == (2, 0) else "may be committed or not"
+        assert f"step 2 {fate}, step {newest} is still current" in said
+    with open_pool(tmp_path) as pool, Checkpointer(pool, "run", rng=False) as ckpt:
+        assert ckpt.steps() == list(range(1, newest + 1))
+        state: dict[str, Any] = {"x": ckpt.per_rank(torch.zeros(300_000)), "step": 0}
+        assert ckpt.restore(state) == newest
+        assert state["step"] == newest
+        assert bool((state["x"].value == (0 if newest == 1 else 10)).all())
+        assert ckpt.verify(newest).ok
+        named = {s.key for step in ckpt.steps() for s in ckpt.manifest(step).segments}
+        manifests = {f"run/step-{step:012d}/manifest" for step in ckpt.steps()}
+        assert set(pool.list("run")) == named | manifests | {"run/writer"}
+        ckpt.save(3, state).result()
+        assert ckpt.latest_valid() == 3
