@@ -13,14 +13,13 @@ import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hpstore.benchmarks import checkpoint_special as special
-from hpstore.benchmarks.ballast import Ballast, available_bytes, ballast_bytes
+from hpstore.benchmarks.ballast import Ballast, ballast_bytes, memory_bytes
 from hpstore.benchmarks.checkpoint_bars import (
     OURS,
     load_series,
@@ -34,6 +33,7 @@ from hpstore.benchmarks.checkpoint_bars import (
 from hpstore.benchmarks.checkpoint_ours import Ours
 from hpstore.benchmarks.checkpoint_peers import PEERS, Peer, peers_named
 from hpstore.benchmarks.checkpoint_sessions import Spec, load_session, raw_session, save_session
+from hpstore.benchmarks.checkpoint_state import Content, SharedState, map_state
 from hpstore.benchmarks.devices import workspace
 from hpstore.benchmarks.measure import Options
 from hpstore.benchmarks.sessions import Found, Session, SessionFailed, Sessions
@@ -80,10 +80,9 @@ def progress(total: int) -> Iterator[Progress]:
 class Runner:
     """Runs the sessions of one benchmark in one directory."""
 
-    def __init__(self, root: Path, options: Options, sessions: Sessions, bar: Progress) -> None:
+    def __init__(self, spec: Spec, sessions: Sessions, bar: Progress) -> None:
         self.found = Collected()
-        self._root, self._options = root, options
-        self._sessions, self._bar = sessions, bar
+        self._spec, self._sessions, self._bar = spec, sessions, bar
 
     def repetition(self, peers: Sequence[str]) -> None:
         """Everybody once."""
@@ -116,13 +115,12 @@ class Runner:
 
     def _one(self, name: str, session: Session) -> Found:
         self._bar.update(self._bar.task_ids[0], description=f"{name} {session.__name__}")
-        spec = Spec(contender=name, directory=self._root, size_bytes=self._options.size_bytes)
-        found = self._sessions.run(session, spec)
+        found = self._sessions.run(session, replace(self._spec, contender=name))
         self._bar.advance(self._bar.task_ids[0])
         return found
 
     def _clear(self, name: str) -> None:
-        shutil.rmtree(self._root / name, ignore_errors=True)
+        shutil.rmtree(self._spec.directory / name, ignore_errors=True)
 
 
 def bench_checkpoint(options: Options) -> dict[str, object]:
@@ -130,12 +128,22 @@ def bench_checkpoint(options: Options) -> dict[str, object]:
     peers = peers_named(options.peers)
     sessions_a_round = 1 + 2 * (1 + len(peers)) + len(SPECIAL)
     total = options.repeats * sessions_a_round - len(ONCE) * (options.repeats - 1)
-    held = ballast_bytes(options.size_bytes, available_bytes())
-    with workspace(options) as root, closing(Ballast(held)) as ballast, progress(total) as bar:
-        runner = Runner(root, options, Sessions(ballast), bar)
-        for repeat in range(options.repeats):
-            runner.repetition(peers)
-            runner.special(first=repeat == 0)
+    held = ballast_bytes(options.size_bytes, memory_bytes("MemAvailable"))
+    with (
+        workspace(options) as root,
+        closing(SharedState("state", options.size_bytes)) as state,
+        closing(SharedState("target", options.size_bytes)) as target,
+        progress(total) as bar,
+    ):
+        Content().fill(map_state(state.path, options.size_bytes), 0)
+        map_state(target.path, options.size_bytes)
+        spec = Spec(contender="", directory=root, size_bytes=options.size_bytes,
+                    state=state.path, target=target.path)  # fmt: skip
+        with closing(Ballast(held)) as ballast:
+            runner = Runner(spec, Sessions(ballast), bar)
+            for repeat in range(options.repeats):
+                runner.repetition(peers)
+                runner.special(first=repeat == 0)
     return report(runner.found, options, ballast)
 
 

@@ -21,7 +21,7 @@ from hpstore.benchmarks.checkpoint_ours import (
     open_or_make,
 )
 from hpstore.benchmarks.checkpoint_sessions import Spec, resident_bytes
-from hpstore.benchmarks.checkpoint_state import Content, State, empty_state
+from hpstore.benchmarks.checkpoint_state import Content, State, empty_state, map_state
 from hpstore.benchmarks.sessions import Found, Sections
 from hpstore.checkpoint import Checkpointer, SaveHandle
 from hpstore.units import KIB, MIB
@@ -52,10 +52,9 @@ def many_small_session(sections: Sections, spec: Spec) -> Found:
         with pool, make_checkpointer(pool, keep_last=2, example=state) as checkpointer:
             for step in range(1, 4):
                 checkpointer.save(step, state).result()
-            with sections.measured():
-                began = time.perf_counter()
-                checkpointer.save(4, state).result()
-                found[f"{name}_seconds"] = time.perf_counter() - began
+            began = time.perf_counter()
+            checkpointer.save(4, state).result()
+            found[f"{name}_seconds"] = time.perf_counter() - began
     return found
 
 
@@ -130,8 +129,10 @@ class Training:
         self.model = torch.nn.Sequential(*blocks)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self._batch = torch.randn(64, width)
-        once = min(self.step() for _ in range(3))
-        self._batch = torch.randn(max(8, int(64 * seconds / once)), width)
+        for _ in range(2):  # the second time from a step that is nearly right
+            once = min(self.step() for _ in range(4))
+            rows = max(8, int(len(self._batch) * seconds / once))
+            self._batch = torch.randn(rows, width)
         self.step()
 
     def step(self) -> float:
@@ -148,8 +149,7 @@ def disturbance_session(sections: Sections, spec: Spec) -> Found:
 
     Steps are those between the return of save() and its result; the stall is not among them.
     """
-    content, state = Content(), empty_state(spec.size_bytes)
-    content.fill(state, 0)
+    state = map_state(spec.state, spec.size_bytes)
     training = Training(1024, 4, _STEP_SECONDS)
     modes = BACKGROUNDS if accepts(Checkpointer, "background") else ("default",)
     found: Found = {}
@@ -159,11 +159,11 @@ def disturbance_session(sections: Sections, spec: Spec) -> Found:
             pool, keep_last=1, example=state, background=mode
         ) as checkpointer:  # fmt: skip
             for step in range(1, 4):
+                sections.warm(spec.copies)
                 checkpointer.save(step, state).result()
-            with sections.measured():
-                quiet = [training.step() for _ in range(_QUIET_STEPS)]
-                disturbed = _steps_during(training, checkpointer.save(4, state))
-                quiet += [training.step() for _ in range(_QUIET_STEPS)]
+            quiet = [training.step() for _ in range(_QUIET_STEPS)]
+            disturbed = _steps_during(training, checkpointer.save(4, state))
+            quiet += [training.step() for _ in range(_QUIET_STEPS)]
         found[mode] = {
             "quiet_seconds": sum(quiet) / len(quiet),
             "disturbed_seconds": sum(disturbed) / len(disturbed),

@@ -1,19 +1,21 @@
 """The state that checkpoint benchmarks save: a Llama-like model with Adam, 110 parameters.
 
-bf16 weights, two fp32 moments and a 0-d step for each: 440 tensors of incompressible bytes, 1.62 GB
+bf16 weights, two fp32 moments and a 0-d step for each: 440 tensors of nearly incompressible bytes, 1.62 GB
 (1.51 GiB) at full size. A smaller size narrows every matrix and keeps all 440.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import mmap
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
-from hpstore.units import MIB
+from hpstore.units import MIB, round_up
 
 # Any: nested dicts of tensors, as a state_dict() is
 State = dict[str, Any]
@@ -21,7 +23,7 @@ State = dict[str, Any]
 FULL_BYTES = 1_622_000_000
 _WIDTH, _HIDDEN, _WORDS, _LAYERS = 768, 2048, 50304, 12
 _NOISE_WORDS = 16 * MIB // 4
-_STEP_DTYPE = torch.float32
+_SHARED_ALIGNMENT = 64  # as the allocator's
 
 
 def shapes(size_bytes: int) -> dict[str, tuple[int, ...]]:
@@ -45,24 +47,64 @@ def shapes(size_bytes: int) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def empty_state(size_bytes: int) -> State:
-    """The state with zeros in it, every page touched: what a freshly built model owns."""
+def _build(size_bytes: int, make: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]) -> State:
     wanted = shapes(size_bytes)
-
-    def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype).zero_()
-
     return {
-        "model": {name: zeros(shape, torch.bfloat16) for name, shape in wanted.items()},
+        "model": {name: make(shape, torch.bfloat16) for name, shape in wanted.items()},
         "optimizer": {
             name: {
-                "step": torch.zeros((), dtype=_STEP_DTYPE),
-                "exp_avg": zeros(shape, torch.float32),
-                "exp_avg_sq": zeros(shape, torch.float32),
+                "step": make((), torch.float32),
+                "exp_avg": make(shape, torch.float32),
+                "exp_avg_sq": make(shape, torch.float32),
             }
             for name, shape in wanted.items()
         },
     }
+
+
+def empty_state(size_bytes: int) -> State:
+    """The state with zeros in it, every page touched: what a freshly built model owns."""
+    return _build(size_bytes, lambda shape, dtype: torch.empty(shape, dtype=dtype).zero_())
+
+
+def map_state(path: str, size_bytes: int) -> State:
+    """The state in a SharedState's memory; every tensor has a storage of its own.
+
+    The pages are mapped at once, so that no save or load pays for that.
+    """
+    with open(path, "r+b") as file:
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        memory = mmap.mmap(file.fileno(), _shared_bytes(size_bytes), flags=flags)
+    at = 0
+
+    def place(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        nonlocal at
+        count, start = math.prod(shape), at
+        at = round_up(at + count * dtype.itemsize, _SHARED_ALIGNMENT)
+        return torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)
+
+    return _build(size_bytes, place)
+
+
+def _shared_bytes(size_bytes: int) -> int:
+    return sum(
+        round_up(math.prod(shape) * itemsize, _SHARED_ALIGNMENT)
+        for shape in shapes(size_bytes).values()
+        for itemsize in (2, 4, 4)
+    ) + _SHARED_ALIGNMENT * len(shapes(size_bytes))
+
+
+class SharedState:
+    """Memory for a state that outlives the sessions that use it, and so never turns cold."""
+
+    def __init__(self, name: str, size_bytes: int) -> None:
+        self._fd = os.memfd_create(name)
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        os.ftruncate(self._fd, _shared_bytes(size_bytes))
+
+    def close(self) -> None:
+        """Give it up."""
+        os.close(self._fd)
 
 
 def leaves(state: State, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -92,7 +134,7 @@ class Content:
 
     def __init__(self, seed: int = 0) -> None:
         noise = np.random.default_rng(seed).integers(0, 2**30, _NOISE_WORDS, np.int32)
-        self._noise = torch.from_numpy(noise | 0x20000000)
+        self._noise = torch.from_numpy(noise & 0x3FFF3FFF | 0x20002000)
 
     def fill(self, state: State, step: int) -> None:
         """Write the values of `step` into every tensor."""
@@ -127,5 +169,15 @@ class Content:
                 at += count
 
 
-__all__ = ["FULL_BYTES", "Content", "State", "empty_state", "flat", "leaves", "shapes",
-           "state_bytes"]  # fmt: skip
+__all__ = [
+    "FULL_BYTES",
+    "Content",
+    "SharedState",
+    "State",
+    "empty_state",
+    "flat",
+    "leaves",
+    "map_state",
+    "shapes",
+    "state_bytes",
+]

@@ -2,19 +2,17 @@
 
 A fork server that has imported torch and nothing else starts them, so a session costs no import and
 inherits no memory, threads or page tables of the one before. The process that asks holds the
-ballast (ballast.py); a session tells it through its pipe when a measured section begins and ends.
+ballast (ballast.py); a session asks it through its pipe for warm memory before each section.
 """
 
 from __future__ import annotations
 
 import logging
 import multiprocessing
-import os
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -33,18 +31,12 @@ class Sections:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    @contextmanager
-    def measured(self) -> Iterator[None]:
-        """Around what is timed: dirty pages are out, warm memory is free."""
-        os.sync()
-        self._ask("release")
-        try:
-            yield
-        finally:
-            self._ask("hold")
+    def warm(self, nbytes: int) -> None:
+        """Before what is timed, and before what takes much memory: so many free bytes are warm.
 
-    def _ask(self, what: str) -> None:
-        self._connection.send((what, None))
+        Lasts for some seconds.
+        """
+        self._connection.send(("warm", nbytes))
         self._connection.recv()
 
 
@@ -76,7 +68,6 @@ class Sessions:
         """What a session found. Raises SessionFailed."""
         here, there = self._context.Pipe()
         process = self._context.Process(target=_in_session, args=(there, session, spec))
-        self._ballast.hold()
         began = time.perf_counter()
         process.start()
         there.close()
@@ -90,6 +81,7 @@ class Sessions:
                 process.join()
             process.close()
             here.close()
+            self._ballast.hold(self._ballast.nbytes)  # what it freed is still warm
 
     def _serve(self, connection: Connection) -> Found:
         while True:
@@ -104,7 +96,10 @@ class Sessions:
                 return found
             if kind == "failed":
                 raise SessionFailed(value)
-            (self._ballast.hold if kind == "hold" else self._ballast.release)()
+            began = time.perf_counter()
+            self._ballast.hold(value)
+            self._ballast.release()
+            _log.debug("%d bytes warm after %.1f s", value, time.perf_counter() - began)
             connection.send(None)
 
 
