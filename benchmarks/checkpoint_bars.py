@@ -157,6 +157,8 @@ def special_verdicts(found: Mapping[str, Sequence[Found]]) -> dict[str, Verdict]
 
 
 def _disturbances(sessions: Sequence[Found]) -> dict[str, Verdict]:
+    if not sessions:
+        return {"step_disturbance_gentle": {"skipped": "not run"}}
     rows = {
         f"step_disturbance_{mode}": verdict(
             [s[mode]["disturbed_seconds"] / s[mode]["quiet_seconds"] for s in sessions],
@@ -172,6 +174,8 @@ def _disturbances(sessions: Sequence[Found]) -> dict[str, Verdict]:
 
 
 def _row(sessions: Sequence[Found], pick: Callable[[Found], float], bar: float | None) -> Verdict:
+    if not sessions:
+        return {"skipped": "not run"}
     if "skipped" in sessions[0]:
         return {"skipped": sessions[0]["skipped"]}
     return verdict([pick(session) for session in sessions], bar)

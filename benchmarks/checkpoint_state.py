@@ -1,7 +1,7 @@
 """The state that checkpoint benchmarks save: a Llama-like model with Adam, 110 parameters.
 
-bf16 weights, two fp32 moments and a 0-d step for each: 440 tensors of nearly incompressible bytes, 1.62 GB
-(1.51 GiB) at full size. A smaller size narrows every matrix and keeps all 440.
+bf16 weights, two fp32 moments and a 0-d step for each: 440 tensors of nearly incompressible bytes,
+1.62 GB (1.51 GiB) at full size. A smaller size narrows every matrix and keeps all 440.
 """
 
 from __future__ import annotations
