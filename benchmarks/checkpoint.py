@@ -40,9 +40,11 @@ from hpstore.benchmarks.sessions import Found, Session, SessionFailed, Sessions
 
 RAW = "raw"
 CACHED = (
-    "first and steady saves: memory warm (ballast.py), dirty pages synced before. Cold loads: a "
-    "new process, page cache of the files dropped; hpstore reads O_DIRECT. Warm loads: the process "
-    "that saved, nothing dropped, one unmeasured load before."
+    "first and steady saves: free memory populated just before (ballast.py), which lasts for a "
+    "second or two where the host takes pages back; saves between them are not warmed. Cold loads: "
+    "a new process, page cache of the files dropped; hpstore reads O_DIRECT. Warm loads: the "
+    "process that saved, nothing dropped, one unmeasured load before. Figures without peers: "
+    "nothing is dropped, and only the disturbed training has its memory warmed."
 )
 SPECIAL: dict[str, Session] = {
     "many_small": special.many_small_session,
