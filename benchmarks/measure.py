@@ -16,6 +16,7 @@ class Options:
     directory: Path | None
     size_bytes: int
     repeats: int
+    peers: str = ""  # comma-separated names of other libraries to measure beside hpstore
 
 
 def seconds(action: Callable[[], object]) -> float:

@@ -15,32 +15,38 @@ from hpstore.units import parse_bytes
 
 
 def run(
-    names: Annotated[list[str], typer.Argument(help="devices, erasure")],
+    names: Annotated[list[str], typer.Argument(help="checkpoint, devices, erasure")],
     json_file: Annotated[
         str, typer.Option("--json", help="write results to a file, - for standard output")
     ] = "",
     directory: Annotated[
         Path | None, typer.Option(help="where to make the pool (default: a temporary directory)")
     ] = None,
-    size: Annotated[str, typer.Option(help="object size")] = "1GiB",
+    size: Annotated[
+        str, typer.Option(help="object size, 1GiB; of a checkpoint 1.5GiB (default)")
+    ] = "",
     repeats: Annotated[
         int, typer.Option(min=1, help="repeats of each figure; the median counts")
     ] = 5,
+    peers: Annotated[
+        str, typer.Option(help="for checkpoint: torch.save,dcp,dcp.async,safetensors")
+    ] = "",
 ) -> None:
     """Measure against raw rates of the same minute.  hpstore bench devices erasure --json -"""
     from hpstore.benchmarks.report import describe, machine
-    from hpstore.benchmarks.suite import BENCHMARKS, Options
+    from hpstore.benchmarks.suite import BENCHMARKS, DEFAULT_BYTES, Options
 
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:
         raise ConfigError(f"no benchmark is called {unknown[0]!r}; there are {list(BENCHMARKS)}")
-    options = Options(
-        directory=directory.absolute() if directory else None,
-        size_bytes=parse_bytes(size),
-        repeats=repeats,
-    )
     results: dict[str, object] = {"machine": machine()}
     for name in names:
+        options = Options(
+            directory=directory.absolute() if directory else None,
+            size_bytes=parse_bytes(size) if size else DEFAULT_BYTES[name],
+            repeats=repeats,
+            peers=peers,
+        )
         results[name] = BENCHMARKS[name](options)
     if json_file == "-":
         emit_json(results)

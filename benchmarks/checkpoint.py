@@ -1,0 +1,203 @@
+"""Checkpoints against peers: same state, same durability, one run, interleaved.
+
+`hpstore bench checkpoint` measures hpstore against one copy of the state and the raw directories;
+`--peers` adds others. All files lie on one filesystem, in one directory that is removed afterwards.
+In every repetition each contender saves and loads in processes of its own (sessions.py), in turn;
+see checkpoint_sessions.py for what is warm and what was dropped. Ratios are taken between pairs of
+one repetition, and their median is held against the bar.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from hpstore.benchmarks import checkpoint_special as special
+from hpstore.benchmarks.ballast import Ballast, ballast_bytes, memory_bytes
+from hpstore.benchmarks.checkpoint_bars import (
+    OURS,
+    load_series,
+    load_verdicts,
+    raw_verdicts,
+    save_verdicts,
+    series,
+    special_verdicts,
+    spread,
+)
+from hpstore.benchmarks.checkpoint_ours import Ours
+from hpstore.benchmarks.checkpoint_peers import PEERS, Peer, peers_named
+from hpstore.benchmarks.checkpoint_sessions import Spec, load_session, raw_session, save_session
+from hpstore.benchmarks.checkpoint_state import Content, SharedState, map_state
+from hpstore.benchmarks.devices import workspace
+from hpstore.benchmarks.measure import Options
+from hpstore.benchmarks.sessions import Found, Session, SessionFailed, Sessions
+
+RAW = "raw"
+CACHED = (
+    "first and steady saves: free memory populated just before (ballast.py), which lasts for a "
+    "second or two where the host takes pages back; saves between them are not warmed. Cold loads: "
+    "a new process, page cache of the files dropped; hpstore reads O_DIRECT. Warm loads: the "
+    "process that saved, nothing dropped, one unmeasured load before. Figures without peers: "
+    "nothing is dropped, and only the disturbed training has its memory warmed."
+)
+SPECIAL: dict[str, Session] = {
+    "many_small": special.many_small_session,
+    "growth": special.growth_session,
+    "slice": special.slice_session,
+    "disturbance": special.disturbance_session,
+    "overlap": special.overlap_session,
+}
+ONCE = ("growth", "slice")  # bytes do not vary as times do
+
+
+@dataclass(slots=True)
+class Collected:
+    """What the sessions found, by contender, one entry a repetition."""
+
+    saves: defaultdict[str, list[Found]] = field(default_factory=lambda: defaultdict(list))
+    loads: defaultdict[str, list[Found]] = field(default_factory=lambda: defaultdict(list))
+    raw: list[Found] = field(default_factory=list)
+    special: defaultdict[str, list[Found]] = field(default_factory=lambda: defaultdict(list))
+    failed: dict[str, str] = field(default_factory=dict)  # peers, and why
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Progress]:
+    """A bar over sessions, on standard error when that is a terminal."""
+    console = Console(stderr=True)
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        console=console, transient=True, disable=not console.is_terminal,
+    ) as bar:  # fmt: skip
+        bar.add_task("checkpoint", total=total)
+        yield bar
+
+
+class Runner:
+    """Runs the sessions of one benchmark in one directory."""
+
+    def __init__(self, spec: Spec, sessions: Sessions, bar: Progress) -> None:
+        self.found = Collected()
+        self._spec, self._sessions, self._bar = spec, sessions, bar
+
+    def repetition(self, peers: Sequence[str]) -> None:
+        """Everybody once."""
+        self.found.raw.append(self._one(RAW, raw_session))
+        self._clear(RAW)
+        for name in (OURS, *peers):
+            if name not in self.found.failed:
+                self._saves_and_loads(name)
+            self._clear(name)
+
+    def _saves_and_loads(self, name: str) -> None:
+        try:
+            saved, loaded = self._one(name, save_session), self._one(name, load_session)
+        except SessionFailed as error:
+            if name == OURS:
+                raise
+            self.found.failed[name] = str(error).splitlines()[0]
+            self.found.saves.pop(name, None)
+            self.found.loads.pop(name, None)
+            return
+        self.found.saves[name].append(saved)
+        self.found.loads[name].append(loaded)
+
+    def special(self, *, first: bool) -> None:
+        """The figures without peers."""
+        for name, session in SPECIAL.items():
+            if first or name not in ONCE:
+                self.found.special[name].append(self._one(name, session))
+                self._clear(name)
+
+    def _one(self, name: str, session: Session) -> Found:
+        self._bar.update(self._bar.task_ids[0], description=f"{name} {session.__name__}")
+        found = self._sessions.run(session, replace(self._spec, contender=name))
+        self._bar.advance(self._bar.task_ids[0])
+        return found
+
+    def _clear(self, name: str) -> None:
+        shutil.rmtree(self._spec.directory / name, ignore_errors=True)
+
+
+def bench_checkpoint(options: Options) -> dict[str, object]:
+    """Stall, durability, loads, memory and disturbance of checkpoints, with verdicts."""
+    peers = peers_named(options.peers)
+    sessions_a_round = 1 + 2 * (1 + len(peers)) + len(SPECIAL)
+    total = options.repeats * sessions_a_round - len(ONCE) * (options.repeats - 1)
+    held = ballast_bytes(options.size_bytes, memory_bytes("MemAvailable"))
+    with (
+        workspace(options) as root,
+        closing(SharedState("state", options.size_bytes)) as state,
+        closing(SharedState("target", options.size_bytes)) as target,
+        progress(total) as bar,
+    ):
+        Content().fill(map_state(state.path, options.size_bytes), 0)
+        map_state(target.path, options.size_bytes)
+        spec = Spec(contender="", directory=root, size_bytes=options.size_bytes,
+                    state=state.path, target=target.path)  # fmt: skip
+        with closing(Ballast(held)) as ballast:
+            runner = Runner(spec, Sessions(ballast), bar)
+            for repeat in range(options.repeats):
+                runner.repetition(peers)
+                runner.special(first=repeat == 0)
+    return report(runner.found, options, ballast)
+
+
+def report(found: Collected, options: Options, ballast: Ballast) -> dict[str, object]:
+    """The JSON."""
+    ours = found.saves[OURS]
+    return {
+        "state_bytes": ours[0]["state_bytes"],
+        "tensors": ours[0]["tensors"],
+        "repeats": options.repeats,
+        "cached": CACHED,
+        "ballast": {"bytes": ballast.nbytes, "problem": ballast.problem},
+        "contenders": {name: describe(name, found) for name in found.saves},
+        "raw": {
+            name: spread([session[name] for session in found.raw])
+            for name in found.raw[0] if name.endswith("_seconds")
+        },
+        "failed": found.failed,
+        "ratios": save_verdicts(found.saves)
+        | load_verdicts(found.loads)
+        | raw_verdicts(ours, found.loads[OURS], found.raw)
+        | special_verdicts(found.special),
+    }  # fmt: skip
+
+
+def describe(name: str, found: Collected) -> dict[str, object]:
+    """Seconds of one contender."""
+    saves, loads = {name: found.saves[name]}, {name: found.loads[name]}
+    kind: type[Peer] = PEERS.get(name, Ours)
+    seconds: dict[str, object] = {
+        f"{what} {field_name}": spread(
+            series(saves, lambda s, w=what, f=field_name: s[w][f"{f}_seconds"])[name]  # type: ignore[misc]
+        )
+        for what in ("first", "steady")
+        for field_name in ("blocked", "durable")
+    }
+    for what, sessions, key in (
+        ("warm", saves, "load_warm_seconds"), ("cold", loads, "load_cold_seconds"),
+    ):  # fmt: skip
+        for way, times in load_series(sessions, key).items():
+            seconds[f"load {what} {way}"] = spread(times)
+    if name == OURS:
+        degraded = [session["load_degraded_seconds"] for session in loads[name]]
+        seconds["load cold degraded"] = spread(degraded)
+        seconds["copy"] = spread([session["copy_seconds"] for session in saves[name]])
+    return {
+        "configuration": kind.configuration,
+        "version": kind.version(),
+        "fsyncs_itself": kind.syncs_itself,
+        "memory_extra_bytes": spread([session["memory_bytes"] for session in saves[name]]),
+        "seconds": seconds,
+    }
+
+
+__all__ = ["bench_checkpoint"]

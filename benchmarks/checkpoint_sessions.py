@@ -1,0 +1,201 @@
+"""What one repetition of one contender does in its own process: saves, or loads.
+
+Saves: the first one into new files, two more that warm everything up (the second is watched for its
+memory), then the measured one. Warm loads follow in the same process with nothing dropped: peers
+find their file in the page cache, hpstore whatever it kept. Cold loads have a process to
+themselves, the page cache dropped before each.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hpstore.benchmarks.checkpoint_ours import Copy, Ours
+from hpstore.benchmarks.checkpoint_peers import PEERS, Peer
+from hpstore.benchmarks.checkpoint_state import Content, State, leaves, map_state, state_bytes
+from hpstore.benchmarks.devices import BLOCK_BYTES, DATA, PARITY, RawFiles
+from hpstore.benchmarks.measure import seconds
+from hpstore.benchmarks.sessions import Found, Sections
+from hpstore.buffers import aligned_array
+from hpstore.units import MIB, div_ceil, round_up
+
+WARM_SAVES = 2  # after the first: with two steps kept, the fourth save is the first into old files
+LAST_STEP = WARM_SAVES + 2
+_SAMPLE_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """What a session is to do. `state` (filled) and `target` are paths of shared states."""
+
+    contender: str
+    directory: Path
+    size_bytes: int
+    state: str
+    target: str
+
+    @property
+    def copies(self) -> int:
+        """Bytes that a save or a load may take: one copy in memory, one in the page cache."""
+        return int(2.1 * self.size_bytes) + 64 * MIB
+
+    @property
+    def copy(self) -> int:
+        """Bytes of one copy: what a save takes when its staging is there."""
+        return int(1.05 * self.size_bytes) + 64 * MIB
+
+
+def contender(spec: Spec) -> Peer:
+    """The one that a spec names."""
+    known: dict[str, type[Peer]] = {**PEERS, Ours.name: Ours}
+    return known[spec.contender](spec.directory / spec.contender)
+
+
+def resident_bytes() -> int:
+    """Memory of this process, exactly: statm is off by megabytes."""
+    with Path("/proc/self/smaps_rollup").open() as lines:
+        for line in lines:
+            if line.startswith("Rss:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+class PeakMemory:
+    """Highest resident memory while it is entered, sampled by a thread."""
+
+    def __enter__(self) -> PeakMemory:
+        self.bytes = resident_bytes()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="peak-memory")
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_SAMPLE_SECONDS):
+            self.bytes = max(self.bytes, resident_bytes())
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def drop_cache(directory: Path) -> None:
+    """Nothing under a directory is in the page cache afterwards; all of it was synced before."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+
+
+def save_session(sections: Sections, spec: Spec) -> Found:
+    """First save, steady save, memory, and warm loads."""
+    content, state = Content(), map_state(spec.state, spec.size_bytes)
+    content.advance(state, 1)
+    base = resident_bytes()
+    who = contender(spec)
+    who.prepare(state)
+    sections.warm(spec.copies)
+    first = who.save(state, 1)
+    peak = _warm_up(spec, who, content, state)
+    sections.warm(spec.copy)
+    copy = Copy(state).seconds() if isinstance(who, Ours) else 0.0
+    gc.collect()
+    sections.warm(spec.copy)
+    steady = who.save(state, LAST_STEP)
+    warm = _warm_loads(sections, spec, who, content)
+    who.close()
+    return {
+        "first": asdict(first),
+        "steady": asdict(steady),
+        "copy_seconds": copy,
+        "load_warm_seconds": warm,
+        "memory_bytes": peak - base,
+        "state_bytes": state_bytes(state),
+        "tensors": len(list(leaves(state))),
+    }
+
+
+def _warm_up(
+    spec: Spec, who: Peer, content: Content, state: State
+) -> int:  # fmt: skip
+    """The saves that are not timed; the highest resident memory during the first of them."""
+    highest = 0
+    for step in range(2, LAST_STEP):
+        drop_cache(spec.directory / spec.contender)  # copies that nobody reads any more
+        content.advance(state, step)
+        if step == 2:
+            with PeakMemory() as peak:
+                who.save(state, step)
+            highest = peak.bytes
+        else:
+            who.save(state, step)
+    drop_cache(spec.directory / spec.contender)
+    content.advance(state, LAST_STEP)
+    return highest
+
+
+def _warm_loads(
+    sections: Sections, spec: Spec, who: Peer, content: Content
+) -> dict[str, float]:  # fmt: skip
+    """Seconds of the second load after a save, by way to load."""
+    target, found = map_state(spec.target, spec.size_bytes), {}
+    for name, load in who.loads.items():
+        load(target, LAST_STEP)
+        gc.collect()
+        sections.warm(spec.copies)
+        found[name] = seconds(lambda load=load: load(target, LAST_STEP))  # type: ignore[misc]
+        content.check(target, LAST_STEP, f"{spec.contender} ({name}, warm)")
+    return found
+
+
+def load_session(sections: Sections, spec: Spec) -> Found:
+    """Cold loads, and hpstore's with m devices gone."""
+    content, target, who = Content(), map_state(spec.target, spec.size_bytes), contender(spec)
+
+    def cold(name: str) -> float:
+        for _, tensor in leaves(target):
+            tensor.zero_()  # so that a load of nothing is seen
+        drop_cache(spec.directory / spec.contender)
+        sections.warm(spec.copies)
+        taken = seconds(lambda: who.loads[name](target, LAST_STEP))
+        content.check(target, LAST_STEP, f"{spec.contender} ({name}, cold)")
+        who.close()
+        return taken
+
+    found: Found = {"load_cold_seconds": {name: cold(name) for name in who.loads}}
+    if isinstance(who, Ours):
+        logging.getLogger("hpstore").setLevel(logging.ERROR)  # that they are gone is known
+        who.lose_devices()
+        found["load_degraded_seconds"] = cold(next(iter(who.loads)))
+    return found
+
+
+def raw_session(sections: Sections, spec: Spec) -> Found:
+    """The directories without hpstore: one copy, k + m raw files written new and over, k read."""
+    state = map_state(spec.state, spec.size_bytes)
+    sections.warm(spec.copy)
+    copy = Copy(state).seconds()
+    size = state_bytes(state)
+    places = [spec.directory / spec.contender / f"d{i}" for i in range(DATA + PARITY)]
+    for place in places:
+        place.mkdir(parents=True, exist_ok=True)
+    sections.warm(spec.copy)
+    memory = aligned_array(max(size, 2 * BLOCK_BYTES), populate=True)
+    raw = RawFiles(places, round_up(div_ceil(size, DATA), 4096), 2 * (DATA + PARITY))
+    found: Found = {"copy_seconds": copy, "state_bytes": size}
+    for name, new in (("write_new_seconds", True), ("write_over_seconds", False)):
+        found[name] = raw.write(memory, new=new)
+    found["read_seconds"] = raw.read(memory, DATA)
+    raw.remove()
+    return found
+
+
+__all__ = ["Spec", "drop_cache", "load_session", "raw_session", "resident_bytes", "save_session"]
