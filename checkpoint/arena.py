@@ -11,7 +11,7 @@ from hpstore.checkpoint.planning import Slice
 from hpstore.codec.galois import Bytes
 from hpstore.units import MIB, round_up
 
-GROWTH = 1.05  # a grown arena gets 5 % more than asked for, so that it grows rarely
+GROWTH = 1.01  # more than is asked for, when it has to grow again: state grows by little
 
 
 class Arena:
@@ -36,8 +36,9 @@ class Arena:
         """Grow to at least `nbytes`; fresh memory is populated here, not during a copy."""
         if nbytes <= len(self._memory):
             return
+        wanted = int(nbytes * GROWTH) if len(self._memory) else nbytes
         self.release()  # the old one is freed before the new one is taken
-        memory = aligned_array(round_up(int(nbytes * GROWTH), MIB), populate=True)
+        memory = aligned_array(round_up(wanted, MIB), populate=True)
         if self._accelerator is not None:
             self._accelerator.pin(memory)
         self._memory = memory

@@ -19,17 +19,17 @@ from hpstore.checkpoint.codecs import checked_codec
 from hpstore.checkpoint.draining import Draining
 from hpstore.checkpoint.manifest import Manifest, checked_step
 from hpstore.checkpoint.pacing import checked_background, pace
-from hpstore.checkpoint.packing import Key, Known
+from hpstore.checkpoint.packing import Key, Known, known_items
 from hpstore.checkpoint.planner import Planner, Prepared
 from hpstore.checkpoint.ranks import Channel, Ranks
 from hpstore.checkpoint.reading import Warm, check_items
+from hpstore.checkpoint.restorer import restore_together
 from hpstore.checkpoint.restoring import (
     RestoreOptions,
     RestoreReport,
     SavedStep,
     chosen,
     load_tensors,
-    restore_state,
 )
 from hpstore.checkpoint.retention import Best, Retention
 from hpstore.checkpoint.saving import SaveHandle, SaveJob, SaveOptions, SaveReport, guarded
@@ -40,10 +40,6 @@ from hpstore.checkpoint.tree import Decoding, PerRank, decode_tree
 from hpstore.closing import Closing
 from hpstore.errors import (
     CheckpointError,
-    HpstoreError,
-    IntegrityError,
-    ObjectNotFound,
-    RedundancyError,
 )
 from hpstore.pool import Pool
 
@@ -412,72 +408,17 @@ class Checkpointer(Closing):
         """
         self._usable()
         self.wait()
-        wanted = [step] if step is not None else list(reversed(self._agreed_steps()))
-        for candidate in wanted:
-            error = self._try_restore(candidate, state, strict)
-            if error is None:
-                return candidate
-            if step is not None:
-                raise error
-            _log.warning("checkpoint step %d is passed over: %s", candidate, error)
-        if wanted:
-            raise CheckpointError(
-                f"none of the {len(wanted)} checkpoints under {self.prefix!r} can be read now. "
-                "Nothing was deleted; bring missing devices back and try again."
-            )
-        return None
-
-    def _agreed_steps(self) -> list[int]:
-        """Rank 0 lists; all restore the same steps (PROTOCOL 20)."""
-        if self._ranks.world == 1:
-            return self.steps()
-        try:
-            mine = json.dumps(self.steps() if self._ranks.leads else []).encode()
-        except (HpstoreError, OSError) as error:
-            self._ranks.broadcast(json.dumps(str(error)).encode(), Channel.TRAINER)
-            raise
-        found: list[int] | str = json.loads(self._ranks.broadcast(mine, Channel.TRAINER))
-        if isinstance(found, str):
-            raise CheckpointError(f"rank 0 cannot list the steps: {found}")
-        return found
-
-    def _try_restore(self, step: int, state: State, strict: bool) -> Exception | None:
-        """Restore one step on all ranks; what went wrong on any of them when it can be passed over.
-
-        Raises what no older step would mend, such as a mismatch.
-        """
-        error: Exception | None = None
-        manifest: Manifest | None = None
         how = RestoreOptions(
             strict=strict, rng=self.rng, rank=self._ranks.rank, allow_pickle=self.allow_pickle,
             warm=self._memory,
         )  # fmt: skip
-        try:
-            manifest = self.manifest(step)
-            self.last_restore = restore_state(self.pool, manifest, state, how)
-        except Exception as found:  # noqa: BLE001 (told to the other ranks, then raised)
-            error = found
-        passable = (IntegrityError, RedundancyError, ObjectNotFound)
-        said = "" if error is None else f"rank {self._ranks.rank}: {error}"
-        fatal = error is not None and not isinstance(error, passable)
-        votes = [
-            json.loads(vote)
-            for vote in self._ranks.all_gather(json.dumps([said, fatal]).encode(), Channel.TRAINER)
-        ]
-        if fatal and error is not None:
-            raise error
-        others = [vote[0] for vote in votes if vote[0]]
-        if any(vote[1] for vote in votes):
-            raise CheckpointError(f"step {step} could not be restored: {'; '.join(others)}")
-        if error is None and others:
-            error = IntegrityError(f"step {step} cannot be read on all ranks: {'; '.join(others)}")
-        if error is None and manifest is not None and self.reuse:
-            self._known = {
-                item.key: Known(item=item, segment=manifest.segments[item.segment], probe=None)
-                for item in manifest.items
-                if item.length
-            }
-        return error
+        found = restore_together(self._ranks, self._steps, state, step, how)
+        if found is None:
+            return None
+        manifest, self.last_restore = found
+        if self.reuse:
+            self._known = known_items(manifest.segments, manifest.items)
+        return manifest.step
 
     @property
     def _memory(self) -> Warm | None:

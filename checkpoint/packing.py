@@ -45,6 +45,15 @@ class Known:
     probe: int | None
 
 
+def known_items(segments: Sequence[Segment], items: Iterable[Item]) -> dict[Key, Known]:
+    """What a checkpoint that was read holds, for the next save to refer to."""
+    return {
+        item.key: Known(item=item, segment=segments[item.segment], probe=None)
+        for item in items
+        if item.length >= SMALL_ITEM_BYTES or item.codec
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
     """A slice ready to be written: `items` lie in the first `size` bytes of the arena."""
@@ -176,4 +185,14 @@ def digests_of(memory: Bytes, items: Sequence[Item]) -> list[str]:
     return found
 
 
-__all__ = ["Key", "Known", "Packed", "Segment", "compress", "pack", "digests_of", "probe"]
+__all__ = [
+    "Key",
+    "Known",
+    "Packed",
+    "Segment",
+    "compress",
+    "pack",
+    "digests_of",
+    "known_items",
+    "probe",
+]

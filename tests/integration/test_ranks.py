@@ -195,6 +195,7 @@ def disagree(rank: int, world: int, directory: Path) -> None:
         together("outer/inner" in said, said)
         together(left() == [], left())
         ckpt.save(5, own).result()
+        ckpt.wait()  # the note of the attempt goes after the commit
         dist.barrier()
         first = left()
 
