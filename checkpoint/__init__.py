@@ -4,10 +4,13 @@ if not __name__.startswith("hpstore."):
     raise ImportError(f"import hpstore.checkpoint, not {__name__}: see CONTRIBUTING.md")
 
 from hpstore.checkpoint.checkpointer import Checkpointer, VerifyReport
+from hpstore.checkpoint.export import ExportReport, export_checkpoint
+from hpstore.checkpoint.importing import ImportReport, import_checkpoint
 from hpstore.checkpoint.manifest import Manifest
 from hpstore.checkpoint.restoring import RestoreReport, SavedStep, SavedTensor
 from hpstore.checkpoint.retention import Best
 from hpstore.checkpoint.saving import SaveHandle, SaveReport
 
-__all__ = ["Best", "Checkpointer", "Manifest", "RestoreReport", "SaveHandle", "SaveReport",
-           "SavedStep", "SavedTensor", "VerifyReport"]  # fmt: skip
+__all__ = ["Best", "Checkpointer", "ExportReport", "ImportReport", "Manifest", "RestoreReport",
+           "SaveHandle", "SaveReport", "SavedStep", "SavedTensor", "VerifyReport",
+           "export_checkpoint", "import_checkpoint"]  # fmt: skip
