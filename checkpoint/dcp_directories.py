@@ -1,13 +1,16 @@
 """Directories of torch.distributed.checkpoint (DCP), written and read by torch's own code.
 
-Export: a planner that gives the writer one tensor at a time. Import: the whole state in memory.
+Export: a planner that gives the writer one tensor at a time, into files of bounded size. Import:
+the whole state in memory.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +21,17 @@ from torch.distributed.checkpoint.default_planner import (
     _EmptyStateDictLoadPlanner,
 )
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from hpstore.errors import CheckpointError
+from hpstore.units import MIB
 
 METADATA = ".metadata"
+FILE_BYTES = 256 * MIB
 
 
 def is_ours(name: str) -> bool:
@@ -54,6 +61,35 @@ class _OneByOne(DefaultSavePlanner):
             raise CheckpointError(f"torch's writer passed over {len(lacking)} entries")
 
 
+class _InParts(FileSystemWriter):
+    """Writes files of about FILE_BYTES: torch keeps all tensors of a file until it is written."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results: list[WriteResult] = []
+        for number, items in enumerate(_parts(plan.items)):
+            prefix = replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{number}_")
+            part = replace(plan, items=items, storage_data=prefix)
+            results += super().write_data(part, planner).wait()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+
+def _parts(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
+    """Items in order, cut where FILE_BYTES are reached. Pure."""
+    parts: list[list[WriteItem]] = [[]]
+    total = 0
+    for item in items:
+        facts = item.tensor_data
+        size = prod(facts.size) * facts.properties.dtype.itemsize if facts is not None else 0
+        if parts[-1] and total + size > FILE_BYTES:
+            parts.append([])
+            total = 0
+        parts[-1].append(item)
+        total += size
+    return parts
+
+
 # Any: nested values of a training state
 def write_dcp(
     folder: Path, state: Mapping[str, Any], tensor: Callable[[torch.Tensor], torch.Tensor]
@@ -61,7 +97,7 @@ def write_dcp(
     """A DCP checkpoint that dcp.load reads. `state` holds placeholders; `tensor` gives for each
     the real one, in the order of the state, one at a time."""
     planner = _OneByOne(tensor)
-    writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1)
+    writer = _InParts(folder, single_file_per_rank=True, thread_count=1)
     try:
         with _without_the_warning():
             metadata = save(

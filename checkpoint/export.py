@@ -94,7 +94,8 @@ def export_checkpoint(
 
     Every byte is verified. Durable on return; before that nothing has the name `target`, and an
     existing one is not touched unless `force`. Memory: 256 MiB or the largest tensor, whichever is
-    more. Raises ConfigError for the target, CheckpointError, IntegrityError, RedundancyError.
+    more, dcp twice that. Raises ConfigError for the target, CheckpointError, IntegrityError,
+    RedundancyError.
     """
     began = time.perf_counter()
     path = Path(target).absolute()

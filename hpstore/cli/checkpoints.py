@@ -105,7 +105,10 @@ def verify(
     """Read every byte and compare every item.  hpstore checkpoint verify pool.toml runs/gpt 100"""
     with hpstore.open(pool, read_only=True) as opened:
         steps = _steps(opened, prefix)
-        wanted = steps.all() if every else [resolved(steps, step)]
+        newest = steps.all()[-1:]  # not the newest valid one: that would pass over damage
+        if not newest:
+            raise CheckpointError(f"there is no checkpoint under {prefix!r}")
+        wanted = steps.all() if every else newest if step == "latest" else [resolved(steps, step)]
         found = {number: _verified(opened, prefix, number, alone=not every) for number in wanted}
     if as_json:
         rows = [{"step": n, "ok": False, "problem": str(r)} if isinstance(r, HpstoreError)

@@ -9,6 +9,7 @@ import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,33 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import hpstore
-from hpstore.checkpoint import Checkpointer, export_checkpoint, import_checkpoint, streaming
+from hpstore.checkpoint import (
+    Checkpointer,
+    Manifest,
+    dcp_directories,
+    export_checkpoint,
+    import_checkpoint,
+    restoring,
+    streaming,
+)
 from hpstore.checkpoint.attempts import fence_key, here
+from hpstore.checkpoint.items import Box, Item, whole
 from hpstore.checkpoint.outline import leaves, only_branch, stripped, subtree
 from hpstore.checkpoint.safetensors_files import DTYPES, read_safetensors
 from hpstore.checkpoint.tree import Collected, encode_tree
 from hpstore.cli import main
+from hpstore.cli.describe import described
 from hpstore.config import Settings
 from hpstore.errors import (
     CheckpointError,
     ConfigError,
     HpstoreError,
     IntegrityError,
+    ObjectNotFound,
     VersionConflict,
 )
 from hpstore.records import FORMAT, seal
@@ -121,7 +134,7 @@ def test_every_dtype_comes_back_bit_by_bit(pool: hpstore.Pool, tmp_path: Path, k
     wanted = all_dtypes(dtypes)
     save(pool, 1, {"w": dict(wanted)})
     target = tmp_path / "out"
-    export(pool, target, format=kind, strip="w")
+    export(pool, target, format=kind, keys=["w"], strip="w")
     assert set(own_reader(kind, target, wanted)) == set(wanted)
     for name, tensor in own_reader(kind, target, wanted).items():
         assert same(tensor, wanted[name]), name
@@ -142,7 +155,7 @@ def own_reader(kind: str, target: Path, wanted: dict[str, torch.Tensor]) -> dict
     state = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(state, checkpoint_id=target, no_dist=True)
+        dcp_load(state, checkpoint_id=target, no_dist=True)
     return state
 
 
@@ -226,7 +239,7 @@ def test_files_of_the_stock_writers_are_imported(pool: hpstore.Pool, tmp_path: P
     torch.save(wanted, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(dict(wanted), checkpoint_id=tmp_path / "d", no_dist=True)
+        dcp_save(dict(wanted), checkpoint_id=tmp_path / "d", no_dist=True)
     for step, name in enumerate(("s.safetensors", "t.pt", "old.pt", "d")):
         import_checkpoint(pool, RUN, step, tmp_path / name, under="m", allow_pickle=name == "d")
         with Checkpointer(pool, RUN) as checkpointer:
@@ -246,6 +259,11 @@ def test_compressed_and_small_groups_export_alike(
     export(pool, tmp_path / "m.safetensors", progress=lambda *step: seen.append(step))
     found = safetensors.torch.load_file(tmp_path / "m.safetensors")
     assert all(same(found[name], tensor) for name, tensor in wanted.items())
+    monkeypatch.setattr(dcp_directories, "FILE_BYTES", 1)
+    export(pool, tmp_path / "dcp", format="dcp", keys=["m"], strip="m")
+    assert len(list((tmp_path / "dcp").glob("*.distcp"))) == 3
+    for name, tensor in own_reader("dcp", tmp_path / "dcp", wanted).items():
+        assert same(tensor, wanted[name])
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1] == (1_204_028, 1_204_028)
 
@@ -265,7 +283,7 @@ def test_a_failed_export_leaves_what_was_there(
     if force:
         export(pool, place / "out", format=kind)
     before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
-    read = streaming.load_tensors
+    read = restoring.load_tensors
 
     def failing(pool: Any, manifest: Any, names: Any, device: Any) -> Any:
         if "m/b" in names:
@@ -503,7 +521,11 @@ def test_verify_goes_on_past_a_step_that_cannot_be_read(
     with Checkpointer(pool, RUN) as checkpointer:
         pool.delete(checkpointer.manifest(1).segments[0].key)
     cli("verify", RUN, "--all", code=50)
-    cli("verify", RUN, 2)
+    assert "step 2" in cli("verify", RUN)
+    with Checkpointer(pool, RUN) as checkpointer:
+        pool.delete(checkpointer.manifest(2).segments[0].key)
+    assert "ObjectNotFound" in cli("verify", RUN, code=ObjectNotFound.exit_code)
+    assert "no checkpoint" in cli("verify", "runs/none", "--all", code=CheckpointError.exit_code)
 
 
 def test_verify_tells_how_far_it_is(pool: hpstore.Pool) -> None:
@@ -523,6 +545,21 @@ def test_every_checkpoint_command_has_help_with_an_example(cli: Callable[..., st
     monkeypatch.setenv("COLUMNS", "200")
     for name in ("ls", "inspect", "verify", "export", "import", "rm", "protect", "unprotect"):
         assert f"hpstore checkpoint {name} pool.toml" in cli(name, "--help")
+
+
+def test_inspect_shows_boxes_frames_and_values_kept_by_rank() -> None:
+    """A tensor in two boxes, one that is compressed, a value of each rank, a pickle."""
+    half = Box(offsets=(0, 0), sizes=(2, 4))
+    first = Item(name="w", dtype="float32", shape=(4, 4), box=half, offset=0, length=32)
+    small = replace(first, name="z", shape=(64,), box=whole((64,)), codec="zstd", frames=(32,))
+    items = (first, replace(first, box=half.moved((2, 0))), small)
+    tree = {"w": {"$": "tensor", "item": "w"}, "z": {"$": "tensor", "item": "z"},
+            "n": {"$": "ranks", "v": {"0": 5, "1": 6}}, "p": {"$": "pickle", "v": ""}}  # fmt: skip
+    manifest = Manifest(step=1, created_ms=0, segments=(), items=items, tree=tree, world=2)
+    found = described(manifest, None, [], None)
+    assert found.tensors["w"]["boxes"] == [[(0, 0), (2, 4)], [(2, 0), (2, 4)]]
+    assert found.values == {"n@0": "5", "n@1": "6", "p": "<pickled object>"}
+    assert found.summary["compression_ratio"] == (64 + 256) / 96
 
 
 # --- the outline --------------------------------------------------------------------------------
