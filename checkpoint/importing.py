@@ -77,7 +77,7 @@ def import_checkpoint(
     state = _nested(_read(path, kind, allow_pickle), under, path)
     tensors = list(tensors_in(state))
     if RNG_KEY in state:
-        state[RNG_KEY] = PerRank(_rng(state[RNG_KEY]))
+        state[RNG_KEY] = PerRank(state[RNG_KEY])
     total = sum(t.numel() * t.element_size() for t in tensors)
     if progress is not None:
         progress(0, total)
@@ -133,16 +133,6 @@ def _nested(value: Any, under: str, path: Path) -> dict[str, Any]:
             "it under one"
         )
     return dict(value)
-
-
-def _rng(states: Any) -> Any:
-    """RNG states as they were collected: exports hold numpy's as a tensor."""
-    try:
-        numpy_state = states["numpy"]
-        given = {**numpy_state["state"], "key": numpy_state["state"]["key"].numpy()}
-    except (KeyError, TypeError, AttributeError):
-        return states  # none of numpy's, or not ours
-    return {**states, "numpy": {**numpy_state, "state": given}}
 
 
 def _refuse_living_writer(pool: Pool, prefix: str) -> None:

@@ -17,9 +17,11 @@ from typing import Any, BinaryIO
 import torch
 
 from hpstore.errors import CheckpointError
+from hpstore.units import MIB
 
 _DESCRIPTOR = b"PK\x07\x08"
 _ENTRY = b"PK\x01\x02"
+_PIECE_BYTES = 16 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +87,12 @@ def _fill(out: BinaryIO, record: _Record, tensor: torch.Tensor) -> None:
     if not record.size:
         return
     out.seek(record.start)
-    out.write(data)
-    crc = struct.pack("<I", zlib.crc32(data))
+    sum32 = 0
+    for at in range(0, record.size, _PIECE_BYTES):
+        piece = data[at : at + _PIECE_BYTES]
+        out.write(piece)
+        sum32 = zlib.crc32(piece, sum32)
+    crc = struct.pack("<I", sum32)
     if out.read(4) != _DESCRIPTOR:
         raise CheckpointError("torch wrote a ZIP without data descriptors")
     out.write(crc)

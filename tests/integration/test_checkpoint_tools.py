@@ -148,6 +148,11 @@ def test_every_dtype_comes_back_bit_by_bit(pool: hpstore.Pool, tmp_path: Path, k
 def own_reader(kind: str, target: Path, wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What the format's own library finds in an export."""
     if kind == "safetensors":
+        raw = (target / "model.safetensors").read_bytes()
+        header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+        starts = [(e["data_offsets"][0], DTYPES[e["dtype"]].itemsize)
+                  for name, e in header.items() if name != "__metadata__"]  # fmt: skip
+        assert all(start % width == 0 for start, width in starts)  # as CUDA and mmap like it
         return safetensors.torch.load_file(target / "model.safetensors")
     if kind == "torch":
         loaded: dict[str, torch.Tensor] = torch.load(target, weights_only=True)
@@ -398,6 +403,7 @@ def broken_safetensors() -> dict[str, bytes]:
         "header": (1 << 60).to_bytes(8, "little") + good[8:], "json": good[:8] + b"}" + good[9:],
         "dtype": changed(b"F32", b"F33"), "shape": changed(b"[4]", b"[5]"),
         "negative": changed(b"[4]", b"[-4]"), "overlap": changed(b"[16,24]", b"[12,20]"),
+        "into": changed(b'[2],"data_offsets":[16,24]', b'[3],"data_offsets":[12,24]'),
         "list": (2).to_bytes(8, "little") + b"[]",
     }  # fmt: skip
 
