@@ -35,6 +35,7 @@ from hpstore.checkpoint.retention import Best, Retention
 from hpstore.checkpoint.saving import SaveHandle, SaveJob, SaveOptions, SaveReport, guarded
 from hpstore.checkpoint.stager import Stage, checked_staging
 from hpstore.checkpoint.steps import Steps
+from hpstore.checkpoint.streaming import ByteProgress, counted
 from hpstore.checkpoint.training import State
 from hpstore.checkpoint.tree import Decoding, PerRank, decode_tree
 from hpstore.closing import Closing
@@ -362,10 +363,14 @@ class Checkpointer(Closing):
         """
         return self._steps.latest_valid()
 
-    def verify(self, step: int) -> VerifyReport:
-        """Read every byte of a step and compare every item with its hash."""
+    def verify(self, step: int, *, progress: ByteProgress | None = None) -> VerifyReport:
+        """Read every byte of a step and compare every item with its hash.
+
+        `progress(done, total)` is called now and then with bytes of items, by this thread.
+        """
         manifest = self.manifest(step)
-        wrong = check_items(self.pool, manifest.segments, manifest.items)
+        seen = counted(progress, manifest.items) if progress is not None else None
+        wrong = check_items(self.pool, manifest.segments, manifest.items, seen)
         return VerifyReport(
             step=step, items=len(manifest.items), bytes=manifest.total_bytes, damaged=tuple(wrong)
         )

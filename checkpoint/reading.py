@@ -113,10 +113,12 @@ class _Gather:
 class _Check:
     """Hashes an item, keeps nothing; notes it when it is not what was saved."""
 
-    def __init__(self, item: Item, damaged: list[str]) -> None:
-        self._item, self._damaged, self._digest = item, damaged, _Digest(item)
+    def __init__(self, item: Item, damaged: list[str], seen: Callable[[int], None] | None) -> None:
+        self._item, self._damaged, self._digest, self._seen = item, damaged, _Digest(item), seen
 
     def take(self, at: int, data: Bytes) -> None:
+        if self._seen is not None:
+            self._seen(len(data))
         try:
             self._digest.take(at, data, _raw_bytes(self._item))
         except IntegrityError:
@@ -367,16 +369,22 @@ def bytes_read(item: Item, target: bytearray) -> list[Read]:
     return [_stored_read(item, 0, len(target), _Into(flat, _Digest(item)), hashed=True)]
 
 
-def check_items(pool: Pool, segments: Sequence[Segment], items: Sequence[Item]) -> list[str]:
+def check_items(
+    pool: Pool,
+    segments: Sequence[Segment],
+    items: Sequence[Item],
+    seen: Callable[[int], None] | None = None,
+) -> list[str]:
     """Read all items and compare them with their hashes; the names of those that differ.
 
-    Takes no memory beyond the pool's own. Raises as run_reads().
+    `seen` is told how many raw bytes were looked at, again when they are read again. Takes no
+    memory beyond the pool's own. Raises as run_reads().
     """
     damaged: list[str] = []
     for number in range(len(segments)):
         mine = [item for item in items if item.segment == number and item.length]
         reads = [
-            _stored_read(item, 0, _raw_bytes(item), _Check(item, damaged), hashed=True)
+            _stored_read(item, 0, _raw_bytes(item), _Check(item, damaged, seen), hashed=True)
             for item in mine
         ]
         try:

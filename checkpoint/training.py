@@ -72,7 +72,7 @@ def collect(state: State, *, rng: bool) -> dict[str, Any]:
     """Plain nested values of a state: modules and optimizers by name, Stateful by state_dict()."""
     if not isinstance(state, Mapping) or not all(type(name) is str for name in state):
         raise CheckpointError("a state is a dict with str names, such as {'model': model}")
-    if RNG_KEY in state:
+    if rng and RNG_KEY in state:
         raise CheckpointError(f"the name {RNG_KEY!r} is taken by the RNG states")
     names = Names(state)
     found = {name: _collect_value(name, value, names) for name, value in state.items()}

@@ -201,14 +201,18 @@ def rm(
     keys: Annotated[list[str], typer.Argument(help="keys to delete")],
     ignore_missing: Annotated[bool, typer.Option(help="do not fail on absent keys")] = False,
 ) -> None:
-    """Delete objects.  hpstore rm pool.toml runs/a runs/b"""
+    """Delete objects; goes on past absent ones.  hpstore rm pool.toml runs/a runs/b"""
+    absent = False
     with hpstore.open(pool) as opened:
         for key in keys:
             try:
                 opened.delete(key)
-            except ObjectNotFound:
+            except ObjectNotFound as error:
                 if not ignore_missing:
-                    raise
+                    absent = True
+                    sys.stderr.write(f"hpstore: ObjectNotFound: {error}\n")
+    if absent:
+        raise typer.Exit(ObjectNotFound.exit_code)
 
 
 @app.command()

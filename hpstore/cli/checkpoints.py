@@ -1,85 +1,214 @@
-"""Checkpoint commands. torch is imported only when one of them runs."""
+"""Checkpoint commands: list, inspect, verify, remove, protect. torch is imported when one runs.
+
+Those that only read open the pool read-only; none takes the writer's fence or collects garbage.
+"""
 
 from __future__ import annotations
 
 import sys
-import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import hpstore
-from hpstore.cli.output import UNMENDED_EXIT_CODE, emit_json, table
+from hpstore.cli.output import UNMENDED_EXIT_CODE, byte_progress, emit_json, table
+from hpstore.cli.transfer import export, import_
+from hpstore.errors import CheckpointError, ConfigError, HpstoreError
 from hpstore.units import format_bytes
 
 if TYPE_CHECKING:
-    from hpstore.checkpoint import Checkpointer
+    from hpstore.checkpoint import Manifest, VerifyReport
+    from hpstore.checkpoint.steps import Steps
 
-checkpoints = typer.Typer(no_args_is_help=True, help="List, inspect, verify, remove checkpoints.")
+checkpoints = typer.Typer(
+    no_args_is_help=True, help="List, inspect, verify, export, import, remove checkpoints."
+)
+checkpoints.command("export")(export)
+checkpoints.command("import")(import_)
 
 PoolName = Annotated[str, typer.Argument(help="pool.toml, or the name of a registered pool")]
 Prefix = Annotated[str, typer.Argument(help="where the checkpoints are, such as runs/gpt")]
-Step = Annotated[int, typer.Argument(help="a committed step")]
+StepName = Annotated[str, typer.Argument(help="a committed step, or latest")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
+Keys = Annotated[
+    list[str] | None, typer.Option("--keys", help="only these parts, such as model; repeatable")
+]
+Force = Annotated[bool, typer.Option("--force", help="protected steps too")]
 
 
-def _open(pool: hpstore.Pool, prefix: str) -> Checkpointer:
-    from hpstore.checkpoint import Checkpointer
+def _steps(pool: hpstore.Pool, prefix: str) -> Steps:
+    from hpstore.checkpoint.steps import Steps
 
-    return Checkpointer(pool, prefix)
+    return Steps(pool, prefix)
 
 
 @checkpoints.command()
 def ls(pool: PoolName, prefix: Prefix, as_json: Json = False) -> None:
     """List committed steps.  hpstore checkpoint ls pool.toml runs/gpt"""
-    with hpstore.open(pool, read_only=True) as opened, _open(opened, prefix) as checkpointer:
-        manifests = [checkpointer.manifest(step) for step in checkpointer.steps()]
+    from hpstore.cli.describe import listed
+
+    problems: dict[int, HpstoreError] = {}
+    manifests: list[Manifest] = []
+    with hpstore.open(pool, read_only=True) as opened:
+        steps = _steps(opened, prefix)
+        protected = steps.protected()
+        for step in steps.all():
+            try:
+                manifests.append(steps.manifest(step))
+            except HpstoreError as error:
+                problems[step] = error
+    rows = listed(manifests, protected)
     if as_json:
-        emit_json([{"step": m.step, "bytes": m.total_bytes, "items": len(m.items),
-                    "created_ms": m.created_ms} for m in manifests])  # fmt: skip
-        return
-    rows = [
-        (m.step, format_bytes(m.total_bytes), len(m.items),
-         time.strftime("%F %T", time.localtime(m.created_ms / 1000)))
-        for m in manifests
-    ]  # fmt: skip
-    table("", ("step", "size", "items", "saved"), rows)
-
-
-@checkpoints.command()
-def inspect(pool: PoolName, prefix: Prefix, step: Step, as_json: Json = False) -> None:
-    """Show what a step holds.  hpstore checkpoint inspect pool.toml runs/gpt 100"""
-    with hpstore.open(pool, read_only=True) as opened, _open(opened, prefix) as checkpointer:
-        manifest = checkpointer.manifest(step)
-    if as_json:
-        emit_json([{"name": i.name, "dtype": i.dtype, "shape": i.shape, "bytes": i.length}
-                   for i in manifest.items])  # fmt: skip
-        return
-    rows = [(i.name, i.dtype, list(i.shape), format_bytes(i.length)) for i in manifest.items]
-    table("", ("item", "dtype", "shape", "size"), rows)
-
-
-@checkpoints.command()
-def verify(pool: PoolName, prefix: Prefix, step: Step, as_json: Json = False) -> None:
-    """Read every byte and compare every item.  hpstore checkpoint verify pool.toml runs/gpt 100"""
-    with hpstore.open(pool, read_only=True) as opened, _open(opened, prefix) as checkpointer:
-        report = checkpointer.verify(step)
-    if as_json:
-        emit_json(report.as_dict())
+        damaged = [{"step": step, "problem": str(error)} for step, error in problems.items()]
+        emit_json([row.as_dict() for row in rows] + damaged)
     else:
-        sys.stdout.write(
-            f"step {step}: {report.items} items, {format_bytes(report.bytes)}: "
-            + ("all as saved\n" if report.ok else f"DAMAGED {', '.join(report.damaged)}\n")
-        )
-    if not report.ok:
+        columns = ("step", "size", "own", "shared", "items", "world", "saved", "protected as",
+                   "metrics")  # fmt: skip
+        table("", columns, [row.cells() for row in rows])
+    for step, problem in problems.items():
+        sys.stderr.write(f"hpstore: step {step} cannot be listed: {problem}\n")
+    if problems:
+        raise typer.Exit(next(iter(problems.values())).exit_code)
+
+
+@checkpoints.command()
+def inspect(
+    pool: PoolName,
+    prefix: Prefix,
+    step: StepName = "latest",
+    keys: Keys = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a step holds, as a tree.  hpstore checkpoint inspect pool.toml runs/gpt 100"""
+    from hpstore.cli.describe import described, show_tree
+
+    with hpstore.open(pool, read_only=True) as opened:
+        steps = _steps(opened, prefix)
+        manifest = steps.manifest(resolved(steps, step))
+        names = [name for name, kept in steps.protected().items() if kept == manifest.step]
+        tolerated = [opened.stat(segment.key).losses_tolerated for segment in manifest.segments]
+    found = described(manifest, keys, names, min(tolerated, default=None))
+    if as_json:
+        emit_json(found.as_dict())
+    else:
+        show_tree(found)
+
+
+@checkpoints.command()
+def verify(
+    pool: PoolName,
+    prefix: Prefix,
+    step: StepName = "latest",
+    every: Annotated[bool, typer.Option("--all", help="all committed steps")] = False,
+    as_json: Json = False,
+) -> None:
+    """Read every byte and compare every item.  hpstore checkpoint verify pool.toml runs/gpt 100"""
+    with hpstore.open(pool, read_only=True) as opened:
+        steps = _steps(opened, prefix)
+        newest = steps.all()[-1:]  # not the newest valid one: that would pass over damage
+        if not newest:
+            raise CheckpointError(f"there is no checkpoint under {prefix!r}")
+        wanted = steps.all() if every else newest if step == "latest" else [resolved(steps, step)]
+        found = {number: _verified(opened, prefix, number, alone=not every) for number in wanted}
+    if as_json:
+        rows = [{"step": n, "ok": False, "problem": str(r)} if isinstance(r, HpstoreError)
+                else r.as_dict() for n, r in found.items()]  # fmt: skip
+        emit_json(rows if every else rows[0])
+    else:
+        for number, report in found.items():
+            sys.stdout.write(f"step {number}: {_said(report)}\n")
+    if not all(not isinstance(r, HpstoreError) and r.ok for r in found.values()):
         raise typer.Exit(UNMENDED_EXIT_CODE)
 
 
+def _verified(
+    pool: hpstore.Pool, prefix: str, step: int, *, alone: bool
+) -> VerifyReport | HpstoreError:
+    """A step's report; with others to come, also what kept it from being read."""
+    from hpstore.checkpoint import Checkpointer
+
+    with Checkpointer(pool, prefix) as checkpointer, byte_progress(f"step {step}", 0) as bar:
+        try:
+            return checkpointer.verify(
+                step, progress=lambda done, total: bar.update(bar.task_ids[0], completed=done,
+                                                              total=total),
+            )  # fmt: skip
+        except HpstoreError as error:
+            if alone:
+                raise
+            return error
+
+
+def _said(report: VerifyReport | HpstoreError) -> str:
+    if isinstance(report, HpstoreError):
+        return f"CANNOT BE READ {report}"
+    amount = f"{report.items} items, {format_bytes(report.bytes)}: "
+    return amount + ("all as saved" if report.ok else f"DAMAGED {', '.join(report.damaged)}")
+
+
 @checkpoints.command()
-def rm(pool: PoolName, prefix: Prefix, step: Step) -> None:
-    """Delete a step.  hpstore checkpoint rm pool.toml runs/gpt 100"""
-    with hpstore.open(pool) as opened, _open(opened, prefix) as checkpointer:
-        checkpointer.delete(step)
+def rm(
+    pool: PoolName,
+    prefix: Prefix,
+    steps: Annotated[list[int], typer.Argument(help="committed steps")],
+    force: Force = False,
+) -> None:
+    """Delete steps; not protected ones.  hpstore checkpoint rm pool.toml runs/gpt 100 200"""
+    failed: HpstoreError | None = None
+    with hpstore.open(pool) as opened:
+        found = _steps(opened, prefix)
+        for step in steps:
+            try:
+                found.delete(step, force=force)
+            except HpstoreError as error:
+                failed = failed or error
+                sys.stderr.write(f"hpstore: {type(error).__name__}: {error}\n")
+            else:
+                sys.stdout.write(f"step {step} is deleted\n")
+    if failed is not None:
+        raise typer.Exit(failed.exit_code)
 
 
-__all__ = ["checkpoints"]
+@checkpoints.command()
+def protect(
+    pool: PoolName,
+    prefix: Prefix,
+    step: StepName,
+    name: Annotated[str, typer.Argument(help="a name for it, such as release-1")],
+) -> None:
+    """Keep a step, whatever retention says.  hpstore checkpoint protect pool.toml runs/gpt 100 best"""  # noqa: E501
+    with hpstore.open(pool) as opened:
+        steps = _steps(opened, prefix)
+        number = resolved(steps, step)
+        before = steps.protected().get(name)
+        if before is not None and before != number:
+            raise CheckpointError(f"{name!r} protects step {before}: unprotect it first")
+        steps.protect(number, name)
+    sys.stdout.write(f"step {number} is protected as {name}\n")
+
+
+@checkpoints.command()
+def unprotect(
+    pool: PoolName,
+    prefix: Prefix,
+    name: Annotated[str, typer.Argument(help="the name it was protected as")],
+) -> None:
+    """Let retention have a step again.  hpstore checkpoint unprotect pool.toml runs/gpt best"""
+    with hpstore.open(pool) as opened:
+        _steps(opened, prefix).unprotect(name)
+    sys.stdout.write(f"{name} protects nothing now\n")
+
+
+def resolved(steps: Steps, step: str) -> int:
+    """A step by its number, or "latest": the newest valid. Raises ConfigError, CheckpointError."""
+    if step != "latest":
+        if not step.isdecimal():
+            raise ConfigError(f"{step!r} is no step: give a whole number, or latest")
+        return int(step)
+    found = steps.latest_valid()
+    if found is None:
+        raise CheckpointError(f"there is no checkpoint under {steps.prefix!r} that can be read")
+    return found
+
+
+__all__ = ["checkpoints", "resolved"]

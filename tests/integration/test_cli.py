@@ -106,6 +106,17 @@ def test_errors_are_one_line_with_their_own_exit_code(cli: Cli, tmp_path: Path) 
     assert not (tmp_path / "out").exists()
 
 
+def test_rm_goes_on_past_what_is_not_there(cli: Cli, tmp_path: Path) -> None:
+    """Of three keys the middle one is absent: the others are deleted, the exit code tells."""
+    (tmp_path / "in").write_bytes(b"x")
+    cli("put", cli.pool, "a", "in")
+    cli("put", cli.pool, "c", "in")
+    text = cli("rm", cli.pool, "a", "b", "c", code=errors.ObjectNotFound.exit_code)
+    assert text.count("\n") == 1
+    assert cli("ls", cli.pool) == ""
+    cli("rm", cli.pool, "b", "--ignore-missing")
+
+
 def test_status_is_a_table_for_people(cli: Cli) -> None:
     """Every device, the shape, what is tolerated."""
     text = cli("status", cli.pool)

@@ -1,0 +1,93 @@
+"""Files and directories that appear under their name whole and durable, or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hpstore.errors import ConfigError
+
+
+def check_target(
+    target: Path, *, directory: bool, force: bool, ours: Callable[[str], bool]
+) -> None:
+    """Raise ConfigError for a target that must not be written.
+
+    One that exists needs `force`; a directory is replaced only when `ours` knows all names in it.
+    """
+    if not target.parent.is_dir():
+        raise ConfigError(f"{target.parent} is not a directory")
+    if not os.path.lexists(target):
+        return
+    kind = target.is_dir() if directory else target.is_file()
+    if not kind or target.is_symlink():
+        wanted = "directory" if directory else "regular file"
+        raise ConfigError(f"{target} exists and is no {wanted}; nothing was written")
+    if directory:
+        names = sorted(entry.name for entry in target.iterdir())
+        foreign = [name for name in names if not ours(name)]
+        if foreign:
+            raise ConfigError(f"{target} holds other files ({', '.join(foreign[:4])}); export into "
+                              "a directory of its own. Nothing was written")  # fmt: skip
+        if not names:
+            return
+    if not force:
+        raise ConfigError(f"{target} exists; --force replaces it. Nothing was written")
+
+
+@contextmanager
+def published(
+    target: Path, *, directory: bool, force: bool, ours: Callable[[str], bool]
+) -> Iterator[Path]:
+    """Where to write what shall be `target`: a hidden neighbour, synced and renamed at the end.
+
+    On an error it is removed. A kill may leave it; its name ends in `.part`, it may be deleted.
+    """
+    check_target(target, directory=directory, force=force, ours=ours)
+    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    try:
+        if directory:
+            part.mkdir()
+        yield part
+        _sync(part)
+        check_target(target, directory=directory, force=force, ours=ours)
+        _rename(part, target)
+    finally:
+        _remove(part)
+    _sync(target.parent, inside=False)
+
+
+def _rename(part: Path, target: Path) -> None:
+    if not (part.is_dir() and target.is_dir() and any(target.iterdir())):
+        part.replace(target)
+        return
+    old = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    target.rename(old)  # a kill between the two renames leaves both versions beside the name
+    part.rename(target)
+    shutil.rmtree(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(path: Path, *, inside: bool = True) -> None:
+    """Sync a file, or a directory with the files in it."""
+    if inside and path.is_dir():
+        for child in path.iterdir():
+            _sync(child)
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+__all__ = ["check_target", "published"]

@@ -1,0 +1,589 @@
+"""Checkpoint tools: other tools read what is exported, what they wrote is imported, bit by bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+import hpstore
+from hpstore.checkpoint import (
+    Checkpointer,
+    Manifest,
+    dcp_directories,
+    export_checkpoint,
+    import_checkpoint,
+    restoring,
+    streaming,
+)
+from hpstore.checkpoint.attempts import fence_key, here
+from hpstore.checkpoint.items import Box, Item, whole
+from hpstore.checkpoint.outline import leaves, only_branch, stripped, subtree
+from hpstore.checkpoint.safetensors_files import DTYPES, read_safetensors
+from hpstore.checkpoint.tree import Collected, encode_tree
+from hpstore.cli import main
+from hpstore.cli.describe import described
+from hpstore.config import Settings
+from hpstore.errors import (
+    CheckpointError,
+    ConfigError,
+    HpstoreError,
+    IntegrityError,
+    ObjectNotFound,
+    VersionConflict,
+)
+from hpstore.records import FORMAT, seal
+from hpstore.units import MIB
+
+RUN = "runs/a"
+FORMATS = ("safetensors", "torch", "dcp")
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[hpstore.Pool]:
+    made = hpstore.create(
+        [tmp_path / f"d{i}" for i in range(5)], data=3, parity=2, config=tmp_path / "pool.toml",
+        settings=Settings(memory_bytes=32 * MIB, run_directory=str(tmp_path / "run")),
+    )  # fmt: skip
+    with made:
+        yield made
+
+
+@pytest.fixture
+def cli(pool: hpstore.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:  # fmt: skip
+    """`hpstore checkpoint COMMAND pool.toml ...` in this process; its output."""
+
+    def run(command: str, *words: object, code: int = 0) -> str:
+        capsys.readouterr()
+        argv = ["hpstore", "checkpoint", command, str(tmp_path / "pool.toml"), *map(str, words)]
+        monkeypatch.setattr(sys, "argv", argv)
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        shown = capsys.readouterr()
+        assert (stopped.value.code or 0) == code, shown
+        return shown.out if code == 0 else shown.err
+
+    return run
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return (first.dtype, first.shape, bits(first)) == (second.dtype, second.shape, bits(second))
+
+
+def all_dtypes(dtypes: list[torch.dtype]) -> dict[str, torch.Tensor]:
+    """A tensor of each dtype with random bits, and shapes at the edges."""
+    generator = torch.Generator().manual_seed(0)
+    found = {}
+    for dtype in dtypes:
+        high = 2 if dtype is torch.bool else 256
+        raw = torch.randint(0, high, (15 * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+        found[str(dtype).removeprefix("torch.")] = raw.view(dtype).reshape(3, 5)
+    found["scalar"] = torch.tensor(1.5, dtype=torch.bfloat16)
+    found["empty"] = torch.empty(0, 4)
+    found["odd"] = torch.arange(3, dtype=torch.uint8)
+    found["turned"] = torch.arange(6.0).reshape(2, 3).t()
+    return found
+
+
+def training(seed: int) -> dict[str, Any]:
+    """A model with a used optimizer and values of several types."""
+    torch.manual_seed(seed)
+    net = torch.nn.Sequential(torch.nn.Linear(40, 300), torch.nn.BatchNorm1d(300))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    net(torch.randn(8, 40)).square().mean().backward()
+    optimizer.step()
+    return {"model": net, "optimizer": optimizer, "epoch": seed, "note": "x", "list": [1, (2.5,)]}
+
+
+def save(pool: hpstore.Pool, step: int, state: dict[str, Any], prefix: str = RUN) -> None:
+    with Checkpointer(pool, prefix) as checkpointer:
+        checkpointer.save(step, state).result()
+
+
+def export(pool: hpstore.Pool, target: Path, **options: Any) -> Any:
+    return export_checkpoint(pool, RUN, 1, target, **options)
+
+
+# --- round trips --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_dtype_comes_back_bit_by_bit(pool: hpstore.Pool, tmp_path: Path, kind: str) -> None:
+    """All dtypes of a format, exported and imported, and read by that format's own reader."""
+    dtypes = list(DTYPES.values())
+    dtypes += [torch.complex128, torch.float8_e8m0fnu] if kind != "safetensors" else []
+    wanted = all_dtypes(dtypes)
+    save(pool, 1, {"w": dict(wanted)})
+    target = tmp_path / "out"
+    export(pool, target, format=kind, keys=["w"], strip="w")
+    assert set(own_reader(kind, target, wanted)) == set(wanted)
+    for name, tensor in own_reader(kind, target, wanted).items():
+        assert same(tensor, wanted[name]), name
+    import_checkpoint(pool, "runs/b", 7, target, format=kind, under="w", allow_pickle=kind == "dcp")
+    with Checkpointer(pool, "runs/b") as checkpointer:
+        found = checkpointer.load(7)
+    assert set(found) == {f"w/{name}" for name in wanted}
+    assert all(same(found[f"w/{name}"], tensor) for name, tensor in wanted.items())
+
+
+def own_reader(kind: str, target: Path, wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the format's own library finds in an export."""
+    if kind == "safetensors":
+        raw = (target / "model.safetensors").read_bytes()
+        header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+        starts = [(e["data_offsets"][0], DTYPES[e["dtype"]].itemsize)
+                  for name, e in header.items() if name != "__metadata__"]  # fmt: skip
+        assert all(start % width == 0 for start, width in starts)  # as CUDA and mmap like it
+        return safetensors.torch.load_file(target / "model.safetensors")
+    if kind == "torch":
+        loaded: dict[str, torch.Tensor] = torch.load(target, weights_only=True)
+        return loaded
+    state = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp_load(state, checkpoint_id=target, no_dist=True)
+    return state
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp"])
+def test_a_training_resumes_from_an_export(pool: hpstore.Pool, tmp_path: Path, kind: str) -> None:
+    """Model, optimizer, values and RNG states go out and in; the next numbers are the same."""
+    state = training(3)
+    save(pool, 1, state)
+    expected = (torch.rand(3), np.random.random())
+    export(pool, tmp_path / "out", format=kind)
+    import_checkpoint(pool, "runs/b", 1, tmp_path / "out", format=kind, allow_pickle=kind == "dcp")
+    fresh = training(4)
+    with Checkpointer(pool, "runs/b") as checkpointer:
+        assert checkpointer.restore(fresh) == 1
+    assert torch.equal(torch.rand(3), expected[0])
+    assert np.random.random() == expected[1]
+    assert (fresh["epoch"], fresh["note"], fresh["list"]) == (3, "x", [1, (2.5,)])
+    for name, value in state["model"].state_dict().items():
+        assert same(fresh["model"].state_dict()[name], value)
+    moments = zip(state["optimizer"].state.values(), fresh["optimizer"].state.values(), strict=True)
+    assert all(same(a[name], b[name]) for a, b in moments for name in a)
+
+
+def test_a_torch_file_holds_what_load_state_gives(pool: hpstore.Pool, tmp_path: Path) -> None:
+    """weights_only=True takes it, values keep their types, other ZIP readers find CRCs right."""
+    save(pool, 1, {"deep": {"t": torch.ones(2), 5: [torch.zeros(1), None]}, "np": np.arange(3),
+                   "number": np.float32(0.1), "inf": float("inf"), "raw": b"\xff", "z": 1 + 2j,
+                   "dtype": torch.bfloat16, "size": torch.Size([2])})  # fmt: skip
+    export(pool, tmp_path / "all.pt")
+    found = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert torch.equal(found["deep"]["t"], torch.ones(2))
+    assert found["deep"][5][1] is None
+    assert torch.equal(found["np"], torch.arange(3))
+    assert found["number"] == np.float32(0.1)
+    assert found["raw"] == b"\xff"
+    assert (found["inf"], found["z"], found["dtype"]) == (float("inf"), 1 + 2j, torch.bfloat16)
+    assert found["size"] == torch.Size([2])
+    assert zipfile.ZipFile(tmp_path / "all.pt").testzip() is None
+
+
+def test_a_model_goes_to_a_sharded_folder_and_back(pool: hpstore.Pool, tmp_path: Path) -> None:
+    """Hugging Face's file names, an index that is right, names as the module has them."""
+    state = training(1)
+    save(pool, 1, state)
+    report = export(pool, tmp_path / "hf", keys=["model"], max_shard_bytes=10_000)
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    wanted = state["model"].state_dict()
+    assert report.tensors == len(wanted)
+    assert set(index["weight_map"]) == set(wanted)
+    total = sum(t.numel() * t.element_size() for t in wanted.values())
+    assert index["metadata"]["total_size"] == total
+    files = sorted(set(index["weight_map"].values()))
+    assert files == [
+        f"model-{n + 1:05d}-of-{len(files):05d}.safetensors" for n in range(len(files))
+    ]
+    assert len(files) > 1
+    for name, file in index["weight_map"].items():
+        assert same(safetensors.torch.load_file(tmp_path / "hf" / file)[name], wanted[name])
+    import_checkpoint(pool, "runs/b", 0, tmp_path / "hf", under="model")
+    fresh = {"model": training(2)["model"]}
+    with Checkpointer(pool, "runs/b", rng=False) as checkpointer:
+        checkpointer.restore(fresh)
+    assert all(same(fresh["model"].state_dict()[name], t) for name, t in wanted.items())
+
+
+def test_safetensors_leaves_out_values_and_says_so(pool: hpstore.Pool, tmp_path: Path) -> None:
+    """The report lists numbers, strings and RNG states; the optimizer's tensors are there."""
+    save(pool, 1, training(1))
+    report = export(pool, tmp_path / "all.safetensors")
+    assert {"epoch", "note", "list", "optimizer/param_groups/0/lr"} <= set(report.left_out)
+    assert any(path.startswith("__rng__@0/") for path in report.left_out)
+    names = set(safetensors.torch.load_file(tmp_path / "all.safetensors"))
+    assert {"model.0.weight", "optimizer.state.0.weight.exp_avg"} <= names
+
+
+def test_files_of_the_stock_writers_are_imported(pool: hpstore.Pool, tmp_path: Path) -> None:
+    """safetensors.torch.save_file, torch.save (new and old format) and dcp.save, as they write."""
+    wanted = {"a.weight": torch.randn(3, 4, dtype=torch.bfloat16), "b": torch.arange(5)}
+    safetensors.torch.save_file(wanted, tmp_path / "s.safetensors")
+    torch.save(wanted, tmp_path / "t.pt")
+    torch.save(wanted, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp_save(dict(wanted), checkpoint_id=tmp_path / "d", no_dist=True)
+    for step, name in enumerate(("s.safetensors", "t.pt", "old.pt", "d")):
+        import_checkpoint(pool, RUN, step, tmp_path / name, under="m", allow_pickle=name == "d")
+        with Checkpointer(pool, RUN) as checkpointer:
+            found = checkpointer.load(step)
+        assert all(same(found[f"m/{n}"], t) for n, t in wanted.items()), name
+
+
+def test_compressed_and_small_groups_export_alike(
+    pool: hpstore.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With frames in the segments and one tensor in memory at a time the bytes are the same."""
+    wanted = {"a": torch.zeros(3000, 100), "b": torch.randn(1000), "c": torch.ones(7)}
+    with Checkpointer(pool, RUN, compression="zstd") as checkpointer:
+        checkpointer.save(1, {"m": dict(wanted)}).result()
+    monkeypatch.setattr(streaming, "GROUP_BYTES", 1)
+    seen: list[tuple[int, int]] = []
+    export(pool, tmp_path / "m.safetensors", progress=lambda *step: seen.append(step))
+    found = safetensors.torch.load_file(tmp_path / "m.safetensors")
+    assert all(same(found[name], tensor) for name, tensor in wanted.items())
+    monkeypatch.setattr(dcp_directories, "FILE_BYTES", 1)
+    export(pool, tmp_path / "dcp", format="dcp", keys=["m"], strip="m")
+    assert len(list((tmp_path / "dcp").glob("*.distcp"))) == 3
+    for name, tensor in own_reader("dcp", tmp_path / "dcp", wanted).items():
+        assert same(tensor, wanted[name])
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1] == (1_204_028, 1_204_028)
+
+
+# --- nothing half, nothing lost ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("force", [False, True])
+def test_a_failed_export_leaves_what_was_there(
+    pool: hpstore.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, force: bool
+) -> None:
+    """A read that fails in the middle: no new file at all, and an older export is untouched."""
+    save(pool, 1, {"m": {"a": torch.zeros(10), "b": torch.ones(10)}})
+    place = tmp_path / "exports"
+    place.mkdir()
+    if force:
+        export(pool, place / "out", format=kind)
+    before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    read = restoring.load_tensors
+
+    def failing(pool: Any, manifest: Any, names: Any, device: Any) -> Any:
+        if "m/b" in names:
+            raise IntegrityError("damaged")
+        return read(pool, manifest, names, device)
+
+    monkeypatch.setattr(streaming, "GROUP_BYTES", 1)
+    monkeypatch.setattr(streaming, "load_tensors", failing)
+    with pytest.raises(IntegrityError, match="damaged"):
+        export(pool, place / "out", format=kind, force=force)
+    assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
+    assert force or list(place.iterdir()) == []
+
+
+def test_a_killed_export_is_not_under_its_name(pool: hpstore.Pool, tmp_path: Path) -> None:
+    """The process dies between two tensors; the name is free, the next export works."""
+    save(pool, 1, {"m": {"a": torch.zeros(10), "b": torch.ones(10)}})
+    code = (
+        "import os, hpstore\n"
+        "from hpstore.checkpoint import export_checkpoint\n"
+        "pool = hpstore.open('pool.toml', read_only=True)\n"
+        f"export_checkpoint(pool, {RUN!r}, 1, 'out', progress=lambda d, t: os._exit(9))\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, timeout=120)
+    assert done.returncode == 9
+    assert not (tmp_path / "out").exists()
+    assert [path.name.endswith(".part") for path in tmp_path.glob(".out.*")] == [True]
+    export(pool, tmp_path / "out")
+
+
+def test_an_existing_target_is_refused(pool: hpstore.Pool, tmp_path: Path) -> None:
+    """Without force nothing is replaced; with it only exports, no folder with other files."""
+    save(pool, 1, {"m": {"a": torch.zeros(10)}})
+    (tmp_path / "x.pt").write_bytes(b"mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "thesis.txt").write_bytes(b"mine")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link.pt").symlink_to(tmp_path / "x.pt")
+    with pytest.raises(ConfigError, match="--force"):
+        export(pool, tmp_path / "x.pt")
+    assert (tmp_path / "x.pt").read_bytes() == b"mine"
+    for force in (False, True):
+        with pytest.raises(ConfigError, match=r"thesis\.txt"):
+            export(pool, tmp_path / "folder", force=force)
+        with pytest.raises(ConfigError, match="no directory"):
+            export(pool, tmp_path / "x.pt", format="dcp", force=force)
+        with pytest.raises(ConfigError, match="no regular file"):
+            export(pool, tmp_path / "link.pt", force=force)
+    with pytest.raises(ConfigError, match="not a directory"):
+        export(pool, tmp_path / "absent" / "x.pt")
+    export(pool, tmp_path / "x.pt", force=True)
+    export(pool, tmp_path / "empty")
+    assert "m" in torch.load(tmp_path / "x.pt", weights_only=True)
+
+
+def test_an_import_takes_no_running_trainings_right(pool: hpstore.Pool, tmp_path: Path) -> None:
+    """The last writer's process lives: refused, unless told to take over."""
+    torch.save({"a": torch.zeros(3)}, tmp_path / "a.pt")
+    host, boot, _ = here()
+    body = {"format": FORMAT, "session": "s", "host": host, "boot": boot, "pid": os.getppid()}
+    pool.put(fence_key(RUN), seal(dict(body)))
+    with pytest.raises(VersionConflict, match="take-over"):
+        import_checkpoint(pool, RUN, 1, tmp_path / "a.pt")
+    import_checkpoint(pool, RUN, 1, tmp_path / "a.pt", take_over=True)
+    with pytest.raises(VersionConflict, match="exists"):
+        import_checkpoint(pool, RUN, 1, tmp_path / "a.pt")
+    import_checkpoint(pool, RUN, 1, tmp_path / "a.pt", overwrite=True)
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+class Evil:
+    """Leaves a trace when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, (self.path,))
+
+
+def test_pickles_are_run_only_on_request(pool: hpstore.Pool, tmp_path: Path) -> None:
+    """A torch.save file with an object, and .metadata, which is a pickle: both need the flag."""
+    torch.save({"a": Evil(tmp_path / "ran")}, tmp_path / "evil.pt")
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / ".metadata").write_bytes((tmp_path / "evil.pt").read_bytes())
+    for name in ("evil.pt", "d"):
+        with pytest.raises(CheckpointError, match="--allow-pickle"):
+            import_checkpoint(pool, RUN, 1, tmp_path / name)
+    assert not (tmp_path / "ran").exists()
+    assert pool.list() == []
+    import_checkpoint(pool, RUN, 1, tmp_path / "evil.pt", allow_pickle=True)
+    assert (tmp_path / "ran").exists()
+
+
+def broken_safetensors() -> dict[str, bytes]:
+    """Files that are no safetensors, each in its own way."""
+    good = safetensors.torch.save({"a": torch.arange(4.0), "b": torch.arange(2.0)})
+    length = int.from_bytes(good[:8], "little")
+    text = good[8 : 8 + length]
+
+    def changed(old: bytes, new: bytes) -> bytes:
+        made = text.replace(old, new)
+        assert made != text
+        return len(made).to_bytes(8, "little") + made + good[8 + length :]
+
+    return {
+        "empty": b"", "short": b"abc", "cut": good[:-1], "longer": good + b"x",
+        "header": (1 << 60).to_bytes(8, "little") + good[8:], "json": good[:8] + b"}" + good[9:],
+        "dtype": changed(b"F32", b"F33"), "shape": changed(b"[4]", b"[5]"),
+        "negative": changed(b"[4]", b"[-4]"), "overlap": changed(b"[16,24]", b"[12,20]"),
+        "into": changed(b'[2],"data_offsets":[16,24]', b'[3],"data_offsets":[12,24]'),
+        "list": (2).to_bytes(8, "little") + b"[]",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", broken_safetensors())
+def test_a_broken_safetensors_file_is_refused(tmp_path: Path, name: str) -> None:
+    """Header, ranges, dtypes and the file's length are checked before a tensor is made."""
+    (tmp_path / "x.safetensors").write_bytes(broken_safetensors()[name])
+    with pytest.raises(CheckpointError, match="no safetensors file"):
+        read_safetensors(tmp_path / "x.safetensors")
+
+
+def test_an_index_that_lies_is_refused(tmp_path: Path) -> None:
+    """A tensor that its file lacks, and a path out of the folder."""
+    safetensors.torch.save_file({"a": torch.zeros(1)}, tmp_path / "m.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    for where, said in ({"b": "m.safetensors"}, "holds no"), ({"a": "../m.safetensors"}, "outside"):
+        index.write_text(json.dumps({"weight_map": where}))
+        with pytest.raises(CheckpointError, match=said):
+            read_safetensors(tmp_path)
+
+
+def test_what_a_format_cannot_hold_is_refused(pool: hpstore.Pool, tmp_path: Path) -> None:
+    """complex128 for safetensors, two names that become one, parts that are not there."""
+    save(pool, 1, {"a": {"b.c": torch.zeros(1), "b": {"c": torch.ones(1)}},
+                   "z": torch.zeros(1, dtype=torch.complex128), "n": 1})  # fmt: skip
+    with pytest.raises(CheckpointError, match="complex128"):
+        export(pool, tmp_path / "out", keys=["z"])
+    with pytest.raises(CheckpointError, match="both be called"):
+        export(pool, tmp_path / "out", keys=["a"])
+    with pytest.raises(CheckpointError, match=r"\['q'\]"):
+        export(pool, tmp_path / "out", keys=["a/b", "q"])
+    with pytest.raises(CheckpointError, match="is a tensor"):
+        export(pool, tmp_path / "out", keys=["n"])
+    with pytest.raises(CheckpointError, match="stripped"):
+        export(pool, tmp_path / "out", strip="a")
+    assert not (tmp_path / "out").exists()
+
+
+# --- the commands -------------------------------------------------------------------------------
+
+
+def test_garbage_gives_one_line(cli: Callable[..., str], tmp_path: Path) -> None:
+    """No traceback, the class' exit code, for every kind of source."""
+    junk = np.random.default_rng(0).bytes(5000)
+    (tmp_path / "dir").mkdir()
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").write_bytes(junk)
+    for name in ("x.safetensors", "x.pt", "x.unknown"):
+        (tmp_path / name).write_bytes(junk)
+    cases: list[tuple[str, type[HpstoreError]]] = [
+        (name, CheckpointError) for name in ("x.safetensors", "x.pt", "dir", "dcp")
+    ]
+    cases += [(name, ConfigError) for name in ("x.unknown", "gone.pt")]
+    for flags in ((), ("--allow-pickle",)):
+        for name, error in cases:
+            text = cli("import", RUN, tmp_path / name, "--step", 1, *flags, code=error.exit_code)
+            assert text.count("\n") == 1, text
+            assert text.startswith(f"hpstore: {error.__name__}: ")
+
+
+def test_the_day_of_a_checkpoint(
+    cli: Callable[..., str], pool: hpstore.Pool, tmp_path: Path
+) -> None:
+    """ls, inspect, verify, export, import, protect, rm as one types them."""
+    with Checkpointer(pool, RUN, lineage={"git": "abc"}) as checkpointer:
+        for step in (1, 2, 3):
+            state = {"model": {"w": torch.ones(200_000), "b": torch.full((3,), step)}, "n": step}
+            checkpointer.save(step, state, metrics={"loss": 1 / step}).result()
+    cli("protect", RUN, 2, "best")
+    rows = json.loads(cli("ls", RUN, "--json"))
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert rows[1]["protected"] == ["best"]
+    assert all(row["shared_bytes"] >= 800_000 > row["own_bytes"] for row in rows[1:])
+    assert "best" in cli("ls", RUN)
+    found = json.loads(cli("inspect", RUN, "--keys", "model", "--json"))
+    assert (found["step"], found["bytes"], found["losses_tolerated"]) == (3, 800_024, 2)
+    assert found["lineage"] == {"git": "abc"}
+    assert [tensor["name"] for tensor in found["tensors"]] == ["model/w", "model/b"]
+    shown = cli("inspect", RUN, 1)
+    assert "n = 1" in shown
+    assert "[200000]" in shown
+    assert "all as saved" in cli("verify", RUN, 3)
+    assert len(json.loads(cli("verify", RUN, "--all", "--json"))) == 3
+    out = tmp_path / "m.safetensors"
+    assert "left out" in cli("export", RUN, "latest", out)
+    assert torch.equal(safetensors.torch.load_file(out)["b"], torch.full((3,), 3))
+    cli("import", "runs/b", out, "--step", 0, "--as", "model")
+    assert json.loads(cli("inspect", "runs/b", "--json"))["lineage"]["imported_from"] == out.name
+    text = cli("rm", RUN, 2, 9, 1, code=CheckpointError.exit_code)
+    assert text.count("\n") == 2
+    assert [row["step"] for row in json.loads(cli("ls", RUN, "--json"))] == [2, 3]
+    cli("unprotect", RUN, "best")
+    cli("rm", RUN, 2)
+
+
+def test_commands_leave_a_running_training_alone(
+    cli: Callable[..., str], pool: hpstore.Pool
+) -> None:
+    """None takes the fence or collects garbage: the training saves on, its keys are unchanged."""
+    with Checkpointer(pool, RUN) as training_run:
+        training_run.save(1, {"a": torch.zeros(9)}).result()
+        training_run.save(2, {"a": torch.ones(9)}).result()
+        pool.put(f"{RUN}/step-000000000009/segment-00ff-r00000", b"of nobody")
+        before = pool.list()
+        for words in (("ls", RUN), ("inspect", RUN), ("verify", RUN, "--all"),
+                      ("protect", RUN, 1, "x"), ("unprotect", RUN, "x")):  # fmt: skip
+            cli(*words)
+        assert pool.list() == before
+        cli("rm", RUN, 1)
+        assert f"{RUN}/step-000000000009/segment-00ff-r00000" in pool.list()
+        training_run.save(3, {"a": torch.ones(9)}).result()
+
+
+def test_verify_goes_on_past_a_step_that_cannot_be_read(
+    cli: Callable[..., str], pool: hpstore.Pool
+) -> None:
+    """--all reports each step, and exits as verify does for damage."""
+    for step in (1, 2):
+        save(pool, step, {"a": torch.full((9,), step)})
+    with Checkpointer(pool, RUN) as checkpointer:
+        pool.delete(checkpointer.manifest(1).segments[0].key)
+    cli("verify", RUN, "--all", code=50)
+    assert "step 2" in cli("verify", RUN)
+    with Checkpointer(pool, RUN) as checkpointer:
+        pool.delete(checkpointer.manifest(2).segments[0].key)
+    assert "ObjectNotFound" in cli("verify", RUN, code=ObjectNotFound.exit_code)
+    assert "no checkpoint" in cli("verify", "runs/none", "--all", code=CheckpointError.exit_code)
+
+
+def test_verify_tells_how_far_it_is(pool: hpstore.Pool) -> None:
+    """Bytes done rise to the sum over all items."""
+    save(pool, 1, {"a": torch.zeros(5_000_000), "b": torch.zeros(3, dtype=torch.uint8)})
+    seen: list[tuple[int, int]] = []
+    with Checkpointer(pool, RUN) as checkpointer:
+        items = checkpointer.manifest(1).items
+        assert checkpointer.verify(1, progress=lambda *step: seen.append(step)).ok
+    assert seen[-1] == (sum(item.length for item in items),) * 2
+    assert len(seen) > 3
+
+
+def test_every_checkpoint_command_has_help_with_an_example(cli: Callable[..., str],
+        monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """--help shows a line that can be typed."""
+    monkeypatch.setenv("COLUMNS", "200")
+    for name in ("ls", "inspect", "verify", "export", "import", "rm", "protect", "unprotect"):
+        assert f"hpstore checkpoint {name} pool.toml" in cli(name, "--help")
+
+
+def test_inspect_shows_boxes_frames_and_values_kept_by_rank() -> None:
+    """A tensor in two boxes, one that is compressed, a value of each rank, a pickle."""
+    half = Box(offsets=(0, 0), sizes=(2, 4))
+    first = Item(name="w", dtype="float32", shape=(4, 4), box=half, offset=0, length=32)
+    small = replace(first, name="z", shape=(64,), box=whole((64,)), codec="zstd", frames=(32,))
+    items = (first, replace(first, box=half.moved((2, 0))), small)
+    tree = {"w": {"$": "tensor", "item": "w"}, "z": {"$": "tensor", "item": "z"},
+            "n": {"$": "ranks", "v": {"0": 5, "1": 6}}, "p": {"$": "pickle", "v": ""}}  # fmt: skip
+    manifest = Manifest(step=1, created_ms=0, segments=(), items=items, tree=tree, world=2)
+    found = described(manifest, None, [], None)
+    assert found.tensors["w"]["boxes"] == [[(0, 0), (2, 4)], [(2, 0), (2, 4)]]
+    assert found.values == {"n@0": "5", "n@1": "6", "p": "<pickled object>"}
+    assert found.summary["compression_ratio"] == (64 + 256) / 96
+
+
+# --- the outline --------------------------------------------------------------------------------
+
+
+def test_keys_choose_parts_of_a_tree() -> None:
+    """Subtrees by path, in dicts of any keys; prefixes come off; lists stay whole."""
+    state = {"m": {"a/b": torch.zeros(1), "c": 1}, "n": {5: {"d": 2}}, "l": [torch.ones(1), {}]}
+    tree = encode_tree(state, "", Collected())
+    assert [leaf.path for leaf in leaves(tree)] == ["m/a/b", "m/c", "n/5/d", "l/0"]
+    assert [leaf.path for leaf in leaves(subtree(tree, ["m/a/b", "n/5"]))] == ["m/a/b", "n/5/d"]
+    assert [leaf.path for leaf in leaves(stripped(subtree(tree, ["m"]), "m/"))] == ["a/b", "c"]
+    assert only_branch(subtree(tree, ["m", "n"])) == "m"
+    assert only_branch(tree) == ""
+    for key in ("m/q", "l/0", "x", ""):
+        with pytest.raises(CheckpointError, match="holds nothing"):
+            subtree(tree, [key])
+    deep: Any = 1
+    for _ in range(50):
+        deep = [deep]
+    assert len(list(leaves(deep))) == 1
