@@ -427,7 +427,7 @@ def deliver_all(segments: dict[int, Bytes], reads: Sequence[Any], draw: Any = No
             pieces += [(a, b) for a, b in itertools.pairwise(edges) if a < b]
         first = draw(st.integers(0, len(pieces))) if draw else 0
         framed = any(isinstance(read.landing, _Framed) for read in mine)
-        wrong = memory if framed else memory ^ 1
+        wrong = memory if framed else memory ^ np.uint8(1)
         with contextlib.suppress(IntegrityError):
             for low, high in pieces[:first]:
                 scatter.deliver(low, wrong[low:high])
