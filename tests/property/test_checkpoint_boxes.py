@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from hpstore.checkpoint.planning import (
     compacted,
     place,
 )
-from hpstore.checkpoint.reading import Scatter, reads_for
+from hpstore.checkpoint.reading import Scatter, _Framed, reads_for
 from hpstore.checkpoint.restoring import _box_of
 from hpstore.checkpoint.tree import (
     Collected,
@@ -419,7 +420,10 @@ def test_another_shape_or_dtype_is_not_unchanged() -> None:
 
 
 def deliver_all(segments: dict[int, Bytes], reads: Sequence[Any], draw: Any = None) -> None:
-    """Give all reads their bytes, in pieces of any length; with `draw` it begins anew once."""
+    """Give all reads their bytes, in pieces of any length.
+
+    With `draw` it begins anew once, after pieces that were wrong (right ones, where compressed).
+    """
     for number, memory in segments.items():
         mine = [read for read in reads if read.segment == number]
         if not mine:
@@ -431,7 +435,12 @@ def deliver_all(segments: dict[int, Bytes], reads: Sequence[Any], draw: Any = No
             edges = [low, *cuts, high]
             pieces += [(a, b) for a, b in itertools.pairwise(edges) if a < b]
         first = draw(st.integers(0, len(pieces))) if draw else 0
-        for low, high in [*pieces[:first], *pieces]:
+        framed = any(isinstance(read.landing, _Framed) for read in mine)
+        wrong = memory if framed else memory ^ np.uint8(1)
+        with contextlib.suppress(IntegrityError):
+            for low, high in pieces[:first]:
+                scatter.deliver(low, wrong[low:high])
+        for low, high in pieces:
             scatter.deliver(low, memory[low:high])
 
 
