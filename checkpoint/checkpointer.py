@@ -195,8 +195,9 @@ class Checkpointer(Closing):
         future: Future[SaveReport] = Future()
         self._flying = SaveHandle(step, staged, future, late_seconds=late)
         self._thread = threading.Thread(
-            target=self._run, args=(job, prepared, future, staged), name="hpstore-save"
-        )
+            target=self._run, args=(job, prepared, future, staged), name="hpstore-save",
+            daemon=True,  # Draining waits for it at the end, with a limit
+        )  # fmt: skip
         self._thread.start()
         return self._flying
 
@@ -394,7 +395,7 @@ class Checkpointer(Closing):
             if error is None:
                 return candidate
             if step is not None:
-                raise error
+                raise self._steps.placed(error, step)
             _log.warning("checkpoint step %d is passed over: %s", candidate, error)
         if wanted:
             raise CheckpointError(
