@@ -273,7 +273,7 @@ def no_listing(rank: int, world: int, directory: Path) -> None:
     with open_pool(directory) as pool, Checkpointer(pool, "run", rng=False) as ckpt:
         ckpt.save(1, {"x": torch.zeros(9)}).result()
 
-        def broken(_: str = "") -> list[str]:
+        def broken(*_: Any, **__: Any) -> list[str]:
             raise TooFewDevices("3 of 6 devices do not answer")
 
         original = pool.list
