@@ -1,4 +1,4 @@
-"""Checkpoints on devices that are damaged, full, lost, added or evicted before, during, after a save.
+"""Checkpoints on devices that are damaged, full, lost, added or evicted about a save.
 
 Whatever happens, a step that was committed restores with the values that it was saved with, or the
 error says which step is still good.
@@ -101,7 +101,7 @@ def test_disks_that_fill_up_in_a_save_cost_that_save_alone(
                 disk.fill()
 
         before_put(pool, word, fill)
-        with pytest.raises(HpstoreError, match="step 2 .*step 1 is still current"):
+        with pytest.raises(HpstoreError, match=r"step 2 .*step 1 is still current"):
             ckpt.save(2, state_of(2)).result()
         assert restored(pool) == 1
         for disk in disks:
@@ -175,7 +175,7 @@ def test_damage_beyond_parity_names_the_step_that_is_still_good(
         flip(file, 300)
         flip(file, min(HEADER + 700, file.stat().st_size - 1))
     with two_steps.open() as pool, checkpointer(pool) as ckpt:
-        with pytest.raises(HpstoreError, match="step 2 .*step 1 can be read"):
+        with pytest.raises(HpstoreError, match=r"step 2 .*step 1 can be read"):
             restored(pool, 2)
         assert restored(pool) == 1
         assert ckpt.latest_valid() == 1
@@ -236,6 +236,15 @@ class Writes(DeviceWrapper):
         return call()
 
 
+def error_of(call: Callable[[], object]) -> str:
+    """What a call says went wrong; "" when nothing did."""
+    try:
+        call()
+    except HpstoreError as error:
+        return str(error)
+    return ""
+
+
 @pytest.fixture
 def harness(tmp_path: Path) -> Harness:
     """Six devices, 2+2, with step 1."""
@@ -253,24 +262,17 @@ def test_devices_lost_about_a_save_cost_nothing_that_was_committed(
     """m: the save commits and restores. m + 1: it may fail, clearly. All is there on return."""
     lost = harness.urls[:count]
     writes = [{"in the first write": 1, "in the middle": 20}.get(when, -1)]
-    newest = 1
     with harness.open(lambda _, d: Writes(d, writes, lambda: harness.lose(lost))) as pool:
         ckpt = checkpointer(pool)
         if when == "before":
             harness.lose(lost)
-        try:
-            ckpt.save(2, state_of(2)).result()
-            newest = 2
-        except HpstoreError as error:
-            assert count > 2
-            assert "step 2 " in str(error)
-            assert "is still current" in str(error) or "before is untouched" in str(error)
+        said = error_of(lambda: ckpt.save(2, state_of(2)).result())
+        newest = 1 if said else 2
+        assert not said or (count > 2 and said.startswith("step 2 ") and "before is unt" in said)
         harness.lose(lost)
-        try:
-            assert restored(pool) == newest
-        except TooFewDevices as error:
-            assert count > 2
-            assert "may be there unseen" in str(error)
+        said = error_of(lambda: restored(pool))
+        assert ("may be there unseen" in said) == (count > 2)
+        assert said or restored(pool) == newest
     harness.bring_back()
     with harness.open() as pool:
         assert restored(pool) >= newest
@@ -363,7 +365,7 @@ def test_the_same_step_twice_is_refused_whoever_saves_it(bench: Bench) -> None:
         first, second = checkpointer(pool), checkpointer(other)
         first.save(1, state_of(1)).result()
         for again in (first, second):
-            with pytest.raises(VersionConflict, match="step 1 .*committed already"):
+            with pytest.raises(VersionConflict, match=r"step 1 .*committed already"):
                 again.save(1, state_of(9)).result()
         with pytest.raises(VersionConflict, match="another checkpointer"):
             first.save(2, state_of(9)).result()
