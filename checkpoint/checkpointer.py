@@ -198,8 +198,9 @@ class Checkpointer(Closing):
         future: Future[SaveReport] = Future()
         self._flying = SaveHandle(step, staged, future, late_seconds=late)
         self._thread = threading.Thread(
-            target=self._run, args=(job, prepared, future, staged), name="hpstore-save"
-        )
+            target=self._run, args=(job, prepared, future, staged), name="hpstore-save",
+            daemon=True,  # Draining waits for it at the end, with a limit
+        )  # fmt: skip
         self._thread.start()
         return self._flying
 
@@ -281,8 +282,10 @@ class Checkpointer(Closing):
 
         def tidy() -> None:
             """What the handle does not wait for: older steps go when the newer has no debt."""
-            self._stage.release_tensors()
-            job.close()
+            try:
+                self._stage.release_tensors()
+            finally:
+                job.close()
             whole = committed and committed[0].losses_tolerated >= self.pool.parity
             if whole and self._ranks.leads:
                 self._steps.retain(committed[0].step, self.retention)

@@ -28,10 +28,10 @@ class _OnTerm:
 
     def __init__(self) -> None:
         self.waiting: weakref.WeakSet[Draining] = weakref.WeakSet()
-        self._pid = os.getpid()
+        self.pid = os.getpid()
 
     def __call__(self, number: int, _frame: object) -> None:
-        if os.getpid() == self._pid:  # a forked worker has no saves of its own
+        if os.getpid() == self.pid:  # a forked worker has no saves of its own
             for draining in list(self.waiting):
                 draining.drain()
         signal.signal(number, signal.SIG_DFL)
@@ -57,7 +57,7 @@ class Draining:
         if threading.current_thread() is not threading.main_thread():
             return
         there = signal.getsignal(signal.SIGTERM)
-        if there is signal.SIG_DFL:
+        if there is signal.SIG_DFL or (isinstance(there, _OnTerm) and there.pid != os.getpid()):
             there = _OnTerm()
             signal.signal(signal.SIGTERM, there)
         if isinstance(there, _OnTerm):

@@ -35,7 +35,7 @@ def restore_together(
         if not isinstance(found, Exception):
             return found
         if step is not None:
-            raise found
+            raise steps.placed(found, step)
         _log.warning("checkpoint step %d is passed over: %s", candidate, found)
     if wanted:
         raise CheckpointError(

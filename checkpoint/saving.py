@@ -190,9 +190,12 @@ class SaveJob:
             try:
                 references = sorted({str(key) for keys in heard for key in json.loads(keys)})
                 message = json.dumps(self._note_attempt(references, fence=fence)).encode()
-            except (HpstoreError, OSError) as error:
+            except BaseException as error:
                 self._ranks.broadcast(json.dumps({"error": str(error)}).encode(), Channel.SAVER)
-                raise self._placed(error) from error
+                self._stop_heartbeat()
+                if isinstance(error, HpstoreError):
+                    raise self._placed(error) from error
+                raise
         told = json.loads(self._ranks.broadcast(message, Channel.SAVER))
         if "error" in told:
             raise self._placed(
@@ -283,10 +286,8 @@ class SaveJob:
         except HpstoreError as error:
             raise self._placed(error) from error
 
-    def _placed(self, error: HpstoreError | OSError) -> HpstoreError | OSError:
+    def _placed(self, error: HpstoreError) -> HpstoreError:
         """The same error, saying what became of the step and which one is good."""
-        if not isinstance(error, HpstoreError):
-            return error
         step, good = self._options.step, standing(self._pool, self._prefix)
         fate = "may be committed or not" if self._maybe_visible else "is not committed"
         return type(error)(f"step {step} {fate}, {good}: {error}", device=error.device,
@@ -296,7 +297,7 @@ class SaveJob:
         if self._error is None:
             try:
                 self._require_safe()
-            except (HpstoreError, OSError) as error:
+            except BaseException as error:  # noqa: BLE001 (raised below, on all ranks)
                 self.fail(error)
         if self._ranks.world > 1:
             return self._vote()

@@ -11,6 +11,7 @@ from hpstore.checkpoint.manifest import Listing, Manifest, checked_step, manifes
 from hpstore.checkpoint.retention import Retention, orphans, steps_to_drop
 from hpstore.errors import (
     CheckpointError,
+    CheckpointMismatch,
     HpstoreError,
     IntegrityError,
     ObjectNotFound,
@@ -31,8 +32,12 @@ class Steps:
         self._read: dict[int, tuple[str, Manifest]] = {}  # by step, with the version it is of
 
     def listing(self) -> Listing:
-        """All objects of the run, sorted out."""
-        return sort_out(self.prefix, self.pool.list(f"{self.prefix}/"))
+        """All objects of the run, sorted out.
+
+        Raises TooFewDevices when some may be there unseen: what is not listed would be taken for
+        absent, and what an unseen manifest names for garbage.
+        """
+        return sort_out(self.prefix, self.pool.list(f"{self.prefix}/", certain=True))
 
     def all(self) -> list[int]:
         """Committed steps, ascending."""
@@ -59,12 +64,14 @@ class Steps:
         self._read[step] = (version, found)
         return found
 
-    def latest_valid(self) -> int | None:
+    def latest_valid(self, *, besides: int | None = None) -> int | None:
         """The newest step whose manifest and segments can be read; None when there is none.
 
         Walks back past damaged ones, and logs why each was passed over.
         """
         for step in reversed(self.all()):
+            if step == besides:
+                continue
             try:
                 for segment in self.manifest(step).segments:
                     self.pool.stat(segment.key)
@@ -73,6 +80,18 @@ class Steps:
             else:
                 return step
         return None
+
+    def placed(self, error: Exception, step: int) -> Exception:
+        """What went wrong with a step, saying which other one is good."""
+        if not isinstance(error, HpstoreError) or isinstance(error, CheckpointMismatch):
+            return error
+        try:
+            good = self.latest_valid(besides=step)
+            told = "no other step can be read" if good is None else f"step {good} can be read"
+        except (HpstoreError, OSError):
+            told = "other steps cannot be listed"
+        return type(error)(f"step {step} cannot be read now, {told}: {error}",
+                           device=error.device, key=error.key)  # fmt: skip
 
     # --- protecting -------------------------------------------------------------------------
 
@@ -95,7 +114,7 @@ class Steps:
         """Protected steps by name."""
         found = {}
         start = f"{self.prefix}/protected/"
-        for key in self.pool.list(start):
+        for key in self.pool.list(start, certain=True):
             body = unseal(self.pool.get(key), where=key)
             found[key.removeprefix(start)] = int(str(body["step"]))
         return found

@@ -168,10 +168,22 @@ class Pool(PoolHandle):
             return False
         return True
 
-    def list(self, prefix: str = "") -> list[str]:
-        """Keys that begin with `prefix`, sorted; also those that cannot be read just now."""
+    def list(self, prefix: str = "", *, certain: bool = False) -> list[str]:
+        """Keys that begin with `prefix`, sorted; also those that cannot be read just now.
+
+        With more than m devices away, keys may be there unseen: with `certain` that raises
+        TooFewDevices. Ask for it before anything is done because a key is not listed.
+        """
         self._usable()
-        surveys = walk(self._store, prefix).surveys
+        found = walk(self._store, prefix)
+        view, surveys = self._store.view, found.surveys
+        unknown = found.unknown | view.record.unhealed()
+        if certain and len(unknown) > view.record.parity:
+            raise TooFewDevices(
+                f"{len(unknown)} devices do not answer or were evicted since the last rebuild, "
+                f"parity covers {view.record.parity}: objects under {prefix!r} may be there "
+                "unseen. Nothing was changed. Bring devices back, or rebuild if they are gone."
+            )
         return sorted(key for key, s in surveys.items() if live_layout(self._store, s) is not None)
 
     def delete(self, key: str) -> None:

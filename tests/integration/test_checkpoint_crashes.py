@@ -20,6 +20,7 @@ import torch
 from hpstore.checkpoint import Checkpointer
 from hpstore.checkpoint.attempts import Attempt
 from hpstore.checkpoint.items import ItemColumns
+from hpstore.checkpoint.saving import SaveJob
 from hpstore.checkpoint.steps import Steps
 from hpstore.devices.wrappers import CrashCounter, SimulatedCrash
 from hpstore.errors import CheckpointError, HpstoreError, RedundancyError
@@ -53,7 +54,6 @@ def the_dead_are_dead(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(threading, "excepthook", hook)
     monkeypatch.setattr("hpstore.checkpoint.steps.attempt_lives", lives)
-    monkeypatch.setattr("hpstore.checkpoint.attempts.BEAT_SECONDS", 1e6)
     logging.getLogger("hpstore").setLevel(logging.ERROR)
 
 
@@ -363,3 +363,25 @@ def test_a_failed_save_says_which_step_is_still_good(harness: Harness) -> None:
             assert "1 is still current" in str(caught.value), word
             ckpt.close()
             assert ckpt.latest_valid() == 1
+
+
+@pytest.mark.parametrize("where", ["_require_safe", "_note_attempt"])
+def test_an_unforeseen_error_leaves_no_note_of_a_living_save(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """A defect raises in the middle: the heartbeat ends, or garbage would stay for ever."""
+    original = getattr(SaveJob, where)
+
+    def broken(self: SaveJob, *args: Any, **options: Any) -> None:
+        original(self, *args, **options)
+        raise ZeroDivisionError
+
+    with harness.open() as pool:
+        ckpt = checkpointer(pool)
+        monkeypatch.setattr(SaveJob, where, broken)
+        with pytest.raises(ZeroDivisionError):
+            ckpt.save(1, state_of(1.0)).result()
+        monkeypatch.undo()
+        ckpt.close()
+        assert pool.list("run") == ["run/writer"]
+        assert "hpstore-beat" not in {thread.name for thread in threading.enumerate()}
