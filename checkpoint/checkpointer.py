@@ -16,6 +16,7 @@ import torch
 
 from hpstore.checkpoint.accelerator import Accelerator, Cuda
 from hpstore.checkpoint.codecs import checked_codec
+from hpstore.checkpoint.collecting import collector_paused
 from hpstore.checkpoint.draining import Draining
 from hpstore.checkpoint.manifest import Manifest, checked_step
 from hpstore.checkpoint.pacing import checked_background, pace
@@ -183,7 +184,8 @@ class Checkpointer(Closing):
             _log.warning("the save of step %s is skipped: one is still under way", step)
             return SaveHandle.of_skipped(step)
         waited = time.perf_counter() - began
-        prepared = self._planner.prepare(step, state)
+        with collector_paused():
+            prepared = self._planner.prepare(step, state)
         options = self._options(checked_step(step), prepared, overwrite, metrics, began)
         job = SaveJob(self.pool, self.prefix, self._ranks, options, self._known)
         try:
@@ -233,6 +235,7 @@ class Checkpointer(Closing):
         return SaveOptions(
             step=step,
             tree=prepared.tree,
+            names=prepared.names,
             session=self._session,
             overwrite=overwrite,
             extra=extra,

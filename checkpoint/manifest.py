@@ -67,8 +67,11 @@ class Manifest:
         return MAGIC + f"{FORMAT} {digest128(text).hex()}\n".encode() + text
 
     @classmethod
-    def decode(cls, data: bytes, *, where: str) -> Manifest:
-        """Inverse of encode. Raises IntegrityError, FormatTooNew."""
+    def decode(cls, data: bytes, *, where: str, facts_only: bool = False) -> Manifest:
+        """Inverse of encode; `facts_only`: without items and tree, at a fraction of the cost.
+
+        Raises IntegrityError, FormatTooNew.
+        """
         body, items = _opened(data, where)
         try:
             return cls(
@@ -79,9 +82,9 @@ class Manifest:
                 segments=tuple(
                     Segment(key=str(k), size=int(s), version=str(v)) for k, s, v in body["segments"]
                 ),
-                items=_checked_items(items(), body["segments"]),
+                items=() if facts_only else _checked_items(items(), body["segments"]),
                 extra=body.get("extra", {}),
-                tree=body["tree"],
+                tree=None if facts_only else body["tree"],
             )
         except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
             raise IntegrityError(f"{where}: manifest is malformed: {error}") from error

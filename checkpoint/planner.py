@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ class Prepared:
 
     tree: Any  # Any: JSON made by checkpoint/tree.py
     slices: tuple[Slice, ...]  # staged one after the other; mostly there is one
+    names: Collection[str]  # of the tensors in the tree
 
     @property
     def total_bytes(self) -> int:
@@ -65,7 +66,7 @@ class Planner:
             if self._ranks.world == 1 and self._layout is not None:
                 slices = self._layout.applied(found.tensors)
                 if slices is not None:
-                    return Prepared(tree=tree, slices=slices)
+                    return Prepared(tree=tree, slices=slices, names=tuple(found.tensors))
             for name, tensor in found.tensors.items():
                 chunks += chunks_of(name, tensor)
         except Exception as failed:  # noqa: BLE001 (told to the other ranks, then raised)
@@ -79,7 +80,7 @@ class Planner:
         if self._ranks.world == 1:
             plain = Layout.fits(found.tensors)
             self._layout = Layout(found.tensors, slices) if plain else None
-        return Prepared(tree=tree, slices=slices)
+        return Prepared(tree=tree, slices=slices, names=tuple(found.tensors))
 
     def _agree(self, step: int, chunks: Sequence[Chunk], error: Exception | None) -> None:
         """Decide who writes what; sets _mine. Everybody computes the same from the same lists."""

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 GAP_BYTES = 64 * KIB  # ranges nearer than a checksummed block are read as one
 BATCH_BYTES = 8 * MIB  # memory that a strided read gathers rows in
 _READERS = 4
-_WARM_BYTES = 4 * MIB
+_WARM_BYTES = 512 * KIB  # hashed while it is still in the processor's cache
 
 
 class Landing(Protocol):
@@ -50,6 +50,7 @@ class Read:
     start: int
     end: int
     landing: Landing
+    item: Item
     hashed: bool  # compared with the item's hash once it is complete
 
 
@@ -169,7 +170,7 @@ def _stored_read(item: Item, low: int, high: int, landing: Landing, *, hashed: b
     """The read that gives raw bytes [low, high) of an item."""
     if not item.codec:
         return Read(segment=item.segment, start=item.offset + low, end=item.offset + high,
-                    landing=landing, hashed=hashed)  # fmt: skip
+                    landing=landing, item=item, hashed=hashed)  # fmt: skip
     first, last = low // FRAME_BYTES, -(-high // FRAME_BYTES)
     total = _raw_bytes(item)
     raw = [min(FRAME_BYTES, total - n * FRAME_BYTES) for n in range(first, last)]
@@ -179,7 +180,7 @@ def _stored_read(item: Item, low: int, high: int, landing: Landing, *, hashed: b
         item.codec, lengths, raw, low - first * FRAME_BYTES, landing, high - low
     )  # fmt: skip
     return Read(segment=item.segment, start=start, end=start + sum(lengths), landing=framed,
-                hashed=hashed)  # fmt: skip
+                item=item, hashed=hashed)  # fmt: skip
 
 
 def _row_major(sizes: Sequence[int]) -> list[int]:
@@ -290,6 +291,18 @@ class Scatter:
         self._active: list[Read] = []
         self._next = self._at = 0
 
+    def split(self) -> list[Scatter]:
+        """Two halves of about the same size for two threads; one when no border lies between."""
+        wanted = sum(high - low for low, high in self.ranges) // 2
+        seen = end = 0
+        for n, read in enumerate(self._reads):
+            apart = n and read.start >= end and read.item is not self._reads[n - 1].item
+            if seen >= wanted and apart:
+                return [Scatter(self._reads[:n]), Scatter(self._reads[n:])]
+            seen += read.end - max(read.start, end) if read.end > end else 0
+            end = max(end, read.end)
+        return [self]
+
     def deliver(self, offset: int, data: Bytes) -> None:
         """Bytes of the segment at `offset`. When they begin anew, so does everything."""
         if offset < self._at:
@@ -336,7 +349,7 @@ def _read_segment(pool: Pool, segment: Segment, scatter: Scatter, warm: Warm | N
     if not scatter.ranges:
         return 0
     memory = warm(segment) if warm is not None and scatter.hashed else None
-    if memory is not None and _from_memory(segment, memory, scatter):
+    if memory is not None and _from_memory(segment, memory, scatter.split()):
         return 0
     with pool.reader(segment.key) as reader:
         if reader.version != segment.version or reader.size != segment.size:
@@ -348,12 +361,17 @@ def _read_segment(pool: Pool, segment: Segment, scatter: Scatter, warm: Warm | N
     return sum(high - low for low, high in scatter.ranges)
 
 
-def _from_memory(segment: Segment, memory: Bytes, scatter: Scatter) -> bool:
+def _from_memory(segment: Segment, memory: Bytes, parts: Sequence[Scatter]) -> bool:
     """Take a segment from the staging buffer, hashes compared; False when they do not match."""
-    try:
+
+    def give(scatter: Scatter) -> None:
         for low, high in scatter.ranges:
             for at in range(low, high, _WARM_BYTES):
                 scatter.deliver(at, memory[at : min(high, at + _WARM_BYTES)])
+
+    try:
+        with ThreadPoolExecutor(len(parts), "hpstore-restore") as threads:
+            list(threads.map(give, parts))  # one hashes while the other copies
     except IntegrityError as error:
         _log.warning("segment %s is read from the pool, memory does not serve: %s",
                      segment.key, error)  # fmt: skip

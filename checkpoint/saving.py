@@ -6,7 +6,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
@@ -101,6 +101,7 @@ class SaveOptions:
 
     step: int
     tree: Any  # Any: JSON made by checkpoint/tree.py
+    names: Collection[str]  # of the tensors in it
     session: str
     overwrite: bool
     extra: Mapping[str, Any]
@@ -388,7 +389,8 @@ class SaveJob:
             merged.columns.extend(part.columns, places)
             if rank:
                 tree = merge_trees(tree, part.tree)
-        merged.columns.require_cover(tensor_names(tree))
+        alone = len(written) == 1  # then it is known what was planned, without a walk
+        merged.columns.require_cover(self._options.names if alone else tensor_names(tree))
         manifest = Manifest(
             step=self._options.step,
             created_ms=time.time_ns() // 1_000_000,

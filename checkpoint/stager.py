@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from hpstore.checkpoint.accelerator import Accelerator
 from hpstore.checkpoint.arena import Arena
+from hpstore.checkpoint.collecting import collector_paused
 from hpstore.checkpoint.packing import Segment
 from hpstore.checkpoint.planner import Prepared
 from hpstore.checkpoint.planning import Slice
@@ -77,9 +78,10 @@ class Stage:
 
     def _stage(self, piece: Slice, deferrable: frozenset[int]) -> Staging:
         self._warm = {}  # what is staged here overwrites it, an earlier slice of this save too
-        staging = Staging(piece, self.arena.targets(piece), deferrable, self._accelerator)
-        self._current = (staging, piece)
-        staging.start()
+        with collector_paused():
+            staging = Staging(piece, self.arena.targets(piece), deferrable, self._accelerator)
+            self._current = (staging, piece)
+            staging.start()
         return staging
 
     def _hooked_storages(self, state: State, counters: dict[str, int]) -> frozenset[int]:

@@ -61,7 +61,8 @@ class Staging:
         accelerator: Accelerator | None,
     ) -> None:
         """`deferrable`: storage addresses of tensors that only a hooked step changes."""
-        self._now: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the host: (to, from)
+        self._now: list[int] = []  # on the host, by number
+        self._staged, self._targets = staged, targets
         self._there: list[tuple[torch.Tensor, torch.Tensor]] = []  # on a device, waited for
         self._beside: list[_Copy] = []  # on a device: enqueued behind the work that is there
         self._later: list[_Copy] = []  # on the host: copied by a thread
@@ -84,7 +85,10 @@ class Staging:
                 )
                 (self._later if on_host else self._beside).append(copy)
             else:
-                (self._now if on_host else self._there).append((targets[n], source))
+                if on_host:
+                    self._now.append(n)
+                else:
+                    self._there.append((targets[n], source))
 
     @property
     def deferred_bytes(self) -> int:
@@ -100,8 +104,9 @@ class Staging:
         else:
             self._copied.set()
         with torch.no_grad():
-            for target, source in self._now:
-                target.copy_(source)
+            targets, sources = self._targets, self._staged.tensors
+            for n in self._now:
+                targets[n].copy_(sources[n])
         if arrival is not None:
             arrival.wait_on_host()
 

@@ -54,15 +54,15 @@ class Steps:
                 f"no checkpoint of step {step} under {self.prefix!r}; the newest are {known}"
             ) from error
 
-    def known_manifest(self, step: int) -> Manifest:
-        """As manifest(), from memory when it is the version that was read before."""
-        version = self.pool.stat(manifest_key(self.prefix, step)).version
+    def facts(self, step: int) -> Manifest:
+        """A step's manifest without items and tree, from memory when it was read before."""
+        key = manifest_key(self.prefix, step)
+        version = self.pool.stat(key).version
         before = self._read.get(step)
-        if before is not None and before[0] == version:
-            return before[1]
-        found = self.manifest(step)
-        self._read[step] = (version, found)
-        return found
+        if before is None or before[0] != version:
+            found = Manifest.decode(self.pool.get(key), where=key, facts_only=True)
+            before = self._read[step] = (version, found)
+        return before[1]
 
     def latest_valid(self, *, besides: int | None = None) -> int | None:
         """The newest step whose manifest and segments can be read; None when there is none.
@@ -73,7 +73,7 @@ class Steps:
             if step == besides:
                 continue
             try:
-                for segment in self.manifest(step).segments:
+                for segment in self.facts(step).segments:
                     self.pool.stat(segment.key)
             except (IntegrityError, RedundancyError, CheckpointError, ObjectNotFound) as error:
                 _log.warning("checkpoint step %d is passed over: %s", step, error)
@@ -136,7 +136,7 @@ class Steps:
             raise CheckpointError(f"step {step} is protected as {names[0]!r}: unprotect it first")
         key = manifest_key(self.prefix, step)
         try:
-            segments = {segment.key for segment in self.manifest(step).segments}
+            segments = {segment.key for segment in self.facts(step).segments}
         except (IntegrityError, RedundancyError):
             segments = set()  # garbage collection finds them
         self.pool.delete(key)
@@ -153,7 +153,7 @@ class Steps:
             return set()
         try:
             listing = self.listing()
-            named = {s.key for step in listing.steps for s in self.known_manifest(step).segments}
+            named = {s.key for step in listing.steps for s in self.facts(step).segments}
             for attempt in self._attempts(listing)[0].values():
                 if attempt is None:
                     return segments
@@ -171,7 +171,7 @@ class Steps:
             steps = self.all()
             metrics: Mapping[int, Mapping[str, float]] = {}
             if retention.keep_best is not None:
-                metrics = {step: self.known_manifest(step).metrics for step in steps}
+                metrics = {step: self.facts(step).metrics for step in steps}
             drop = steps_to_drop(
                 steps,
                 retention,
@@ -206,7 +206,7 @@ class Steps:
         """Segments that belong to nobody, and notes of dead saves."""
         listing = self.listing()
         living, dead = self._attempts(listing)
-        named = {s.key for step in listing.steps for s in self.manifest(step).segments}
+        named = {s.key for step in listing.steps for s in self.facts(step).segments}
         named |= {key for attempt in living.values() if attempt for key in attempt.references}
         if any(attempt is None for attempt in living.values()):
             return set(), dead  # it may refer to anything

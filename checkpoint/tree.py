@@ -11,7 +11,7 @@ import base64
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +97,7 @@ def _is_unicode(text: str) -> bool:
 def _encode_tensor(value: torch.Tensor, path: str, found: Collected) -> Json:
     if value.layout is not torch.strided or value.is_quantized:
         raise CheckpointError(f"state {path!r}: sparse and quantised tensors cannot be saved yet")
-    if value.device.type == "meta":
+    if value.is_meta:
         raise CheckpointError(f"state {path!r} is a meta tensor: it holds no values to save")
     if path in found.tensors:
         raise CheckpointError(f"state: two tensors are called {path!r}")
@@ -189,27 +189,25 @@ def decode_tree(node: Json, how: Decoding) -> Tree:
     return _decode_scalar(kind, node)
 
 
-def tensor_names(node: Json, *, rank: int | None = None) -> Iterator[str]:
+def tensor_names(node: Json, *, rank: int | None = None) -> list[str]:
     """Names of the items that a tree refers to; with `rank` only that rank's own and the common."""
-    if isinstance(node, list):
-        for child in node:
-            yield from tensor_names(child, rank=rank)
-    elif isinstance(node, dict):
-        kind = node.get(TAG)
-        if kind in ("tensor", "ndarray"):
-            yield node["item"]
-        elif kind == "ranks":
-            for name, child in node["v"].items():
-                if rank is None or name == str(rank):
-                    yield from tensor_names(child, rank=rank)
-        elif kind == "dict":
-            for pair in node["v"]:
-                yield from tensor_names(pair, rank=rank)
-        elif kind == "tuple":
-            yield from tensor_names(node["v"], rank=rank)
-        elif kind is None:
-            for child in node.values():
-                yield from tensor_names(child, rank=rank)
+    found: list[str] = []
+    todo = [node]
+    while todo:
+        here = todo.pop()
+        if isinstance(here, list):
+            todo += reversed(here)
+        elif isinstance(here, dict):
+            kind = here.get(TAG)
+            if kind in ("tensor", "ndarray"):
+                found.append(here["item"])
+            elif kind == "ranks":
+                todo += [c for name, c in here["v"].items() if rank is None or name == str(rank)]
+            elif kind in ("dict", "tuple"):
+                todo.append(here["v"])
+            elif kind is None:
+                todo += reversed(here.values())
+    return found
 
 
 def merge_trees(first: Json, second: Json) -> Json:
