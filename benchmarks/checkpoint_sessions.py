@@ -98,7 +98,7 @@ def drop_cache(directory: Path) -> None:
 def save_session(sections: Sections, spec: Spec) -> Found:
     """First save, steady save, memory, and warm loads."""
     content, state = Content(), map_state(spec.state, spec.size_bytes)
-    content.advance(state, 1)
+    content.fill(state, 1)
     base = resident_bytes()
     who = contender(spec)
     who.prepare(state)
@@ -130,7 +130,7 @@ def _warm_up(
     highest = 0
     for step in range(2, LAST_STEP):
         drop_cache(spec.directory / spec.contender)  # copies that nobody reads any more
-        content.advance(state, step)
+        content.fill(state, step)
         if step == 2:
             with PeakMemory() as peak:
                 who.save(state, step)
@@ -138,7 +138,7 @@ def _warm_up(
         else:
             who.save(state, step)
     drop_cache(spec.directory / spec.contender)
-    content.advance(state, LAST_STEP)
+    content.fill(state, LAST_STEP)
     return highest
 
 

@@ -127,7 +127,8 @@ def state_bytes(state: State) -> int:
 
 
 class Content:
-    """What the tensors hold: slices of one noise, and the number of the step in every 0-d tensor.
+    """What the tensors hold: slices of one noise, others for every step, and the number of the step
+    in every 0-d tensor. So nothing of a save can be taken from the one before.
 
     Numbers are finite as fp32 and as bf16.
     """
@@ -138,25 +139,21 @@ class Content:
 
     def fill(self, state: State, step: int) -> None:
         """Write the values of `step` into every tensor."""
-        for words, noise in self._pieces(state):
+        for words, noise in self._pieces(state, step):
             words.copy_(noise)
-        self.advance(state, step)
-
-    def advance(self, state: State, step: int) -> None:
-        """Only the steps: what changes from one save to the next."""
         for _, tensor in leaves(state):
             if not tensor.dim():
                 tensor.fill_(step)
 
     def check(self, state: State, step: int, whose: str) -> None:
         """Compare every byte with what fill() wrote. Raises RuntimeError naming the contender."""
-        equal = all(torch.equal(words, noise) for words, noise in self._pieces(state))
+        equal = all(torch.equal(words, noise) for words, noise in self._pieces(state, step))
         steps = all(float(tensor) == step for _, tensor in leaves(state) if not tensor.dim())
         if not equal or not steps:
             raise RuntimeError(f"{whose} loaded other values than were saved as step {step}")
 
-    def _pieces(self, state: State) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        start = 0
+    def _pieces(self, state: State, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        start = 15_485_863 * step % (_NOISE_WORDS // 2)
         for _, tensor in leaves(state):
             if not tensor.dim():
                 continue

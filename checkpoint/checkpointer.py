@@ -296,6 +296,11 @@ class Checkpointer(Closing):
         guarded(finish, future)
         guarded(tidy, self._tidied)
 
+    def forget_interval(self) -> None:
+        """The time since the save before says nothing of the next one's: "gentle" then takes its
+        own pace, as for a first save."""
+        self._saved_at = None
+
     def _warn_of_stall(self, staged: float, waited: float) -> None:
         if self.max_stall_seconds is not None and staged > self.max_stall_seconds:
             self.counters["stalls_over_limit_total"] += 1

@@ -33,6 +33,7 @@ from torch.futures import Future
 import hpstore
 from hpstore.checkpoint.arena import Arena
 from hpstore.checkpoint.attempts import Attempt, attempt_lives, here
+from hpstore.checkpoint.copying import Copier
 from hpstore.checkpoint.dcp_records import (
     Stored,
     is_path,
@@ -45,7 +46,6 @@ from hpstore.checkpoint.manifest import Manifest, segment_name
 from hpstore.checkpoint.packing import Segment, digests_of
 from hpstore.checkpoint.planning import Chunk, place
 from hpstore.checkpoint.saving import require_safe
-from hpstore.checkpoint.staging import Staging
 from hpstore.codec.galois import Bytes
 from hpstore.errors import CheckpointError, HpstoreError, ObjectNotFound
 from hpstore.geometry import ALIGNMENT_BYTES
@@ -79,7 +79,7 @@ class StorageWriter(TorchStorageWriter):
         self._nonce = secrets.token_hex(8)
         self._rank: int | None = None
         self._own_manifest = False
-        self._arena = Arena()
+        self._arena, self._copier = Arena(), Copier()
 
     def __getstate__(self) -> dict[str, object]:
         if any(device.startswith("memory:") for device in self._pool.config.devices):
@@ -171,8 +171,7 @@ class StorageWriter(TorchStorageWriter):
         done = 0
         for part, piece in enumerate(place(chunks, SLICE_BYTES) if chunks else []):
             self._arena.reserve(piece.size)
-            staging = Staging(piece, self._arena.targets(piece), frozenset(), None)
-            staging.start()
+            self._copier.run(zip(self._arena.targets(piece), piece.tensors, strict=True))
             memory = self._arena.view(piece.size)
             count = len(piece.items)
             results += self._put(memory, piece.items, indices[done : done + count], part, own)

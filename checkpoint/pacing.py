@@ -8,9 +8,9 @@ from hpstore.errors import CheckpointError
 from hpstore.units import MIB
 
 BACKGROUND = ("fast", "gentle")
-# Encoding, hashing and handing over cost some 0.3 core-seconds a GB: at this rate 2 % of a core,
-# and a step that runs on all cores waits for the slowest of them
-GENTLE_BYTES_PER_CORE_SECOND = 64 * MIB
+# Encoding, hashing and handing over cost some 0.4 core-seconds a GB: at this rate 3 % of one core
+# of two, and a step that runs on all cores waits for the slowest of them
+GENTLE_BYTES_PER_CORE_SECOND = 32 * MIB
 INTERVAL_SHARE = 0.8  # of the time between two saves is used for writing when that is not enough
 
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from hpstore.checkpoint.accelerator import Accelerator
 from hpstore.checkpoint.arena import Arena
 from hpstore.checkpoint.collecting import collector_paused
+from hpstore.checkpoint.copying import Copier
 from hpstore.checkpoint.packing import Segment
 from hpstore.checkpoint.planner import Prepared
 from hpstore.checkpoint.planning import Slice
@@ -39,6 +40,7 @@ class Stage:
 
     def __init__(self, mode: str, accelerator: Accelerator | None) -> None:
         self.arena = Arena(accelerator)
+        self._copier = Copier()
         self._mode, self._accelerator = mode, accelerator
         self._current: tuple[Staging, Slice] | None = None
         self._warm: dict[Segment, Bytes] = {}
@@ -79,7 +81,9 @@ class Stage:
     def _stage(self, piece: Slice, deferrable: frozenset[int]) -> Staging:
         self._warm = {}  # what is staged here overwrites it, an earlier slice of this save too
         with collector_paused():
-            staging = Staging(piece, self.arena.targets(piece), deferrable, self._accelerator)
+            staging = Staging(
+                piece, self.arena.targets(piece), deferrable, self._accelerator, self._copier
+            )
             self._current = (staging, piece)
             staging.start()
         return staging
@@ -143,6 +147,7 @@ class Stage:
         self._hooks.clear()
         self._warm = {}
         self._current = None
+        self._copier.close()
         self.arena.release()
 
 

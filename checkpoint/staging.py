@@ -15,11 +15,9 @@ import numpy as np
 import torch
 
 from hpstore.checkpoint.accelerator import Accelerator, Arrival
+from hpstore.checkpoint.copying import Copier, pieces
 from hpstore.checkpoint.planning import SMALL_ITEM_BYTES, Slice
 from hpstore.errors import CheckpointError
-from hpstore.units import MIB
-
-_PIECE_BYTES = 8 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +57,16 @@ class Staging:
         targets: list[torch.Tensor],
         deferrable: frozenset[int],
         accelerator: Accelerator | None,
+        copier: Copier,
     ) -> None:
         """`deferrable`: storage addresses of tensors that only a hooked step changes."""
         self._now: list[int] = []  # on the host, by number
+        self._small: list[int] = []  # likewise, too small to be worth a thread
         self._staged, self._targets = staged, targets
         self._there: list[tuple[torch.Tensor, torch.Tensor]] = []  # on a device, waited for
         self._beside: list[_Copy] = []  # on a device: enqueued behind the work that is there
         self._later: list[_Copy] = []  # on the host: copied by a thread
-        self._accelerator = accelerator
+        self._accelerator, self._copier = accelerator, copier
         self._arrival: Arrival | None = None
         self._copied = threading.Event()  # all of _later
         self._checked = False  # nobody changed _beside before the hook or the copies' end
@@ -86,7 +86,8 @@ class Staging:
                 (self._later if on_host else self._beside).append(copy)
             else:
                 if on_host:
-                    self._now.append(n)
+                    small = staged.items[n].length < SMALL_ITEM_BYTES
+                    (self._small if small else self._now).append(n)
                 else:
                     self._there.append((targets[n], source))
 
@@ -103,9 +104,10 @@ class Staging:
             threading.Thread(target=self._copy_later, name="hpstore-stage", daemon=True).start()
         else:
             self._copied.set()
+        targets, sources = self._targets, self._staged.tensors
+        self._copier.run((targets[n], sources[n]) for n in self._now)
         with torch.no_grad():
-            targets, sources = self._targets, self._staged.tensors
-            for n in self._now:
+            for n in self._small:
                 targets[n].copy_(sources[n])
         if arrival is not None:
             arrival.wait_on_host()
@@ -166,14 +168,9 @@ class Staging:
 
 
 def _plain_copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    plain = source.device.type == "cpu" and source.is_contiguous()
-    if not plain or source.is_conj() or source.is_neg():
-        target.copy_(source)
-        return
-    to = target.reshape(-1).view(torch.uint8).numpy()
-    at = source.detach().reshape(-1).view(torch.uint8).numpy()
-    for start in range(0, len(to), _PIECE_BYTES):
-        np.copyto(to[start : start + _PIECE_BYTES], at[start : start + _PIECE_BYTES])
+    with torch.no_grad():
+        for to, piece in pieces([(target, source)]):
+            np.copyto(to, piece)
 
 
 __all__ = ["Staging"]

@@ -93,7 +93,7 @@ def test_content_check_sees_one_changed_number() -> None:
 def test_shared_state_is_seen_by_every_mapping(spec: Spec) -> None:
     """What one mapping writes, another reads; tensors have storages of their own."""
     one, other = map_state(spec.state, SIZE), map_state(spec.state, SIZE)
-    Content().advance(one, 9)
+    Content().fill(one, 9)
     Content().check(other, 9, "the other mapping")
     sizes = [tensor.untyped_storage().nbytes() for _, tensor in leaves(one)]
     assert sizes == [tensor.nbytes for _, tensor in leaves(one)]
