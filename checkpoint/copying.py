@@ -47,7 +47,7 @@ def pieces(pairs: Iterable[Pair]) -> Iterator[tuple[Bytes, Bytes]]:
 
 
 class Copier:
-    """Makes the copies of one save at a time. Its threads start with the first, end with close()."""
+    """Makes the copies of one save at a time. Threads start with the first, end with close()."""
 
     def __init__(self) -> None:
         self._threads: ThreadPoolExecutor | None = None
