@@ -297,11 +297,8 @@ def fill(target: Tree, value: Tree, path: str, *, strict: bool) -> Tree:
         for index, child in enumerate(value):
             target[index] = fill(target[index], child, join(path, index), strict=strict)
         return target
-    if isinstance(target, np.ndarray) and isinstance(value, np.ndarray):
-        if target.shape != value.shape:
-            raise CheckpointMismatch(
-                f"{path!r}: array of {value.shape} does not fit {target.shape}"
-            )
+    if isinstance(target, np.ndarray):
+        check_leaf(path, target, value)
         if not np.shares_memory(target, value):  # the read may have filled it already
             target[...] = value
         return target
@@ -309,11 +306,7 @@ def fill(target: Tree, value: Tree, path: str, *, strict: bool) -> Tree:
 
 
 def _fill_tensor(target: torch.Tensor, value: Tree, path: str) -> torch.Tensor:
-    if not isinstance(value, torch.Tensor) or value.shape != target.shape:
-        found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-        raise CheckpointMismatch(f"{path!r}: {found} does not fit a tensor {tuple(target.shape)}")
-    if value.dtype != target.dtype:
-        raise CheckpointMismatch(f"{path!r}: {value.dtype} was saved, {target.dtype} is wanted")
+    check_leaf(path, target, value)
     try:
         if value is not target:  # the read may have filled it already
             with torch.no_grad():
@@ -321,6 +314,34 @@ def _fill_tensor(target: torch.Tensor, value: Tree, path: str) -> torch.Tensor:
     except RuntimeError as error:
         raise CheckpointMismatch(f"{path!r} cannot be filled in place: {error}") from error
     return target
+
+
+def check_leaf(
+    path: str, target: torch.Tensor | np.ndarray[Any, Any], value: Tree
+) -> None:  # fmt: skip
+    """Raise CheckpointMismatch unless a loaded value can be put into a tensor or array."""
+    kind = torch.Tensor if isinstance(target, torch.Tensor) else np.ndarray
+    if not isinstance(value, kind) or value.shape != target.shape:
+        found = tuple(value.shape) if isinstance(value, kind) else type(value).__name__
+        raise CheckpointMismatch(
+            f"{path!r}: {found} does not fit a {kind.__name__} of {tuple(target.shape)}"
+        )
+    wanted = target.dtype
+    if isinstance(wanted, np.dtype):
+        wanted = wanted.newbyteorder("=")
+    else:
+        require_memory(path, target)
+    if value.dtype != wanted:
+        raise CheckpointMismatch(f"{path!r}: {value.dtype} was saved, {wanted} is wanted")
+
+
+def require_memory(path: str, target: Any) -> None:
+    """Raise CheckpointMismatch for a meta tensor: torch would fill nothing, with a warning."""
+    if target.device.type == "meta":
+        raise CheckpointMismatch(
+            f"{path!r} is on the meta device and has no memory to fill: call the module's "
+            "to_empty(device=...) first. Nothing was changed."
+        )
 
 
 def check_names(
@@ -345,6 +366,7 @@ __all__ = [
     "Collected",
     "Decoding",
     "PerRank",
+    "check_leaf",
     "check_names",
     "decode_tree",
     "dtype_named",
@@ -352,5 +374,6 @@ __all__ = [
     "fill",
     "join",
     "merge_trees",
+    "require_memory",
     "tensor_names",
 ]
