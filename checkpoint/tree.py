@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hpstore.checkpoint import opaque
 from hpstore.errors import CheckpointError, CheckpointMismatch
@@ -99,6 +100,11 @@ def _encode_tensor(value: torch.Tensor, path: str, found: Collected) -> Json:
         raise CheckpointError(f"state {path!r}: sparse and quantised tensors cannot be saved yet")
     if value.device.type == "meta":
         raise CheckpointError(f"state {path!r} is a meta tensor: it holds no values to save")
+    if is_traceable_wrapper_subclass(value) and not hasattr(value, "__create_chunk_list__"):
+        raise CheckpointError(
+            f"state {path!r} is a {type(value).__qualname__}, made of several tensors: it would "
+            "not be saved as it is. Save these, or what it stands for, instead."
+        )
     if path in found.tensors:
         raise CheckpointError(f"state: two tensors are called {path!r}")
     found.tensors[path] = value
@@ -106,6 +112,10 @@ def _encode_tensor(value: torch.Tensor, path: str, found: Collected) -> Json:
 
 
 def _array_item(value: np.ndarray[Any, Any], path: str, found: Collected) -> str:
+    if isinstance(value, np.ma.MaskedArray):
+        raise CheckpointError(
+            f"state {path!r} is a masked array: save its .data and .mask, the mask would be lost"
+        )
     if value.dtype.fields is not None:
         raise CheckpointError(f"state {path!r}: numpy arrays of {value.dtype} cannot be saved")
     if not value.dtype.isnative:

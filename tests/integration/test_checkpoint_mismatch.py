@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import hpstore
 from hpstore.checkpoint import Checkpointer
@@ -75,3 +76,12 @@ def test_a_model_without_memory_is_refused(ckpt: Checkpointer, nested: bool) -> 
         ckpt.restore({"m": {"a": empty} if nested else empty})
     with pytest.raises(CheckpointMismatch, match="meta device"):
         ckpt.restore({"m": {"a": empty} if nested else empty}, strict=False)
+
+
+def test_what_would_lose_a_part_of_itself_is_not_saved(ckpt: Checkpointer) -> None:
+    """The mask of a masked array, the second of the tensors that a subclass is made of."""
+    masked = np.ma.MaskedArray(np.arange(3.0), mask=[0, 1, 0])
+    two = TwoTensor(torch.zeros(2), torch.ones(2))  # type: ignore[no-untyped-call]
+    for value in (masked, two):
+        with pytest.raises(CheckpointError, match="'m'"):
+            ckpt.save(1, {"m": value})
