@@ -89,6 +89,8 @@ def restore_state(
     filling = _Filling(manifest, state, how.rank)
     decoding = Decoding(tensor=filling.tensor, rank=how.rank, allow_pickle=how.allow_pickle)
     loaded: dict[str, Any] = decode_tree(manifest.tree, decoding)
+    if not isinstance(loaded, dict):
+        raise IntegrityError(f"what step {manifest.step} recorded is no state")
     check(state, loaded, strict=how.strict)
     wanted = [chunk for chunks in filling.wanted.values() for chunk in chunks]
     try:

@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hpstore.checkpoint import opaque
-from hpstore.errors import CheckpointError, CheckpointMismatch
+from hpstore.errors import CheckpointError, CheckpointMismatch, IntegrityError
 
 _log = logging.getLogger(__name__)
 TAG = "$"
@@ -170,25 +170,32 @@ class Decoding:
 
 
 def decode_tree(node: Json, how: Decoding) -> Tree:
-    """Inverse of encode_tree. Raises CheckpointError."""
+    """Inverse of encode_tree. Raises CheckpointError, IntegrityError for what is no such tree."""
+    try:
+        return _decode(node, how)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
+        raise IntegrityError(f"the recorded state is malformed: {error!r}") from error
+
+
+def _decode(node: Json, how: Decoding) -> Tree:
     if isinstance(node, list):
-        return [decode_tree(child, how) for child in node]
+        return [_decode(child, how) for child in node]
     if not isinstance(node, dict):
         return node
     if TAG not in node:
-        return {name: decode_tree(child, how) for name, child in node.items()}
+        return {name: _decode(child, how) for name, child in node.items()}
     kind = node[TAG]
     if kind == "tensor":
         return how.tensor(node["item"])
     if kind == "ndarray":
         return how.tensor(node["item"]).numpy()
     if kind == "dict":
-        return {decode_tree(k, how): decode_tree(v, how) for k, v in node["v"]}
+        return {_decode(k, how): _decode(v, how) for k, v in node["v"]}
     if kind == "tuple":
-        return tuple(decode_tree(child, how) for child in node["v"])
+        return tuple(_decode(child, how) for child in node["v"])
     if kind == "ranks":
         mine = node["v"].get(str(how.rank), ABSENT)
-        return ABSENT if mine is ABSENT else decode_tree(mine, how)
+        return ABSENT if mine is ABSENT else _decode(mine, how)
     if kind == "pickle":
         if not how.allow_pickle:
             raise CheckpointError(
