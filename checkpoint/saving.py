@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -89,10 +89,10 @@ class SaveHandle:
 
     def result(self, timeout: float | None = None) -> SaveReport:
         """Wait for the commit. Raises what went wrong, TimeoutError when it takes longer."""
-        try:
-            return self._future.result(timeout)
-        finally:
-            self.delivered = self._future.done()
+        if self._future not in wait([self._future], timeout).done:
+            raise TimeoutError(f"the save of step {self.step} is not done after {timeout} s")
+        self.delivered = True  # not after a timeout: it may fail in that very moment
+        return self._future.result()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

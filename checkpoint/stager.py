@@ -58,6 +58,8 @@ class Stage:
         self.release_tensors()  # after an error: of a save that did not come to write()
         if not prepared.slices:
             return lambda: 0.0
+        if prepared.largest_bytes > self.arena.capacity_bytes:
+            self._warm = {}  # it would keep the memory that is replaced
         self.arena.reserve(prepared.largest_bytes)
         if len(prepared.slices) > 1:
             counters["sliced_saves_total"] += 1
@@ -140,7 +142,7 @@ class Stage:
             handle.remove()
         self._hooks.clear()
         self._warm = {}
-        self._current = None
+        self.release_tensors()  # no device may still write into memory that is given back
         self.arena.release()
 
 
