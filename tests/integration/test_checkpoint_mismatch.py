@@ -85,3 +85,36 @@ def test_what_would_lose_a_part_of_itself_is_not_saved(ckpt: Checkpointer) -> No
     for value in (masked, two):
         with pytest.raises(CheckpointError, match="'m'"):
             ckpt.save(1, {"m": value})
+
+
+def test_tied_parameters_take_only_what_was_tied(ckpt: Checkpointer) -> None:
+    """Two different tensors were saved: one memory cannot hold both, and it is not left to chance."""
+    apart = holder(x=torch.ones(30_000), y=torch.zeros(30_000))
+    ckpt.save(1, {"m": apart}).result()
+    tied = holder(x=torch.full((30_000,), 3.0))
+    tied.register_parameter("y", tied.get_parameter("x"))
+    with pytest.raises(CheckpointMismatch, match="are one tensor in the state"):
+        ckpt.restore({"m": tied})
+    assert (tied.get_parameter("x") == 3).all()
+    ckpt.save(2, {"m": tied}).result()
+    ckpt.restore({"m": apart}, 2)
+    assert (apart.get_parameter("y") == 3).all()
+    ckpt.restore({"m": tied}, 2)
+
+
+def test_moments_keep_their_dtype_when_no_model_names_them(ckpt: Checkpointer) -> None:
+    """An optimizer over two models: torch would cast its float32 moments to bfloat16."""
+    models = [holder(w=torch.ones(5).bfloat16()) for _ in range(2)]
+    state: dict[str, Any] = {"a": models[0], "b": models[1]}
+
+    def optimizer(moment: torch.Tensor) -> torch.optim.Optimizer:
+        made = torch.optim.AdamW([p for m in models for p in m.parameters()])
+        for p in made.param_groups[0]["params"]:
+            made.state[p] = {"step": torch.tensor(1.0), "exp_avg": moment.clone()}
+        return made
+
+    ckpt.save(1, {**state, "o": optimizer(torch.arange(5) / 3)}).result()
+    back = optimizer(torch.zeros(5))
+    ckpt.restore({**state, "o": back})
+    for slots in back.state.values():
+        assert torch.equal(slots["exp_avg"], torch.arange(5) / 3)
