@@ -80,7 +80,7 @@ def test_a_model_without_memory_is_refused(ckpt: Checkpointer, nested: bool) -> 
 
 def test_what_would_lose_a_part_of_itself_is_not_saved(ckpt: Checkpointer) -> None:
     """The mask of a masked array, the second of the tensors that a subclass is made of."""
-    masked = np.ma.MaskedArray(np.arange(3.0), mask=[0, 1, 0])
+    masked = np.ma.MaskedArray(np.arange(3.0), mask=[False, True, False])
     two = TwoTensor(torch.zeros(2), torch.ones(2))  # type: ignore[no-untyped-call]
     for value in (masked, two):
         with pytest.raises(CheckpointError, match="'m'"):
@@ -88,7 +88,7 @@ def test_what_would_lose_a_part_of_itself_is_not_saved(ckpt: Checkpointer) -> No
 
 
 def test_tied_parameters_take_only_what_was_tied(ckpt: Checkpointer) -> None:
-    """Two different tensors were saved: one memory cannot hold both, and it is not left to chance."""
+    """Two different tensors were saved: which of them one memory gets is not left to chance."""
     apart = holder(x=torch.ones(30_000), y=torch.zeros(30_000))
     ckpt.save(1, {"m": apart}).result()
     tied = holder(x=torch.full((30_000,), 3.0))

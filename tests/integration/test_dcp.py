@@ -333,7 +333,9 @@ def test_a_save_by_rank_leaves_a_checkpoint_of_all_ranks_alone(pool: hpstore.Poo
     """It would take its segments for garbage, and a load would still find its manifest first."""
     with pool:
         dcp_save(state(1), storage_writer=StorageWriter(pool, PATH), no_dist=True)
-        with pytest.raises((CheckpointError, CheckpointException), match="use_collectives=False to another path"):
+        with pytest.raises(
+            (CheckpointError, CheckpointException), match="use_collectives=False to another path"
+        ):
             dcp_save(
                 state(2), storage_writer=StorageWriter(pool, PATH), no_dist=True,
                 use_collectives=False,
