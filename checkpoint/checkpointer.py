@@ -198,13 +198,18 @@ class Checkpointer(Closing):
         staged = time.perf_counter() - began
         self._warn_of_stall(staged, waited)
         future: Future[SaveReport] = Future()
-        self._flying = SaveHandle(step, staged, future, late_seconds=late)
+        self._flying = handle = SaveHandle(step, staged, future, late_seconds=late)
         self._thread = threading.Thread(
             target=self._run, args=(job, prepared, future, staged), name="hpstore-save",
             daemon=True,  # Draining waits for it at the end, with a limit
         )  # fmt: skip
-        self._thread.start()
-        return self._flying
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no more threads, or the interpreter is ending
+            self._flying = self._thread = None
+            self._give_up(job, error)
+            raise
+        return handle
 
     def _may_begin(self) -> bool:
         """Wait for the save under way, or say that this one is not to be; raises for "error"."""
@@ -316,12 +321,12 @@ class Checkpointer(Closing):
 
     def wait(self) -> None:
         """Wait for the save that is under way; raises what went wrong, unless its handle has."""
-        flying, self._flying = self._flying, None
         tidied: Future[None] | None = None
         if self._thread is not None:
             self._thread.join()
             self._thread = None
             tidied, self._tidied = self._tidied, Future()
+        flying, self._flying = self._flying, None  # after what an interrupt may end
         if flying is not None and not flying.delivered:
             flying.result()
         if tidied is not None:

@@ -53,13 +53,29 @@ def decode(name: str, stored: Bytes, out: Bytes) -> None:
     codec = {"lz4": LZ4, "zstd": Zstd, "shuffle-lz4": Blosc}.get(name)
     if codec is None:
         raise CheckpointError(f"this hpstore has no compression {name!r}")
+    _require_header(name, stored, len(out))
     try:
         found = np.frombuffer(codec().decode(stored), np.uint8)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, MemoryError, OverflowError) as error:
         raise IntegrityError(f"a compressed frame cannot be read: {error}") from error
     if len(found) != len(out):
         raise IntegrityError(f"a compressed frame gives {len(found)} bytes, not {len(out)}")
     out[:] = found
+
+
+def _require_header(name: str, stored: Bytes, length: int) -> None:
+    """Raise IntegrityError for lengths that lie: Blosc would read past the end of `stored`."""
+    head = stored[:16].tobytes()
+    if name == "shuffle-lz4":
+        wrong = len(head) < 16 or (head[4:8], head[12:16]) != (_u32(length), _u32(len(stored)))
+    else:
+        wrong = name == "lz4" and head[:4] != _u32(length)
+    if wrong:
+        raise IntegrityError(f"a compressed frame does not begin as one of {length} bytes")
+
+
+def _u32(number: int) -> bytes:
+    return number.to_bytes(4, "little")
 
 
 __all__ = ["CODECS", "checked_codec", "decode", "encoder"]

@@ -116,6 +116,11 @@ class StorageWriter(TorchStorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if not self.overwrite and self._pool.exists(self._manifest_key()):
             raise RuntimeError(f"Checkpoint already exists at {self.path!r} and overwrite=False")
+        if self._own_manifest and self._pool.exists(manifest_at(self.path)):
+            raise CheckpointError(
+                f"{self.path!r} holds a checkpoint that all ranks saved together, which a load "
+                "would find first: save with use_collectives=False to another path"
+            )
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -254,7 +259,7 @@ class StorageWriter(TorchStorageWriter):
         named = {segment.key for segment in manifest.segments}
         keys = self._pool.list(f"{self.path}/")
         for key in keys:
-            if key.startswith(f"{self.path}/manifest-r"):
+            if key == f"{self.path}/manifest" or key.startswith(f"{self.path}/manifest-r"):
                 try:
                     found = Manifest.decode(self._pool.get(key), where=key)
                 except HpstoreError:

@@ -9,7 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpstore.checkpoint.items import Item, ItemColumns, decode_items, encode_items, whole
+import torch
+
+from hpstore.checkpoint.items import (
+    FRAME_BYTES,
+    Item,
+    ItemColumns,
+    decode_items,
+    encode_items,
+    whole,
+)
 from hpstore.checkpoint.packing import Segment
 from hpstore.checksum import digest128
 from hpstore.errors import CheckpointError, FormatTooNew, IntegrityError
@@ -106,7 +115,10 @@ def _opened(data: bytes, where: str) -> tuple[dict[str, Any], Any]:
         raise IntegrityError(f"{where}: not a manifest") from error
     if digest != digest128(text).hex():
         raise IntegrityError(f"{where}: manifest does not match its digest")
-    body = json.loads(text)
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise IntegrityError(f"{where}: manifest is malformed: {error}") from error
     return body, lambda: decode_items(body["items"])
 
 
@@ -122,12 +134,35 @@ def _first_items(rows: Sequence[Sequence[Any]]) -> tuple[Item, ...]:
 
 
 def _checked_items(items: tuple[Item, ...], segments: Sequence[Sequence[Any]]) -> tuple[Item, ...]:
-    """Raise ValueError for an item that lies outside its segment."""
+    """Raise ValueError for an item that lies outside its segment, or has another length than its
+    shape says: what is read of it would not be what it is called."""
     for item in items:
+        numbers = (*item.shape, *item.box.offsets, *item.box.sizes, item.segment, item.offset,
+                   item.length, *item.frames)  # fmt: skip
+        if any(type(n) is not int or n < 0 for n in numbers) or not all(
+            type(text) is str for text in (item.name, item.dtype, item.digest, item.codec)
+        ):
+            raise ValueError(f"item {item.name!r} is not made of whole numbers and texts")
         size = int(segments[item.segment][1]) if item.length else item.offset
-        if item.segment < 0 or item.offset < 0 or not 0 <= item.length <= size - item.offset:
+        if item.length > size - item.offset:
             raise ValueError(f"item {item.name!r} lies outside its segment")
+        dtype = getattr(torch, str(item.dtype), None)
+        # one that this torch does not know is an error when it is wanted
+        if isinstance(dtype, torch.dtype) and not _fits(item, item.box.count * dtype.itemsize):
+            raise ValueError(f"item {item.name!r} has not the length that its shape says")
     return items
+
+
+def _fits(item: Item, raw: int) -> bool:
+    if not item.codec:
+        return item.length == raw
+    count, last = len(item.frames), raw - (len(item.frames) - 1) * FRAME_BYTES
+    return (
+        0 < last <= FRAME_BYTES
+        and sum(item.frames) == item.length
+        and all(0 < n <= FRAME_BYTES for n in item.frames)
+        and item.frames[count - 1] <= last
+    )
 
 
 def checked_step(step: object) -> int:

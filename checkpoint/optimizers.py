@@ -104,6 +104,8 @@ def load_optimizer(
     try:
         if names is None:
             optimizer.load_state_dict(loaded)
+            numbered = {p: number for number, p in _numbered(optimizer, loaded)}
+            _keep_dtypes(optimizer, numbered, loaded["state"])
             return
         packed = optimizer.state_dict()
         numbers = {names[p]: number for number, p in _numbered(optimizer, packed)}
@@ -134,9 +136,11 @@ def _group(
     return {**packed, **(matching[0] if matching else {}), "params": packed["params"]}
 
 
-def _keep_dtypes(optimizer: Optimizer, names: Parameters, by_name: Mapping[str, Any]) -> None:
+def _keep_dtypes(
+    optimizer: Optimizer, names: Mapping[torch.Tensor, Any], by_name: Mapping[Any, Any]
+) -> None:
     for parameter, slots in optimizer.state.items():
-        recorded = by_name.get(names.get(parameter, ""), {})
+        recorded = by_name.get(names.get(parameter), {})
         for slot, value in recorded.items():
             mine = slots.get(slot)
             if (

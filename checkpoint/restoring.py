@@ -64,6 +64,25 @@ class _Filling:
             self.wanted[name] = chunks_of(name, self._given[name])
         return self._given[name]
 
+    def require_own_memory(self) -> None:
+        """Raise CheckpointMismatch when names of other values are one memory: which of them it
+        would hold in the end, or that it holds parts of both, would be chance."""
+        first: dict[tuple[Any, ...], str] = {}
+        for name, chunks in self.wanted.items():
+            for chunk in chunks:
+                at = chunk.tensor
+                if not at.numel():
+                    continue
+                other = first.setdefault((at.device, at.data_ptr(), at.shape, at.stride()), name)
+                if other != name and self._content(other) != self._content(name):
+                    raise CheckpointMismatch(
+                        f"{other!r} and {name!r} are one tensor in the state, but two with other "
+                        "values were saved. Nothing was changed."
+                    )
+
+    def _content(self, name: str) -> set[tuple[object, ...]]:
+        return {(item.box, item.digest) for item in self._items[name]}
+
     def _make(self, name: str, item: Item) -> torch.Tensor:
         dtype = dtype_named(item.dtype)
         there = self.filled.places.get(name)
@@ -89,7 +108,10 @@ def restore_state(
     filling = _Filling(manifest, state, how.rank)
     decoding = Decoding(tensor=filling.tensor, rank=how.rank, allow_pickle=how.allow_pickle)
     loaded: dict[str, Any] = decode_tree(manifest.tree, decoding)
+    if not isinstance(loaded, dict):
+        raise IntegrityError(f"what step {manifest.step} recorded is no state")
     check(state, loaded, strict=how.strict)
+    filling.require_own_memory()
     wanted = [chunk for chunks in filling.wanted.values() for chunk in chunks]
     try:
         count = fill_chunks(pool, manifest.segments, manifest.items, wanted, how.warm)

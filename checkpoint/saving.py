@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -89,10 +89,10 @@ class SaveHandle:
 
     def result(self, timeout: float | None = None) -> SaveReport:
         """Wait for the commit. Raises what went wrong, TimeoutError when it takes longer."""
-        try:
-            return self._future.result(timeout)
-        finally:
-            self.delivered = self._future.done()
+        if self._future not in wait([self._future], timeout).done:
+            raise TimeoutError(f"the save of step {self.step} is not done after {timeout} s")
+        self.delivered = True  # not after a timeout: it may fail in that very moment
+        return self._future.result()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +118,7 @@ class Written:
     columns: ItemColumns = field(default_factory=ItemColumns)
     tree: Any = None
     referenced_bytes: int = 0
+    tolerated: int = 0  # losses that all of `segments` survive
     error: str = ""
 
     def encode(self) -> bytes:
@@ -127,6 +128,7 @@ class Written:
             "items": self.columns.json(),
             "tree": self.tree,
             "referenced_bytes": self.referenced_bytes,
+            "tolerated": self.tolerated,
             "error": self.error,
         }
         return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
@@ -139,6 +141,7 @@ class Written:
             columns=ItemColumns.of_json(body["items"]),
             tree=body["tree"],
             referenced_bytes=body["referenced_bytes"],
+            tolerated=body["tolerated"],
             error=body["error"],
         )
 
@@ -169,9 +172,8 @@ class SaveJob:
         self._options, self._known = options, known
         self._nonce = ""
         self._heartbeat: Heartbeat | None = None
-        self._written = Written(tree=options.tree)
+        self._written = Written(tree=options.tree, tolerated=pool.parity)
         self._own: list[str] = []  # keys of segments that this rank has put
-        self._tolerated = pool.parity
         self._error: BaseException | None = None
         self._maybe_visible = False  # the manifest's put has begun
         self.begun = False  # begin() was called
@@ -348,7 +350,7 @@ class SaveJob:
         """PROTOCOL 19: every segment, the referenced ones too, must survive one more loss."""
         for segment in self._written.segments:
             tolerated = require_safe(self._pool, segment.key, version=segment.version)
-            self._tolerated = min(self._tolerated, tolerated)
+            self._written.tolerated = min(self._written.tolerated, tolerated)
 
     def _publish(self, written: Sequence[Written]) -> SaveReport:
         """Publish the manifest: that put is the commit."""
@@ -377,7 +379,7 @@ class SaveJob:
             referenced_bytes=sum(w.referenced_bytes for w in written),
             staged_seconds=0.0,
             durable_seconds=time.perf_counter() - self._options.began,
-            losses_tolerated=min(info.losses_tolerated, self._tolerated),
+            losses_tolerated=min(info.losses_tolerated, *(w.tolerated for w in written)),
         )
 
     def _manifest(self, written: Sequence[Written]) -> bytes:
@@ -390,7 +392,15 @@ class SaveJob:
             if rank:
                 tree = merge_trees(tree, part.tree)
         alone = len(written) == 1  # then it is known what was planned, without a walk
-        merged.columns.require_cover(self._options.names if alone else tensor_names(tree))
+        named = set(self._options.names if alone else tensor_names(tree))
+        merged.columns.require_cover(named)
+        lost = sorted(set(merged.columns.names) - named)
+        if lost:
+            raise CheckpointError(
+                f"the states of the ranks do not fit together: {lost[0]!r} is a tensor on one rank "
+                "and something else, or in a list of another length, on an earlier one, so it "
+                "would be lost. Wrap what every rank has for itself in per_rank()."
+            )
         manifest = Manifest(
             step=self._options.step,
             created_ms=time.time_ns() // 1_000_000,

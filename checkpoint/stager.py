@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hpstore.checkpoint.accelerator import Accelerator
 from hpstore.checkpoint.arena import Arena
@@ -44,7 +45,8 @@ class Stage:
         self._mode, self._accelerator = mode, accelerator
         self._current: tuple[Staging, Slice] | None = None
         self._warm: dict[Segment, Bytes] = {}
-        self._hooks: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+        self.hooked: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+        self._others: Any = None  # hook of steps of optimizers that are not in the state
         self._warned = False
 
     def begin(
@@ -61,6 +63,8 @@ class Stage:
         self.release_tensors()  # after an error: of a save that did not come to write()
         if not prepared.slices:
             return lambda: 0.0
+        if prepared.largest_bytes > self.arena.capacity_bytes:
+            self._warm = {}  # it would keep the memory that is replaced
         self.arena.reserve(prepared.largest_bytes)
         if len(prepared.slices) > 1:
             counters["sliced_saves_total"] += 1
@@ -98,8 +102,11 @@ class Stage:
                 _log.warning('staging="overlap" found no optimizer in the state: plain copies')
             return frozenset()
         for optimizer in optimizers:
-            if optimizer not in self._hooks:
-                self._hooks[optimizer] = optimizer.register_step_pre_hook(self._before_step)
+            if optimizer not in self.hooked:
+                self.hooked[optimizer] = optimizer.register_step_pre_hook(self._before_step)
+        if self._others is None:
+            # one may update the same parameters, and fused ones move no version counter
+            self._others = register_optimizer_step_pre_hook(_before_any_step(self))
         return deferrable_storages(optimizers, objects_in(state, torch.nn.Module))
 
     def _before_step(self, *_: object) -> None:
@@ -142,13 +149,27 @@ class Stage:
 
     def close(self) -> None:
         """Remove the hooks, give the memory back."""
-        for handle in list(self._hooks.values()):
+        for handle in list(self.hooked.values()):
             handle.remove()
-        self._hooks.clear()
+        self.hooked.clear()
+        if self._others is not None:
+            self._others.remove()
         self._warm = {}
-        self._current = None
+        self.release_tensors()  # no device may still write into memory that is given back
         self._copier.close()
         self.arena.release()
+
+
+def _before_any_step(stage: Stage) -> Callable[..., None]:
+    """A hook of all optimizers of the process, which does not keep the stage alive."""
+    reference = weakref.ref(stage)
+
+    def before(optimizer: Optimizer, *_: object) -> None:
+        alive = reference()
+        if alive is not None and optimizer not in alive.hooked:
+            alive.finish()
+
+    return before
 
 
 def deferrable_storages(

@@ -30,7 +30,16 @@ from hpstore.checkpoint.optimizers import (
     saved_optimizer,
     unwrapped,
 )
-from hpstore.checkpoint.tree import MAX_DEPTH, Absent, PerRank, check_names, fill, join
+from hpstore.checkpoint.tree import (
+    MAX_DEPTH,
+    Absent,
+    PerRank,
+    check_leaf,
+    check_names,
+    fill,
+    join,
+    require_memory,
+)
 from hpstore.errors import CheckpointError, CheckpointMismatch
 
 # Any: a training state holds whatever its owner puts there
@@ -173,10 +182,40 @@ def check(state: State, loaded: Mapping[str, Any], *, strict: bool) -> None:
     check_names(state, recorded, "", strict=strict)
     names = Names(state)
     for name, value in state.items():
-        if name in recorded and isinstance(value, torch.nn.Module) and strict:
-            check_names(get_model_state_dict(unwrapped(value)), recorded[name], name, strict=True)
-        if name in recorded and isinstance(value, Optimizer):
-            check_optimizer(name, value, names.of(value), recorded[name], strict=strict)
+        if name in recorded:
+            _check_value(name, value, recorded[name], names, strict=strict)
+
+
+def _check_value(path: str, target: Any, loaded: Any, names: Names, *, strict: bool) -> None:
+    """What _apply_value() and fill() would refuse, while nothing is changed."""
+    if isinstance(target, PerRank):
+        if not isinstance(loaded, Absent):
+            _check_value(path, target.value, loaded, names, strict=strict)
+    elif isinstance(loaded, Absent):
+        raise CheckpointMismatch(f"{path!r} was recorded by rank, and not for this one")
+    elif isinstance(target, torch.nn.Module):
+        _check_model(path, target, loaded, strict=strict)
+    elif isinstance(target, Optimizer):
+        check_optimizer(path, target, names.of(target), loaded, strict=strict)
+    elif isinstance(target, (torch.Tensor, np.ndarray)):
+        check_leaf(path, target, loaded)
+    elif isinstance(target, dict) and isinstance(loaded, Mapping):
+        check_names(target, loaded, path, strict=strict)
+        for name in target.keys() & loaded.keys():
+            _check_value(join(path, name), target[name], loaded[name], names, strict=strict)
+    elif type(target) is list and isinstance(loaded, list) and len(target) == len(loaded):
+        for n, (mine, value) in enumerate(zip(target, loaded, strict=True)):
+            _check_value(join(path, n), mine, value, names, strict=strict)
+
+
+def _check_model(path: str, model: torch.nn.Module, loaded: Any, *, strict: bool) -> None:
+    if not isinstance(loaded, Mapping):
+        raise CheckpointMismatch(f"{path!r}: what was saved is not the state of a module")
+    mine = get_model_state_dict(unwrapped(model))
+    check_names(mine, loaded, path, strict=strict)
+    for name, tensor in mine.items():
+        if isinstance(tensor, torch.Tensor):
+            require_memory(join(path, name), tensor)
 
 
 def apply(

@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hpstore.checkpoint import opaque
-from hpstore.errors import CheckpointError, CheckpointMismatch
+from hpstore.errors import CheckpointError, CheckpointMismatch, IntegrityError
 
 _log = logging.getLogger(__name__)
 TAG = "$"
@@ -99,6 +100,11 @@ def _encode_tensor(value: torch.Tensor, path: str, found: Collected) -> Json:
         raise CheckpointError(f"state {path!r}: sparse and quantised tensors cannot be saved yet")
     if value.is_meta:
         raise CheckpointError(f"state {path!r} is a meta tensor: it holds no values to save")
+    if is_traceable_wrapper_subclass(value) and not hasattr(value, "__create_chunk_list__"):
+        raise CheckpointError(
+            f"state {path!r} is a {type(value).__qualname__}, made of several tensors: it would "
+            "not be saved as it is. Save these, or what it stands for, instead."
+        )
     if path in found.tensors:
         raise CheckpointError(f"state: two tensors are called {path!r}")
     found.tensors[path] = value
@@ -106,6 +112,10 @@ def _encode_tensor(value: torch.Tensor, path: str, found: Collected) -> Json:
 
 
 def _array_item(value: np.ndarray[Any, Any], path: str, found: Collected) -> str:
+    if isinstance(value, np.ma.MaskedArray):
+        raise CheckpointError(
+            f"state {path!r} is a masked array: save its .data and .mask, the mask would be lost"
+        )
     if value.dtype.fields is not None:
         raise CheckpointError(f"state {path!r}: numpy arrays of {value.dtype} cannot be saved")
     if not value.dtype.isnative:
@@ -160,25 +170,32 @@ class Decoding:
 
 
 def decode_tree(node: Json, how: Decoding) -> Tree:
-    """Inverse of encode_tree. Raises CheckpointError."""
+    """Inverse of encode_tree. Raises CheckpointError, IntegrityError for what is no such tree."""
+    try:
+        return _decode(node, how)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
+        raise IntegrityError(f"the recorded state is malformed: {error!r}") from error
+
+
+def _decode(node: Json, how: Decoding) -> Tree:
     if isinstance(node, list):
-        return [decode_tree(child, how) for child in node]
+        return [_decode(child, how) for child in node]
     if not isinstance(node, dict):
         return node
     if TAG not in node:
-        return {name: decode_tree(child, how) for name, child in node.items()}
+        return {name: _decode(child, how) for name, child in node.items()}
     kind = node[TAG]
     if kind == "tensor":
         return how.tensor(node["item"])
     if kind == "ndarray":
         return how.tensor(node["item"]).numpy()
     if kind == "dict":
-        return {decode_tree(k, how): decode_tree(v, how) for k, v in node["v"]}
+        return {_decode(k, how): _decode(v, how) for k, v in node["v"]}
     if kind == "tuple":
-        return tuple(decode_tree(child, how) for child in node["v"])
+        return tuple(_decode(child, how) for child in node["v"])
     if kind == "ranks":
         mine = node["v"].get(str(how.rank), ABSENT)
-        return ABSENT if mine is ABSENT else decode_tree(mine, how)
+        return ABSENT if mine is ABSENT else _decode(mine, how)
     if kind == "pickle":
         if not how.allow_pickle:
             raise CheckpointError(
@@ -295,11 +312,8 @@ def fill(target: Tree, value: Tree, path: str, *, strict: bool) -> Tree:
         for index, child in enumerate(value):
             target[index] = fill(target[index], child, join(path, index), strict=strict)
         return target
-    if isinstance(target, np.ndarray) and isinstance(value, np.ndarray):
-        if target.shape != value.shape:
-            raise CheckpointMismatch(
-                f"{path!r}: array of {value.shape} does not fit {target.shape}"
-            )
+    if isinstance(target, np.ndarray):
+        check_leaf(path, target, value)
         if not np.shares_memory(target, value):  # the read may have filled it already
             target[...] = value
         return target
@@ -307,11 +321,7 @@ def fill(target: Tree, value: Tree, path: str, *, strict: bool) -> Tree:
 
 
 def _fill_tensor(target: torch.Tensor, value: Tree, path: str) -> torch.Tensor:
-    if not isinstance(value, torch.Tensor) or value.shape != target.shape:
-        found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-        raise CheckpointMismatch(f"{path!r}: {found} does not fit a tensor {tuple(target.shape)}")
-    if value.dtype != target.dtype:
-        raise CheckpointMismatch(f"{path!r}: {value.dtype} was saved, {target.dtype} is wanted")
+    check_leaf(path, target, value)
     try:
         if value is not target:  # the read may have filled it already
             with torch.no_grad():
@@ -319,6 +329,34 @@ def _fill_tensor(target: torch.Tensor, value: Tree, path: str) -> torch.Tensor:
     except RuntimeError as error:
         raise CheckpointMismatch(f"{path!r} cannot be filled in place: {error}") from error
     return target
+
+
+def check_leaf(
+    path: str, target: torch.Tensor | np.ndarray[Any, Any], value: Tree
+) -> None:  # fmt: skip
+    """Raise CheckpointMismatch unless a loaded value can be put into a tensor or array."""
+    kind = torch.Tensor if isinstance(target, torch.Tensor) else np.ndarray
+    if not isinstance(value, kind) or value.shape != target.shape:
+        found = tuple(value.shape) if isinstance(value, kind) else type(value).__name__
+        raise CheckpointMismatch(
+            f"{path!r}: {found} does not fit a {kind.__name__} of {tuple(target.shape)}"
+        )
+    wanted = target.dtype
+    if isinstance(wanted, np.dtype):
+        wanted = wanted.newbyteorder("=")
+    else:
+        require_memory(path, target)
+    if value.dtype != wanted:
+        raise CheckpointMismatch(f"{path!r}: {value.dtype} was saved, {wanted} is wanted")
+
+
+def require_memory(path: str, target: Any) -> None:
+    """Raise CheckpointMismatch for a meta tensor: torch would fill nothing, with a warning."""
+    if target.device.type == "meta":
+        raise CheckpointMismatch(
+            f"{path!r} is on the meta device and has no memory to fill: call the module's "
+            "to_empty(device=...) first. Nothing was changed."
+        )
 
 
 def check_names(
@@ -343,6 +381,7 @@ __all__ = [
     "Collected",
     "Decoding",
     "PerRank",
+    "check_leaf",
     "check_names",
     "decode_tree",
     "dtype_named",
@@ -350,5 +389,6 @@ __all__ = [
     "fill",
     "join",
     "merge_trees",
+    "require_memory",
     "tensor_names",
 ]

@@ -327,3 +327,17 @@ def test_the_first_error_leaves_nothing_behind(
         with pytest.raises((OSError, CheckpointException), match="No space"):
             dcp_save(state(1), storage_writer=StorageWriter(pool, PATH), no_dist=True)
         assert pool.list(PATH) == []
+
+
+def test_a_save_by_rank_leaves_a_checkpoint_of_all_ranks_alone(pool: hpstore.Pool) -> None:
+    """It would take its segments for garbage, and a load would still find its manifest first."""
+    with pool:
+        dcp_save(state(1), storage_writer=StorageWriter(pool, PATH), no_dist=True)
+        with pytest.raises(
+            (CheckpointError, CheckpointException), match="use_collectives=False to another path"
+        ):
+            dcp_save(
+                state(2), storage_writer=StorageWriter(pool, PATH), no_dist=True,
+                use_collectives=False,
+            )  # fmt: skip
+        assert_same(load(pool), state(1))

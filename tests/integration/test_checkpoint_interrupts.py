@@ -1,0 +1,103 @@
+"""Interrupts and timeouts while a save is under way: its error still reaches somebody."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+
+import hpstore
+from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint.planner import Planner
+from hpstore.checkpoint.ranks import Ranks
+from hpstore.checkpoint.saving import SaveHandle, SaveReport
+from hpstore.checkpoint.stager import Stage
+from hpstore.config import Settings
+from hpstore.errors import CheckpointError, VersionConflict
+from hpstore.testing.fake_accelerator import FakeAccelerator
+from hpstore.units import MIB
+
+
+@pytest.fixture
+def ckpt(tmp_path: Path) -> Iterator[Checkpointer]:
+    settings = Settings(memory_bytes=32 * MIB, run_directory=str(tmp_path / "run"))
+    paths = [tmp_path / f"d{i}" for i in range(5)]
+    with (
+        hpstore.create(paths, data=3, parity=2, config=tmp_path / "p", settings=settings) as pool,
+        Checkpointer(pool, "run", rng=False) as made,
+    ):
+        yield made
+
+
+class FailsLate(Future[SaveReport]):
+    """Fails in the moment in which somebody has waited long enough."""
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        if not self.done():
+            self.set_exception(CheckpointError("the device is gone"))
+            raise TimeoutError
+        return super().result(timeout)
+
+
+def test_an_error_that_a_timeout_hid_is_not_called_delivered() -> None:
+    """Else the next save, wait and close would say nothing of it."""
+    handle = SaveHandle(1, 0.0, FailsLate())
+    with pytest.raises(TimeoutError):
+        handle.result(0.0)
+    assert not handle.delivered
+
+
+def test_the_error_of_a_save_is_raised_after_an_interrupted_wait(
+    ckpt: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control-C while wait() waits: the next wait() still raises what went wrong."""
+    ckpt.save(1, {"w": torch.ones(3)}).result()
+    ckpt.save(1, {"w": torch.ones(3)})  # of a step that is there: it fails
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "join", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.wait()
+    with pytest.raises(VersionConflict, match="committed already"):
+        ckpt.wait()
+
+
+def test_a_save_whose_thread_does_not_start_is_over(
+    ckpt: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process has too many threads: this save fails, the next one is made."""
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "hpstore-save":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError, match="new thread"):
+            ckpt.save(1, {"w": torch.ones(3)})
+    assert ckpt.save(2, {"w": torch.ones(3)}).result().step == 2
+    assert ckpt.steps() == [2]
+
+
+def test_memory_is_given_back_after_the_copies_into_it() -> None:
+    """A save that was interrupted between staging and writing, then close()."""
+    gpu, weights = FakeAccelerator(), torch.nn.Linear(200, 200)
+    state = {"model": weights, "optimizer": torch.optim.SGD(weights.parameters(), lr=0.1)}
+    gpu.take(weights.parameters())
+    stage = Stage("overlap", gpu)
+    planner = Planner(Ranks(1.0, alone=True), None, rng=False, allow_pickle=False)
+    counters = {"overlap_without_optimizer_total": 0}
+    stage.begin(planner.prepare(1, state), state, counters, lambda part: None)
+    assert gpu.pending
+    stage.close()
+    assert not gpu.pending
+    assert gpu.events.index("unpin", gpu.events.index("copy")) == len(gpu.events) - 1

@@ -1,0 +1,86 @@
+"""What rank 0 makes of the other ranks' votes: nothing that one of them wrote is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hpstore
+from hpstore.checkpoint.items import Item, ItemColumns, whole
+from hpstore.checkpoint.manifest import manifest_key
+from hpstore.checkpoint.packing import Segment
+from hpstore.checkpoint.ranks import Channel, Ranks
+from hpstore.checkpoint.saving import SaveJob, SaveOptions, Written
+from hpstore.checkpoint.tree import tensor_names
+from hpstore.config import Settings
+from hpstore.errors import CheckpointError
+from hpstore.units import MIB
+
+TENSOR = {"$": "tensor", "item": "x"}
+
+
+class Two(Ranks):
+    """Rank 0 of two; the other one says what `other` gives."""
+
+    def __init__(self, other: Callable[[], Written]) -> None:
+        super().__init__(1.0, alone=True)
+        self.world, self._other = 2, other
+
+    def all_gather(self, mine: bytes, channel: Channel) -> list[bytes]:
+        return [mine, self._other().encode() if b'"tree"' in mine else mine]
+
+    def broadcast(self, message: bytes, channel: Channel) -> bytes:
+        return message
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> hpstore.Pool:
+    return hpstore.create(
+        [tmp_path / f"d{i}" for i in range(5)], data=3, parity=2, config=tmp_path / "pool.toml",
+        settings=Settings(memory_bytes=32 * MIB, run_directory=str(tmp_path / "run")),
+    )  # fmt: skip
+
+
+def job(pool: hpstore.Pool, tree: Any, other: Written) -> SaveJob:
+    """A save of rank 0, which holds no tensors."""
+    options = SaveOptions(step=1, tree=tree,
+        names=tuple(tensor_names(tree)), session="s", overwrite=False, extra={}, codec="",
+                          rate_bytes_per_second=None, began=0.0)  # fmt: skip
+    made = SaveJob(pool, "run", Two(lambda: other), options, {})
+    made.begin(fence=True)
+    return made
+
+
+def written(pool: hpstore.Pool, tree: Any, tolerated: int) -> Written:
+    """A vote of a rank that has put one tensor."""
+    info = pool.put("run/step-000000000001/segment-ab-r00001", bytes(8))
+    columns = ItemColumns()
+    columns.add([Item(name="x", dtype="float32", shape=(2,), box=whole((2,)), offset=0, length=8)])
+    return Written(
+        segments=[Segment(key=info.key, size=8, version=info.version)], columns=columns, tree=tree,
+        tolerated=tolerated,
+    )  # fmt: skip
+
+
+def test_the_report_counts_the_debts_of_all_ranks(pool: hpstore.Pool) -> None:
+    """Retention goes by it: a step whose segments on one rank have a debt is not called whole."""
+    with pool:
+        save = job(pool, {"x": TENSOR}, written(pool, {"x": TENSOR}, tolerated=1))
+        assert save.commit().losses_tolerated == 1
+        save.close()
+
+
+@pytest.mark.parametrize("mine", [None, {"$": "tuple", "v": []}, []])
+def test_a_tensor_that_the_merged_state_does_not_name_is_not_committed(
+    pool: hpstore.Pool, mine: Any
+) -> None:
+    """Rank 0 has None, or a shorter list, where another rank has a tensor: that rank's is kept."""
+    with pool:
+        save = job(pool, {"x": mine}, written(pool, {"x": TENSOR}, tolerated=2))
+        with pytest.raises(CheckpointError, match="do not fit together: 'x'"):
+            save.commit()
+        save.close()
+        assert not pool.exists(manifest_key("run", 1))
