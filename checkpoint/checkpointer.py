@@ -335,7 +335,8 @@ class Checkpointer(Closing):
     def _let_tidy(self) -> None:
         """Wait for what comes after a commit that is done, so that callers see its end."""
         thread, flying = self._thread, self._flying
-        if thread is not None and flying is not None and flying.done():
+        mine = thread is threading.current_thread()
+        if thread is not None and flying is not None and flying.done() and not mine:
             thread.join()
 
     def wait_at_most(self, seconds: float) -> bool:
