@@ -7,7 +7,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -142,7 +142,8 @@ class Checkpointer(Closing):
         self._closed = False
         self.last_restore: RestoreReport | None = None
         self.counters = {"saves_skipped_total": 0, "stalls_over_limit_total": 0,
-                         "overlap_without_optimizer_total": 0, "sliced_saves_total": 0}  # fmt: skip
+                         "overlap_without_optimizer_total": 0, "sliced_saves_total": 0,
+                         "saves_with_differing_values_total": 0}  # fmt: skip
         if example is not None:
             self._stage.arena.reserve(self._planner.prepare(0, example).largest_bytes)
         self._draining = Draining(self, drain_seconds) if not pool.read_only else None
@@ -284,6 +285,7 @@ class Checkpointer(Closing):
                 self._stage.write(job, last)
             self._known = {}
             report = job.commit()
+            self._note_differing(job.differing)
             self._known = job.next_known if self.reuse else {}
             committed.append(report)
             return report.with_stall(staged)
@@ -305,6 +307,15 @@ class Checkpointer(Closing):
         """The time since the save before says nothing of the next one's: "gentle" then takes its
         own pace, as for a first save."""
         self._saved_at = None
+
+    def _note_differing(self, paths: Sequence[str]) -> None:
+        """Ranks that record different values under one name: counted, logged once."""
+        if paths and not self.counters["saves_with_differing_values_total"]:
+            _log.warning(
+                "ranks differ in %d values, such as %r: the first rank's are recorded. Wrap in "
+                "per_rank() what every rank has for itself.", len(paths), paths[0],
+            )  # fmt: skip
+        self.counters["saves_with_differing_values_total"] += bool(paths)
 
     def _warn_of_stall(self, staged: float, waited: float) -> None:
         if self.max_stall_seconds is not None and staged > self.max_stall_seconds:

@@ -82,7 +82,8 @@ class StorageReader(TorchStorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read all of the plan. Everything is verified before the planner is told of it."""
-        assert self._manifest is not None  # torch has called read_metadata
+        if self._manifest is None:
+            raise CheckpointError("read_data() before read_metadata()")
         reads: list[Read] = []
         blobs: list[tuple[ReadItem, bytearray]] = []
         tensors: list[tuple[ReadItem, torch.Tensor]] = []

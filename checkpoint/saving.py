@@ -15,11 +15,12 @@ from hpstore import errors
 from hpstore.checkpoint.attempts import Heartbeat, require_fence, take_fence
 from hpstore.checkpoint.items import Item, ItemColumns
 from hpstore.checkpoint.manifest import Manifest, manifest_key, segment_key
+from hpstore.checkpoint.merging import Merge
 from hpstore.checkpoint.packing import Key, Known, Segment, digests_of, pack
 from hpstore.checkpoint.planning import SMALL_ITEM_BYTES
 from hpstore.checkpoint.ranks import Channel, Ranks
 from hpstore.checkpoint.steps import Steps
-from hpstore.checkpoint.tree import merge_trees, tensor_names
+from hpstore.checkpoint.tree import tensor_names
 from hpstore.codec.galois import Bytes
 from hpstore.errors import CheckpointError, HpstoreError, ObjectNotFound, VersionConflict
 from hpstore.pool import Pool
@@ -178,6 +179,7 @@ class SaveJob:
         self._maybe_visible = False  # the manifest's put has begun
         self.begun = False  # begin() was called
         self.next_known: dict[Key, Known] = {}
+        self.differing: list[str] = []  # values in which ranks differ; rank 0's is recorded
 
     def begin(self, *, fence: bool) -> None:
         """Rank 0 notes the attempt, durably, before anybody writes; all learn its nonce.
@@ -384,13 +386,14 @@ class SaveJob:
 
     def _manifest(self, written: Sequence[Written]) -> bytes:
         """The manifest of what all ranks wrote. Raises CheckpointError unless that is all."""
-        merged = Written()
+        merged, merge = Written(), Merge()
         tree = written[0].tree
         for rank, part in enumerate(written):
             places = [merged.index_of(segment) for segment in part.segments]
             merged.columns.extend(part.columns, places)
             if rank:
-                tree = merge_trees(tree, part.tree)
+                tree = merge.trees(tree, part.tree)
+        self.differing = merge.differing
         alone = len(written) == 1  # then it is known what was planned, without a walk
         named = set(self._options.names if alone else tensor_names(tree))
         merged.columns.require_cover(named)

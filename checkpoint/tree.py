@@ -8,7 +8,6 @@ object of any other type is refused with the path at which it stands.
 from __future__ import annotations
 
 import base64
-import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -227,35 +226,6 @@ def tensor_names(node: Json, *, rank: int | None = None) -> list[str]:
     return found
 
 
-def merge_trees(first: Json, second: Json) -> Json:
-    """What two ranks recorded: names of both; where they differ in a value, the first counts."""
-    if isinstance(first, dict) and isinstance(second, dict):
-        kind = first.get(TAG)
-        if kind != second.get(TAG):
-            return first
-        if kind == "ranks":
-            return {TAG: kind, "v": {**second["v"], **first["v"]}}
-        if kind is None:
-            merged = {
-                name: merge_trees(child, second[name]) if name in second else child
-                for name, child in first.items()
-            }
-            return {**merged, **{n: c for n, c in second.items() if n not in first}}
-        if kind == "tuple":
-            return {TAG: kind, "v": merge_trees(first["v"], second["v"])}
-        if kind == "dict":
-            mine, other = ({json.dumps(k): (k, v) for k, v in n["v"]} for n in (first, second))
-            rows = [
-                [key, merge_trees(child, other[text][1]) if text in other else child]
-                for text, (key, child) in mine.items()
-            ]
-            return {TAG: kind, "v": rows + [[*r] for t, r in other.items() if t not in mine]}
-        return first
-    if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
-        return [merge_trees(a, b) for a, b in zip(first, second, strict=True)]
-    return first
-
-
 def _decode_scalar(kind: str, node: Mapping[str, Any]) -> Tree:
     value = node["v"]
     if kind == "float":
@@ -388,7 +358,6 @@ __all__ = [
     "encode_tree",
     "fill",
     "join",
-    "merge_trees",
     "require_memory",
     "tensor_names",
 ]

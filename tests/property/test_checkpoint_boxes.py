@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hpstore.buffers import aligned_array
 from hpstore.checkpoint.codecs import CODECS
 from hpstore.checkpoint.items import Box, Item, decode_items, encode_items, require_cover, whole
+from hpstore.checkpoint.merging import Merge
 from hpstore.checkpoint.packing import Known, Segment, compress, digests_of, pack
 from hpstore.checkpoint.planning import (
     SMALL_ALIGNMENT,
@@ -38,7 +39,6 @@ from hpstore.checkpoint.tree import (
     PerRank,
     decode_tree,
     encode_tree,
-    merge_trees,
     tensor_names,
 )
 from hpstore.checksum import digest128
@@ -657,8 +657,8 @@ def test_merged_trees_have_what_each_rank_recorded(data: st.DataObject, first: A
     trees = []
     for rank, state in enumerate((first, second)):
         trees.append(encode_tree(state, "", Collected(rank=rank)))
-    merged = merge_trees(trees[0], trees[1])
-    assert merge_trees(trees[0], trees[0]) == trees[0]
+    merged = Merge().trees(trees[0], trees[1])
+    assert Merge().trees(trees[0], trees[0]) == trees[0]
     mine = [names_in(decode_tree(t, decoding(rank))) for rank, t in enumerate(trees)]
     for rank in (0, 1):
         found = names_in(decode_tree(merged, decoding(rank)))
@@ -683,3 +683,31 @@ def same_kinds(first: Any, second: Any) -> bool:
 
 def decoding(rank: int) -> Decoding:
     return Decoding(tensor=lambda name: name, rank=rank)  # type: ignore[arg-type, return-value]
+
+
+def test_the_groups_of_pipeline_stages_are_merged_by_name() -> None:
+    """Parameters of another rank join the group with their options; others make a new one."""
+    first = {"o": {"state": {}, "param_groups": [{"lr": 0.1, "params": ["a", "b"]}]}}
+    second = {
+        "o": {
+            "state": {},
+            "param_groups": [{"lr": 0.1, "params": ["b", "c"]}, {"lr": 0.2, "params": ["d"]}],
+        }
+    }
+    merge = Merge()
+    assert merge.trees(first, second)["o"]["param_groups"] == [
+        {"lr": 0.1, "params": ["a", "b", "c"]},
+        {"lr": 0.2, "params": ["d"]},
+    ]
+    assert merge.differing == []
+    other = {"o": {"state": {}, "param_groups": [{"lr": 0.3, "params": ["a"]}]}}
+    assert merge.trees(first, other) == first
+    assert merge.differing == ["o/param_groups/0"]
+
+
+def test_values_in_which_ranks_differ_are_named() -> None:
+    """The first rank's is kept, the path told; equal ones are not."""
+    merge = Merge()
+    merged = merge.trees({"n": 1, "l": [1, 2], "s": "x"}, {"n": 1, "l": [1, 3], "s": "y"})
+    assert merged == {"n": 1, "l": [1, 2], "s": "x"}
+    assert merge.differing == ["l/1", "s"]
