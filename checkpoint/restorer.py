@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+from typing import Any
 
 from hpstore.checkpoint.manifest import Manifest
+from hpstore.checkpoint.pruning import pruned
 from hpstore.checkpoint.ranks import Channel, Ranks
 from hpstore.checkpoint.restoring import RestoreOptions, RestoreReport, restore_state
 from hpstore.checkpoint.steps import Steps
 from hpstore.checkpoint.training import State
 from hpstore.errors import (
     CheckpointError,
+    CheckpointMismatch,
     HpstoreError,
     IntegrityError,
     ObjectNotFound,
@@ -65,28 +68,58 @@ def _try(
 ) -> tuple[Manifest, RestoreReport] | Exception:
     """Restore one step; what went wrong on any rank, when it can be passed over."""
     error: Exception | None = None
-    done: tuple[Manifest, RestoreReport] | None = None
+    tree: Any = None
+    left: list[str] = []
     try:
         manifest = steps.manifest(step)
-        done = manifest, restore_state(steps.pool, manifest, state, how)
+        tree = manifest.tree
+        if ranks.world > 1:
+            tree, left = pruned(tree, state)
     except Exception as found:  # noqa: BLE001 (told to the other ranks, then raised)
         error = found
+    if ranks.world > 1:  # what no rank takes is found before anything is filled
+        outcome = _agree(ranks, step, error, left, strict=how.strict)
+        if outcome is not None:
+            return outcome
+    done: RestoreReport | None = None
+    if error is None:
+        try:
+            done = restore_state(steps.pool, manifest, tree, state, how)
+        except Exception as found:  # noqa: BLE001 (as above)
+            error = found
+    outcome = _agree(ranks, step, error, [], strict=False)
+    if outcome is not None or done is None:
+        return outcome or IntegrityError(f"step {step} was not restored")
+    return manifest, done
+
+
+def _agree(
+    ranks: Ranks, step: int, error: Exception | None, left: list[str], *, strict: bool
+) -> Exception | None:
+    """Tell each other how it went; an error that can be passed over is returned, on all ranks.
+
+    Raises one that cannot. `left`: names that this rank does not take.
+    """
     said = "" if error is None else f"rank {ranks.rank}: {error}"
     fatal = error is not None and not isinstance(error, _PASSABLE)
-    votes = [
-        json.loads(vote)
-        for vote in ranks.all_gather(json.dumps([said, fatal]).encode(), Channel.TRAINER)
-    ]
+    mine = json.dumps([said, fatal, left]).encode()
+    votes = [json.loads(vote) for vote in ranks.all_gather(mine, Channel.TRAINER)]
     if fatal and error is not None:
         raise error
-    others = "; ".join(text for text, _ in votes if text)
-    if any(worst for _, worst in votes):
+    others = "; ".join(text for text, _, _ in votes if text)
+    if any(worst for _, worst, _ in votes):
         raise CheckpointError(f"step {step} could not be restored: {others}")
     if error is not None:
         return error
-    if others or done is None:
+    if others:
         return IntegrityError(f"step {step} cannot be read on all ranks: {others}")
-    return done
+    nobodys = sorted(set[str].intersection(*(set(names) for _, _, names in votes)))
+    if strict and nobodys:
+        raise CheckpointMismatch(
+            f"step {step} holds what no rank takes: {nobodys[:8]}. Nothing was changed; pass "
+            "strict=False to load what fits."
+        )
+    return None
 
 
 __all__ = ["restore_together"]

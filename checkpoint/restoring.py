@@ -101,13 +101,16 @@ class _Filling:
 
 
 def restore_state(
-    pool: Pool, manifest: Manifest, state: State, how: RestoreOptions
-) -> RestoreReport:  # fmt: skip
-    """Fill `state` from a step. Names, shapes and dtypes are compared before anything changes."""
+    pool: Pool, manifest: Manifest, tree: Any, state: State, how: RestoreOptions
+) -> RestoreReport:
+    """Fill `state` from a step. Names, shapes and dtypes are compared before anything changes.
+
+    `tree`: the manifest's, or the part of it that this rank takes.
+    """
     began = time.perf_counter()
     filling = _Filling(manifest, state, how.rank)
     decoding = Decoding(tensor=filling.tensor, rank=how.rank, allow_pickle=how.allow_pickle)
-    loaded: dict[str, Any] = decode_tree(manifest.tree, decoding)
+    loaded: dict[str, Any] = decode_tree(tree, decoding)
     if not isinstance(loaded, dict):
         raise IntegrityError(f"what step {manifest.step} recorded is no state")
     check(state, loaded, strict=how.strict)

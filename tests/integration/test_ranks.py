@@ -310,7 +310,7 @@ def stages(rank: int, world: int, directory: Path) -> None:
     """A pipeline: each rank has layers that no other has."""
     layer = torch.nn.Linear(80, 80 + rank)
     net = torch.nn.ModuleDict({f"layer{rank}": layer})
-    optimizer = torch.optim.AdamW(net.parameters())
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     torch.nn.init.constant_(layer.weight, rank)
     for _ in range(2):
         layer(torch.ones(2, 80)).sum().backward()
@@ -324,9 +324,29 @@ def stages(rank: int, world: int, directory: Path) -> None:
                 parameter.zero_()
                 optimizer.state[parameter]["exp_avg"].zero_()
         state[f"only{rank}"] = -1
-        assert ckpt.restore(state, strict=False) == 1
+        optimizer.param_groups[0]["lr"] = 9.0
+        assert ckpt.restore(state) == 1
         assert state[f"only{rank}"] == rank
+        assert optimizer.param_groups[0]["lr"] == 0.01
         assert_same(values(net, optimizer), wanted, f"stage {rank}")
+        # what nobody takes is still an error, on all ranks, and changes nothing
+        mine = {"model": net, "optimizer": optimizer}
+        said = raised(lambda: ckpt.restore(mine))
+        together("holds what no rank takes: ['only0', 'only1', 'only2']" in said, said)
+        # two stages on one rank, and a third: another cut of the pipeline
+        if rank == 0:
+            both = torch.nn.ModuleDict({f"layer{n}": torch.nn.Linear(80, 80 + n) for n in (0, 1)})
+        else:
+            both = torch.nn.ModuleDict({"layer2": torch.nn.Linear(80, 82)})
+        fresh = torch.optim.AdamW(both.parameters(), lr=1.0)
+        again: dict[str, Any] = {"model": both, "optimizer": fresh}
+        again |= {f"only{n}": -1 for n in ((0, 1) if rank == 0 else (2,))}
+        assert ckpt.restore(again) == 1
+        found = values(both, fresh)
+        for name in wanted.keys() & found.keys():
+            assert torch.equal(wanted[name], found[name]), name
+        assert len(found) == len(wanted) * (2 if rank == 0 else 1)
+        assert fresh.param_groups[0]["lr"] == 0.01
 
 
 def test_keys_that_one_rank_has_alone_are_saved_and_come_back_there(tmp_path: Path) -> None:
