@@ -87,7 +87,9 @@ class Cuda:
     def copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Arrival:
         by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for target, source in pairs:
-            by_device.setdefault(source.device, []).append((target, source))
+            # a lazy conjugate would be resolved on the host, before the bytes have arrived
+            plain = source.resolve_conj().resolve_neg()
+            by_device.setdefault(source.device, []).append((target, plain))
         events = []
         for device, some in by_device.items():
             stream = self._streams.get(device)
