@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from hpstore.checkpoint.codecs import checked_codec
 from hpstore.checkpoint.collecting import collector_paused
 from hpstore.checkpoint.draining import Draining
 from hpstore.checkpoint.manifest import Manifest, checked_step
+from hpstore.checkpoint.options import VerifyReport, require_options
 from hpstore.checkpoint.pacing import checked_background, pace
 from hpstore.checkpoint.packing import Key, Known, known_items
 from hpstore.checkpoint.planner import Planner, Prepared
@@ -37,35 +37,17 @@ from hpstore.checkpoint.saving import SaveHandle, SaveJob, SaveOptions, SaveRepo
 from hpstore.checkpoint.stager import Stage, checked_staging
 from hpstore.checkpoint.steps import Steps
 from hpstore.checkpoint.streaming import ByteProgress, counted
-from hpstore.checkpoint.training import State
+from hpstore.checkpoint.training import State, require_state
 from hpstore.checkpoint.tree import Decoding, PerRank, decode_tree
 from hpstore.closing import Closing
 from hpstore.errors import (
     CheckpointError,
 )
 from hpstore.pool import Pool
+from hpstore.units import parse_bytes
 
 _log = logging.getLogger(__name__)
 ON_BUSY = ("wait", "skip", "error")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyReport:
-    """Result of verifying one step."""
-
-    step: int
-    items: int
-    bytes: int
-    damaged: tuple[str, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Every item has the bytes that were saved."""
-        return not self.damaged
-
-    def as_dict(self) -> dict[str, object]:
-        """For JSON."""
-        return {**asdict(self), "ok": self.ok}
 
 
 class Checkpointer(Closing):
@@ -102,7 +84,7 @@ class Checkpointer(Closing):
         keep_best: Best | str | None = None,
         rng: bool = True,
         staging: str = "copy",
-        staging_bytes: int | None = None,
+        staging_bytes: int | str | None = None,
         on_busy: str = "wait",
         max_stall_seconds: float | None = None,
         background: str = "fast",
@@ -118,6 +100,8 @@ class Checkpointer(Closing):
         alone: bool = False,
         accelerator: Accelerator | None = None,
     ) -> None:
+        require_options(pool, commit_seconds=commit_seconds, drain_seconds=drain_seconds)
+        budget = None if staging_bytes is None else parse_bytes(staging_bytes)
         if on_busy not in ON_BUSY:
             raise CheckpointError(f"on_busy {on_busy!r} is not one of {', '.join(ON_BUSY)}")
         best = Best(metric=keep_best) if isinstance(keep_best, str) else keep_best
@@ -132,14 +116,14 @@ class Checkpointer(Closing):
         if accelerator is None and torch.cuda.is_available():
             accelerator = Cuda()
         self._stage = Stage(checked_staging(staging), accelerator)
-        self._planner = Planner(self._ranks, staging_bytes, rng=rng, allow_pickle=allow_pickle)
+        self._planner = Planner(self._ranks, budget, rng=rng, allow_pickle=allow_pickle)
         self._session, self._fenced = secrets.token_hex(8), False
         self._known: dict[Key, Known] = {}
         self._flying: SaveHandle | None = None
         self._thread: threading.Thread | None = None
         self._tidied: Future[None] = Future()  # what comes after a commit
         self._saved_at: float | None = None
-        self._closed = False
+        self._closed = self._told_of_later = False
         self.last_restore: RestoreReport | None = None
         self.counters = {"saves_skipped_total": 0, "stalls_over_limit_total": 0,
                          "overlap_without_optimizer_total": 0, "sliced_saves_total": 0,
@@ -179,6 +163,10 @@ class Checkpointer(Closing):
         Raises CheckpointError naming the entry that cannot be saved.
         """
         self._usable()
+        if self.pool.read_only:
+            raise CheckpointError(
+                f"the pool of {self.prefix!r} was opened read-only: nothing can be saved into it"
+            )
         began = time.perf_counter()
         if not self._may_begin():
             self.counters["saves_skipped_total"] += 1
@@ -296,6 +284,9 @@ class Checkpointer(Closing):
                 self._stage.release_tensors()
             finally:
                 job.close()
+            if committed and self._ranks.leads and not self._told_of_later:
+                self._told_of_later = True
+                self._steps.warn_of_later(committed[0].step)
             whole = committed and committed[0].losses_tolerated >= self.pool.parity
             if whole and self._ranks.leads:
                 self._steps.retain(committed[0].step, self.retention)
@@ -440,6 +431,7 @@ class Checkpointer(Closing):
         The checkpoint may have been written by another number of ranks and another mesh.
         """
         self._usable()
+        require_state(state)
         self.wait()
         how = RestoreOptions(
             strict=strict, rng=self.rng, rank=self._ranks.rank, allow_pickle=self.allow_pickle,

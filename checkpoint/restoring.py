@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ from hpstore.checkpoint.manifest import Manifest
 from hpstore.checkpoint.planning import Chunk, chunks_of
 from hpstore.checkpoint.reading import Warm, fill_chunks
 from hpstore.checkpoint.training import State, apply, check, destinations
-from hpstore.checkpoint.tree import Decoding, decode_tree, dtype_named
+from hpstore.checkpoint.tree import Decoding, decode_tree, dtype_name, dtype_named
 from hpstore.errors import CheckpointError, CheckpointMismatch, IntegrityError
 from hpstore.pool import Pool
 
@@ -89,7 +90,7 @@ class _Filling:
         if there is not None and there.device.type != "meta":
             if there.dtype != dtype or tuple(there.shape) != item.shape:
                 raise CheckpointMismatch(
-                    f"{name!r}: {item.dtype} {item.shape} was saved, {there.dtype} "
+                    f"{name!r}: {item.dtype} {item.shape} was saved, {dtype_name(there.dtype)} "
                     f"{tuple(there.shape)} is wanted. Nothing was changed."
                 )
             return there
@@ -253,7 +254,11 @@ class SavedStep(Mapping[str, SavedTensor]):
         self._items = by_name(manifest.items)
 
     def __getitem__(self, name: str) -> SavedTensor:
-        return SavedTensor(self._pool, self.manifest, name, self._items[name])
+        items = self._items.get(name)
+        if items is None:
+            near = difflib.get_close_matches(str(name), self._items, 3, 0.0)
+            raise KeyError(f"step {self.manifest.step} holds no {name!r}; it has {near} and others")
+        return SavedTensor(self._pool, self.manifest, name, items)
 
     def __iter__(self) -> Any:
         return iter(self._items)

@@ -371,7 +371,8 @@ class SaveJob:
         except VersionConflict as error:
             raise VersionConflict(
                 f"step {self._options.step} under {self._prefix!r} is committed already and was "
-                "not touched; save(overwrite=True) replaces it",
+                "not touched. If another job has saved it since this one restored, start this one "
+                "again; else save(overwrite=True) replaces it",
                 key=key,
             ) from error
         return SaveReport(

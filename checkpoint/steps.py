@@ -135,6 +135,8 @@ class Steps:
         if names and not force:
             raise CheckpointError(f"step {step} is protected as {names[0]!r}: unprotect it first")
         key = manifest_key(self.prefix, step)
+        if not self._seems_there(key):
+            self.manifest(step)  # says which steps there are
         try:
             segments = {segment.key for segment in self.facts(step).segments}
         except (IntegrityError, RedundancyError):
@@ -146,6 +148,23 @@ class Steps:
                 self.pool.delete(segment)
             except ObjectNotFound:
                 continue
+
+    def _seems_there(self, key: str) -> bool:
+        """False only when it is certain: what is damaged beyond reading can still be deleted."""
+        try:
+            return self.pool.exists(key)
+        except RedundancyError:
+            return True
+
+    def warn_of_later(self, step: int) -> None:
+        """Say that a restart would go on from steps of a run that was rolled back."""
+        later = [number for number in self.all() if number > step]
+        if later:
+            _log.warning(
+                "step %d is committed, but %r holds the later steps %s of a run that was rolled "
+                "back: restore() would take the newest of them. Delete them, or save under another "
+                "prefix.", step, self.prefix, later[-8:],
+            )  # fmt: skip
 
     def _still_named(self, segments: set[str]) -> set[str]:
         """Those that another step names or a save under way refers to; all when that is unclear."""

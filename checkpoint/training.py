@@ -77,10 +77,18 @@ class Names:
         return None
 
 
+def require_state(state: object) -> None:
+    """Raise CheckpointError for what is no state at all."""
+    if not isinstance(state, Mapping) or not all(type(name) is str for name in state):
+        raise CheckpointError(
+            f"a state is a dict with str names, such as {{'model': model}}, not a "
+            f"{type(state).__name__}. Nothing was changed."
+        )
+
+
 def collect(state: State, *, rng: bool) -> dict[str, Any]:
     """Plain nested values of a state: modules and optimizers by name, Stateful by state_dict()."""
-    if not isinstance(state, Mapping) or not all(type(name) is str for name in state):
-        raise CheckpointError("a state is a dict with str names, such as {'model': model}")
+    require_state(state)
     if rng and RNG_KEY in state:
         raise CheckpointError(f"the name {RNG_KEY!r} is taken by the RNG states")
     names = Names(state)
@@ -327,5 +335,5 @@ def set_rng_state(states: Mapping[str, Any]) -> None:
         sys.modules["numpy.random"].set_state(states["numpy"])
 
 
-__all__ = ["RNG_KEY", "Destinations", "apply", "check", "collect", "destinations", "objects_in",
-           "rng_state", "set_rng_state"]  # fmt: skip
+__all__ = ["RNG_KEY", "Destinations", "Names", "apply", "check", "collect", "destinations",
+           "objects_in", "require_state", "rng_state", "set_rng_state"]  # fmt: skip

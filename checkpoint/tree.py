@@ -245,6 +245,11 @@ def _decode_scalar(kind: str, node: Mapping[str, Any]) -> Tree:
     raise CheckpointError(f"manifest holds a value of unknown type {kind!r}")
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Inverse of dtype_named."""
+    return str(dtype).removeprefix("torch.")
+
+
 def dtype_named(name: str) -> torch.dtype:
     """A torch dtype by its name, "bfloat16". Raises CheckpointError."""
     found = getattr(torch, name, None)
@@ -341,7 +346,8 @@ def check_names(
         place = f"under {path!r}" if path else "at the top"
         raise CheckpointMismatch(
             f"state and checkpoint differ {place}: recorded but not taken {untaken[:8]}, wanted "
-            f"but not recorded {absent[:8]}. Pass strict=False to load what fits."
+            f"but not recorded {absent[:8]}. Nothing was changed. Pass strict=False to load what "
+            "fits."
         )
 
 
@@ -354,6 +360,7 @@ __all__ = [
     "check_leaf",
     "check_names",
     "decode_tree",
+    "dtype_name",
     "dtype_named",
     "encode_tree",
     "fill",

@@ -154,3 +154,40 @@ def test_what_cannot_be_a_step_or_a_state_is_refused(pool: hpstore.Pool) -> None
         assert pool.list("run/attempts") == []
     with pytest.raises(CheckpointError, match="keep_last"):
         Checkpointer(pool, "run", keep_every=4)
+
+
+def test_what_is_no_pool_no_state_and_no_time_is_said(
+    pool: hpstore.Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The common slips end in one line that says what to do, not in Python's own errors."""
+    with pytest.raises(CheckpointError, match="hpstore.open"):
+        Checkpointer("pool.toml", "run")  # type: ignore[arg-type]
+    with pool:
+        for wrong in ({"commit_seconds": -1.0}, {"drain_seconds": float("nan")}):
+            with pytest.raises(CheckpointError, match="number of seconds"):
+                Checkpointer(pool, "run", **wrong)  # type: ignore[arg-type]
+        with Checkpointer(pool, "run", staging_bytes="64MiB", rng=False) as ckpt:
+            ckpt.save(5, {"w": torch.ones(3)}).result()
+            with pytest.raises(CheckpointError, match="not a Linear"):
+                ckpt.restore(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+            with pytest.raises(KeyError, match="step 5 holds no 'weight'; it has"):
+                ckpt.open(5)["weight"]
+            with pytest.raises(CheckpointError, match=r"no checkpoint of step 7.*\[5\]"):
+                ckpt.delete(7)
+        with Checkpointer(pool, "run", rng=False) as ckpt:
+            ckpt.save(3, {"w": torch.ones(3)}).result()
+            ckpt.wait()
+        assert "later steps [5] of a run that was rolled back" in caplog.text
+
+
+def test_saving_into_a_read_only_pool_is_refused_at_once(tmp_path: Path) -> None:
+    """save() says it, not the background."""
+    hpstore.create(
+        [tmp_path / f"d{i}" for i in range(3)], data=1, parity=1, config=tmp_path / "pool.toml"
+    ).close()
+    with (
+        hpstore.open(tmp_path / "pool.toml", read_only=True) as pool,
+        Checkpointer(pool, "run") as ckpt,
+        pytest.raises(CheckpointError, match="read-only"),
+    ):
+        ckpt.save(1, {"w": torch.ones(3)})
