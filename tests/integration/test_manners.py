@@ -151,6 +151,7 @@ def test_what_cannot_be_a_step_or_a_state_is_refused(pool: hpstore.Pool) -> None
                 ckpt.save(1, {"entry": bad})
         ckpt.save(1, {"big": np.arange(3, dtype=">i4")}).result()
         assert torch.equal(ckpt.load(1)["big"], torch.arange(3, dtype=torch.int32))
+        ckpt.wait()
         assert pool.list("run/attempts") == []
     with pytest.raises(CheckpointError, match="keep_last"):
         Checkpointer(pool, "run", keep_every=4)
@@ -160,7 +161,7 @@ def test_what_is_no_pool_no_state_and_no_time_is_said(
     pool: hpstore.Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The common slips end in one line that says what to do, not in Python's own errors."""
-    with pytest.raises(CheckpointError, match="hpstore.open"):
+    with pytest.raises(CheckpointError, match=r"hpstore\.open"):
         Checkpointer("pool.toml", "run")  # type: ignore[arg-type]
     with pool:
         for wrong in ({"commit_seconds": -1.0}, {"drain_seconds": float("nan")}):
