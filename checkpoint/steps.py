@@ -157,8 +157,15 @@ class Steps:
             return True
 
     def warn_of_later(self, step: int) -> None:
-        """Say that a restart would go on from steps of a run that was rolled back."""
-        later = [number for number in self.all() if number > step]
+        """Say that a restart would go on from steps of a run that was rolled back.
+
+        Not being able to look fails nothing: the save is committed.
+        """
+        try:
+            later = [number for number in self.all() if number > step]
+        except (HpstoreError, OSError) as error:
+            _log.info("later steps under %r were not looked for: %s", self.prefix, error)
+            return
         if later:
             _log.warning(
                 "step %d is committed, but %r holds the later steps %s of a run that was rolled "

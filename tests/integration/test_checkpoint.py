@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from hpstore.errors import (
     CheckpointMismatch,
     FormatTooNew,
     IntegrityError,
+    TooFewDevices,
     VersionConflict,
 )
 from hpstore.testing.harness import Harness
@@ -408,3 +410,22 @@ def test_a_flipped_manifest_is_an_integrity_error() -> None:
             assert Manifest.decode(flipped, where="x") == manifest  # white space only
         except (IntegrityError, FormatTooNew):
             continue
+
+
+def test_what_comes_after_a_commit_fails_no_save(
+    pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look for later steps fails: the save is committed, wait() raises nothing."""
+    original = pool.list
+
+    def broken(prefix: str = "", **options: Any) -> list[str]:
+        if threading.current_thread().name == "hpstore-save":
+            raise TooFewDevices("3 of 5 devices do not answer")
+        return original(prefix, **options)
+
+    with pool, Checkpointer(pool, "run") as ckpt:
+        monkeypatch.setattr(pool, "list", broken)
+        ckpt.save(1, {"x": torch.ones(9)}).result()
+        ckpt.wait()
+        monkeypatch.undo()
+        assert ckpt.steps() == [1]
