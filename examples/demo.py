@@ -43,7 +43,8 @@ def trainer(pool: Path, prefix: str, events: Path, *extra: str) -> subprocess.Po
         sys.executable, str(HERE / "train.py"), "--pool", str(pool), "--prefix", prefix,
         "--steps", str(STEPS), "--checkpoint-every", str(EVERY), "--events", str(events), *extra,
     ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
+    # one thread: with two, on cores that others use, sums were seen to differ from run to run
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
 
 
