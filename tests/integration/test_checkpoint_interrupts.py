@@ -12,9 +12,9 @@ import torch
 
 import hpstore
 from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint.handles import SaveHandle, SaveReport
 from hpstore.checkpoint.planner import Planner
 from hpstore.checkpoint.ranks import Ranks
-from hpstore.checkpoint.saving import SaveHandle, SaveReport
 from hpstore.checkpoint.stager import Stage
 from hpstore.config import Settings
 from hpstore.errors import CheckpointError, VersionConflict
