@@ -69,7 +69,7 @@ def read_compressed(
     wanted = np.unique(page)
     scratch = np.empty(stream.unit_bytes, np.uint8)
     order = np.argsort(page, kind="stable")
-    bounds = np.searchsorted(page[order], wanted, "left").tolist() + [len(order)]
+    bounds = [*np.searchsorted(page[order], wanted, "left").tolist(), len(order)]
     for at in range(0, len(wanted), CHUNK_PAGES):
         chunk = wanted[at : at + CHUNK_PAGES]
         for index, stored in enumerate(_read_pages(open_shard, pages, chunk)):
