@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -102,7 +102,6 @@ class DatasetManifest:
     parts: tuple[Part, ...]
     content: str
     part: tuple[int, int] | None = None
-    created_ms: int = field(default=0, compare=False)
 
     @property
     def rows(self) -> int:
@@ -138,7 +137,6 @@ class DatasetManifest:
                 "rows": self.rows,
                 "content": self.content,
                 "fingerprint": self.fingerprint,
-                "created_ms": self.created_ms,
             }
         )
 
@@ -158,7 +156,6 @@ class DatasetManifest:
                 parts=tuple(Part.from_json(part) for part in body["parts"]),
                 content=str(body["content"]),
                 part=(int(body["part"][0]), int(body["part"][1])) if body["part"] else None,
-                created_ms=int(body["created_ms"]),
             )
             whole = made.rows == body["rows"] and made.fingerprint == body["fingerprint"]
         except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:

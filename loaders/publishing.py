@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -46,8 +45,8 @@ class DatasetInfo:
     problem: str = ""
 
 
-def dataset_info(name: str, manifest: DatasetManifest) -> DatasetInfo:
-    """The facts of a manifest."""
+def dataset_info(pool: Pool, name: str, manifest: DatasetManifest) -> DatasetInfo:
+    """The facts of a published manifest."""
     return DatasetInfo(
         name=name,
         rows=manifest.rows,
@@ -57,7 +56,7 @@ def dataset_info(name: str, manifest: DatasetManifest) -> DatasetInfo:
         layout=manifest.layout,
         compression=manifest.compression,
         parts=len(manifest.parts),
-        created=manifest.created_ms / 1000,
+        created=pool.stat(manifest_key(name)).created,
     )
 
 
@@ -107,12 +106,14 @@ def publish_parts(
         metadata=first.metadata if metadata is None else dict(metadata),
         parts=tuple(manifest.parts[0] for manifest in manifests),
         content=_content(pool, name, manifests),
-        created_ms=time.time_ns() // 1_000_000,
     )
     publish(pool, name, manifest_key(name), merged, version=version if overwrite else None)
     for part in waiting:
-        remove_quietly(pool, [part_key(name, part)])
-    return dataset_info(name, merged)
+        try:
+            _delete(pool, part_key(name, part))
+        except (HpstoreError, OSError) as error:  # harmless: its nonce is known as published
+            _log.warning("the note of part %s of data set %r stays: %s", part, name, error)
+    return dataset_info(pool, name, merged)
 
 
 def publish(
@@ -126,9 +127,30 @@ def publish(
     old, _ = _manifest_at(pool, name, key) if version is not None else (None, None)
     pool.put(key, manifest.encode(), if_absent=version is None, if_version=version)
     if old is not None:
-        gone = {part.nonce for part in old.parts} - {part.nonce for part in manifest.parts}
-        keys = pool.list(f"{PREFIX}/{name}/")
-        remove_quietly(pool, [key for key in keys if nonce_of(name, key) in gone])
+        try:
+            _remove_replaced(pool, name, {part.nonce for part in old.parts})
+        except (HpstoreError, OSError) as error:  # what is published stays so
+            _log.warning("what data set %r replaced stays until remove_orphans: %s", name, error)
+
+
+def _remove_replaced(pool: Pool, name: str, nonces: set[str]) -> None:
+    """Remove the objects of these writers, but for what the data set or a written part names.
+
+    A part's note may still be there after its objects were published: the note goes, they stay.
+    """
+    published, version = _published(pool, name)
+    if published is None and version is not None:
+        return  # it cannot be read: nobody knows what it names
+    live = {part.nonce for part in published.parts} if published else set()
+    notes = {
+        part_key(name, part): note.parts[0].nonce
+        for part, note in written_parts(pool, name).items()
+    }
+    keys = [key for key, nonce in notes.items() if nonce in nonces | live]
+    gone = nonces - live
+    keys += [key for key in pool.list(f"{PREFIX}/{name}/") if nonce_of(name, key) in gone]
+    for key in keys:
+        _delete(pool, key)
 
 
 def _published(pool: Pool, name: str) -> tuple[DatasetManifest | None, str | None]:
@@ -186,8 +208,6 @@ def _common(manifest: DatasetManifest) -> dict[str, object]:
 
 def _content(pool: Pool, name: str, manifests: list[DatasetManifest]) -> str:
     """Digest over the samples of all parts in order; checks that their objects are there."""
-    if len(manifests) == 1:
-        return manifests[0].content
     content = Content()
     first = manifests[0]
     _, records = group_fields(first.fields, first.layout)
@@ -220,14 +240,13 @@ def list_datasets(pool: Pool) -> list[DatasetInfo]:
             continue
         try:
             manifest = DatasetManifest.decode(pool.get(key), where=f"data set {name!r}")
+            found.append(dataset_info(pool, name, manifest))
         except ConfigError:
             continue  # a corpus of tokens
         except ObjectNotFound:
             continue  # deleted meanwhile
         except HpstoreError as error:
             found.append(DatasetInfo(name=name, problem=str(error)))
-        else:
-            found.append(dataset_info(name, manifest))
     return found
 
 
@@ -284,14 +303,5 @@ def _delete(pool: Pool, key: str) -> None:
         _log.debug("object %r was gone already", key)
 
 
-def remove_quietly(pool: Pool, keys: list[str]) -> None:
-    """Delete objects that nothing names any more; what cannot be deleted now is told and stays."""
-    try:
-        for key in keys:
-            _delete(pool, key)
-    except (HpstoreError, OSError) as error:
-        _log.warning("objects like %r stay until remove_orphans: %s", keys[0], error)
-
-
 __all__ = ["DatasetInfo", "dataset_info", "delete_dataset", "list_datasets", "publish",
-           "publish_parts", "remove_orphans", "remove_quietly", "written_parts"]  # fmt: skip
+           "publish_parts", "remove_orphans", "written_parts"]  # fmt: skip

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
@@ -38,6 +38,8 @@ from hpstore.loaders.shuffling import copy_in_order, permutation
 from hpstore.loaders.stored import StoredData
 from hpstore.membership import check_unit
 from hpstore.pool import Pool
+
+_log = logging.getLogger(__name__)
 
 
 class DatasetWriter(Closing):
@@ -189,7 +191,12 @@ class DatasetWriter(Closing):
             if self._seed is not None:
                 made = self._shuffled(made)
             manifest = self._manifest(made, self._seed)
+            self._state = "unclear"  # an unacknowledged put may still become visible
             publish(self.pool, self.name, self._key, manifest, version=self._version)
+        except VersionConflict:
+            self._state = "failed"
+            self.abandon()
+            raise
         except BaseException:
             self.abandon()
             raise
@@ -217,14 +224,22 @@ class DatasetWriter(Closing):
             parts=(made,),
             content=made.content,
             part=self.part,
-            created_ms=time.time_ns() // 1_000_000,
         )
 
     def abandon(self) -> None:
-        """Publish nothing; remove what was stored, as far as that goes now. Idempotent."""
+        """Publish nothing; remove what was stored, as far as that goes now. Idempotent.
+
+        When close() failed in the put of the manifest, that may still become visible (PROTOCOL 8):
+        then all objects stay, until remove_orphans finds that nothing names them.
+        """
         if self._state in ("closed", "abandoned") or self._pid != os.getpid():
             return
-        self._state = "abandoned"
+        unclear, self._state = self._state == "unclear", "abandoned"
+        if unclear:
+            _log.warning(
+                "data set %r: it is not clear whether it was published; its objects stay", self.name
+            )
+            return
         for writer in self._part_writers:
             writer.remove()
 
