@@ -178,7 +178,8 @@ class FixedPlan:
         """The first row that begins in or after each page of a shard."""
         if self.per_page:
             return pages * self.per_page
-        return -(-pages * self.unit_bytes // self.stride)
+        found: Int64s = -(-pages * self.unit_bytes // self.stride)
+        return found
 
     def payload_bytes(self, rows: int) -> int:
         """Bytes that so many rows take."""

@@ -197,6 +197,13 @@ def test_shuffled_on_write_is_a_permutation_that_is_kept(pool: Pool) -> None:
     assert nonces == {data.manifest.parts[0].nonce}  # the first pass was removed
 
 
+def test_metadata_is_json(pool: Pool) -> None:
+    """What cannot be written down is refused at the start."""
+    for wrong in ({"x": object()}, {"x": float("nan")}):
+        with pytest.raises(ConfigError, match="metadata of a data set is JSON"):
+            DatasetWriter(pool, "a", FIELDS, metadata=wrong)
+
+
 def test_metadata_and_facts_are_kept(pool: Pool) -> None:
     """What the writer recorded; what a list of data sets shows."""
     data = write_samples(pool, "a/b", range(5), metadata={"source": "x", "n": [1, None]})
