@@ -54,8 +54,8 @@ class PartWriter:
         self._streams = [
             StreamWriter(
                 pool, (name, self.nonce, number), stream, record, unit_bytes=options.unit_bytes,
-                alike=options.alike, unit_limit=limit, shard_bytes=options.shard_bytes, uploads=self._uploads,
-                compression=options.compression, content=self._content,
+                alike=options.alike, unit_limit=limit, shard_bytes=options.shard_bytes,
+                uploads=self._uploads, compression=options.compression, content=self._content,
             )
             for number, (stream, record) in enumerate(options.records.items())
         ]  # fmt: skip

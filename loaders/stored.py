@@ -62,11 +62,12 @@ class StoredData(Closing):
         names = list(manifest.fields) if wanted is None else list(dict.fromkeys(wanted))
         self.fields = {field: manifest.fields[field] for field in names}
         _, records = group_fields(manifest.fields, manifest.layout)
-        self.streams = tuple(
+        streams = [
             make_stream(number, stream, record, manifest.parts, manifest.data, manifest.compression)
             for number, (stream, record) in enumerate(records.items())
-            if any(field in self.fields for field in record.fields)
-        )
+        ]
+        self._main = streams[0] if streams else None
+        self.streams = tuple(s for s in streams if any(n in self.fields for n in s.record.fields))
         self._sides = {s.number: self._side_table(s) for s in self.streams}
         self._cuts = [
             (part.nonce, number, rows)
@@ -240,10 +241,11 @@ class StoredData(Closing):
     def stripes(self) -> Int64s:
         """(S + 1): first sample of every stripe of the main stream in which one begins, ascending.
 
-        The last entry is len. A data set of scalars alone has blocks of them for stripes.
+        The last entry is len. The main stream is the data set's first, whichever fields are used:
+        the order of samples does not depend on them. Scalars alone have blocks for stripes.
         """
-        if self.streams:
-            return stripe_firsts(self.streams[0], self.pages(self.streams[0]))
+        if self._main is not None:
+            return stripe_firsts(self._main, self.pages(self._main))
         return np.append(np.arange(0, len(self), BLOCK_ROWS, dtype=np.int64), len(self))
 
     def scalars(self, name: str, indices: Int64s) -> Array:

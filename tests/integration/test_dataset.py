@@ -93,6 +93,7 @@ def test_fields_can_be_chosen(pool: Pool) -> None:
     data = Dataset(pool, "train", fields=["label", "raw"])
     assert [stream.name for stream in data.streams] == ["raw"]
     assert list(data[3]) == ["label", "raw"]
+    assert data.stripes().tolist() == Dataset(pool, "train").stripes().tolist()
     assert data[3]["raw"] == sample(3)["raw"]
     with pytest.raises(ConfigError, match="no field 'rwa'"):
         Dataset(pool, "train", fields=["rwa"])
