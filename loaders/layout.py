@@ -165,7 +165,8 @@ class FixedPlan:
         if not self.per_page:
             return rows * self.stride
         page, slot = np.divmod(rows, self.per_page)
-        return page * self.unit_bytes + slot * self.stride
+        found: Int64s = page * self.unit_bytes + slot * self.stride
+        return found
 
     def start(self, row: int) -> int:
         """Payload offset of one row."""

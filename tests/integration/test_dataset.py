@@ -176,7 +176,7 @@ def test_the_caller_may_change_his_arrays_after_a_write(pool: Pool) -> None:
             writer.write({"x": array[0], "r": ragged, "s": array[1, :4]})
         array[:], ragged[:] = 99, 99
     for number, found in enumerate(Dataset(pool, "x").__getitems__(range(4))):
-        assert all((found[name] == number).all() for name in "xrs")
+        assert all(np.all(np.asarray(found[name]) == number) for name in "xrs")
 
 
 def test_shuffled_on_write_is_a_permutation_that_is_kept(pool: Pool) -> None:

@@ -152,7 +152,7 @@ def test_an_open_data_set_is_used_by_child_and_parent(pool: Pool, method: Any) -
 
 
 def test_open_shards_are_few_and_closed_with_their_thread(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No more than the limit in each thread; none after the thread, none after close()."""
     monkeypatch.setattr(open_shards, "OPEN_READERS", 2)
@@ -161,10 +161,9 @@ def test_open_shards_are_few_and_closed_with_their_thread(
     assert stream.shard_count > 4
 
     def descriptors() -> int:
-        return sum("stream-0" in os.readlink(f"/proc/self/fd/{fd}") for fd in known())
-
-    def known() -> list[str]:
-        return [fd for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
+        links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+        paths = [os.readlink(link) for link in links if os.path.exists(link)]
+        return sum(path.startswith(str(tmp_path)) and "stream-0" in path for path in paths)
 
     for shard in range(stream.shard_count):
         data.reader(stream, shard)
