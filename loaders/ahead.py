@@ -82,9 +82,7 @@ class Ahead:
         return np.concatenate(parts)
 
     def _goes_on(self, epoch: int, start: int) -> bool:
-        return any(
-            epoch == seen and 0 <= start - end <= NEAR_POSITIONS for seen, end in self._ends
-        )
+        return any(epoch == seen and 0 <= start - end <= NEAR_POSITIONS for seen, end in self._ends)
 
     def __reduce__(self) -> tuple[type[Ahead], tuple[int]]:
         return type(self), (self._length,)

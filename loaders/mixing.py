@@ -104,7 +104,7 @@ class MixtureOrder:
     ) -> None:
         checked = [float(weight) for weight in check_weights(weights)]
         if len(orders) != len(checked):
-            raise ConfigError(f"{len(orders)} sources and {len(checked)} weights: one each is needed")
+            raise ConfigError(f"{len(orders)} sources, {len(checked)} weights: one each is needed")
         for source, (order, weight) in enumerate(zip(orders, checked, strict=True)):
             if weight and not order.length:
                 raise ConfigError(f"source {source} of the mixture has a weight and no samples")
@@ -156,9 +156,7 @@ class MixtureOrder:
         source = np.repeat(np.arange(len(counts)), counts)
         first = np.cumsum(counts) - counts
         # shuffling gives each source its set of places; within it draws keep their order
-        places = shuffled(
-            Purpose.MIX, seed=self.seed, epoch=epoch, part=number, count=stop - start
-        )
+        places = shuffled(Purpose.MIX, seed=self.seed, epoch=epoch, part=number, count=stop - start)
         mixed = source[places]
         by_source = np.argsort(mixed, kind="stable")
         numbers = np.empty(stop - start, np.int64)
@@ -194,7 +192,9 @@ def _block_positions(exact: Sequence[Fraction], *, length: int, block: int | Non
     rarest = min(range(len(exact)), key=lambda i: exact[i] or 2)
     hint = f"source {rarest} has {float(exact[rarest]):.3g} of the weights and needs {needed}"
     if block is None and needed > _MAX_BLOCK_POSITIONS:
-        raise ConfigError(f"{hint} positions to appear for sure: leave it out or give it more weight")
+        raise ConfigError(
+            f"{hint} positions to appear for sure: leave it out or give it more weight"
+        )
     chosen = max(MIX_BLOCK_POSITIONS, needed) if block is None else block
     if chosen < needed:
         raise ConfigError(f"{hint} positions in a mix block to appear for sure, {chosen} are set")

@@ -133,7 +133,9 @@ class SubsetOrder:
     def __init__(self, order: Order, mapping: Indices, *, samples: int) -> None:
         self.length, self.samples = order.length, check_length(samples)
         if order.samples > len(mapping):
-            raise ConfigError(f"an order of {order.samples} samples over a subset of {len(mapping)}")
+            raise ConfigError(
+                f"an order of {order.samples} samples over a subset of {len(mapping)}"
+            )
         if len(mapping) and not 0 <= int(mapping.min()) <= int(mapping.max()) < samples:
             raise ConfigError(
                 f"a subset with indices {mapping.min()} .. {mapping.max()} of {samples} samples"

@@ -74,7 +74,7 @@ class WeightedOrder:
         positive = np.flatnonzero(checked)
         if not replacement and self.length > len(positive):
             raise ConfigError(
-                f"{self.length} draws without replacement from {len(positive)} samples of weight > 0"
+                f"{self.length} draws without replacement from {len(positive)} weights above 0"
             )
         self._digest = digest(checked)
         self._last = int(positive[-1])
@@ -113,7 +113,8 @@ class WeightedOrder:
         uniform = ((drawn >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
         positive = np.flatnonzero(self._table)
         keys = natural_log(uniform[positive]) / -self._table[positive]
-        return positive[np.argsort(keys, kind="stable")[: self.length]]
+        chosen: Indices = positive[np.argsort(keys, kind="stable")[: self.length]]
+        return chosen
 
 
 __all__ = ["WeightedOrder", "check_weights", "natural_log"]

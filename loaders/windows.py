@@ -88,7 +88,9 @@ class WindowOrder:
         if stripes.ndim != 1 or not len(stripes) or stripes[0] or (np.diff(stripes) < 0).any():
             raise ConfigError("stripes must be a rising list of first samples that begins with 0")
         if window_stripes < 1 or first < 1:
-            raise ConfigError(f"windows of {first} to {window_stripes} stripes: 1 or more are needed")
+            raise ConfigError(
+                f"windows of {first} to {window_stripes} stripes: 1 or more are needed"
+            )
         self.length = self.samples = check_length(int(stripes[-1]))
         self.seed, self.window_stripes, self.first = check_seed(seed), window_stripes, first
         self._digest = digest(stripes)
