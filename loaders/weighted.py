@@ -106,7 +106,8 @@ class WeightedOrder:
         points = (drawn >> np.uint64(11)).astype(np.float64) * 2.0**-53 * self._table[-1]
         # "right" passes over weights of 0; rounding may reach the total itself
         found = np.searchsorted(self._table, points, "right")
-        return np.minimum(found, self._last).astype(np.int64, copy=False)
+        chosen: Indices = np.minimum(found, self._last).astype(np.int64, copy=False)
+        return chosen
 
     def _exhaust(self, epoch: int) -> Indices:
         drawn = words(Purpose.WEIGHTED, seed=self.seed, epoch=epoch, count=self.samples)
