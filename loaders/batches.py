@@ -24,6 +24,10 @@ from hpstore.units import round_up
 _ALIGNMENT = 64
 
 
+class SlotLost(Exception):
+    """A read that does not end may still write into a slot: nobody may use it again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ragged:
     """Values of a ragged field of a batch: row i is values[offsets[i]:offsets[i + 1]].
@@ -110,7 +114,12 @@ class Assembler:
         slot = self._slots.take(starts[-1])
         try:
             rows = slot.memory[:rows_bytes].reshape(count, stride)
-            self._fill(stream, indices, places, rows)
+            try:
+                self._fill(stream, indices, places, rows)
+            except SlotLost:  # a hung device may still write into it
+                slot = self._slots.take(starts[-1])
+                rows = slot.memory[:rows_bytes].reshape(count, stride)
+                self._read_verified(stream, indices, rows)
             views = field_views(stream, rows)
             arrays: list[Array] = []
             for name, start in zip(names, starts[1:], strict=False):
@@ -149,10 +158,17 @@ class Assembler:
         self._read(stream, indices, lack, rows)
 
     def _read(self, stream: Stream, indices: Int64s, which: Int64s, rows: Bytes) -> None:
-        records, _ = self._data.read_records(stream, indices[which])
-        for row, record in zip(which.tolist(), records, strict=True):
-            rows[row, : len(record)] = record
+        assert stream.fixed is not None
+        length = stream.fixed.length
+        targets = [rows[row, :length] for row in which.tolist()]
+        if not self._data.read_rows(stream, indices[which], targets):
+            raise SlotLost
         self.read_total += len(which)
+
+    def _read_verified(self, stream: Stream, indices: Int64s, rows: Bytes) -> None:
+        for row, record in enumerate(self._data.read_records(stream, indices)[0]):
+            rows[row, : len(record)] = record
+        self.read_total += len(indices)
 
     def _records(self, stream: Stream, indices: Int64s, places: Locations) -> list[Bytes]:
         """Records of many sizes as views, of the slab where they are there."""
