@@ -1,4 +1,4 @@
-"""Feeding training from a pool: data sets and how to write them, a corpus of byte tokens."""
+"""Feeding training from a pool: data sets, how to write them, and the DataLoader."""
 
 if not __name__.startswith("hpstore."):
     raise ImportError(f"import hpstore.loaders, not {__name__}: see CONTRIBUTING.md")
@@ -15,11 +15,9 @@ from hpstore.loaders.publishing import (
     remove_orphans,
     written_parts,
 )
-from hpstore.loaders.tokens import TokenBatches, TokenCorpus, write_corpus
 from hpstore.loaders.verifying import DatasetReport, verify_dataset
 from hpstore.loaders.writer import DatasetWriter
 
 __all__ = ["DataLoader", "Dataset", "DatasetInfo", "DatasetReport", "DatasetWriter", "Field",
-           "Ragged", "TokenBatches", "TokenCorpus", "delete_dataset", "list_datasets",
-           "publish_parts", "remove_orphans", "verify_dataset", "write_corpus",
-           "written_parts"]  # fmt: skip
+           "Ragged", "delete_dataset", "list_datasets", "publish_parts", "remove_orphans",
+           "verify_dataset", "written_parts"]  # fmt: skip

@@ -179,7 +179,10 @@ def _require_kind(data: bytes, where: str) -> None:
             )
         return
     if isinstance(body, dict) and "shards" in body:
-        raise ConfigError(f"{where} is a corpus of tokens: open it with TokenCorpus")
+        raise ConfigError(
+            f"{where} is a corpus of tokens of an earlier hpstore: write its texts again as a "
+            "data set (examples/train.py shows how), then delete it with pool.delete()"
+        )
     raise ConfigError(f"{where} is no manifest of a data set (kind {kind!r})")
 
 
