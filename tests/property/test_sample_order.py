@@ -173,7 +173,7 @@ def test_a_subset_is_its_mapping_in_the_order_given(length: int, data: st.DataOb
 
 def test_a_subset_that_does_not_fit_is_refused() -> None:
     """Too short a mapping, and indices outside the data set."""
-    with pytest.raises(ConfigError, match="an order of 5 samples on a subset of 4"):
+    with pytest.raises(ConfigError, match="an order of 5 samples over a subset of 4"):
         SubsetOrder(SequentialOrder(5), np.arange(4), samples=9)
     for bad in (9, -1):
         with pytest.raises(ConfigError, match=f"{min(bad, 3)} .. {max(bad, 3)} of 9 samples"):
