@@ -57,11 +57,18 @@ def sorted_labels(indices: Indices, samples: int) -> Indices:
     return indices * CLASSES // samples
 
 
-@pytest.mark.parametrize("samples", [SAMPLES, NETWORK], ids=["table", "network"])
+@pytest.mark.parametrize(
+    ("samples", "table_samples"),
+    [(SAMPLES, SAMPLES), (NETWORK, PERMUTATION_SAMPLES), (SAMPLES, 0), (20_000, 0)],
+    ids=["table", "network", "small network", "tiny network"],
+)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_global_shuffle_of_sorted_data_looks_shuffled(samples: int, seed: int) -> None:
+def test_a_global_shuffle_of_sorted_data_looks_shuffled(
+    samples: int, table_samples: int, seed: int
+) -> None:
     """Classes in batches, and runs of a class, are those of a random permutation."""
-    labels = sorted_labels(GlobalOrder(samples, seed).indices(2, 0, samples), samples)
+    order = GlobalOrder(samples, seed, table_samples=table_samples)
+    labels = sorted_labels(order.indices(2, 0, samples), samples)
     assert abs(spread(labels, samples) - 1) < spread_limit(samples // BATCH)
     assert run_statistic(labels) < RUN_LIMIT
 
