@@ -85,7 +85,7 @@ def test_windows_double_up_to_their_limit_and_end_even(
     assert edges[0] == 0
     assert edges[-1] == stripes
     assert all(0 < width <= limit for width in widths)
-    ramp = []
+    ramp: list[int] = []
     while first < limit and sum(ramp) + first < stripes:
         ramp.append(first)
         first *= 2
