@@ -1,7 +1,7 @@
 """Random words, shuffles and seeds that are equal on every machine and numpy. Pure.
 
-Everything comes from `PCG64(SeedSequence(words)).random_raw`: numpy guarantees the integers of PCG64
-for a seed in every version, and guarantees nothing of the kind for the methods of `Generator`
+Everything comes from `PCG64(SeedSequence(words)).random_raw`: numpy guarantees PCG64's integers for
+a seed in every version, and guarantees nothing of the kind for the methods of `Generator`
 (NEP 19). No result depends on which sort numpy picks, on libm, or on the order of calls.
 """
 
