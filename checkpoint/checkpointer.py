@@ -287,7 +287,7 @@ class Checkpointer(Closing):
             if committed and self._ranks.leads and not self._told_of_later:
                 self._told_of_later = True
                 self._steps.warn_of_later(committed[0].step)
-            whole = committed and committed[0].losses_tolerated >= self.pool.parity
+            whole = committed and committed[0].spare_columns >= self.pool.parity
             if whole and self._ranks.leads:
                 self._steps.retain(committed[0].step, self.retention)
 

@@ -31,7 +31,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """A committed save. Durable on at least m + 1 devices; `losses_tolerated` further losses."""
+    """A committed save. Durable on at least m + 1 devices; `losses_tolerated` further losses, with
+    the pool still opening; `spare_columns` of every object, whether or not it then opens."""
 
     step: int
     key: str  # of the manifest
@@ -40,6 +41,7 @@ class SaveReport:
     staged_seconds: float  # how long save() kept the trainer
     durable_seconds: float  # from the call of save() to the commit
     losses_tolerated: int
+    spare_columns: int
 
     def with_stall(self, seconds: float) -> SaveReport:
         """The same, with what save() took on this rank."""
@@ -119,7 +121,7 @@ class Written:
     columns: ItemColumns = field(default_factory=ItemColumns)
     tree: Any = None
     referenced_bytes: int = 0
-    tolerated: int = 0  # losses that all of `segments` survive
+    tolerated: int = 0  # columns that any of `segments` may lose
     error: str = ""
 
     def encode(self) -> bytes:
@@ -375,6 +377,7 @@ class SaveJob:
                 "again; else save(overwrite=True) replaces it",
                 key=key,
             ) from error
+        spare = min(info.spare_columns, *(w.tolerated for w in written))
         return SaveReport(
             step=self._options.step,
             key=key,
@@ -382,7 +385,8 @@ class SaveJob:
             referenced_bytes=sum(w.referenced_bytes for w in written),
             staged_seconds=0.0,
             durable_seconds=time.perf_counter() - self._options.began,
-            losses_tolerated=min(info.losses_tolerated, *(w.tolerated for w in written)),
+            losses_tolerated=min(info.losses_tolerated, spare),
+            spare_columns=spare,
         )
 
     def _manifest(self, written: Sequence[Written]) -> bytes:
@@ -449,17 +453,17 @@ def _existing(pool: Pool, key: str) -> str | None:
 def require_safe(pool: Pool, key: str, *, version: str | None = None) -> int:
     """PROTOCOL 19: a segment must be readable with one more loss, else it is repaired first.
 
-    Returns the losses it tolerates. Raises CheckpointError, also when it is another `version`.
+    Returns the columns it may lose. Raises CheckpointError, also when it is another `version`.
     """
     info = pool.stat(key)
-    if info.losses_tolerated < 1:
+    if info.spare_columns < 1:
         pool.settle(key)
         info = pool.stat(key)
-    if info.losses_tolerated < 1:
+    if info.spare_columns < 1:
         raise CheckpointError(f"segment {key} would not survive one more lost device")
     if version is not None and info.version != version:
         raise CheckpointError(f"segment {key} was replaced by version {info.version}")
-    return info.losses_tolerated
+    return info.spare_columns
 
 
 def _is_there(pool: Pool, key: str) -> bool:

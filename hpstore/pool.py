@@ -157,7 +157,12 @@ class Pool(PoolHandle):
     def stat(self, key: str) -> ObjectInfo:
         """Facts about the newest version. Raises ObjectNotFound, TooManyErasures."""
         return self._read(
-            key, lambda reader: object_info(reader.header, len(reader.layout.columns))
+            key,
+            lambda reader: object_info(
+                reader.header,
+                len(reader.layout.columns),
+                may_leave=self._store.view.may_leave(reader.unknown),
+            ),
         )
 
     def exists(self, key: str) -> bool:

@@ -134,8 +134,8 @@ def put(
         emit_json(info.as_dict())
     else:
         sys.stdout.write(
-            f"{key}: {format_bytes(info.size)} as {info.data}+{info.parity}, survives "
-            f"{info.losses_tolerated} losses\n"
+            f"{key}: {format_bytes(info.size)} as {info.data}+{info.parity}, "
+            f"{info.losses_tolerated} more devices may be lost\n"
         )
 
 

@@ -106,7 +106,7 @@ def test_removals_wait_while_a_save_is_in_debt(
     put = Pool.put
 
     def poor(self: Pool, key: str, *args: Any, **options: Any) -> ObjectInfo:
-        return replace(put(self, key, *args, **options), losses_tolerated=1)
+        return replace(put(self, key, *args, **options), spare_columns=1)
 
     told: list[str] = []
     with NamedCheckpoints(pool, "run", keep_last=2) as named:
