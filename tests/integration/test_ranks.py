@@ -70,7 +70,8 @@ def load_kinds(rank: int, world: int, directory: Path, *sources: str) -> None:
             assert ckpt.restore(state) == 3
             assert ckpt.last_restore is not None
             newcomer = rank >= int(source[-1])
-            assert ckpt.last_restore.missing == ((f"mine@{rank}/seen",) if newcomer else ())
+            lacking = (f"mine@{rank}/id", f"mine@{rank}/seen")
+            assert ckpt.last_restore.missing == (lacking if newcomer else ())
             assert ckpt.last_restore.unexpected == ()
             ckpt.close()
             check_own(state, rank, newcomer=newcomer)
