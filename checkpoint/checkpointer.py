@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,13 +37,11 @@ from hpstore.checkpoint.retention import Best, Retention
 from hpstore.checkpoint.saving import SaveHandle, SaveJob, SaveOptions, SaveReport, guarded
 from hpstore.checkpoint.stager import Stage, checked_staging
 from hpstore.checkpoint.steps import Steps
-from hpstore.checkpoint.streaming import ByteProgress, counted
+from hpstore.checkpoint.streaming import ByteProgress, counted, counting
 from hpstore.checkpoint.training import State, require_state
 from hpstore.checkpoint.tree import Decoding, PerRank, decode_tree
 from hpstore.closing import Closing
-from hpstore.errors import (
-    CheckpointError,
-)
+from hpstore.errors import CheckpointError
 from hpstore.pool import Pool
 from hpstore.units import parse_bytes
 
@@ -150,6 +149,7 @@ class Checkpointer(Closing):
         *,
         overwrite: bool = False,
         metrics: Mapping[str, float] | None = None,
+        progress: ByteProgress | None = None,
     ) -> SaveHandle:
         """Save `state` as "`step` steps are completed"; returns once it is staged.
 
@@ -158,9 +158,11 @@ class Checkpointer(Closing):
         change (with staging="overlap": parameters and moments by their optimizer's step alone).
         A save that is still being written is waited for first (on_busy); what went wrong in it is
         raised here, at wait() or at close(). Nothing is durable until the handle's result().
-        `metrics`: numbers for keep_best and for those who choose a step later.
+        `metrics`: numbers for keep_best and for those who choose a step later. `progress(done,
+        total)`: bytes that this rank writes, told by the thread that does.
 
-        Raises CheckpointError naming the entry that cannot be saved.
+        Raises CheckpointError naming the entry that cannot be saved, VersionConflict for a step
+        that is known to be committed; one that another job has committed since fails in result().
         """
         self._usable()
         if self.pool.read_only:
@@ -174,8 +176,12 @@ class Checkpointer(Closing):
             return SaveHandle.of_skipped(step)
         waited = time.perf_counter() - began
         with collector_paused():
-            prepared = self._planner.prepare(step, state)
+            prepared = self._planner.prepare(
+                step, state, lambda: None if overwrite else self._steps.require_new(step)
+            )
         options = self._options(checked_step(step), prepared, overwrite, metrics, began)
+        if progress is not None:
+            options = replace(options, progress=counting(progress, prepared.total_bytes))
         job = SaveJob(self.pool, self.prefix, self._ranks, options, self._known)
         try:
             late = self._stage.begin(
@@ -276,6 +282,7 @@ class Checkpointer(Closing):
             self._note_differing(job.differing)
             self._known = job.next_known if self.reuse else {}
             committed.append(report)
+            self._steps.committed(report.step)
             return report.with_stall(staged)
 
         def tidy() -> None:

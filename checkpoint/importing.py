@@ -85,7 +85,7 @@ def import_checkpoint(
     with Checkpointer(
         pool, prefix, rng=False, allow_pickle=allow_pickle, warm=False, lineage=lineage
     ) as checkpointer:
-        checkpointer.save(step, state, overwrite=overwrite).result()
+        checkpointer.save(step, state, overwrite=overwrite, progress=progress).result()
     if progress is not None:
         progress(total, total)
     return ImportReport(

@@ -19,7 +19,7 @@ from hpstore.checkpoint.merging import Merge
 from hpstore.checkpoint.packing import Key, Known, Segment, digests_of, pack
 from hpstore.checkpoint.planning import SMALL_ITEM_BYTES
 from hpstore.checkpoint.ranks import Channel, Ranks
-from hpstore.checkpoint.steps import Steps
+from hpstore.checkpoint.steps import Steps, already_committed
 from hpstore.checkpoint.tree import tensor_names
 from hpstore.codec.galois import Bytes
 from hpstore.errors import CheckpointError, HpstoreError, ObjectNotFound, VersionConflict
@@ -31,8 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """A committed save. Durable on at least m + 1 devices; `losses_tolerated` further losses, with
-    the pool still opening; `spare_columns` of every object, whether or not it then opens."""
+    """A committed save, on at least m + 1 devices. Losses and columns as ObjectInfo has them."""
 
     step: int
     key: str  # of the manifest
@@ -111,6 +110,7 @@ class SaveOptions:
     codec: str
     rate_bytes_per_second: float | None
     began: float
+    progress: Callable[[int], None] | None = None  # told the bytes that are about to be written
 
 
 @dataclass(slots=True, kw_only=True)
@@ -258,8 +258,9 @@ class SaveJob:
             with ThreadPoolExecutor(1, "hpstore-hash") as hashing:
                 hashes = hashing.submit(digests_of, memory, packed.items)
                 info = self._pool.put(
-                    key, data.data, rate_bytes_per_second=self._options.rate_bytes_per_second
-                )
+                    key, data.data, rate_bytes_per_second=self._options.rate_bytes_per_second,
+                    progress=self._options.progress,
+                )  # fmt: skip
                 digests = hashes.result()
             if info.size != packed.size:
                 raise CheckpointError(f"segment {key} has {info.size} bytes, not {packed.size}")
@@ -371,12 +372,7 @@ class SaveJob:
         try:
             info = self._pool.put(key, data, if_absent=before is None, if_version=before)
         except VersionConflict as error:
-            raise VersionConflict(
-                f"step {self._options.step} under {self._prefix!r} is committed already and was "
-                "not touched. If another job has saved it since this one restored, start this one "
-                "again; else save(overwrite=True) replaces it",
-                key=key,
-            ) from error
+            raise already_committed(self._prefix, self._options.step, key) from error
         spare = min(info.spare_columns, *(w.tolerated for w in written))
         return SaveReport(
             step=self._options.step,

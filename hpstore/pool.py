@@ -71,6 +71,7 @@ class Pool(PoolHandle):
         if_absent: bool = False,
         if_version: str | None = None,
         rate_bytes_per_second: float | None = None,
+        progress: Callable[[int], None] | None = None,
     ) -> ObjectInfo:
         """Store `data` (bytes-like, or an open binary file) under `key`.
 
@@ -79,7 +80,9 @@ class Pool(PoolHandle):
         the version before it; an unacknowledged put may still become visible as a whole. `data`
         belongs to this call until it returns. `metadata`: JSON, at most 1 KiB. With `if_absent`
         or `if_version` (an ObjectInfo's version) VersionConflict is raised when it does not hold;
-        that is exact between the processes of one host. `rate_bytes_per_second` spreads the work.
+        that is exact between the processes of one host. `rate_bytes_per_second` spreads the work;
+        `progress` is called by this thread with the bytes about to be written, again when a device
+        fails and they are written anew.
 
         Raises TooFewDevices, VersionConflict, InvalidKey, ConfigError (metadata).
         """
@@ -87,6 +90,13 @@ class Pool(PoolHandle):
         check_key(key)
         encode_metadata(metadata or {})
         source = as_source(data)
+        limit = RateLimit(rate_bytes_per_second, self._store.clock)
+
+        def throttle(count: int) -> None:
+            limit(count)
+            if progress is not None:
+                progress(count)
+
         with self._key_lock(key, needed=if_absent or if_version is not None):
             return put_object(
                 self._store,
@@ -95,7 +105,7 @@ class Pool(PoolHandle):
                 metadata=metadata or {},
                 if_absent=if_absent,
                 if_version=if_version,
-                throttle=RateLimit(rate_bytes_per_second, self._store.clock),
+                throttle=throttle,
             )
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
