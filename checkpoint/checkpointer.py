@@ -18,6 +18,7 @@ from hpstore.checkpoint.accelerator import Accelerator, Cuda
 from hpstore.checkpoint.codecs import checked_codec
 from hpstore.checkpoint.collecting import collector_paused
 from hpstore.checkpoint.draining import Draining
+from hpstore.checkpoint.handles import SaveHandle, SaveReport, guarded
 from hpstore.checkpoint.manifest import Manifest, checked_step
 from hpstore.checkpoint.options import VerifyReport, require_options
 from hpstore.checkpoint.pacing import checked_background, pace
@@ -34,7 +35,7 @@ from hpstore.checkpoint.restoring import (
     load_tensors,
 )
 from hpstore.checkpoint.retention import Best, Retention
-from hpstore.checkpoint.saving import SaveHandle, SaveJob, SaveOptions, SaveReport, guarded
+from hpstore.checkpoint.saving import SaveJob, SaveOptions
 from hpstore.checkpoint.stager import Stage, checked_staging
 from hpstore.checkpoint.steps import Steps
 from hpstore.checkpoint.streaming import ByteProgress, counted, counting

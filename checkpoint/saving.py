@@ -6,13 +6,14 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from hpstore import errors
 from hpstore.checkpoint.attempts import Heartbeat, require_fence, take_fence
+from hpstore.checkpoint.handles import SaveReport
 from hpstore.checkpoint.items import Item, ItemColumns
 from hpstore.checkpoint.manifest import Manifest, manifest_key, segment_key
 from hpstore.checkpoint.merging import Merge
@@ -27,74 +28,6 @@ from hpstore.pool import Pool
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveReport:
-    """A committed save, on at least m + 1 devices. Losses and columns as ObjectInfo has them."""
-
-    step: int
-    key: str  # of the manifest
-    bytes: int  # stored by all ranks for this step
-    referenced_bytes: int  # that an earlier step holds, unchanged, and were not written again
-    staged_seconds: float  # how long save() kept the trainer
-    durable_seconds: float  # from the call of save() to the commit
-    losses_tolerated: int
-    spare_columns: int
-
-    def with_stall(self, seconds: float) -> SaveReport:
-        """The same, with what save() took on this rank."""
-        return replace(self, staged_seconds=seconds)
-
-    def as_dict(self) -> dict[str, object]:
-        """For JSON."""
-        return asdict(self)
-
-
-class SaveHandle:
-    """A save on its way. `staged_seconds` is how long save() kept the trainer.
-
-    `skipped`: there is no save, another one was under way (on_busy="skip"): it is done, and its
-    result() raises CheckpointError.
-    """
-
-    def __init__(
-        self,
-        step: int,
-        staged_seconds: float,
-        future: Future[SaveReport],
-        *,
-        late_seconds: Callable[[], float] = lambda: 0.0,
-        skipped: bool = False,
-    ) -> None:
-        self.step, self.staged_seconds, self.skipped = step, staged_seconds, skipped
-        self.delivered = False  # its error was raised to somebody
-        self._future, self._late_seconds = future, late_seconds
-
-    @classmethod
-    def of_skipped(cls, step: int) -> SaveHandle:
-        """Stands for a save that was not begun."""
-        future: Future[SaveReport] = Future()
-        future.set_exception(
-            CheckpointError(f"the save of step {step} was skipped: another was under way")
-        )
-        return cls(step, 0.0, future, skipped=True)
-
-    @property
-    def visible_stall_seconds(self) -> float:
-        """Time that training has lost: in save() and, with overlap, in the optimizer's hook."""
-        return self.staged_seconds + self._late_seconds()
-
-    def done(self) -> bool:
-        """Whether it is committed or has failed."""
-        return self._future.done()
-
-    def result(self, timeout: float | None = None) -> SaveReport:
-        """Wait for the commit. Raises what went wrong, TimeoutError when it takes longer."""
-        if self._future not in wait([self._future], timeout).done:
-            raise TimeoutError(f"the save of step {self.step} is not done after {timeout} s")
-        self.delivered = True  # not after a timeout: it may fail in that very moment
-        return self._future.result()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -487,13 +420,4 @@ def _remove_quietly(pool: Pool, key: str) -> None:
         return
 
 
-def guarded(action: Callable[[], T], future: Future[T]) -> None:
-    """Run a part of a save on its thread, its outcome into the future."""
-    try:
-        future.set_result(action())
-    except BaseException as error:  # noqa: BLE001 (raised again by result, save, wait, close)
-        future.set_exception(error)
-
-
-__all__ = ["SaveHandle", "SaveJob", "SaveOptions", "SaveReport", "Written", "guarded",
-           "require_safe"]  # fmt: skip
+__all__ = ["SaveJob", "SaveOptions", "Written", "require_safe"]

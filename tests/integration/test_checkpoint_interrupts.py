@@ -12,10 +12,10 @@ import torch
 
 import hpstore
 from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint.handles import SaveHandle, SaveReport
 from hpstore.checkpoint.manifest import manifest_key
 from hpstore.checkpoint.planner import Planner
 from hpstore.checkpoint.ranks import Ranks
-from hpstore.checkpoint.saving import SaveHandle, SaveReport
 from hpstore.checkpoint.stager import Stage
 from hpstore.config import Settings
 from hpstore.errors import CheckpointError, VersionConflict
