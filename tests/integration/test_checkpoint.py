@@ -19,7 +19,6 @@ from hpstore.checkpoint.manifest import Manifest, manifest_key, segment_key, sor
 from hpstore.checkpoint.planning import chunks_of, place
 from hpstore.checkpoint.retention import Best, Retention, orphans, steps_to_drop
 from hpstore.checkpoint.tree import Collected, Decoding, decode_tree, encode_tree
-from hpstore.config import Settings
 from hpstore.devices.wrappers import SimulatedCrash
 from hpstore.errors import (
     CheckpointError,
@@ -30,15 +29,6 @@ from hpstore.errors import (
     VersionConflict,
 )
 from hpstore.testing.harness import Harness
-from hpstore.units import MIB
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> hpstore.Pool:
-    return hpstore.create(
-        [tmp_path / f"d{i}" for i in range(5)], data=3, parity=2, config=tmp_path / "pool.toml",
-        settings=Settings(memory_bytes=32 * MIB, run_directory=str(tmp_path / "run")),
-    )  # fmt: skip
 
 
 def model(seed: int) -> torch.nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +17,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 import hpstore
 from hpstore.checkpoint import Checkpointer, StorageWriter
 from hpstore.cli import main
-from hpstore.config import Settings
 from hpstore.errors import CheckpointError, ConfigError, HpstoreError, ObjectNotFound
-from hpstore.units import MIB
 
 RUN = "runs/a"
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[hpstore.Pool]:
-    made = hpstore.create(
-        [tmp_path / f"d{i}" for i in range(5)], data=3, parity=2, config=tmp_path / "pool.toml",
-        settings=Settings(memory_bytes=32 * MIB, run_directory=str(tmp_path / "run")),
-    )  # fmt: skip
-    with made:
-        yield made
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import warnings
 import zipfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,6 @@ from hpstore.checkpoint.outline import leaves, only_branch, stripped, subtree
 from hpstore.checkpoint.safetensors_files import DTYPES, read_safetensors
 from hpstore.checkpoint.tree import Collected, encode_tree
 from hpstore.cli.describe import described
-from hpstore.config import Settings
 from hpstore.errors import (
     CheckpointError,
     ConfigError,
@@ -44,20 +42,9 @@ from hpstore.errors import (
     VersionConflict,
 )
 from hpstore.records import FORMAT, seal
-from hpstore.units import MIB
 
 RUN = "runs/a"
 FORMATS = ("safetensors", "torch", "dcp")
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[hpstore.Pool]:
-    made = hpstore.create(
-        [tmp_path / f"d{i}" for i in range(5)], data=3, parity=2, config=tmp_path / "pool.toml",
-        settings=Settings(memory_bytes=32 * MIB, run_directory=str(tmp_path / "run")),
-    )  # fmt: skip
-    with made:
-        yield made
 
 
 def bits(tensor: torch.Tensor) -> bytes:
