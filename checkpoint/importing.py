@@ -85,7 +85,10 @@ def import_checkpoint(
     with Checkpointer(
         pool, prefix, rng=False, allow_pickle=allow_pickle, warm=False, lineage=lineage
     ) as checkpointer:
-        checkpointer.save(step, state, overwrite=overwrite, progress=progress).result()
+        told = None
+        if progress is not None:
+            told = lambda done, _: progress(min(done, total), total)  # noqa: E731
+        checkpointer.save(step, state, overwrite=overwrite, progress=told).result()
     if progress is not None:
         progress(total, total)
     return ImportReport(

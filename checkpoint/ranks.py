@@ -132,9 +132,11 @@ class Roll:
         self._count(group, self._rank, 1)
 
     def absent(self, group: str) -> list[int]:
-        """Ranks that have not come to the message that this one is at."""
+        """Ranks that have not come to the message that this one is at: of these the ones furthest
+        behind, as others may have given up on them already."""
         seen = {rank: self._count(group, rank, 0) for rank in range(self._world)}
-        return [rank for rank, n in seen.items() if n is not None and n < self._come[group]]
+        late = {rank: n for rank, n in seen.items() if n is not None and n < self._come[group]}
+        return [rank for rank, n in late.items() if n == min(late.values())]
 
     def _count(self, group: str, rank: int, more: int) -> int | None:
         try:

@@ -237,6 +237,7 @@ def test_a_step_that_another_job_has_committed_since_fails_in_result(pool: hpsto
     """What save() cannot know: the handle says it, and the next save is made."""
     with pool, Checkpointer(pool, "run") as ckpt:
         ckpt.save(1, {"x": torch.ones(9)}).result()
+        ckpt.wait()
         pool.put(manifest_key("run", 2), b"of another job")
         handle = ckpt.save(2, {"x": torch.ones(9)})
         with pytest.raises(VersionConflict, match="step 2 under 'run' is committed"):

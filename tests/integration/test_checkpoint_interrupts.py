@@ -57,6 +57,7 @@ def test_the_error_of_a_save_is_raised_after_an_interrupted_wait(
 ) -> None:
     """Control-C while wait() waits: the next wait() still raises what went wrong."""
     ckpt.save(1, {"w": torch.ones(3)}).result()
+    ckpt.wait()
     ckpt.pool.put(manifest_key("run", 2), b"of another job")
     ckpt.save(2, {"w": torch.ones(3)})  # of a step that is there now: it fails
 

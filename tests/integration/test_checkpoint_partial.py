@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import typing
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -215,8 +214,8 @@ def test_a_namedtuple_of_other_fields_changes_nothing(pool: hpstore.Pool) -> Non
     """Fields in another order, or too many, would give values to the wrong names."""
     with ckpt_of(pool) as ckpt:
         ckpt.save(1, {"at": Point(2, torch.ones(3)), "z": torch.ones(2)}).result()
-        for other in (Swapped(torch.zeros(3), 0), typing.NamedTuple("One", [("x", int)])(1)):
-            state = {"at": other, "z": torch.zeros(2)}
+        for other in (Swapped(torch.zeros(3), 0), One(1)):
+            state: dict[str, Any] = {"at": other, "z": torch.zeros(2)}
             with pytest.raises(CheckpointMismatch, match=r"\('x', 'weights'\) was saved"):
                 ckpt.restore(state)
             assert torch.equal(state["z"], torch.zeros(2))
@@ -225,7 +224,7 @@ def test_a_namedtuple_of_other_fields_changes_nothing(pool: hpstore.Pool) -> Non
 # --- what cannot be saved -----------------------------------------------------------------------
 
 
-SPARSE = {
+SPARSE: dict[str, tuple[Callable[[], Any], str]] = {
     "sparse_coo": (lambda: torch.eye(3).to_sparse(), r"\.indices\(\) and \.values\(\)"),
     "sparse_csr": (lambda: torch.eye(3).to_sparse_csr(), r"crow_indices\(\)"),
     "quantised": (

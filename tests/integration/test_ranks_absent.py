@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hpstore.checkpoint import Checkpointer
-from hpstore.errors import CheckpointError
+from hpstore.errors import CheckpointError, VersionConflict
 from tests.integration.ranks import launch, make_pool, open_pool
 
 SECONDS = 3.0
@@ -50,7 +50,7 @@ def refused_on_all(rank: int, world: int, directory: Path) -> None:
     """A step that is there: no rank stages it, all raise, and the next save is made."""
     with open_pool(directory) as pool, Checkpointer(pool, "run") as ckpt:
         ckpt.save(1, {"x": torch.ones(3)}).result()
-        with pytest.raises(CheckpointError, match="step 1 under 'run' is committed already"):
+        with pytest.raises(VersionConflict, match="step 1 under 'run' is committed already"):
             ckpt.save(1, {"x": torch.ones(3)})
         ckpt.save(2, {"x": torch.ones(3)}).result()
 
