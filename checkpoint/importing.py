@@ -85,9 +85,7 @@ def import_checkpoint(
     with Checkpointer(
         pool, prefix, rng=False, allow_pickle=allow_pickle, warm=False, lineage=lineage
     ) as checkpointer:
-        told = None
-        if progress is not None:
-            told = lambda done, _: progress(min(done, total), total)  # noqa: E731
+        told = _of_tensors(progress, total)
         checkpointer.save(step, state, overwrite=overwrite, progress=told).result()
     if progress is not None:
         progress(total, total)
@@ -95,6 +93,13 @@ def import_checkpoint(
         step=step, format=kind, path=str(path), tensors=len(tensors), bytes=total,
         seconds=time.perf_counter() - began,
     )  # fmt: skip
+
+
+def _of_tensors(progress: ByteProgress | None, total: int) -> ByteProgress | None:
+    """A callback for what is written, told as bytes of tensors: segments are padded."""
+    if progress is None:
+        return None
+    return lambda done, _: progress(min(done, total), total)
 
 
 def _format(path: Path, asked: str | None) -> str:

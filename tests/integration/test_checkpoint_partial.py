@@ -182,6 +182,12 @@ class Point(NamedTuple):
     weights: torch.Tensor
 
 
+class One(NamedTuple):
+    """Of fewer fields."""
+
+    x: int
+
+
 Swapped = namedtuple("Swapped", ("weights", "x"))
 
 
