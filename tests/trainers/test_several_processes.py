@@ -64,7 +64,7 @@ def test_a_ddp_fit_resumes_on_every_rank(tmp_path: Path, later: int) -> None:
     pytest.importorskip("lightning.pytorch")
     make_pool(tmp_path)
     launch(tmp_path, 2, fit, "cut", 2)
-    for marker in tmp_path.rglob("*.ckpt"):
+    for marker in (tmp_path / "cut").rglob("*.ckpt"):
         marker.unlink()
     launch(tmp_path, later, fit, "cut", EPOCHS)
     if later == 1:
