@@ -156,14 +156,13 @@ class Checkpointer(Closing):
 
         `state`: a dict of modules, optimizers, objects with state_dict/load_state_dict, tensors,
         numpy arrays, numbers, strings, nested dicts and lists. After the return the tensors may
-        change (with staging="overlap": parameters and moments by their optimizer's step alone).
-        A save that is still being written is waited for first (on_busy); what went wrong in it is
-        raised here, at wait() or at close(). Nothing is durable until the handle's result().
-        `metrics`: numbers for keep_best and for those who choose a step later. `progress(done,
-        total)`: bytes that this rank writes, told by the thread that does.
+        change (with staging="overlap": parameters and moments by their optimizer's step alone). A
+        save still being written is waited for first (on_busy); what went wrong in it is raised
+        here, at wait() or close(). Nothing is durable until the handle's result(). `metrics`:
+        numbers for keep_best. `progress(done, total)`: bytes written by this rank, in background.
 
         Raises CheckpointError naming the entry that cannot be saved, VersionConflict for a step
-        that is known to be committed; one that another job has committed since fails in result().
+        known to be committed; one that another job has committed since fails in result().
         """
         self._usable()
         if self.pool.read_only:

@@ -8,6 +8,7 @@ of the training thread, the other the background save: neither waits for the oth
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from hpstore.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
+GRACE_SECONDS = 2.0  # for ranks that are a little behind when another one's end is noticed
 
 
 class Channel(Enum):
@@ -132,8 +134,16 @@ class Roll:
         self._count(group, self._rank, 1)
 
     def absent(self, group: str) -> list[int]:
-        """Ranks that have not come to the message that this one is at: of these the ones furthest
-        behind, as others may have given up on them already."""
+        """Ranks that have not come to the message that this one is at, nor come soon: of these the
+        ones furthest behind, as others may have given up on them already."""
+        end = time.monotonic() + GRACE_SECONDS
+        found = self._late(group)
+        while len(found) > 1 and time.monotonic() < end:  # a peer's death is seen at once
+            time.sleep(GRACE_SECONDS / 20)
+            found = self._late(group)
+        return found
+
+    def _late(self, group: str) -> list[int]:
         seen = {rank: self._count(group, rank, 0) for rank in range(self._world)}
         late = {rank: n for rank, n in seen.items() if n is not None and n < self._come[group]}
         return [rank for rank, n in late.items() if n == min(late.values())]

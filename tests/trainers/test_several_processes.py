@@ -35,12 +35,11 @@ def fit(rank: int, world: int, directory: Path, prefix: str, epochs: int) -> Non
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import DDPStrategy
 
-    from hpstore.trainers import HPCheckpointIO
-    from tests.trainers.test_lightning import Tiny
+    from hpstore.trainers.lightning import HPCheckpointIO
+    from tests.trainers.test_lightning import Tiny, batches
 
     torch.manual_seed(5)
     model = Tiny()
-    rows = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
     with open_pool(directory) as pool:
         io = HPCheckpointIO(pool, prefix, root=directory)
         run = pl.Trainer(
@@ -48,10 +47,9 @@ def fit(rank: int, world: int, directory: Path, prefix: str, epochs: int) -> Non
             strategy=DDPStrategy(process_group_backend="gloo"), enable_progress_bar=False,
             enable_model_summary=False, default_root_dir=directory / prefix,
         )  # fmt: skip
-        loader = torch.utils.data.DataLoader(list(rows), batch_size=4)  # type: ignore[arg-type]
-        run.fit(model, loader, ckpt_path=io.latest())
+        run.fit(model, batches(), ckpt_path=io.latest())
         io.close()
-        assert run.strategy.world_size == world
+        assert run.world_size == world
         found = {"model": model.state_dict(), "optimizer": run.optimizers[0].state_dict(),
                  "step": run.global_step}  # fmt: skip
     torch.save(found, directory / f"{prefix}-{epochs}-{rank}.pt")
@@ -100,7 +98,7 @@ def accelerated(folder: Path) -> Any:
 def saving(rank: int, world: int, directory: Path) -> None:
     """Two steps, a save, three steps: their losses, and the weights, to files."""
     join_job(rank, world)
-    from hpstore.trainers import HPAccelerate
+    from hpstore.trainers.huggingface import HPAccelerate
 
     torch.manual_seed(1)
     run = accelerated(directory / "p")
@@ -119,7 +117,7 @@ def saving(rank: int, world: int, directory: Path) -> None:
 def loading(rank: int, world: int, directory: Path) -> None:
     """The same three steps from the newest state, with each rank's own noise."""
     join_job(rank, world)
-    from hpstore.trainers import HPAccelerate
+    from hpstore.trainers.huggingface import HPAccelerate
 
     torch.manual_seed(2)
     run = accelerated(directory / "p")
@@ -139,18 +137,18 @@ def loading(rank: int, world: int, directory: Path) -> None:
 def failing(rank: int, world: int, directory: Path) -> None:
     """Rank 1 cannot take part in a load, rank 0 cannot save: both ranks hear of both."""
     join_job(rank, world)
-    from hpstore.trainers import HPAccelerate
+    from hpstore.trainers.huggingface import HPAccelerate
 
     run = accelerated(directory / "p")
     with open_pool(directory) as pool, HPAccelerate(run.accelerator, pool, "run") as hp:
         run.accelerator.save_state("one")
         hp.wait()
         if rank == 1:
-            hp.checkpoints.load = refuse  # type: ignore[method-assign]
+            hp.checkpoints.load = refuse
         with pytest.raises(CheckpointError, match="not on this host"):
             run.accelerator.load_state("one")
         if rank == 0:
-            hp.checkpoints.save = refuse  # type: ignore[method-assign]
+            hp.checkpoints.save = refuse
         with pytest.raises(CheckpointError, match="not on this host"):
             run.accelerator.save_state("two")
         dist.barrier()
@@ -182,7 +180,7 @@ def test_states_travel_between_ranks_bit_by_bit() -> None:
     """RNG states of Python, numpy and torch, and tensors of odd kinds."""
     from hpstore.checkpoint.training import rng_state
 
-    state = {"rng": rng_state(), "half": torch.ones(2, 3, dtype=torch.bfloat16), "no": None,
+    state: dict[str, Any] = {"rng": rng_state(), "half": torch.ones(2, 3, dtype=torch.bfloat16), "no": None,
              "empty": torch.empty(0, 2), "scalar": torch.tensor(3), "pair": (1, [2.5])}  # fmt: skip
     found = of_bytes(to_bytes(state))
     assert found["rng"]["python"] == state["rng"]["python"]
