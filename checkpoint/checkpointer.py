@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -179,9 +178,7 @@ class Checkpointer(Closing):
             prepared = self._planner.prepare(
                 step, state, lambda: None if overwrite else self._steps.require_new(step)
             )
-        options = self._options(checked_step(step), prepared, overwrite, metrics, began)
-        if progress is not None:
-            options = replace(options, progress=counting(progress, prepared.total_bytes))
+        options = self._options(checked_step(step), prepared, overwrite, metrics, began, progress)
         job = SaveJob(self.pool, self.prefix, self._ranks, options, self._known)
         try:
             late = self._stage.begin(
@@ -223,7 +220,7 @@ class Checkpointer(Closing):
 
     def _options(
         self, step: int, prepared: Prepared, overwrite: bool,
-        metrics: Mapping[str, float] | None, began: float,
+        metrics: Mapping[str, float] | None, began: float, progress: ByteProgress | None,
     ) -> SaveOptions:  # fmt: skip
         extra: dict[str, Any] = {}
         if metrics:
@@ -242,6 +239,7 @@ class Checkpointer(Closing):
             codec=self.compression,
             rate_bytes_per_second=pace(self.background, prepared.total_bytes, interval),
             began=began,
+            progress=counting(progress, prepared.total_bytes) if progress is not None else None,
         )
 
     def _begin_job(self, job: SaveJob) -> None:

@@ -180,8 +180,10 @@ def test_states_travel_between_ranks_bit_by_bit() -> None:
     """RNG states of Python, numpy and torch, and tensors of odd kinds."""
     from hpstore.checkpoint.training import rng_state
 
-    state: dict[str, Any] = {"rng": rng_state(), "half": torch.ones(2, 3, dtype=torch.bfloat16), "no": None,
-             "empty": torch.empty(0, 2), "scalar": torch.tensor(3), "pair": (1, [2.5])}  # fmt: skip
+    state: dict[str, Any] = {
+        "rng": rng_state(), "half": torch.ones(2, 3, dtype=torch.bfloat16), "no": None,
+        "empty": torch.empty(0, 2), "scalar": torch.tensor(3), "pair": (1, [2.5]),
+    }  # fmt: skip
     found = of_bytes(to_bytes(state))
     assert found["rng"]["python"] == state["rng"]["python"]
     assert torch.equal(found["rng"]["torch"], state["rng"]["torch"])
