@@ -176,9 +176,8 @@ class Checkpointer(Closing):
             return SaveHandle.of_skipped(step)
         waited = time.perf_counter() - began
         with collector_paused():
-            prepared = self._planner.prepare(
-                step, state, lambda: None if overwrite else self._steps.require_new(step)
-            )
+            require = None if overwrite else self._steps.require_new
+            prepared = self._planner.prepare(step, state, require)
         options = self._options(checked_step(step), prepared, overwrite, metrics, began, progress)
         job = SaveJob(self.pool, self.prefix, self._ranks, options, self._known)
         handle = SaveHandle(step, began)
@@ -258,17 +257,11 @@ class Checkpointer(Closing):
         interval = began - self._saved_at if self._saved_at is not None else None
         self._saved_at = began
         return SaveOptions(
-            step=step,
-            tree=prepared.tree,
-            names=prepared.names,
-            session=self._session,
-            overwrite=overwrite,
-            extra=extra,
-            codec=self.compression,
+            step=step, tree=prepared.tree, names=prepared.names, session=self._session,
+            overwrite=overwrite, extra=extra, codec=self.compression, began=began,
             rate_bytes_per_second=pace(self.background, prepared.total_bytes, interval),
-            began=began,
             progress=counting(progress, prepared.total_bytes) if progress is not None else None,
-        )
+        )  # fmt: skip
 
     def _begin_job(self, job: SaveJob) -> None:
         """Take the fence on the first save, then note the attempt."""

@@ -57,15 +57,16 @@ class Planner:
         self._layout: Layout | None = None  # of the save before, when one rank saves
 
     def prepare(
-        self, step: int, state: State, require: Callable[[], None] = lambda: None
+        self, step: int, state: State, require: Callable[[int], None] | None = None
     ) -> Prepared:
         """Plan a save. Collective. Raises CheckpointError on all ranks when it fails on one, which
-        includes what this rank's `require` raises."""
+        includes what this rank's `require(step)` raises."""
         error: Exception | None = None
         tree, chunks = None, list[Chunk]()
         found = Collected(rank=self._ranks.rank, allow_pickle=self._allow_pickle)
         try:
-            require()
+            if require is not None:
+                require(step)
             tree = encode_tree(collect(state, rng=self._rng), "", found)
             if self._ranks.world == 1 and self._layout is not None:
                 slices = self._layout.applied(found.tensors)
