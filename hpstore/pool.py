@@ -100,8 +100,8 @@ class Pool(PoolHandle):
         or `if_version` (an ObjectInfo's version) VersionConflict is raised when it does not hold;
         that is exact between the processes of one host. `rate_bytes_per_second` spreads the work;
         `progress` is called by this thread with the bytes about to be written, again when a device
-        fails and they are written anew. `unit_bytes`: stripe unit of
-        this object, the pool's unless given.
+        fails and they are written anew. `unit_bytes`: stripe unit of this object, the pool's
+        unless given.
 
         Raises TooFewDevices, VersionConflict, InvalidKey, ConfigError (metadata, unit).
         """
