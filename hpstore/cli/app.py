@@ -23,6 +23,7 @@ from hpstore.cli.output import (
     table,
 )
 from hpstore.errors import ConfigError, ObjectNotFound
+from hpstore.interop.names import add_to_table, require_free
 from hpstore.opening import shares_filesystem
 from hpstore.rebuild import RebuildReport
 from hpstore.units import MIB, format_bytes, parse_bytes
@@ -69,10 +70,15 @@ def create(
 
     hpstore create pool.toml --data 4 --parity 2 /mnt/a /mnt/b /mnt/c /mnt/d /mnt/e /mnt/f
     """
+    if name is not None:
+        require_free(name, config)
     pool = hpstore.create(
         devices, data=data, parity=parity, config=config, name=name, domains=domain,
         unit_bytes=parse_bytes(unit),
     )  # fmt: skip
+    table = add_to_table(name, config) if name is not None else None
+    if table is not None:
+        sys.stderr.write(f"hpstore: note: {name} is in {table}, too, for URLs\n")
     with pool:
         status = pool.status()
     if status.effective_data < data:
@@ -134,8 +140,8 @@ def put(
         emit_json(info.as_dict())
     else:
         sys.stdout.write(
-            f"{key}: {format_bytes(info.size)} as {info.data}+{info.parity}, survives "
-            f"{info.losses_tolerated} losses\n"
+            f"{key}: {format_bytes(info.size)} as {info.data}+{info.parity}, "
+            f"{info.losses_tolerated} more devices may be lost\n"
         )
 
 
