@@ -89,7 +89,7 @@ def share_out(paths: Sequence[str]) -> list[tuple[str, list[int]]]:
     return jobs
 
 
-def merge_spans(spans: Sequence[Span]) -> tuple[list[Span], list[int]]:
+def merge_parts(spans: Sequence[Span]) -> tuple[list[Span], list[int]]:
     """Disjoint runs that cover all spans, sorted; and for each span the run that holds it. Pure.
 
     Spans are merged when they overlap, or when less than a checksummed block (64 KiB, which is
@@ -111,7 +111,7 @@ def merge_spans(spans: Sequence[Span]) -> tuple[list[Span], list[int]]:
     return runs, run_of
 
 
-def read_spans(reader: PooledReader, spans_of: Callable[[int], Sequence[Span]]) -> list[Bytes]:
+def read_parts(reader: PooledReader, spans_of: Callable[[int], Sequence[Span]]) -> list[Bytes]:
     """The bytes of all spans [low, high), each (high - low,) uint8, all of one version.
 
     `spans_of(size)` says them for an object of `size` bytes; it is asked again when the object is
@@ -120,7 +120,7 @@ def read_spans(reader: PooledReader, spans_of: Callable[[int], Sequence[Span]]) 
     """
     for _ in range(READ_TRIES):
         version, spans = reader.version, spans_of(reader.size)
-        runs, run_of = merge_spans(spans)
+        runs, run_of = merge_parts(spans)
         arrays = [np.empty(high - low, np.uint8) for low, high in runs]
         try:
             reader.read_ranges(runs, _filler(runs, arrays))
@@ -153,7 +153,7 @@ def _filler(runs: Sequence[Span], arrays: Sequence[Bytes]) -> Callable[[int, Byt
 
 def read_slice(reader: PooledReader, start: int | None, end: int | None) -> bytes:
     """A slice of an object, of one version."""
-    return read_spans(reader, lambda size: [slice_bounds(size, start, end)])[0].tobytes()
+    return read_parts(reader, lambda size: [slice_bounds(size, start, end)])[0].tobytes()
 
 
 def delete_all(pool: Pool, keys: Sequence[str]) -> None:
@@ -184,5 +184,5 @@ def _attempt(reader: PooledReader, start: int | None, end: int | None) -> bytes 
         return error
 
 
-__all__ = ["MERGED_BYTES", "WORKERS", "Span", "delete_all", "merge_spans", "read_ranges",
-           "read_slice", "read_spans", "share_out", "slice_bounds", "stat_all"]  # fmt: skip
+__all__ = ["MERGED_BYTES", "WORKERS", "Span", "delete_all", "merge_parts", "read_ranges",
+           "read_slice", "read_parts", "share_out", "slice_bounds", "stat_all"]  # fmt: skip

@@ -8,26 +8,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
-from zarr.abc.store import (
-    ByteRequest,
-    OffsetByteRequest,
-    RangeByteRequest,
-    Store,
-    SuffixByteRequest,
-)
-from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
+from zarr.abc.store import ByteRequest
+from zarr.core.buffer import Buffer
 
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError, ObjectNotFound, VersionConflict
-from hpstore.interop.bulk import Span, delete_all, read_spans
-from hpstore.interop.names import find_pool, is_path
+from hpstore.interop.bulk import delete_all, read_parts
 from hpstore.interop.paths import PoolPaths
-from hpstore.interop.tree import descend
+from hpstore.interop.zarr_base import BlockingStore, byte_span
 from hpstore.keys import check_key
 from hpstore.pool import Pool
 
@@ -37,63 +30,31 @@ T = TypeVar("T")
 _DOCUMENTS = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
 
 
-def byte_span(request: ByteRequest | None, size: int) -> Span:
-    """[low, high) of a value of `size` bytes that a request means; cut where the value ends. Pure.
+class PoolStore(BlockingStore):
+    """The values of zarr arrays and groups, under a prefix of a pool's keys.
 
-    Raises ValueError for a negative bound and for what is no request.
-    """
-    match request:
-        case None:
-            low, high = 0, size
-        case RangeByteRequest(start=low, end=high):
-            pass
-        case OffsetByteRequest(offset=low):
-            high = max(low, size)
-        case SuffixByteRequest(suffix=suffix):
-            low, high = (max(0, size - suffix), size) if suffix >= 0 else (suffix, size)
-        case _:
-            raise ValueError(f"Unexpected byte_range, got {request!r}.")
-    if low < 0 or high < 0:
-        raise ValueError(f"Unexpected byte_range, got {request!r}: a bound is negative.")
-    low = min(low, size)
-    return low, max(low, min(high, size))
-
-
-class PoolStore(Store):
-    """The values of zarr arrays and groups, under a prefix of a pool's keys. Thread-safe.
-
-    `pool`: an open Pool, which stays the caller's to close; or a pool's name, or the path of its
-    pool.toml: then the pool is opened on first use, shared by the process, and closed at its end.
     `prefix`: where the keys begin; a store that can be written needs one, as zarr's mode "w"
-    deletes all that it finds. Pickles as pool.toml and prefix.
+    deletes all that it finds. Listings raise TooFewDevices when keys may be there unseen: a group
+    must not look smaller than it is.
 
     A value that cannot be read now raises TooManyErasures; None, which zarr takes for a chunk of
-    fill values, means that no such object exists. Blocking work runs on the event loop's threads.
-    A read that is cancelled goes on into memory that nobody else gets; a write that is cancelled
-    ends first, as `value` is read until then.
+    fill values, means that no such object exists. A write that is cancelled ends first, as its
+    value is read until then.
     """
 
     supports_writes = True
     supports_deletes = True
-    supports_listing = True
 
     def __init__(
         self, pool: Pool | str | os.PathLike[str], prefix: str = "", *, read_only: bool = False
     ) -> None:
-        self._own = pool if isinstance(pool, Pool) else None
-        if isinstance(pool, Pool):
-            self._config, read_only = pool.config, read_only or pool.read_only
-        else:
-            where = os.fspath(pool)
-            self._config = find_pool(os.path.abspath(where) if is_path(where) else where)
         self.prefix = check_key(prefix.strip("/")) if prefix.strip("/") else ""
-        if not self.prefix and not read_only:
+        super().__init__(pool, self.prefix, read_only=read_only)
+        if not self.prefix and not self.read_only:
             raise ConfigError(
                 "a zarr store that can be written needs a prefix of its own: mode 'w' and "
                 "overwrite=True delete all below it, here that would be the whole pool"
             )
-        super().__init__(read_only=read_only)
-        self._mounted_read_only = read_only
 
     @classmethod
     def from_url(cls, url: str, *, read_only: bool = False) -> PoolStore:
@@ -103,145 +64,27 @@ class PoolStore(Store):
             raise ConfigError(f"{url!r} is no URL of a pool; write hpstore://NAME/prefix")
         return cls(name, prefix, read_only=read_only)
 
-    def with_read_only(self, read_only: bool = False) -> PoolStore:
-        """The same place, writable or not. Raises ConfigError over a Pool opened read-only."""
-        if self._own is not None and self._own.read_only and not read_only:
-            raise ConfigError(
-                f"{self} cannot be written: its Pool was opened read-only; open one that is not"
-            )
-        made = type(self)(self._own or self._config.path, self.prefix, read_only=read_only)
-        made._mounted_read_only = self._mounted_read_only and read_only  # no second pool for "r"
-        return made
-
-    def __reduce__(self) -> tuple[Callable[..., PoolStore], tuple[object, ...]]:
-        return _reopen, (type(self), str(self._config.path), self.prefix, self.read_only)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, type(self)) and self._place() == other._place()
-
-    __hash__ = None  # type: ignore[assignment]  # as zarr's own stores
-
-    def _place(self) -> tuple[object, ...]:
-        return self._config.path.resolve(), self.prefix, self.read_only
-
-    def __str__(self) -> str:
-        return f"hpstore://{self._config.name}/{self.prefix}"
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({str(self)!r})"
-
-    # --- opening ----------------------------------------------------------------------------
-
-    async def _open(self) -> None:
-        """Open the pool, so that a place that is not there is found now."""
-        if self._is_open:
-            raise ValueError("store is already open")
-        await self._ensure_open()
-
-    async def _ensure_open(self) -> None:
-        if not self._is_open:
-            await asyncio.to_thread(self._pool)
-            self._is_open = True
-
-    def _pool(self) -> Pool:
-        if self._own is not None:
-            return self._own
-        return PoolPaths.mounts.mount(self._config, read_only=self._mounted_read_only).pool
-
     def _key(self, key: str) -> str:
         return f"{self.prefix}/{key}" if self.prefix else key
 
     # --- reading ----------------------------------------------------------------------------
 
     def _read(self, key: str, requests: Sequence[ByteRequest | None]) -> list[Bytes] | None:
-        """Parts of a value, all of one version; None when there is no such object."""
         try:
             with self._pool().reader(self._key(key)) as reader:
-                return read_spans(reader, lambda size: [byte_span(r, size) for r in requests])
+                return read_parts(reader, lambda size: [byte_span(r, size) for r in requests])
         except ObjectNotFound:
             return None
 
-    def get_sync(
-        self,
-        key: str,
-        *,
-        prototype: BufferPrototype | None = None,
-        byte_range: ByteRequest | None = None,
-    ) -> Buffer | None:
-        """`get`, called by a thread that may block."""
-        found = self._read(key, [byte_range])
-        return None if found is None else _buffer(found[0], prototype)
+    def _keys(self, prefix: str) -> list[str]:
+        start = self._key("")
+        return [key[len(start) :] for key in self._pool().list(f"{start}{prefix}", certain=True)]
 
-    async def get(
-        self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
-    ) -> Buffer | None:
-        """A value or a part of it, verified, of one version; None when there is no such object.
-
-        Raises TooManyErasures when it is there and cannot be read now.
-        """
-        await self._ensure_open()
-        found = await asyncio.to_thread(self._read, key, [byte_range])
-        return None if found is None else _buffer(found[0], prototype)
-
-    async def get_partial_values(
-        self,
-        prototype: BufferPrototype,
-        key_ranges: Iterable[tuple[str, ByteRequest | None]],
-    ) -> list[Buffer | None]:
-        """Many parts in the order asked for. Those of one key are read at once, of one version."""
-        await self._ensure_open()
-        wanted = list(key_ranges)
-        by_key: dict[str, list[int]] = {}
-        for index, (key, _) in enumerate(wanted):
-            by_key.setdefault(key, []).append(index)
-        results: list[Buffer | None] = [None] * len(wanted)
-
-        async def read(key: str, indices: list[int]) -> None:
-            found = await asyncio.to_thread(self._read, key, [wanted[i][1] for i in indices])
-            for index, array in zip(indices, found or (), strict=found is not None):
-                results[index] = _buffer(array, prototype)
-
-        await asyncio.gather(*(read(key, indices) for key, indices in by_key.items()))
-        return results
-
-    def get_ranges_sync(
-        self,
-        key: str,
-        byte_ranges: Sequence[ByteRequest | None],
-        *,
-        prototype: BufferPrototype,
-        **limits: Any,  # Any: zarr's hints for stores that pay for each request
-    ) -> Sequence[tuple[int, Buffer | None]]:
-        """(index, part) for each range, one look-up for all: zarr 3.2 reads shards so.
-
-        Raises ExceptionGroup with a FileNotFoundError when there is no such object.
-        """
-        found = self._read(key, byte_ranges)
-        if found is None:
-            raise ExceptionGroup("chunk read failed", [FileNotFoundError(key)])
-        return [(index, _buffer(array, prototype)) for index, array in enumerate(found)]
-
-    async def get_ranges(
-        self,
-        key: str,
-        byte_ranges: Sequence[ByteRequest | None],
-        *,
-        prototype: BufferPrototype,
-        **limits: Any,  # Any: as above
-    ) -> AsyncIterator[Sequence[tuple[int, Buffer | None]]]:
-        """As get_ranges_sync, in one batch."""
-        await self._ensure_open()
-        yield await asyncio.to_thread(self.get_ranges_sync, key, byte_ranges, prototype=prototype)
-
-    async def exists(self, key: str) -> bool:
-        """Whether a read would find a value. Raises TooManyErasures when that is unclear."""
-        await self._ensure_open()
-        return await asyncio.to_thread(lambda: self._pool().exists(self._key(key)))
-
-    async def getsize(self, key: str) -> int:
-        """Bytes of a value, without reading it. Raises ObjectNotFound, a FileNotFoundError."""
-        await self._ensure_open()
-        return await asyncio.to_thread(lambda: self._pool().stat(self._key(key)).size)
+    def _size(self, key: str) -> int | None:
+        try:
+            return self._pool().stat(self._key(key)).size
+        except ObjectNotFound:
+            return None
 
     # --- writing ----------------------------------------------------------------------------
 
@@ -306,42 +149,6 @@ class PoolStore(Store):
         await self._ensure_open()
         await _to_the_end(delete)
 
-    # --- listing ----------------------------------------------------------------------------
-
-    async def _keys(self, prefix: str) -> list[str]:
-        """Keys, relative to the store, that begin so; one walk over the devices.
-
-        Raises TooFewDevices when keys may be there unseen: a group must not look smaller than it
-        is.
-        """
-        await self._ensure_open()
-        start = self._key("")
-        found = await asyncio.to_thread(lambda: self._pool().list(f"{start}{prefix}", certain=True))
-        return [key[len(start) :] for key in found]
-
-    async def list(self) -> AsyncIterator[str]:
-        """All keys. Raises TooFewDevices, as all that lists."""
-        for key in await self._keys(""):
-            yield key
-
-    async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
-        """Keys that begin with `prefix`, which may end within a name."""
-        for key in await self._keys(prefix):
-            yield key
-
-    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
-        """Names directly below; all keys below are walked for it."""
-        folder = prefix.strip("/")
-        start = f"{folder}/" if folder else ""
-        tree = descend(await self._keys(start), (), folder, 1)
-        for key in sorted({*tree.files, *tree.directories}):
-            yield key[len(start) :]
-
-    async def is_empty(self, prefix: str) -> bool:
-        """Whether nothing is below."""
-        folder = prefix.strip("/")
-        return not await self._keys(f"{folder}/" if folder else "")
-
 
 async def _to_the_end(work: Callable[..., T], *args: object) -> T:
     """Run blocking work on a thread; a cancelled wait goes on until the work has ended.
@@ -361,12 +168,4 @@ async def _to_the_end(work: Callable[..., T], *args: object) -> T:
         raise
 
 
-def _buffer(array: Bytes, prototype: BufferPrototype | None) -> Buffer:
-    return (prototype or default_buffer_prototype()).buffer.from_bytes(array.data)
-
-
-def _reopen(kind: type[PoolStore], path: str, prefix: str, read_only: bool) -> PoolStore:
-    return kind(path, prefix, read_only=read_only)
-
-
-__all__ = ["PoolStore", "byte_span"]
+__all__ = ["PoolStore"]
