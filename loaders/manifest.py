@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from hpstore.checksum import digest128
 from hpstore.errors import ConfigError, FormatTooNew, IntegrityError
 from hpstore.keys import check_key
 from hpstore.loaders.fields import Field
+from hpstore.loaders.layout import Record
 from hpstore.records import seal, unseal
 
 FORMAT = 1
@@ -101,7 +102,6 @@ class DatasetManifest:
     parts: tuple[Part, ...]
     content: str
     part: tuple[int, int] | None = None
-    created_ms: int = field(default=0, compare=False)
 
     @property
     def rows(self) -> int:
@@ -137,7 +137,6 @@ class DatasetManifest:
                 "rows": self.rows,
                 "content": self.content,
                 "fingerprint": self.fingerprint,
-                "created_ms": self.created_ms,
             }
         )
 
@@ -157,7 +156,6 @@ class DatasetManifest:
                 parts=tuple(Part.from_json(part) for part in body["parts"]),
                 content=str(body["content"]),
                 part=(int(body["part"][0]), int(body["part"][1])) if body["part"] else None,
-                created_ms=int(body["created_ms"]),
             )
             whole = made.rows == body["rows"] and made.fingerprint == body["fingerprint"]
         except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
@@ -195,9 +193,18 @@ class Content:
     def __init__(self) -> None:
         self._hashes: dict[str, xxhash.xxh3_128] = {}
 
-    def add(self, name: str, values: npt.NDArray[Any]) -> None:
-        """The next values of a column, stream or ragged length."""
-        self._hashes.setdefault(name, xxhash.xxh3_128()).update(np.ascontiguousarray(values).data)
+    def add_side(self, stream: str, record: Record, tables: Sequence[npt.NDArray[Any]]) -> None:
+        """The next shard of a stream, by the tables of its side object."""
+        self._add(f"{stream}/checksums", np.ascontiguousarray(tables[0], "<u8").data)
+        for name, lengths in zip(record.ragged, tables[2:], strict=True):
+            self._add(f"{name}/lengths", np.ascontiguousarray(lengths, "<u4").data)
+
+    def add_column(self, field: str, data: Any) -> None:  # Any: whatever has a buffer
+        """The next bytes of a scalar field's column."""
+        self._add(f"{field}/values", data)
+
+    def _add(self, name: str, data: Any) -> None:
+        self._hashes.setdefault(name, xxhash.xxh3_128()).update(data)
 
     def hexdigest(self) -> str:
         """Of all that was added."""

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-import secrets
-import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
 from hpstore.closing import Closing
 from hpstore.codec.galois import Bytes
-from hpstore.errors import ConfigError, HpstoreError, ObjectNotFound, VersionConflict
-from hpstore.geometry import check_unit_bytes
+from hpstore.errors import ConfigError, ObjectNotFound, VersionConflict
 from hpstore.loaders.fields import (
     Array,
     Field,
@@ -28,18 +25,18 @@ from hpstore.loaders.fields import (
 )
 from hpstore.loaders.layout import SHARD_BYTES, UNIT_BYTES, group_fields
 from hpstore.loaders.manifest import (
-    Content,
     DatasetManifest,
     Part,
     check_dataset_name,
-    column_names,
     manifest_key,
-    object_prefix,
     part_key,
 )
 from hpstore.loaders.pages import checked_compression
-from hpstore.loaders.streams import ColumnWriter, StreamWriter, cuts_of
-from hpstore.loaders.uploads import Uploads
+from hpstore.loaders.part_writer import PartOptions, PartWriter
+from hpstore.loaders.publishing import publish
+from hpstore.loaders.shuffling import copy_in_order, permutation
+from hpstore.loaders.stored import StoredData
+from hpstore.membership import check_unit
 from hpstore.pool import Pool
 
 _log = logging.getLogger(__name__)
@@ -55,8 +52,10 @@ class DatasetWriter(Closing):
 
     `layout`: "rows" (large fields of a sample together), "columns" (each by itself) or "auto".
     `shard_bytes`: payload of an object. `unit_bytes`: page, chosen from the records unless given.
-    `compression`: "lz4", "zstd" or "blosc", page by page. `part`: (i, n) for n writers of one data
-    set, published by `publish_parts`. `overwrite`: replace a published one. `metadata`: JSON.
+    `compression`: "lz4", "zstd" or "blosc", page by page. `shuffle`: store the samples in an order
+    drawn from `seed`, kept with the data set (StoredData.written_as): close() then writes all of it
+    a second time. `part`: (i, n) for n writers of one data set, published by `publish_parts`.
+    `overwrite`: replace what is there. `metadata`: JSON.
 
     Raises ConfigError, VersionConflict when the name is taken.
     """
@@ -84,29 +83,17 @@ class DatasetWriter(Closing):
         self.metadata = json.loads(json.dumps(dict(metadata or {})))
         self.compression = checked_compression(compression)
         if unit_bytes is not None:
-            check_unit_bytes(unit_bytes)
+            check_unit(pool.config, pool.data + pool.parity, unit_bytes)
         elif part is not None and any(record.ragged for record in records.values()):
             unit_bytes = UNIT_BYTES  # all parts must choose alike
-        self._version = self._published_version()
-        self.nonce = secrets.token_hex(8)
-        self._uploads, self._content = Uploads(), Content()
-        limit = pool.config.settings.memory_bytes // (2 * (pool.data + pool.parity))
-        self._streams = {
-            stream: StreamWriter(
-                pool, (name, self.nonce, number), stream, record, unit_bytes=unit_bytes,
-                unit_limit=limit, shard_bytes=shard_bytes, compression=self.compression,
-                uploads=self._uploads, content=self._content,
-            )
-            for number, (stream, record) in enumerate(records.items())
-        }  # fmt: skip
-        scalars = [n for n, f in self.fields.items() if f.kind is FieldKind.SCALAR]
-        self._columns = {
-            field: ColumnWriter(
-                pool, (name, self.nonce, column), field, self.fields[field],
-                uploads=self._uploads, content=self._content,
-            )
-            for field, column in column_names(list(self.fields), scalars).items()
-        }  # fmt: skip
+        self._seed = seed if shuffle else None
+        self._key = manifest_key(name) if part is None else part_key(name, part)
+        self._version = self._version_there()
+        self._options = PartOptions(
+            fields=self.fields, records=records, shard_bytes=shard_bytes, unit_bytes=unit_bytes,
+            compression=self.compression,
+        )  # fmt: skip
+        self._part_writers = [PartWriter(pool, name, self._options)]
         self._rows, self._state, self._pid = 0, "open", os.getpid()
 
     def __len__(self) -> int:
@@ -160,10 +147,7 @@ class DatasetWriter(Closing):
         if not rows:
             return
         self._state = "failed"  # unless all of it gets in: streams must not differ in rows
-        for stream in self._streams.values():
-            stream.add(batch, ragged)
-        for name, column in self._columns.items():
-            column.add(batch[name])
+        self._part_writers[0].append(batch, ragged, rows)
         self._rows += rows
         self._state = "open"
 
@@ -181,20 +165,20 @@ class DatasetWriter(Closing):
                 "with part=(i, n)"
             )
 
-    def _published_version(self) -> str | None:
+    def _version_there(self) -> str | None:
         """Version of the manifest that is there. Raises VersionConflict unless it may go."""
+        for key in {self._key, manifest_key(self.name)}:
+            if not self.overwrite and self.pool.exists(key):
+                raise VersionConflict(
+                    f"{key!r} exists; it is unchanged. overwrite=True replaces it.", key=key
+                )
         try:
-            version = self.pool.stat(manifest_key(self.name)).version
+            return self.pool.stat(self._key).version
         except ObjectNotFound:
             return None
-        if not self.overwrite:
-            raise VersionConflict(
-                f"data set {self.name!r} exists; it is unchanged. overwrite=True replaces it."
-            )
-        return version
 
     def close(self) -> None:
-        """Store the rest and publish. Durable on return; idempotent.
+        """Store the rest, shuffle if asked for, publish. Durable on return; idempotent.
 
         Raises VersionConflict when somebody else published the name meanwhile: theirs is unchanged.
         """
@@ -202,68 +186,62 @@ class DatasetWriter(Closing):
             return
         try:
             self._usable()
-            self._publish(self._finish())
+            self._state = "failed"
+            made = self._part_writers[0].finish()
+            if self._seed is not None:
+                made = self._shuffled(made)
+            manifest = self._manifest(made, self._seed)
+            self._state = "unclear"  # an unacknowledged put may still become visible
+            publish(self.pool, self.name, self._key, manifest, version=self._version)
+        except VersionConflict:
+            self._state = "failed"
+            self.abandon()
+            raise
         except BaseException:
             self.abandon()
             raise
         self._state = "closed"
+        if self._seed is not None:
+            self._part_writers[0].remove()
 
-    def _finish(self) -> Part:
-        """Everything but the manifest."""
-        self._state = "failed"
-        for column in self._columns.values():
-            column.finish()
-        streams = tuple(stream.finish() for stream in self._streams.values())
-        self._uploads.settle()
-        self._uploads.close()
-        names = column_names(list(self.fields), list(self._columns))
-        return Part(
-            nonce=self.nonce,
-            rows=self._rows,
-            streams=streams,
-            cuts=cuts_of(self._rows),
-            columns={names[n]: tuple(c.hashes) for n, c in self._columns.items()},
-            content=self._content.hexdigest(),
-        )
+    def _shuffled(self, made: Part) -> Part:
+        """The same samples in another order: all are written again, the first ones go later."""
+        writer = PartWriter(self.pool, self.name, self._options, ordered=True)
+        self._part_writers.append(writer)
+        order = permutation(made.rows, self._seed or 0, self.part[0] if self.part else 0)
+        with StoredData(self.pool, self.name, self._manifest(made, None)) as data:
+            copy_in_order(data, order, writer)
+        return writer.finish()
 
-    def _publish(self, part: Part) -> None:
-        manifest = DatasetManifest(
+    def _manifest(self, made: Part, shuffle_seed: int | None) -> DatasetManifest:
+        return DatasetManifest(
             fields=self.fields,
             layout=self.layout,
             data=self.pool.data,
             compression=self.compression,
-            shuffle_seed=None,
+            shuffle_seed=shuffle_seed,
             metadata=self.metadata,
-            parts=(part,),
-            content=part.content,
+            parts=(made,),
+            content=made.content,
             part=self.part,
-            created_ms=time.time_ns() // 1_000_000,
-        )
-        if self.part is not None:
-            self.pool.put(part_key(self.name, self.part), manifest.encode())
-            return
-        self.pool.put(
-            manifest_key(self.name),
-            manifest.encode(),
-            if_absent=self._version is None,
-            if_version=self._version,
         )
 
     def abandon(self) -> None:
-        """Publish nothing; remove what was stored, as far as that goes now. Idempotent."""
+        """Publish nothing; remove what was stored, as far as that goes now. Idempotent.
+
+        When close() failed in the put of the manifest, that may still become visible (PROTOCOL 8):
+        then all objects stay, until remove_orphans finds that nothing names them.
+        """
         if self._state in ("closed", "abandoned") or self._pid != os.getpid():
             return
-        self._state = "abandoned"
-        self._uploads.close()  # its error is why we are here, or nobody asked
-        prefix = object_prefix(self.name, self.nonce)
-        try:
-            for key in self.pool.list(prefix + "/"):
-                self.pool.delete(key)
-        except (HpstoreError, OSError) as error:
+        unclear, self._state = self._state == "unclear", "abandoned"
+        if unclear:
             _log.warning(
-                "data set %r was not published; objects under %r stay until remove_orphans: %s",
-                self.name, prefix, error,
-            )  # fmt: skip
+                "data set %r: it is not clear whether it was published; its objects stay", self.name
+            )
+            return
+        for writer in self._part_writers:
+            writer.remove()
 
     def __exit__(
         self,
