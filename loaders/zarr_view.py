@@ -202,22 +202,25 @@ class DatasetStore(BlockingStore):
         self._fingerprint = dataset.fingerprint
         return self._opened.setdefault("it", (dataset, arrays))  # atomic: one wins
 
-    def _document(self, dataset: Dataset) -> bytes:
-        facts = {"name": self.name, "fingerprint": dataset.fingerprint}
-        attributes = {"hpstore": {**facts, "metadata": dict(dataset.metadata)}}
-        return _json({"zarr_format": 3, "node_type": "group", "attributes": attributes})
+    def _document(self, key: str) -> bytes | None:
+        """The zarr.json that a key names."""
+        dataset, arrays = self._view()
+        name, _, rest = key.partition("/")
+        if key == _DOCUMENT:
+            facts = {"name": self.name, "fingerprint": dataset.fingerprint}
+            attributes = {"hpstore": {**facts, "metadata": dict(dataset.metadata)}}
+            return _json({"zarr_format": 3, "node_type": "group", "attributes": attributes})
+        return arrays[name].document() if rest == _DOCUMENT and name in arrays else None
 
-    def _find(self, key: str) -> tuple[ArrayView, int | None] | None:
-        """The array and the chunk that a key names; None for a chunk is its document."""
+    def _chunk(self, key: str) -> tuple[ArrayView, int] | None:
+        """The array and the chunk that a key names."""
         name, _, rest = key.partition("/")
         view = self._view()[1].get(name)
-        if view is None:
-            return None
-        if rest == _DOCUMENT:
-            return view, None
         match = re.fullmatch(r"c/(0|[1-9][0-9]{0,18})(/0)*", rest)
-        chunk = int(match[1]) if match else -1
-        return (view, chunk) if 0 <= chunk < view.chunks and view.key(chunk) == rest else None
+        if view is None or match is None:
+            return None
+        chunk = int(match[1])
+        return (view, chunk) if chunk < view.chunks and view.key(chunk) == rest else None
 
     def _keys(self, prefix: str) -> list[str]:
         _, arrays = self._view()
@@ -229,28 +232,22 @@ class DatasetStore(BlockingStore):
         return sorted(key for key in keys if key.startswith(prefix))
 
     def _size(self, key: str) -> int | None:
-        dataset, _ = self._view()
-        if key == _DOCUMENT:
-            return len(self._document(dataset))
-        found = self._find(key)
+        document, found = self._document(key), self._chunk(key)
+        if document is not None:
+            return len(document)
+        return None if found is None else found[0].size(found[1])
+
+    def _read(self, key: str, requests: Sequence[ByteRequest | None]) -> list[Bytes] | None:
+        document, found = self._document(key), self._chunk(key)
+        if document is not None:
+            raw = np.frombuffer(document, np.uint8)
+            return [raw[slice(*byte_span(request, len(raw)))] for request in requests]
         if found is None:
             return None
         view, chunk = found
-        return len(view.document()) if chunk is None else view.size(chunk)
-
-    def _read(self, key: str, requests: Sequence[ByteRequest | None]) -> list[Bytes] | None:
-        dataset, _ = self._view()
-        found = self._find(key)
-        if key != _DOCUMENT and found is None:
-            return None
-        if found is None or found[1] is None:
-            raw = np.frombuffer(self._document(dataset) if found is None else found[0].document(),
-                                np.uint8)  # fmt: skip
-            return [raw[slice(*byte_span(request, len(raw)))] for request in requests]
-        view, chunk = found
         spans = [byte_span(request, view.size(chunk)) for request in requests]
         try:
-            return _read_chunk(dataset, view, chunk, spans)
+            return _read_chunk(self._view()[0], view, chunk, spans)
         except ObjectNotFound as error:
             # zarr would take a FileNotFoundError for a chunk of fill values
             raise VersionConflict(str(error), key=error.key) from error

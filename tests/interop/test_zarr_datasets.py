@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ import zarr
 from zarr.storage import LocalStore, MemoryStore
 
 import hpstore
-from hpstore.errors import ConfigError, IntegrityError, VersionConflict
+from hpstore.errors import ConfigError, IntegrityError, ObjectNotFound, VersionConflict
 from hpstore.interop.zarr import PoolStore
 from hpstore.loaders import Dataset, DatasetWriter, Field
 from hpstore.loaders import zarr_view as view_module
@@ -111,30 +112,6 @@ def test_zarr_reads_the_same_with_m_devices_missing(harness: Harness, pool: hpst
     _check(DatasetStore(pool, "train"), data)
 
 
-def test_a_full_shard_is_a_zarr_shard_by_itself(pool: hpstore.Pool) -> None:
-    """The object's bytes, given to zarr as the only chunk of an array, are the samples.
-
-    Padded, page-aligned records with the index behind them; nothing of hpstore reads them.
-    """
-    data = _write(pool, "train", {"wide": FIELDS["wide"]})
-    (stream,) = data.streams
-    first = 0
-    for shard, rows in enumerate(stream.rows.tolist()):
-        store = MemoryStore()
-        array = zarr.create_array(
-            store, shape=(rows, 5000), dtype="float32", chunks=(1, 5000), shards=(rows, 5000),
-            compressors=None,
-        )  # fmt: skip
-        raw = np.frombuffer(pool.get(data.shard_key(stream, shard)), np.uint8)
-        asyncio.run(store.set("c/0/0", zarr.core.buffer.cpu.Buffer.from_array_like(raw)))
-        expected = _batch(ROWS)["wide"][first : first + rows]
-        np.testing.assert_array_equal(np.asarray(array[:]), expected)
-        np.testing.assert_array_equal(np.asarray(array[rows - 1]), expected[-1])
-        first += rows
-    assert first == ROWS
-    assert stream.shard_count > 1
-
-
 def test_a_data_set_is_a_read_only_group_with_its_facts(pool: hpstore.Pool) -> None:
     """Name, fingerprint and metadata are attributes; nothing can be set or deleted."""
     data = _write(pool, "train", FIELDS, metadata={"source": "here"})
@@ -194,8 +171,12 @@ def test_a_data_set_that_is_replaced_is_an_error_not_fill_values(pool: hpstore.P
     store = DatasetStore(pool, "train")
     array = zarr.open_array(store, path="wide", mode="r")
     copy = pickle.dumps(store)
+    old = [key for key in pool.list("data/train/") if "/stream-" in key]
     with DatasetWriter(pool, "train", {"wide": FIELDS["wide"]}, overwrite=True) as writer:
         writer.write({"wide": np.zeros(5000, np.float32)})
+    for key in old:
+        with contextlib.suppress(ObjectNotFound):  # publishing has removed it
+            pool.delete(key)
     with pytest.raises(VersionConflict, match="replaced or deleted"):
         array[:]
     with pytest.raises(ConfigError, match="was replaced"):
@@ -266,7 +247,7 @@ def test_plain_arrays_travel_to_other_processes(pool: hpstore.Pool, group: zarr.
     """The copy reads the same and has the same fingerprint; other shapes have another."""
     data = ZarrDataset(group)
     copy = pickle.loads(pickle.dumps(data))
-    assert torch.equal(copy[7]["image"], data[7]["image"])
+    np.testing.assert_array_equal(np.asarray(copy[7]["image"]), np.asarray(data[7]["image"]))
     assert copy.fingerprint == data.fingerprint != ZarrDataset(group, fields=["label"]).fingerprint
 
 

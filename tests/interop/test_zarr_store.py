@@ -17,7 +17,7 @@ import pytest
 import zarr
 from hypothesis import given
 from hypothesis import strategies as st
-from zarr.abc.store import OffsetByteRequest, RangeByteRequest, SuffixByteRequest
+from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, SuffixByteRequest
 from zarr.core.buffer import cpu, default_buffer_prototype
 
 import hpstore
@@ -51,7 +51,7 @@ def _check(store: PoolStore) -> None:
     sharded = root["sharded"]
     assert isinstance(sharded, zarr.Array)
     np.testing.assert_array_equal(sharded[:], DATA)
-    np.testing.assert_array_equal(sharded.oindex[[3, 17, 39]], DATA[[3, 17, 39]])
+    np.testing.assert_array_equal(sharded.oindex[np.array([3, 17, 39])], DATA[[3, 17, 39]])
     np.testing.assert_array_equal(sharded[21, 2:4], DATA[21, 2:4])
     small = zarr.open_array(store, path="deep/small", mode="r")
     np.testing.assert_array_equal(small[5:20], DATA[5:20, 0, 0])
@@ -159,7 +159,7 @@ def test_a_chunk_that_cannot_be_read_is_no_chunk_of_fill_values(
     store = PoolStore(pool, "arrays")
     _fill(store)
     array = zarr.open_array(store, path="sharded", mode="r")
-    harness.lose(harness.urls[:3])
+    harness.lose(harness.urls)
     with pytest.raises(TooManyErasures):
         array[0]
     with pytest.raises(TooManyErasures):
@@ -186,7 +186,7 @@ def test_another_process_reads_and_writes_the_same_arrays(disk_pool: hpstore.Poo
         "array[16:32] = -1\n"
     )
     _run(code)
-    assert (before[16:32] == -1).all()
+    np.testing.assert_array_equal(before[16:32], np.full_like(DATA[16:32], -1))
     np.testing.assert_array_equal(before[:16], DATA[:16])
 
 
@@ -375,7 +375,7 @@ def test_ranges_of_a_value_that_is_not_there_raise_as_zarr_expects(pool: hpstore
     """zarr 3.2 and later reads shards by get_ranges, and takes this group for an absent shard."""
     store = PoolStore(pool, "arrays")
     pool.put("arrays/k", b"abcdef")
-    requests = [RangeByteRequest(0, 2), SuffixByteRequest(2), None]
+    requests: list[ByteRequest | None] = [RangeByteRequest(0, 2), SuffixByteRequest(2), None]
 
     async def ranges(key: str) -> dict[int, bytes]:
         return {
