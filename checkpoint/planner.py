@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hpstore.budget import available_bytes
 from hpstore.checkpoint.layouts import Layout
 from hpstore.checkpoint.planning import Chunk, Held, Slice, assign, chunks_of, place
 from hpstore.checkpoint.ranks import Channel, Ranks
@@ -130,13 +131,4 @@ def require_replicas(step: int, lists: Sequence[Sequence[Sequence[Any]]]) -> Non
                 )
 
 
-def available_bytes() -> int:
-    """Memory that this node can still give, by /proc/meminfo."""
-    with open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-__all__ = ["Planner", "Prepared", "available_bytes", "require_replicas"]
+__all__ = ["Planner", "Prepared", "require_replicas"]

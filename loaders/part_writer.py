@@ -33,6 +33,7 @@ class PartOptions:
     records: Mapping[str, Record]
     shard_bytes: int
     unit_bytes: int | None  # None: chosen from the records
+    alike: bool  # chosen without a look at them, so that all parts choose the same
     compression: str
 
 
@@ -53,8 +54,8 @@ class PartWriter:
         self._streams = [
             StreamWriter(
                 pool, (name, self.nonce, number), stream, record, unit_bytes=options.unit_bytes,
-                unit_limit=limit, shard_bytes=options.shard_bytes, uploads=self._uploads,
-                compression=options.compression, content=self._content,
+                alike=options.alike, unit_limit=limit, shard_bytes=options.shard_bytes,
+                uploads=self._uploads, compression=options.compression, content=self._content,
             )
             for number, (stream, record) in enumerate(options.records.items())
         ]  # fmt: skip

@@ -7,7 +7,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpstore.errors import ConfigError, HpstoreError, IntegrityError, ObjectNotFound
+from hpstore.errors import (
+    ConfigError,
+    HpstoreError,
+    IntegrityError,
+    ObjectNotFound,
+    VersionConflict,
+)
 from hpstore.loaders.fields import Field
 from hpstore.loaders.layout import group_fields
 from hpstore.loaders.manifest import (
@@ -96,6 +102,10 @@ def publish_parts(
         if manifest.parts[0].nonce not in stale  # published, and its note was not removed yet
     }
     manifests = _complete(name, waiting)
+    if version is not None and not overwrite:
+        raise VersionConflict(
+            f"data set {name!r} exists; it is unchanged. overwrite=True replaces it."
+        )
     first = manifests[0]
     merged = DatasetManifest(
         fields=first.fields,

@@ -23,7 +23,7 @@ from hpstore.loaders.fields import (
     ragged_rows,
     ragged_value,
 )
-from hpstore.loaders.layout import SHARD_BYTES, UNIT_BYTES, group_fields
+from hpstore.loaders.layout import SHARD_BYTES, group_fields
 from hpstore.loaders.manifest import (
     DatasetManifest,
     Part,
@@ -80,18 +80,16 @@ class DatasetWriter(Closing):
         self.fields = check_fields(fields)
         self.layout, records = group_fields(self.fields, layout)
         self.part, self.overwrite = _checked_part(part), overwrite
-        self.metadata = json.loads(json.dumps(dict(metadata or {})))
+        self.metadata = _checked_metadata(metadata)
         self.compression = checked_compression(compression)
         if unit_bytes is not None:
             check_unit(pool.config, pool.data + pool.parity, unit_bytes)
-        elif part is not None and any(record.ragged for record in records.values()):
-            unit_bytes = UNIT_BYTES  # all parts must choose alike
         self._seed = seed if shuffle else None
         self._key = manifest_key(name) if part is None else part_key(name, part)
         self._version = self._version_there()
         self._options = PartOptions(
             fields=self.fields, records=records, shard_bytes=shard_bytes, unit_bytes=unit_bytes,
-            compression=self.compression,
+            compression=self.compression, alike=part is not None,
         )  # fmt: skip
         self._part_writers = [PartWriter(pool, name, self._options)]
         self._rows, self._state, self._pid = 0, "open", os.getpid()
@@ -258,6 +256,14 @@ class DatasetWriter(Closing):
         raise ConfigError(
             "a DatasetWriter does not move to another process: open one in each with part=(i, n)"
         )
+
+
+def _checked_metadata(metadata: Mapping[str, object] | None) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(dict(metadata or {}), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"metadata of a data set is JSON: {error}") from error
+    return found
 
 
 def _checked_part(part: tuple[int, int] | None) -> tuple[int, int] | None:

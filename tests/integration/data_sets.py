@@ -21,7 +21,7 @@ FIELDS = {
     "raw": Field("bytes"),
     "sound": Field("float32", (None, 5)),
 }
-SMALL = {"shard_bytes": 200 * KIB, "unit_bytes": 64 * KIB}
+SMALL: dict[str, Any] = {"shard_bytes": 200 * KIB, "unit_bytes": 64 * KIB}
 
 
 def make_pool(directory: Path, *, data: int = 3, parity: int = 2, devices: int = 5) -> Pool:

@@ -86,7 +86,7 @@ def test_the_mark_never_passes_a_piece_that_is_still_copied(
     lock = threading.Lock()
     order: list[int] = []
 
-    def held(to: object, piece: Bytes) -> None:
+    def held(to: Bytes, piece: Bytes) -> None:
         with lock:
             order.append(1)
             number = len(order)

@@ -93,6 +93,7 @@ def test_fields_can_be_chosen(pool: Pool) -> None:
     data = Dataset(pool, "train", fields=["label", "raw"])
     assert [stream.name for stream in data.streams] == ["raw"]
     assert list(data[3]) == ["label", "raw"]
+    assert data.stripes().tolist() == Dataset(pool, "train").stripes().tolist()
     assert data[3]["raw"] == sample(3)["raw"]
     with pytest.raises(ConfigError, match="no field 'rwa'"):
         Dataset(pool, "train", fields=["rwa"])
@@ -175,7 +176,7 @@ def test_the_caller_may_change_his_arrays_after_a_write(pool: Pool) -> None:
             writer.write({"x": array[0], "r": ragged, "s": array[1, :4]})
         array[:], ragged[:] = 99, 99
     for number, found in enumerate(Dataset(pool, "x").__getitems__(range(4))):
-        assert all((found[name] == number).all() for name in "xrs")
+        assert all(np.all(np.asarray(found[name]) == number) for name in "xrs")
 
 
 def test_shuffled_on_write_is_a_permutation_that_is_kept(pool: Pool) -> None:
@@ -195,6 +196,13 @@ def test_shuffled_on_write_is_a_permutation_that_is_kept(pool: Pool) -> None:
     assert verify_dataset(pool, "a").clean
     nonces = {key.split("/")[2] for key in pool.list("data/a/") if "stream" in key}
     assert nonces == {data.manifest.parts[0].nonce}  # the first pass was removed
+
+
+def test_metadata_is_json(pool: Pool) -> None:
+    """What cannot be written down is refused at the start."""
+    for wrong in ({"x": object()}, {"x": float("nan")}):
+        with pytest.raises(ConfigError, match="metadata of a data set is JSON"):
+            DatasetWriter(pool, "a", FIELDS, metadata=wrong)
 
 
 def test_metadata_and_facts_are_kept(pool: Pool) -> None:

@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from hpstore.loaders import (
     Dataset,
     DatasetWriter,
     list_datasets,
+    open_shards,
     remove_orphans,
     verify_dataset,
 )
@@ -147,6 +149,42 @@ def test_an_open_data_set_is_used_by_child_and_parent(pool: Pool, method: Any) -
     read_all(data, 1)
     child.join(60)
     assert child.exitcode == 0
+
+
+def test_open_shards_are_few_and_closed_with_their_thread(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No more than the limit in each thread; none after the thread, none after close()."""
+    monkeypatch.setattr(open_shards, "OPEN_READERS", 2)
+    data = write_samples(pool, "a", range(COUNT))
+    stream = data.streams[0]
+    assert stream.shard_count > 4
+
+    def descriptors() -> int:
+        links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+        paths = [os.readlink(link) for link in links if os.path.exists(link)]
+        return sum(path.startswith(str(tmp_path)) and "stream-0" in path for path in paths)
+
+    for shard in range(stream.shard_count):
+        data.reader(stream, shard)
+    here = descriptors()
+    assert 0 < here <= 2 * (pool.data + pool.parity)
+    counts: list[int] = []
+
+    def read() -> None:
+        for shard in range(stream.shard_count):
+            data.reader(stream, shard)
+        counts.append(descriptors())
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join(60)
+    assert here < counts[0] <= 4 * (pool.data + pool.parity)
+    assert descriptors() == here
+    data.close()
+    assert descriptors() == 0
+    with pytest.raises(ConfigError, match="is closed"):
+        data.reader(stream, 0)
 
 
 def test_it_pickles_as_pool_and_name(pool: Pool) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,7 +57,7 @@ def zarr_metadata(rows: int, field: Field) -> bytes:
     ).encode()
 
 
-def as_zarr(pool: Pool, data: Dataset, stream: Stream, shard: int, name: str) -> zarr.Array:
+def as_zarr(pool: Pool, data: Dataset, stream: Stream, shard: int, name: str) -> zarr.Array[Any]:
     """The object's bytes, unchanged, under the key of the array's only chunk."""
     rows, field = int(stream.rows[shard]), data.fields[name]
     chunk = "/".join(["c", *(["0"] * (1 + len(field.inner_shape)))])
@@ -94,7 +95,7 @@ def test_every_shard_of_a_fixed_field_is_a_zarr_shard(pool: Pool, field: Field) 
 def test_the_last_fixed_field_of_several_is_one_too(pool: Pool, ragged: bool) -> None:
     """Rows of two fixed fields, with and without a ragged one between them."""
     fields = {"a": Field("uint8", (300,)), "b": Field("float64", (50,))}
-    batch: dict[str, object] = {
+    batch: dict[str, Any] = {
         "a": np.full((200, 300), 7, np.uint8),
         "b": np.arange(10_000.0).reshape(200, 50),
     }
