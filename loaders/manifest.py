@@ -173,9 +173,10 @@ def _require_kind(data: bytes, where: str) -> None:
         raise IntegrityError(f"{where}: not a manifest") from error
     kind = body.get("kind") if isinstance(body, dict) else None
     if kind in (KIND, PART_KIND):
-        if isinstance(body["format"], int) and body["format"] > FORMAT:
+        found = body.get("format")
+        if isinstance(found, int) and found > FORMAT:
             raise FormatTooNew(
-                f"{where}: data set format {body['format']}, this hpstore reads up to {FORMAT}"
+                f"{where}: data set format {found}, this hpstore reads up to {FORMAT}"
             )
         return
     if isinstance(body, dict) and "shards" in body:
