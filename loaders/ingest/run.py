@@ -1,0 +1,249 @@
+"""Turn a source into a data set: in parts that survive a kill, published all at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+from hpstore.errors import ConfigError, IngestError
+from hpstore.loaders.fields import Field, check_fields
+from hpstore.loaders.ingest.infer import LOOKED_AT, fitted, infer_fields, sample_bytes
+from hpstore.loaders.ingest.journal import Journal, Progressed, Skipped, mismatch
+from hpstore.loaders.ingest.opening import open_source
+from hpstore.loaders.ingest.ordering import (
+    WINDOW_BYTES,
+    BlockRecords,
+    NumberedRecords,
+    Place,
+    Placed,
+    Records,
+)
+from hpstore.loaders.ingest.parts import PartsWriter, discard
+from hpstore.loaders.ingest.report import IngestCallback, IngestProgress, IngestReport
+from hpstore.loaders.ingest.source import BlockSource, IndexedSource, Item, Source
+from hpstore.loaders.layout import SHARD_BYTES
+from hpstore.loaders.order import check_seed
+from hpstore.pool import Pool
+
+MAX_SKIPPED = 10_000
+ON_ERROR = ("raise", "skip")
+
+
+def ingest(
+    pool: Pool,
+    name: str,
+    source: object,
+    *,
+    format: str = "auto",  # noqa: A002 (the word that users look for)
+    fields: Mapping[str, Field] | None = None,
+    names: Sequence[str] | None = None,
+    check_images: bool = True,
+    shuffle: bool = True,
+    seed: int = 0,
+    window_bytes: int = WINDOW_BYTES,
+    workers: int | None = None,
+    on_error: str = "raise",
+    max_skipped: int = MAX_SKIPPED,
+    resume: bool = True,
+    overwrite: bool = False,
+    layout: str = "auto",
+    shard_bytes: int = SHARD_BYTES,
+    unit_bytes: int | None = None,
+    compression: str | None = None,
+    metadata: Mapping[str, object] | None = None,
+    progress: IngestCallback | None = None,
+) -> IngestReport:
+    """Write the samples of `source` as data set `name`; visible when all of it is there.
+
+    `source`: see open_source. `fields`: what to take of a sample; by default all, by the source's
+    schema or the first samples. `shuffle`: a permutation by `seed` where records can be read by
+    number, else blocks permuted and mixed in windows of `window_bytes`; the data set records which,
+    and the origin of every sample. `workers`: files or records read at a time (threads).
+
+    A bad record raises IngestError with its name; `on_error="skip"` leaves out up to `max_skipped`
+    of them and reports them. After an error or a kill the parts that were finished (about a shard
+    each) are kept: the same call goes on with the rest, and refuses a source, a seed or fields that
+    are not the same; `resume=False` throws them away first.
+
+    Durable on return. Raises ConfigError, IngestError, VersionConflict (the name is taken; see
+    `overwrite`), and what the pool raises. Memory: four shard buffers a stream, one window.
+    """
+    began = time.perf_counter()
+    if on_error not in ON_ERROR:
+        raise ConfigError(f"on_error {on_error!r}: choose raise or skip")
+    opened = open_source(source, format=format, names=names, check_images=check_images)
+    options = {"layout": layout, "shard_bytes": shard_bytes, "unit_bytes": unit_bytes,
+               "compression": compression}  # fmt: skip
+    run = _Run(
+        pool=pool, name=name, source=opened, options=options, overwrite=overwrite,
+        seed=check_seed(seed) if shuffle else None, window_bytes=window_bytes,
+        workers=_workers(opened, workers), skip=on_error == "skip", max_skipped=max_skipped,
+        metadata={**opened.metadata, **(metadata or {})}, progress=progress,
+    )  # fmt: skip
+    manifest, done, resumed = run.go(fields, resume=resume)
+    return IngestReport(
+        name=name, source=opened.where, format=opened.kind, samples=manifest.rows,
+        bytes=done.nbytes, fields={n: (f.dtype, f.shape) for n, f in manifest.fields.items()},
+        order=done.plan["order"], skipped=done.skipped, ignored=opened.ignored,
+        resumed_samples=resumed, fingerprint=manifest.fingerprint,
+        seconds=time.perf_counter() - began,
+    )  # fmt: skip
+
+
+def _workers(source: Source, asked: int | None) -> int:
+    if asked is not None and asked < 1:
+        raise ConfigError(f"workers {asked}: at least 1")
+    return asked or (source.threads if isinstance(source, IndexedSource) else 1)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """One call of ingest."""
+
+    pool: Pool
+    name: str
+    source: Source
+    options: dict[str, Any]  # of the writer
+    overwrite: bool
+    seed: int | None
+    window_bytes: int
+    workers: int
+    skip: bool
+    max_skipped: int
+    metadata: dict[str, object]
+    progress: IngestCallback | None
+
+    def go(self, fields: Mapping[str, Field] | None, *, resume: bool) -> Any:
+        """Write, publish; returns manifest, journal and what was there before."""
+        journal = Journal(self.pool, self.name)
+        found = journal.read()
+        if found is not None and not resume:
+            discard(self.pool, self.name, found)
+            journal.remove()
+            found = None
+        if fields is None and found is not None:
+            fields = {n: Field.from_json(raw) for n, *raw in found.plan["fields"]}
+        chosen, records, ahead = self._opened(fields)
+        start = Progressed(source=self.source.fingerprint(), plan=self._plan(chosen, records))
+        if found is not None:
+            self._check(found, start)
+            start = found
+            ahead = records.read(start.place)
+        with PartsWriter(
+            self.pool, self.name, chosen, start, journal, overwrite=self.overwrite,
+            metadata={**self.metadata, "ingest": self._lineage(start)}, **self.options,
+        ) as parts:  # fmt: skip
+            self._copy(ahead, parts, chosen)
+            manifest = parts.publish()
+        return manifest, parts.progressed, start.rows
+
+    def _opened(
+        self, fields: Mapping[str, Field] | None
+    ) -> tuple[dict[str, Field], Records, Iterator[Placed]]:
+        """Fields, the records in the order of writing, and these from the first one on."""
+        known = self.source.fields
+        if known is not None and fields is not None:
+            for name in fields:
+                if name not in known:
+                    raise ConfigError(f"{self.source.where} has no {name!r}; it has {list(known)}")
+        if fields is not None:
+            self.source.restrict(list(fields))
+        broken = self.source.broken if isinstance(self.source, IndexedSource) else {}
+        if broken and not self.skip:
+            index, problem = next(iter(broken.items()))
+            raise self._bad(self.source.name_of(index), problem, 0)  # type: ignore[attr-defined]
+        records = self._records()
+        ahead = records.read(Place())
+        if fields is None and known is None:
+            fields, ahead = self._inferred(ahead)
+        return check_fields(fields or known or {}), records, ahead
+
+    def _records(self) -> Records:
+        if isinstance(self.source, IndexedSource):
+            return NumberedRecords(self.source, self.seed, self.workers)
+        assert isinstance(self.source, BlockSource)
+        return BlockRecords(self.source, self.seed, self.window_bytes)
+
+    def _inferred(self, ahead: Iterator[Placed]) -> tuple[dict[str, Field], Iterator[Placed]]:
+        first = list(islice(ahead, LOOKED_AT))
+        samples = [placed.item.sample for placed in first if placed.item.sample is not None]
+        if not samples:
+            said = f"{first[0].item.name}: {first[0].item.problem}" if first else "it is empty"
+            raise IngestError(
+                f"{self.source.where}: no sample to tell the fields from ({said}); nothing was "
+                "written. Give fields={...}"
+            )
+        return infer_fields(samples), chain(first, ahead)
+
+    def _plan(self, fields: Mapping[str, Field], records: Records) -> dict[str, Any]:
+        return {
+            "fields": [[name, *made.to_json()] for name, made in fields.items()],
+            "order": records.describe(),
+            **self.options,
+        }
+
+    def _lineage(self, start: Progressed) -> dict[str, object]:
+        return {
+            "source": self.source.where, "format": self.source.kind,
+            "fingerprint": start.source, "order": start.plan["order"],
+        }  # fmt: skip
+
+    def _check(self, found: Progressed, wanted: Progressed) -> None:
+        problem = mismatch(found, wanted)
+        if problem:
+            raise IngestError(
+                f"an ingest of {self.name!r} was cut short after {found.rows} samples and cannot "
+                f"be continued: {problem}. These samples are kept; resume=False (--restart) throws "
+                "them away and begins anew"
+            )
+
+    def _copy(self, records: Iterator[Placed], parts: PartsWriter, fields: dict[str, Field]) -> None:
+        """Every record into the writer, or onto the list of those left out."""
+        resumed = parts.progressed.place.position
+        for placed in records:
+            item = placed.item
+            problem = item.problem
+            if not problem:
+                problem = self._written(item, parts, fields)
+            if problem:
+                self._left_out(item, problem, parts)
+            parts.took(placed.after)
+            if self.progress is not None:
+                self.progress(
+                    IngestProgress(records=placed.after.position, total=self.source.length,
+                                   bytes=parts.nbytes, resumed=resumed)
+                )  # fmt: skip
+
+    def _written(self, item: Item, parts: PartsWriter, fields: dict[str, Field]) -> str:
+        """Write one sample; returns what is wrong with it."""
+        assert item.sample is not None
+        try:
+            sample = fitted(item.sample, fields)
+            parts.write(sample, item.origin, sample_bytes(sample))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    def _left_out(self, item: Item, problem: str, parts: PartsWriter) -> None:
+        if not self.skip:
+            raise self._bad(item.name, problem, parts.progressed.rows)
+        if parts.skipped >= self.max_skipped:
+            raise IngestError(
+                f"{self.source.where}: more than {self.max_skipped} bad records, the last one "
+                f"{item.name}: {problem}. Nothing is visible; {parts.progressed.rows} samples are "
+                "kept. Is this the right source? max_skipped (--max-skipped) allows more"
+            )
+        parts.skip(Skipped(name=item.name, origin=item.origin, problem=problem))
+
+    def _bad(self, name: str, problem: str, rows: int) -> IngestError:
+        return IngestError(
+            f"{self.source.where}: bad record {name}: {problem}. Nothing is visible; {rows} "
+            'samples are kept and the same call goes on from there. on_error="skip" (--on-error '
+            "skip) leaves bad records out"
+        )
+
+
+__all__ = ["MAX_SKIPPED", "ingest"]
