@@ -24,7 +24,7 @@ PART_KIND = "dataset-part"
 PREFIX = "data"
 ORDER = "order"  # the column of a data set that was shuffled on write
 _NONCE = re.compile(r"[0-9a-f]{16}")
-_RESERVED = ("manifest", "parts")
+_RESERVED = ("journal", "manifest", "parts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,14 +205,21 @@ class Content:
         return digest128(json.dumps(parts, sort_keys=True).encode()).hex()
 
 
+def joined_content(parts: Sequence[Part]) -> str:
+    """Digest over the samples of all parts: that of the only one, else over theirs in order."""
+    if len(parts) == 1:
+        return parts[0].content
+    return digest128(json.dumps([[part.rows, part.content] for part in parts]).encode()).hex()
+
+
 def check_dataset_name(name: str) -> str:
     """Return `name` if it can name a data set, else raise ConfigError or InvalidKey."""
     check_key(f"{PREFIX}/{name}/manifest")
     bad = [c for c in name.split("/") if c in _RESERVED or _NONCE.fullmatch(c)]
     if bad:
         raise ConfigError(
-            f"data set name {name!r}: {bad[0]!r} is reserved; no component is 'manifest', 'parts' "
-            "or 16 hex digits"
+            f"data set name {name!r}: {bad[0]!r} is reserved; no component is 'journal', "
+            "'manifest', 'parts' or 16 hex digits"
         )
     return name
 
@@ -220,6 +227,11 @@ def check_dataset_name(name: str) -> str:
 def manifest_key(name: str) -> str:
     """Key of the manifest."""
     return f"{PREFIX}/{name}/manifest"
+
+
+def journal_key(name: str) -> str:
+    """Key of what an unfinished ingest has stored."""
+    return f"{PREFIX}/{name}/journal"
 
 
 def part_key(name: str, part: tuple[int, int]) -> str:
@@ -264,5 +276,6 @@ def column_names(fields: Sequence[str], scalars: Sequence[str]) -> dict[str, str
 
 
 __all__ = ["FORMAT", "KIND", "ORDER", "PREFIX", "Content", "DatasetManifest", "Part",
-           "StreamShards", "check_dataset_name", "column_key", "column_names", "manifest_key",
+           "StreamShards", "check_dataset_name", "column_key", "column_names", "joined_content",
+           "journal_key", "manifest_key",
            "nonce_of", "object_prefix", "pages_key", "part_key", "shard_key", "side_key"]  # fmt: skip

@@ -58,6 +58,7 @@ class DatasetWriter(Closing):
     `shard_bytes`: payload of an object. `unit_bytes`: page, chosen from the records unless given.
     `compression`: "lz4", "zstd" or "blosc", page by page. `part`: (i, n) for n writers of one data
     set, published by `publish_parts`. `overwrite`: replace a published one. `metadata`: JSON.
+    For parts that end with detach(): `nonce` names their objects, pages are those of `like`.
 
     Raises ConfigError, VersionConflict when the name is taken.
     """
@@ -77,6 +78,8 @@ class DatasetWriter(Closing):
         part: tuple[int, int] | None = None,
         overwrite: bool = False,
         metadata: Mapping[str, object] | None = None,
+        nonce: str | None = None,
+        like: Part | None = None,
     ) -> None:
         self.pool, self.name = pool, check_dataset_name(name)
         self.fields = check_fields(fields)
@@ -88,15 +91,17 @@ class DatasetWriter(Closing):
             check_unit_bytes(unit_bytes)
         elif part is not None and any(record.ragged for record in records.values()):
             unit_bytes = UNIT_BYTES  # all parts must choose alike
-        self._version = self._published_version()
-        self.nonce = secrets.token_hex(8)
+        self.replaces = self._published_version()  # version of the manifest that is there
+        self.nonce = nonce or secrets.token_hex(8)
+        units = [stream.unit_bytes for stream in like.streams] if like else None
         self._uploads, self._content = Uploads(), Content()
         limit = pool.config.settings.memory_bytes // (2 * (pool.data + pool.parity))
         self._streams = {
             stream: StreamWriter(
-                pool, (name, self.nonce, number), stream, record, unit_bytes=unit_bytes,
-                unit_limit=limit, shard_bytes=shard_bytes, compression=self.compression,
-                uploads=self._uploads, content=self._content,
+                pool, (name, self.nonce, number), stream, record,
+                unit_bytes=units[number] if units else unit_bytes, unit_limit=limit,
+                shard_bytes=shard_bytes, compression=self.compression, uploads=self._uploads,
+                content=self._content,
             )
             for number, (stream, record) in enumerate(records.items())
         }  # fmt: skip
@@ -199,7 +204,7 @@ class DatasetWriter(Closing):
 
         Raises VersionConflict when somebody else published the name meanwhile: theirs is unchanged.
         """
-        if self._state in ("closed", "abandoned"):
+        if self._state in ("closed", "abandoned", "detached"):
             return
         try:
             self._usable()
@@ -208,6 +213,15 @@ class DatasetWriter(Closing):
             self.abandon()
             raise
         self._state = "closed"
+
+    def detach(self) -> Part:
+        """Store the rest and publish nothing: the caller keeps the record, and who has it has the
+        objects. Durable on return; the writer is done. An error leaves the objects to abandon().
+        """
+        self._usable()
+        part = self._finish()
+        self._state = "detached"
+        return part
 
     def _finish(self) -> Part:
         """Everything but the manifest."""
@@ -246,13 +260,13 @@ class DatasetWriter(Closing):
         self.pool.put(
             manifest_key(self.name),
             manifest.encode(),
-            if_absent=self._version is None,
-            if_version=self._version,
+            if_absent=self.replaces is None,
+            if_version=self.replaces,
         )
 
     def abandon(self) -> None:
         """Publish nothing; remove what was stored, as far as that goes now. Idempotent."""
-        if self._state in ("closed", "abandoned") or self._pid != os.getpid():
+        if self._state in ("closed", "abandoned", "detached") or self._pid != os.getpid():
             return
         self._state = "abandoned"
         with contextlib.suppress(HpstoreError, OSError, RuntimeError, ValueError, MemoryError):

@@ -37,7 +37,9 @@ class Arrays(IndexedSource):
         lengths = {name: _length(name, array, where) for name, array in self._arrays.items()}
         if len(set(lengths.values())) != 1:
             said = ", ".join(f"{name} {count}" for name, count in lengths.items())
-            raise ConfigError(f"{where}: the arrays are not equally long: {said or 'there is none'}")
+            raise ConfigError(
+                f"{where}: the arrays are not equally long: {said or 'there is none'}"
+            )
         self.length = next(iter(lengths.values()))
         self.total_bytes = sum(array.nbytes for array in self._arrays.values())
 

@@ -128,7 +128,7 @@ def _is_parquet(file: Path) -> bool:
 
 
 def _is_stream(file: Path) -> bool:
-    """Whether an Arrow file is a stream (as Hugging Face writes) and not the format with a footer."""
+    """Whether an Arrow file is a stream, as Hugging Face writes, and not the one with a footer."""
     with file.open("rb") as opened:
         return opened.read(6) != b"ARROW1"
 
@@ -225,7 +225,9 @@ def _ragged(column: Any, convert: Convert) -> Sequence[object]:
     return [values[a:b] for a, b in zip(starts, ends, strict=True)]
 
 
-def _samples(batch: Any, columns: dict[str, Convert]) -> Iterator[tuple[dict[str, object] | None, str]]:
+def _samples(
+    batch: Any, columns: dict[str, Convert]
+) -> Iterator[tuple[dict[str, object] | None, str]]:
     """Samples of a batch, or what is wrong with each. Whole columns at once where none is null."""
     try:
         if any(batch.column(name).null_count for name in columns):

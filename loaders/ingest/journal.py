@@ -8,7 +8,7 @@ leaves nothing that the next run would not find.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from hpstore.errors import IngestError, IntegrityError, ObjectNotFound, VersionConflict
@@ -36,7 +36,7 @@ class Progressed:
 
     source: str  # fingerprint
     plan: Mapping[str, Any]  # fields, layout, order, ...: what must be equal to go on
-    place: Place = Place()
+    place: Place = field(default_factory=Place)
     parts: tuple[Part, ...] = ()
     skipped: tuple[Skipped, ...] = ()
     nbytes: int = 0  # of samples
@@ -105,7 +105,7 @@ class Journal:
             )  # fmt: skip
         except VersionConflict as error:
             raise IngestError(
-                f"another process ingests data set {self._name!r}; this one stops, the other goes on"
+                f"another process ingests data set {self._name!r}: this one stops, that one goes on"
             ) from error
         self._version = info.version
 

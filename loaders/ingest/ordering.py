@@ -1,13 +1,12 @@
 """In which order a source's records are written, and where an interrupted ingest goes on.
 
 A source read by number is permuted whole. One that is read block by block has its blocks permuted
-and is then shuffled in windows of bounded bytes: not a uniform permutation, and described as what it
-is. Both are functions of the seed and the source, so a position is the state of an ingest.
+and is then shuffled in windows of bounded bytes: not a uniform permutation, and it says so. Both are functions of the seed and the source, so a position is the state of an ingest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 
@@ -61,7 +60,7 @@ class NumberedRecords:
         """How samples were mixed, as the data set records it."""
         return self._order.describe()
 
-    def read(self, place: Place) -> Iterator[Placed]:
+    def read(self, place: Place) -> Generator[Placed, None, None]:
         """Records from a place on."""
         found = self._source.read(self._indices(place.position), self._workers)
         for position, item in enumerate(found, place.position + 1):
@@ -94,7 +93,7 @@ class BlockRecords:
             "blocks": self._blocks.describe(),
         }  # fmt: skip
 
-    def read(self, place: Place) -> Iterator[Placed]:
+    def read(self, place: Place) -> Generator[Placed, None, None]:
         """Records from a place on; those of its window that come before it are read again."""
         number, begins = place.window, place.window_position
         records = self._records(place.block, place.record)
@@ -126,9 +125,7 @@ class BlockRecords:
             for count, item in enumerate(self._source.read_block(which, start), start + 1):
                 yield item, at, count
 
-    def _window(
-        self, records: Iterator[tuple[Item, int, int]]
-    ) -> list[tuple[Item, int, int]]:
+    def _window(self, records: Iterator[tuple[Item, int, int]]) -> list[tuple[Item, int, int]]:
         """The next records, until they have `window_bytes`."""
         window, held = [], 0
         for found in records:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
-from hpstore.errors import ConfigError, IngestError
+from hpstore.errors import (
+    BudgetExceeded,
+    ConfigError,
+    DeviceError,
+    IngestError,
+    LockTimeout,
+    RedundancyError,
+    VersionConflict,
+)
 from hpstore.loaders.fields import Field, check_fields
 from hpstore.loaders.ingest.infer import LOOKED_AT, fitted, infer_fields, sample_bytes
 from hpstore.loaders.ingest.journal import Journal, Progressed, Skipped, mismatch
@@ -21,11 +30,12 @@ from hpstore.loaders.ingest.ordering import (
     Placed,
     Records,
 )
-from hpstore.loaders.ingest.parts import PartsWriter, discard
+from hpstore.loaders.ingest.parts import PartsWriter, discard, is_published
 from hpstore.loaders.ingest.report import IngestCallback, IngestProgress, IngestReport
 from hpstore.loaders.ingest.source import BlockSource, IndexedSource, Item, Source
 from hpstore.loaders.layout import SHARD_BYTES
-from hpstore.loaders.order import check_seed
+from hpstore.loaders.draws import check_seed
+from hpstore.loaders.manifest import DatasetManifest, check_dataset_name, manifest_key
 from hpstore.pool import Pool
 
 MAX_SKIPPED = 10_000
@@ -74,6 +84,10 @@ def ingest(
     began = time.perf_counter()
     if on_error not in ON_ERROR:
         raise ConfigError(f"on_error {on_error!r}: choose raise or skip")
+    if not overwrite and pool.exists(manifest_key(check_dataset_name(name))):
+        raise VersionConflict(
+            f"data set {name!r} exists; it is unchanged. overwrite=True (--overwrite) replaces it"
+        )
     opened = open_source(source, format=format, names=names, check_images=check_images)
     options = {"layout": layout, "shard_bytes": shard_bytes, "unit_bytes": unit_bytes,
                "compression": compression}  # fmt: skip
@@ -116,33 +130,50 @@ class _Run:
     metadata: dict[str, object]
     progress: IngestCallback | None
 
-    def go(self, fields: Mapping[str, Field] | None, *, resume: bool) -> Any:
-        """Write, publish; returns manifest, journal and what was there before."""
+    def go(
+        self, fields: Mapping[str, Field] | None, *, resume: bool
+    ) -> tuple[DatasetManifest, Progressed, int]:
+        """Write and publish; returns the manifest, the journal, and the samples there were."""
         journal = Journal(self.pool, self.name)
-        found = journal.read()
-        if found is not None and not resume:
-            discard(self.pool, self.name, found)
-            journal.remove()
-            found = None
+        found = self._earlier(journal, resume)
         if fields is None and found is not None:
             fields = {n: Field.from_json(raw) for n, *raw in found.plan["fields"]}
         chosen, records, ahead = self._opened(fields)
         start = Progressed(source=self.source.fingerprint(), plan=self._plan(chosen, records))
         if found is not None:
             self._check(found, start)
-            start = found
-            ahead = records.read(start.place)
-        with PartsWriter(
-            self.pool, self.name, chosen, start, journal, overwrite=self.overwrite,
-            metadata={**self.metadata, "ingest": self._lineage(start)}, **self.options,
-        ) as parts:  # fmt: skip
-            self._copy(ahead, parts, chosen)
-            manifest = parts.publish()
+            start, ahead = found, records.read(found.place)
+        metadata = {**self.metadata, "ingest": self._lineage(start)}
+        with (
+            contextlib.closing(ahead),
+            PartsWriter(
+                self.pool, self.name, chosen, start, journal, seed=self.seed,
+                overwrite=self.overwrite, metadata=metadata, **self.options,
+            ) as parts,
+        ):  # fmt: skip
+            try:
+                self._copy(ahead, parts, chosen)
+                manifest = parts.publish()
+            except (DeviceError, RedundancyError, LockTimeout, BudgetExceeded) as error:
+                raise type(error)(
+                    f"{error}. Nothing of data set {self.name!r} is visible; "
+                    f"{parts.progressed.rows} samples are kept. When that is mended, the same call "
+                    "goes on from there"
+                ) from error
         return manifest, parts.progressed, start.rows
+
+    def _earlier(self, journal: Journal, resume: bool) -> Progressed | None:
+        """What an earlier run left to go on with."""
+        found = journal.read()
+        if found is not None and (not resume or is_published(self.pool, self.name, found)):
+            discard(self.pool, self.name, found)
+            journal.remove()
+            return None
+        return found
 
     def _opened(
         self, fields: Mapping[str, Field] | None
-    ) -> tuple[dict[str, Field], Records, Iterator[Placed]]:
+    ) -> tuple[dict[str, Field], Records, Generator[Placed, None, None]]:
         """Fields, the records in the order of writing, and these from the first one on."""
         known = self.source.fields
         if known is not None and fields is not None:
@@ -167,7 +198,7 @@ class _Run:
         assert isinstance(self.source, BlockSource)
         return BlockRecords(self.source, self.seed, self.window_bytes)
 
-    def _inferred(self, ahead: Iterator[Placed]) -> tuple[dict[str, Field], Iterator[Placed]]:
+    def _inferred(self, ahead: Generator[Placed, None, None]) -> tuple[dict[str, Field], Generator[Placed]]:
         first = list(islice(ahead, LOOKED_AT))
         samples = [placed.item.sample for placed in first if placed.item.sample is not None]
         if not samples:
@@ -176,7 +207,7 @@ class _Run:
                 f"{self.source.where}: no sample to tell the fields from ({said}); nothing was "
                 "written. Give fields={...}"
             )
-        return infer_fields(samples), chain(first, ahead)
+        return infer_fields(samples), _joined(first, ahead)
 
     def _plan(self, fields: Mapping[str, Field], records: Records) -> dict[str, Any]:
         return {
@@ -200,7 +231,9 @@ class _Run:
                 "them away and begins anew"
             )
 
-    def _copy(self, records: Iterator[Placed], parts: PartsWriter, fields: dict[str, Field]) -> None:
+    def _copy(
+        self, records: Iterator[Placed], parts: PartsWriter, fields: dict[str, Field]
+    ) -> None:
         """Every record into the writer, or onto the list of those left out."""
         resumed = parts.progressed.place.position
         for placed in records:
@@ -244,6 +277,12 @@ class _Run:
             'samples are kept and the same call goes on from there. on_error="skip" (--on-error '
             "skip) leaves bad records out"
         )
+
+
+def _joined(first: Iterable[Placed], rest: Generator[Placed, None, None]) -> Generator[Placed]:
+    """Both, closed together."""
+    yield from first
+    yield from rest
 
 
 __all__ = ["MAX_SKIPPED", "ingest"]

@@ -113,11 +113,9 @@ class TarStreams(BlockSource):
 
     def read_block(self, block: int, start: int) -> Iterator[Item]:
         path = self._files[block]
-        number = 0
         for opened in _samples(path):
             if opened.number >= start:
                 yield self._item(path, block, opened)
-            number = opened.number + 1
 
     def _item(self, path: Path, block: int, sample: _Open) -> Item:
         name = f"{path.name}: {sample.key}" if sample.key else path.name

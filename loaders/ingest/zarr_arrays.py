@@ -32,7 +32,7 @@ class ZarrArrays(BlockSource):
         self.where = str(getattr(where, "store_path", where))
         self._path = Path(where) if isinstance(where, str | os.PathLike) else None
         self._arrays = _arrays(where, self.where)
-        lengths = {name: len(array) for name, array in self._arrays.items()}
+        lengths = {name: array.shape[0] for name, array in self._arrays.items()}
         if len(set(lengths.values())) != 1:
             said = ", ".join(f"{name} {count}" for name, count in lengths.items())
             raise ConfigError(
@@ -56,11 +56,11 @@ class ZarrArrays(BlockSource):
         return {name: Field(a.dtype.name, a.shape[1:]) for name, a in self._arrays.items()}
 
     def fingerprint(self) -> str:
-        """Over metadata and first and last rows; of a local folder also sizes and times of files."""
+        """Over metadata, first and last rows; of a local folder also sizes and times of files."""
         rows: list[object] = [self.kind]
         for name, a in sorted(self._arrays.items()):
             ends = hashlib.blake2b(digest_size=16)
-            for part in (a[:1], a[-1:]) if len(a) else ():
+            for part in (a[:1], a[-1:]) if a.shape[0] else ():
                 ends.update(np.asarray(part).tobytes())
             rows.append([name, a.shape, str(a.dtype), a.chunks, ends.hexdigest()])
         if self._path is not None and self._path.is_dir():
