@@ -1,8 +1,8 @@
 """Where the values of a sample lie: records, pages, shards. Pure arithmetic.
 
-A record is the large fields of one sample, contiguous. Records fill pages (a page is a stripe unit of
-the object, so a healthy read of a record touches one device) and do not cross them unless they are
-longer than one.
+A record is the large fields of one sample, contiguous. Records fill pages and do not cross them
+unless they are longer than one. A page is a stripe unit of the object, so a healthy read of a record
+touches one device.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def place(
         start = -(-cursor // step) * step
         if length <= unit_bytes and start % unit_bytes + length > unit_bytes:
             start = -(-start // unit_bytes) * unit_bytes
-        cursor = start + length
+        cursor = start + max(length, 1)  # an empty record has a place of its own
         if cursor > capacity:
             break
         starts.append(start)

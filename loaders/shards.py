@@ -31,7 +31,7 @@ Fill = Callable[[memoryview, int, int], None]  # (payload, start, row of the bat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullShard:
-    """A shard that is ready to be stored. `data` stays the builder's: give it back after the put."""
+    """A shard that is ready to be stored. `buffer` goes back to the builder after the put."""
 
     rows: int
     data: Bytes  # payload, then the index
@@ -222,7 +222,7 @@ class RaggedShard:
                 self._buffer[start : ends[row]] = 0
             fill(view, start, first + row)
             cursor = ends[row]
-        self._cursor = cursor
+        self._cursor = max(cursor, starts[-1] + 1 if starts else 0)
         self._starts += starts
         self._checksums += record_checksums(view, starts, ends)
         self._lengths.append(tables[first : first + len(starts)])

@@ -89,4 +89,5 @@ def object_hash(data: Any) -> str:  # Any: whatever has a buffer
 
 
 __all__ = ["HEADER_BYTES", "PAGE_MAGIC", "SIDE_MAGIC", "Table", "check_header", "decode_tables",
-           "encode_tables", "object_hash", "page_dtypes", "side_dtypes", "table_starts"]  # fmt: skip
+           "encode_tables", "object_hash", "page_dtypes", "side_dtypes",
+           "table_starts"]  # fmt: skip

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from hpstore.closing import Closing
@@ -160,9 +159,10 @@ class StoredData(Closing):
         return found
 
     def _gone(self, key: str) -> ObjectNotFound:
+        known = self.manifest.fingerprint
         return ObjectNotFound(
             f"object {key!r} of data set {self.name!r} is not there: the data set was replaced or "
-            f"deleted since it was opened (fingerprint {self.manifest.fingerprint}). Open it again.",
+            f"deleted since it was opened (fingerprint {known}). Open it again.",
             key=key,
         )
 
@@ -296,8 +296,11 @@ class StoredData(Closing):
         """
         rows = np.asarray(indices, np.int64)
         places = self.locate(stream, rows)
-        read = read_compressed if stream.compression else _read_plain
-        records = read(self, stream, places)
+        if stream.compression:
+            shards = partial(self.reader, stream)
+            records = read_compressed(shards, stream, self.pages(stream), places)
+        else:
+            records = self._read_plain(stream, places)
         digest = xxhash.xxh3_64_intdigest
         found = np.fromiter((digest(record.data) for record in records), np.uint64, len(records))
         bad = np.nonzero(found != places.checksum)[0]
@@ -312,6 +315,14 @@ class StoredData(Closing):
             )
         return records, places
 
+    def _read_plain(self, stream: Stream, places: Locations) -> list[Bytes]:
+        plan = plan_spans(places.shard, places.start, places.length)
+        buffer = np.empty(plan.total, np.uint8)
+        for shard in np.unique(plan.shard).tolist():
+            read_spans(self.reader(stream, shard), plan, shard, buffer)
+        ends = plan.position + places.length
+        return [buffer[a:b] for a, b in zip(plan.position.tolist(), ends.tolist(), strict=True)]
+
     def renew_after_fork(self) -> None:
         """Locks and readers of the parent are not ours."""
         for table in (*self._sides.values(), *self._columns.values()):
@@ -324,16 +335,5 @@ class StoredData(Closing):
         while self._readers.open:
             self._readers.open.popitem()[1].close()
 
-
-def _read_plain(data: StoredData, stream: Stream, places: Locations) -> list[Bytes]:
-    plan = plan_spans(places.shard, places.start, places.length)
-    buffer = np.empty(plan.total, np.uint8)
-    for shard in np.unique(plan.shard).tolist():
-        read_spans(data.reader(stream, shard), plan, shard, buffer)
-    ends = plan.position + places.length
-    return [buffer[a:b] for a, b in zip(plan.position.tolist(), ends.tolist(), strict=True)]
-
-
-UInt32s = npt.NDArray[np.uint32]
 
 __all__ = ["OPEN_READERS", "StoredData"]

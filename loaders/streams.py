@@ -181,7 +181,9 @@ class StreamWriter:
         def upload() -> None:
             data = full.data
             if self._compression:
-                data, stored = compress_pages(self._compression, data, self._unit)
+                data, stored = compress_pages(
+                    self._compression, data, self._unit, self.record.alignment
+                )
                 pages.append(stored)
             self._pool.put(shard_key(name, nonce, stream, number), data, unit_bytes=self._unit)
             self._pool.put(side_key(name, nonce, stream, number), side)

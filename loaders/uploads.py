@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from hpstore.closing import Closing
-from hpstore.errors import HpstoreError
 
 
 class Uploads(Closing):
@@ -32,12 +31,11 @@ class Uploads(Closing):
         flying, self._flying = self._flying, None
         if flying is not None:
             try:
-                flying.result()
-            except (HpstoreError, OSError, RuntimeError, ValueError, MemoryError) as error:
-                self._failed = error
+                wait([flying])
             except BaseException:
                 self._flying = flying  # the wait was interrupted: the job still runs
                 raise
+            self._failed = self._failed or flying.exception()
         if self._failed is not None:
             raise self._failed
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -269,9 +268,7 @@ class DatasetWriter(Closing):
         if self._state in ("closed", "abandoned", "detached") or self._pid != os.getpid():
             return
         self._state = "abandoned"
-        with contextlib.suppress(HpstoreError, OSError, RuntimeError, ValueError, MemoryError):
-            self._uploads.settle()  # its error is why we are here, or nobody asked
-        self._uploads.close()
+        self._uploads.close()  # its error is why we are here, or nobody asked
         prefix = object_prefix(self.name, self.nonce)
         try:
             for key in self.pool.list(prefix + "/"):

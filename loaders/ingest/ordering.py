@@ -1,7 +1,8 @@
 """In which order a source's records are written, and where an interrupted ingest goes on.
 
 A source read by number is permuted whole. One that is read block by block has its blocks permuted
-and is then shuffled in windows of bounded bytes: not a uniform permutation, and it says so. Both are functions of the seed and the source, so a position is the state of an ingest.
+and is then shuffled in windows of bounded bytes: not a uniform permutation, and it says so.
+Both are functions of the seed and the source, so a position is the state of an ingest.
 """
 
 from __future__ import annotations
