@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 
 from hpstore.codec.galois import Bytes
 from hpstore.loaders.fields import Array
+from hpstore.loaders.layout import Int64s, Record
 from hpstore.loaders.stream import Stream
-
-Raw = Array | bytes | str
 
 
 def field_views(stream: Stream, records: Bytes) -> dict[str, Array]:
@@ -31,20 +30,19 @@ def field_views(stream: Stream, records: Bytes) -> dict[str, Array]:
     return found
 
 
-def record_values(stream: Stream, record: Bytes, lengths: Iterable[int]) -> dict[str, Raw]:
-    """Values of one record from its bytes and ragged lengths: views; bytes and str as objects."""
-    layout = stream.record
-    found: dict[str, Raw] = {}
+def field_bytes(layout: Record, records: Sequence[Bytes], ragged: Int64s) -> dict[str, list[Bytes]]:
+    """Bytes of every field of records, by field; views. `ragged`: (n, r) lengths."""
+    found: dict[str, list[Bytes]] = {}
     for name in layout.fixed:
-        field, offset = layout.fields[name], layout.offsets[name]
-        found[name] = field.as_value(record[offset : offset + field.row_bytes])
-    at = layout.fixed_bytes
-    for name, length in zip(layout.ragged, lengths, strict=True):
-        field = layout.fields[name]
-        at = -(-at // field.storage.itemsize) * field.storage.itemsize
-        found[name] = field.as_value(record[at : at + length])
-        at += length
+        start = layout.offsets[name]
+        end = start + layout.fields[name].row_bytes
+        found[name] = [record[start:end] for record in records]
+    starts = layout.ragged_starts(ragged)
+    for column, name in enumerate(layout.ragged):
+        low = starts[:, column]
+        ends = (low + ragged[:, column]).tolist()
+        found[name] = [r[a:b] for r, a, b in zip(records, low.tolist(), ends, strict=True)]
     return found
 
 
-__all__ = ["Raw", "field_views", "record_values"]
+__all__ = ["field_bytes", "field_views"]

@@ -108,7 +108,7 @@ class BlockTable:
 
     def _read(self, missing: Int64s) -> list[tuple[int, list[Table]]]:
         """Blocks from their objects, one object at a time."""
-        found = []
+        found: list[tuple[int, list[Table]]] = []
         cuts = np.searchsorted(self._first, missing, "right") - 1
         for cut in np.unique(cuts).tolist():
             blocks = missing[cuts == cut]

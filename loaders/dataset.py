@@ -12,13 +12,12 @@ import torch
 import torch.utils.data
 
 from hpstore.errors import ConfigError, ObjectNotFound
-from hpstore.loaders.assemble import Raw, record_values
-from hpstore.loaders.fields import Field, FieldKind
+from hpstore.loaders.assemble import field_bytes
+from hpstore.loaders.fields import FieldKind, Value
 from hpstore.loaders.manifest import DatasetManifest, check_dataset_name, manifest_key
 from hpstore.loaders.stored import StoredData
 from hpstore.pool import Pool
 
-Value = torch.Tensor | bytes | str
 Sample = dict[str, Value]
 
 
@@ -62,11 +61,9 @@ class Dataset(StoredData, torch.utils.data.Dataset[Sample]):
                 columns[name] = made.as_tensor(self.scalars(name, rows)).unbind(0)
         for stream in self.streams:
             records, places = self.read_records(stream, rows)
-            lengths = places.ragged.tolist()
-            values = [record_values(stream, r, n) for r, n in zip(records, lengths, strict=True)]
-            for name, made in stream.record.fields.items():
+            for name, raw in field_bytes(stream.record, records, places.ragged).items():
                 if name in self.fields:
-                    columns[name] = [_as_value(made, value[name]) for value in values]
+                    columns[name] = [self.fields[name].as_value(value) for value in raw]
         return [{name: columns[name][row] for name in self.fields} for row in range(len(rows))]
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -86,10 +83,6 @@ def read_manifest(pool: Pool, name: str) -> DatasetManifest:
             f"no data set {name!r} in this pool (parts show after publish_parts)", key=key
         ) from error
     return DatasetManifest.decode(data, where=f"data set {name!r}")
-
-
-def _as_value(field: Field, value: Raw) -> Value:
-    return field.as_tensor(value) if isinstance(value, np.ndarray) else value
 
 
 def _reopen(pool: Pool, name: str, fields: tuple[str, ...] | None, fingerprint: str) -> Dataset:

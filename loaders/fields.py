@@ -21,6 +21,7 @@ MAX_VALUE_BYTES = (1 << 32) - 1  # of one ragged value: its length is stored as 
 MAX_NAME_BYTES = 255
 # Any: arrays of every dtype pass through here
 Array = npt.NDArray[Any]
+Value = torch.Tensor | bytes | str
 
 _NUMBERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
             "float16", "float32", "float64", "complex64", "complex128")  # fmt: skip
@@ -105,14 +106,14 @@ class Field:
         dtype, shape = raw
         return cls(str(dtype), tuple(shape))
 
-    def as_value(self, raw: Bytes) -> Array | bytes | str:
-        """A value over its stored bytes: a view of `raw`, or bytes and str as objects."""
+    def as_value(self, raw: Bytes) -> Value:
+        """A value from its stored bytes: a tensor over `raw`, or bytes and str as objects."""
         if self.dtype == "bytes":
             return raw.tobytes()
         if self.dtype == "str":
             return raw.tobytes().decode()
         lead = (-1,) if self.is_ragged and len(raw) else (0,) if self.is_ragged else ()
-        return raw.view(self.storage).reshape(*lead, *self.inner_shape)
+        return self.as_tensor(raw.view(self.storage).reshape(*lead, *self.inner_shape))
 
     def as_tensor(self, value: Array) -> torch.Tensor:
         """A tensor over a numpy value of this field; no copy."""
@@ -290,6 +291,6 @@ def ragged_rows(name: str, field: Field, values: object, where: str) -> list[Byt
     return [ragged_value(name, field, value, where) for value in rows]
 
 
-__all__ = ["BFLOAT16", "DTYPES", "SCALAR_BYTES", "Array", "Field", "FieldKind", "as_array",
+__all__ = ["BFLOAT16", "DTYPES", "SCALAR_BYTES", "Array", "Field", "FieldKind", "Value", "as_array",
            "check_field_name", "check_fields", "check_names", "fixed_rows", "fixed_value",
            "ragged_rows", "ragged_value"]  # fmt: skip

@@ -1,8 +1,8 @@
 """Where the values of a sample lie: records, pages, shards. Pure arithmetic.
 
 A record is the large fields of one sample, contiguous. Records fill pages and do not cross them
-unless they are longer than one. A page is a stripe unit of the object, so a healthy read of a record
-touches one device.
+unless they are longer than one. A page is a stripe unit of the object, so a healthy read of a
+record touches one device.
 """
 
 from __future__ import annotations

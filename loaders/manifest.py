@@ -16,6 +16,7 @@ from hpstore.checksum import digest128
 from hpstore.errors import ConfigError, FormatTooNew, IntegrityError
 from hpstore.keys import check_key
 from hpstore.loaders.fields import Field
+from hpstore.loaders.layout import Record
 from hpstore.records import seal, unseal
 
 FORMAT = 1
@@ -195,21 +196,23 @@ class Content:
     def __init__(self) -> None:
         self._hashes: dict[str, xxhash.xxh3_128] = {}
 
-    def add(self, name: str, values: npt.NDArray[Any]) -> None:
-        """The next values of a column, stream or ragged length."""
-        self._hashes.setdefault(name, xxhash.xxh3_128()).update(np.ascontiguousarray(values).data)
+    def add_side(self, stream: str, record: Record, tables: Sequence[npt.NDArray[Any]]) -> None:
+        """The next shard of a stream, by the tables of its side object."""
+        self._add(f"{stream}/checksums", np.ascontiguousarray(tables[0], "<u8").data)
+        for name, lengths in zip(record.ragged, tables[2:], strict=True):
+            self._add(f"{name}/lengths", np.ascontiguousarray(lengths, "<u4").data)
+
+    def add_column(self, field: str, data: Any) -> None:  # Any: whatever has a buffer
+        """The next bytes of a scalar field's column."""
+        self._add(f"{field}/values", data)
+
+    def _add(self, name: str, data: Any) -> None:
+        self._hashes.setdefault(name, xxhash.xxh3_128()).update(data)
 
     def hexdigest(self) -> str:
         """Of all that was added."""
         parts = {name: found.hexdigest() for name, found in self._hashes.items()}
         return digest128(json.dumps(parts, sort_keys=True).encode()).hex()
-
-
-def joined_content(parts: Sequence[Part]) -> str:
-    """Digest over the samples of all parts: that of the only one, else over theirs in order."""
-    if len(parts) == 1:
-        return parts[0].content
-    return digest128(json.dumps([[part.rows, part.content] for part in parts]).encode()).hex()
 
 
 def check_dataset_name(name: str) -> str:
@@ -276,6 +279,6 @@ def column_names(fields: Sequence[str], scalars: Sequence[str]) -> dict[str, str
 
 
 __all__ = ["FORMAT", "KIND", "ORDER", "PREFIX", "Content", "DatasetManifest", "Part",
-           "StreamShards", "check_dataset_name", "column_key", "column_names", "joined_content",
+           "StreamShards", "check_dataset_name", "column_key", "column_names",
            "journal_key", "manifest_key",
            "nonce_of", "object_prefix", "pages_key", "part_key", "shard_key", "side_key"]  # fmt: skip

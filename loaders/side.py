@@ -58,7 +58,7 @@ def decode_tables(
     ]
 
 
-def check_header(magic: bytes, data: bytes, tables: int, *, where: str) -> None:
+def check_header(magic: bytes, data: bytes | bytearray, tables: int, *, where: str) -> None:
     """Raise IntegrityError or FormatTooNew unless the object begins as it should."""
     if len(data) < HEADER_BYTES or data[:8] != magic:
         raise IntegrityError(f"{where} is not what its key says")
@@ -88,6 +88,12 @@ def object_hash(data: Any) -> str:  # Any: whatever has a buffer
     return xxhash.xxh3_64_hexdigest(data)
 
 
-__all__ = ["HEADER_BYTES", "PAGE_MAGIC", "SIDE_MAGIC", "Table", "check_header", "decode_tables",
-           "encode_tables", "object_hash", "page_dtypes", "side_dtypes",
+def check_hash(key: str, data: Any, wanted: str) -> None:  # Any: as object_hash
+    """Raise IntegrityError unless the object is the one that the manifest names."""
+    if object_hash(data) != wanted:
+        raise IntegrityError(f"object {key!r} is not the one that the manifest names", key=key)
+
+
+__all__ = ["HEADER_BYTES", "PAGE_MAGIC", "SIDE_MAGIC", "Table", "check_hash", "check_header",
+           "decode_tables", "encode_tables", "object_hash", "page_dtypes", "side_dtypes",
            "table_starts"]  # fmt: skip

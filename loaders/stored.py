@@ -16,9 +16,10 @@ from hpstore.closing import Closing
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError, IntegrityError, ObjectNotFound
 from hpstore.loaders.blocks import BLOCK_ROWS, BlockTable
-from hpstore.loaders.fields import Array, FieldKind
+from hpstore.loaders.fields import Array, Field, FieldKind
 from hpstore.loaders.layout import Int64s, group_fields
 from hpstore.loaders.manifest import (
+    ORDER,
     DatasetManifest,
     column_key,
     column_names,
@@ -31,9 +32,9 @@ from hpstore.loaders.side import (
     PAGE_MAGIC,
     SIDE_MAGIC,
     Table,
+    check_hash,
     check_header,
     decode_tables,
-    object_hash,
     page_dtypes,
     side_dtypes,
     table_starts,
@@ -86,7 +87,10 @@ class StoredData(Closing):
         ]
         scalars = [n for n, f in self.fields.items() if f.kind is FieldKind.SCALAR]
         columns = column_names(list(manifest.fields), scalars)
-        self._columns = {n: self._column_table(n, column) for n, column in columns.items()}
+        self._columns = {
+            n: self._column_table(manifest.fields[n], column) for n, column in columns.items()
+        }
+        self._order = self._column_table(Field("int64"), ORDER)
         self._pages: dict[int, PageTable] = {}
         self._readers, self._pid = _Readers(), os.getpid()
         self._closed = False
@@ -109,12 +113,10 @@ class StoredData(Closing):
     ) -> list[list[Table]]:
         """Rows of a side object. One that is a single block is checked against the manifest."""
         rows = int(stream.rows[shard])
+        if rows <= BLOCK_ROWS:
+            return [self.side_tables(stream, shard)]
         key = side_key(self.name, stream.nonces[shard], stream.number, stream.numbers[shard])
         starts = table_starts(dtypes, rows)
-        if rows <= BLOCK_ROWS:
-            data = self._get(key)
-            self._check_hash(key, data, stream.side_hashes[shard])
-            return [decode_tables(SIDE_MAGIC, data, dtypes, rows, where=f"object {key!r}")]
         ranges = [
             (start + first * d.itemsize, start + (first + count) * d.itemsize)
             for first, count in runs
@@ -125,8 +127,15 @@ class StoredData(Closing):
         values = iter(found)
         return [[np.frombuffer(next(values), d) for d in dtypes] for _ in runs]
 
-    def _column_table(self, name: str, column: str) -> BlockTable:
-        made = self.manifest.fields[name]
+    def side_tables(self, stream: Stream, shard: int) -> list[Table]:
+        """All of a side object, checked against the manifest: see side_dtypes."""
+        key = side_key(self.name, stream.nonces[shard], stream.number, stream.numbers[shard])
+        data, dtypes = self._get(key), side_dtypes(stream.record)
+        check_hash(key, data, stream.side_hashes[shard])
+        rows = int(stream.rows[shard])
+        return decode_tables(SIDE_MAGIC, data, dtypes, rows, where=f"object {key!r}")
+
+    def _column_table(self, made: Field, column: str) -> BlockTable:
         shape = made.inner_shape
 
         def load(cut: int, runs: list[tuple[int, int]]) -> list[list[Table]]:
@@ -165,10 +174,6 @@ class StoredData(Closing):
             f"deleted since it was opened (fingerprint {known}). Open it again.",
             key=key,
         )
-
-    def _check_hash(self, key: str, data: bytes, wanted: str) -> None:
-        if object_hash(data) != wanted:
-            raise IntegrityError(f"object {key!r} is not the one that the manifest names", key=key)
 
     # --- places ------------------------------------------------------------------------------
 
@@ -237,7 +242,7 @@ class StoredData(Closing):
                 continue
             key = pages_key(self.name, part.nonce, stream.number)
             data = self._get(key)
-            self._check_hash(key, data, shards.pages)
+            check_hash(key, data, shards.pages)
             count = sum(div_ceil(payload, shards.unit_bytes) for payload in shards.payload)
             tables = decode_tables(PAGE_MAGIC, data, dtypes, count, where=f"object {key!r}")
             for joined, table in zip(found, tables, strict=True):
@@ -260,6 +265,18 @@ class StoredData(Closing):
         if name not in self._columns:
             raise ConfigError(f"{name!r} is no scalar field that was opened of {self.name!r}")
         return self._columns[name].get(rows)[0]
+
+    def written_as(self, indices: Int64s) -> Int64s | None:
+        """The numbers under which samples were written, in their part, before it was shuffled.
+
+        Of an ingest: the number of the record in its source, or block << 32 | number in the block.
+        None when the data set was not shuffled on write.
+        """
+        if self.manifest.shuffle_seed is None:
+            return None
+        rows = np.asarray(indices, np.int64)
+        self._check_range(rows)
+        return self._order.get(rows)[0]
 
     # --- records -----------------------------------------------------------------------------
 
@@ -295,15 +312,8 @@ class StoredData(Closing):
         Raises IntegrityError naming the sample when a record does not match its checksum.
         """
         rows = np.asarray(indices, np.int64)
-        places = self.locate(stream, rows)
-        if stream.compression:
-            shards = partial(self.reader, stream)
-            records = read_compressed(shards, stream, self.pages(stream), places)
-        else:
-            records = self._read_plain(stream, places)
-        digest = xxhash.xxh3_64_intdigest
-        found = np.fromiter((digest(record.data) for record in records), np.uint64, len(records))
-        bad = np.nonzero(found != places.checksum)[0]
+        records, places = self.raw_records(stream, rows)
+        bad = self.mismatches(records, places)
         if len(bad):
             self.pool.metrics.count("record_mismatch_total", len(bad))
             shard = int(places.shard[bad[0]])
@@ -315,6 +325,21 @@ class StoredData(Closing):
             )
         return records, places
 
+    def raw_records(self, stream: Stream, indices: Int64s) -> tuple[list[Bytes], Locations]:
+        """As read_records, without a look at the records' checksums."""
+        places = self.locate(stream, indices)
+        if stream.compression:
+            shards = partial(self.reader, stream)
+            return read_compressed(shards, stream, self.pages(stream), places), places
+        return self._read_plain(stream, places), places
+
+    @staticmethod
+    def mismatches(records: Sequence[Bytes], places: Locations) -> Int64s:
+        """Which of the records do not match their checksums, ascending."""
+        digest = xxhash.xxh3_64_intdigest
+        found = np.fromiter((digest(record.data) for record in records), np.uint64, len(records))
+        return np.flatnonzero(found != places.checksum).astype(np.int64)
+
     def _read_plain(self, stream: Stream, places: Locations) -> list[Bytes]:
         plan = plan_spans(places.shard, places.start, places.length)
         buffer = np.empty(plan.total, np.uint8)
@@ -325,7 +350,7 @@ class StoredData(Closing):
 
     def renew_after_fork(self) -> None:
         """Locks and readers of the parent are not ours."""
-        for table in (*self._sides.values(), *self._columns.values()):
+        for table in (*self._sides.values(), *self._columns.values(), self._order):
             table.renew()
         self._readers = _Readers()
 

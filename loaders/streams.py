@@ -166,11 +166,9 @@ class StreamWriter:
         name, nonce, stream = self._place
         number = len(self._shards)
         tables: list[Table] = [full.checksums]
-        self._content.add(f"{self._name}/checksums", full.checksums.astype("<u8"))
         if full.starts is not None and full.lengths is not None:
             tables += [full.starts, *full.lengths.T]
-            for column, field in enumerate(self.record.ragged):
-                self._content.add(f"{field}/lengths", full.lengths[:, column].astype("<u4"))
+        self._content.add_side(self._name, self.record, tables)
         side = encode_tables(SIDE_MAGIC, tables)
         self._shards.append((full.rows, full.payload_bytes, object_hash(side)))
         pages = self._page_counts(full)
@@ -258,7 +256,7 @@ class ColumnWriter:
     def _store(self) -> None:
         values, self._buffer, self._rows = self._buffer[: self._rows], self._fresh(), 0
         raw = values.reshape(-1).view(np.uint8)
-        self._content.add(f"{self._name}/values", raw)
+        self._content.add_column(self._name, raw.data)
         key = column_key(*self._place, len(self.hashes))
         self.hashes.append(object_hash(raw.data))
         self._uploads.submit(lambda: void(self._pool.put(key, raw)))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-import secrets
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -13,8 +11,7 @@ from typing import Any
 
 from hpstore.closing import Closing
 from hpstore.codec.galois import Bytes
-from hpstore.errors import ConfigError, HpstoreError, ObjectNotFound, VersionConflict
-from hpstore.geometry import check_unit_bytes
+from hpstore.errors import ConfigError, ObjectNotFound, VersionConflict
 from hpstore.loaders.fields import (
     Array,
     Field,
@@ -28,21 +25,19 @@ from hpstore.loaders.fields import (
 )
 from hpstore.loaders.layout import SHARD_BYTES, UNIT_BYTES, group_fields
 from hpstore.loaders.manifest import (
-    Content,
     DatasetManifest,
     Part,
     check_dataset_name,
-    column_names,
     manifest_key,
-    object_prefix,
     part_key,
 )
 from hpstore.loaders.pages import checked_compression
-from hpstore.loaders.streams import ColumnWriter, StreamWriter, cuts_of
-from hpstore.loaders.uploads import Uploads
+from hpstore.loaders.part_writer import PartOptions, PartWriter
+from hpstore.loaders.publishing import publish
+from hpstore.loaders.shuffling import copy_in_order, permutation
+from hpstore.loaders.stored import StoredData
+from hpstore.membership import check_unit
 from hpstore.pool import Pool
-
-_log = logging.getLogger(__name__)
 
 
 class DatasetWriter(Closing):
@@ -55,9 +50,10 @@ class DatasetWriter(Closing):
 
     `layout`: "rows" (large fields of a sample together), "columns" (each by itself) or "auto".
     `shard_bytes`: payload of an object. `unit_bytes`: page, chosen from the records unless given.
-    `compression`: "lz4", "zstd" or "blosc", page by page. `part`: (i, n) for n writers of one data
-    set, published by `publish_parts`. `overwrite`: replace a published one. `metadata`: JSON.
-    For parts that end with detach(): `nonce` names their objects, pages are those of `like`.
+    `compression`: "lz4", "zstd" or "blosc", page by page. `shuffle`: store the samples in an order
+    drawn from `seed`, kept with the data set (StoredData.written_as): close() then writes all of it
+    a second time. `part`: (i, n) for n writers of one data set, published by `publish_parts`.
+    `overwrite`: replace what is there. `metadata`: JSON.
 
     Raises ConfigError, VersionConflict when the name is taken.
     """
@@ -77,8 +73,6 @@ class DatasetWriter(Closing):
         part: tuple[int, int] | None = None,
         overwrite: bool = False,
         metadata: Mapping[str, object] | None = None,
-        nonce: str | None = None,
-        like: Part | None = None,
     ) -> None:
         self.pool, self.name = pool, check_dataset_name(name)
         self.fields = check_fields(fields)
@@ -87,31 +81,17 @@ class DatasetWriter(Closing):
         self.metadata = json.loads(json.dumps(dict(metadata or {})))
         self.compression = checked_compression(compression)
         if unit_bytes is not None:
-            check_unit_bytes(unit_bytes)
+            check_unit(pool.config, pool.data + pool.parity, unit_bytes)
         elif part is not None and any(record.ragged for record in records.values()):
             unit_bytes = UNIT_BYTES  # all parts must choose alike
-        self.replaces = self._published_version()  # version of the manifest that is there
-        self.nonce = nonce or secrets.token_hex(8)
-        units = [stream.unit_bytes for stream in like.streams] if like else None
-        self._uploads, self._content = Uploads(), Content()
-        limit = pool.config.settings.memory_bytes // (2 * (pool.data + pool.parity))
-        self._streams = {
-            stream: StreamWriter(
-                pool, (name, self.nonce, number), stream, record,
-                unit_bytes=units[number] if units else unit_bytes, unit_limit=limit,
-                shard_bytes=shard_bytes, compression=self.compression, uploads=self._uploads,
-                content=self._content,
-            )
-            for number, (stream, record) in enumerate(records.items())
-        }  # fmt: skip
-        scalars = [n for n, f in self.fields.items() if f.kind is FieldKind.SCALAR]
-        self._columns = {
-            field: ColumnWriter(
-                pool, (name, self.nonce, column), field, self.fields[field],
-                uploads=self._uploads, content=self._content,
-            )
-            for field, column in column_names(list(self.fields), scalars).items()
-        }  # fmt: skip
+        self._seed = seed if shuffle else None
+        self._key = manifest_key(name) if part is None else part_key(name, part)
+        self._version = self._version_there()
+        self._options = PartOptions(
+            fields=self.fields, records=records, shard_bytes=shard_bytes, unit_bytes=unit_bytes,
+            compression=self.compression,
+        )  # fmt: skip
+        self._part_writers = [PartWriter(pool, name, self._options)]
         self._rows, self._state, self._pid = 0, "open", os.getpid()
 
     def __len__(self) -> int:
@@ -124,15 +104,7 @@ class DatasetWriter(Closing):
         written then and the writer goes on.
         """
         self._usable()
-        where = f"sample {self._rows}"
-        check_names(sample, self.fields, where)
-        batch: dict[str, Array] = {}
-        ragged: dict[str, list[Bytes]] = {}
-        for name, made in self.fields.items():
-            if made.kind is FieldKind.RAGGED:
-                ragged[name] = [ragged_value(name, made, sample[name], where)]
-            else:
-                batch[name] = fixed_value(name, made, sample[name], where)[None]
+        batch, ragged = checked_sample(self.fields, sample, f"sample {self._rows}")
         self._append(batch, ragged, 1)
         return self._rows - 1
 
@@ -165,10 +137,7 @@ class DatasetWriter(Closing):
         if not rows:
             return
         self._state = "failed"  # unless all of it gets in: streams must not differ in rows
-        for stream in self._streams.values():
-            stream.add(batch, ragged)
-        for name, column in self._columns.items():
-            column.add(batch[name])
+        self._part_writers[0].append(batch, ragged, rows)
         self._rows += rows
         self._state = "open"
 
@@ -186,98 +155,70 @@ class DatasetWriter(Closing):
                 "with part=(i, n)"
             )
 
-    def _published_version(self) -> str | None:
+    def _version_there(self) -> str | None:
         """Version of the manifest that is there. Raises VersionConflict unless it may go."""
+        for key in {self._key, manifest_key(self.name)}:
+            if not self.overwrite and self.pool.exists(key):
+                raise VersionConflict(
+                    f"{key!r} exists; it is unchanged. overwrite=True replaces it.", key=key
+                )
         try:
-            version = self.pool.stat(manifest_key(self.name)).version
+            return self.pool.stat(self._key).version
         except ObjectNotFound:
             return None
-        if not self.overwrite:
-            raise VersionConflict(
-                f"data set {self.name!r} exists; it is unchanged. overwrite=True replaces it."
-            )
-        return version
 
     def close(self) -> None:
-        """Store the rest and publish. Durable on return; idempotent.
+        """Store the rest, shuffle if asked for, publish. Durable on return; idempotent.
 
         Raises VersionConflict when somebody else published the name meanwhile: theirs is unchanged.
         """
-        if self._state in ("closed", "abandoned", "detached"):
+        if self._state in ("closed", "abandoned"):
             return
         try:
             self._usable()
-            self._publish(self._finish())
+            self._state = "failed"
+            made = self._part_writers[0].finish()
+            if self._seed is not None:
+                made = self._shuffled(made)
+            manifest = self._manifest(made, self._seed)
+            publish(self.pool, self.name, self._key, manifest, version=self._version)
         except BaseException:
             self.abandon()
             raise
         self._state = "closed"
+        if self._seed is not None:
+            self._part_writers[0].remove()
 
-    def detach(self) -> Part:
-        """Store the rest and publish nothing: the caller keeps the record, and who has it has the
-        objects. Durable on return; the writer is done. An error leaves the objects to abandon().
-        """
-        self._usable()
-        part = self._finish()
-        self._state = "detached"
-        return part
+    def _shuffled(self, made: Part) -> Part:
+        """The same samples in another order: all are written again, the first ones go later."""
+        writer = PartWriter(self.pool, self.name, self._options, ordered=True)
+        self._part_writers.append(writer)
+        order = permutation(made.rows, self._seed or 0, self.part[0] if self.part else 0)
+        with StoredData(self.pool, self.name, self._manifest(made, None)) as data:
+            copy_in_order(data, order, writer)
+        return writer.finish()
 
-    def _finish(self) -> Part:
-        """Everything but the manifest."""
-        self._state = "failed"
-        for column in self._columns.values():
-            column.finish()
-        streams = tuple(stream.finish() for stream in self._streams.values())
-        self._uploads.settle()
-        self._uploads.close()
-        names = column_names(list(self.fields), list(self._columns))
-        return Part(
-            nonce=self.nonce,
-            rows=self._rows,
-            streams=streams,
-            cuts=cuts_of(self._rows),
-            columns={names[n]: tuple(c.hashes) for n, c in self._columns.items()},
-            content=self._content.hexdigest(),
-        )
-
-    def _publish(self, part: Part) -> None:
-        manifest = DatasetManifest(
+    def _manifest(self, made: Part, shuffle_seed: int | None) -> DatasetManifest:
+        return DatasetManifest(
             fields=self.fields,
             layout=self.layout,
             data=self.pool.data,
             compression=self.compression,
-            shuffle_seed=None,
+            shuffle_seed=shuffle_seed,
             metadata=self.metadata,
-            parts=(part,),
-            content=part.content,
+            parts=(made,),
+            content=made.content,
             part=self.part,
             created_ms=time.time_ns() // 1_000_000,
-        )
-        if self.part is not None:
-            self.pool.put(part_key(self.name, self.part), manifest.encode())
-            return
-        self.pool.put(
-            manifest_key(self.name),
-            manifest.encode(),
-            if_absent=self.replaces is None,
-            if_version=self.replaces,
         )
 
     def abandon(self) -> None:
         """Publish nothing; remove what was stored, as far as that goes now. Idempotent."""
-        if self._state in ("closed", "abandoned", "detached") or self._pid != os.getpid():
+        if self._state in ("closed", "abandoned") or self._pid != os.getpid():
             return
         self._state = "abandoned"
-        self._uploads.close()  # its error is why we are here, or nobody asked
-        prefix = object_prefix(self.name, self.nonce)
-        try:
-            for key in self.pool.list(prefix + "/"):
-                self.pool.delete(key)
-        except (HpstoreError, OSError) as error:
-            _log.warning(
-                "data set %r was not published; objects under %r stay until remove_orphans: %s",
-                self.name, prefix, error,
-            )  # fmt: skip
+        for writer in self._part_writers:
+            writer.remove()
 
     def __exit__(
         self,
@@ -296,6 +237,21 @@ class DatasetWriter(Closing):
         )
 
 
+def checked_sample(
+    fields: Mapping[str, Field], sample: Mapping[str, object], where: str
+) -> tuple[dict[str, Array], dict[str, list[Bytes]]]:
+    """A sample as a batch of one: arrays of fixed fields, bytes of ragged ones. ConfigError."""
+    check_names(sample, fields, where)
+    batch: dict[str, Array] = {}
+    ragged: dict[str, list[Bytes]] = {}
+    for name, made in fields.items():
+        if made.kind is FieldKind.RAGGED:
+            ragged[name] = [ragged_value(name, made, sample[name], where)]
+        else:
+            batch[name] = fixed_value(name, made, sample[name], where)[None]
+    return batch, ragged
+
+
 def _checked_part(part: tuple[int, int] | None) -> tuple[int, int] | None:
     if part is None:
         return None
@@ -305,4 +261,4 @@ def _checked_part(part: tuple[int, int] | None) -> tuple[int, int] | None:
     return (int(number), int(count))
 
 
-__all__ = ["DatasetWriter"]
+__all__ = ["DatasetWriter", "checked_sample"]

@@ -40,7 +40,7 @@ class Progressed:
     parts: tuple[Part, ...] = ()
     skipped: tuple[Skipped, ...] = ()
     nbytes: int = 0  # of samples
-    writing: str = ""  # nonce of the part that is not in `parts` yet
+    writing: tuple[str, ...] = ()  # nonces of parts that are not in `parts` yet
 
     @property
     def rows(self) -> int:
@@ -54,7 +54,7 @@ class Progressed:
                 "kind": KIND, "format": FORMAT, "source": self.source, "plan": dict(self.plan),
                 "place": self.place.to_json(), "parts": [part.to_json() for part in self.parts],
                 "skipped": [[s.name, s.origin, s.problem] for s in self.skipped],
-                "bytes": self.nbytes, "writing": self.writing,
+                "bytes": self.nbytes, "writing": list(self.writing),
             }
         )  # fmt: skip
 
@@ -70,7 +70,7 @@ class Progressed:
                 parts=tuple(Part.from_json(part) for part in body["parts"]),
                 skipped=tuple(Skipped(name=n, origin=o, problem=p) for n, o, p in body["skipped"]),
                 nbytes=int(body["bytes"]),
-                writing=str(body["writing"]),
+                writing=tuple(map(str, body["writing"])),
             )
         except (KeyError, ValueError, TypeError) as error:
             raise IntegrityError(f"{where}: journal is malformed: {error}") from error

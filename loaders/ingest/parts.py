@@ -2,39 +2,48 @@
 
 from __future__ import annotations
 
-import contextlib
-import secrets
+import json
 import time
-from array import array
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
-from hpstore.errors import ObjectNotFound
+from hpstore.errors import ObjectNotFound, VersionConflict
 from hpstore.loaders.dataset import read_manifest
 from hpstore.loaders.fields import Field
 from hpstore.loaders.ingest.journal import Journal, Progressed, Skipped
 from hpstore.loaders.ingest.ordering import Place
-from hpstore.loaders.layout import Int64s
-from hpstore.loaders.manifest import (
-    ORDER,
-    DatasetManifest,
-    column_key,
-    joined_content,
-    manifest_key,
-    object_prefix,
-)
-from hpstore.loaders.side import object_hash
-from hpstore.loaders.streams import COLUMN_ROWS
-from hpstore.loaders.writer import DatasetWriter
+from hpstore.loaders.layout import group_fields
+from hpstore.loaders.manifest import DatasetManifest, check_dataset_name, manifest_key, nonce_of
+from hpstore.loaders.pages import checked_compression
+from hpstore.loaders.part_writer import PartOptions, PartWriter, new_nonce
+from hpstore.loaders.publishing import joined_content, publish, remove_quietly
+from hpstore.loaders.writer import checked_sample
+from hpstore.membership import check_unit
 from hpstore.pool import Pool
 
 FILL = 0.9
 """Of a shard's bytes: a part ends there, so that padding does not begin another, tiny shard."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The data set to be: options as those of DatasetWriter. `seed` is None when not shuffled."""
+
+    pool: Pool
+    name: str
+    fields: Mapping[str, Field]
+    layout: str
+    shard_bytes: int
+    unit_bytes: int | None
+    compression: str | None
+    seed: int | None
+    metadata: Mapping[str, object]
+    replaces: str | None  # version of the manifest that it may replace
 
 
 class PartsWriter:
@@ -45,47 +54,44 @@ class PartsWriter:
     journal holds.
     """
 
-    def __init__(
-        self,
-        pool: Pool,
-        name: str,
-        fields: Mapping[str, Field],
-        start: Progressed,
-        journal: Journal,
-        *,
-        seed: int | None,
-        overwrite: bool,
-        metadata: Mapping[str, object],
-        shard_bytes: int,
-        **options: Any,  # Any: layout, unit_bytes and compression of DatasetWriter
-    ) -> None:
-        self._pool, self._name, self._journal, self._seed = pool, name, journal, seed
-        self._options = {"fields": fields, "shard_bytes": shard_bytes, "overwrite": overwrite,
-                         "metadata": metadata, **options}  # fmt: skip
-        self._part_bytes = int(shard_bytes * FILL)
+    def __init__(self, target: Target, start: Progressed, journal: Journal) -> None:
+        self._target, self._journal = target, journal
+        layout, records = group_fields(target.fields, target.layout)
+        compression = checked_compression(target.compression)
+        if target.unit_bytes is not None:
+            width = target.pool.data + target.pool.parity
+            check_unit(target.pool.config, width, target.unit_bytes)
+        self._options = PartOptions(
+            fields=target.fields, records=records, shard_bytes=target.shard_bytes,
+            unit_bytes=target.unit_bytes, compression=compression,
+        )  # fmt: skip
+        self._schema = DatasetManifest(
+            fields=target.fields, layout=layout, data=target.pool.data, compression=compression,
+            shuffle_seed=target.seed, metadata=json.loads(json.dumps(dict(target.metadata))),
+            parts=(), content="",
+        )  # fmt: skip
         self.progressed, self.nbytes = start, start.nbytes
         self._place, self._skipped = start.place, list(start.skipped)
-        self._origins = array("q")  # of the samples in the part being filled
         self._held = 0  # bytes of samples in the part being filled
         self._finishing: Future[None] | None = None  # what it saves is read after it is done
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="hpstore-ingest-part")
-        remove_objects(pool, name, start.writing)
+        remove_objects(target.pool, target.name, start.writing)
         self._nonces = (new_nonce(), new_nonce())
         self._save(start)
         self._writer = self._fresh()
-        self._replaces = self._writer.replaces
 
     @property
     def skipped(self) -> int:
         """Records left out so far."""
         return len(self._skipped)
 
-    def _fresh(self) -> DatasetWriter:
+    def _fresh(self) -> PartWriter:
         """The writer of the next part, with the pages that the first one chose."""
         like = self.progressed.parts[0] if self.progressed.parts else None
-        return DatasetWriter(
-            self._pool, self._name, nonce=self._nonces[0], like=like, **self._options
-        )
+        return PartWriter(
+            self._target.pool, self._target.name, self._options,
+            ordered=self._target.seed is not None, nonce=self._nonces[0], like=like,
+        )  # fmt: skip
 
     def _save(self, progressed: Progressed) -> None:
         """Tell the journal, with the nonces of the parts that may have objects before the next."""
@@ -94,9 +100,9 @@ class PartsWriter:
         self.progressed = progressed
 
     def write(self, sample: Mapping[str, object], origin: int, nbytes: int) -> None:
-        """Append a sample. Raises ConfigError when it does not fit the fields."""
-        self._writer.write(sample)
-        self._origins.append(origin)
+        """Append a sample. Raises ConfigError when it does not fit the fields; nothing changed."""
+        batch, ragged = checked_sample(self._target.fields, sample, "the sample")
+        self._writer.append(batch, ragged, 1, np.array([origin], np.int64))
         self._held += nbytes
         self.nbytes += nbytes
 
@@ -107,7 +113,7 @@ class PartsWriter:
     def took(self, after: Place) -> None:
         """The record before this place is done with; a part that is full is finished."""
         self._place = after
-        if self._held >= self._part_bytes:
+        if self._held >= FILL * self._target.shard_bytes:
             self._turn()
 
     def _turn(self) -> None:
@@ -116,11 +122,10 @@ class PartsWriter:
         The first part is waited for: all take its pages.
         """
         self._settle()
-        full, origins, state = self._writer, self._origins, self._state()
-        self._nonces = (self._nonces[1], new_nonce())
-        self._origins, self._held = array("q"), 0
-        self._finishing = self._executor.submit(self._finish, full, origins, state)
-        if not self.progressed.parts:
+        full, state = self._writer, self._state()
+        self._nonces, self._held = (self._nonces[1], new_nonce()), 0
+        self._finishing = self._executor.submit(self._finish, full, state)
+        if not state.parts:
             self._settle()
         self._writer = self._fresh()
 
@@ -129,21 +134,9 @@ class PartsWriter:
             self.progressed, place=self._place, skipped=tuple(self._skipped), nbytes=self.nbytes
         )
 
-    def _finish(self, full: DatasetWriter, origins: array[int], state: Progressed) -> None:
+    def _finish(self, full: PartWriter, state: Progressed) -> None:
         """Store the rest of a part and tell the journal."""
-        part = full.detach()
-        hashes = self._put_origins(full.nonce, np.frombuffer(origins, np.int64))
-        part = replace(part, columns={**part.columns, ORDER: hashes})
-        self._save(replace(state, parts=(*state.parts, part)))
-
-    def _put_origins(self, nonce: str, origins: Int64s) -> tuple[str, ...]:
-        """Store which record of the source each sample was, as a column; returns its hashes."""
-        hashes = []
-        for cut, first in enumerate(range(0, len(origins), COLUMN_ROWS)):
-            raw = origins[first : first + COLUMN_ROWS].astype("<i8").view(np.uint8)
-            self._pool.put(column_key(self._name, nonce, ORDER, cut), raw)
-            hashes.append(object_hash(raw.data))
-        return tuple(hashes)
+        self._save(replace(state, parts=(*state.parts, full.finish())))
 
     def _settle(self) -> None:
         """Wait for the part before; raises what kept it from being finished."""
@@ -154,25 +147,19 @@ class PartsWriter:
     def publish(self) -> DatasetManifest:
         """Finish the last part, and make all of them the data set. Durable on return."""
         self._settle()
-        if len(self._writer) or not self.progressed.parts:
-            self._finish(self._writer, self._origins, self._state())
+        if self._writer.rows or not self.progressed.parts:
+            self._finish(self._writer, self._state())
         else:
             self._save(self._state())
-        manifest = self._manifest()
-        self._pool.put(
-            manifest_key(self._name), manifest.encode(),
-            if_absent=self._replaces is None, if_version=self._replaces,
+        target, parts = self._target, self.progressed.parts
+        manifest = replace(
+            self._schema, parts=parts, created_ms=time.time_ns() // 1_000_000,
+            content=joined_content(target.pool, target.name, self._schema, parts),
         )  # fmt: skip
+        key = manifest_key(target.name)
+        publish(target.pool, target.name, key, manifest, version=target.replaces)
         self._journal.remove()
         return manifest
-
-    def _manifest(self) -> DatasetManifest:
-        writer, parts = self._writer, self.progressed.parts
-        return DatasetManifest(
-            fields=writer.fields, layout=writer.layout, data=self._pool.data,
-            compression=writer.compression, shuffle_seed=self._seed, metadata=writer.metadata,
-            parts=parts, content=joined_content(parts), created_ms=time.time_ns() // 1_000_000,
-        )  # fmt: skip
 
     def __enter__(self) -> Self:
         return self
@@ -186,27 +173,34 @@ class PartsWriter:
         """Nothing is under way any more. After an error, parts that were finished are kept."""
         self._executor.shutdown(wait=True)
         if error is not None:
-            self._writer.abandon()
+            self._writer.remove()
 
 
-def new_nonce() -> str:
-    """Names the objects of one part."""
-    return secrets.token_hex(8)
+def replaceable(pool: Pool, name: str, *, overwrite: bool) -> str | None:
+    """Version of the manifest that is there. Raises VersionConflict unless it may go."""
+    try:
+        version = pool.stat(manifest_key(check_dataset_name(name))).version
+    except ObjectNotFound:
+        return None
+    if not overwrite:
+        raise VersionConflict(
+            f"data set {name!r} exists; it is unchanged. overwrite=True (--overwrite) replaces it"
+        )
+    return version
 
 
 def remove_objects(pool: Pool, name: str, nonces: Iterable[str]) -> None:
     """Delete what was stored under these nonces."""
-    for nonce in nonces:
-        for key in pool.list(object_prefix(name, nonce) + "/"):
-            with contextlib.suppress(ObjectNotFound):
-                pool.delete(key)
+    gone = set(nonces)
+    if gone:
+        keys = pool.list(f"data/{name}/")
+        remove_quietly(pool, [key for key in keys if nonce_of(name, key) in gone])
 
 
 def discard(pool: Pool, name: str, found: Progressed) -> None:
     """Delete what an unfinished ingest stored; what was published meanwhile stays."""
-    kept = _published(pool, name)
-    nonces = [part.nonce for part in found.parts] + list(found.writing)
-    remove_objects(pool, name, [nonce for nonce in nonces if nonce not in kept])
+    nonces = {part.nonce for part in found.parts} | set(found.writing)
+    remove_objects(pool, name, nonces - _published(pool, name))
 
 
 def is_published(pool: Pool, name: str, found: Progressed) -> bool:
@@ -223,4 +217,5 @@ def _published(pool: Pool, name: str) -> set[str]:
         return set()
 
 
-__all__ = ["PartsWriter", "discard", "is_published", "new_nonce", "remove_objects"]
+__all__ = ["FILL", "PartsWriter", "Target", "discard", "is_published", "remove_objects",
+           "replaceable"]  # fmt: skip

@@ -16,8 +16,8 @@ from hpstore.errors import (
     IngestError,
     LockTimeout,
     RedundancyError,
-    VersionConflict,
 )
+from hpstore.loaders.draws import check_seed
 from hpstore.loaders.fields import Field, check_fields
 from hpstore.loaders.ingest.infer import LOOKED_AT, fitted, infer_fields, sample_bytes
 from hpstore.loaders.ingest.journal import Journal, Progressed, Skipped, mismatch
@@ -30,12 +30,11 @@ from hpstore.loaders.ingest.ordering import (
     Placed,
     Records,
 )
-from hpstore.loaders.ingest.parts import PartsWriter, discard, is_published
+from hpstore.loaders.ingest.parts import PartsWriter, Target, discard, is_published, replaceable
 from hpstore.loaders.ingest.report import IngestCallback, IngestProgress, IngestReport
 from hpstore.loaders.ingest.source import BlockSource, IndexedSource, Item, Source
 from hpstore.loaders.layout import SHARD_BYTES
-from hpstore.loaders.draws import check_seed
-from hpstore.loaders.manifest import DatasetManifest, check_dataset_name, manifest_key
+from hpstore.loaders.manifest import DatasetManifest
 from hpstore.pool import Pool
 
 MAX_SKIPPED = 10_000
@@ -84,15 +83,12 @@ def ingest(
     began = time.perf_counter()
     if on_error not in ON_ERROR:
         raise ConfigError(f"on_error {on_error!r}: choose raise or skip")
-    if not overwrite and pool.exists(manifest_key(check_dataset_name(name))):
-        raise VersionConflict(
-            f"data set {name!r} exists; it is unchanged. overwrite=True (--overwrite) replaces it"
-        )
+    replaces = replaceable(pool, name, overwrite=overwrite)
     opened = open_source(source, format=format, names=names, check_images=check_images)
     options = {"layout": layout, "shard_bytes": shard_bytes, "unit_bytes": unit_bytes,
                "compression": compression}  # fmt: skip
     run = _Run(
-        pool=pool, name=name, source=opened, options=options, overwrite=overwrite,
+        pool=pool, name=name, source=opened, options=options, replaces=replaces,
         seed=check_seed(seed) if shuffle else None, window_bytes=window_bytes,
         workers=_workers(opened, workers), skip=on_error == "skip", max_skipped=max_skipped,
         metadata={**opened.metadata, **(metadata or {})}, progress=progress,
@@ -121,7 +117,7 @@ class _Run:
     name: str
     source: Source
     options: dict[str, Any]  # of the writer
-    overwrite: bool
+    replaces: str | None
     seed: int | None
     window_bytes: int
     workers: int
@@ -143,14 +139,11 @@ class _Run:
         if found is not None:
             self._check(found, start)
             start, ahead = found, records.read(found.place)
-        metadata = {**self.metadata, "ingest": self._lineage(start)}
-        with (
-            contextlib.closing(ahead),
-            PartsWriter(
-                self.pool, self.name, chosen, start, journal, seed=self.seed,
-                overwrite=self.overwrite, metadata=metadata, **self.options,
-            ) as parts,
-        ):  # fmt: skip
+        target = Target(
+            pool=self.pool, name=self.name, fields=chosen, seed=self.seed, replaces=self.replaces,
+            metadata={**self.metadata, "ingest": self._lineage(start)}, **self.options,
+        )  # fmt: skip
+        with contextlib.closing(ahead), PartsWriter(target, start, journal) as parts:
             try:
                 self._copy(ahead, parts, chosen)
                 manifest = parts.publish()
@@ -198,7 +191,9 @@ class _Run:
         assert isinstance(self.source, BlockSource)
         return BlockRecords(self.source, self.seed, self.window_bytes)
 
-    def _inferred(self, ahead: Generator[Placed, None, None]) -> tuple[dict[str, Field], Generator[Placed]]:
+    def _inferred(
+        self, ahead: Generator[Placed, None, None]
+    ) -> tuple[dict[str, Field], Generator[Placed]]:
         first = list(islice(ahead, LOOKED_AT))
         samples = [placed.item.sample for placed in first if placed.item.sample is not None]
         if not samples:
