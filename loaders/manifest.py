@@ -279,6 +279,6 @@ def column_names(fields: Sequence[str], scalars: Sequence[str]) -> dict[str, str
 
 
 __all__ = ["FORMAT", "KIND", "ORDER", "PREFIX", "Content", "DatasetManifest", "Part",
-           "StreamShards", "check_dataset_name", "column_key", "column_names",
-           "journal_key", "manifest_key",
-           "nonce_of", "object_prefix", "pages_key", "part_key", "shard_key", "side_key"]  # fmt: skip
+           "StreamShards", "check_dataset_name", "column_key", "column_names", "journal_key",
+           "manifest_key", "nonce_of", "object_prefix", "pages_key", "part_key", "shard_key",
+           "side_key"]  # fmt: skip

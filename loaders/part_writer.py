@@ -62,8 +62,9 @@ class PartWriter:
         self._streams = [
             StreamWriter(
                 pool, (name, self.nonce, number), stream, record, unit_limit=limit,
-                unit_bytes=units[number] if units else options.unit_bytes, shard_bytes=options.shard_bytes,
-                uploads=self._uploads, compression=options.compression, content=self._content,
+                unit_bytes=units[number] if units else options.unit_bytes,
+                shard_bytes=options.shard_bytes, uploads=self._uploads,
+                compression=options.compression, content=self._content,
             )
             for number, (stream, record) in enumerate(options.records.items())
         ]  # fmt: skip

@@ -314,5 +314,6 @@ def remove_quietly(pool: Pool, keys: list[str]) -> None:
         _log.warning("objects like %r stay until remove_orphans: %s", keys[0], error)
 
 
-__all__ = ["DatasetInfo", "dataset_info", "delete_dataset", "joined_content", "list_datasets", "publish",
-           "publish_parts", "remove_orphans", "remove_quietly", "written_parts"]  # fmt: skip
+__all__ = ["DatasetInfo", "dataset_info", "delete_dataset", "joined_content", "list_datasets",
+           "publish", "publish_parts", "remove_orphans", "remove_quietly",
+           "written_parts"]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -82,7 +82,7 @@ def _merged(name: str, found: Sequence[Field]) -> Field:
     return made
 
 
-def fitted(sample: Sample, fields: Mapping[str, Field]) -> dict[str, object]:
+def fitted(sample: Sample, fields: Iterable[str]) -> dict[str, object]:
     """What `fields` take of a sample, arrays made of what says it is one. Raises ConfigError."""
     try:
         return {name: _value(sample[name]) for name in fields}

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from hpstore.errors import IngestError, IntegrityError, ObjectNotFound, VersionConflict
 from hpstore.loaders.ingest.ordering import Place
-from hpstore.loaders.manifest import Part, journal_key
+from hpstore.loaders.manifest import PREFIX, Part, journal_key
 from hpstore.pool import Pool
 from hpstore.records import seal, unseal
 
@@ -116,6 +116,17 @@ class Journal:
             self._version = None
 
 
+def unfinished_ingests(pool: Pool) -> dict[str, Progressed]:
+    """Ingests that were cut short, by the name of the data set. Raises IntegrityError."""
+    found = {}
+    for key in pool.list(f"{PREFIX}/"):
+        name, _, last = key.removeprefix(f"{PREFIX}/").rpartition("/")
+        left = Journal(pool, name).read() if last == "journal" and name else None
+        if left is not None:
+            found[name] = left
+    return found
+
+
 def mismatch(found: Progressed, wanted: Progressed) -> str:
     """Why an ingest cannot go on where another stopped; "" when it can. Pure."""
     if found.source != wanted.source:
@@ -126,4 +137,4 @@ def mismatch(found: Progressed, wanted: Progressed) -> str:
     return ""
 
 
-__all__ = ["Journal", "Progressed", "Skipped", "mismatch"]
+__all__ = ["Journal", "Progressed", "Skipped", "mismatch", "unfinished_ingests"]

@@ -37,6 +37,7 @@ from hpstore.loaders.layout import SHARD_BYTES
 from hpstore.loaders.manifest import DatasetManifest
 from hpstore.pool import Pool
 
+Fields = Mapping[str, Field] | Sequence[str]
 MAX_SKIPPED = 10_000
 ON_ERROR = ("raise", "skip")
 
@@ -47,7 +48,7 @@ def ingest(
     source: object,
     *,
     format: str = "auto",  # noqa: A002 (the word that users look for)
-    fields: Mapping[str, Field] | None = None,
+    fields: Mapping[str, Field] | Sequence[str] | None = None,
     names: Sequence[str] | None = None,
     check_images: bool = True,
     shuffle: bool = True,
@@ -67,10 +68,11 @@ def ingest(
 ) -> IngestReport:
     """Write the samples of `source` as data set `name`; visible when all of it is there.
 
-    `source`: see open_source. `fields`: what to take of a sample; by default all, by the source's
-    schema or the first samples. `shuffle`: a permutation by `seed` where records can be read by
-    number, else blocks permuted and mixed in windows of `window_bytes`; the data set records which,
-    and the origin of every sample. `workers`: files or records read at a time (threads).
+    `source`: see open_source. `fields`: what to take of a sample, by name or with their types; by
+    default all. Types come from the source's schema or its first samples. `shuffle`: a permutation
+    by `seed` where records can be read by number, else blocks permuted and mixed in windows of
+    `window_bytes`; the data set records which, and the origin of every sample. `workers`: files or
+    records read at a time (threads).
 
     A bad record raises IngestError with its name; `on_error="skip"` leaves out up to `max_skipped`
     of them and reports them. After an error or a kill the parts that were finished (about a shard
@@ -126,13 +128,13 @@ class _Run:
     metadata: dict[str, object]
     progress: IngestCallback | None
 
-    def go(
-        self, fields: Mapping[str, Field] | None, *, resume: bool
-    ) -> tuple[DatasetManifest, Progressed, int]:
+    def go(self, fields: Fields | None, *, resume: bool) -> tuple[DatasetManifest, Progressed, int]:
         """Write and publish; returns the manifest, the journal, and the samples there were."""
         journal = Journal(self.pool, self.name)
         found = self._earlier(journal, resume)
-        if fields is None and found is not None:
+        if found is not None and not isinstance(fields, Mapping):
+            if fields is not None and [n for n, *_ in found.plan["fields"]] != list(fields):
+                raise self._other(found, f"fields were {found.plan['fields']}, now {fields}")
             fields = {n: Field.from_json(raw) for n, *raw in found.plan["fields"]}
         chosen, records, ahead = self._opened(fields)
         start = Progressed(source=self.source.fingerprint(), plan=self._plan(chosen, records))
@@ -165,7 +167,7 @@ class _Run:
         return found
 
     def _opened(
-        self, fields: Mapping[str, Field] | None
+        self, fields: Fields | None
     ) -> tuple[dict[str, Field], Records, Generator[Placed, None, None]]:
         """Fields, the records in the order of writing, and these from the first one on."""
         known = self.source.fields
@@ -175,15 +177,23 @@ class _Run:
                     raise ConfigError(f"{self.source.where} has no {name!r}; it has {list(known)}")
         if fields is not None:
             self.source.restrict(list(fields))
-        broken = self.source.broken if isinstance(self.source, IndexedSource) else {}
-        if broken and not self.skip:
-            index, problem = next(iter(broken.items()))
-            raise self._bad(self.source.name_of(index), problem, 0)  # type: ignore[attr-defined]
+        self._raise_known()
         records = self._records()
         ahead = records.read(Place())
-        if fields is None and known is None:
-            fields, ahead = self._inferred(ahead)
-        return check_fields(fields or known or {}), records, ahead
+        if isinstance(fields, Mapping):
+            return check_fields(fields), records, ahead
+        if known is None:
+            known, ahead = self._inferred(ahead, fields)
+        elif fields is not None:
+            known = {name: known[name] for name in fields}
+        return check_fields(known), records, ahead
+
+    def _raise_known(self) -> None:
+        """Do not begin when it is known that a record is bad."""
+        if not isinstance(self.source, IndexedSource) or self.skip:
+            return
+        for index, problem in self.source.broken.items():
+            raise self._bad(self.source.name_of(index), problem, 0)
 
     def _records(self) -> Records:
         if isinstance(self.source, IndexedSource):
@@ -192,10 +202,12 @@ class _Run:
         return BlockRecords(self.source, self.seed, self.window_bytes)
 
     def _inferred(
-        self, ahead: Generator[Placed, None, None]
-    ) -> tuple[dict[str, Field], Generator[Placed]]:
+        self, ahead: Generator[Placed, None, None], names: Sequence[str] | None
+    ) -> tuple[dict[str, Field], Generator[Placed, None, None]]:
         first = list(islice(ahead, LOOKED_AT))
         samples = [placed.item.sample for placed in first if placed.item.sample is not None]
+        if names is not None:
+            samples = [fitted(sample, names) for sample in samples]
         if not samples:
             said = f"{first[0].item.name}: {first[0].item.problem}" if first else "it is empty"
             raise IngestError(
@@ -220,11 +232,14 @@ class _Run:
     def _check(self, found: Progressed, wanted: Progressed) -> None:
         problem = mismatch(found, wanted)
         if problem:
-            raise IngestError(
-                f"an ingest of {self.name!r} was cut short after {found.rows} samples and cannot "
-                f"be continued: {problem}. These samples are kept; resume=False (--restart) throws "
-                "them away and begins anew"
-            )
+            raise self._other(found, problem)
+
+    def _other(self, found: Progressed, problem: str) -> IngestError:
+        return IngestError(
+            f"an ingest of {self.name!r} was cut short after {found.rows} samples and cannot "
+            f"be continued: {problem}. These samples are kept; resume=False (--restart) throws "
+            "them away and begins anew"
+        )
 
     def _copy(
         self, records: Iterator[Placed], parts: PartsWriter, fields: dict[str, Field]
