@@ -12,9 +12,10 @@ from typing import Self
 
 import numpy as np
 
-from hpstore.errors import ObjectNotFound, VersionConflict
+from hpstore.errors import ConfigError, ObjectNotFound, VersionConflict
 from hpstore.loaders.dataset import read_manifest
 from hpstore.loaders.fields import Field
+from hpstore.loaders.ingest.infer import sample_bytes
 from hpstore.loaders.ingest.journal import Journal, Progressed, Skipped
 from hpstore.loaders.ingest.ordering import Place
 from hpstore.loaders.layout import group_fields
@@ -99,12 +100,17 @@ class PartsWriter:
         self._journal.save(progressed)
         self.progressed = progressed
 
-    def write(self, sample: Mapping[str, object], origin: int, nbytes: int) -> None:
-        """Append a sample. Raises ConfigError when it does not fit the fields; nothing changed."""
-        batch, ragged = checked_sample(self._target.fields, sample, "the sample")
+    def write(self, sample: Mapping[str, object], origin: int) -> str:
+        """Append a sample; returns why not when it does not fit the fields."""
+        try:
+            batch, ragged = checked_sample(self._target.fields, sample, "the sample")
+        except ConfigError as error:
+            return str(error)
         self._writer.append(batch, ragged, 1, np.array([origin], np.int64))
+        nbytes = sample_bytes(sample)
         self._held += nbytes
         self.nbytes += nbytes
+        return ""
 
     def skip(self, skipped: Skipped) -> None:
         """Leave a record out."""
@@ -148,7 +154,8 @@ class PartsWriter:
         """Finish the last part, and make all of them the data set. Durable on return."""
         self._settle()
         if self._writer.rows or not self.progressed.parts:
-            self._finish(self._writer, self._state())
+            self._turn()
+            self._settle()
         else:
             self._save(self._state())
         target, parts = self._target, self.progressed.parts

@@ -19,7 +19,7 @@ from hpstore.errors import (
 )
 from hpstore.loaders.draws import check_seed
 from hpstore.loaders.fields import Field, check_fields
-from hpstore.loaders.ingest.infer import LOOKED_AT, fitted, infer_fields, sample_bytes
+from hpstore.loaders.ingest.infer import LOOKED_AT, fitted, infer_fields
 from hpstore.loaders.ingest.journal import Journal, Progressed, Skipped, mismatch
 from hpstore.loaders.ingest.opening import open_source
 from hpstore.loaders.ingest.ordering import (
@@ -265,10 +265,9 @@ class _Run:
         assert item.sample is not None
         try:
             sample = fitted(item.sample, fields)
-            parts.write(sample, item.origin, sample_bytes(sample))
         except ConfigError as error:
             return str(error)
-        return ""
+        return parts.write(sample, item.origin)
 
     def _left_out(self, item: Item, problem: str, parts: PartsWriter) -> None:
         if not self.skip:

@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ from hpstore.loaders import (
 from hpstore.loaders.ingest import IngestProgress, IngestReport, ingest, unfinished_ingests
 from hpstore.pool import Pool
 
-SHARD = {"shard_bytes": 1 << 16, "unit_bytes": 1 << 14}  # small ones: many parts
+SHARD: dict[str, Any] = {"shard_bytes": 1 << 16, "unit_bytes": 1 << 14}  # small ones: many parts
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -56,8 +57,13 @@ def images(root: Path, count: int = 60, size: int = 8000) -> Path:
 
 
 def rows(pool: Pool, name: str) -> list[tuple[bytes, int]]:
+    return [(sample["image"], int(sample["label"])) for sample in samples(pool, name)]
+
+
+def samples(pool: Pool, name: str) -> list[dict[str, Any]]:
+    """All of them. Any: values are bytes, str or tensors by field."""
     with Dataset(pool, name) as found:
-        return [(bytes(s["image"]), int(s["label"])) for s in map(found.__getitem__, range(len(found)))]  # type: ignore[arg-type, call-overload]  # noqa: E501
+        return found.__getitems__(list(range(len(found))))
 
 
 def wanted_rows(root: Path) -> list[tuple[bytes, int]]:
@@ -72,7 +78,7 @@ class Stop(Exception):
     """Ends an ingest from its progress callback."""
 
 
-def stop_after(records: int) -> object:
+def stop_after(records: int) -> Callable[[IngestProgress], None]:
     def progress(done: IngestProgress) -> None:
         if done.records >= records:
             raise Stop
@@ -80,10 +86,10 @@ def stop_after(records: int) -> object:
     return progress
 
 
-def cut_short(pool: Pool, name: str, source: object, after: int, **options: object) -> int:
+def cut_short(pool: Pool, name: str, source: object, after: int, **options: Any) -> int:
     """Ingest until an exception; returns the samples that are kept."""
     with pytest.raises(Stop):
-        ingest(pool, name, source, progress=stop_after(after), **SHARD, **options)  # type: ignore[arg-type]
+        ingest(pool, name, source, progress=stop_after(after), **SHARD, **options)
     return unfinished_ingests(pool)[name].rows
 
 
@@ -152,8 +158,8 @@ def test_streams_go_on_too(pool: Pool) -> None:
     report = ingest(pool, "cut", numbers, window_bytes=50_000, **SHARD)
     assert report.fingerprint == whole.fingerprint
     assert report.order["kind"] == "windows"
+    order = [int(sample["i"]) for sample in samples(pool, "cut")]
     with Dataset(pool, "cut") as found:
-        order = [int(found[i]["i"]) for i in range(400)]  # type: ignore[arg-type]
         assert np.array_equal(found.written_as(np.arange(400)), order)
     assert sorted(order) == list(range(400))
 
@@ -167,11 +173,11 @@ def test_another_source_seed_or_fields_are_refused(pool: Pool, tmp_path: Path) -
         ({"fields": ["image"]}, "fields were"), ({"layout": "columns"}, "layout was auto"),
     ]:  # fmt: skip
         with pytest.raises(IngestError, match=said):
-            ingest(pool, "cut", root, **SHARD, **options)  # type: ignore[arg-type]
+            ingest(pool, "cut", root, **SHARD, **options)
     victim = next(root.rglob("*.jpg"))
     before = victim.read_bytes()
     victim.write_bytes(before + b"\0")
-    with pytest.raises(IngestError, match="the source has changed.*--restart"):
+    with pytest.raises(IngestError, match=r"the source has changed.*--restart"):
         ingest(pool, "cut", root, **SHARD)
     assert unfinished_ingests(pool)["cut"].rows == kept
     report = ingest(pool, "cut", root, resume=False, **SHARD)
@@ -205,21 +211,20 @@ def test_skipped_records_are_remembered_over_a_cut(pool: Pool) -> None:
     """Each is reported once, whichever run left it out; too many are an error."""
     source = [{"x": np.full(1000, i, "i4") if i % 10 else i} for i in range(200)]
     fields = {"x": Field("int32", (1000,))}
-    options = {"fields": fields, "on_error": "skip", "shuffle": False}
+    options: dict[str, Any] = {"fields": fields, "on_error": "skip", "shuffle": False}
     cut_short(pool, "cut", source, 150, **options)
     with pytest.raises(IngestError, match=r"more than 17 bad records.*list\[170\]"):
-        ingest(pool, "cut", source, max_skipped=17, **SHARD, **options)  # type: ignore[arg-type]
-    report = ingest(pool, "cut", source, **SHARD, **options)  # type: ignore[arg-type]
+        ingest(pool, "cut", source, max_skipped=17, **SHARD, **options)
+    report = ingest(pool, "cut", source, **SHARD, **options)
     assert [s.origin for s in report.skipped] == list(range(0, 200, 10))
     assert [s.name for s in report.skipped][:2] == ["list[0]", "list[10]"]
     assert "is 0" in report.skipped[0].problem or "int" in report.skipped[0].problem
-    with Dataset(pool, "cut") as found:
-        first = [int(s["x"][0]) for s in found.__getitems__(list(range(len(found))))]  # type: ignore[index, arg-type]
+    first = [int(sample["x"][0]) for sample in samples(pool, "cut")]
     assert first == [i for i in range(200) if i % 10]
 
 
 def test_a_full_pool_keeps_what_is_done(pool: Pool, tmp_path: Path) -> None:
-    """Devices gone in the middle: the pool's error, what is kept and what to do; then it goes on."""
+    """Devices gone in the middle: the error says what is kept and what to do; then it goes on."""
     root = images(tmp_path / "in")
     hidden = tmp_path / "hidden"
 
@@ -228,7 +233,7 @@ def test_a_full_pool_keeps_what_is_done(pool: Pool, tmp_path: Path) -> None:
             for disk in range(3):
                 (tmp_path / f"disk{disk}").rename(f"{hidden}{disk}")
 
-    with pytest.raises(HpstoreError, match="samples are kept.*goes on from there") as caught:
+    with pytest.raises(HpstoreError, match=r"samples are kept.*goes on from there") as caught:
         ingest(pool, "train", root, progress=lose, **SHARD)
     assert isinstance(caught.value, TooFewDevices)
     for disk in range(3):
@@ -238,6 +243,40 @@ def test_a_full_pool_keeps_what_is_done(pool: Pool, tmp_path: Path) -> None:
         report = ingest(again, "train", root, **SHARD)
         assert report.resumed_samples > 0
         assert sorted(rows(again, "train")) == sorted(wanted_rows(root))
+
+
+def test_a_failed_publication_loses_nothing(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the last part and the manifest: all parts are kept, the next run only publishes."""
+    root = images(tmp_path / "in")
+
+    def fail(*_: object, **__: object) -> None:
+        raise TooFewDevices("just now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hpstore.loaders.ingest.parts.publish", fail)
+        with pytest.raises(TooFewDevices, match="60 samples are kept"):
+            ingest(pool, "train", root, **SHARD)
+    assert ingest(pool, "train", root, **SHARD).resumed_samples == 60
+    assert sorted(rows(pool, "train")) == sorted(wanted_rows(root))
+    assert verify_dataset(pool, "train").clean
+
+
+def test_a_kill_right_after_publication_is_no_unfinished_ingest(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal that is still there names parts of the data set: they stay."""
+    root = images(tmp_path / "in", 12)
+    with monkeypatch.context() as patch:
+        patch.setattr("hpstore.loaders.ingest.journal.Journal.remove", lambda _: None)
+        ingest(pool, "train", root, **SHARD)
+    other = images(tmp_path / "other", 6)
+    with pytest.raises(VersionConflict, match="exists"):
+        ingest(pool, "train", root, **SHARD)
+    ingest(pool, "train", other, overwrite=True, **SHARD)
+    assert sorted(rows(pool, "train")) == sorted(wanted_rows(other))
+    assert unfinished_ingests(pool) == {}
 
 
 def test_a_taken_name_is_refused_before_anything_is_read(pool: Pool, tmp_path: Path) -> None:
@@ -254,7 +293,7 @@ def test_a_taken_name_is_refused_before_anything_is_read(pool: Pool, tmp_path: P
 
 
 def test_of_two_ingests_of_one_name_one_stops(pool: Pool, tmp_path: Path) -> None:
-    """The journal's version tells: the one that is behind ends, the other one's data set is whole."""
+    """The journal tells: the one that is behind ends, the data set of the other is whole."""
     root = images(tmp_path / "in")
     reports: list[IngestReport] = []
 
@@ -262,7 +301,7 @@ def test_of_two_ingests_of_one_name_one_stops(pool: Pool, tmp_path: Path) -> Non
         if done.records == 30 and not reports:
             reports.append(ingest(pool, "train", root, **SHARD))
 
-    with pytest.raises((IngestError, VersionConflict), match="another process|exists"):
+    with pytest.raises((IngestError, VersionConflict), match=r"another process|exists"):
         ingest(pool, "train", root, progress=other, **SHARD)
     assert sorted(rows(pool, "train")) == sorted(wanted_rows(root))
     assert verify_dataset(pool, "train").clean

@@ -90,7 +90,7 @@ def test_blocks_go_on_anywhere(
 
 
 def test_a_seed_mixes_and_none_keeps_the_order() -> None:
-    """Without a seed as they are; another seed, another order; blocks and their records are mixed."""
+    """Without a seed as they are; another seed, another order; blocks are mixed too."""
     orders = {}
     for seed in (None, 0, 1):
         numbered = NumberedRecords(Numbers(50), seed, 1)

@@ -125,7 +125,7 @@ def test_bad_members_of_a_tar_are_named_by_key(tmp_path: Path) -> None:
 
 
 def test_numpy_files_and_folders(tmp_path: Path) -> None:
-    """.npy is `data`, .npz and a folder have a field for each array, structured ones for each part."""
+    """.npy is `data`; .npz, a folder and structured arrays have a field for each array."""
     a = np.arange(12, dtype=np.float32).reshape(4, 3)
     b = np.arange(4)
     np.save(tmp_path / "a.npy", a)
@@ -134,7 +134,8 @@ def test_numpy_files_and_folders(tmp_path: Path) -> None:
     made = np.zeros(4, [("p", "f4", (3,)), ("q", "i8")])
     made["p"], made["q"] = a, b
     for source, names in [
-        (tmp_path / "a.npy", ("data",)), (tmp_path, ("a", "b")), (tmp_path / "both.npz", ("x", "y")),
+        (tmp_path / "a.npy", ("data",)), (tmp_path, ("a", "b")),
+        (tmp_path / "both.npz", ("x", "y")),
         (made, ("p", "q")), ({"u": a, "v": b}, ("u", "v")),
     ]:  # fmt: skip
         opened = open_source(source, format="numpy" if source == tmp_path else "auto")
