@@ -90,7 +90,7 @@ class Pool(PoolHandle):
         rate_bytes_per_second: float | None = None,
         unit_bytes: int | None = None,
     ) -> ObjectInfo:
-        """Store `data` (bytes-like, or an open binary file) under `key`.
+        """Store `data` (bytes-like, an open binary file, or a Source) under `key`.
 
         Durable on return on k' + m devices, or, with devices failing, on at least
         max(k' + 1, m + 1) with the debt recorded (`losses_tolerated` tells). A crash before leaves

@@ -165,7 +165,8 @@ class FixedPlan:
         if not self.per_page:
             return rows * self.stride
         page, slot = np.divmod(rows, self.per_page)
-        return page * self.unit_bytes + slot * self.stride
+        found: Int64s = page * self.unit_bytes + slot * self.stride
+        return found
 
     def start(self, row: int) -> int:
         """Payload offset of one row."""
@@ -178,7 +179,8 @@ class FixedPlan:
         """The first row that begins in or after each page of a shard."""
         if self.per_page:
             return pages * self.per_page
-        return -(-pages * self.unit_bytes // self.stride)
+        found: Int64s = -(-pages * self.unit_bytes // self.stride)
+        return found
 
     def payload_bytes(self, rows: int) -> int:
         """Bytes that so many rows take."""

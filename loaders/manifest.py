@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -102,7 +102,6 @@ class DatasetManifest:
     parts: tuple[Part, ...]
     content: str
     part: tuple[int, int] | None = None
-    created_ms: int = field(default=0, compare=False)
 
     @property
     def rows(self) -> int:
@@ -138,7 +137,6 @@ class DatasetManifest:
                 "rows": self.rows,
                 "content": self.content,
                 "fingerprint": self.fingerprint,
-                "created_ms": self.created_ms,
             }
         )
 
@@ -158,7 +156,6 @@ class DatasetManifest:
                 parts=tuple(Part.from_json(part) for part in body["parts"]),
                 content=str(body["content"]),
                 part=(int(body["part"][0]), int(body["part"][1])) if body["part"] else None,
-                created_ms=int(body["created_ms"]),
             )
             whole = made.rows == body["rows"] and made.fingerprint == body["fingerprint"]
         except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
@@ -176,9 +173,10 @@ def _require_kind(data: bytes, where: str) -> None:
         raise IntegrityError(f"{where}: not a manifest") from error
     kind = body.get("kind") if isinstance(body, dict) else None
     if kind in (KIND, PART_KIND):
-        if isinstance(body["format"], int) and body["format"] > FORMAT:
+        found = body.get("format")
+        if isinstance(found, int) and found > FORMAT:
             raise FormatTooNew(
-                f"{where}: data set format {body['format']}, this hpstore reads up to {FORMAT}"
+                f"{where}: data set format {found}, this hpstore reads up to {FORMAT}"
             )
         return
     if isinstance(body, dict) and "shards" in body:

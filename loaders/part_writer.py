@@ -33,6 +33,7 @@ class PartOptions:
     records: Mapping[str, Record]
     shard_bytes: int
     unit_bytes: int | None  # None: chosen from the records
+    alike: bool  # chosen without a look at them, so that all parts choose the same
     compression: str
 
 
@@ -62,7 +63,7 @@ class PartWriter:
         self._streams = [
             StreamWriter(
                 pool, (name, self.nonce, number), stream, record, unit_limit=limit,
-                unit_bytes=units[number] if units else options.unit_bytes,
+                unit_bytes=units[number] if units else options.unit_bytes, alike=options.alike,
                 shard_bytes=options.shard_bytes, uploads=self._uploads,
                 compression=options.compression, content=self._content,
             )

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import logging
 import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hpstore.errors import ConfigError, HpstoreError, IntegrityError, ObjectNotFound
+from hpstore.errors import (
+    ConfigError,
+    HpstoreError,
+    IntegrityError,
+    ObjectNotFound,
+    VersionConflict,
+)
 from hpstore.loaders.fields import Field
 from hpstore.loaders.layout import group_fields
 from hpstore.loaders.manifest import (
@@ -49,8 +54,8 @@ class DatasetInfo:
     problem: str = ""
 
 
-def dataset_info(name: str, manifest: DatasetManifest) -> DatasetInfo:
-    """The facts of a manifest."""
+def dataset_info(pool: Pool, name: str, manifest: DatasetManifest) -> DatasetInfo:
+    """The facts of a published manifest."""
     return DatasetInfo(
         name=name,
         rows=manifest.rows,
@@ -60,7 +65,7 @@ def dataset_info(name: str, manifest: DatasetManifest) -> DatasetInfo:
         layout=manifest.layout,
         compression=manifest.compression,
         parts=len(manifest.parts),
-        created=manifest.created_ms / 1000,
+        created=pool.stat(manifest_key(name)).created,
     )
 
 
@@ -100,6 +105,10 @@ def publish_parts(
         if manifest.parts[0].nonce not in stale  # published, and its note was not removed yet
     }
     manifests = _complete(name, waiting)
+    if version is not None and not overwrite:
+        raise VersionConflict(
+            f"data set {name!r} exists; it is unchanged. overwrite=True replaces it."
+        )
     first = manifests[0]
     merged = DatasetManifest(
         fields=first.fields,
@@ -110,12 +119,14 @@ def publish_parts(
         metadata=first.metadata if metadata is None else dict(metadata),
         parts=tuple(manifest.parts[0] for manifest in manifests),
         content=joined_content(pool, name, first, [m.parts[0] for m in manifests]),
-        created_ms=time.time_ns() // 1_000_000,
     )
     publish(pool, name, manifest_key(name), merged, version=version if overwrite else None)
     for part in waiting:
-        remove_quietly(pool, [part_key(name, part)])
-    return dataset_info(name, merged)
+        try:
+            _delete(pool, part_key(name, part))
+        except (HpstoreError, OSError) as error:  # harmless: its nonce is known as published
+            _log.warning("the note of part %s of data set %r stays: %s", part, name, error)
+    return dataset_info(pool, name, merged)
 
 
 def publish(
@@ -129,9 +140,30 @@ def publish(
     old, _ = _manifest_at(pool, name, key) if version is not None else (None, None)
     pool.put(key, manifest.encode(), if_absent=version is None, if_version=version)
     if old is not None:
-        gone = {part.nonce for part in old.parts} - {part.nonce for part in manifest.parts}
-        keys = pool.list(f"{PREFIX}/{name}/")
-        remove_quietly(pool, [key for key in keys if nonce_of(name, key) in gone])
+        try:
+            _remove_replaced(pool, name, {part.nonce for part in old.parts})
+        except (HpstoreError, OSError) as error:  # what is published stays so
+            _log.warning("what data set %r replaced stays until remove_orphans: %s", name, error)
+
+
+def _remove_replaced(pool: Pool, name: str, nonces: set[str]) -> None:
+    """Remove the objects of these writers, but for what the data set or a written part names.
+
+    A part's note may still be there after its objects were published: the note goes, they stay.
+    """
+    published, version = _published(pool, name)
+    if published is None and version is not None:
+        return  # it cannot be read: nobody knows what it names
+    live = {part.nonce for part in published.parts} if published else set()
+    notes = {
+        part_key(name, part): note.parts[0].nonce
+        for part, note in written_parts(pool, name).items()
+    }
+    keys = [key for key, nonce in notes.items() if nonce in nonces | live]
+    gone = nonces - live
+    keys += [key for key in pool.list(f"{PREFIX}/{name}/") if nonce_of(name, key) in gone]
+    for key in keys:
+        _delete(pool, key)
 
 
 def _published(pool: Pool, name: str) -> tuple[DatasetManifest | None, str | None]:
@@ -192,8 +224,6 @@ def joined_content(pool: Pool, name: str, schema: DatasetManifest, parts: Sequen
 
     `schema`: a manifest with the same fields and layout.
     """
-    if len(parts) == 1:
-        return parts[0].content
     content = Content()
     _, records = group_fields(schema.fields, schema.layout)
     for part in parts:
@@ -225,14 +255,13 @@ def list_datasets(pool: Pool) -> list[DatasetInfo]:
             continue
         try:
             manifest = DatasetManifest.decode(pool.get(key), where=f"data set {name!r}")
+            found.append(dataset_info(pool, name, manifest))
         except ConfigError:
             continue  # a corpus of tokens
         except ObjectNotFound:
             continue  # deleted meanwhile
         except HpstoreError as error:
             found.append(DatasetInfo(name=name, problem=str(error)))
-        else:
-            found.append(dataset_info(name, manifest))
     return found
 
 
@@ -248,8 +277,7 @@ def delete_dataset(pool: Pool, name: str) -> None:
     ours = [
         found
         for found in pool.list(prefix, certain=True)
-        if nonce_of(name, found)
-        or _PART.fullmatch(found.removeprefix(prefix))
+        if nonce_of(name, found) or _PART.fullmatch(found.removeprefix(prefix))
         or found == journal_key(name)
     ]
     try:
@@ -305,15 +333,5 @@ def _delete(pool: Pool, key: str) -> None:
         _log.debug("object %r was gone already", key)
 
 
-def remove_quietly(pool: Pool, keys: list[str]) -> None:
-    """Delete objects that nothing names any more; what cannot be deleted now is told and stays."""
-    try:
-        for key in keys:
-            _delete(pool, key)
-    except (HpstoreError, OSError) as error:
-        _log.warning("objects like %r stay until remove_orphans: %s", keys[0], error)
-
-
 __all__ = ["DatasetInfo", "dataset_info", "delete_dataset", "joined_content", "list_datasets",
-           "publish", "publish_parts", "remove_orphans", "remove_quietly",
-           "written_parts"]  # fmt: skip
+           "publish", "publish_parts", "remove_orphans", "written_parts"]  # fmt: skip

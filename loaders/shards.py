@@ -203,7 +203,8 @@ class RaggedShard:
         """Append records [first, ...) of a batch until one does not fit; returns how many.
 
         `lengths`: of all records; `tables`: (rows, ragged) lengths of their values. Zero with rows
-        in the shard means: take() it and go on. A record longer than a shard gets one of its own.
+        in the shard means: take() it and go on. A record longer than a shard makes its shard
+        longer.
         """
         capacity = self._capacity
         if self._buffer is None:

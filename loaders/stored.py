@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -27,6 +24,7 @@ from hpstore.loaders.manifest import (
     shard_key,
     side_key,
 )
+from hpstore.loaders.open_shards import OpenShards
 from hpstore.loaders.pages import read_compressed
 from hpstore.loaders.side import (
     PAGE_MAGIC,
@@ -44,16 +42,6 @@ from hpstore.loaders.stream import Locations, PageTable, Stream, make_stream, st
 from hpstore.pool import Pool
 from hpstore.pooled import PooledReader
 from hpstore.units import div_ceil
-
-OPEN_READERS = 64  # of each thread; k files each
-
-
-class _Readers(threading.local):
-    """Open shards of one thread, the one used longest ago first."""
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-        self.open: OrderedDict[str, PooledReader] = OrderedDict()
 
 
 class StoredData(Closing):
@@ -74,11 +62,12 @@ class StoredData(Closing):
         names = list(manifest.fields) if wanted is None else list(dict.fromkeys(wanted))
         self.fields = {field: manifest.fields[field] for field in names}
         _, records = group_fields(manifest.fields, manifest.layout)
-        self.streams = tuple(
+        streams = [
             make_stream(number, stream, record, manifest.parts, manifest.data, manifest.compression)
             for number, (stream, record) in enumerate(records.items())
-            if any(field in self.fields for field in record.fields)
-        )
+        ]
+        self._main = streams[0] if streams else None
+        self.streams = tuple(s for s in streams if any(n in self.fields for n in s.record.fields))
         self._sides = {s.number: self._side_table(s) for s in self.streams}
         self._cuts = [
             (part.nonce, number, rows)
@@ -92,7 +81,7 @@ class StoredData(Closing):
         }
         self._order = self._column_table(Field("int64"), ORDER)
         self._pages: dict[int, PageTable] = {}
-        self._readers, self._pid = _Readers(), os.getpid()
+        self._readers = OpenShards()
         self._closed = False
 
     def __len__(self) -> int:
@@ -252,10 +241,11 @@ class StoredData(Closing):
     def stripes(self) -> Int64s:
         """(S + 1): first sample of every stripe of the main stream in which one begins, ascending.
 
-        The last entry is len. A data set of scalars alone has blocks of them for stripes.
+        The last entry is len. The main stream is the data set's first, whichever fields are used:
+        the order of samples does not depend on them. Scalars alone have blocks for stripes.
         """
-        if self.streams:
-            return stripe_firsts(self.streams[0], self.pages(self.streams[0]))
+        if self._main is not None:
+            return stripe_firsts(self._main, self.pages(self._main))
         return np.append(np.arange(0, len(self), BLOCK_ROWS, dtype=np.int64), len(self))
 
     def scalars(self, name: str, indices: Int64s) -> Array:
@@ -292,19 +282,11 @@ class StoredData(Closing):
         """
         if self._closed:
             raise ConfigError(f"data set {self.name!r} is closed")
-        if self._readers.pid != os.getpid():
-            self._readers = _Readers()
-        key, readers = self.shard_key(stream, shard), self._readers.open
-        if key in readers:
-            readers.move_to_end(key)
-            return readers[key]
+        key = self.shard_key(stream, shard)
         try:
-            found = readers[key] = self.pool.reader(key)
+            return self._readers.get(key, lambda: self.pool.reader(key))
         except ObjectNotFound as error:
             raise self._gone(key) from error
-        if len(readers) > OPEN_READERS:
-            readers.popitem(last=False)[1].close()
-        return found
 
     def read_records(self, stream: Stream, indices: Int64s) -> tuple[list[Bytes], Locations]:
         """Verified records in the order asked for, views of one buffer, and where they were.
@@ -352,13 +334,12 @@ class StoredData(Closing):
         """Locks and readers of the parent are not ours."""
         for table in (*self._sides.values(), *self._columns.values(), self._order):
             table.renew()
-        self._readers = _Readers()
+        self._readers = OpenShards()
 
     def close(self) -> None:
-        """Release this thread's open shards; other threads' go with their threads. Idempotent."""
+        """Close what is open, of all threads; none of them reads now. Idempotent."""
         self._closed = True
-        while self._readers.open:
-            self._readers.open.popitem()[1].close()
+        self._readers.close()
 
 
-__all__ = ["OPEN_READERS", "StoredData"]
+__all__ = ["StoredData"]

@@ -54,6 +54,7 @@ class StreamWriter:
         record: Record,
         *,
         unit_bytes: int | None,
+        alike: bool,
         unit_limit: int,
         shard_bytes: int,
         compression: str,
@@ -73,8 +74,8 @@ class StreamWriter:
         if not record.ragged:
             stride = FixedPlan.of(record, self._unit or 1).stride
             self._choose(self._unit or choose_unit(stride, limit=unit_limit))
-        elif self._unit:
-            self._choose(self._unit)
+        elif self._unit or alike:
+            self._choose(self._unit or choose_unit_for_mean(0.0, limit=unit_limit))
 
     def _choose(self, unit_bytes: int) -> None:
         self._unit = unit_bytes

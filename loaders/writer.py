@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
@@ -23,7 +23,7 @@ from hpstore.loaders.fields import (
     ragged_rows,
     ragged_value,
 )
-from hpstore.loaders.layout import SHARD_BYTES, UNIT_BYTES, group_fields
+from hpstore.loaders.layout import SHARD_BYTES, group_fields
 from hpstore.loaders.manifest import (
     DatasetManifest,
     Part,
@@ -38,6 +38,8 @@ from hpstore.loaders.shuffling import copy_in_order, permutation
 from hpstore.loaders.stored import StoredData
 from hpstore.membership import check_unit
 from hpstore.pool import Pool
+
+_log = logging.getLogger(__name__)
 
 
 class DatasetWriter(Closing):
@@ -78,18 +80,16 @@ class DatasetWriter(Closing):
         self.fields = check_fields(fields)
         self.layout, records = group_fields(self.fields, layout)
         self.part, self.overwrite = _checked_part(part), overwrite
-        self.metadata = json.loads(json.dumps(dict(metadata or {})))
+        self.metadata = _checked_metadata(metadata)
         self.compression = checked_compression(compression)
         if unit_bytes is not None:
             check_unit(pool.config, pool.data + pool.parity, unit_bytes)
-        elif part is not None and any(record.ragged for record in records.values()):
-            unit_bytes = UNIT_BYTES  # all parts must choose alike
         self._seed = seed if shuffle else None
         self._key = manifest_key(name) if part is None else part_key(name, part)
         self._version = self._version_there()
         self._options = PartOptions(
             fields=self.fields, records=records, shard_bytes=shard_bytes, unit_bytes=unit_bytes,
-            compression=self.compression,
+            compression=self.compression, alike=part is not None,
         )  # fmt: skip
         self._part_writers = [PartWriter(pool, name, self._options)]
         self._rows, self._state, self._pid = 0, "open", os.getpid()
@@ -181,7 +181,12 @@ class DatasetWriter(Closing):
             if self._seed is not None:
                 made = self._shuffled(made)
             manifest = self._manifest(made, self._seed)
+            self._state = "unclear"  # an unacknowledged put may still become visible
             publish(self.pool, self.name, self._key, manifest, version=self._version)
+        except VersionConflict:
+            self._state = "failed"
+            self.abandon()
+            raise
         except BaseException:
             self.abandon()
             raise
@@ -209,14 +214,22 @@ class DatasetWriter(Closing):
             parts=(made,),
             content=made.content,
             part=self.part,
-            created_ms=time.time_ns() // 1_000_000,
         )
 
     def abandon(self) -> None:
-        """Publish nothing; remove what was stored, as far as that goes now. Idempotent."""
+        """Publish nothing; remove what was stored, as far as that goes now. Idempotent.
+
+        When close() failed in the put of the manifest, that may still become visible (PROTOCOL 8):
+        then all objects stay, until remove_orphans finds that nothing names them.
+        """
         if self._state in ("closed", "abandoned") or self._pid != os.getpid():
             return
-        self._state = "abandoned"
+        unclear, self._state = self._state == "unclear", "abandoned"
+        if unclear:
+            _log.warning(
+                "data set %r: it is not clear whether it was published; its objects stay", self.name
+            )
+            return
         for writer in self._part_writers:
             writer.remove()
 
@@ -250,6 +263,14 @@ def checked_sample(
         else:
             batch[name] = fixed_value(name, made, sample[name], where)[None]
     return batch, ragged
+
+
+def _checked_metadata(metadata: Mapping[str, object] | None) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(dict(metadata or {}), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"metadata of a data set is JSON: {error}") from error
+    return found
 
 
 def _checked_part(part: tuple[int, int] | None) -> tuple[int, int] | None:

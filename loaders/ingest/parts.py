@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from hpstore.loaders.layout import group_fields
 from hpstore.loaders.manifest import DatasetManifest, check_dataset_name, manifest_key, nonce_of
 from hpstore.loaders.pages import checked_compression
 from hpstore.loaders.part_writer import PartOptions, PartWriter, new_nonce
-from hpstore.loaders.publishing import joined_content, publish, remove_quietly
+from hpstore.loaders.publishing import joined_content, publish
 from hpstore.loaders.writer import checked_sample
 from hpstore.membership import check_unit
 from hpstore.pool import Pool
@@ -64,7 +64,7 @@ class PartsWriter:
             check_unit(target.pool.config, width, target.unit_bytes)
         self._options = PartOptions(
             fields=target.fields, records=records, shard_bytes=target.shard_bytes,
-            unit_bytes=target.unit_bytes, compression=compression,
+            unit_bytes=target.unit_bytes, alike=False, compression=compression,
         )  # fmt: skip
         self._schema = DatasetManifest(
             fields=target.fields, layout=layout, data=target.pool.data, compression=compression,
@@ -79,7 +79,7 @@ class PartsWriter:
         remove_objects(target.pool, target.name, start.writing)
         self._nonces = (new_nonce(), new_nonce())
         self._save(start)
-        self._writer = self._fresh()
+        self._writer: PartWriter | None = self._fresh()
 
     @property
     def skipped(self) -> int:
@@ -94,6 +94,11 @@ class PartsWriter:
             ordered=self._target.seed is not None, nonce=self._nonces[0], like=like,
         )  # fmt: skip
 
+    def _current(self) -> PartWriter:
+        if self._writer is None:
+            raise AssertionError("a part failed to be finished; nothing more can be written")
+        return self._writer
+
     def _save(self, progressed: Progressed) -> None:
         """Tell the journal, with the nonces of the parts that may have objects before the next."""
         progressed = replace(progressed, writing=self._nonces)
@@ -106,7 +111,7 @@ class PartsWriter:
             batch, ragged = checked_sample(self._target.fields, sample, "the sample")
         except ConfigError as error:
             return str(error)
-        self._writer.append(batch, ragged, 1, np.array([origin], np.int64))
+        self._current().append(batch, ragged, 1, np.array([origin], np.int64))
         nbytes = sample_bytes(sample)
         self._held += nbytes
         self.nbytes += nbytes
@@ -128,7 +133,8 @@ class PartsWriter:
         The first part is waited for: all take its pages.
         """
         self._settle()
-        full, state = self._writer, self._state()
+        full, self._writer = self._current(), None  # from now on the journal may name its objects
+        state = self._state()
         self._nonces, self._held = (self._nonces[1], new_nonce()), 0
         self._finishing = self._executor.submit(self._finish, full, state)
         if not state.parts:
@@ -153,14 +159,14 @@ class PartsWriter:
     def publish(self) -> DatasetManifest:
         """Finish the last part, and make all of them the data set. Durable on return."""
         self._settle()
-        if self._writer.rows or not self.progressed.parts:
+        if self._current().rows or not self.progressed.parts:
             self._turn()
             self._settle()
         else:
             self._save(self._state())
         target, parts = self._target, self.progressed.parts
         manifest = replace(
-            self._schema, parts=parts, created_ms=time.time_ns() // 1_000_000,
+            self._schema, parts=parts,
             content=joined_content(target.pool, target.name, self._schema, parts),
         )  # fmt: skip
         key = manifest_key(target.name)
@@ -179,7 +185,7 @@ class PartsWriter:
     ) -> None:
         """Nothing is under way any more. After an error, parts that were finished are kept."""
         self._executor.shutdown(wait=True)
-        if error is not None:
+        if error is not None and self._writer is not None:
             self._writer.remove()
 
 
@@ -201,7 +207,10 @@ def remove_objects(pool: Pool, name: str, nonces: Iterable[str]) -> None:
     gone = set(nonces)
     if gone:
         keys = pool.list(f"data/{name}/")
-        remove_quietly(pool, [key for key in keys if nonce_of(name, key) in gone])
+        for key in keys:
+            if nonce_of(name, key) in gone:
+                with contextlib.suppress(ObjectNotFound):
+                    pool.delete(key)
 
 
 def discard(pool: Pool, name: str, found: Progressed) -> None:
