@@ -38,7 +38,7 @@ class _Block:
 class ArrowTables(BlockSource):
     """Rows of Parquet or Arrow files. Nulls are bad records; a file that cannot be opened is one.
 
-    Numbers and booleans become scalars, timestamps and durations int64 in their own unit, strings
+    Numbers and booleans become scalars, dates, times and durations ints in their own unit, strings
     and binaries str and bytes, lists of numbers ragged arrays, fixed-size lists arrays, and a
     struct with a binary `bytes` (as Hugging Face writes images) bytes.
     """
@@ -176,14 +176,16 @@ def _column(arrow: Any, field: Any) -> tuple[Field, Convert]:
     if t.is_binary(kind) or t.is_large_binary(kind) or t.is_fixed_size_binary(kind):
         return Field("bytes"), lambda column: column.to_pylist()
     if t.is_struct(kind) and kind.get_field_index("bytes") >= 0:
-        plain, convert = _column(arrow, kind.field("bytes"))
+        plain, convert = _column(arrow, kind.field("bytes").with_name(field.name))
         return plain, lambda column: convert(column.field("bytes"))
     if t.is_timestamp(kind) or t.is_duration(kind) or t.is_time64(kind) or t.is_date64(kind):
         return Field("int64"), lambda column: _numbers(column.cast(arrow.int64()))
+    if t.is_date32(kind) or t.is_time32(kind):
+        return Field("int32"), lambda column: _numbers(column.cast(arrow.int32()))
     if t.is_fixed_size_list(kind):
         return _fixed_lists(arrow, field)
     if t.is_list(kind) or t.is_large_list(kind):
-        inner, convert = _column(arrow, kind.value_field)
+        inner, convert = _column(arrow, kind.value_field.with_name(field.name))
         if not inner.is_ragged:
             return Field(inner.dtype, (None, *inner.shape)), lambda c: _ragged(c, convert)
     elif t.is_primitive(kind) and not t.is_temporal(kind) and not t.is_decimal(kind):
@@ -194,7 +196,7 @@ def _column(arrow: Any, field: Any) -> tuple[Field, Convert]:
 
 
 def _fixed_lists(arrow: Any, field: Any) -> tuple[Field, Convert]:
-    inner, convert = _column(arrow, field.type.value_field)
+    inner, convert = _column(arrow, field.type.value_field.with_name(field.name))
     size = field.type.list_size
     if inner.is_ragged or size < 1:
         raise ConfigError(f"column {field.name!r} is {field.type}, which no field can hold")
@@ -248,10 +250,12 @@ def _null_columns(batch: Any, columns: dict[str, Convert]) -> Iterator[str]:
     for name, convert in columns.items():
         column = batch.column(name)
         try:
-            if column.null_count or convert(column) is None:
-                yield repr(name)
+            convert(column)
         except _NullInside:
             yield repr(name)
+        else:
+            if column.null_count:
+                yield repr(name)
 
 
 __all__ = ["ARROW", "PARQUET", "ArrowTables"]

@@ -170,13 +170,12 @@ class _Run:
         self, fields: Fields | None
     ) -> tuple[dict[str, Field], Records, Generator[Placed, None, None]]:
         """Fields, the records in the order of writing, and these from the first one on."""
-        known = self.source.fields
-        if known is not None and fields is not None:
-            for name in fields:
-                if name not in known:
-                    raise ConfigError(f"{self.source.where} has no {name!r}; it has {list(known)}")
         if fields is not None:
             self.source.restrict(list(fields))
+        known = self.source.fields
+        for name in fields if known is not None and fields is not None else ():
+            if name not in known:
+                raise ConfigError(f"{self.source.where} has no {name!r}")
         self._raise_known()
         records = self._records()
         ahead = records.read(Place())

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, cast
 
 _MEMBER = re.compile(r"^((?:.*/)?[^./][^./]*)\.([^/]+)$")
 # what a damaged or cut archive makes tarfile raise
@@ -48,13 +48,32 @@ def members(tar: tarfile.TarFile) -> Iterator[tuple[Member | None, tarfile.TarIn
             yield Member(*names, info.offset_data, info.size), info
 
 
-def end_problem(file: BinaryIO, at: int) -> str:
-    """What is wrong where tarfile stopped: it takes a damaged header for the end."""
-    file.seek(at)
-    block = file.read(tarfile.BLOCKSIZE)
-    if len(block) < tarfile.BLOCKSIZE:
-        return f"it ends at byte {at + len(block)} without a tar's end mark: cut short"
-    return f"no tar header at byte {at}: the rest cannot be read" if any(block) else ""
+class Recorded:
+    """A file that remembers what was read last: of a tar, the header at which tarfile stopped.
+
+    tarfile takes a damaged header for the end of the archive and says nothing.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._last = b""
+        self.seek, self.tell = file.seek, file.tell
+
+    def read(self, size: int = -1) -> bytes:
+        """As of the file."""
+        self._last = self._file.read(size)
+        return self._last
+
+    def end_problem(self, at: int) -> str:
+        """What is wrong with the end of the archive at byte `at`, ""."""
+        if len(self._last) < tarfile.BLOCKSIZE:
+            return f"it ends at byte {at + len(self._last)} without a tar's end mark: cut short"
+        return f"no tar header at byte {at}: the rest cannot be read" if any(self._last) else ""
+
+
+def opened_tar(file: Recorded) -> tarfile.TarFile:
+    """A tar over an open file. Raises what TAR_ERRORS lists."""
+    return tarfile.open(fileobj=cast("IO[bytes]", file), mode="r:")
 
 
 class TarIndex:
@@ -80,7 +99,7 @@ class TarIndex:
         at = 0
         size = path.stat().st_size
         try:
-            with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
+            with path.open("rb") as file, opened_tar(recorded := Recorded(file)) as tar:
                 for member, info in members(tar):
                     at = info.offset
                     tar.members = []  # or tarfile keeps every header
@@ -91,7 +110,7 @@ class TarIndex:
                         self._begin(shard, member.key)
                         key = member.key
                     self._add(member, size)
-                problem = end_problem(file, tar.offset)
+                problem = recorded.end_problem(tar.offset)
         except TAR_ERRORS as error:
             problem = f"it cannot be read past byte {at}: {error}"
         if problem:
@@ -143,4 +162,4 @@ class TarIndex:
         return sum(self._sizes)
 
 
-__all__ = ["TAR_ERRORS", "Member", "TarIndex", "end_problem", "members", "split_name"]
+__all__ = ["TAR_ERRORS", "Member", "Recorded", "TarIndex", "members", "opened_tar", "split_name"]

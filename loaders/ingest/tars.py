@@ -6,13 +6,15 @@ Bytes are kept; .cls becomes an int64, .txt a str.
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import lzma
 import os
-import tarfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from lzma import LZMAError
 from pathlib import Path
+from typing import IO, cast
 
 from hpstore.loaders.ingest.image_checks import CHECKED, image_problem
 from hpstore.loaders.ingest.paths import file_facts, source_files
@@ -24,11 +26,11 @@ from hpstore.loaders.ingest.source import (
     Source,
     digest_of,
 )
-from hpstore.loaders.ingest.tar_index import TAR_ERRORS, TarIndex, end_problem, members
+from hpstore.loaders.ingest.tar_index import TAR_ERRORS, Recorded, TarIndex, members, opened_tar
 
 PLAIN = (".tar",)
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
-_STREAM_ERRORS = (*TAR_ERRORS, zlib.error, LZMAError)
+_STREAM_ERRORS = (*TAR_ERRORS, zlib.error, lzma.LZMAError)
 
 
 def webdataset(where: str | os.PathLike[str], *, check: bool = True) -> Source:
@@ -131,7 +133,7 @@ def _samples(path: Path) -> Iterator[_Open]:
     number = 0
     problem = ""
     try:
-        with tarfile.open(path, "r:*") as tar:
+        with _decompressed(path) as file, opened_tar(recorded := Recorded(file)) as tar:
             for member, info in members(tar):
                 tar.members = []
                 if member is None:
@@ -143,10 +145,9 @@ def _samples(path: Path) -> Iterator[_Open]:
                     number += 1
                 if member.extension in sample.parts:
                     sample.problem = f"it has two members .{member.extension}"
-                file = tar.extractfile(info)
-                sample.parts[member.extension] = file.read() if file else b""
-            assert tar.fileobj is not None
-            problem = end_problem(tar.fileobj, tar.offset)  # type: ignore[arg-type]
+                found = tar.extractfile(info)
+                sample.parts[member.extension] = found.read() if found else b""
+            problem = recorded.end_problem(tar.offset)
     except _STREAM_ERRORS as error:
         problem = f"it cannot be read past sample {number}: {error or type(error).__name__}"
     if problem and sample is not None and not problem.startswith("it ends"):
@@ -155,6 +156,16 @@ def _samples(path: Path) -> Iterator[_Open]:
         yield sample
     if problem:
         yield _Open("", number, {}, problem)
+
+
+def _decompressed(path: Path) -> IO[bytes]:
+    """A tar's bytes, by the ending of its name."""
+    name = path.name.lower()
+    if name.endswith((".gz", ".tgz")):
+        return cast("IO[bytes]", gzip.open(path))
+    if name.endswith(".bz2"):
+        return cast("IO[bytes]", bz2.open(path))
+    return cast("IO[bytes]", lzma.open(path)) if name.endswith(".xz") else path.open("rb")
 
 
 def decoded(name: str, origin: int, parts: Mapping[str, bytes], *, check: bool) -> Item:
