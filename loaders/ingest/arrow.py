@@ -242,8 +242,8 @@ def _samples(
         else:
             yield None, "it holds a null: " + ", ".join(_null_columns(batch, columns))
         return
-    for row in zip(*values.values(), strict=True):
-        yield dict(zip(values, row, strict=True)), ""
+    for found in zip(*values.values(), strict=True):
+        yield dict(zip(values, found, strict=True)), ""
 
 
 def _null_columns(batch: Any, columns: dict[str, Convert]) -> Iterator[str]:

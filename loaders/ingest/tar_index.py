@@ -102,7 +102,7 @@ class TarIndex:
             with path.open("rb") as file, opened_tar(recorded := Recorded(file)) as tar:
                 for member, info in members(tar):
                     at = info.offset
-                    tar.members = []  # or tarfile keeps every header
+                    tar.members = []  # type: ignore[attr-defined]  # or tarfile keeps every header
                     if member is None:
                         self.ignored += 1
                         continue

@@ -135,7 +135,7 @@ def _samples(path: Path) -> Iterator[_Open]:
     try:
         with _decompressed(path) as file, opened_tar(recorded := Recorded(file)) as tar:
             for member, info in members(tar):
-                tar.members = []
+                tar.members = []  # type: ignore[attr-defined]
                 if member is None:
                     continue
                 if sample is None or sample.key != member.key:
