@@ -5,6 +5,13 @@ if not __name__.startswith("hpstore."):
 
 from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.fields import Field
+from hpstore.loaders.ingestion import (
+    IngestProgress,
+    IngestReport,
+    ingest,
+    open_source,
+    unfinished_ingests,
+)
 from hpstore.loaders.publishing import (
     DatasetInfo,
     delete_dataset,
@@ -17,6 +24,7 @@ from hpstore.loaders.tokens import TokenBatches, TokenCorpus, write_corpus
 from hpstore.loaders.verifying import DatasetReport, verify_dataset
 from hpstore.loaders.writer import DatasetWriter
 
-__all__ = ["Dataset", "DatasetInfo", "DatasetReport", "DatasetWriter", "Field", "TokenBatches",
-           "TokenCorpus", "delete_dataset", "list_datasets", "publish_parts", "remove_orphans",
-           "verify_dataset", "write_corpus", "written_parts"]  # fmt: skip
+__all__ = ["Dataset", "DatasetInfo", "DatasetReport", "DatasetWriter", "Field", "IngestProgress",
+           "IngestReport", "TokenBatches", "TokenCorpus", "delete_dataset", "ingest",
+           "list_datasets", "open_source", "publish_parts", "remove_orphans",
+           "unfinished_ingests", "verify_dataset", "write_corpus", "written_parts"]  # fmt: skip

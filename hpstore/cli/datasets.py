@@ -18,8 +18,7 @@ from hpstore.cli.output import (
 from hpstore.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from hpstore.loaders import DatasetReport
-    from hpstore.loaders.ingest import IngestReport
+    from hpstore.loaders import DatasetReport, IngestReport
 
 datasets = typer.Typer(no_args_is_help=True, help="Ingest, list, show, verify, remove data sets.")
 
@@ -62,7 +61,7 @@ def ingest(
 
     hpstore dataset ingest pool.toml train /data/imagenet/train
     """
-    from hpstore.loaders.ingest import ingest as run
+    from hpstore.loaders import ingest as run
 
     with hpstore.open(pool) as opened, sample_progress("ingest") as progress:
         report = run(
@@ -98,8 +97,7 @@ def _show_ingest(report: IngestReport) -> None:
 @datasets.command()
 def ls(pool: PoolName, as_json: Json = False) -> None:
     """List data sets, and ingests that were cut short.  hpstore dataset ls pool.toml"""
-    from hpstore.loaders import list_datasets
-    from hpstore.loaders.ingest import unfinished_ingests
+    from hpstore.loaders import list_datasets, unfinished_ingests
 
     with hpstore.open(pool, read_only=True) as opened:
         found, unfinished = list_datasets(opened), unfinished_ingests(opened)

@@ -26,12 +26,15 @@ from hpstore.loaders import (
     Dataset,
     DatasetWriter,
     Field,
+    IngestProgress,
+    IngestReport,
     delete_dataset,
+    ingest,
     list_datasets,
     remove_orphans,
+    unfinished_ingests,
     verify_dataset,
 )
-from hpstore.loaders.ingest import IngestProgress, IngestReport, ingest, unfinished_ingests
 from hpstore.pool import Pool
 
 SHARD: dict[str, Any] = {"shard_bytes": 1 << 16, "unit_bytes": 1 << 14}  # small ones: many parts
@@ -256,7 +259,7 @@ def test_a_failed_publication_loses_nothing(
         raise TooFewDevices("just now")
 
     with monkeypatch.context() as patch:
-        patch.setattr("hpstore.loaders.ingest.parts.publish", fail)
+        patch.setattr("hpstore.loaders.ingestion.parts.publish", fail)
         with pytest.raises(TooFewDevices, match="60 samples are kept"):
             ingest(pool, "train", root, **SHARD)
     assert ingest(pool, "train", root, **SHARD).resumed_samples == 60
@@ -270,7 +273,7 @@ def test_a_kill_right_after_publication_is_no_unfinished_ingest(
     """The journal that is still there names parts of the data set: they stay."""
     root = images(tmp_path / "in", 12)
     with monkeypatch.context() as patch:
-        patch.setattr("hpstore.loaders.ingest.journal.Journal.remove", lambda _: None)
+        patch.setattr("hpstore.loaders.ingestion.journal.Journal.remove", lambda _: None)
         ingest(pool, "train", root, **SHARD)
     other = images(tmp_path / "other", 6)
     with pytest.raises(VersionConflict, match="exists"):
@@ -335,7 +338,7 @@ def test_an_empty_source_needs_fields(pool: Pool) -> None:
 CHILD = """
 import os, signal, sys
 import hpstore
-from hpstore.loaders.ingest import ingest
+from hpstore.loaders import ingest
 config, root, records = sys.argv[1], sys.argv[2], int(sys.argv[3])
 def progress(done):
     if done.records == records:

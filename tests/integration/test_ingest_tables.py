@@ -11,9 +11,8 @@ import pytest
 
 import hpstore
 from hpstore.errors import ConfigError, IngestError
-from hpstore.loaders import Dataset
-from hpstore.loaders.ingest import ingest, open_source
-from hpstore.loaders.ingest.source import BlockSource
+from hpstore.loaders import Dataset, ingest, open_source
+from hpstore.loaders.ingestion.source import BlockSource
 from hpstore.pool import Pool
 
 pa = pytest.importorskip("pyarrow", reason="needs pyarrow (the extra `parquet`)")

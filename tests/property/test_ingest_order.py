@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpstore.loaders.ingest.ordering import BlockRecords, NumberedRecords, Place, Records
-from hpstore.loaders.ingest.source import BLOCK_SHIFT, BlockSource, IndexedSource, Item
+from hpstore.loaders.ingestion.ordering import BlockRecords, NumberedRecords, Place, Records
+from hpstore.loaders.ingestion.source import BLOCK_SHIFT, BlockSource, IndexedSource, Item
 
 
 class Numbers(IndexedSource):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpstore.errors import ConfigError
-from hpstore.loaders.ingest.image_checks import image_problem
-from hpstore.loaders.ingest.images import ImageFolder
+from hpstore.loaders.ingestion.image_checks import image_problem
+from hpstore.loaders.ingestion.images import ImageFolder
 
 
 def jpeg(body: bytes = b"\x01\x02") -> bytes:

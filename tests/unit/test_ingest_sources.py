@@ -13,10 +13,9 @@ import torch
 import zarr
 
 from hpstore.errors import ConfigError
-from hpstore.loaders import Field
-from hpstore.loaders.ingest import open_source
-from hpstore.loaders.ingest.infer import infer_fields
-from hpstore.loaders.ingest.source import BlockSource, IndexedSource, Item, Source
+from hpstore.loaders import Field, open_source
+from hpstore.loaders.ingestion.infer import infer_fields
+from hpstore.loaders.ingestion.source import BlockSource, IndexedSource, Item, Source
 
 
 def items_of(source: Source) -> list[Item]:

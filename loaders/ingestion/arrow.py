@@ -17,8 +17,8 @@ import numpy as np
 
 from hpstore.errors import ConfigError, IngestError
 from hpstore.loaders.fields import Field
-from hpstore.loaders.ingest.paths import file_facts, source_files
-from hpstore.loaders.ingest.source import BLOCK_SHIFT, BlockSource, Item, digest_of
+from hpstore.loaders.ingestion.paths import file_facts, source_files
+from hpstore.loaders.ingestion.source import BLOCK_SHIFT, BlockSource, Item, digest_of
 
 PARQUET = (".parquet", ".pq")
 ARROW = (".arrow", ".feather", ".ipc")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
-from hpstore.loaders.ingest.journal import Skipped
+from hpstore.loaders.ingestion.journal import Skipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,8 @@ import numpy as np
 
 from hpstore.errors import ConfigError, IngestError
 from hpstore.loaders.fields import Field
-from hpstore.loaders.ingest.image_checks import image_problem
-from hpstore.loaders.ingest.source import IndexedSource, Item, digest_of, in_order
+from hpstore.loaders.ingestion.image_checks import image_problem
+from hpstore.loaders.ingestion.source import IndexedSource, Item, digest_of, in_order
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 MAX_DEPTH = 64

@@ -9,7 +9,7 @@ import torch
 
 from hpstore.errors import ConfigError
 from hpstore.loaders.fields import DTYPES, Field
-from hpstore.loaders.ingest.source import Sample
+from hpstore.loaders.ingestion.source import Sample
 
 LOOKED_AT = 64
 """Samples that fields are inferred from."""

@@ -15,9 +15,9 @@ import numpy as np
 from hpstore.errors import ConfigError, ObjectNotFound, VersionConflict
 from hpstore.loaders.dataset import read_manifest
 from hpstore.loaders.fields import Field
-from hpstore.loaders.ingest.infer import sample_bytes
-from hpstore.loaders.ingest.journal import Journal, Progressed, Skipped
-from hpstore.loaders.ingest.ordering import Place
+from hpstore.loaders.ingestion.infer import sample_bytes
+from hpstore.loaders.ingestion.journal import Journal, Progressed, Skipped
+from hpstore.loaders.ingestion.ordering import Place
 from hpstore.loaders.layout import group_fields
 from hpstore.loaders.manifest import DatasetManifest, check_dataset_name, manifest_key, nonce_of
 from hpstore.loaders.pages import checked_compression

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hpstore.errors import ConfigError
-from hpstore.loaders.ingest.source import BlockSource, IndexedSource, Item, Sample, digest_of
+from hpstore.loaders.ingestion.source import BlockSource, IndexedSource, Item, Sample, digest_of
 
 
 class Indexable(Protocol):

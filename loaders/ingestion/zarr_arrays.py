@@ -14,7 +14,7 @@ from zarr.errors import BaseZarrError
 
 from hpstore.errors import ConfigError
 from hpstore.loaders.fields import DTYPES, Field
-from hpstore.loaders.ingest.source import BLOCK_SHIFT, BlockSource, Item, digest_of
+from hpstore.loaders.ingestion.source import BLOCK_SHIFT, BlockSource, Item, digest_of
 from hpstore.units import MIB, div_ceil
 
 BLOCK_BYTES = 64 * MIB

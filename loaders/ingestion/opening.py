@@ -12,12 +12,12 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from hpstore.errors import ConfigError
-from hpstore.loaders.ingest.arrays import NUMPY, Arrays, numpy_files
-from hpstore.loaders.ingest.arrow import ARROW, PARQUET, ArrowTables
-from hpstore.loaders.ingest.images import EXTENSIONS, ImageFolder
-from hpstore.loaders.ingest.objects import Iterables, MapDataset
-from hpstore.loaders.ingest.source import Source
-from hpstore.loaders.ingest.tars import COMPRESSED, PLAIN, webdataset
+from hpstore.loaders.ingestion.arrays import NUMPY, Arrays, numpy_files
+from hpstore.loaders.ingestion.arrow import ARROW, PARQUET, ArrowTables
+from hpstore.loaders.ingestion.images import EXTENSIONS, ImageFolder
+from hpstore.loaders.ingestion.objects import Iterables, MapDataset
+from hpstore.loaders.ingestion.source import Source
+from hpstore.loaders.ingestion.tars import COMPRESSED, PLAIN, webdataset
 
 ZARR_FILES = ("zarr.json", ".zarray", ".zgroup")
 LOOK_AT = 1000  # entries of a folder by which its format is guessed
@@ -84,7 +84,7 @@ def _from_path(where: str, kind: SourceFormat, check_images: bool) -> Source:
 
 def _zarr(where: object) -> Source:
     try:
-        from hpstore.loaders.ingest.zarr_arrays import ZarrArrays
+        from hpstore.loaders.ingestion.zarr_arrays import ZarrArrays
     except ImportError as error:
         raise ConfigError("zarr arrays need zarr: pip install 'hpstore[zarr]'") from error
     return ZarrArrays(where)

@@ -12,8 +12,8 @@ import numpy as np
 
 from hpstore.errors import ConfigError
 from hpstore.loaders.fields import DTYPES, Array, Field
-from hpstore.loaders.ingest.paths import file_facts
-from hpstore.loaders.ingest.source import IndexedSource, Item, digest_of
+from hpstore.loaders.ingestion.paths import file_facts
+from hpstore.loaders.ingestion.source import IndexedSource, Item, digest_of
 
 NUMPY = (".npy", ".npz")
 _EDGE = 8  # samples at each end that a fingerprint of memory is made of

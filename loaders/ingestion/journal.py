@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from hpstore.errors import IngestError, IntegrityError, ObjectNotFound, VersionConflict
-from hpstore.loaders.ingest.ordering import Place
+from hpstore.loaders.ingestion.ordering import Place
 from hpstore.loaders.manifest import PREFIX, Part, journal_key
 from hpstore.pool import Pool
 from hpstore.records import seal, unseal

@@ -11,8 +11,8 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 
-from hpstore.loaders.ingest.infer import sample_bytes
-from hpstore.loaders.ingest.source import BlockSource, IndexedSource, Item
+from hpstore.loaders.ingestion.infer import sample_bytes
+from hpstore.loaders.ingestion.source import BlockSource, IndexedSource, Item
 from hpstore.loaders.order import GlobalOrder, Order, SequentialOrder
 from hpstore.units import MIB
 

@@ -19,10 +19,10 @@ from hpstore.errors import (
 )
 from hpstore.loaders.draws import check_seed
 from hpstore.loaders.fields import Field, check_fields
-from hpstore.loaders.ingest.infer import LOOKED_AT, fitted, infer_fields
-from hpstore.loaders.ingest.journal import Journal, Progressed, Skipped, mismatch
-from hpstore.loaders.ingest.opening import open_source
-from hpstore.loaders.ingest.ordering import (
+from hpstore.loaders.ingestion.infer import LOOKED_AT, fitted, infer_fields
+from hpstore.loaders.ingestion.journal import Journal, Progressed, Skipped, mismatch
+from hpstore.loaders.ingestion.opening import open_source
+from hpstore.loaders.ingestion.ordering import (
     WINDOW_BYTES,
     BlockRecords,
     NumberedRecords,
@@ -30,9 +30,9 @@ from hpstore.loaders.ingest.ordering import (
     Placed,
     Records,
 )
-from hpstore.loaders.ingest.parts import PartsWriter, Target, discard, is_published, replaceable
-from hpstore.loaders.ingest.report import IngestCallback, IngestProgress, IngestReport
-from hpstore.loaders.ingest.source import BlockSource, IndexedSource, Item, Source
+from hpstore.loaders.ingestion.parts import PartsWriter, Target, discard, is_published, replaceable
+from hpstore.loaders.ingestion.report import IngestCallback, IngestProgress, IngestReport
+from hpstore.loaders.ingestion.source import BlockSource, IndexedSource, Item, Source
 from hpstore.loaders.layout import SHARD_BYTES
 from hpstore.loaders.manifest import DatasetManifest
 from hpstore.pool import Pool

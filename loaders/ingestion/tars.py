@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
 
-from hpstore.loaders.ingest.image_checks import CHECKED, image_problem
-from hpstore.loaders.ingest.paths import file_facts, source_files
-from hpstore.loaders.ingest.source import (
+from hpstore.loaders.ingestion.image_checks import CHECKED, image_problem
+from hpstore.loaders.ingestion.paths import file_facts, source_files
+from hpstore.loaders.ingestion.source import (
     BLOCK_SHIFT,
     BlockSource,
     IndexedSource,
@@ -26,7 +26,7 @@ from hpstore.loaders.ingest.source import (
     Source,
     digest_of,
 )
-from hpstore.loaders.ingest.tar_index import TAR_ERRORS, Recorded, TarIndex, members, opened_tar
+from hpstore.loaders.ingestion.tar_index import TAR_ERRORS, Recorded, TarIndex, members, opened_tar
 
 PLAIN = (".tar",)
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
