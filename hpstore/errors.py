@@ -22,6 +22,7 @@
       BudgetExceeded                 exit 35
       CheckpointError                exit 40
         CheckpointMismatch           exit 41  state and manifest do not fit
+      IngestError                    exit 45  a record or a source cannot be taken
 
 The constructor is (message, **optional keywords): worker processes rebuild an error from its
 message alone, so the message carries every fact. Each class has its own exit code for the
@@ -175,6 +176,12 @@ class CheckpointMismatch(CheckpointError):
     exit_code = 41
 
 
+class IngestError(HpstoreError):
+    """A record of a source is bad, or the source changed. Nothing is visible; see the message."""
+
+    exit_code = 45
+
+
 __all__ = [
     "BudgetExceeded",
     "CheckpointError",
@@ -189,6 +196,7 @@ __all__ = [
     "DeviceTimeout",
     "FormatTooNew",
     "HpstoreError",
+    "IngestError",
     "IntegrityError",
     "InvalidKey",
     "LockTimeout",

@@ -6,6 +6,13 @@ if not __name__.startswith("hpstore."):
 from hpstore.loaders.batches import Ragged
 from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.fields import Field
+from hpstore.loaders.ingestion import (
+    IngestProgress,
+    IngestReport,
+    ingest,
+    open_source,
+    unfinished_ingests,
+)
 from hpstore.loaders.loader import DataLoader
 from hpstore.loaders.publishing import (
     DatasetInfo,
@@ -19,5 +26,6 @@ from hpstore.loaders.verifying import DatasetReport, verify_dataset
 from hpstore.loaders.writer import DatasetWriter
 
 __all__ = ["DataLoader", "Dataset", "DatasetInfo", "DatasetReport", "DatasetWriter", "Field",
-           "Ragged", "delete_dataset", "list_datasets", "publish_parts", "remove_orphans",
-           "verify_dataset", "written_parts"]  # fmt: skip
+           "IngestProgress", "IngestReport", "Ragged", "delete_dataset", "ingest",
+           "list_datasets", "open_source", "publish_parts", "remove_orphans",
+           "unfinished_ingests", "verify_dataset", "written_parts"]  # fmt: skip

@@ -25,7 +25,7 @@ PART_KIND = "dataset-part"
 PREFIX = "data"
 ORDER = "order"  # the column of a data set that was shuffled on write
 _NONCE = re.compile(r"[0-9a-f]{16}")
-_RESERVED = ("manifest", "parts")
+_RESERVED = ("journal", "manifest", "parts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,8 +222,8 @@ def check_dataset_name(name: str) -> str:
     bad = [c for c in name.split("/") if c in _RESERVED or _NONCE.fullmatch(c)]
     if bad:
         raise ConfigError(
-            f"data set name {name!r}: {bad[0]!r} is reserved; no component is 'manifest', 'parts' "
-            "or 16 hex digits"
+            f"data set name {name!r}: {bad[0]!r} is reserved; no component is 'journal', "
+            "'manifest', 'parts' or 16 hex digits"
         )
     return name
 
@@ -231,6 +231,11 @@ def check_dataset_name(name: str) -> str:
 def manifest_key(name: str) -> str:
     """Key of the manifest."""
     return f"{PREFIX}/{name}/manifest"
+
+
+def journal_key(name: str) -> str:
+    """Key of what an unfinished ingest has stored."""
+    return f"{PREFIX}/{name}/journal"
 
 
 def part_key(name: str, part: tuple[int, int]) -> str:
@@ -275,6 +280,6 @@ def column_names(fields: Sequence[str], scalars: Sequence[str]) -> dict[str, str
 
 
 __all__ = ["FORMAT", "KIND", "ORDER", "PREFIX", "Content", "DatasetManifest", "Part",
-           "StreamShards", "check_dataset_name", "column_key", "column_names", "manifest_key",
-           "nonce_of", "object_prefix", "pages_key", "part_key", "shard_key",
+           "StreamShards", "check_dataset_name", "column_key", "column_names", "journal_key",
+           "manifest_key", "nonce_of", "object_prefix", "pages_key", "part_key", "shard_key",
            "side_key"]  # fmt: skip

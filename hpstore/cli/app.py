@@ -12,6 +12,7 @@ import typer
 import hpstore
 from hpstore.cli import bench
 from hpstore.cli.checkpoints import checkpoints
+from hpstore.cli.datasets import datasets
 from hpstore.cli.output import (
     UNMENDED_EXIT_CODE,
     byte_progress,
@@ -32,6 +33,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
                   help="Erasure-coded storage for training: data in, checkpoints out.")  # fmt: skip
 app.command("bench")(bench.run)
 app.add_typer(checkpoints, name="checkpoint")
+app.add_typer(datasets, name="dataset")
 
 
 @app.callback(invoke_without_command=True)
