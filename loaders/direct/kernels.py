@@ -4,24 +4,21 @@ The same source runs on a CPU under TRITON_INTERPRET=1, which must be set before
 imported. Only `decode` and `verify` call them; they check what is given.
 """
 
-# ruff: noqa: N803, N806 (upper case: values known when the kernel is compiled)
-# mypy: disable-error-code="untyped-decorator"
+# ruff: noqa: N803 (upper case: values known when the kernel is compiled)
+# Triton reads annotations itself and takes no others than its own
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
 from __future__ import annotations
-
-from typing import Any
 
 import triton
 import triton.language as tl
 
-# Any below: arguments of a kernel are Triton's own values
-
 
 @triton.jit
 def combine(
-    memory: Any, sources: Any, targets: Any, factors: Any, words: Any, rows: Any,
+    memory, sources, targets, factors, words, rows,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """target[r] = sum over j < K of factors[j, r] * source[j] in GF(2^8), four bytes a word.
 
     Program (w, job): BLOCK words of every row of a job. `memory` is int32; `sources` (jobs, K) and
@@ -52,9 +49,7 @@ def combine(
 
 
 @triton.jit
-def digest(
-    memory: Any, starts: Any, lengths: Any, seeds: Any, table: Any, digests: Any,
-) -> None:  # fmt: skip
+def digest(memory, starts, lengths, seeds, table, digests):
     """XXH3-64 of one block a program; lengths are multiples of 1 KiB.
 
     `memory` is int64, `starts` places in it, `lengths` bytes. `table`: the 24 words of the default
