@@ -104,7 +104,7 @@ class CuFile:
         try:
             with _configured(self._directory.name, compat=self._compat):
                 self._opened = self._open_driver()
-        except DirectUnavailable:
+        except BaseException:
             self._directory.cleanup()
             raise
         self._counting = self._start_counting()
@@ -202,11 +202,10 @@ class CuFile:
         return read_counters(self._cufile) if self._counting else None
 
     def close(self) -> None:
-        if not self._opened:
-            return
-        self._opened = False
+        opened, self._opened = self._opened, False
         try:
-            self._cufile.driver_close()
+            if opened:
+                self._cufile.driver_close()
         except self._cufile.cuFileError as error:
             raise DirectError(f"cuFile's driver does not close: {error}") from error
         finally:
