@@ -99,10 +99,15 @@ def decode(memory: torch.Tensor, jobs: DecodeJobs) -> None:
     factors = _factors(jobs.data, jobs.parity, jobs.have, jobs.want)
     words = jobs.length // WORD_BYTES
     grid = (-(-words // BLOCK_WORDS), len(jobs.sources))
+
+    def words_on_device(offsets: NDArray[np.int64]) -> torch.Tensor:
+        # in rows: indexing by columns gives arrays that are stored by columns
+        places = np.ascontiguousarray(offsets // WORD_BYTES)
+        return torch.from_numpy(places).to(device, non_blocking=True)
+
     kernels.combine[grid](
         memory[: nbytes // WORD_BYTES * WORD_BYTES].view(torch.int32),
-        torch.from_numpy(jobs.sources // WORD_BYTES).to(device, non_blocking=True),
-        torch.from_numpy(jobs.targets // WORD_BYTES).to(device, non_blocking=True),
+        words_on_device(jobs.sources), words_on_device(jobs.targets),
         torch.from_numpy(factors).to(device, non_blocking=True),
         words, len(jobs.want),
         K=jobs.data, ROWS=factors.shape[1], BLOCK=BLOCK_WORDS, num_warps=_WARPS,

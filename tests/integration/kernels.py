@@ -137,7 +137,7 @@ def flips() -> str:
     memory, blocks = noise_blocks()
     for number in range(len(blocks.starts)):
         start, length = int(blocks.starts[number]), int(blocks.lengths[number])
-        for at in (start + length - 1, start + length - 64, start + int(RNG.integers(length))):
+        for at in (start + length - 1, start + int(RNG.integers(length))):
             if sum(s <= at < s + n for s, n in zip(blocks.starts, blocks.lengths, strict=True)) > 1:
                 continue  # the first two blocks overlap
             damaged = memory.copy()
