@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from hpstore.errors import DirectError, DirectUnavailable
@@ -122,6 +123,7 @@ class CuFile:
 
     def _start_counting(self) -> bool:
         try:
+            self._cufile.StatsLevel3()
             self._cufile.set_stats_level(STATS_LEVEL)
             self._cufile.stats_start()
         except (AttributeError, RuntimeError, self._cufile.cuFileError) as error:
@@ -227,13 +229,16 @@ def read_counters(cufile: Any) -> dict[str, int]:
     """Sums over all GPUs of cuFile's level 3 statistics, as `engine.Counters` names them."""
     stats = cufile.StatsLevel3()
     cufile.get_stats_l3(stats.ptr)
-    gpus = [stats.per_gpu_stats[i] for i in range(min(int(stats.num_gpus), 16))]
+    gpus = stats.per_gpu_stats
+
+    def total(field: str) -> int:
+        # the bindings give (16,), older ones (1, 16); only the first num_gpus are filled
+        return int(np.ravel(getattr(gpus, field))[: int(stats.num_gpus)].sum())
+
     return {
-        "p2p": sum(int(gpu.n_p2p_reads) for gpu in gpus),
-        "nvfs": sum(int(gpu.n_nvfs_reads) for gpu in gpus),
-        "posix": sum(int(gpu.n_posix_reads) for gpu in gpus),
-        "errors": sum(int(gpu.n_reads_err) for gpu in gpus),
-    }
+        "p2p": total("n_p2p_reads"), "nvfs": total("n_nvfs_reads"),
+        "posix": total("n_posix_reads"), "errors": total("n_reads_err"),
+    }  # fmt: skip
 
 
 __all__ = ["CuFile", "configuration", "environment", "read_counters"]

@@ -6,6 +6,7 @@ import json
 import sys
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 
 from hpstore.errors import DirectUnavailable
@@ -45,14 +46,16 @@ def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
         CuFile().open()
 
 
-def test_counters_are_summed_over_gpus() -> None:
-    """As many as the library says there are, of sixteen places."""
-    places = [
-        SimpleNamespace(n_p2p_reads=i, n_nvfs_reads=10 * i, n_posix_reads=100 * i, n_reads_err=0)
-        for i in range(16)
-    ]
+@pytest.mark.parametrize("shape", [(16,), (1, 16)])
+def test_counters_are_summed_over_gpus(shape: tuple[int, ...]) -> None:
+    """As many as the library says there are, of sixteen places; both shapes that bindings give."""
+    numbers = np.arange(16, dtype=np.uint64).reshape(shape)
+    gpus = SimpleNamespace(
+        n_p2p_reads=numbers, n_nvfs_reads=10 * numbers, n_posix_reads=100 * numbers,
+        n_reads_err=0 * numbers,
+    )  # fmt: skip
     cufile = ModuleType("cufile")
-    stats = SimpleNamespace(num_gpus=3, per_gpu_stats=places, ptr=0)
+    stats = SimpleNamespace(num_gpus=3, per_gpu_stats=gpus, ptr=0)
     cufile.StatsLevel3 = lambda: stats  # type: ignore[attr-defined]
     cufile.get_stats_l3 = lambda _: None  # type: ignore[attr-defined]
     assert read_counters(cufile) == {"p2p": 3, "nvfs": 30, "posix": 300, "errors": 0}
