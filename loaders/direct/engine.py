@@ -272,7 +272,12 @@ class DirectEngine(Closing):
             return self._checked(count, file, file_offset, length)
 
         future = self._scheduler.submit(self.driver.kind, call)
-        future.add_done_callback(lambda _: (file.held.leave(), arena.held.leave()))
+
+        def over(_: object) -> None:
+            file.held.leave()
+            arena.held.leave()
+
+        future.add_done_callback(over)
         return future
 
     def _enter(self, file: DirectFile, arena: DirectArena) -> None:

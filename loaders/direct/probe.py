@@ -13,6 +13,7 @@ import os
 import secrets
 import sys
 import tempfile
+from collections.abc import Iterator
 
 import torch
 
@@ -59,7 +60,7 @@ def probe(directory: str, driver: DirectDriver) -> None:
 
 
 @contextlib.contextmanager
-def _file(directory: str, flags: int) -> contextlib.AbstractContextManager[int]:  # type: ignore[misc]  # made one by the decorator
+def _file(directory: str, flags: int) -> Iterator[int]:
     """A new file, locked as those that devices write; in tmp/ of a device, whose sweeper knows it.
 
     It has a name while it is open: whether cuFile takes unnamed files is not documented.

@@ -42,9 +42,15 @@ def say(stage: int, what: str, **figures: object) -> None:
     print("\n" + json.dumps({"stage": stage, "what": what, **figures}, default=str), end="")
 
 
+def cut(tensor: torch.Tensor, part: int) -> tuple[torch.Tensor, ...]:
+    """Views of `part` bytes each."""
+    pieces: tuple[torch.Tensor, ...] = torch.split(tensor, part)  # type: ignore[no-untyped-call]
+    return pieces
+
+
 def gpu_rate(nbytes: int, work: Callable[[], object]) -> float:
     """GB/s by events: the median of several, after two that do not count."""
-    rates = []
+    rates: list[float] = []
     for repeat in range(REPEATS + 2):
         # Any: torch.cuda's events are untyped
         began: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -108,7 +114,7 @@ def test_stage_2_raw_copies() -> None:
     for name, host in hosts.items():
         for part in (64 * KIB, MIB, 4 * MIB, 256 * MIB):
             pieces = min(size // part, 64)
-            pairs = list(zip(device.split(part)[:pieces], host.split(part)[:pieces], strict=True))
+            pairs = list(zip(cut(device, part)[:pieces], cut(host, part)[:pieces], strict=True))
 
             def to_device(pairs: list[Any] = pairs) -> None:
                 for on_gpu, on_host in pairs:
@@ -173,7 +179,7 @@ class Pinned:
         self.fd, self.size, self.cuda = fd, size, Cuda()
         self.slots = aligned_array(2 * threads * size, populate=True)
         self.cuda.pin(self.slots)
-        self.host = torch.from_numpy(self.slots).split(size)
+        self.host = cut(torch.from_numpy(self.slots), size)
         self.events: list[Any] = [None] * len(self.host)  # Any: CUDA events are untyped
         self.pool = ThreadPoolExecutor(threads)
         self.stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -285,7 +291,8 @@ def test_stage_7_torch_gds(tmp_path: Path) -> None:
     gds = torch.cuda.gds.GdsFile(str(tmp_path / "file"), os.O_RDONLY | os.O_DIRECT)
 
     def load(number: int) -> None:
-        gds.load_storage(parts[number].untyped_storage(), number * 64 * MIB)
+        storage = parts[number].untyped_storage()
+        gds.load_storage(storage, number * 64 * MIB)  # type: ignore[arg-type]  # torch's own type
 
     for threads in (1, 4):
         with ThreadPoolExecutor(threads) as pool:
