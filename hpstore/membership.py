@@ -68,11 +68,7 @@ def create_members(
     Nothing is claimed unless every device can be. Raises ConfigError, DeviceInUse, DeviceError.
     """
     check_width(data, parity)
-    check_unit_bytes(unit_bytes)
-    if unit_bytes > BLOCK_BYTES and unit_bytes % BLOCK_BYTES:
-        # batches begin on a checksum block: other units would make batches of up to 16 of them
-        raise ConfigError(f"unit of {unit_bytes} bytes: above 64 KiB, a multiple of 64 KiB")
-    check_memory(config, data + parity, unit_bytes)
+    check_unit(config, data + parity, unit_bytes)
     if len(urls) < parity + 1:
         raise ConfigError(
             f"{len(urls)} devices cannot hold data={data} parity={parity}: at least {parity + 1} "
@@ -121,6 +117,15 @@ def _place(device: Device) -> str:
         return device.url
     status = os.stat(device.url)
     return f"{status.st_dev}:{status.st_ino}"
+
+
+def check_unit(config: PoolConfig, width: int, unit_bytes: int) -> None:
+    """Raise ConfigError unless objects of this unit can be written and read here."""
+    check_unit_bytes(unit_bytes)
+    if unit_bytes > BLOCK_BYTES and unit_bytes % BLOCK_BYTES:
+        # batches begin on a checksum block: other units would make batches of up to 16 of them
+        raise ConfigError(f"unit of {unit_bytes} bytes: above 64 KiB, a multiple of 64 KiB")
+    check_memory(config, width, unit_bytes)
 
 
 def check_memory(config: PoolConfig, width: int, unit_bytes: int) -> None:
@@ -398,7 +403,8 @@ def find_member(record: PoolRecord, devices: Mapping[str, Device], wanted: str) 
     return found[0]
 
 
-__all__ = ["Opened", "belongs", "check_memory", "commit_record", "copied", "create_members",
-           "domain_warning", "find_member", "foreign", "make_view", "newest_record", "open_members",
+__all__ = ["Opened", "belongs", "check_memory", "check_unit", "commit_record", "copied",
+           "create_members", "domain_warning", "find_member", "foreign", "make_view",
+           "newest_record", "open_members",
            "roll_forward", "with_healed", "with_member", "with_state",
            "without_member"]  # fmt: skip

@@ -24,7 +24,14 @@ from hpstore.errors import (
 from hpstore.handle import PoolHandle, same_form
 from hpstore.header import encode_metadata
 from hpstore.keys import check_key
-from hpstore.membership import commit_record, create_members, domain_warning, with_healed
+from hpstore.membership import (
+    check_unit,
+    commit_record,
+    create_members,
+    domain_warning,
+    with_healed,
+)
+from hpstore.metrics import Metrics
 from hpstore.objects.catalog import live_layout, walk
 from hpstore.objects.info import ObjectInfo, object_info
 from hpstore.objects.read import Changed, ObjectReader, open_object
@@ -58,6 +65,16 @@ class Pool(PoolHandle):
     # --- objects ----------------------------------------------------------------------------
 
     @property
+    def data(self) -> int:
+        """k: how many data units a full stripe has."""
+        return self._store.view.record.data
+
+    @property
+    def metrics(self) -> Metrics:
+        """Counters and latencies of this pool in this process."""
+        return self._store.metrics
+
+    @property
     def parity(self) -> int:
         """m: how many losses every whole object survives."""
         return self._store.view.record.parity
@@ -71,8 +88,9 @@ class Pool(PoolHandle):
         if_absent: bool = False,
         if_version: str | None = None,
         rate_bytes_per_second: float | None = None,
+        unit_bytes: int | None = None,
     ) -> ObjectInfo:
-        """Store `data` (bytes-like, or an open binary file) under `key`.
+        """Store `data` (bytes-like, an open binary file, or a Source) under `key`.
 
         Durable on return on k' + m devices, or, with devices failing, on at least
         max(k' + 1, m + 1) with the debt recorded (`losses_tolerated` tells). A crash before leaves
@@ -80,12 +98,15 @@ class Pool(PoolHandle):
         belongs to this call until it returns. `metadata`: JSON, at most 1 KiB. With `if_absent`
         or `if_version` (an ObjectInfo's version) VersionConflict is raised when it does not hold;
         that is exact between the processes of one host. `rate_bytes_per_second` spreads the work.
+        `unit_bytes`: stripe unit of this object, the pool's unless given.
 
-        Raises TooFewDevices, VersionConflict, InvalidKey, ConfigError (metadata).
+        Raises TooFewDevices, VersionConflict, InvalidKey, ConfigError (metadata, unit).
         """
         self._writable()
         check_key(key)
         encode_metadata(metadata or {})
+        if unit_bytes is not None:
+            check_unit(self.config, self.data + self.parity, unit_bytes)
         source = as_source(data)
         with self._key_lock(key, needed=if_absent or if_version is not None):
             return put_object(
@@ -96,6 +117,7 @@ class Pool(PoolHandle):
                 if_absent=if_absent,
                 if_version=if_version,
                 throttle=RateLimit(rate_bytes_per_second, self._store.clock),
+                unit_bytes=unit_bytes,
             )
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:

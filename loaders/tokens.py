@@ -54,6 +54,8 @@ class TokenCorpus:
 
     def __init__(self, pool: Pool, name: str) -> None:
         raw = json.loads(pool.get(f"data/{name}/manifest"))
+        if raw.get("kind") is not None:
+            raise ConfigError(f"{name!r} is a {raw['kind']}, not a corpus: open it with Dataset")
         if raw.get("format") != 1 or not isinstance(raw.get("shards"), list):
             raise IntegrityError(f"corpus {name!r}: its manifest is malformed")
         self.shard_sizes = [int(size) for size in raw["shards"]]

@@ -253,8 +253,9 @@ class _Repairer:
         header = self._reader.header
         try:
             geometry, devices = plan_columns(
-                self._store, header.key, self._geometry.size, exclude=self._exclude
-            )
+                self._store, header.key, self._geometry.size, exclude=self._exclude,
+                unit_bytes=self._geometry.unit_bytes,
+            )  # fmt: skip
         except TooFewDevices:
             return Action.STUCK, 0
         content = Content(

@@ -57,11 +57,18 @@ def write_failed(text: str, key: str, failures: dict[str, Exception]) -> WriteFa
 
 
 def plan_columns(
-    store: Store, key: str, size: int, *, exclude: Iterable[str], kind: Kind = Kind.COLUMN
+    store: Store,
+    key: str,
+    size: int,
+    *,
+    exclude: Iterable[str],
+    kind: Kind = Kind.COLUMN,
+    unit_bytes: int | None = None,
 ) -> tuple[Geometry, list[str]]:
     """Geometry and devices for a new object: k' = min(k, usable - m), full parity.
 
-    Raises TooFewDevices when not even one data column fits.
+    `unit_bytes`: of this object, the pool's unless given. Raises TooFewDevices when not even one
+    data column fits.
     """
     record, candidates = store.view.record, store.candidates(exclude)
     if len(candidates) <= record.parity:
@@ -77,7 +84,7 @@ def plan_columns(
             size,
             data=record.data,
             parity=record.parity,
-            unit_bytes=record.unit_bytes,
+            unit_bytes=unit_bytes or record.unit_bytes,
             usable=len(candidates),
         )
     chosen = choose(key, candidates, geometry.width, parity=record.parity)
@@ -161,6 +168,7 @@ def write_new_version(
     kind: Kind,
     survey: Survey,
     throttle: Throttle | None = None,
+    unit_bytes: int | None = None,
 ) -> ColumnSet:
     """Plan and write a version above all of the survey, again when devices fail or leave.
 
@@ -179,7 +187,9 @@ def write_new_version(
             metadata=metadata,
         )
         try:
-            geometry, devices = plan_columns(now, key, source.size, exclude=exclude, kind=kind)
+            geometry, devices = plan_columns(
+                now, key, source.size, exclude=exclude, kind=kind, unit_bytes=unit_bytes
+            )
         except TooFewDevices as error:
             raise error from last
         try:
@@ -244,17 +254,19 @@ def put_object(
     if_absent: bool = False,
     if_version: str | None = None,
     throttle: Throttle | None = None,
+    unit_bytes: int | None = None,
 ) -> ObjectInfo:
     """Store an object. Durable on return on k' + m devices, or with the debt recorded.
 
     The caller holds the key's lock when a condition is given. `throttle` is called with the bytes
-    of each batch before it is written.
+    of each batch before it is written. `unit_bytes`: of this object, the pool's unless given.
     """
     survey = stable_survey(store, key)
     check_conditions(store, survey, if_absent=if_absent, if_version=if_version)
     columns = write_new_version(
-        store, key, source, metadata=metadata, kind=Kind.COLUMN, survey=survey, throttle=throttle
-    )
+        store, key, source, metadata=metadata, kind=Kind.COLUMN, survey=survey, throttle=throttle,
+        unit_bytes=unit_bytes,
+    )  # fmt: skip
     published = columns.published()
     header = published[0].header
     if len(published) == header.geometry.width:

@@ -1,0 +1,296 @@
+"""Fields of a data set: what one value of a sample is, and how it is checked and stored. Pure."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hpstore.codec.galois import Bytes
+from hpstore.errors import ConfigError
+
+SCALAR_BYTES = 64  # a fixed value up to this size stands in a column of its own, not in records
+MAX_VALUE_BYTES = (1 << 32) - 1  # of one ragged value: its length is stored as u32
+MAX_NAME_BYTES = 255
+# Any: arrays of every dtype pass through here
+Array = npt.NDArray[Any]
+Value = torch.Tensor | bytes | str
+
+_NUMBERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+            "float16", "float32", "float64", "complex64", "complex128")  # fmt: skip
+BFLOAT16 = "bfloat16"
+DTYPES = (*_NUMBERS, BFLOAT16, "bytes", "str")
+
+
+class FieldKind(StrEnum):
+    """Where a field's values are stored."""
+
+    SCALAR = "scalar"  # fixed size, at most 64 bytes: a column
+    FIXED = "fixed"  # fixed size, in the record
+    RAGGED = "ragged"  # bytes, str or a variable first dimension, in the record
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """Type of one value of a sample.
+
+    `dtype`: a numpy name, "bfloat16" (numpy arrays of it are raw uint16), "bytes" or "str".
+    `shape`: of one sample's value; None as the first dimension makes it ragged. Raises ConfigError.
+    """
+
+    dtype: str
+    shape: tuple[int | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        name = self.dtype if isinstance(self.dtype, str) else np.dtype(self.dtype).name
+        if name not in DTYPES:
+            near = difflib.get_close_matches(name, DTYPES, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f": choose of {', '.join(DTYPES)}"
+            raise ConfigError(f"field dtype {name!r} is not known{hint}")
+        shape = tuple(self.shape)
+        if name in ("bytes", "str") and shape:
+            raise ConfigError(f"a field of {name} has no shape, {shape} was given")
+        for place, size in enumerate(shape):
+            ragged = size is None and place == 0
+            if not ragged and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+                raise ConfigError(
+                    f"field shape {shape}: dimensions are whole numbers above 0; only the first "
+                    "one may be None"
+                )
+        object.__setattr__(self, "dtype", name)
+        object.__setattr__(self, "shape", shape)
+
+    @property
+    def storage(self) -> np.dtype[Any]:
+        """The numpy dtype of stored elements, little-endian; uint8 for bytes and str."""
+        if self.dtype in ("bytes", "str"):
+            return np.dtype(np.uint8)
+        return np.dtype(np.uint16 if self.dtype == BFLOAT16 else self.dtype).newbyteorder("<")
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether values differ in length."""
+        return self.dtype in ("bytes", "str") or (bool(self.shape) and self.shape[0] is None)
+
+    @property
+    def inner_shape(self) -> tuple[int, ...]:
+        """Shape of a fixed value; of a ragged one, without its first dimension."""
+        return tuple(size for size in self.shape if size is not None)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a fixed value; of a ragged one, of one element of its first dimension."""
+        return self.storage.itemsize * math.prod(self.inner_shape)
+
+    @property
+    def kind(self) -> FieldKind:
+        """Where its values are stored."""
+        if self.is_ragged:
+            return FieldKind.RAGGED
+        return FieldKind.SCALAR if self.row_bytes <= SCALAR_BYTES else FieldKind.FIXED
+
+    def to_json(self) -> list[object]:
+        """For a manifest."""
+        return [self.dtype, list(self.shape)]
+
+    @classmethod
+    def from_json(cls, raw: Sequence[Any]) -> Field:
+        """Inverse of to_json. Raises ConfigError."""
+        dtype, shape = raw
+        return cls(str(dtype), tuple(shape))
+
+    def as_value(self, raw: Bytes) -> Value:
+        """A value from its stored bytes: a tensor over `raw`, or bytes and str as objects."""
+        if self.dtype == "bytes":
+            return raw.tobytes()
+        if self.dtype == "str":
+            return raw.tobytes().decode()
+        lead = (-1,) if self.is_ragged and len(raw) else (0,) if self.is_ragged else ()
+        return self.as_tensor(raw.view(self.storage).reshape(*lead, *self.inner_shape))
+
+    def as_tensor(self, value: Array) -> torch.Tensor:
+        """A tensor over a numpy value of this field; no copy."""
+        tensor = torch.from_numpy(value)
+        return tensor.view(torch.bfloat16) if self.dtype == BFLOAT16 else tensor
+
+
+def check_fields(fields: Mapping[str, Field]) -> dict[str, Field]:
+    """The fields of a new data set, in order. Raises ConfigError."""
+    if not fields:
+        raise ConfigError("a data set has at least one field")
+    for name, made in fields.items():
+        if not isinstance(made, Field):
+            raise ConfigError(f"field {name!r} is a {type(made).__name__}, not a Field")
+        check_field_name(name)
+    return dict(fields)
+
+
+def check_field_name(name: object) -> None:
+    """Raise ConfigError unless this can name a field."""
+    bad = (
+        not isinstance(name, str)
+        or name in ("", ".", "..")
+        or "/" in name
+        or len(name.encode(errors="replace")) > MAX_NAME_BYTES
+        or not name.isprintable()
+    )
+    if bad:
+        raise ConfigError(
+            f"{name!r} cannot name a field: printable text of 1 to {MAX_NAME_BYTES} bytes without "
+            "'/', and not '.' or '..'"
+        )
+
+
+def check_names(given: Collection[str], fields: Mapping[str, Field], where: str) -> None:
+    """Raise ConfigError unless exactly the fields are given."""
+    missing = [name for name in fields if name not in given]
+    if missing:
+        raise ConfigError(f"{where} lacks field {missing[0]!r}; it has {sorted(given)}")
+    if len(given) > len(fields):
+        extra = next(name for name in given if name not in fields)
+        raise ConfigError(f"{where} has {extra!r}, which is no field; fields are {list(fields)}")
+
+
+def as_array(field: Field, value: object) -> Array:
+    """A number array in storage dtype, contiguity as it comes. Raises ConfigError."""
+    array: Array
+    if isinstance(value, torch.Tensor):
+        tensor = value.detach()
+        if tensor.device.type != "cpu":
+            raise ConfigError(f"is a tensor on {tensor.device}; give one on the CPU")
+        if tensor.dtype is torch.bfloat16:
+            if field.dtype != BFLOAT16:
+                raise ConfigError(f"has dtype bfloat16, the field has {field.dtype}")
+            tensor = tensor.view(torch.uint16)
+        array = tensor.resolve_conj().resolve_neg().numpy()
+    elif isinstance(value, np.ndarray | np.generic):
+        array = np.asarray(value)
+        if array.dtype.name == BFLOAT16 and field.dtype == BFLOAT16:
+            array = array.view(np.uint16)  # another package's dtype of the same bits
+    elif isinstance(value, bool | int | float | complex) and field.shape == ():
+        return _number(field, value)
+    else:
+        raise ConfigError(
+            f"is a {type(value).__name__}; give a numpy array or a tensor of {field.dtype}"
+        )
+    if array.dtype != field.storage and array.dtype.newbyteorder("<") != field.storage:
+        raise ConfigError(f"has dtype {array.dtype.name}, the field has {field.dtype}")
+    return array
+
+
+def _number(field: Field, value: complex) -> Array:
+    """A Python number as the field's dtype. Raises ConfigError when it does not fit."""
+    order = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
+    level = next(n for n, kind in enumerate((bool, int, float, complex)) if isinstance(value, kind))
+    if field.dtype == BFLOAT16:
+        if level > 2:
+            raise ConfigError(f"is {value!r}, the field has {field.dtype}")
+        return torch.tensor(value, dtype=torch.bfloat16).view(torch.uint16).numpy()
+    wanted = order[field.storage.kind]
+    if level > wanted or (level == 0) != (wanted == 0):
+        raise ConfigError(f"is {value!r}, the field has {field.dtype}")
+    try:
+        return np.array(value, field.storage)
+    except OverflowError as error:
+        raise ConfigError(f"is {value!r}, which does not fit {field.dtype}") from error
+
+
+def fixed_rows(name: str, field: Field, values: object, where: str) -> Array:
+    """Rows of a scalar or fixed field, (n, *shape) in storage dtype. Raises ConfigError."""
+    if isinstance(values, list | tuple):
+        rows = [fixed_value(name, field, value, where) for value in values]
+        return np.stack(rows) if rows else np.empty((0, *field.inner_shape), field.storage)
+    try:
+        array = as_array(field, values)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: field {name!r} {error}") from None
+    if array.ndim < 1 or array.shape[1:] != field.shape:
+        raise ConfigError(
+            f"{where}: field {name!r} has shape {array.shape}, the batch of it is "
+            f"(rows, {', '.join(map(str, field.shape))})"
+        )
+    return array
+
+
+def fixed_value(name: str, field: Field, value: object, where: str) -> Array:
+    """One value of a scalar or fixed field. Raises ConfigError."""
+    try:
+        array = as_array(field, value)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: field {name!r} {error}") from None
+    if array.shape != field.shape:
+        raise ConfigError(
+            f"{where}: field {name!r} has shape {array.shape}, the field has {field.shape}"
+        )
+    return array
+
+
+def ragged_value(name: str, field: Field, value: object, where: str) -> Bytes:
+    """The bytes of one ragged value, (n,) uint8. Raises ConfigError."""
+    if field.dtype == "str":
+        if not isinstance(value, str):
+            raise ConfigError(f"{where}: field {name!r} is a {type(value).__name__}, not a str")
+        try:
+            raw = np.frombuffer(value.encode(), np.uint8)
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"{where}: field {name!r} is not valid Unicode: {error}") from None
+    elif field.dtype == "bytes":
+        raw = _raw_bytes(name, value, where)
+    else:
+        try:
+            array = as_array(field, value)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: field {name!r} {error}") from None
+        if array.ndim != len(field.shape) or array.shape[1:] != field.shape[1:]:
+            raise ConfigError(
+                f"{where}: field {name!r} has shape {array.shape}, the field has {field.shape}"
+            )
+        made = np.ascontiguousarray(array, field.storage)
+        raw = made.reshape(-1).view(np.uint8) if made.size else _EMPTY
+    if len(raw) > MAX_VALUE_BYTES:
+        raise ConfigError(
+            f"{where}: field {name!r} has {len(raw)} bytes; at most {MAX_VALUE_BYTES} fit one value"
+        )
+    return raw
+
+
+_EMPTY: Bytes = np.empty(0, np.uint8)
+
+
+def _raw_bytes(name: str, value: object, where: str) -> Bytes:
+    if isinstance(value, str | torch.Tensor):
+        raise ConfigError(f"{where}: field {name!r} is a {type(value).__name__}, not bytes")
+    try:
+        view = memoryview(value)  # type: ignore[arg-type]  # raises TypeError for what is no buffer
+    except TypeError:
+        raise ConfigError(
+            f"{where}: field {name!r} is a {type(value).__name__}, not bytes"
+        ) from None
+    if view.itemsize != 1:
+        raise ConfigError(f"{where}: field {name!r} is an array of {view.format}, not bytes")
+    return np.frombuffer(view.tobytes() if not view.contiguous else view.cast("B"), np.uint8)
+
+
+def ragged_rows(name: str, field: Field, values: object, where: str) -> list[Bytes]:
+    """The bytes of many ragged values, from a sequence or an array with one value a row."""
+    if isinstance(values, bytes | bytearray | str) or not isinstance(
+        values, Sequence | np.ndarray | torch.Tensor
+    ):
+        raise ConfigError(
+            f"{where}: field {name!r} is a {type(values).__name__}; the batch of a ragged field is "
+            "a list with one value a row"
+        )
+    rows: Iterable[object] = values
+    return [ragged_value(name, field, value, where) for value in rows]
+
+
+__all__ = ["BFLOAT16", "DTYPES", "SCALAR_BYTES", "Array", "Field", "FieldKind", "Value", "as_array",
+           "check_field_name", "check_fields", "check_names", "fixed_rows", "fixed_value",
+           "ragged_rows", "ragged_value"]  # fmt: skip

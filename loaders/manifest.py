@@ -1,0 +1,276 @@
+"""The record that makes a data set real. JSON with a digest; bytes in docs/format.md."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from hpstore.checksum import digest128
+from hpstore.errors import ConfigError, FormatTooNew, IntegrityError
+from hpstore.keys import check_key
+from hpstore.loaders.fields import Field
+from hpstore.loaders.layout import Record
+from hpstore.records import seal, unseal
+
+FORMAT = 1
+KIND = "dataset"
+PART_KIND = "dataset-part"
+PREFIX = "data"
+ORDER = "order"  # the column of a data set that was shuffled on write
+_NONCE = re.compile(r"[0-9a-f]{16}")
+_RESERVED = ("manifest", "parts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamShards:
+    """The shards that one writer put for one stream. Lists by shard."""
+
+    unit_bytes: int
+    rows: tuple[int, ...]
+    payload: tuple[int, ...]  # bytes of records and padding, before compression
+    side: tuple[str, ...]  # XXH3-64 of the side objects, hex
+    pages: str  # of the page object; "" when pages are arithmetic
+
+    def to_json(self) -> dict[str, Any]:
+        """For a manifest."""
+        return {
+            "unit_bytes": self.unit_bytes, "rows": list(self.rows), "payload": list(self.payload),
+            "side": list(self.side), "pages": self.pages,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> StreamShards:
+        """Inverse of to_json."""
+        return cls(
+            unit_bytes=int(raw["unit_bytes"]),
+            rows=tuple(int(n) for n in raw["rows"]),
+            payload=tuple(int(n) for n in raw["payload"]),
+            side=tuple(str(h) for h in raw["side"]),
+            pages=str(raw["pages"]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one writer put. A data set is one part, or as many as wrote it."""
+
+    nonce: str
+    rows: int
+    streams: tuple[StreamShards, ...]
+    cuts: tuple[int, ...]  # rows of each column object
+    columns: Mapping[str, tuple[str, ...]]  # XXH3-64 of the column objects by column, hex
+    content: str  # digest over all samples, see Content
+
+    def to_json(self) -> dict[str, Any]:
+        """For a manifest."""
+        return {
+            "nonce": self.nonce, "rows": self.rows, "content": self.content,
+            "streams": [stream.to_json() for stream in self.streams], "cuts": list(self.cuts),
+            "columns": {column: list(hashes) for column, hashes in self.columns.items()},
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Part:
+        """Inverse of to_json."""
+        return cls(
+            nonce=str(raw["nonce"]),
+            rows=int(raw["rows"]),
+            streams=tuple(StreamShards.from_json(stream) for stream in raw["streams"]),
+            cuts=tuple(int(n) for n in raw["cuts"]),
+            columns={str(c): tuple(map(str, hashes)) for c, hashes in raw["columns"].items()},
+            content=str(raw["content"]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetManifest:
+    """A published data set, or one part of it that waits for the others (`part`)."""
+
+    fields: Mapping[str, Field]
+    layout: str
+    data: int  # k at writing: pages of a stripe
+    compression: str
+    shuffle_seed: int | None  # when it was shuffled on write
+    metadata: Mapping[str, Any]
+    parts: tuple[Part, ...]
+    content: str
+    part: tuple[int, int] | None = None
+
+    @property
+    def rows(self) -> int:
+        """Samples."""
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for the same samples in the same order with the same fields and layout."""
+        facts = {**self.schema(), "rows": self.rows, "content": self.content}
+        return digest128(json.dumps(facts, sort_keys=True).encode()).hex()
+
+    def schema(self) -> dict[str, Any]:
+        """What parts of one data set have in common: fields and layout."""
+        return {
+            "fields": [[name, *made.to_json()] for name, made in self.fields.items()],
+            "layout": self.layout,
+        }
+
+    def encode(self) -> bytes:
+        """A sealed record."""
+        return seal(
+            {
+                "kind": PART_KIND if self.part else KIND,
+                "format": FORMAT,
+                **self.schema(),
+                "data": self.data,
+                "compression": self.compression,
+                "shuffle_seed": self.shuffle_seed,
+                "metadata": dict(self.metadata),
+                "parts": [part.to_json() for part in self.parts],
+                "part": list(self.part) if self.part else None,
+                "rows": self.rows,
+                "content": self.content,
+                "fingerprint": self.fingerprint,
+            }
+        )
+
+    @classmethod
+    def decode(cls, data: bytes, *, where: str) -> DatasetManifest:
+        """Inverse of encode. Raises ConfigError for another kind, IntegrityError, FormatTooNew."""
+        _require_kind(data, where)
+        body: dict[str, Any] = unseal(data, where=where)
+        try:
+            made = cls(
+                fields={str(n): Field.from_json((d, s)) for n, d, s in body["fields"]},
+                layout=str(body["layout"]),
+                data=int(body["data"]),
+                compression=str(body["compression"]),
+                shuffle_seed=body["shuffle_seed"],
+                metadata=body["metadata"],
+                parts=tuple(Part.from_json(part) for part in body["parts"]),
+                content=str(body["content"]),
+                part=(int(body["part"][0]), int(body["part"][1])) if body["part"] else None,
+            )
+            whole = made.rows == body["rows"] and made.fingerprint == body["fingerprint"]
+        except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
+            raise IntegrityError(f"{where}: manifest is malformed: {error}") from error
+        if not whole:
+            raise IntegrityError(f"{where}: manifest does not have the fingerprint that it names")
+        return made
+
+
+def _require_kind(data: bytes, where: str) -> None:
+    """Say what it is instead when it is no manifest of a data set."""
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise IntegrityError(f"{where}: not a manifest") from error
+    kind = body.get("kind") if isinstance(body, dict) else None
+    if kind in (KIND, PART_KIND):
+        if isinstance(body["format"], int) and body["format"] > FORMAT:
+            raise FormatTooNew(
+                f"{where}: data set format {body['format']}, this hpstore reads up to {FORMAT}"
+            )
+        return
+    if isinstance(body, dict) and "shards" in body:
+        raise ConfigError(f"{where} is a corpus of tokens: open it with TokenCorpus")
+    raise ConfigError(f"{where} is no manifest of a data set (kind {kind!r})")
+
+
+class Content:
+    """Digest of samples in their order, however they are cut into shards. Not thread-safe.
+
+    XXH3-128 over, for each stream, the record checksums and ragged lengths, and for each scalar
+    field the values; combined by name.
+    """
+
+    def __init__(self) -> None:
+        self._hashes: dict[str, xxhash.xxh3_128] = {}
+
+    def add_side(self, stream: str, record: Record, tables: Sequence[npt.NDArray[Any]]) -> None:
+        """The next shard of a stream, by the tables of its side object."""
+        self._add(f"{stream}/checksums", np.ascontiguousarray(tables[0], "<u8").data)
+        for name, lengths in zip(record.ragged, tables[2:], strict=True):
+            self._add(f"{name}/lengths", np.ascontiguousarray(lengths, "<u4").data)
+
+    def add_column(self, field: str, data: Any) -> None:  # Any: whatever has a buffer
+        """The next bytes of a scalar field's column."""
+        self._add(f"{field}/values", data)
+
+    def _add(self, name: str, data: Any) -> None:
+        self._hashes.setdefault(name, xxhash.xxh3_128()).update(data)
+
+    def hexdigest(self) -> str:
+        """Of all that was added."""
+        parts = {name: found.hexdigest() for name, found in self._hashes.items()}
+        return digest128(json.dumps(parts, sort_keys=True).encode()).hex()
+
+
+def check_dataset_name(name: str) -> str:
+    """Return `name` if it can name a data set, else raise ConfigError or InvalidKey."""
+    check_key(f"{PREFIX}/{name}/manifest")
+    bad = [c for c in name.split("/") if c in _RESERVED or _NONCE.fullmatch(c)]
+    if bad:
+        raise ConfigError(
+            f"data set name {name!r}: {bad[0]!r} is reserved; no component is 'manifest', 'parts' "
+            "or 16 hex digits"
+        )
+    return name
+
+
+def manifest_key(name: str) -> str:
+    """Key of the manifest."""
+    return f"{PREFIX}/{name}/manifest"
+
+
+def part_key(name: str, part: tuple[int, int]) -> str:
+    """Key of a part's manifest."""
+    return f"{PREFIX}/{name}/parts/{part[0]}-of-{part[1]}"
+
+
+def object_prefix(name: str, nonce: str) -> str:
+    """Where the objects of one writer are; ends without a slash."""
+    return f"{PREFIX}/{name}/{nonce}"
+
+
+def shard_key(name: str, nonce: str, stream: int, shard: int) -> str:
+    """Key of a shard's records."""
+    return f"{object_prefix(name, nonce)}/stream-{stream}/{shard:06d}"
+
+
+def side_key(name: str, nonce: str, stream: int, shard: int) -> str:
+    """Key of a shard's side object."""
+    return f"{shard_key(name, nonce, stream, shard)}.side"
+
+
+def pages_key(name: str, nonce: str, stream: int) -> str:
+    """Key of a stream's page object."""
+    return f"{object_prefix(name, nonce)}/stream-{stream}/pages"
+
+
+def column_key(name: str, nonce: str, column: str, cut: int) -> str:
+    """Key of a column object; `column` is the number of the field, or ORDER."""
+    return f"{object_prefix(name, nonce)}/column-{column}/{cut:06d}"
+
+
+def nonce_of(name: str, key: str) -> str | None:
+    """The nonce of the writer that put an object of this data set; None for other keys."""
+    rest = key.removeprefix(f"{PREFIX}/{name}/").split("/")
+    return rest[0] if len(rest) > 1 and _NONCE.fullmatch(rest[0]) else None
+
+
+def column_names(fields: Sequence[str], scalars: Sequence[str]) -> dict[str, str]:
+    """Name of each scalar's column in keys: the number of its field."""
+    return {name: str(list(fields).index(name)) for name in scalars}
+
+
+__all__ = ["FORMAT", "KIND", "ORDER", "PREFIX", "Content", "DatasetManifest", "Part",
+           "StreamShards", "check_dataset_name", "column_key", "column_names", "manifest_key",
+           "nonce_of", "object_prefix", "pages_key", "part_key", "shard_key",
+           "side_key"]  # fmt: skip

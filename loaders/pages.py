@@ -1,0 +1,118 @@
+"""Compression of pages, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from hpstore.buffers import aligned_array
+from hpstore.codec.galois import Bytes
+from hpstore.compression import decode, encoder
+from hpstore.errors import ConfigError, IntegrityError
+from hpstore.geometry import ALIGNMENT_BYTES
+from hpstore.loaders.layout import Int64s
+from hpstore.loaders.spans import plan_spans, read_spans
+from hpstore.loaders.stream import Locations, PageTable, Stream
+from hpstore.pooled import PooledReader
+from hpstore.units import round_up
+
+CODECS = ("lz4", "zstd", "blosc")
+CHUNK_PAGES = 32  # read and decoded at a time
+
+
+def checked_compression(name: str | None) -> str:
+    """A codec's name, "" for none. Raises ConfigError."""
+    if not name:
+        return ""
+    if name not in CODECS:
+        raise ConfigError(f"compression {name!r} is not one of {', '.join(CODECS)}")
+    return name
+
+
+def compress_pages(
+    codec: str, payload: Bytes, unit_bytes: int, itemsize: int
+) -> tuple[Bytes, npt.NDArray[np.uint32]]:
+    """Pages compressed and stored back to back at multiples of 4 KiB, and their stored lengths.
+
+    A page that does not get shorter is stored as it is; then the two lengths are equal.
+    """
+    encode, pages = encoder(codec), list[Bytes]()
+    for start in range(0, len(payload), unit_bytes):
+        page = payload[start : start + unit_bytes]
+        made = encode(page, itemsize)
+        pages.append(np.frombuffer(made, np.uint8) if len(made) < len(page) else page)
+    total = sum(round_up(len(page), ALIGNMENT_BYTES) for page in pages)
+    out, at = aligned_array(total), 0
+    for page in pages:
+        out[at : at + len(page)] = page
+        at += round_up(len(page), ALIGNMENT_BYTES)
+    return out, np.array([len(page) for page in pages], np.uint32)
+
+
+def read_compressed(
+    open_shard: Callable[[int], PooledReader], stream: Stream, pages: PageTable, places: Locations
+) -> list[Bytes]:
+    """Records out of compressed pages, views of one buffer of their own; a page is decoded once."""
+    position = _positions(places.length)
+    out = np.empty(int(position[-1]), np.uint8)
+    shard = places.shard.astype(np.int64)
+    end = places.start + places.length
+    first = stream.page_starts[shard] + places.start // stream.unit_bytes
+    count = np.maximum(end - 1, places.start) // stream.unit_bytes - (
+        places.start // stream.unit_bytes
+    )
+    record = np.repeat(np.arange(len(shard)), count + 1)  # one row for each page of each record
+    step = np.arange(len(record)) - np.repeat(np.cumsum(count + 1) - count - 1, count + 1)
+    page = first[record] + step
+    wanted = np.unique(page)
+    scratch = np.empty(stream.unit_bytes, np.uint8)
+    order = np.argsort(page, kind="stable")
+    bounds = [*np.searchsorted(page[order], wanted, "left").tolist(), len(order)]
+    for at in range(0, len(wanted), CHUNK_PAGES):
+        chunk = wanted[at : at + CHUNK_PAGES]
+        for index, stored in enumerate(_read_pages(open_shard, pages, chunk)):
+            number = int(chunk[index])
+            low = int(pages.start[number])
+            raw = scratch[: int(pages.length[number])]
+            _decode(stream, pages, number, stored, raw)
+            for row in record[order[bounds[at + index] : bounds[at + index + 1]]].tolist():
+                a, b = max(int(places.start[row]), low), min(int(end[row]), low + len(raw))
+                to = int(position[row]) + a - int(places.start[row])
+                out[to : to + b - a] = raw[a - low : b - low]
+    stops = (position[:-1] + places.length).tolist()
+    return [out[a:b] for a, b in zip(position[:-1].tolist(), stops, strict=True)]
+
+
+def _positions(lengths: Int64s) -> Int64s:
+    """Where records begin in one buffer, and its length: multiples of 64."""
+    return np.concatenate([[0], np.cumsum(-(-lengths // 64) * 64)]).astype(np.int64)
+
+
+def _read_pages(
+    open_shard: Callable[[int], PooledReader], pages: PageTable, numbers: Int64s
+) -> list[Bytes]:
+    """Stored bytes of pages, ascending."""
+    length = pages.stored_length[numbers]
+    plan = plan_spans(pages.shard[numbers], pages.stored_start[numbers], length)
+    buffer = np.empty(plan.total, np.uint8)
+    for shard in np.unique(plan.shard).tolist():
+        read_spans(open_shard(shard), plan, shard, buffer)
+    return [
+        buffer[at : at + count]
+        for at, count in zip(plan.position.tolist(), length.tolist(), strict=True)
+    ]
+
+
+def _decode(stream: Stream, pages: PageTable, number: int, stored: Bytes, out: Bytes) -> None:
+    try:
+        decode(stream.compression, stored, out)
+    except IntegrityError as error:
+        raise IntegrityError(
+            f"page {number} of stream {stream.name!r} (samples {pages.first_sample[number]}...): "
+            f"{error}, although the pool's own checksums hold. Nothing was changed."
+        ) from error
+
+
+__all__ = ["CODECS", "checked_compression", "compress_pages", "read_compressed"]

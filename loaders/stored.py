@@ -1,0 +1,344 @@
+"""A data set in a pool, as arrays: where records lie, their checksums, scalars. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from hpstore.closing import Closing
+from hpstore.codec.galois import Bytes
+from hpstore.errors import ConfigError, IntegrityError, ObjectNotFound
+from hpstore.loaders.blocks import BLOCK_ROWS, BlockTable
+from hpstore.loaders.fields import Array, Field, FieldKind
+from hpstore.loaders.layout import Int64s, group_fields
+from hpstore.loaders.manifest import (
+    ORDER,
+    DatasetManifest,
+    column_key,
+    column_names,
+    pages_key,
+    shard_key,
+    side_key,
+)
+from hpstore.loaders.open_shards import OpenShards
+from hpstore.loaders.pages import read_compressed
+from hpstore.loaders.side import (
+    PAGE_MAGIC,
+    SIDE_MAGIC,
+    Table,
+    check_hash,
+    check_header,
+    decode_tables,
+    page_dtypes,
+    side_dtypes,
+    table_starts,
+)
+from hpstore.loaders.spans import plan_spans, read_spans
+from hpstore.loaders.stream import Locations, PageTable, Stream, make_stream, stripe_firsts
+from hpstore.pool import Pool
+from hpstore.pooled import PooledReader
+from hpstore.units import div_ceil
+
+
+class StoredData(Closing):
+    """The arrays of one data set or part. Thread-safe; survives a fork.
+
+    `wanted`: names of the fields that are used; streams without one of them are left out.
+    """
+
+    def __init__(
+        self, pool: Pool, name: str, manifest: DatasetManifest, wanted: Sequence[str] | None = None
+    ) -> None:
+        self.pool, self.name, self.manifest = pool, name, manifest
+        unknown = [field for field in wanted or () if field not in manifest.fields]
+        if unknown:
+            raise ConfigError(
+                f"data set {name!r} has no field {unknown[0]!r}; it has {list(manifest.fields)}"
+            )
+        names = list(manifest.fields) if wanted is None else list(dict.fromkeys(wanted))
+        self.fields = {field: manifest.fields[field] for field in names}
+        _, records = group_fields(manifest.fields, manifest.layout)
+        streams = [
+            make_stream(number, stream, record, manifest.parts, manifest.data, manifest.compression)
+            for number, (stream, record) in enumerate(records.items())
+        ]
+        self._main = streams[0] if streams else None
+        self.streams = tuple(s for s in streams if any(n in self.fields for n in s.record.fields))
+        self._sides = {s.number: self._side_table(s) for s in self.streams}
+        self._cuts = [
+            (part.nonce, number, rows)
+            for part in manifest.parts
+            for number, rows in enumerate(part.cuts)
+        ]
+        scalars = [n for n, f in self.fields.items() if f.kind is FieldKind.SCALAR]
+        columns = column_names(list(manifest.fields), scalars)
+        self._columns = {
+            n: self._column_table(manifest.fields[n], column) for n, column in columns.items()
+        }
+        self._order = self._column_table(Field("int64"), ORDER)
+        self._pages: dict[int, PageTable] = {}
+        self._readers = OpenShards()
+        self._closed = False
+
+    def __len__(self) -> int:
+        return self.manifest.rows
+
+    # --- tables ------------------------------------------------------------------------------
+
+    def _side_table(self, stream: Stream) -> BlockTable:
+        dtypes = side_dtypes(stream.record)
+        return BlockTable(
+            stream.rows.tolist(),
+            [(d, ()) for d in dtypes],
+            partial(self._load_side, stream, dtypes),
+        )
+
+    def _load_side(
+        self, stream: Stream, dtypes: list[np.dtype[Any]], shard: int, runs: list[tuple[int, int]]
+    ) -> list[list[Table]]:
+        """Rows of a side object. One that is a single block is checked against the manifest."""
+        rows = int(stream.rows[shard])
+        if rows <= BLOCK_ROWS:
+            return [self.side_tables(stream, shard)]
+        key = side_key(self.name, stream.nonces[shard], stream.number, stream.numbers[shard])
+        starts = table_starts(dtypes, rows)
+        ranges = [
+            (start + first * d.itemsize, start + (first + count) * d.itemsize)
+            for first, count in runs
+            for d, start in zip(dtypes, starts, strict=False)
+        ]
+        head, *found = self._get_ranges(key, [(0, starts[0]), *ranges], starts[-1])
+        check_header(SIDE_MAGIC, head, len(dtypes), where=f"object {key!r}")
+        values = iter(found)
+        return [[np.frombuffer(next(values), d) for d in dtypes] for _ in runs]
+
+    def side_tables(self, stream: Stream, shard: int) -> list[Table]:
+        """All of a side object, checked against the manifest: see side_dtypes."""
+        key = side_key(self.name, stream.nonces[shard], stream.number, stream.numbers[shard])
+        data, dtypes = self._get(key), side_dtypes(stream.record)
+        check_hash(key, data, stream.side_hashes[shard])
+        rows = int(stream.rows[shard])
+        return decode_tables(SIDE_MAGIC, data, dtypes, rows, where=f"object {key!r}")
+
+    def _column_table(self, made: Field, column: str) -> BlockTable:
+        shape = made.inner_shape
+
+        def load(cut: int, runs: list[tuple[int, int]]) -> list[list[Table]]:
+            nonce, number, rows = self._cuts[cut]
+            key = column_key(self.name, nonce, column, number)
+            ranges = [(a * made.row_bytes, (a + n) * made.row_bytes) for a, n in runs]
+            found = self._get_ranges(key, ranges, rows * made.row_bytes)
+            return [[np.frombuffer(raw, made.storage).reshape(-1, *shape)] for raw in found]
+
+        return BlockTable([rows for _, _, rows in self._cuts], [(made.storage, shape)], load)
+
+    def _get(self, key: str) -> bytes:
+        try:
+            return self.pool.get(key)
+        except ObjectNotFound as error:
+            raise self._gone(key) from error
+
+    def _get_ranges(self, key: str, ranges: list[tuple[int, int]], size: int) -> list[bytearray]:
+        """Byte ranges of an object of a known size."""
+        found = [bytearray(end - start) for start, end in ranges]
+        try:
+            with self.pool.reader(key) as reader:
+                if reader.size != size:
+                    raise IntegrityError(f"object {key!r} has {reader.size} bytes, not {size}")
+                for out, (start, _) in zip(found, ranges, strict=True):
+                    if out:
+                        reader.read_into(out, start)
+        except ObjectNotFound as error:
+            raise self._gone(key) from error
+        return found
+
+    def _gone(self, key: str) -> ObjectNotFound:
+        known = self.manifest.fingerprint
+        return ObjectNotFound(
+            f"object {key!r} of data set {self.name!r} is not there: the data set was replaced or "
+            f"deleted since it was opened (fingerprint {known}). Open it again.",
+            key=key,
+        )
+
+    # --- places ------------------------------------------------------------------------------
+
+    def locate(self, stream: Stream, indices: Int64s) -> Locations:
+        """Where records lie; vectorised, reads what it needs of the side objects.
+
+        `indices`: int64 (n,), 0 <= i < len, any order, repeats allowed. Raises IndexError.
+        """
+        rows = np.asarray(indices, np.int64)
+        self._check_range(rows)
+        shard = stream.shard_of(rows)
+        checksum, *rest = self._sides[stream.number].get(rows, shard)
+        if stream.fixed is not None:
+            start = stream.fixed.starts(rows - stream.row_starts[shard])
+            length = np.full(len(rows), stream.fixed.length, np.int64)
+            ragged = np.empty((len(rows), 0), np.int64)
+        else:
+            start = rest[0].astype(np.int64)
+            ragged = np.stack(rest[1:], axis=1).astype(np.int64)
+            length = stream.record.ragged_starts(ragged)[:, -1]
+        return Locations(
+            shard=shard.astype(np.int32), start=start, length=length, checksum=checksum,
+            page=stream.page_of(shard, start, length), ragged=ragged,
+        )  # fmt: skip
+
+    def _check_range(self, rows: Int64s) -> None:
+        if len(rows) and (rows.min() < 0 or rows.max() >= len(self)):
+            bad = rows[(rows < 0) | (rows >= len(self))][0]
+            raise IndexError(f"sample {bad} of data set {self.name!r}, which has {len(self)}")
+
+    def pages(self, stream: Stream) -> PageTable:
+        """All pages of a stream. Arithmetic for records of one size, else read once and kept."""
+        found = self._pages.get(stream.number)
+        if found is None:
+            found = self._pages[stream.number] = self._make_pages(stream)
+        return found
+
+    def _make_pages(self, stream: Stream) -> PageTable:
+        shards = stream.page_shards()
+        start = stream.page_starts_inside(shards)
+        length = np.minimum(stream.unit_bytes, stream.payload_bytes[shards] - start)
+        tables = self._page_tables(stream)
+        if stream.fixed is not None:
+            first = stream.fixed_first_samples(shards, start)
+        else:
+            first = np.concatenate([[0], np.cumsum(tables.pop(0), dtype=np.int64)])
+        stored_start, stored_length = start, length
+        if stream.compression:
+            stored_length = tables.pop(0).astype(np.int64)
+            ends = np.concatenate([[0], np.cumsum(-(-stored_length // 4096) * 4096)])
+            stored_start = ends[:-1] - ends[stream.page_starts[:-1]][shards]
+        return PageTable(
+            shard=shards, start=start, length=length, first_sample=first.astype(np.int64),
+            stored_start=stored_start, stored_length=stored_length,
+        )  # fmt: skip
+
+    def _page_tables(self, stream: Stream) -> list[Table]:
+        """The tables of the page objects of all parts, joined."""
+        dtypes = page_dtypes(stream.record, stream.compression)
+        if not dtypes:
+            return []
+        found: list[list[Table]] = [[np.empty(0, d)] for d in dtypes]
+        for part in self.manifest.parts:
+            shards = part.streams[stream.number]
+            if not shards.pages:
+                continue
+            key = pages_key(self.name, part.nonce, stream.number)
+            data = self._get(key)
+            check_hash(key, data, shards.pages)
+            count = sum(div_ceil(payload, shards.unit_bytes) for payload in shards.payload)
+            tables = decode_tables(PAGE_MAGIC, data, dtypes, count, where=f"object {key!r}")
+            for joined, table in zip(found, tables, strict=True):
+                joined.append(table)
+        return [np.concatenate(joined) for joined in found]
+
+    def stripes(self) -> Int64s:
+        """(S + 1): first sample of every stripe of the main stream in which one begins, ascending.
+
+        The last entry is len. The main stream is the data set's first, whichever fields are used:
+        the order of samples does not depend on them. Scalars alone have blocks for stripes.
+        """
+        if self._main is not None:
+            return stripe_firsts(self._main, self.pages(self._main))
+        return np.append(np.arange(0, len(self), BLOCK_ROWS, dtype=np.int64), len(self))
+
+    def scalars(self, name: str, indices: Int64s) -> Array:
+        """Values of a scalar field, (n, *shape) in storage dtype; a copy. Raises IndexError."""
+        rows = np.asarray(indices, np.int64)
+        self._check_range(rows)
+        if name not in self._columns:
+            raise ConfigError(f"{name!r} is no scalar field that was opened of {self.name!r}")
+        return self._columns[name].get(rows)[0]
+
+    def written_as(self, indices: Int64s) -> Int64s | None:
+        """The numbers under which samples were written, in their part, before it was shuffled.
+
+        None when the data set was not shuffled on write.
+        """
+        if self.manifest.shuffle_seed is None:
+            return None
+        rows = np.asarray(indices, np.int64)
+        self._check_range(rows)
+        return self._order.get(rows)[0]
+
+    # --- records -----------------------------------------------------------------------------
+
+    def shard_key(self, stream: Stream, shard: int) -> str:
+        """Key of the object that holds a shard's records."""
+        return shard_key(self.name, stream.nonces[shard], stream.number, stream.numbers[shard])
+
+    def reader(self, stream: Stream, shard: int) -> PooledReader:
+        """A shard, open for reading by the calling thread.
+
+        It stays open until the thread has asked for OPEN_READERS other ones; not to be closed.
+        Raises ObjectNotFound when the data set was replaced or deleted.
+        """
+        if self._closed:
+            raise ConfigError(f"data set {self.name!r} is closed")
+        key = self.shard_key(stream, shard)
+        try:
+            return self._readers.get(key, lambda: self.pool.reader(key))
+        except ObjectNotFound as error:
+            raise self._gone(key) from error
+
+    def read_records(self, stream: Stream, indices: Int64s) -> tuple[list[Bytes], Locations]:
+        """Verified records in the order asked for, views of one buffer, and where they were.
+
+        Raises IntegrityError naming the sample when a record does not match its checksum.
+        """
+        rows = np.asarray(indices, np.int64)
+        records, places = self.raw_records(stream, rows)
+        bad = self.mismatches(records, places)
+        if len(bad):
+            self.pool.metrics.count("record_mismatch_total", len(bad))
+            shard = int(places.shard[bad[0]])
+            raise IntegrityError(
+                f"data set {self.name!r}: sample {rows[bad[0]]} (record at byte "
+                f"{places.start[bad[0]]} of {self.shard_key(stream, shard)!r}) does not match its "
+                "checksum, although the pool's own checksums hold. Nothing was changed; write the "
+                "data set again, or skip the sample."
+            )
+        return records, places
+
+    def raw_records(self, stream: Stream, indices: Int64s) -> tuple[list[Bytes], Locations]:
+        """As read_records, without a look at the records' checksums."""
+        places = self.locate(stream, indices)
+        if stream.compression:
+            shards = partial(self.reader, stream)
+            return read_compressed(shards, stream, self.pages(stream), places), places
+        return self._read_plain(stream, places), places
+
+    @staticmethod
+    def mismatches(records: Sequence[Bytes], places: Locations) -> Int64s:
+        """Which of the records do not match their checksums, ascending."""
+        digest = xxhash.xxh3_64_intdigest
+        found = np.fromiter((digest(record.data) for record in records), np.uint64, len(records))
+        return np.flatnonzero(found != places.checksum).astype(np.int64)
+
+    def _read_plain(self, stream: Stream, places: Locations) -> list[Bytes]:
+        plan = plan_spans(places.shard, places.start, places.length)
+        buffer = np.empty(plan.total, np.uint8)
+        for shard in np.unique(plan.shard).tolist():
+            read_spans(self.reader(stream, shard), plan, shard, buffer)
+        ends = plan.position + places.length
+        return [buffer[a:b] for a, b in zip(plan.position.tolist(), ends.tolist(), strict=True)]
+
+    def renew_after_fork(self) -> None:
+        """Locks and readers of the parent are not ours."""
+        for table in (*self._sides.values(), *self._columns.values(), self._order):
+            table.renew()
+        self._readers = OpenShards()
+
+    def close(self) -> None:
+        """Close what is open, of all threads; none of them reads now. Idempotent."""
+        self._closed = True
+        self._readers.close()
+
+
+__all__ = ["StoredData"]
