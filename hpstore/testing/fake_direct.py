@@ -76,6 +76,8 @@ class FakeCuFile:
     def allocate(self, nbytes: int) -> int:
         if self._refuse == "memory":
             raise DirectUnavailable("the fake driver was told to have no memory")
+        if nbytes % HUGE_BYTES:
+            self.misuse.append(f"{nbytes} bytes are no whole pages of a GPU")
         whole = aligned_array(nbytes + HUGE_BYTES)
         start = -whole.ctypes.data % HUGE_BYTES
         memory = whole[start : start + nbytes]

@@ -48,7 +48,7 @@ def test_both_are_tried_and_the_faster_one_is_used(
 
 def test_the_first_batch_of_a_way_does_not_count() -> None:
     """It pays for opening files: a direct way that is slow once is chosen all the same."""
-    choice = PathChoice(CONFIG)
+    choice = PathChoice(ChoiceConfig(trial_batches=2))
     rates: dict[Way, Rate] = {Way.DIRECT: lambda n: 0.1 if n < 1 else 8, Way.PINNED: lambda _: 5}
     assert run(choice, rates, 10)[-1] is Way.DIRECT
 
