@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,10 @@ def run(script: str, **environment: str) -> dict[str, Any]:  # Any: what JSON ho
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Any]:
     """What the interpreted kernels did, by check."""
+    if tuple(map(int, metadata.version("triton").split(".")[:2])) < (3, 7):
+        pytest.skip(
+            "Triton's interpreter before 3.7 takes no loaded bound of a loop with numpy 2.4"
+        )
     return run("kernels.py", TRITON_INTERPRET="1")
 
 
