@@ -23,6 +23,8 @@
       CheckpointError                exit 40
         CheckpointMismatch           exit 41  state and manifest do not fit
       IngestError                    exit 45  a record or a source cannot be taken
+      DirectError                    exit 60  a read straight into GPU memory failed
+        DirectUnavailable            exit 61  this process, file or memory cannot take part in one
 
 The constructor is (message, **optional keywords): worker processes rebuild an error from its
 message alone, so the message carries every fact. Each class has its own exit code for the
@@ -182,6 +184,18 @@ class IngestError(HpstoreError):
     exit_code = 45
 
 
+class DirectError(HpstoreError):
+    """A read straight into GPU memory failed; its target is undefined. Files are unharmed."""
+
+    exit_code = 60
+
+
+class DirectUnavailable(DirectError):
+    """GPUDirect cannot be used here; the path over pinned memory can. Nothing was read."""
+
+    exit_code = 61
+
+
 __all__ = [
     "BudgetExceeded",
     "CheckpointError",
@@ -194,6 +208,8 @@ __all__ = [
     "DeviceMissing",
     "DeviceReadOnly",
     "DeviceTimeout",
+    "DirectError",
+    "DirectUnavailable",
     "FormatTooNew",
     "HpstoreError",
     "IngestError",

@@ -15,7 +15,7 @@ from hpstore.config import Settings
 from hpstore.units import MIB
 
 # the contract's assertions show their values, as those in test files do
-pytest.register_assert_rewrite("hpstore.testing.device_contract")
+pytest.register_assert_rewrite("hpstore.testing.device_contract", "hpstore.testing.direct_contract")
 
 _SLOW = [HealthCheck.too_slow]
 settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=_SLOW)
