@@ -12,7 +12,7 @@ import torch.utils.data
 
 from hpstore.loaders.order import Order
 from hpstore.loaders.progress import Piece, pieces
-from hpstore.loaders.slices import Slices
+from hpstore.loaders.ranks import Shares
 
 if TYPE_CHECKING:
     from hpstore.loaders.loader import DataLoader
@@ -24,17 +24,15 @@ class PositionSampler(torch.utils.data.Sampler[Any]):
     `asked`: the pieces that torch has asked for and not handed out yet. `single`: indices alone.
     """
 
-    def __init__(self, order: Order, *, single: bool) -> None:
-        self._order, self._single = order, single
-        self.slices: Slices | None = None
+    def __init__(self, order: Order, shares: Shares, *, single: bool) -> None:
+        self._order, self._shares, self._single = order, shares, single
         self.at = (0, 0)
         self.asked: deque[Piece] = deque()
 
     def __iter__(self) -> Iterator[Any]:
         # here, not at the first batch: iterators of an earlier pass keep what is theirs
-        assert self.slices is not None
         self.asked = asked = deque[Piece]()
-        return self._ask(asked, pieces(self.slices, *self.at, single=self._single))
+        return self._ask(asked, pieces(self._shares.now(), *self.at, single=self._single))
 
     def _ask(self, asked: deque[Piece], found: Iterator[Piece]) -> Iterator[Any]:
         for piece in found:
@@ -43,8 +41,7 @@ class PositionSampler(torch.utils.data.Sampler[Any]):
             yield indices[0] if piece.single else indices
 
     def __len__(self) -> int:
-        assert self.slices is not None
-        return self.slices.own_steps()
+        return self._shares.now().own_steps()
 
 
 class ForeignIterator:

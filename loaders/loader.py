@@ -52,6 +52,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     was handed out, not what was read ahead; it fits another world size, other workers.
     """
 
+    # Accelerate then gives the loader back as it is, and saves its state with the rest
+    _is_accelerate_prepared = True
+    use_stateful_dataloader = True
+
     def __init__(
         self,
         dataset: Any,
@@ -132,7 +136,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             )  # fmt: skip
             self.shares = Shares(whole, self.rank, self.world_size, self.mesh, shard=self.shard)
             if self._native is None:
-                self.positions = PositionSampler(self.order, single=batch_size is None)
+                self.positions = PositionSampler(
+                    self.order, self.shares, single=batch_size is None
+                )
         self._epoch = self._position = 0
         self._begun = False  # an iterator has been made at or since this position
         self._restart_counting()
@@ -155,7 +161,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             super().__init__(dataset, sampler=self.positions, **options)
         elif self.positions is not None or batch_sampler is not None:
             del options["batch_size"], options["drop_last"]
-            super().__init__(dataset, batch_sampler=self.positions or batch_sampler, **options)
+            batches = batch_sampler if self.positions is None else self.positions
+            super().__init__(dataset, batch_sampler=batches, **options)
         else:
             super().__init__(dataset, sampler=sampler, **options)
         changed = {"batch_size", "drop_last"}
@@ -179,10 +186,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     @property
     def slices(self) -> Slices | None:
         """How an epoch is dealt out; None where a sampler or an IterableDataset decides."""
-        found = None if self.shares is None else self.shares.now()
-        if self.positions is not None:
-            self.positions.slices = found
-        return found
+        return None if self.shares is None else self.shares.now()
 
     # --- iterating --------------------------------------------------------------------------
 

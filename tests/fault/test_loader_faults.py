@@ -146,7 +146,7 @@ def record_columns(bench: Bench, data: Dataset, index: int) -> list[tuple[Path, 
 
 
 def damage(bench: Bench, data: Dataset, index: int, columns: int) -> None:
-    """One bit in the same place of so many columns: of the record and of what it is decoded from."""
+    """One bit in the same place of so many columns: the record and what it is decoded from."""
     for file, offset in record_columns(bench, data, index)[:columns]:
         flip(file, offset + 10)
 
