@@ -340,6 +340,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._begun = False  # its iterators were not copied: it goes on where it stands
         self.finish = self._make_finish()
         self._show_sampler()
 
