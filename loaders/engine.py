@@ -77,6 +77,11 @@ class Session:
         if self.filler is not None:
             self.filler.stop()
 
+    def close(self) -> None:
+        """The same, and wait until nothing is being read for it. Idempotent."""
+        if self.filler is not None:
+            self.filler.close()
+
 
 class Engine(Closing):
     """Batches of `data` in `order`. start() and close() are for one thread.

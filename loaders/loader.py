@@ -136,9 +136,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             )  # fmt: skip
             self.shares = Shares(whole, self.rank, self.world_size, self.mesh, shard=self.shard)
             if self._native is None:
-                self.positions = PositionSampler(
-                    self.order, self.shares, single=batch_size is None
-                )
+                self.positions = PositionSampler(self.order, self.shares, single=batch_size is None)
         self._epoch = self._position = 0
         self._begun = False  # an iterator has been made at or since this position
         self._restart_counting()

@@ -157,6 +157,7 @@ class Run:
         """Stop, and wait until nothing is being made. Idempotent."""
         self.abandon()
         if self._pid == os.getpid():
+            self._session.close()
             self._pipeline.close()
 
     def __del__(self) -> None:

@@ -92,21 +92,22 @@ KEEP: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("keep", KEEP)
 @pytest.mark.parametrize("mode", MODES)
-def test_what_is_kept_of_a_batch_is_never_overwritten(data: Dataset, mode: str, keep: str) -> None:
-    """Two batches' worth of slots; of every third batch one field is kept, for many epochs."""
+def test_what_is_kept_of_a_batch_is_never_overwritten(data: Dataset, mode: str) -> None:
+    """Two batches' worth of slots; of every third batch one field is kept in one of many ways."""
     options = {"shuffle": True, **MODES[mode]}
     loader = DataLoader(data, BATCH, num_workers=2, prefetch_bytes="600KiB", **options)
     kept: list[tuple[list[int], Any]] = []
-    for epoch in range(8):
+    ways = list(KEEP.values())
+    for epoch in range(10):
         for step, batch in enumerate(loader):
             choice = tensors(batch)
             if (epoch + step) % 3 == 0:
-                marks, value = choice[(epoch + step) % len(choice)]
-                kept.append((marks, KEEP[keep](value)))
+                marks, value = choice[len(kept) % len(choice)]
+                kept.append((marks, ways[len(kept) // len(choice) % len(ways)](value)))
             del batch, choice
         gc.collect()
+    assert len(kept) > len(ways)
     for marks, value in kept:
         if isinstance(value, np.ndarray) and value.dtype == np.int16:
             value = torch.from_numpy(value).view(torch.bfloat16)
@@ -140,7 +141,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_memory_stays_flat_over_many_epochs(data: Dataset, mode: str) -> None:
-    """50 epochs after a warm-up: it grows by less than one copy of the data in 5 epochs."""
+    """30 epochs after a warm-up: it grows by less than one copy of the data in 5 epochs."""
     loader = DataLoader(data, BATCH, **{"shuffle": True, **MODES[mode]})
 
     def epochs(count: int) -> int:
@@ -150,10 +151,8 @@ def test_memory_stays_flat_over_many_epochs(data: Dataset, mode: str) -> None:
         gc.collect()
         return resident_bytes()
 
-    before = epochs(10)
-    assert epochs(50) - before < 10 * sum(
-        int(stream.payload_bytes.sum()) for stream in data.streams
-    )
+    before = epochs(8)
+    assert epochs(30) - before < 6 * sum(int(s.payload_bytes.sum()) for s in data.streams)
     loader.close()
 
 
@@ -163,22 +162,25 @@ def loader_threads() -> list[threading.Thread]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("end", ["dropped", "in mid-epoch", "closed", "with its iterator"])
-def test_threads_end_with_their_loader(data: Dataset, mode: str, end: str) -> None:
-    """Dropped after an epoch, in mid-epoch, closed, closed while an iterator is held."""
+def test_threads_end_with_their_loader(data: Dataset, mode: str) -> None:
+    """Closed; dropped after an epoch, in mid-epoch, before its iterator."""
     poll(10, lambda: not loader_threads())
-    loader = DataLoader(data, BATCH, **{"shuffle": True, **MODES[mode]})
-    run = iter(loader)
-    next(run)
-    if end != "in mid-epoch":
-        list(run)
-    if end == "closed":
-        loader.close()
-        loader.close()
-        assert not loader_threads()
-    held = run if end == "with its iterator" else None
-    del loader, run, held
-    poll(10, lambda: not loader_threads())
+    for end in ("closed", "after an epoch", "in mid-epoch", "before its iterator"):
+        loader = DataLoader(data, BATCH, **{"shuffle": True, **MODES[mode]})
+        run = iter(loader)
+        next(run)
+        if end in ("closed", "after an epoch"):
+            list(run)
+        if end == "closed":
+            loader.close()
+            loader.close()
+            assert not loader_threads()
+        if end == "before its iterator":
+            del loader
+            next(run)
+            loader = DataLoader(data)
+        del loader, run
+        poll(10, lambda: not loader_threads())
 
 
 def test_slots_come_back_when_the_last_array_over_them_goes() -> None:

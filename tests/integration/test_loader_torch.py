@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 from hpstore.errors import ConfigError
 from hpstore.loaders import DataLoader, Dataset, Ragged
 from hpstore.pool import Pool
-from tests.fault.common import exit_status, forked, within
+from tests.fault.common import exit_status, forked, poll, within
 from tests.integration.data_sets import FIELDS, check_sample, make_pool
 from tests.integration.loader_cases import COUNT, MODES, PLAIN, check, flat, labels, same, write
 
@@ -389,9 +388,7 @@ def test_ctrl_c_while_waiting_loses_nothing(data: Dataset) -> None:
     def interrupt() -> None:
         reached.wait(LIMIT)
         waiting = run._run._pipeline
-        until = time.monotonic() + LIMIT
-        while not waiting.waiting and time.monotonic() < until:
-            pass
+        poll(LIMIT, lambda: waiting.waiting)
         os.kill(os.getpid(), signal.SIGINT)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
