@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from itertools import pairwise
 
 import google_crc32c
 import numpy as np
@@ -188,6 +189,9 @@ def test_spans_hold_every_record_and_read_nothing_twice(
         buffer[to : to + b - a] = content[s, a:b]
     for (s, a, n), at in zip(places, plan.position.tolist(), strict=True):
         assert np.array_equal(buffer[at : at + n], content[s, a : a + n])
+    distinct = sorted(set(places))
+    apart = [a[0] != b[0] or b[1] - a[1] - a[2] > gap for a, b in pairwise(distinct)]
+    assert len(plan.shard) == (1 + sum(apart) if places else 0)
     for one in range(len(plan.shard) - 1):
         if plan.shard[one] == plan.shard[one + 1]:
             assert plan.start[one + 1] - plan.end[one] > gap
