@@ -30,8 +30,7 @@ from hpstore.benchmarks.checkpoint_bars import (
     special_verdicts,
     spread,
 )
-from hpstore.benchmarks.checkpoint_ours import Ours
-from hpstore.benchmarks.checkpoint_peers import PEERS, Peer, peers_named
+from hpstore.benchmarks.checkpoint_contenders import kind_of, peers_named
 from hpstore.benchmarks.checkpoint_sessions import Spec, load_session, raw_session, save_session
 from hpstore.benchmarks.checkpoint_state import Content, SharedState, map_state
 from hpstore.benchmarks.devices import workspace
@@ -174,7 +173,7 @@ def report(found: Collected, options: Options, ballast: Ballast) -> dict[str, ob
 def describe(name: str, found: Collected) -> dict[str, object]:
     """Seconds of one contender."""
     saves, loads = {name: found.saves[name]}, {name: found.loads[name]}
-    kind: type[Peer] = PEERS.get(name, Ours)
+    kind = kind_of(name)
     seconds: dict[str, object] = {
         f"{what} {field_name}": spread(
             series(saves, lambda s, w=what, f=field_name: s[w][f"{f}_seconds"])[name]  # type: ignore[misc]

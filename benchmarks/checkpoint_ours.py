@@ -46,6 +46,7 @@ class Ours(Peer):
     name = "hpstore"
     package = "hpstore"
     syncs_itself = True
+    last_step = KEPT_STEPS + 2  # the first into files that retention gave up
     configuration: ClassVar[str] = (
         f"{DATA}+{PARITY} over six directories, keep_last={KEPT_STEPS}, files recycled"
     )

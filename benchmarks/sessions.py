@@ -34,7 +34,7 @@ class Sections:
     def warm(self, nbytes: int) -> None:
         """Before what is timed, and before what takes much memory: so many free bytes are warm.
 
-        Lasts for some seconds.
+        Lasts for some seconds. What the section before left is taken back first.
         """
         self._connection.send(("warm", nbytes))
         self._connection.recv()
@@ -97,8 +97,9 @@ class Sessions:
             if kind == "failed":
                 raise SessionFailed(value)
             began = time.perf_counter()
+            self._ballast.regain()
             self._ballast.hold(value)
-            self._ballast.release()
+            self._ballast.release(value)
             _log.debug("%d bytes warm after %.1f s", value, time.perf_counter() - began)
             connection.send(None)
 

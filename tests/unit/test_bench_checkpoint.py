@@ -13,10 +13,9 @@ import torch
 from hpstore.benchmarks import checkpoint, checkpoint_special
 from hpstore.benchmarks.ballast import Ballast, ballast_bytes
 from hpstore.benchmarks.checkpoint_bars import to_best, verdict
+from hpstore.benchmarks.checkpoint_contenders import PEERS, peers_named
 from hpstore.benchmarks.checkpoint_ours import Copy, Ours
-from hpstore.benchmarks.checkpoint_peers import PEERS, peers_named
 from hpstore.benchmarks.checkpoint_sessions import (
-    LAST_STEP,
     Spec,
     contender,
     load_session,
@@ -117,7 +116,7 @@ def test_a_load_of_other_values_is_an_error(spec: Spec, name: str) -> None:
     spec = replace(spec, contender=name)
     who, other = contender(spec), empty_state(SIZE)
     who.prepare(other)
-    who.save(other, LAST_STEP)
+    who.save(other, who.last_step)
     who.close()
     with pytest.raises(RuntimeError, match="other values"):
         load_session(NoBallast(), spec)
