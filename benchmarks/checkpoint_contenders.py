@@ -16,10 +16,10 @@ from hpstore.benchmarks.checkpoint_peers import (
 )
 from hpstore.errors import ConfigError
 
-PEERS: dict[str, type[Peer]] = {
-    peer.name: peer
-    for peer in (TorchSave, DcpSave, DcpOneThread, DcpAsync, Safetensors, *LIBRARY_PEERS)
-}
+_KINDS: tuple[type[Peer], ...] = (
+    TorchSave, DcpSave, DcpOneThread, DcpAsync, Safetensors, *LIBRARY_PEERS,
+)  # fmt: skip
+PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in _KINDS}
 
 
 def kind_of(name: str) -> type[Peer]:

@@ -18,6 +18,7 @@ from hpstore.benchmarks import checkpoint, checkpoint_compression, checkpoint_sp
 from hpstore.benchmarks.ballast import Ballast, ballast_bytes
 from hpstore.benchmarks.checkpoint_bars import floor_verdicts, special_verdicts, to_best, verdict
 from hpstore.benchmarks.checkpoint_contenders import PEERS, not_installed, peers_named
+from hpstore.benchmarks.checkpoint_library_peers import LIBRARY_PEERS
 from hpstore.benchmarks.checkpoint_ours import Copy, Ours
 from hpstore.benchmarks.checkpoint_peers import Peer
 from hpstore.benchmarks.checkpoint_sessions import (
@@ -105,14 +106,20 @@ def test_shared_state_is_seen_by_every_mapping(spec: Spec) -> None:
     assert sizes == [tensor.nbytes for _, tensor in leaves(one)]
 
 
+def run(session: Session, spec: Spec) -> Found:
+    """As the benchmark does, in a process of its own, what may leave processes or groups behind."""
+    if PEERS.get(spec.contender) in LIBRARY_PEERS:
+        return Sessions(Ballast(0)).run(session, spec)
+    return session(NoBallast(), spec)
+
+
 @pytest.mark.parametrize("name", [*PEERS, Ours.name])
 def test_every_contender_gives_back_what_it_saved(spec: Spec, name: str) -> None:
     """Sessions check every byte after each load, in the process that saved and from new."""
     if name != Ours.name and (why := not_installed(name)):
         pytest.skip(why)
-    sessions, spec = Sessions(Ballast(0)), replace(spec, contender=name)
-    saved = sessions.run(save_session, spec)
-    loaded = sessions.run(load_session, spec)
+    spec = replace(spec, contender=name)
+    saved, loaded = run(save_session, spec), run(load_session, spec)
     assert saved["load_warm_seconds"].keys() == loaded["load_cold_seconds"].keys()
     assert saved["steady"]["durable_seconds"] >= saved["steady"]["blocked_seconds"] > 0
     assert ("load_degraded_seconds" in loaded) == (name == Ours.name)
@@ -127,13 +134,13 @@ def _loads_another_state(_: Sections, spec: Spec) -> Found:
     return load_session(NoBallast(), spec)
 
 
-@pytest.mark.parametrize("name", list(PEERS))
+@pytest.mark.parametrize("name", [name for name in PEERS if "loads" in vars(PEERS[name])])
 def test_a_load_of_other_values_is_an_error(spec: Spec, name: str) -> None:
     """A contender whose file holds another state does not get a figure."""
     if why := not_installed(name):
         pytest.skip(why)
-    with pytest.raises(SessionFailed, match="other values"):
-        Sessions(Ballast(0)).run(_loads_another_state, replace(spec, contender=name))
+    with pytest.raises((RuntimeError, SessionFailed), match="other values"):
+        run(_loads_another_state, replace(spec, contender=name))
 
 
 def test_degraded_load_lacks_m_devices_with_data(
