@@ -8,11 +8,11 @@ from hpstore.checkpoint.dcp_reading import SafeLoadPlanner, StorageReader
 from hpstore.checkpoint.dcp_stager import Stager
 from hpstore.checkpoint.dcp_writing import StorageWriter
 from hpstore.checkpoint.export import ExportReport, export_checkpoint
+from hpstore.checkpoint.handles import SaveHandle, SaveReport
 from hpstore.checkpoint.importing import ImportReport, import_checkpoint
 from hpstore.checkpoint.manifest import Manifest
 from hpstore.checkpoint.restoring import RestoreReport, SavedStep, SavedTensor
 from hpstore.checkpoint.retention import Best
-from hpstore.checkpoint.saving import SaveHandle, SaveReport
 
 __all__ = ["Best", "Checkpointer", "ExportReport", "ImportReport", "Manifest", "RestoreReport",
            "SafeLoadPlanner", "SaveHandle", "SaveReport", "SavedStep", "SavedTensor", "Stager",

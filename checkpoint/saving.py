@@ -6,17 +6,28 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from hpstore import errors
 from hpstore.checkpoint.attempts import Heartbeat, require_fence, take_fence
+from hpstore.checkpoint.following import FollowingSource, Watermark
+from hpstore.checkpoint.handles import SaveReport
 from hpstore.checkpoint.items import Item, ItemColumns
 from hpstore.checkpoint.manifest import Manifest, manifest_key, segment_key
 from hpstore.checkpoint.merging import Merge
-from hpstore.checkpoint.packing import Key, Known, Segment, digests_of, pack
+from hpstore.checkpoint.packing import (
+    Key,
+    Known,
+    Packed,
+    Segment,
+    as_placed,
+    digests_of,
+    pack,
+    probes_of,
+)
 from hpstore.checkpoint.planning import SMALL_ITEM_BYTES
 from hpstore.checkpoint.ranks import Channel, Ranks
 from hpstore.checkpoint.steps import Steps
@@ -27,73 +38,6 @@ from hpstore.pool import Pool
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveReport:
-    """A committed save. Durable on at least m + 1 devices; `losses_tolerated` further losses."""
-
-    step: int
-    key: str  # of the manifest
-    bytes: int  # stored by all ranks for this step
-    referenced_bytes: int  # that an earlier step holds, unchanged, and were not written again
-    staged_seconds: float  # how long save() kept the trainer
-    durable_seconds: float  # from the call of save() to the commit
-    losses_tolerated: int
-
-    def with_stall(self, seconds: float) -> SaveReport:
-        """The same, with what save() took on this rank."""
-        return replace(self, staged_seconds=seconds)
-
-    def as_dict(self) -> dict[str, object]:
-        """For JSON."""
-        return asdict(self)
-
-
-class SaveHandle:
-    """A save on its way. `staged_seconds` is how long save() kept the trainer.
-
-    `skipped`: there is no save, another one was under way (on_busy="skip"): it is done, and its
-    result() raises CheckpointError.
-    """
-
-    def __init__(
-        self,
-        step: int,
-        staged_seconds: float,
-        future: Future[SaveReport],
-        *,
-        late_seconds: Callable[[], float] = lambda: 0.0,
-        skipped: bool = False,
-    ) -> None:
-        self.step, self.staged_seconds, self.skipped = step, staged_seconds, skipped
-        self.delivered = False  # its error was raised to somebody
-        self._future, self._late_seconds = future, late_seconds
-
-    @classmethod
-    def of_skipped(cls, step: int) -> SaveHandle:
-        """Stands for a save that was not begun."""
-        future: Future[SaveReport] = Future()
-        future.set_exception(
-            CheckpointError(f"the save of step {step} was skipped: another was under way")
-        )
-        return cls(step, 0.0, future, skipped=True)
-
-    @property
-    def visible_stall_seconds(self) -> float:
-        """Time that training has lost: in save() and, with overlap, in the optimizer's hook."""
-        return self.staged_seconds + self._late_seconds()
-
-    def done(self) -> bool:
-        """Whether it is committed or has failed."""
-        return self._future.done()
-
-    def result(self, timeout: float | None = None) -> SaveReport:
-        """Wait for the commit. Raises what went wrong, TimeoutError when it takes longer."""
-        if self._future not in wait([self._future], timeout).done:
-            raise TimeoutError(f"the save of step {self.step} is not done after {timeout} s")
-        self.delivered = True  # not after a timeout: it may fail in that very moment
-        return self._future.result()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,15 +171,18 @@ class SaveJob:
         """Whether begin() has succeeded."""
         return bool(self._nonce)
 
-    def write(self, memory: Bytes, items: Sequence[Item], *, part: int) -> Segment | None:
+    def write(
+        self, memory: Bytes, items: Sequence[Item], *, part: int, mark: Watermark | None = None
+    ) -> Segment | None:
         """Put what is staged in `memory` as one segment; None when nothing had to be written.
 
+        With a `mark` it is still being staged: written behind the mark, and nothing is referenced.
         What goes wrong is kept for the vote: commit() raises it.
         """
         if self._error is not None:
             return None
         try:
-            return self._write(memory, items, part)
+            return self._write(memory, items, part, mark)
         except BaseException as error:  # noqa: BLE001 (raised by commit, on all ranks)
             self.fail(error)
             return None
@@ -244,21 +191,28 @@ class SaveJob:
         """Vote against the commit because of `error`."""
         self._error = self._error or error
 
-    def _write(self, memory: Bytes, items: Sequence[Item], part: int) -> Segment | None:
-        packed = pack(memory, items, self._known, self._options.codec)
+    def _write(
+        self, memory: Bytes, items: Sequence[Item], part: int, mark: Watermark | None
+    ) -> Segment | None:
+        if mark is None:
+            packed = pack(memory, items, self._known, self._options.codec)
+        else:
+            packed = as_placed(items, len(memory))
         segment = None
         if packed.items:
             key = segment_key(
                 self._prefix, self._options.step, self._nonce, self._ranks.rank, part
             )  # fmt: skip
-            data = memory[: packed.size]
+            following = FollowingSource(mark, packed.size) if mark is not None else None
             self._own.append(key)
             with ThreadPoolExecutor(1, "hpstore-hash") as hashing:
-                hashes = hashing.submit(digests_of, memory, packed.items)
+                hashes = hashing.submit(_hashes, memory, packed, mark)
                 info = self._pool.put(
-                    key, data.data, rate_bytes_per_second=self._options.rate_bytes_per_second
+                    key,
+                    following or memory[: packed.size].data,
+                    rate_bytes_per_second=self._options.rate_bytes_per_second,
                 )
-                digests = hashes.result()
+                digests, probes = hashes.result()
             if info.size != packed.size:
                 raise CheckpointError(f"segment {key} has {info.size} bytes, not {packed.size}")
             segment = Segment(key=key, size=info.size, version=info.version)
@@ -266,7 +220,7 @@ class SaveJob:
             self._written.columns.add(packed.items, segment=index, digests=digests)
             for item, digest in zip(packed.items, digests, strict=True):
                 if item.length >= SMALL_ITEM_BYTES or item.codec:  # those have a probe
-                    self._remember(replace(item, digest=digest), segment, packed.probes[item.key])
+                    self._remember(replace(item, digest=digest), segment, probes[item.key])
         for before in packed.referenced:
             index = self._written.index_of(before.segment)
             self._written.referenced_bytes += before.item.length
@@ -439,6 +393,16 @@ class SaveJob:
             beating.stop()
 
 
+def _hashes(
+    memory: Bytes, packed: Packed, mark: Watermark | None
+) -> tuple[list[str], Mapping[Key, int]]:
+    """Hashes of the items, and their probes; after a mark's memory is filled."""
+    if mark is None:
+        return digests_of(memory, packed.items), packed.probes
+    mark.wait(packed.size)  # hashing beside the copies would only delay them
+    return digests_of(memory, packed.items), probes_of(memory, packed.items)
+
+
 def _existing(pool: Pool, key: str) -> str | None:
     try:
         return pool.stat(key).version
@@ -487,13 +451,4 @@ def _remove_quietly(pool: Pool, key: str) -> None:
         return
 
 
-def guarded(action: Callable[[], T], future: Future[T]) -> None:
-    """Run a part of a save on its thread, its outcome into the future."""
-    try:
-        future.set_result(action())
-    except BaseException as error:  # noqa: BLE001 (raised again by result, save, wait, close)
-        future.set_exception(error)
-
-
-__all__ = ["SaveHandle", "SaveJob", "SaveOptions", "SaveReport", "Written", "guarded",
-           "require_safe"]  # fmt: skip
+__all__ = ["SaveJob", "SaveOptions", "Written", "require_safe"]

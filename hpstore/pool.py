@@ -72,7 +72,7 @@ class Pool(PoolHandle):
         if_version: str | None = None,
         rate_bytes_per_second: float | None = None,
     ) -> ObjectInfo:
-        """Store `data` (bytes-like, or an open binary file) under `key`.
+        """Store `data` (bytes-like, an open binary file, or a Source) under `key`.
 
         Durable on return on k' + m devices, or, with devices failing, on at least
         max(k' + 1, m + 1) with the debt recorded (`losses_tolerated` tells). A crash before leaves

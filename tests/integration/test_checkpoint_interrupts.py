@@ -12,9 +12,9 @@ import torch
 
 import hpstore
 from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint.handles import SaveHandle, SaveReport
 from hpstore.checkpoint.planner import Planner
 from hpstore.checkpoint.ranks import Ranks
-from hpstore.checkpoint.saving import SaveHandle, SaveReport
 from hpstore.checkpoint.stager import Stage
 from hpstore.config import Settings
 from hpstore.errors import CheckpointError, VersionConflict
@@ -45,7 +45,8 @@ class FailsLate(Future[SaveReport]):
 
 def test_an_error_that_a_timeout_hid_is_not_called_delivered() -> None:
     """Else the next save, wait and close would say nothing of it."""
-    handle = SaveHandle(1, 0.0, FailsLate())
+    handle = SaveHandle(1, 0.0)
+    handle.future = FailsLate()
     with pytest.raises(TimeoutError):
         handle.result(0.0)
     assert not handle.delivered

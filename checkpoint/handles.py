@@ -1,0 +1,92 @@
+"""What save() returns, and what becomes of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import asdict, dataclass, replace
+from typing import TypeVar
+
+from hpstore.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport:
+    """A committed save. Durable on at least m + 1 devices; `losses_tolerated` further losses."""
+
+    step: int
+    key: str  # of the manifest
+    bytes: int  # stored by all ranks for this step
+    referenced_bytes: int  # that an earlier step holds, unchanged, and were not written again
+    staged_seconds: float  # how long save() kept the trainer
+    durable_seconds: float  # from the call of save() to the commit
+    losses_tolerated: int
+
+    def with_stall(self, seconds: float) -> SaveReport:
+        """The same, with what save() took on this rank."""
+        return replace(self, staged_seconds=seconds)
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return asdict(self)
+
+
+class SaveHandle:
+    """A save on its way. `staged_seconds` is how long save() kept the trainer.
+
+    `skipped`: there is no save, another one was under way (on_busy="skip"): it is done, and its
+    result() raises CheckpointError.
+    """
+
+    def __init__(self, step: int, began: float) -> None:
+        """`began`: when save() was called, by time.perf_counter()."""
+        self.step, self.staged_seconds, self.skipped = step, 0.0, False
+        self.delivered = False  # its error was raised to somebody
+        self.future: Future[SaveReport] = Future()
+        self._began = began
+        self._late_seconds: Callable[[], float] = lambda: 0.0
+
+    @classmethod
+    def of_skipped(cls, step: int) -> SaveHandle:
+        """Stands for a save that was not begun."""
+        handle = cls(step, 0.0)
+        handle.skipped = True
+        handle.future.set_exception(
+            CheckpointError(f"the save of step {step} was skipped: another was under way")
+        )
+        return handle
+
+    def staged(self, late_seconds: Callable[[], float] = lambda: 0.0) -> None:
+        """The trainer goes on now; `late_seconds` tells how long it is kept later."""
+        self.staged_seconds = time.perf_counter() - self._began
+        self._late_seconds = late_seconds
+
+    @property
+    def visible_stall_seconds(self) -> float:
+        """Time that training has lost: in save() and, with overlap, in the optimizer's hook."""
+        return self.staged_seconds + self._late_seconds()
+
+    def done(self) -> bool:
+        """Whether it is committed or has failed."""
+        return self.future.done()
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Wait for the commit. Raises what went wrong, TimeoutError when it takes longer."""
+        if self.future not in wait([self.future], timeout).done:
+            raise TimeoutError(f"the save of step {self.step} is not done after {timeout} s")
+        self.delivered = True  # not after a timeout: it may fail in that very moment
+        return self.future.result()
+
+
+def guarded(action: Callable[[], T], future: Future[T]) -> None:
+    """Run a part of a save on its thread, its outcome into the future."""
+    try:
+        future.set_result(action())
+    except BaseException as error:  # noqa: BLE001 (raised again by result, save, wait, close)
+        future.set_exception(error)
+
+
+__all__ = ["SaveHandle", "SaveReport", "guarded"]
