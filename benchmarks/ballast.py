@@ -28,7 +28,7 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _STEP_BYTES = 2 * MIB  # of a huge page
 LIMIT_BYTES = 16 * GIB
 SPARE_BYTES = 256 * MIB
-COPIES = 4.2  # of the state: what a session keeps (staging, two files) and what a section needs
+COPIES = 3.5  # of the state: what a session keeps (staging, two files) and what a section needs
 
 
 def memory_bytes(name: str) -> int:
