@@ -173,9 +173,10 @@ class _Run:
         if fields is not None:
             self.source.restrict(list(fields))
         known = self.source.fields
-        for name in fields if known is not None and fields is not None else ():
-            if name not in known:
-                raise ConfigError(f"{self.source.where} has no {name!r}")
+        if known is not None and fields is not None:
+            for name in fields:
+                if name not in known:
+                    raise ConfigError(f"{self.source.where} has no {name!r}")
         self._raise_known()
         records = self._records()
         ahead = records.read(Place())
