@@ -259,6 +259,7 @@ class StoredData(Closing):
     def written_as(self, indices: Int64s) -> Int64s | None:
         """The numbers under which samples were written, in their part, before it was shuffled.
 
+        Of an ingest: the number of the record in its source, or block << 32 | number in the block.
         None when the data set was not shuffled on write.
         """
         if self.manifest.shuffle_seed is None:

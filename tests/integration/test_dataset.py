@@ -20,11 +20,9 @@ from hpstore.loaders import (
     Dataset,
     DatasetWriter,
     Field,
-    TokenCorpus,
     delete_dataset,
     list_datasets,
     verify_dataset,
-    write_corpus,
 )
 from hpstore.pool import Pool
 from hpstore.rebuild import Progress
@@ -38,6 +36,8 @@ from tests.integration.data_sets import (
 )
 
 COUNT = 60
+
+OLD_CORPUS = b'{"format": 1, "shards": [5]}'  # as hpstore wrote before it had data sets
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_metadata_and_facts_are_kept(pool: Pool) -> None:
     """What the writer recorded; what a list of data sets shows."""
     data = write_samples(pool, "a/b", range(5), metadata={"source": "x", "n": [1, None]})
     assert data.metadata == {"source": "x", "n": [1, None]}
-    write_corpus(pool, "texts", [b"hello"])
+    pool.put("data/texts/manifest", OLD_CORPUS)
     pool.put("data/broken/manifest", b'{"kind": "dataset", "format": 1, "digest": ""}')
     found = {info.name: info for info in list_datasets(pool)}
     assert sorted(found) == ["a/b", "broken"]
@@ -230,13 +230,10 @@ def test_metadata_and_facts_are_kept(pool: Pool) -> None:
     assert "digest" in found["broken"].problem
 
 
-def test_a_corpus_is_no_data_set_and_the_other_way_round(pool: Pool) -> None:
-    """Each says what it found instead; deleting as a data set is refused."""
-    write_corpus(pool, "texts", [b"hello"])
+def test_a_corpus_of_an_earlier_version_is_no_data_set(pool: Pool) -> None:
+    """It says what it is; deleting as a data set is refused."""
+    pool.put("data/texts/manifest", OLD_CORPUS)
     for call in (Dataset, delete_dataset, verify_dataset):
-        with pytest.raises(ConfigError, match="open it with TokenCorpus"):
+        with pytest.raises(ConfigError, match="corpus of tokens of an earlier"):
             call(pool, "texts")
     assert pool.exists("data/texts/manifest")
-    write_samples(pool, "a", range(1))
-    with pytest.raises(ConfigError, match="open it with Dataset"):
-        TokenCorpus(pool, "a")
