@@ -4,8 +4,8 @@
     python examples/digits.py --pool pool.toml --epochs 6
     python examples/digits.py --pool pool.toml --epochs 12 --resume
 
-A checkpoint is taken every 20 steps, in mid-epoch too. Kill it whenever you like: `--resume` goes on
-with the very next batch. Needs scikit-learn.
+A checkpoint is taken every 20 steps, in mid-epoch too. Kill it whenever you like: `--resume` goes
+on with the very next batch. Needs scikit-learn.
 """
 
 from __future__ import annotations

@@ -70,7 +70,8 @@ def test_digits_are_learnt_and_a_run_that_was_cut_ends_as_the_whole_one(config: 
     whole = run(config, "digits.py", "--prefix", "a", "--epochs", "4").splitlines()[1:]
     run(config, "digits.py", "--prefix", "b", "--epochs", "4", "--stop-after", "30")
     rest = run(config, "digits.py", "--prefix", "b", "--epochs", "4", "--resume").splitlines()
-    assert rest == whole[1:]
+    assert rest == whole[-len(rest) :]
+    assert len(rest) == 3
     right = re.search(r"([0-9.]+) right", whole[-1])
     assert right is not None
     assert float(right.group(1)) > 0.8
