@@ -168,6 +168,9 @@ class _Run:
             discard(self.pool, self.name, found)
             journal.remove()
             return None
+        if found is not None and not found.parts:  # nothing to go on with, so nothing to refuse
+            discard(self.pool, self.name, found)
+            return None
         return found
 
     def _opened(

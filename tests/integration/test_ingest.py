@@ -117,13 +117,13 @@ def test_an_image_folder_is_there_in_a_recorded_order(pool: Pool, tmp_path: Path
 def test_parts_make_the_same_data_set_as_one_writer(pool: Pool, tmp_path: Path) -> None:
     """The fingerprint is that of the samples: not of how many parts they were written in."""
     root = images(tmp_path / "in")
-    made = ingest(pool, "parts", root, shuffle=False, **SHARD)
+    made = ingest(pool, "many", root, shuffle=False, **SHARD)
     fields = {"image": Field("bytes"), "label": Field("int64")}
     with DatasetWriter(pool, "whole", fields) as writer:
         for image, label in wanted_rows(root):
             writer.write({"image": image, "label": label})
     assert Dataset(pool, "whole").fingerprint == made.fingerprint
-    assert rows(pool, "parts") == wanted_rows(root)
+    assert rows(pool, "many") == wanted_rows(root)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
