@@ -44,7 +44,7 @@ def say(stage: int, what: str, **figures: object) -> None:
 
 def cut(tensor: torch.Tensor, part: int) -> tuple[torch.Tensor, ...]:
     """Views of `part` bytes each."""
-    pieces: tuple[torch.Tensor, ...] = torch.split(tensor, part)  # type: ignore[no-untyped-call]
+    pieces: tuple[torch.Tensor, ...] = torch.split(tensor, part)
     return pieces
 
 
