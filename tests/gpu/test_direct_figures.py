@@ -44,7 +44,8 @@ def say(stage: int, what: str, **figures: object) -> None:
 
 def cut(tensor: torch.Tensor, part: int) -> tuple[torch.Tensor, ...]:
     """Views of `part` bytes each."""
-    return torch.split(tensor, part)
+    pieces: tuple[torch.Tensor, ...] = torch.split(tensor, part)
+    return pieces
 
 
 def gpu_rate(nbytes: int, work: Callable[[], object]) -> float:
