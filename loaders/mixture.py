@@ -15,7 +15,7 @@ from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.draws import Indices, derive_seed
 from hpstore.loaders.engine import Engine
 from hpstore.loaders.mixing import MixtureOrder
-from hpstore.loaders.order import GlobalOrder, Order, SequentialOrder
+from hpstore.loaders.order import PERMUTATION_SAMPLES, GlobalOrder, Order, SequentialOrder
 from hpstore.loaders.progress import Piece
 
 
@@ -61,8 +61,10 @@ class Mixture:
         """The order of a loader: each data set shuffled by itself ("global") or as it is."""
         if shuffle not in ("global", "none"):
             raise ConfigError(f'shuffle {shuffle!r} of a mixture: choose "global" or "none"')
+        tables = PERMUTATION_SAMPLES // len(self.datasets)  # else 200 of them take seconds
         orders: list[Order] = [
-            GlobalOrder(len(data), derive_seed(seed, number)) if shuffle == "global"
+            GlobalOrder(len(data), derive_seed(seed, number), table_samples=tables)
+            if shuffle == "global"
             else SequentialOrder(len(data))
             for number, data in enumerate(self.datasets)
         ]  # fmt: skip
