@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo test check test-fault bench format clean
+.PHONY: demo test check test-fault test-kernels bench format clean
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -28,6 +28,11 @@ check: $(READY)
 
 test-fault: $(READY)
 	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest tests/fault
+
+# Triton is 200 MB and not in [dev]: docs/decisions/0013. The version that the pinned torch wants.
+test-kernels: $(READY)
+	$(BIN)/python -m pip install --quiet 'triton==3.7.1'
+	$(BIN)/python -m pytest tests/integration/test_direct_kernels.py
 
 bench: $(READY)
 	$(BIN)/hpstore bench devices erasure

@@ -7,7 +7,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -19,7 +19,6 @@ from hpstore.checkpoint.collecting import collector_paused
 from hpstore.checkpoint.draining import Draining
 from hpstore.checkpoint.handles import SaveHandle, SaveReport, guarded
 from hpstore.checkpoint.manifest import Manifest, checked_step
-from hpstore.checkpoint.notices import note_differing, note_stall
 from hpstore.checkpoint.options import VerifyReport, require_options
 from hpstore.checkpoint.pacing import checked_background, pace
 from hpstore.checkpoint.packing import Key, Known, known_items
@@ -38,13 +37,11 @@ from hpstore.checkpoint.retention import Best, Retention
 from hpstore.checkpoint.saving import SaveJob, SaveOptions
 from hpstore.checkpoint.stager import Stage, checked_staging
 from hpstore.checkpoint.steps import Steps
-from hpstore.checkpoint.streaming import ByteProgress, counted
+from hpstore.checkpoint.streaming import ByteProgress, counted, counting
 from hpstore.checkpoint.training import State, require_state
 from hpstore.checkpoint.tree import Decoding, PerRank, decode_tree
 from hpstore.closing import Closing
-from hpstore.errors import (
-    CheckpointError,
-)
+from hpstore.errors import CheckpointError
 from hpstore.pool import Pool
 from hpstore.units import parse_bytes
 
@@ -152,17 +149,19 @@ class Checkpointer(Closing):
         *,
         overwrite: bool = False,
         metrics: Mapping[str, float] | None = None,
+        progress: ByteProgress | None = None,
     ) -> SaveHandle:
         """Save `state` as "`step` steps are completed"; returns once it is staged.
 
         `state`: a dict of modules, optimizers, objects with state_dict/load_state_dict, tensors,
         numpy arrays, numbers, strings, nested dicts and lists. After the return the tensors may
-        change (with staging="overlap": parameters and moments by their optimizer's step alone).
-        A save that is still being written is waited for first (on_busy); what went wrong in it is
-        raised here, at wait() or at close(). Nothing is durable until the handle's result().
-        `metrics`: numbers for keep_best and for those who choose a step later.
+        change (with staging="overlap": parameters and moments by their optimizer's step alone). A
+        save still being written is waited for first (on_busy); what went wrong in it is raised
+        here, at wait() or close(). Nothing is durable until the handle's result(). `metrics`:
+        numbers for keep_best. `progress(done, total)`: bytes written by this rank, in background.
 
-        Raises CheckpointError naming the entry that cannot be saved.
+        Raises CheckpointError naming the entry that cannot be saved, VersionConflict for a step
+        known to be committed; one that another job has committed since fails in result().
         """
         self._usable()
         if self.pool.read_only:
@@ -176,58 +175,32 @@ class Checkpointer(Closing):
             return SaveHandle.of_skipped(step)
         waited = time.perf_counter() - began
         with collector_paused():
-            prepared = self._planner.prepare(step, state)
-        options = self._options(checked_step(step), prepared, overwrite, metrics, began)
+            require = None if overwrite else self._steps.require_new
+            prepared = self._planner.prepare(step, state, require)
+        options = self._options(checked_step(step), prepared, overwrite, metrics, began, progress)
         job = SaveJob(self.pool, self.prefix, self._ranks, options, self._known)
-        handle = SaveHandle(step, began)
-        plain = not self.compression and options.rate_bytes_per_second is None
-        if plain and self._stage.follows(prepared, self._known):
-            self._stage_written(job, prepared, handle)
-        else:
-            self._stage_then_write(job, prepared, handle, state)
-        note_stall(self.counters, self.max_stall_seconds, handle.staged_seconds, waited)
-        return handle
-
-    def _stage_then_write(
-        self, job: SaveJob, prepared: Prepared, handle: SaveHandle, state: State
-    ) -> None:
         try:
             late = self._stage.begin(
                 prepared, state, self.counters, lambda p: self._write_part(job, p)
             )  # fmt: skip
-            handle.staged(late)
-            self._launch(job, prepared, handle)
         except BaseException as error:
             self._give_up(job, error)
             raise
-
-    def _stage_written(self, job: SaveJob, prepared: Prepared, handle: SaveHandle) -> None:
-        """Stage while what is staged already is being written."""
-        try:
-            self._stage.open(prepared)
-            self._launch(job, prepared, handle)
-            self._stage.run(handle.staged)
-        except BaseException as error:
-            self._stage.fail(error)
-            if self._flying is handle:  # the saver fails for the same reason, and tells the others
-                handle.delivered = True
-                self.wait()
-            else:
-                self._give_up(job, error)
-            raise
-
-    def _launch(self, job: SaveJob, prepared: Prepared, handle: SaveHandle) -> None:
-        """Start the background of a save. Raises RuntimeError when there are no more threads."""
-        thread = threading.Thread(
-            target=self._run, args=(job, prepared, handle), name="hpstore-save",
+        staged = time.perf_counter() - began
+        self._warn_of_stall(staged, waited)
+        future: Future[SaveReport] = Future()
+        self._flying = handle = SaveHandle(step, staged, future, late_seconds=late)
+        self._thread = threading.Thread(
+            target=self._run, args=(job, prepared, future, staged), name="hpstore-save",
             daemon=True,  # Draining waits for it at the end, with a limit
         )  # fmt: skip
-        self._flying, self._thread = handle, thread
         try:
-            thread.start()
-        except RuntimeError:
+            self._thread.start()
+        except RuntimeError as error:  # no more threads, or the interpreter is ending
             self._flying = self._thread = None
+            self._give_up(job, error)
             raise
+        return handle
 
     def _may_begin(self) -> bool:
         """Wait for the save under way, or say that this one is not to be; raises for "error"."""
@@ -246,7 +219,7 @@ class Checkpointer(Closing):
 
     def _options(
         self, step: int, prepared: Prepared, overwrite: bool,
-        metrics: Mapping[str, float] | None, began: float,
+        metrics: Mapping[str, float] | None, began: float, progress: ByteProgress | None,
     ) -> SaveOptions:  # fmt: skip
         extra: dict[str, Any] = {}
         if metrics:
@@ -256,16 +229,11 @@ class Checkpointer(Closing):
         interval = began - self._saved_at if self._saved_at is not None else None
         self._saved_at = began
         return SaveOptions(
-            step=step,
-            tree=prepared.tree,
-            names=prepared.names,
-            session=self._session,
-            overwrite=overwrite,
-            extra=extra,
-            codec=self.compression,
+            step=step, tree=prepared.tree, names=prepared.names, session=self._session,
+            overwrite=overwrite, extra=extra, codec=self.compression, began=began,
             rate_bytes_per_second=pace(self.background, prepared.total_bytes, interval),
-            began=began,
-        )
+            progress=counting(progress, prepared.total_bytes) if progress is not None else None,
+        )  # fmt: skip
 
     def _begin_job(self, job: SaveJob) -> None:
         """Take the fence on the first save, then note the attempt."""
@@ -288,7 +256,9 @@ class Checkpointer(Closing):
             self._begin_job(job)
         self._stage.write(job, part)
 
-    def _run(self, job: SaveJob, prepared: Prepared, handle: SaveHandle) -> None:
+    def _run(
+        self, job: SaveJob, prepared: Prepared, future: Future[SaveReport], staged: float
+    ) -> None:
         """The background of one save."""
         committed: list[SaveReport] = []
 
@@ -300,10 +270,11 @@ class Checkpointer(Closing):
                 self._stage.write(job, last)
             self._known = {}
             report = job.commit()
-            note_differing(self.counters, job.differing)
+            self._note_differing(job.differing)
             self._known = job.next_known if self.reuse else {}
             committed.append(report)
-            return report.with_stall(handle.staged_seconds)
+            self._steps.committed(report.step)
+            return report.with_stall(staged)
 
         def tidy() -> None:
             """What the handle does not wait for: older steps go when the newer has no debt."""
@@ -314,17 +285,34 @@ class Checkpointer(Closing):
             if committed and self._ranks.leads and not self._told_of_later:
                 self._told_of_later = True
                 self._steps.warn_of_later(committed[0].step)
-            whole = committed and committed[0].losses_tolerated >= self.pool.parity
+            whole = committed and committed[0].spare_columns >= self.pool.parity
             if whole and self._ranks.leads:
                 self._steps.retain(committed[0].step, self.retention)
 
-        guarded(finish, handle.future)
+        guarded(finish, future)
         guarded(tidy, self._tidied)
 
     def forget_interval(self) -> None:
         """The time since the save before says nothing of the next one's: "gentle" then takes its
         own pace, as for a first save."""
         self._saved_at = None
+
+    def _note_differing(self, paths: Sequence[str]) -> None:
+        """Ranks that record different values under one name: counted, logged once."""
+        if paths and not self.counters["saves_with_differing_values_total"]:
+            _log.warning(
+                "ranks differ in %d values, such as %r: the first rank's are recorded. Wrap in "
+                "per_rank() what every rank has for itself.", len(paths), paths[0],
+            )  # fmt: skip
+        self.counters["saves_with_differing_values_total"] += bool(paths)
+
+    def _warn_of_stall(self, staged: float, waited: float) -> None:
+        if self.max_stall_seconds is not None and staged > self.max_stall_seconds:
+            self.counters["stalls_over_limit_total"] += 1
+            _log.warning(
+                "save() kept the trainer %.3f s (limit %.3f), %.3f s of it waiting for the save "
+                "before", staged, self.max_stall_seconds, waited,
+            )  # fmt: skip
 
     def before_update(self) -> None:
         """With staging="overlap": call it before tensors are changed by anything but the step of
@@ -353,7 +341,6 @@ class Checkpointer(Closing):
 
     def wait_at_most(self, seconds: float) -> bool:
         """Wait for the save under way, raising nothing; False when it takes longer."""
-        self._stage.interrupt()
         thread = self._thread
         if thread is not None:
             thread.join(seconds)

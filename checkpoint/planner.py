@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,12 +57,17 @@ class Planner:
         self._mine: list[int] = []
         self._layout: Layout | None = None  # of the save before, when one rank saves
 
-    def prepare(self, step: int, state: State) -> Prepared:
-        """Plan a save. Collective. Raises CheckpointError on all ranks when it fails on one."""
+    def prepare(
+        self, step: int, state: State, require: Callable[[int], None] | None = None
+    ) -> Prepared:
+        """Plan a save. Collective. Raises CheckpointError on all ranks when it fails on one, which
+        includes what this rank's `require(step)` raises."""
         error: Exception | None = None
         tree, chunks = None, list[Chunk]()
         found = Collected(rank=self._ranks.rank, allow_pickle=self._allow_pickle)
         try:
+            if require is not None:
+                require(step)
             tree = encode_tree(collect(state, rng=self._rng), "", found)
             if self._ranks.world == 1 and self._layout is not None:
                 slices = self._layout.applied(found.tensors)

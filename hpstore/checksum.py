@@ -24,6 +24,12 @@ def column_seed(pool_id: str, key: str, version: str, layout: str, column: int) 
     return xxhash.xxh3_64_intdigest(f"{pool_id}\0{key}\0{version}\0{layout}\0{column}".encode())
 
 
+def block_seeds(seed: int, first_block: int, count: int) -> NDArray[np.uint64]:
+    """Seeds of consecutive blocks of a column, for those who check them elsewhere."""
+    blocks = np.arange(first_block, first_block + count, dtype=np.uint64)
+    return np.uint64(seed) + blocks * np.uint64(_STEP)
+
+
 def block_digests(
     seed: int, first_block: int, data: memoryview, out: NDArray[np.uint64] | None = None
 ) -> NDArray[np.uint64]:
@@ -65,6 +71,7 @@ __all__ = [
     "DIGEST_BYTES",
     "ROOT_BYTES",
     "block_digests",
+    "block_seeds",
     "column_seed",
     "digest128",
     "first_bad_block",

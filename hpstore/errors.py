@@ -22,6 +22,9 @@
       BudgetExceeded                 exit 35
       CheckpointError                exit 40
         CheckpointMismatch           exit 41  state and manifest do not fit
+      IngestError                    exit 45  a record or a source cannot be taken
+      DirectError                    exit 60  a read straight into GPU memory failed
+        DirectUnavailable            exit 61  this process, file or memory cannot take part in one
 
 The constructor is (message, **optional keywords): worker processes rebuild an error from its
 message alone, so the message carries every fact. Each class has its own exit code for the
@@ -175,6 +178,24 @@ class CheckpointMismatch(CheckpointError):
     exit_code = 41
 
 
+class IngestError(HpstoreError):
+    """A record of a source is bad, or the source changed. Nothing is visible; see the message."""
+
+    exit_code = 45
+
+
+class DirectError(HpstoreError):
+    """A read straight into GPU memory failed; its target is undefined. Files are unharmed."""
+
+    exit_code = 60
+
+
+class DirectUnavailable(DirectError):
+    """GPUDirect cannot be used here; the path over pinned memory can. Nothing was read."""
+
+    exit_code = 61
+
+
 __all__ = [
     "BudgetExceeded",
     "CheckpointError",
@@ -187,8 +208,11 @@ __all__ = [
     "DeviceMissing",
     "DeviceReadOnly",
     "DeviceTimeout",
+    "DirectError",
+    "DirectUnavailable",
     "FormatTooNew",
     "HpstoreError",
+    "IngestError",
     "IntegrityError",
     "InvalidKey",
     "LockTimeout",

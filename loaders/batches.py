@@ -175,7 +175,7 @@ class Assembler:
         slab = self._slabs.get(stream.number)
         if slab is None:
             self.read_total += len(indices)
-            return self._data.read_records(stream, indices)[0]
+            return self._data.read_direct(stream, indices)
         slots = slab.resident(places)
         have, lack = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
         records: list[Bytes] = [_NOTHING] * len(indices)
@@ -183,7 +183,7 @@ class Assembler:
         for row, record in zip(have.tolist(), found, strict=True):
             records[row] = record
         if len(lack):
-            read = self._data.read_records(stream, indices[lack])[0]
+            read = self._data.read_direct(stream, indices[lack])
             for row, record in zip(lack.tolist(), read, strict=True):
                 records[row] = record
         self.gathered_total += len(have)

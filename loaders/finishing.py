@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from hpstore.errors import ConfigError, IntegrityError, TooManyErasures
 from hpstore.loaders.batches import Batch, Ragged
 from hpstore.loaders.draws import Indices
-from hpstore.loaders.engine import Engine
+from hpstore.loaders.mixture import AnyEngine
 from hpstore.loaders.progress import Piece
 from hpstore.loaders.transfer import Arriving, Transfer
 
@@ -40,7 +40,7 @@ class Finish:
         self.batches_total = self.skipped_total = 0
         self.transform_seconds = 0.0
 
-    def make(self, engine: Engine, piece: Piece) -> Any:
+    def make(self, engine: AnyEngine, piece: Piece) -> Any:
         """Read and finish a piece; None when all of its samples were skipped."""
         try:
             indices, batch = engine.make(piece)
@@ -80,7 +80,7 @@ class Finish:
             error.add_note(f"hpstore: in collate_fn, of samples {indices.tolist()}")
             raise
 
-    def _without_damaged(self, engine: Engine, piece: Piece) -> tuple[Indices, Batch | None]:
+    def _without_damaged(self, engine: AnyEngine, piece: Piece) -> tuple[Indices, Batch | None]:
         """Find out one by one which samples can be read."""
         indices, good = piece.indices(engine.order), []
         for index in indices.tolist():

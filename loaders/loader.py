@@ -14,6 +14,7 @@ from hpstore.errors import ConfigError
 from hpstore.loaders.engine import PREFETCH_BYTES, Engine, cache_budget, pinner
 from hpstore.loaders.finishing import Finish
 from hpstore.loaders.foreign import ForeignIterator, PositionSampler
+from hpstore.loaders.mixture import AnyEngine, MixedEngine, Mixture, fingerprints
 from hpstore.loaders.native import NativeIterator, native_of, order_for
 from hpstore.loaders.order import Order
 from hpstore.loaders.ranks import coordinates
@@ -131,7 +132,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._state_text: tuple[tuple[str, ...], str] | None = None
         self.skipped_batches_total = 0  # read again to get to a position: see docs/data.md
         self.wait_seconds = 0.0  # that next() waited for a batch
-        self._engine: Engine | None = None
+        self._engine: AnyEngine | None = None
         self._ready: NativeIterator | None = None  # made ahead for the next epoch
 
     def _start_torch(
@@ -192,15 +193,21 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """An iterator that has ended leaves what it has made ahead of the next epoch."""
         self._ready = iterator
 
-    def engine(self) -> Engine:
+    def engine(self) -> AnyEngine:
         """What makes the batches of a native data set in this process; made at first use."""
         assert self._native is not None
         if self._engine is None or self._engine.pid != os.getpid():
-            self._engine = Engine(
-                self._native.data, self._order, cache_bytes=cache_budget(self.cache),
-                prefetch_bytes=self.batch_memory_bytes,
-                pin=pinner(self.finish.device, self.pin_memory),
-            )  # fmt: skip
+            data, order = self._native.data, self._order
+            options: dict[str, Any] = {
+                "cache_bytes": cache_budget(self.cache), "prefetch_bytes": self.batch_memory_bytes,
+                "pin": pinner(self.finish.device, self.pin_memory),
+            }  # fmt: skip
+            if isinstance(data, Mixture):
+                if order is None:
+                    raise ConfigError("a mixture has an order of its own: give no sampler")
+                self._engine = MixedEngine(data, order, **options)
+            else:
+                self._engine = Engine(data, order, **options)
         return self._engine
 
     # --- state ------------------------------------------------------------------------------
@@ -252,7 +259,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """Fingerprints of the data, and the order as text; made once."""
         if self._state_text is None:
             if self._native is not None:
-                prints: tuple[str, ...] = (self._native.data.fingerprint,)
+                prints = fingerprints(self._native.data)
             else:
                 size = len(self.dataset) if hasattr(self.dataset, "__len__") else "?"
                 prints = (f"{type(self.dataset).__name__}[{size}]",)

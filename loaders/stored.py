@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from hpstore.buffers import aligned_array
 from hpstore.closing import Closing
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError, IntegrityError, ObjectNotFound
+from hpstore.geometry import ALIGNMENT_BYTES
 from hpstore.loaders.blocks import BLOCK_ROWS, BlockTable
 from hpstore.loaders.fields import Array, Field, FieldKind
 from hpstore.loaders.layout import Int64s, group_fields
@@ -259,6 +261,7 @@ class StoredData(Closing):
     def written_as(self, indices: Int64s) -> Int64s | None:
         """The numbers under which samples were written, in their part, before it was shuffled.
 
+        Of an ingest: the number of the record in its source, or block << 32 | number in the block.
         None when the data set was not shuffled on write.
         """
         if self.manifest.shuffle_seed is None:
@@ -305,6 +308,18 @@ class StoredData(Closing):
                 "data set again, or skip the sample."
             )
         return records, places
+
+    def read_direct(self, stream: Stream, indices: Int64s) -> list[Bytes]:
+        """As read_records, straight from the devices where that can be; without the places."""
+        lengths = self.locate(stream, indices).length
+        steps = -(-lengths // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        ends = np.cumsum(steps)
+        buffer = aligned_array(int(ends[-1]) if len(ends) else 0)
+        starts = (ends - steps).tolist()
+        rows = [buffer[a : a + n] for a, n in zip(starts, lengths.tolist(), strict=True)]
+        if self.read_rows(stream, indices, rows):
+            return rows
+        return self.read_records(stream, indices)[0]
 
     def read_rows(self, stream: Stream, indices: Int64s, rows: Sequence[Bytes]) -> bool:
         """Verified records of n samples into rows[i], each as long as its record, where it can be

@@ -1,0 +1,162 @@
+"""The kernels against the codec and xxhash: `kernels.py cpu` with TRITON_INTERPRET=1, or `cuda`.
+
+Prints one JSON object: by the name of each check, "" or what was wrong. The variable must be set
+before Triton is first imported by anybody, hence a process of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+import xxhash
+
+from hpstore.codec import ErasureCode, choose_backend
+from hpstore.codec.galois import Bytes
+from hpstore.geometry import Code
+from hpstore.loaders.direct.decode import DecodeJobs, decode
+from hpstore.loaders.direct.verify import Blocks, verify
+
+UNIT = 4096 + 520  # two programs a unit, the second one almost empty
+GUARD = 64
+RNG = np.random.default_rng(0)
+DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cpu"
+
+
+def decoded(memory: Bytes, jobs: DecodeJobs) -> None:
+    """decode() on the device, in place."""
+    tensor = torch.from_numpy(memory).to(DEVICE)
+    decode(tensor, jobs)
+    memory[:] = tensor.cpu().numpy()
+
+
+def checked(memory: Bytes, blocks: Blocks) -> list[bool]:
+    """verify() on the device."""
+    good: list[bool] = verify(torch.from_numpy(memory).to(DEVICE), blocks).tolist()
+    return good
+
+
+def stripe(data: int, parity: int) -> Bytes:
+    """All columns of a random stripe, by the codec in use: (k + m, UNIT)."""
+    columns = RNG.integers(0, 256, (data + parity, UNIT), np.uint8)
+    ErasureCode(choose_backend()).encode(
+        Code.RS_CAUCHY, parity, list(columns[:data]), list(columns[data:])
+    )
+    return columns
+
+
+def lost_again(data: int, parity: int, lost: tuple[int, ...], choose: int) -> str:
+    """Lose columns, decode them in place; `choose` rotates which survivors are used."""
+    columns = stripe(data, parity)
+    left = [i for i in range(data + parity) if i not in lost]
+    have = tuple(sorted((left[choose % len(left) :] + left)[:data]))
+    memory = np.full((data + parity) * UNIT + GUARD, 0xA5, np.uint8)
+    held = memory[:-GUARD].reshape(data + parity, UNIT)
+    held[:] = columns
+    held[list(lost)] = 0x5A
+    jobs = DecodeJobs(
+        data=data, parity=parity, have=have, want=lost, length=UNIT,
+        sources=np.array([[i * UNIT for i in have]]), targets=np.array([[i * UNIT for i in lost]]),
+    )  # fmt: skip
+    decoded(memory, jobs)
+    if not (held == columns).all():
+        return f"columns {lost} of {data}+{parity} from {have} differ"
+    return "" if (memory[-GUARD:] == 0xA5).all() else "bytes behind the units were overwritten"
+
+
+def lost_sets(data: int, parity: int, step: int) -> Iterator[tuple[int, ...]]:
+    """Every `step`-th set of 1..m lost columns."""
+    every = itertools.chain.from_iterable(
+        itertools.combinations(range(data + parity), count) for count in range(1, parity + 1)
+    )
+    return itertools.islice(every, 0, None, step)
+
+
+def decodes(data: int, parity: int, step: int) -> Callable[[], str]:
+    """A check over lost sets."""
+
+    def run() -> str:
+        answers = (
+            lost_again(data, parity, lost, number)
+            for number, lost in enumerate(lost_sets(data, parity, step))
+        )
+        return next((answer for answer in answers if answer), "")
+
+    return run
+
+
+def several_jobs() -> str:
+    """Three stripes in one call, their units scattered over the arena in any order."""
+    stripes = [stripe(4, 2) for _ in range(3)]
+    places = RNG.permutation(18).reshape(3, 6) * UNIT
+    memory = np.zeros(18 * UNIT, np.uint8)
+    for columns, at in zip(stripes, places, strict=True):
+        for i in (0, 2, 3, 5):
+            memory[at[i] : at[i] + UNIT] = columns[i]
+    jobs = DecodeJobs(
+        data=4, parity=2, have=(0, 2, 3, 5), want=(1, 4), length=UNIT,
+        sources=places[:, [0, 2, 3, 5]], targets=places[:, [1, 4]],
+    )  # fmt: skip
+    decoded(memory, jobs)
+    for columns, at in zip(stripes, places, strict=True):
+        for i in range(6):
+            if not (memory[at[i] : at[i] + UNIT] == columns[i]).all():
+                return f"unit {i} differs"
+    return ""
+
+
+def noise_blocks() -> tuple[Bytes, Blocks]:
+    """Blocks of many lengths and seeds in 400 KB of noise, with xxhash's answers."""
+    memory = RNG.integers(0, 256, 400_000, np.uint8)
+    starts = np.array([0, 8, 65536, 131072 + 4096, 200000, 334464])
+    lengths = np.array([1024, 4096, 65536, 2048, 65536 - 4096, 65536])
+    seeds = RNG.integers(0, 2**64, 6, np.uint64)
+    seeds[0], seeds[3] = 0, 2**64 - 1
+    expected = [
+        xxhash.xxh3_64_intdigest(memory[start : start + length].tobytes(), int(seed))
+        for start, length, seed in zip(starts, lengths, seeds, strict=True)
+    ]
+    return memory, Blocks(
+        starts=starts, lengths=lengths, seeds=seeds, expected=np.array(expected, np.uint64)
+    )
+
+
+def digests() -> str:
+    """Good blocks are good."""
+    memory, blocks = noise_blocks()
+    good = checked(memory, blocks)
+    return "" if all(good) else f"{good}"
+
+
+def flips() -> str:
+    """One flipped bit anywhere in a block makes that block bad, and no other one."""
+    memory, blocks = noise_blocks()
+    for number in range(len(blocks.starts)):
+        start, length = int(blocks.starts[number]), int(blocks.lengths[number])
+        for at in (start + length - 1, start + int(RNG.integers(length))):
+            if sum(s <= at < s + n for s, n in zip(blocks.starts, blocks.lengths, strict=True)) > 1:
+                continue  # the first two blocks overlap
+            damaged = memory.copy()
+            damaged[at] ^= 1 << int(RNG.integers(8))
+            good = checked(damaged, blocks)
+            if good != [n != number for n in range(6)]:
+                return f"byte {at} of block {number}: {good}"
+    return ""
+
+
+CHECKS: dict[str, Callable[[], str]] = {
+    "decode-4+2-all": decodes(4, 2, 1),
+    "decode-8+3-some": decodes(8, 3, 9),
+    "decode-2+1-all": decodes(2, 1, 1),
+    "decode-10+4-few": decodes(10, 4, 200),
+    "decode-jobs": several_jobs,
+    "digests": digests,
+    "flips": flips,
+}
+
+if __name__ == "__main__":
+    json.dump({name: check() for name, check in CHECKS.items()}, sys.stdout)
