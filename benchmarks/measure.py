@@ -17,6 +17,7 @@ class Options:
     size_bytes: int
     repeats: int
     peers: str = ""  # comma-separated names of other libraries to measure beside hpstore
+    compression: bool = False  # of checkpoints: what each codec costs
 
 
 def seconds(action: Callable[[], object]) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import time
 import traceback
 import warnings
@@ -34,7 +35,7 @@ class Sections:
     def warm(self, nbytes: int) -> None:
         """Before what is timed, and before what takes much memory: so many free bytes are warm.
 
-        Lasts for some seconds.
+        Lasts for some seconds. What the section before left is taken back first.
         """
         self._connection.send(("warm", nbytes))
         self._connection.recv()
@@ -44,12 +45,15 @@ Session = Callable[[Sections, Any], Found]
 
 
 def _in_session(connection: Connection, session: Session, spec: object) -> None:
-    """Runs in the new process. torch's warnings about how it is called are not for our user."""
+    """Runs in the new process. torch's warnings about how it is called are not for our user; what
+    libraries print belongs beside the progress, not into the JSON.
+    """
+    os.dup2(2, 1)
     warnings.filterwarnings("ignore", module="torch")
     try:
         connection.send(("found", session(Sections(connection), spec)))
     except BaseException as error:  # noqa: BLE001 (raised again where it was asked for)
-        connection.send(("failed", f"{error}\n{traceback.format_exc()}"))
+        connection.send(("failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
 
 
 class SessionFailed(HpstoreError):
@@ -97,8 +101,9 @@ class Sessions:
             if kind == "failed":
                 raise SessionFailed(value)
             began = time.perf_counter()
+            self._ballast.regain()
             self._ballast.hold(value)
-            self._ballast.release()
+            self._ballast.release(value)
             _log.debug("%d bytes warm after %.1f s", value, time.perf_counter() - began)
             connection.send(None)
 

@@ -79,7 +79,11 @@ def attempt_lives(attempt: Attempt, now_ms: int) -> bool:
 
 
 class Heartbeat:
-    """The note of one save, renewed while it runs. Durable when the constructor returns."""
+    """The note of one save, renewed while it runs. Durable when the constructor returns.
+
+    `key`: where it is, by default where a Checkpointer under `prefix` has it. A note that somebody
+    has removed is not put again: the save is over.
+    """
 
     def __init__(
         self,
@@ -89,9 +93,11 @@ class Heartbeat:
         nonce: str,
         session: str,
         references: Sequence[str],
+        *,
+        key: str | None = None,
     ) -> None:
         self.nonce = nonce
-        self._pool, self._key = pool, attempt_key(prefix, step, nonce)
+        self._pool, self._key = pool, key or attempt_key(prefix, step, nonce)
         host, boot, namespace = here()
         now = time.time_ns() // 1_000_000
         self._note = Attempt(
@@ -99,7 +105,7 @@ class Heartbeat:
             started_ms=now, beat_ms=now, session=session, references=tuple(references),
         )  # fmt: skip
         self._over = threading.Event()
-        pool.put(self._key, self._note.encode())
+        self._version = pool.put(self._key, self._note.encode()).version
         self._thread = threading.Thread(target=self._beat, name="hpstore-beat", daemon=True)
         self._thread.start()
 
@@ -107,10 +113,28 @@ class Heartbeat:
         while not self._over.wait(BEAT_SECONDS):
             note = {**asdict(self._note), "beat_ms": time.time_ns() // 1_000_000}
             try:
-                self._pool.put(self._key, Attempt(**note).encode())
+                data = Attempt(**note).encode()
+                self._version = self._pool.put(self._key, data, if_version=self._version).version
+            except VersionConflict:
+                if self._is_gone():
+                    return
             except (HpstoreError, OSError) as error:
                 _log.warning("the note of the save of step %d was not renewed: %s",
                              self._note.step, error)  # fmt: skip
+
+    def _is_gone(self) -> bool:
+        """Whether the note was removed; a renewal that failed and became visible is no removal."""
+        try:
+            self._version = self._pool.stat(self._key).version
+        except ObjectNotFound:
+            return True
+        except (HpstoreError, OSError) as error:
+            _log.warning("the note %s was not looked at: %s", self._key, error)
+        return False
+
+    def fade(self) -> None:
+        """End it without waiting, and leave the note to age: for finalizers."""
+        self._over.set()
 
     def stop(self) -> None:
         """End it and remove the note; best effort, garbage collection finds a dead note."""

@@ -38,13 +38,11 @@ from hpstore.checkpoint.retention import Best, Retention
 from hpstore.checkpoint.saving import SaveJob, SaveOptions
 from hpstore.checkpoint.stager import Stage, checked_staging
 from hpstore.checkpoint.steps import Steps
-from hpstore.checkpoint.streaming import ByteProgress, counted
+from hpstore.checkpoint.streaming import ByteProgress, counted, counting
 from hpstore.checkpoint.training import State, require_state
 from hpstore.checkpoint.tree import Decoding, PerRank, decode_tree
 from hpstore.closing import Closing
-from hpstore.errors import (
-    CheckpointError,
-)
+from hpstore.errors import CheckpointError
 from hpstore.pool import Pool
 from hpstore.units import parse_bytes
 
@@ -152,17 +150,19 @@ class Checkpointer(Closing):
         *,
         overwrite: bool = False,
         metrics: Mapping[str, float] | None = None,
+        progress: ByteProgress | None = None,
     ) -> SaveHandle:
         """Save `state` as "`step` steps are completed"; returns once it is staged.
 
         `state`: a dict of modules, optimizers, objects with state_dict/load_state_dict, tensors,
         numpy arrays, numbers, strings, nested dicts and lists. After the return the tensors may
-        change (with staging="overlap": parameters and moments by their optimizer's step alone).
-        A save that is still being written is waited for first (on_busy); what went wrong in it is
-        raised here, at wait() or at close(). Nothing is durable until the handle's result().
-        `metrics`: numbers for keep_best and for those who choose a step later.
+        change (with staging="overlap": parameters and moments by their optimizer's step alone). A
+        save still being written is waited for first (on_busy); what went wrong in it is raised
+        here, at wait() or close(). Nothing is durable until the handle's result(). `metrics`:
+        numbers for keep_best. `progress(done, total)`: bytes written by this rank, in background.
 
-        Raises CheckpointError naming the entry that cannot be saved.
+        Raises CheckpointError naming the entry that cannot be saved, VersionConflict for a step
+        known to be committed; one that another job has committed since fails in result().
         """
         self._usable()
         if self.pool.read_only:
@@ -176,8 +176,9 @@ class Checkpointer(Closing):
             return SaveHandle.of_skipped(step)
         waited = time.perf_counter() - began
         with collector_paused():
-            prepared = self._planner.prepare(step, state)
-        options = self._options(checked_step(step), prepared, overwrite, metrics, began)
+            require = None if overwrite else self._steps.require_new
+            prepared = self._planner.prepare(step, state, require)
+        options = self._options(checked_step(step), prepared, overwrite, metrics, began, progress)
         job = SaveJob(self.pool, self.prefix, self._ranks, options, self._known)
         handle = SaveHandle(step, began)
         plain = not self.compression and options.rate_bytes_per_second is None
@@ -246,7 +247,7 @@ class Checkpointer(Closing):
 
     def _options(
         self, step: int, prepared: Prepared, overwrite: bool,
-        metrics: Mapping[str, float] | None, began: float,
+        metrics: Mapping[str, float] | None, began: float, progress: ByteProgress | None,
     ) -> SaveOptions:  # fmt: skip
         extra: dict[str, Any] = {}
         if metrics:
@@ -256,16 +257,11 @@ class Checkpointer(Closing):
         interval = began - self._saved_at if self._saved_at is not None else None
         self._saved_at = began
         return SaveOptions(
-            step=step,
-            tree=prepared.tree,
-            names=prepared.names,
-            session=self._session,
-            overwrite=overwrite,
-            extra=extra,
-            codec=self.compression,
+            step=step, tree=prepared.tree, names=prepared.names, session=self._session,
+            overwrite=overwrite, extra=extra, codec=self.compression, began=began,
             rate_bytes_per_second=pace(self.background, prepared.total_bytes, interval),
-            began=began,
-        )
+            progress=counting(progress, prepared.total_bytes) if progress is not None else None,
+        )  # fmt: skip
 
     def _begin_job(self, job: SaveJob) -> None:
         """Take the fence on the first save, then note the attempt."""
@@ -303,6 +299,7 @@ class Checkpointer(Closing):
             note_differing(self.counters, job.differing)
             self._known = job.next_known if self.reuse else {}
             committed.append(report)
+            self._steps.committed(report.step)
             return report.with_stall(handle.staged_seconds)
 
         def tidy() -> None:
@@ -314,7 +311,7 @@ class Checkpointer(Closing):
             if committed and self._ranks.leads and not self._told_of_later:
                 self._told_of_later = True
                 self._steps.warn_of_later(committed[0].step)
-            whole = committed and committed[0].losses_tolerated >= self.pool.parity
+            whole = committed and committed[0].spare_columns >= self.pool.parity
             if whole and self._ranks.leads:
                 self._steps.retain(committed[0].step, self.retention)
 

@@ -26,6 +26,7 @@ import hpstore
 from hpstore.checkpoint.dcp_records import is_path, manifest_at, torch_metadata
 from hpstore.checkpoint.items import Box, Item
 from hpstore.checkpoint.manifest import Manifest
+from hpstore.checkpoint.nearby import nothing_at
 from hpstore.checkpoint.planning import Chunk
 from hpstore.checkpoint.reading import Read, bytes_read, reads_for, run_reads
 from hpstore.errors import CheckpointError, ObjectNotFound
@@ -62,9 +63,7 @@ class StorageReader(TorchStorageReader):
         try:
             data = self._pool.get(key)
         except ObjectNotFound as error:
-            raise CheckpointError(
-                f"no checkpoint is at {self.path!r}: there is no {key}"
-            ) from error
+            raise CheckpointError(nothing_at(self._pool, self.path)) from error
         manifest = Manifest.decode(data, where=key)
         self._manifest = manifest
         return torch_metadata(manifest, where=self.path, load_id=self._load_id)

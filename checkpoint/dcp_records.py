@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from hpstore.checkpoint.items import Item, by_name, require_cover
 from hpstore.checkpoint.manifest import Manifest
+from hpstore.checkpoint.nearby import use_ours
 from hpstore.checkpoint.packing import Segment
 from hpstore.checkpoint.tree import Collected, Decoding, decode_tree, dtype_named, encode_tree
 from hpstore.errors import CheckpointError, HpstoreError, IntegrityError
@@ -121,7 +122,7 @@ def torch_metadata(manifest: Manifest, *, where: str, load_id: str) -> Metadata:
     recorded = manifest.extra.get("dcp")
     if recorded is None:
         raise CheckpointError(
-            f"{where} was saved by hpstore's Checkpointer: restore it with that, or load(step)"
+            f"{where!r} was saved by a Checkpointer: {use_ours(where.rpartition('/')[0])}"
         )
     items = by_name(manifest.items)
     entries: dict[str, Any] = {}  # Any: torch's union of metadata types

@@ -12,6 +12,7 @@ import io
 import os
 import secrets
 import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -32,7 +33,7 @@ from torch.futures import Future
 
 import hpstore
 from hpstore.checkpoint.arena import Arena
-from hpstore.checkpoint.attempts import Attempt, attempt_lives, here
+from hpstore.checkpoint.attempts import Attempt, Heartbeat, attempt_lives
 from hpstore.checkpoint.copying import Copier
 from hpstore.checkpoint.dcp_records import (
     Stored,
@@ -46,6 +47,7 @@ from hpstore.checkpoint.manifest import Manifest, segment_name
 from hpstore.checkpoint.packing import Segment, digests_of
 from hpstore.checkpoint.planning import Chunk, place
 from hpstore.checkpoint.saving import require_safe
+from hpstore.checkpoint.tree import require_plain
 from hpstore.codec.galois import Bytes
 from hpstore.errors import CheckpointError, HpstoreError, ObjectNotFound
 from hpstore.geometry import ALIGNMENT_BYTES
@@ -80,6 +82,7 @@ class StorageWriter(TorchStorageWriter):
         self._rank: int | None = None
         self._own_manifest = False
         self._arena, self._copier = Arena(), Copier()
+        self._heartbeat: Heartbeat | None = None
 
     def __getstate__(self) -> dict[str, object]:
         if any(device.startswith("memory:") for device in self._pool.config.devices):
@@ -109,6 +112,7 @@ class StorageWriter(TorchStorageWriter):
         return self.path
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._end_attempt()
         self._nonce = secrets.token_hex(8)  # of this save and rank; nothing travels in the plan
         self._rank = kwargs.get("rank")
         self._own_manifest = not kwargs.get("use_collectives", True)
@@ -130,15 +134,16 @@ class StorageWriter(TorchStorageWriter):
         """Write this rank's items. Durable before the future is set, but not committed."""
         future: Future[list[WriteResult]] = Future()
         own: list[str] = []
-        self._pool.put(self._note_key(), self._note())
+        self._begin_attempt()
         try:
             tensors = [i for i in plan.items if i.type is not WriteItemType.BYTE_IO]
             blobs = [i for i in plan.items if i.type is WriteItemType.BYTE_IO]
             results = self._write_tensors(tensors, planner, own)
             results += self._write_blobs(blobs, planner, own)
         except BaseException:
-            for key in (*own, self._note_key()):
+            for key in own:
                 self._remove(key)
+            self._end_attempt()
             raise
         future.set_result(results)
         return future
@@ -156,6 +161,7 @@ class StorageWriter(TorchStorageWriter):
         self._pool.put(key, manifest.encode(), if_absent=before is None, if_version=version)
         self._pool.put(f"{self.path}/.metadata", MARKER)  # for those who look for this file
         self._clean_up(manifest, before[1] if before is not None else None)
+        self._end_attempt()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -231,17 +237,19 @@ class StorageWriter(TorchStorageWriter):
     def _manifest_key(self) -> str:
         return manifest_at(self.path, (self._rank or 0) if self._own_manifest else None)
 
-    def _note_key(self) -> str:
-        return f"{self.path}/attempts/{self._nonce}"
+    def _begin_attempt(self) -> None:
+        """PROTOCOL 18: this rank is writing. The coordinator removes all notes after the commit;
+        torch tells the other ranks nothing of it, so theirs end when they find them gone."""
+        self._end_attempt()
+        key = f"{self.path}/attempts/{self._nonce}"
+        beating = Heartbeat(self._pool, self.path, 0, self._nonce, "", (), key=key)
+        self._heartbeat = beating
+        weakref.finalize(self, beating.fade)
 
-    def _note(self) -> bytes:
-        """PROTOCOL 18: this rank is writing."""
-        host, boot, namespace = here()
-        now = _now_ms()
-        return Attempt(
-            step=0, nonce=self._nonce, host=host, boot=boot, pid=os.getpid(), namespace=namespace,
-            started_ms=now, beat_ms=now,
-        ).encode()  # fmt: skip
+    def _end_attempt(self) -> None:
+        beating, self._heartbeat = self._heartbeat, None
+        if beating is not None:
+            beating.stop()
 
     def _before(self, key: str) -> tuple[str, Manifest | None] | None:
         """Version and content of the manifest that is there."""
@@ -305,10 +313,7 @@ def _chunk(item: WriteItem, planner: SavePlanner) -> Chunk:
     if not isinstance(tensor, torch.Tensor) or item.tensor_data is None:
         raise CheckpointError(f"the planner gave no tensor for {item.index.fqn!r}")
     tensor = tensor.detach()
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise CheckpointError(
-            f"{item.index.fqn!r}: sparse and quantised tensors cannot be saved yet"
-        )
+    require_plain(tensor, repr(item.index.fqn))
     sizes = tuple(item.tensor_data.chunk.sizes)
     if tuple(tensor.shape) != sizes:
         raise CheckpointError(

@@ -84,13 +84,14 @@ def export_checkpoint(
 ) -> ExportReport:
     """Write a step, or its parts at `keys`, as `format`: "safetensors", "torch" or "dcp".
 
-    The format is by default the suffix' (.safetensors, .pt, .pth, .bin, .ckpt), else safetensors:
-    a folder with Hugging Face's names and files of at most `max_shard_bytes`, or one file when
-    `target` ends so. Names lose the path `strip`; by default safetensors lose that of the one
-    subtree which holds all tensors ("model/0.weight" becomes "0.weight"), slashes that are left
-    become dots, values that are no tensors and the RNG states are left out. "torch": nested dicts
-    as load_state() gives them, but numpy arrays as tensors, so that torch.load reads them with
-    weights_only=True. Of values kept by rank those of `rank` are exported.
+    The format is by default the suffix' (.safetensors, .pt, .pth, .bin, .ckpt). A folder (no
+    suffix, one that is there, or a slash at the end) is by default safetensors, with Hugging Face's
+    names and files of at most `max_shard_bytes`; any other suffix is refused. Names lose the path
+    `strip`; by default safetensors lose that of the one subtree which holds all tensors
+    ("model/0.weight" becomes "0.weight"), slashes that are left become dots, values that are no
+    tensors and the RNG states are left out. "torch": nested dicts as load_state() gives them, but
+    numpy arrays as tensors, so that torch.load reads them with weights_only=True. Of values kept by
+    rank those of `rank` are exported.
 
     Every byte is verified. Durable on return; before that nothing has the name `target`, and an
     existing one is not touched unless `force`. Memory: 256 MiB or the largest tensor, whichever is
@@ -99,7 +100,7 @@ def export_checkpoint(
     """
     began = time.perf_counter()
     path = Path(target).absolute()
-    kind = format or guessed_format(path) or "safetensors"
+    kind = format or guessed_format(path) or _folder_format(target)
     if kind not in FORMATS:
         raise ConfigError(f"format {kind!r} is not one of {', '.join(FORMATS)}")
     manifest = Steps(pool, prefix).manifest(step)
@@ -117,6 +118,18 @@ def export_checkpoint(
         step=step, format=kind, path=str(path), files=tuple(files), tensors=len(chosen.names),
         bytes=stream.total_bytes, left_out=chosen.left_out, seconds=time.perf_counter() - began,
     )  # fmt: skip
+
+
+def _folder_format(target: str | Path) -> str:
+    """The format of what is no file of a known suffix. Raises ConfigError unless it is a folder."""
+    path = Path(target)
+    if path.suffix and not str(target).endswith("/") and not path.is_dir():
+        raise ConfigError(
+            f"the suffix of {path.name!r} says no format: it is none of {', '.join(_SUFFIXES)}. "
+            f"Nothing was written. Say --format ({', '.join(FORMATS)}), or end the name of a "
+            "folder with a slash"
+        )
+    return "safetensors"
 
 
 def _choose(

@@ -15,7 +15,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """A committed save. Durable on at least m + 1 devices; `losses_tolerated` further losses."""
+    """A committed save, durable on at least m + 1 devices. It survives `losses_tolerated` further
+    losses; every object of it may lose `spare_columns`, though the pool may then not open."""
 
     step: int
     key: str  # of the manifest
@@ -24,6 +25,7 @@ class SaveReport:
     staged_seconds: float  # how long save() kept the trainer
     durable_seconds: float  # from the call of save() to the commit
     losses_tolerated: int
+    spare_columns: int
 
     def with_stall(self, seconds: float) -> SaveReport:
         """The same, with what save() took on this rank."""

@@ -85,13 +85,21 @@ def import_checkpoint(
     with Checkpointer(
         pool, prefix, rng=False, allow_pickle=allow_pickle, warm=False, lineage=lineage
     ) as checkpointer:
-        checkpointer.save(step, state, overwrite=overwrite).result()
+        told = _of_tensors(progress, total)
+        checkpointer.save(step, state, overwrite=overwrite, progress=told).result()
     if progress is not None:
         progress(total, total)
     return ImportReport(
         step=step, format=kind, path=str(path), tensors=len(tensors), bytes=total,
         seconds=time.perf_counter() - began,
     )  # fmt: skip
+
+
+def _of_tensors(progress: ByteProgress | None, total: int) -> ByteProgress | None:
+    """A callback for what is written, told as bytes of tensors: segments are padded."""
+    if progress is None:
+        return None
+    return lambda done, _: progress(min(done, total), total)
 
 
 def _format(path: Path, asked: str | None) -> str:

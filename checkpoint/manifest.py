@@ -229,5 +229,5 @@ def sort_out(prefix: str, keys: list[str]) -> Listing:
     return Listing(steps=tuple(sorted(steps)), segments=segments, attempts=attempts)
 
 
-__all__ = ["Listing", "Manifest", "Segment", "attempt_key", "checked_step", "manifest_key",
-           "segment_key", "segment_name", "sort_out", "step_prefix"]  # fmt: skip
+__all__ = ["STEP_DIGITS", "Listing", "Manifest", "Segment", "attempt_key", "checked_step",
+           "manifest_key", "segment_key", "segment_name", "sort_out", "step_prefix"]  # fmt: skip

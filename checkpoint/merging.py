@@ -43,7 +43,7 @@ class Merge:
         if kind == "ranks":
             return {TAG: kind, "v": {**second["v"], **first["v"]}}
         if kind == "tuple":
-            return {TAG: kind, "v": self.trees(first["v"], second["v"], path)}
+            return {**first, "v": self.trees(first["v"], second["v"], path)}
         if kind == "dict":
             mine, other = ({json.dumps(k): (k, v) for k, v in n["v"]} for n in (first, second))
             rows = [

@@ -94,8 +94,21 @@ def of_rank(node: Json, rank: int) -> Json:
     if kind == "dict":
         return {TAG: kind, "v": [[key, of_rank(child, rank)] for key, child in node["v"]]}
     if kind == "tuple":
-        return {TAG: kind, "v": of_rank(node["v"], rank)}
+        return {**node, "v": of_rank(node["v"], rank)}
     return node
+
+
+def paths(node: Json, path: str = "") -> Iterator[str]:
+    """Paths of a node and of all below it, containers too."""
+    if path:
+        yield path
+    kind = node.get(TAG) if isinstance(node, dict) else None
+    if isinstance(node, dict) and kind in (None, "dict", "ranks"):
+        for name, child in _children(node):
+            yield from paths(child, _below(path, name, kind))
+    elif isinstance(node, list) or kind == "tuple":
+        for index, child in enumerate(node if isinstance(node, list) else node["v"]):
+            yield from paths(child, join(path, index))
 
 
 def subtree(tree: Json, keys: Sequence[str] | None) -> Json:
@@ -179,4 +192,4 @@ def plain(node: Json, tensor: Callable[[str], torch.Tensor], path: str = "") -> 
     return value.item() if isinstance(value, np.generic) else value
 
 
-__all__ = ["Leaf", "leaves", "of_rank", "only_branch", "plain", "stripped", "subtree"]
+__all__ = ["Leaf", "leaves", "of_rank", "only_branch", "paths", "plain", "stripped", "subtree"]

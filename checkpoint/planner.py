@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hpstore.budget import available_bytes
 from hpstore.checkpoint.layouts import Layout
 from hpstore.checkpoint.planning import Chunk, Held, Slice, assign, chunks_of, place
 from hpstore.checkpoint.ranks import Channel, Ranks
@@ -56,12 +57,17 @@ class Planner:
         self._mine: list[int] = []
         self._layout: Layout | None = None  # of the save before, when one rank saves
 
-    def prepare(self, step: int, state: State) -> Prepared:
-        """Plan a save. Collective. Raises CheckpointError on all ranks when it fails on one."""
+    def prepare(
+        self, step: int, state: State, require: Callable[[int], None] | None = None
+    ) -> Prepared:
+        """Plan a save. Collective. Raises CheckpointError on all ranks when it fails on one, which
+        includes what this rank's `require(step)` raises."""
         error: Exception | None = None
         tree, chunks = None, list[Chunk]()
         found = Collected(rank=self._ranks.rank, allow_pickle=self._allow_pickle)
         try:
+            if require is not None:
+                require(step)
             tree = encode_tree(collect(state, rng=self._rng), "", found)
             if self._ranks.world == 1 and self._layout is not None:
                 slices = self._layout.applied(found.tensors)
@@ -130,13 +136,4 @@ def require_replicas(step: int, lists: Sequence[Sequence[Sequence[Any]]]) -> Non
                 )
 
 
-def available_bytes() -> int:
-    """Memory that this node can still give, by /proc/meminfo."""
-    with open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-__all__ = ["Planner", "Prepared", "available_bytes", "require_replicas"]
+__all__ = ["Planner", "Prepared", "require_replicas"]

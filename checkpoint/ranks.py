@@ -7,6 +7,9 @@ of the training thread, the other the background save: neither waits for the oth
 
 from __future__ import annotations
 
+import logging
+import time
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from enum import Enum
@@ -16,6 +19,9 @@ import torch
 import torch.distributed as dist
 
 from hpstore.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
+GRACE_SECONDS = 2.0  # for ranks that are a little behind when another one's end is noticed
 
 
 class Channel(Enum):
@@ -52,6 +58,7 @@ class Ranks:
                     use_local_synchronization=group is not None,
                 )
             self._members: Sequence[int] = members
+            self._roll = Roll(self.rank, self.world)
 
     @property
     def leads(self) -> bool:
@@ -84,24 +91,70 @@ class Ranks:
 
     def _all_gather(self, mine: torch.Tensor, channel: Channel) -> list[torch.Tensor]:
         found = [torch.empty_like(mine) for _ in range(self.world)]
+        group = self._groups[channel]
+        self._roll.come(group.group_name)
         try:
-            dist.all_gather(found, mine, group=self._groups[channel])
+            dist.all_gather(found, mine, group=group)
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise self._lost(error, group.group_name) from error
         return found
 
     def _broadcast(self, tensor: torch.Tensor, channel: Channel) -> None:
+        group = self._groups[channel]
+        self._roll.come(group.group_name)
         try:
-            dist.broadcast(tensor, src=self._members[0], group=self._groups[channel])
+            dist.broadcast(tensor, src=self._members[0], group=group)
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise self._lost(error, group.group_name) from error
 
-    def _lost(self, error: RuntimeError) -> CheckpointError:
+    def _lost(self, error: RuntimeError, name: str) -> CheckpointError:
+        absent = self._roll.absent(name)
+        who = f"rank {', '.join(map(str, absent))}" if absent else "another rank"
         return CheckpointError(
-            f"rank {self.rank} of {self.world}: another rank died or did not answer within "
-            f"{self._timeout_seconds:.0f} s ({str(error).splitlines()[0]}). What was committed is "
-            "untouched. End this job; the next one finds the newest whole step."
+            f"rank {self.rank} of {self.world}: {who} died or did not answer within "
+            f"{self._timeout_seconds:.0f} s ({str(error).splitlines()[0]}). save(), restore() and "
+            "close() are calls of all ranks: one that leaves its loop, for an error that it alone "
+            "catches, keeps the others waiting. What was committed is untouched. End this job; the "
+            "next one finds the newest whole step."
         )
+
+
+class Roll:
+    """Counts in the job's own store how many messages each rank has come to, so that those who are
+    waited for in vain can be named. Where there is no such store, nobody is."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self._rank, self._world = rank, world
+        self._come: Counter[str] = Counter()  # by group; its two channels have a thread each
+
+    def come(self, group: str) -> None:
+        """This rank is at the next message of a group. Never raises: a job whose store is gone is
+        ending, and its messages say so."""
+        self._come[group] += 1
+        self._count(group, self._rank, 1)
+
+    def absent(self, group: str) -> list[int]:
+        """Ranks that have not come to the message that this one is at, nor come soon: of these the
+        ones furthest behind, as others may have given up on them already."""
+        end = time.monotonic() + GRACE_SECONDS
+        found = self._late(group)
+        while len(found) > 1 and time.monotonic() < end:  # a peer's death is seen at once
+            time.sleep(GRACE_SECONDS / 20)
+            found = self._late(group)
+        return found
+
+    def _late(self, group: str) -> list[int]:
+        seen = {rank: self._count(group, rank, 0) for rank in range(self._world)}
+        late = {rank: n for rank, n in seen.items() if n is not None and n < self._come[group]}
+        return [rank for rank, n in late.items() if n == min(late.values())]
+
+    def _count(self, group: str, rank: int, more: int) -> int | None:
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            return int(store.add(f"hpstore/{group}/{rank}", more))
+        except (RuntimeError, ValueError) as error:
+            _log.debug("ranks are not counted: %s", error)
+            return None
 
 
 def _tensor(message: bytes) -> torch.Tensor:
@@ -110,4 +163,4 @@ def _tensor(message: bytes) -> torch.Tensor:
     )  # fmt: skip
 
 
-__all__ = ["Channel", "Ranks"]
+__all__ = ["Channel", "Ranks", "Roll"]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
@@ -25,7 +26,7 @@ from hpstore.checkpoint.planning import Chunk
 from hpstore.checkpoint.tree import dtype_named
 from hpstore.codec.galois import Bytes
 from hpstore.errors import CheckpointMismatch, IntegrityError
-from hpstore.pool import Pool
+from hpstore.pool import Pool, PooledReader
 from hpstore.units import KIB, MIB
 
 _log = logging.getLogger(__name__)
@@ -351,14 +352,34 @@ def _read_segment(pool: Pool, segment: Segment, scatter: Scatter, warm: Warm | N
     memory = warm(segment) if warm is not None and scatter.hashed else None
     if memory is not None and _from_memory(segment, memory, scatter.split()):
         return 0
+    with _opened(pool, segment) as reader:
+        reader.read_ranges(scatter.ranges, scatter.deliver)
+    return sum(high - low for low, high in scatter.ranges)
+
+
+@contextmanager
+def _opened(pool: Pool, segment: Segment) -> Iterator[PooledReader]:
+    """A segment as the manifest names it. Raises IntegrityError when it is another version."""
     with pool.reader(segment.key) as reader:
         if reader.version != segment.version or reader.size != segment.size:
             raise IntegrityError(
                 f"segment {segment.key} is version {reader.version} of {reader.size} bytes; the "
                 f"manifest names version {segment.version} of {segment.size}"
             )
-        reader.read_ranges(scatter.ranges, scatter.deliver)
-    return sum(high - low for low, high in scatter.ranges)
+        yield reader
+
+
+def _require_there(pool: Pool, segments: Sequence[Segment], warm: Warm | None) -> None:
+    """Open and close segments that are not in memory. Raises what reading them would raise when
+    too much of one is lost; damage in the middle shows when it is read."""
+
+    def look(segment: Segment) -> None:
+        if warm is None or warm(segment) is None:
+            with _opened(pool, segment):
+                return
+
+    with ThreadPoolExecutor(_READERS, "hpstore-restore") as threads:
+        list(threads.map(look, segments))
 
 
 def _from_memory(segment: Segment, memory: Bytes, parts: Sequence[Scatter]) -> bool:
@@ -419,13 +440,22 @@ def fill_chunks(
     items: Iterable[Item],
     wanted: Iterable[Chunk],
     warm: Warm | None = None,
+    *,
+    begins: Callable[[], None] | None = None,
 ) -> int:
-    """Fill wanted boxes from a checkpoint's items; returns the bytes asked of the pool."""
+    """Fill wanted boxes from a checkpoint's items; returns the bytes asked of the pool.
+
+    With `begins` all segments are opened first, and it is called before the first byte is written:
+    what is raised before that has changed nothing.
+    """
     stored: Mapping[str, Sequence[Item]] = by_name(items)
     reads: list[Read] = []
     for chunk in wanted:
         if prod(chunk.box.sizes):
             reads += reads_for(chunk, stored[chunk.name])
+    if begins is not None:
+        _require_there(pool, [segments[n] for n in sorted({r.segment for r in reads})], warm)
+        begins()
     return run_reads(pool, segments, reads, warm)
 
 

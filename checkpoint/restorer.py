@@ -33,19 +33,42 @@ def restore_together(
     Collective. Raises what no older step would mend, such as a mismatch, on all ranks.
     """
     wanted = [step] if step is not None else list(reversed(_agreed_steps(ranks, steps)))
+    touched: set[str] = set()
     for candidate in wanted:
-        found = _try(ranks, steps, state, candidate, how)
+        found = _try(ranks, steps, state, candidate, how, touched)
         if not isinstance(found, Exception):
+            _warn_of_parts(found[1])
             return found
         if step is not None:
-            raise steps.placed(found, step)
+            raise steps.placed(found, step, _parts(touched))
         _log.warning("checkpoint step %d is passed over: %s", candidate, found)
     if wanted:
         raise CheckpointError(
             f"none of the {len(wanted)} checkpoints under {steps.prefix!r} can be read now. "
-            "Nothing was deleted; bring missing devices back and try again."
+            f"Nothing was deleted; bring missing devices back and try again.{_parts(touched)}"
         )
     return None
+
+
+def _parts(touched: set[str]) -> str:
+    """For an error: what a read that failed in the middle leaves in the caller's tensors."""
+    if not touched:
+        return " Nothing in the state was changed."
+    return (
+        f" {len(touched)} tensors of the state, such as {min(touched)!r}, may hold parts of it: "
+        "restore another step into them, or build them anew, before they are used."
+    )
+
+
+def _warn_of_parts(report: RestoreReport) -> None:
+    """With strict=False an older step may lack what a damaged one was read into."""
+    names = report.half_written
+    if names:
+        _log.warning(
+            "step %d was restored, but %d tensors that it lacks, such as %r, may hold parts of a "
+            "damaged later step: last_restore.half_written lists them. Build them anew.",
+            report.step, len(names), names[0],
+        )  # fmt: skip
 
 
 def _agreed_steps(ranks: Ranks, steps: Steps) -> list[int]:
@@ -64,7 +87,7 @@ def _agreed_steps(ranks: Ranks, steps: Steps) -> list[int]:
 
 
 def _try(
-    ranks: Ranks, steps: Steps, state: State, step: int, how: RestoreOptions
+    ranks: Ranks, steps: Steps, state: State, step: int, how: RestoreOptions, touched: set[str]
 ) -> tuple[Manifest, RestoreReport] | Exception:
     """Restore one step; what went wrong on any rank, when it can be passed over."""
     error: Exception | None = None
@@ -84,7 +107,7 @@ def _try(
     done: RestoreReport | None = None
     if error is None:
         try:
-            done = restore_state(steps.pool, manifest, tree, state, how)
+            done = restore_state(steps.pool, manifest, tree, state, how, touched)
         except Exception as found:  # noqa: BLE001 (as above)
             error = found
     outcome = _agree(ranks, step, error, [], strict=False)

@@ -14,6 +14,7 @@ import torch
 from hpstore.buffers import HUGE_BYTES, aligned_array
 from hpstore.checkpoint.items import Item, by_name, whole
 from hpstore.checkpoint.manifest import Manifest
+from hpstore.checkpoint.outline import leaves, of_rank, paths
 from hpstore.checkpoint.planning import Chunk, chunks_of
 from hpstore.checkpoint.reading import Warm, fill_chunks
 from hpstore.checkpoint.training import State, apply, check, destinations
@@ -30,8 +31,9 @@ class RestoreReport:
     tensors: int
     read_bytes: int  # asked of the pool; less than the state when it was still in memory
     seconds: float
-    missing: tuple[str, ...]  # wanted, not recorded (strict=False)
+    missing: tuple[str, ...]  # tensors and values wanted, not recorded (strict=False)
     unexpected: tuple[str, ...]  # recorded, not taken (strict=False)
+    half_written: tuple[str, ...] = ()  # missing, and holding parts of a damaged later step
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
@@ -102,11 +104,13 @@ class _Filling:
 
 
 def restore_state(
-    pool: Pool, manifest: Manifest, tree: Any, state: State, how: RestoreOptions
+    pool: Pool, manifest: Manifest, tree: Any, state: State, how: RestoreOptions, touched: set[str]
 ) -> RestoreReport:
-    """Fill `state` from a step. Names, shapes and dtypes are compared before anything changes.
+    """Fill `state` from a step. Names, shapes and dtypes are compared before anything changes, and
+    every segment is opened: one that is gone changes nothing.
 
-    `tree`: the manifest's, or the part of it that this rank takes.
+    `tree`: the manifest's, or the part of it that this rank takes. `touched`: tensors of the state
+    that steps before this one were read into; its own are added before the first is filled.
     """
     began = time.perf_counter()
     filling = _Filling(manifest, state, how.rank)
@@ -117,14 +121,20 @@ def restore_state(
     check(state, loaded, strict=how.strict)
     filling.require_own_memory()
     wanted = [chunk for chunks in filling.wanted.values() for chunk in chunks]
+
+    def filling_begins() -> None:
+        touched.update(filling.wanted.keys() & filling.filled.places.keys())
+
     try:
-        count = fill_chunks(pool, manifest.segments, manifest.items, wanted, how.warm)
+        count = fill_chunks(
+            pool, manifest.segments, manifest.items, wanted, how.warm, begins=filling_begins
+        )
     except RuntimeError as error:
         raise CheckpointMismatch(f"a tensor cannot be filled in place: {error}") from error
     for chunk in wanted:
         if not chunk.tensor.is_inference():
             torch.autograd.graph.increment_version(chunk.tensor)
-    missing, unexpected = _differences(filling)
+    missing, unexpected = _differences(filling, of_rank(tree, how.rank))
     apply(state, loaded, filled=filling.filled, strict=how.strict, rng=how.rng)
     return RestoreReport(
         step=manifest.step,
@@ -133,15 +143,15 @@ def restore_state(
         seconds=time.perf_counter() - began,
         missing=missing,
         unexpected=unexpected,
+        half_written=tuple(sorted(touched - filling.wanted.keys())),
     )
 
 
-def _differences(filling: _Filling) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of tensors that only the state has, and that only the checkpoint has."""
-    filled, recorded = filling.filled, filling.wanted
-    missing = tuple(sorted(name for name in filled.places if name not in recorded))
-    unexpected = tuple(sorted(name for name in recorded if not filled.takes(name)))
-    return missing, unexpected
+def _differences(filling: _Filling, tree: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of tensors and values that only the state has, and that only the checkpoint has."""
+    missing = filling.filled.lacking(set(paths(tree)))
+    left = [leaf.path for leaf in leaves(tree) if not filling.filled.takes(leaf.path)]
+    return tuple(missing), tuple(sorted(left))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

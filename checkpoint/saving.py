@@ -6,7 +6,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ from hpstore.checkpoint.packing import (
 )
 from hpstore.checkpoint.planning import SMALL_ITEM_BYTES
 from hpstore.checkpoint.ranks import Channel, Ranks
-from hpstore.checkpoint.steps import Steps
+from hpstore.checkpoint.steps import Steps, already_committed
 from hpstore.checkpoint.tree import tensor_names
 from hpstore.codec.galois import Bytes
 from hpstore.errors import CheckpointError, HpstoreError, ObjectNotFound, VersionConflict
@@ -53,6 +53,7 @@ class SaveOptions:
     codec: str
     rate_bytes_per_second: float | None
     began: float
+    progress: Callable[[int], None] | None = None  # told the bytes that are about to be written
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,7 +64,7 @@ class Written:
     columns: ItemColumns = field(default_factory=ItemColumns)
     tree: Any = None
     referenced_bytes: int = 0
-    tolerated: int = 0  # losses that all of `segments` survive
+    tolerated: int = 0  # columns that any of `segments` may lose
     error: str = ""
 
     def encode(self) -> bytes:
@@ -211,6 +212,7 @@ class SaveJob:
                     key,
                     following or memory[: packed.size].data,
                     rate_bytes_per_second=self._options.rate_bytes_per_second,
+                    progress=self._options.progress,
                 )
                 digests, probes = hashes.result()
             if info.size != packed.size:
@@ -323,12 +325,8 @@ class SaveJob:
         try:
             info = self._pool.put(key, data, if_absent=before is None, if_version=before)
         except VersionConflict as error:
-            raise VersionConflict(
-                f"step {self._options.step} under {self._prefix!r} is committed already and was "
-                "not touched. If another job has saved it since this one restored, start this one "
-                "again; else save(overwrite=True) replaces it",
-                key=key,
-            ) from error
+            raise already_committed(self._prefix, self._options.step, key) from error
+        spare = min(info.spare_columns, *(w.tolerated for w in written))
         return SaveReport(
             step=self._options.step,
             key=key,
@@ -336,7 +334,8 @@ class SaveJob:
             referenced_bytes=sum(w.referenced_bytes for w in written),
             staged_seconds=0.0,
             durable_seconds=time.perf_counter() - self._options.began,
-            losses_tolerated=min(info.losses_tolerated, *(w.tolerated for w in written)),
+            losses_tolerated=min(info.losses_tolerated, spare),
+            spare_columns=spare,
         )
 
     def _manifest(self, written: Sequence[Written]) -> bytes:
@@ -413,17 +412,17 @@ def _existing(pool: Pool, key: str) -> str | None:
 def require_safe(pool: Pool, key: str, *, version: str | None = None) -> int:
     """PROTOCOL 19: a segment must be readable with one more loss, else it is repaired first.
 
-    Returns the losses it tolerates. Raises CheckpointError, also when it is another `version`.
+    Returns the columns it may lose. Raises CheckpointError, also when it is another `version`.
     """
     info = pool.stat(key)
-    if info.losses_tolerated < 1:
+    if info.spare_columns < 1:
         pool.settle(key)
         info = pool.stat(key)
-    if info.losses_tolerated < 1:
+    if info.spare_columns < 1:
         raise CheckpointError(f"segment {key} would not survive one more lost device")
     if version is not None and info.version != version:
         raise CheckpointError(f"segment {key} was replaced by version {info.version}")
-    return info.losses_tolerated
+    return info.spare_columns
 
 
 def _is_there(pool: Pool, key: str) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from hpstore.checkpoint.attempts import ATTEMPT_SECONDS, Attempt, attempt_lives
 from hpstore.checkpoint.manifest import Listing, Manifest, checked_step, manifest_key, sort_out
+from hpstore.checkpoint.nearby import nothing_under
 from hpstore.checkpoint.retention import Retention, orphans, steps_to_drop
 from hpstore.errors import (
     CheckpointError,
@@ -16,6 +17,7 @@ from hpstore.errors import (
     IntegrityError,
     ObjectNotFound,
     RedundancyError,
+    VersionConflict,
 )
 from hpstore.keys import check_key
 from hpstore.pool import Pool
@@ -30,6 +32,7 @@ class Steps:
     def __init__(self, pool: Pool, prefix: str) -> None:
         self.pool, self.prefix = pool, check_key(prefix)
         self._read: dict[int, tuple[str, Manifest]] = {}  # by step, with the version it is of
+        self._seen: frozenset[int] = frozenset()  # steps that the last listing had: a hint
 
     def listing(self) -> Listing:
         """All objects of the run, sorted out.
@@ -37,11 +40,33 @@ class Steps:
         Raises TooFewDevices when some may be there unseen: what is not listed would be taken for
         absent, and what an unseen manifest names for garbage.
         """
-        return sort_out(self.prefix, self.pool.list(f"{self.prefix}/", certain=True))
+        found = sort_out(self.prefix, self.pool.list(f"{self.prefix}/", certain=True))
+        self._seen = frozenset(found.steps)
+        return found
 
     def all(self) -> list[int]:
         """Committed steps, ascending."""
         return list(self.listing().steps)
+
+    def committed(self, step: int) -> None:
+        """A step was committed; the next listing will have it."""
+        self._seen |= {step}
+
+    def require_new(self, step: int) -> None:
+        """Raise VersionConflict for a step that is known to be committed, before it is staged.
+
+        What others have committed since the last listing shows at the commit. Looks into the pool
+        only for a step that was there then.
+        """
+        if checked_step(step) not in self._seen:
+            return
+        key = manifest_key(self.prefix, step)
+        try:
+            there = self.pool.exists(key)
+        except (HpstoreError, OSError):
+            return  # unclear: the commit will tell
+        if there:
+            raise already_committed(self.prefix, step, key)
 
     def manifest(self, step: int) -> Manifest:
         """A step's manifest. Raises CheckpointError when there is none, IntegrityError."""
@@ -52,6 +77,8 @@ class Steps:
             known = self.all()[-8:]
             raise CheckpointError(
                 f"no checkpoint of step {step} under {self.prefix!r}; the newest are {known}"
+                if known
+                else nothing_under(self.pool, self.prefix)
             ) from error
 
     def facts(self, step: int) -> Manifest:
@@ -81,8 +108,8 @@ class Steps:
                 return step
         return None
 
-    def placed(self, error: Exception, step: int) -> Exception:
-        """What went wrong with a step, saying which other one is good."""
+    def placed(self, error: Exception, step: int, note: str = "") -> Exception:
+        """What went wrong with a step, saying which other one is good; `note` comes last."""
         if not isinstance(error, HpstoreError) or isinstance(error, CheckpointMismatch):
             return error
         try:
@@ -90,7 +117,7 @@ class Steps:
             told = "no other step can be read" if good is None else f"step {good} can be read"
         except (HpstoreError, OSError):
             told = "other steps cannot be listed"
-        return type(error)(f"step {step} cannot be read now, {told}: {error}",
+        return type(error)(f"step {step} cannot be read now, {told}: {error}{note}",
                            device=error.device, key=error.key)  # fmt: skip
 
     # --- protecting -------------------------------------------------------------------------
@@ -273,4 +300,14 @@ class Steps:
             _log.warning("%s could not be removed: %s", key, error)
 
 
-__all__ = ["Steps"]
+def already_committed(prefix: str, step: int, key: str) -> VersionConflict:
+    """The error of a save of a step that is there."""
+    return VersionConflict(
+        f"step {step} under {prefix!r} is committed already and was not touched. If another job "
+        "has saved it since this one restored, start this one again; else save(overwrite=True) "
+        "replaces it",
+        key=key,
+    )
+
+
+__all__ = ["Steps", "already_committed"]

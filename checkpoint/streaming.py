@@ -70,7 +70,13 @@ class TensorStream:
 
 def counted(progress: ByteProgress, items: Sequence[Item]) -> Callable[[int], None]:
     """Adds up raw bytes of items for a progress callback."""
-    total = sum(item.box.count * dtype_named(item.dtype).itemsize for item in items)
+    return counting(
+        progress, sum(item.box.count * dtype_named(item.dtype).itemsize for item in items)
+    )
+
+
+def counting(progress: ByteProgress, total: int) -> Callable[[int], None]:
+    """Adds up bytes for a progress callback, which is never told of more than `total`."""
     done = 0
 
     def seen(count: int) -> None:
@@ -89,4 +95,4 @@ def tensor_bytes(item: Item) -> int:
     return count * dtype_named(item.dtype).itemsize
 
 
-__all__ = ["ByteProgress", "TensorStream", "counted", "tensor_bytes"]
+__all__ = ["ByteProgress", "TensorStream", "counted", "counting", "tensor_bytes"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -34,8 +34,10 @@ from hpstore.checkpoint.tree import (
     MAX_DEPTH,
     Absent,
     PerRank,
+    check_fields,
     check_leaf,
     check_names,
+    field_names,
     fill,
     join,
     require_memory,
@@ -127,18 +129,33 @@ class Destinations:
         default_factory=dict
     )  # "optimizer/state/NAME": parameter
     taken: set[str] = field(default_factory=lambda: {RNG_KEY})  # as a whole, with all below
+    optimizers: set[str] = field(default_factory=set)  # with named parameters
+    lists: set[str] = field(default_factory=set)  # replaced as a whole when the lengths differ
 
     def like(self, name: str) -> torch.Tensor | None:
         """The parameter that a moment of this name belongs to."""
         return self.likes.get(name.rpartition("/")[0])
 
     def takes(self, name: str) -> bool:
-        """Whether somebody in the state takes a recorded tensor of this name."""
-        if name in self.places or name.rpartition("/")[0] in self.likes:
+        """Whether somebody in the state takes a recorded tensor or value of this name."""
+        above = name.rpartition("/")[0]
+        if name in self.places or name in self.lists or above in self.lists:
             return True
-        return any(
-            name == whole or name.startswith((f"{whole}/", f"{whole}@")) for whole in self.taken
-        )
+        at = name
+        while at:
+            if at in self.taken or at.rpartition("@")[0] in self.taken or at in self.likes:
+                return True
+            at, _, last = at.rpartition("/")
+            if at in self.optimizers and last != "state":
+                return True
+        return False
+
+    def lacking(self, recorded: Collection[str]) -> list[str]:
+        """Paths of what is wanted and not among the recorded ones."""
+        there = set(recorded)
+        replaced = self.lists & there
+        wanted = {*self.places, *self.taken, *self.optimizers} - {RNG_KEY}
+        return sorted(p for p in wanted - there if p.rpartition("/")[0] not in replaced)
 
 
 def destinations(state: State, rank: int) -> Destinations:
@@ -158,9 +175,12 @@ def _find_places(path: str, value: Any, names: Names, found: Destinations, rank:
         for name, entry in get_model_state_dict(unwrapped(value)).items():
             if isinstance(entry, torch.Tensor):
                 found.places[join(path, name)] = entry
+            else:
+                found.taken.add(join(path, name))
     elif isinstance(value, Optimizer):
         parameters = names.of(value)
         if parameters is not None:
+            found.optimizers.add(path)
             found.places.update(optimizer_tensors(value, parameters, path))
             for parameter, name in parameters.items():
                 found.likes[join(path, f"state/{name}")] = parameter.detach()
@@ -171,17 +191,26 @@ def _find_places(path: str, value: Any, names: Names, found: Destinations, rank:
     elif isinstance(value, torch.Tensor):
         found.places[path] = value
     elif isinstance(value, np.ndarray):
-        if value.flags.writeable and value.flags.c_contiguous and value.dtype.isnative:
-            try:
-                found.places[path] = torch.from_numpy(value)
-            except TypeError:  # a dtype that torch lacks: it was not saved either
-                return
+        found.taken.add(path)
+        found.places.update(_array_place(path, value))
     elif isinstance(value, (dict, list)):
+        if isinstance(value, list):
+            found.lists.add(path)
         children = value.items() if isinstance(value, dict) else enumerate(value)
         for key, child in children:
             _find_places(join(path, key), child, names, found, rank)
     else:
         found.taken.add(path)
+
+
+def _array_place(path: str, value: np.ndarray[Any, Any]) -> dict[str, torch.Tensor]:
+    """An array's own memory as a tensor, when it can be read into."""
+    if not (value.flags.writeable and value.flags.c_contiguous and value.dtype.isnative):
+        return {}
+    try:
+        return {path: torch.from_numpy(value)}
+    except TypeError:  # a dtype that torch lacks: it was not saved either
+        return {}
 
 
 def check(state: State, loaded: Mapping[str, Any], *, strict: bool) -> None:
@@ -207,6 +236,10 @@ def _check_value(path: str, target: Any, loaded: Any, names: Names, *, strict: b
         check_optimizer(path, target, names.of(target), loaded, strict=strict)
     elif isinstance(target, (torch.Tensor, np.ndarray)):
         check_leaf(path, target, loaded)
+    elif isinstance(target, tuple) and field_names(target):
+        check_fields(path, target, loaded)
+        for n, (mine, value) in enumerate(zip(target, loaded, strict=True)):
+            _check_value(join(path, n), mine, value, names, strict=strict)
     elif isinstance(target, dict) and isinstance(loaded, Mapping):
         check_names(target, loaded, path, strict=strict)
         for name in target.keys() & loaded.keys():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,15 @@ from hpstore.errors import CheckpointError, CheckpointMismatch, IntegrityError
 _log = logging.getLogger(__name__)
 TAG = "$"
 MAX_DEPTH = 64
+_PARTS = {
+    torch.sparse_coo: "x.coalesce().indices() and .values()",
+    torch.sparse_csr: "x.crow_indices(), .col_indices() and .values()",
+    torch.sparse_csc: "x.ccol_indices(), .row_indices() and .values()",
+    torch.sparse_bsr: "x.crow_indices(), .col_indices() and .values()",
+    torch.sparse_bsc: "x.ccol_indices(), .row_indices() and .values()",
+    torch.jagged: "x.values() and .offsets()",
+}
+_QUANTISED = "x.int_repr(), and x.q_scale() and .q_zero_point() (or those by channel),"
 
 # Any below: trees hold whatever a training state holds; every leaf is checked by its type
 Tree = Any
@@ -35,6 +44,28 @@ class PerRank:
 
     def __init__(self, value: Tree) -> None:
         self.value = value
+
+
+class NamedValues(tuple[Any, ...]):
+    """What a namedtuple was saved as: a tuple that knows its fields. A state that has a namedtuple
+    with the same fields in its place gets one of its class back (see fill)."""
+
+    _fields: tuple[str, ...]
+
+    @classmethod
+    def of(cls, values: Iterable[Any], fields: Iterable[str]) -> NamedValues:
+        """Values by the names of their fields."""
+        made = cls(values)
+        made._fields = tuple(map(str, fields))
+        if len(made) != len(made._fields):
+            raise ValueError(f"{len(made)} values for the fields {made._fields}")
+        return made
+
+
+def field_names(value: Tree) -> tuple[str, ...]:
+    """Fields of a namedtuple, () for anything else."""
+    names = getattr(value, "_fields", ()) if isinstance(value, tuple) else ()
+    return tuple(names) if all(type(name) is str for name in names) else ()
 
 
 class Absent:
@@ -86,7 +117,8 @@ def encode_tree(value: Tree, path: str, found: Collected, depth: int = 0) -> Jso
         return {TAG: "size", "v": list(value)}
     if isinstance(value, tuple):
         inner = [encode_tree(v, join(path, i), found, depth + 1) for i, v in enumerate(value)]
-        return {TAG: "tuple", "v": inner}
+        names = field_names(value)
+        return {TAG: "tuple", "v": inner} | ({"fields": list(names)} if names else {})
     return _encode_scalar(value, path, found)
 
 
@@ -95,8 +127,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _encode_tensor(value: torch.Tensor, path: str, found: Collected) -> Json:
-    if value.layout is not torch.strided or value.is_quantized:
-        raise CheckpointError(f"state {path!r}: sparse and quantised tensors cannot be saved yet")
+    require_plain(value, f"state {path!r}")
     if value.is_meta:
         raise CheckpointError(f"state {path!r} is a meta tensor: it holds no values to save")
     if is_traceable_wrapper_subclass(value) and not hasattr(value, "__create_chunk_list__"):
@@ -108,6 +139,21 @@ def _encode_tensor(value: torch.Tensor, path: str, found: Collected) -> Json:
         raise CheckpointError(f"state: two tensors are called {path!r}")
     found.tensors[path] = value
     return {TAG: "tensor", "item": path}
+
+
+def require_plain(tensor: torch.Tensor, where: str) -> None:
+    """Raise CheckpointError for sparse and quantised tensors, saying what to save instead."""
+    if tensor.layout is torch.strided and not tensor.is_quantized:
+        return
+    layout = str(tensor.layout).removeprefix("torch.")
+    parts = _PARTS.get(tensor.layout, "the dense tensors that it is made of")
+    if tensor.is_quantized:
+        layout, parts = "quantised", _QUANTISED
+    raise CheckpointError(
+        f"{where} is a {layout} tensor, which cannot be saved as it is; nothing was written. Save "
+        f"{parts} and make it of them after restore(), or save .to_dense()"
+        + (" (.dequantize() for this one)" if tensor.is_quantized else "")
+    )
 
 
 def _array_item(value: np.ndarray[Any, Any], path: str, found: Collected) -> str:
@@ -191,7 +237,8 @@ def _decode(node: Json, how: Decoding) -> Tree:
     if kind == "dict":
         return {_decode(k, how): _decode(v, how) for k, v in node["v"]}
     if kind == "tuple":
-        return tuple(_decode(child, how) for child in node["v"])
+        inner = (_decode(child, how) for child in node["v"])
+        return NamedValues.of(inner, node["fields"]) if "fields" in node else tuple(inner)
     if kind == "ranks":
         mine = node["v"].get(str(how.rank), ABSENT)
         return ABSENT if mine is ABSENT else _decode(mine, how)
@@ -262,7 +309,8 @@ def fill(target: Tree, value: Tree, path: str, *, strict: bool) -> Tree:
     """Put a loaded `value` into `target` in place where it can be; returns what takes its place.
 
     Dicts and lists are filled element by element, tensors copied into, objects with
-    load_state_dict given their state, everything else replaced. Raises CheckpointMismatch.
+    load_state_dict given their state; a namedtuple becomes a new one of its class; everything else
+    is replaced. Raises CheckpointMismatch.
     """
     if isinstance(target, PerRank):
         if isinstance(value, Absent):
@@ -287,6 +335,12 @@ def fill(target: Tree, value: Tree, path: str, *, strict: bool) -> Tree:
         for index, child in enumerate(value):
             target[index] = fill(target[index], child, join(path, index), strict=strict)
         return target
+    if isinstance(target, tuple) and field_names(target):
+        check_fields(path, target, value)
+        parts = enumerate(zip(target, value, strict=True))
+        filled = [fill(mine, child, join(path, n), strict=strict) for n, (mine, child) in parts]
+        make = getattr(type(target), "_make", None)
+        return make(filled) if make else NamedValues.of(filled, field_names(target))
     if isinstance(target, np.ndarray):
         check_leaf(path, target, value)
         if not np.shares_memory(target, value):  # the read may have filled it already
@@ -304,6 +358,17 @@ def _fill_tensor(target: torch.Tensor, value: Tree, path: str) -> torch.Tensor:
     except RuntimeError as error:
         raise CheckpointMismatch(f"{path!r} cannot be filled in place: {error}") from error
     return target
+
+
+def check_fields(path: str, target: tuple[Any, ...], value: Tree) -> None:
+    """Raise CheckpointMismatch unless a namedtuple can take a loaded value: its fields, or as many
+    values of a plain tuple, as they were saved before fields were recorded."""
+    mine, saved = field_names(target), field_names(value)
+    if not isinstance(value, tuple) or len(value) != len(mine) or saved not in ((), mine):
+        found = saved or f"a {type(value).__name__}"
+        raise CheckpointMismatch(
+            f"{path!r}: {found} was saved, {type(target).__qualname__}{mine} is wanted"
+        )
 
 
 def check_leaf(
@@ -356,15 +421,19 @@ __all__ = [
     "Absent",
     "Collected",
     "Decoding",
+    "NamedValues",
     "PerRank",
+    "check_fields",
     "check_leaf",
     "check_names",
     "decode_tree",
     "dtype_name",
     "dtype_named",
     "encode_tree",
+    "field_names",
     "fill",
     "join",
     "require_memory",
+    "require_plain",
     "tensor_names",
 ]

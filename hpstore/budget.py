@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -79,4 +80,31 @@ class ByteBudget:
             self._turn.notify_all()
 
 
-__all__ = ["ByteBudget"]
+_CGROUPS = (  # limit, usage: of version 2 and 1, as a container sees its own group
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def available_bytes() -> int:
+    """Memory that this process can still take: of the node, and of its container if it has one."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            found = int(line.split()[1]) * 1024
+    for limit, usage in _CGROUPS:
+        numbers = [*_lines(limit), *_lines(usage)]
+        if len(numbers) == 2 and all(number.isdigit() for number in numbers):
+            found = min(found, max(0, int(numbers[0]) - int(numbers[1])))
+    return found
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        with open(path) as file:
+            return file.read().splitlines()
+    except OSError:  # there is no such group
+        return []
+
+
+__all__ = ["ByteBudget", "available_bytes"]

@@ -152,11 +152,16 @@ def save_config(config: PoolConfig) -> None:
     array = tomlkit.array()
     array.extend(config.devices)
     document["devices"] = array.multiline(True)
-    temporary = config.path.with_name(f".{config.path.name}.{os.getpid()}")
-    temporary.write_text(_tables_last(document))
+    write_atomically(config.path, _tables_last(document))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a text file; its content is synced before it has the name."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
     with temporary.open() as file:
         os.fsync(file.fileno())
-    temporary.replace(config.path)
+    temporary.replace(path)
 
 
 def _tables_last(document: tomlkit.TOMLDocument) -> str:
@@ -202,4 +207,4 @@ def find_config(where: str | os.PathLike[str]) -> PoolConfig:
 
 
 __all__ = ["PoolConfig", "Settings", "find_config", "load_config", "parse_settings", "register",
-           "registry_path", "save_config"]  # fmt: skip
+           "registry_path", "save_config", "write_atomically"]  # fmt: skip

@@ -22,6 +22,7 @@
       BudgetExceeded                 exit 35
       CheckpointError                exit 40
         CheckpointMismatch           exit 41  state and manifest do not fit
+      IngestError                    exit 45  a record or a source cannot be taken
       DirectError                    exit 60  a read straight into GPU memory failed
         DirectUnavailable            exit 61  this process, file or memory cannot take part in one
 
@@ -177,6 +178,12 @@ class CheckpointMismatch(CheckpointError):
     exit_code = 41
 
 
+class IngestError(HpstoreError):
+    """A record of a source is bad, or the source changed. Nothing is visible; see the message."""
+
+    exit_code = 45
+
+
 class DirectError(HpstoreError):
     """A read straight into GPU memory failed; its target is undefined. Files are unharmed."""
 
@@ -205,6 +212,7 @@ __all__ = [
     "DirectUnavailable",
     "FormatTooNew",
     "HpstoreError",
+    "IngestError",
     "IntegrityError",
     "InvalidKey",
     "LockTimeout",

@@ -88,6 +88,7 @@ class Pool(PoolHandle):
         if_absent: bool = False,
         if_version: str | None = None,
         rate_bytes_per_second: float | None = None,
+        progress: Callable[[int], None] | None = None,
         unit_bytes: int | None = None,
     ) -> ObjectInfo:
         """Store `data` (bytes-like, an open binary file, or a Source) under `key`.
@@ -97,8 +98,10 @@ class Pool(PoolHandle):
         the version before it; an unacknowledged put may still become visible as a whole. `data`
         belongs to this call until it returns. `metadata`: JSON, at most 1 KiB. With `if_absent`
         or `if_version` (an ObjectInfo's version) VersionConflict is raised when it does not hold;
-        that is exact between the processes of one host. `rate_bytes_per_second` spreads the work.
-        `unit_bytes`: stripe unit of this object, the pool's unless given.
+        that is exact between the processes of one host. `rate_bytes_per_second` spreads the work;
+        `progress` is called by this thread with the bytes about to be written, again when a device
+        fails and they are written anew. `unit_bytes`: stripe unit of this object, the pool's
+        unless given.
 
         Raises TooFewDevices, VersionConflict, InvalidKey, ConfigError (metadata, unit).
         """
@@ -108,6 +111,13 @@ class Pool(PoolHandle):
         if unit_bytes is not None:
             check_unit(self.config, self.data + self.parity, unit_bytes)
         source = as_source(data)
+        limit = RateLimit(rate_bytes_per_second, self._store.clock)
+
+        def throttle(count: int) -> None:
+            limit(count)
+            if progress is not None:
+                progress(count)
+
         with self._key_lock(key, needed=if_absent or if_version is not None):
             return put_object(
                 self._store,
@@ -116,7 +126,7 @@ class Pool(PoolHandle):
                 metadata=metadata or {},
                 if_absent=if_absent,
                 if_version=if_version,
-                throttle=RateLimit(rate_bytes_per_second, self._store.clock),
+                throttle=throttle,
                 unit_bytes=unit_bytes,
             )
 
@@ -179,7 +189,12 @@ class Pool(PoolHandle):
     def stat(self, key: str) -> ObjectInfo:
         """Facts about the newest version. Raises ObjectNotFound, TooManyErasures."""
         return self._read(
-            key, lambda reader: object_info(reader.header, len(reader.layout.columns))
+            key,
+            lambda reader: object_info(
+                reader.header,
+                len(reader.layout.columns),
+                may_leave=self._store.view.may_leave(reader.unknown),
+            ),
         )
 
     def exists(self, key: str) -> bool:

@@ -46,7 +46,7 @@ class PoolStatus:
     objects: int
     degraded: int  # readable, but short of their full stripe
     unreadable: int  # need devices that are missing now
-    losses_tolerated: int  # further devices that may be lost before the first object is
+    losses_tolerated: int  # further devices that may be lost: the pool opens, all objects read
     debts: int
     usable_bytes: int  # object bytes that still fit, at the geometry of now
     can_shrink_by: int  # devices that may go before new data loses its full parity
@@ -125,6 +125,7 @@ def pool_status(store: Store, name: str, problems: Mapping[str, str]) -> PoolSta
         unreadable += verdict is not Verdict.SERVES
         tolerated = max(0, min(tolerated, spare))
     devices = device_status(store, problems)
+    silent |= {d.device for d in devices if d.state == "missing"}
     free = sum(d.free_bytes for d in devices if d.state == "online")
     width = effective + record.parity
     return PoolStatus(
@@ -140,7 +141,7 @@ def pool_status(store: Store, name: str, problems: Mapping[str, str]) -> PoolSta
         objects=objects,
         degraded=degraded,
         unreadable=unreadable,
-        losses_tolerated=tolerated,
+        losses_tolerated=min(tolerated, store.view.may_leave(silent)),
         debts=len(read_debts(store)),
         usable_bytes=free * effective // width if effective else 0,
         can_shrink_by=max(0, len(candidates) - record.parity - 1),

@@ -1,10 +1,20 @@
-"""Feeding training from a pool: data sets and how to write them, a corpus of byte tokens."""
+"""Feeding training from a pool: data sets, how to write them, and the DataLoader."""
 
 if not __name__.startswith("hpstore."):
     raise ImportError(f"import hpstore.loaders, not {__name__}: see CONTRIBUTING.md")
 
+from hpstore.loaders.batches import Ragged
 from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.fields import Field
+from hpstore.loaders.ingestion import (
+    IngestProgress,
+    IngestReport,
+    ingest,
+    open_source,
+    unfinished_ingests,
+)
+from hpstore.loaders.loader import DataLoader
+from hpstore.loaders.mixture import Mixture
 from hpstore.loaders.publishing import (
     DatasetInfo,
     delete_dataset,
@@ -13,10 +23,10 @@ from hpstore.loaders.publishing import (
     remove_orphans,
     written_parts,
 )
-from hpstore.loaders.tokens import TokenBatches, TokenCorpus, write_corpus
 from hpstore.loaders.verifying import DatasetReport, verify_dataset
 from hpstore.loaders.writer import DatasetWriter
 
-__all__ = ["Dataset", "DatasetInfo", "DatasetReport", "DatasetWriter", "Field", "TokenBatches",
-           "TokenCorpus", "delete_dataset", "list_datasets", "publish_parts", "remove_orphans",
-           "verify_dataset", "write_corpus", "written_parts"]  # fmt: skip
+__all__ = ["DataLoader", "Dataset", "DatasetInfo", "DatasetReport", "DatasetWriter", "Field",
+           "IngestProgress", "IngestReport", "Mixture", "Ragged", "delete_dataset", "ingest",
+           "list_datasets", "open_source", "publish_parts", "remove_orphans",
+           "unfinished_ingests", "verify_dataset", "written_parts"]  # fmt: skip

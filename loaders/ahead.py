@@ -22,7 +22,7 @@ NEAR_POSITIONS = BLOCK_POSITIONS // 32
 as for a rank of a large world, a block would be used for fewer than 32 batches: see
 docs/decisions/0011."""
 
-_BLOCKS_KEPT = 4
+_BLOCKS_KEPT = 2
 _READERS_KEPT = 4
 
 Key = TypeVar("Key", bound=Hashable)

@@ -1,8 +1,8 @@
 """Random words, shuffles and seeds that are equal on every machine and numpy. Pure.
 
-Everything comes from `PCG64(SeedSequence(words)).random_raw`: numpy promises version-to-version
-streams for bit generators and seed sequences, and not for methods of `Generator` (NEP 19). No
-result depends on which sort numpy picks, on libm, or on the order of calls.
+Everything comes from `PCG64(SeedSequence(words)).random_raw`: numpy guarantees PCG64's integers for
+a seed in every version, and guarantees nothing of the kind for the methods of `Generator`
+(NEP 19). No result depends on which sort numpy picks, on libm, or on the order of calls.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ PART_KIND = "dataset-part"
 PREFIX = "data"
 ORDER = "order"  # the column of a data set that was shuffled on write
 _NONCE = re.compile(r"[0-9a-f]{16}")
-_RESERVED = ("manifest", "parts")
+_RESERVED = ("journal", "manifest", "parts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,13 +173,17 @@ def _require_kind(data: bytes, where: str) -> None:
         raise IntegrityError(f"{where}: not a manifest") from error
     kind = body.get("kind") if isinstance(body, dict) else None
     if kind in (KIND, PART_KIND):
-        if isinstance(body["format"], int) and body["format"] > FORMAT:
+        found = body.get("format")
+        if isinstance(found, int) and found > FORMAT:
             raise FormatTooNew(
-                f"{where}: data set format {body['format']}, this hpstore reads up to {FORMAT}"
+                f"{where}: data set format {found}, this hpstore reads up to {FORMAT}"
             )
         return
     if isinstance(body, dict) and "shards" in body:
-        raise ConfigError(f"{where} is a corpus of tokens: open it with TokenCorpus")
+        raise ConfigError(
+            f"{where} is a corpus of tokens of an earlier hpstore: write its texts again as a "
+            "data set (examples/train.py shows how), then delete it with pool.delete()"
+        )
     raise ConfigError(f"{where} is no manifest of a data set (kind {kind!r})")
 
 
@@ -218,8 +222,8 @@ def check_dataset_name(name: str) -> str:
     bad = [c for c in name.split("/") if c in _RESERVED or _NONCE.fullmatch(c)]
     if bad:
         raise ConfigError(
-            f"data set name {name!r}: {bad[0]!r} is reserved; no component is 'manifest', 'parts' "
-            "or 16 hex digits"
+            f"data set name {name!r}: {bad[0]!r} is reserved; no component is 'journal', "
+            "'manifest', 'parts' or 16 hex digits"
         )
     return name
 
@@ -227,6 +231,11 @@ def check_dataset_name(name: str) -> str:
 def manifest_key(name: str) -> str:
     """Key of the manifest."""
     return f"{PREFIX}/{name}/manifest"
+
+
+def journal_key(name: str) -> str:
+    """Key of what an unfinished ingest has stored."""
+    return f"{PREFIX}/{name}/journal"
 
 
 def part_key(name: str, part: tuple[int, int]) -> str:
@@ -271,6 +280,6 @@ def column_names(fields: Sequence[str], scalars: Sequence[str]) -> dict[str, str
 
 
 __all__ = ["FORMAT", "KIND", "ORDER", "PREFIX", "Content", "DatasetManifest", "Part",
-           "StreamShards", "check_dataset_name", "column_key", "column_names", "manifest_key",
-           "nonce_of", "object_prefix", "pages_key", "part_key", "shard_key",
+           "StreamShards", "check_dataset_name", "column_key", "column_names", "journal_key",
+           "manifest_key", "nonce_of", "object_prefix", "pages_key", "part_key", "shard_key",
            "side_key"]  # fmt: skip

@@ -86,13 +86,18 @@ class SequentialOrder:
 class GlobalOrder:
     """Each epoch another permutation of all samples.
 
-    Up to 2e6 samples a table of 4 bytes a sample, made at the first use of an epoch (about 40 ms
-    at 2e6). Above, a Feistel network: 1 ms for 64 Ki positions, evaluated a block at a time when
-    read in sequence, and for just what is asked after a jump (about 50 us for 256).
+    Up to `table_samples` a table of 4 bytes a sample, made at the first use of an epoch (about
+    40 ms at 2e6). Above, a Feistel network: 1 to 2 ms for 64 Ki positions, evaluated a block at a
+    time when read in sequence, and for just what is asked after a jump (about 50 us for 256).
+    Set a lower limit where one loader has many orders, as in a mixture: the sum of all tables is
+    made before the first batch.
     """
 
-    def __init__(self, length: int, seed: int) -> None:
+    def __init__(
+        self, length: int, seed: int, *, table_samples: int = PERMUTATION_SAMPLES
+    ) -> None:  # fmt: skip
         self.length = self.samples = check_length(length)
+        self.network = self.length > min(table_samples, PERMUTATION_SAMPLES)
         self.seed = check_seed(seed)
         self._tables: Recent[int, npt.NDArray[np.int32]] = Recent(EPOCHS_KEPT)
         self._networks: Recent[int, Feistel] = Recent(EPOCHS_KEPT)
@@ -103,14 +108,17 @@ class GlobalOrder:
         check_range(self, epoch, start, stop)
         if start == stop:
             return np.empty(0, np.int64)
-        if self.length <= PERMUTATION_SAMPLES:
+        if not self.network:
             table = self._tables.get(epoch, lambda: self._table(epoch))
             return table[start:stop].astype(np.int64)
         return self._ahead.read(self._evaluate, epoch, start, stop)
 
     def describe(self) -> dict[str, object]:
         """See Order."""
-        return {"kind": "global", "draws": DRAWS_VERSION, "length": self.length, "seed": self.seed}
+        return {
+            "kind": "global", "draws": DRAWS_VERSION, "length": self.length, "seed": self.seed,
+            "network": self.network,
+        }  # fmt: skip
 
     def _table(self, epoch: int) -> npt.NDArray[np.int32]:
         drawn = shuffled(Purpose.PERMUTATION, seed=self.seed, epoch=epoch, count=self.length)

@@ -85,6 +85,77 @@ def read_compressed(
     return [out[a:b] for a, b in zip(position[:-1].tolist(), stops, strict=True)]
 
 
+def read_pages(
+    open_shard: Callable[[int], PooledReader],
+    stream: Stream,
+    pages: PageTable,
+    numbers: Int64s,
+    target: Callable[[int], Bytes],
+    arrived: Callable[[int], None],
+) -> None:
+    """Read whole pages, ascending numbers, each into target(page); then arrived(page) is called.
+
+    A target may be shorter than the page: then the rest of the page is padding and left out. All by
+    the calling thread. Raises TooManyErasures, IntegrityError; what has arrived stays.
+    """
+    if stream.compression:
+        for at in range(0, len(numbers), CHUNK_PAGES):
+            chunk = numbers[at : at + CHUNK_PAGES]
+            scratch = np.empty(stream.unit_bytes, np.uint8)
+            for page, stored in zip(
+                chunk.tolist(), _read_pages(open_shard, pages, chunk), strict=True
+            ):
+                raw = scratch[: int(pages.length[page])]
+                _decode(stream, pages, page, stored, raw)
+                _fill(target(page), raw, 0)
+                arrived(page)
+        return
+    for shard in np.unique(pages.shard[numbers]).tolist():
+        mine = numbers[pages.shard[numbers] == shard]
+        _read_raw_pages(open_shard(shard), stream, pages, mine.tolist(), target, arrived)
+
+
+def _read_raw_pages(
+    reader: PooledReader,
+    stream: Stream,
+    pages: PageTable,
+    numbers: list[int],
+    target: Callable[[int], Bytes],
+    arrived: Callable[[int], None],
+) -> None:
+    """Pages of one shard; neighbours are read as one range."""
+    by_start = {int(pages.start[page]): page for page in numbers}
+    left = set(numbers)
+    ranges: list[tuple[int, int]] = []
+    for page in numbers:
+        start = int(pages.start[page])
+        end = start + int(pages.length[page])
+        if ranges and ranges[-1][1] == start:
+            ranges[-1] = (ranges[-1][0], end)
+        else:
+            ranges.append((start, end))
+
+    def deliver(offset: int, found: Bytes) -> None:
+        at = 0
+        while at < len(found):
+            start = (offset + at) // stream.unit_bytes * stream.unit_bytes
+            page, inside = by_start[start], offset + at - start
+            piece = found[at : at + stream.unit_bytes - inside]
+            if page in left:  # else it is delivered again, from a new place of the object
+                _fill(target(page), piece, inside)
+                if inside + len(piece) == pages.length[page]:  # pieces come in order
+                    left.remove(page)
+                    arrived(page)
+            at += len(piece)
+
+    reader.read_ranges(ranges, deliver)
+
+
+def _fill(target: Bytes, piece: Bytes, at: int) -> None:
+    count = max(0, min(len(piece), len(target) - at))
+    target[at : at + count] = piece[:count]
+
+
 def _positions(lengths: Int64s) -> Int64s:
     """Where records begin in one buffer, and its length: multiples of 64."""
     return np.concatenate([[0], np.cumsum(-(-lengths // 64) * 64)]).astype(np.int64)
@@ -115,4 +186,4 @@ def _decode(stream: Stream, pages: PageTable, number: int, stored: Bytes, out: B
         ) from error
 
 
-__all__ = ["CODECS", "checked_compression", "compress_pages", "read_compressed"]
+__all__ = ["CODECS", "checked_compression", "compress_pages", "read_compressed", "read_pages"]

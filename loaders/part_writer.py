@@ -40,22 +40,32 @@ class PartOptions:
 class PartWriter:
     """Stores samples that were checked. One thread at a time; nothing of it is visible by itself.
 
-    With `ordered` every sample comes with a number, kept in a column of its own.
+    With `ordered` every sample comes with a number, kept in a column of its own. For parts that
+    follow another: `nonce` is the one that was told before, pages are those of `like`.
     """
 
     def __init__(
-        self, pool: Pool, name: str, options: PartOptions, *, ordered: bool = False
-    ) -> None:  # fmt: skip
+        self,
+        pool: Pool,
+        name: str,
+        options: PartOptions,
+        *,
+        ordered: bool = False,
+        nonce: str = "",
+        like: Part | None = None,
+    ) -> None:
         self.pool, self.name, self.rows = pool, name, 0
-        self.nonce = secrets.token_hex(8)
+        self.nonce = nonce or new_nonce()
+        units = [stream.unit_bytes for stream in like.streams] if like else None
         self._uploads, self._content = Uploads(), Content()
         fields = options.fields
         limit = pool.config.settings.memory_bytes // (2 * (pool.data + pool.parity))
         self._streams = [
             StreamWriter(
-                pool, (name, self.nonce, number), stream, record, unit_bytes=options.unit_bytes,
-                alike=options.alike, unit_limit=limit, shard_bytes=options.shard_bytes,
-                uploads=self._uploads, compression=options.compression, content=self._content,
+                pool, (name, self.nonce, number), stream, record, unit_limit=limit,
+                unit_bytes=units[number] if units else options.unit_bytes, alike=options.alike,
+                shard_bytes=options.shard_bytes, uploads=self._uploads,
+                compression=options.compression, content=self._content,
             )
             for number, (stream, record) in enumerate(options.records.items())
         ]  # fmt: skip
@@ -118,4 +128,9 @@ class PartWriter:
             _log.warning("objects under %r stay until remove_orphans: %s", prefix, error)
 
 
-__all__ = ["PartOptions", "PartWriter"]
+def new_nonce() -> str:
+    """What tells the objects of one part from those of others."""
+    return secrets.token_hex(8)
+
+
+__all__ = ["PartOptions", "PartWriter", "new_nonce"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpstore.errors import (
@@ -20,8 +20,10 @@ from hpstore.loaders.manifest import (
     PREFIX,
     Content,
     DatasetManifest,
+    Part,
     check_dataset_name,
     column_key,
+    journal_key,
     manifest_key,
     nonce_of,
     part_key,
@@ -30,6 +32,7 @@ from hpstore.loaders.manifest import (
 )
 from hpstore.loaders.side import SIDE_MAGIC, check_hash, decode_tables, side_dtypes
 from hpstore.pool import Pool
+from hpstore.records import unseal
 
 _log = logging.getLogger(__name__)
 _PART = re.compile(r"parts/(\d+)-of-(\d+)")
@@ -115,7 +118,7 @@ def publish_parts(
         shuffle_seed=first.shuffle_seed,
         metadata=first.metadata if metadata is None else dict(metadata),
         parts=tuple(manifest.parts[0] for manifest in manifests),
-        content=_content(pool, name, manifests),
+        content=joined_content(pool, name, first, [m.parts[0] for m in manifests]),
     )
     publish(pool, name, manifest_key(name), merged, version=version if overwrite else None)
     for part in waiting:
@@ -216,12 +219,14 @@ def _common(manifest: DatasetManifest) -> dict[str, object]:
     }
 
 
-def _content(pool: Pool, name: str, manifests: list[DatasetManifest]) -> str:
-    """Digest over the samples of all parts in order; checks that their objects are there."""
+def joined_content(pool: Pool, name: str, schema: DatasetManifest, parts: Sequence[Part]) -> str:
+    """Digest over the samples of all parts in order; checks that their objects are there.
+
+    `schema`: a manifest with the same fields and layout.
+    """
     content = Content()
-    first = manifests[0]
-    _, records = group_fields(first.fields, first.layout)
-    for part in (manifest.parts[0] for manifest in manifests):
+    _, records = group_fields(schema.fields, schema.layout)
+    for part in parts:
         for number, (stream, record) in enumerate(records.items()):
             dtypes = side_dtypes(record)
             shards = part.streams[number]
@@ -232,7 +237,7 @@ def _content(pool: Pool, name: str, manifests: list[DatasetManifest]) -> str:
                 check_hash(key, data, wanted)
                 tables = decode_tables(SIDE_MAGIC, data, dtypes, rows, where=f"object {key!r}")
                 content.add_side(stream, record, tables)
-        for column, field in enumerate(first.fields):
+        for column, field in enumerate(schema.fields):
             for cut, wanted in enumerate(part.columns.get(str(column), ())):
                 key = column_key(name, part.nonce, str(column), cut)
                 data = pool.get(key)
@@ -272,7 +277,9 @@ def delete_dataset(pool: Pool, name: str) -> None:
     ours = [
         found
         for found in pool.list(prefix, certain=True)
-        if nonce_of(name, found) or _PART.fullmatch(found.removeprefix(prefix))
+        if nonce_of(name, found)
+        or _PART.fullmatch(found.removeprefix(prefix))
+        or found == journal_key(name)
     ]
     try:
         pool.delete(key)
@@ -284,7 +291,7 @@ def delete_dataset(pool: Pool, name: str) -> None:
 
 
 def remove_orphans(pool: Pool, name: str) -> int:
-    """Remove objects that neither the data set nor a written part names; returns how many.
+    """Remove objects that no data set, written part or unfinished ingest names; returns how many.
 
     They are left by writers that were killed. Only to be called while nobody writes this data set:
     the objects of an open writer look the same.
@@ -297,6 +304,7 @@ def remove_orphans(pool: Pool, name: str) -> int:
             "nothing was removed. delete_dataset removes all of it."
         )
     known |= {part.nonce for part in published.parts} if published else set()
+    known |= _journaled(pool, name)
     removed = 0
     for key in pool.list(f"{PREFIX}/{name}/", certain=True):
         nonce = nonce_of(name, key)
@@ -306,6 +314,19 @@ def remove_orphans(pool: Pool, name: str) -> int:
     return removed
 
 
+def _journaled(pool: Pool, name: str) -> set[str]:
+    """Nonces of what an unfinished ingest stored and goes on with."""
+    key = journal_key(name)
+    try:
+        body = unseal(pool.get(key), where=key)
+    except ObjectNotFound:
+        return set()
+    parts, writing = body.get("parts"), body.get("writing")
+    if not isinstance(parts, list) or not isinstance(writing, list):
+        raise IntegrityError(f"{key}: journal is malformed; nothing was removed", key=key)
+    return {str(part["nonce"]) for part in parts} | {str(nonce) for nonce in writing}
+
+
 def _delete(pool: Pool, key: str) -> None:
     try:
         pool.delete(key)
@@ -313,5 +334,5 @@ def _delete(pool: Pool, key: str) -> None:
         _log.debug("object %r was gone already", key)
 
 
-__all__ = ["DatasetInfo", "dataset_info", "delete_dataset", "list_datasets", "publish",
-           "publish_parts", "remove_orphans", "written_parts"]  # fmt: skip
+__all__ = ["DatasetInfo", "dataset_info", "delete_dataset", "joined_content", "list_datasets",
+           "publish", "publish_parts", "remove_orphans", "written_parts"]  # fmt: skip

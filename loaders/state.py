@@ -47,19 +47,16 @@ class LoaderState:
                 "nothing was loaded; upgrade to resume from it"
             )
         prints, order = raw.get("fingerprints"), raw.get("order")
-        numbers = [raw.get(name) for name in ("seed", "epoch", "samples")]
-        if (
-            version != STATE_VERSION
-            or not isinstance(prints, (list, tuple))
-            or not all(isinstance(one, str) for one in prints)
-            or not isinstance(order, str)
-            or not all(isinstance(n, int) and n >= 0 for n in numbers)
-        ):
+        texts = [one for one in prints if isinstance(one, str)] if isinstance(prints, list) else []
+        numbers = [_count(raw.get(name)) for name in ("seed", "epoch", "samples")]
+        if version != STATE_VERSION or texts != prints or None in numbers or not _is_json(order):
             raise ConfigError(
                 f"not the state of a hpstore loader, with {sorted(map(str, raw))}: none was loaded"
             )
-        seed, epoch, samples = (int(str(number)) for number in numbers)
-        return cls(fingerprints=tuple(prints), order=order, seed=seed, epoch=epoch, samples=samples)
+        seed, epoch, samples = (number or 0 for number in numbers)
+        return cls(
+            fingerprints=tuple(texts), order=str(order), seed=seed, epoch=epoch, samples=samples
+        )
 
     def require_same_run(
         self, *, fingerprints: Sequence[str], order: str, seed: int, length: int
@@ -88,6 +85,17 @@ class LoaderState:
 def order_text(order: Order) -> str:
     """Canonical JSON of an order's description: made once, compared as text."""
     return json.dumps(order.describe(), sort_keys=True, separators=(",", ":"))
+
+
+def _count(value: object) -> int | None:
+    return value if type(value) is int and value >= 0 else None
+
+
+def _is_json(value: object) -> bool:
+    try:
+        return isinstance(value, str) and json.loads(value) is not None
+    except ValueError:
+        return False
 
 
 def _both(what: str, saved: object, here: object) -> str:

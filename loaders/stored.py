@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from hpstore.buffers import aligned_array
 from hpstore.closing import Closing
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError, IntegrityError, ObjectNotFound
+from hpstore.geometry import ALIGNMENT_BYTES
 from hpstore.loaders.blocks import BLOCK_ROWS, BlockTable
 from hpstore.loaders.fields import Array, Field, FieldKind
 from hpstore.loaders.layout import Int64s, group_fields
@@ -40,7 +42,7 @@ from hpstore.loaders.side import (
 from hpstore.loaders.spans import plan_spans, read_spans
 from hpstore.loaders.stream import Locations, PageTable, Stream, make_stream, stripe_firsts
 from hpstore.pool import Pool
-from hpstore.pooled import PooledReader
+from hpstore.pooled import PooledReader, Scatter
 from hpstore.units import div_ceil
 
 
@@ -259,6 +261,7 @@ class StoredData(Closing):
     def written_as(self, indices: Int64s) -> Int64s | None:
         """The numbers under which samples were written, in their part, before it was shuffled.
 
+        Of an ingest: the number of the record in its source, or block << 32 | number in the block.
         None when the data set was not shuffled on write.
         """
         if self.manifest.shuffle_seed is None:
@@ -305,6 +308,46 @@ class StoredData(Closing):
                 "data set again, or skip the sample."
             )
         return records, places
+
+    def read_direct(self, stream: Stream, indices: Int64s) -> list[Bytes]:
+        """As read_records, straight from the devices where that can be; without the places."""
+        lengths = self.locate(stream, indices).length
+        steps = -(-lengths // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        ends = np.cumsum(steps)
+        buffer = aligned_array(int(ends[-1]) if len(ends) else 0)
+        starts = (ends - steps).tolist()
+        rows = [buffer[a : a + n] for a, n in zip(starts, lengths.tolist(), strict=True)]
+        if self.read_rows(stream, indices, rows):
+            return rows
+        return self.read_records(stream, indices)[0]
+
+    def read_rows(self, stream: Stream, indices: Int64s, rows: Sequence[Bytes]) -> bool:
+        """Verified records of n samples into rows[i], each as long as its record, where it can be
+        straight from the devices.
+
+        False when a device hangs: `rows` is then lost, its memory must not be used again
+        (PROTOCOL 21). Raises as read_records.
+        """
+        places = self.locate(stream, indices)
+        left = np.ones(len(indices), bool)
+        if not stream.compression and len(indices):
+            digest, wanted = xxhash.xxh3_64_intdigest, places.checksum.tolist()
+            scatter = Scatter(rows, lambda number, got: digest(got.data) == wanted[number])
+            for shard in np.unique(places.shard).tolist():
+                mine = np.flatnonzero(places.shard == shard)
+                reader = self.reader(stream, shard)
+                reader.add_to(scatter, places.start[mine], mine)
+            found = reader.run_scatter(scatter)
+            if found.late:
+                self.pool.metrics.count("records_abandoned_total", len(indices))
+                return False
+            left = ~found.good
+        again = np.flatnonzero(left)
+        if len(again):
+            records, _ = self.read_records(stream, indices[again])
+            for row, record in zip(again.tolist(), records, strict=True):
+                rows[row][:] = record
+        return True
 
     def raw_records(self, stream: Stream, indices: Int64s) -> tuple[list[Bytes], Locations]:
         """As read_records, without a look at the records' checksums."""

@@ -42,7 +42,7 @@ class PageTable:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Stream:
-    """One stream. `number` is its place in Dataset.streams; arrays are by shard."""
+    """One stream. `number` is its number in the data set; arrays are by shard."""
 
     number: int
     name: str

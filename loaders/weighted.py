@@ -22,7 +22,11 @@ _TERMS = 11  # of the series below: the next one is below 2**-53 for all mantiss
 
 
 def check_weights(weights: npt.ArrayLike) -> Doubles:
-    """Weights as float64[n], a copy. Raises ConfigError unless finite, >= 0 and one above 0."""
+    """Weights as float64[n], a copy. Raises ConfigError unless finite, >= 0 and one above 0.
+
+    Also when they differ by more than 2**1000: their ratios, and the keys made of them, would
+    leave the range of doubles.
+    """
     checked = np.array(weights, np.float64)
     if checked.ndim != 1:
         raise ConfigError(f"weights have the shape {checked.shape}, one dimension is needed")
@@ -31,6 +35,12 @@ def check_weights(weights: npt.ArrayLike) -> Doubles:
         raise ConfigError(f"weight {bad[0]} is {checked[bad[0]]}: weights are finite and >= 0")
     if not (checked > 0).any():
         raise ConfigError("no weight is above 0: there is nothing to draw from")
+    tiny = np.flatnonzero((checked > 0) & (checked < checked.max() * 2.0**-1000))
+    if len(tiny):
+        raise ConfigError(
+            f"weight {tiny[0]} is {checked[tiny[0]]}, beside one of {checked.max()}: "
+            "more than a factor of 2**1000 apart; set it to 0"
+        )
     return checked
 
 
@@ -104,9 +114,12 @@ class WeightedOrder:
             Purpose.WEIGHTED, seed=self.seed, epoch=epoch, start=start, count=stop - start
         )
         points = (drawn >> np.uint64(11)).astype(np.float64) * 2.0**-53 * self._table[-1]
+        # in rising order a large table is walked once, not jumped about in for every draw
+        rising = np.argsort(points)
+        found = np.empty(len(points), np.int64)
         # "right" passes over weights of 0; rounding may reach the total itself
-        found = np.searchsorted(self._table, points, "right")
-        return np.minimum(found, self._last).astype(np.int64, copy=False)
+        found[rising] = np.searchsorted(self._table, points[rising], "right")
+        return np.minimum(found, self._last, out=found)
 
     def _exhaust(self, epoch: int) -> Indices:
         drawn = words(Purpose.WEIGHTED, seed=self.seed, epoch=epoch, count=self.samples)

@@ -104,15 +104,7 @@ class DatasetWriter(Closing):
         written then and the writer goes on.
         """
         self._usable()
-        where = f"sample {self._rows}"
-        check_names(sample, self.fields, where)
-        batch: dict[str, Array] = {}
-        ragged: dict[str, list[Bytes]] = {}
-        for name, made in self.fields.items():
-            if made.kind is FieldKind.RAGGED:
-                ragged[name] = [ragged_value(name, made, sample[name], where)]
-            else:
-                batch[name] = fixed_value(name, made, sample[name], where)[None]
+        batch, ragged = checked_sample(self.fields, sample, f"sample {self._rows}")
         self._append(batch, ragged, 1)
         return self._rows - 1
 
@@ -258,6 +250,21 @@ class DatasetWriter(Closing):
         )
 
 
+def checked_sample(
+    fields: Mapping[str, Field], sample: Mapping[str, object], where: str
+) -> tuple[dict[str, Array], dict[str, list[Bytes]]]:
+    """A sample as a batch of one: arrays of fixed fields, bytes of ragged ones. ConfigError."""
+    check_names(sample, fields, where)
+    batch: dict[str, Array] = {}
+    ragged: dict[str, list[Bytes]] = {}
+    for name, made in fields.items():
+        if made.kind is FieldKind.RAGGED:
+            ragged[name] = [ragged_value(name, made, sample[name], where)]
+        else:
+            batch[name] = fixed_value(name, made, sample[name], where)[None]
+    return batch, ragged
+
+
 def _checked_metadata(metadata: Mapping[str, object] | None) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(json.dumps(dict(metadata or {}), allow_nan=False))
@@ -275,4 +282,4 @@ def _checked_part(part: tuple[int, int] | None) -> tuple[int, int] | None:
     return (int(number), int(count))
 
 
-__all__ = ["DatasetWriter"]
+__all__ = ["DatasetWriter", "checked_sample"]

@@ -5,9 +5,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+import hpstore
+from hpstore.config import Settings
+from hpstore.units import MIB
 
 # the contract's assertions show their values, as those in test files do
 pytest.register_assert_rewrite("hpstore.testing.device_contract", "hpstore.testing.direct_contract")
@@ -30,6 +35,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("root"):
             item.add_marker(pytest.mark.skip(reason="needs root (loop devices, mounts)"))
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[hpstore.Pool]:
+    """3+2 over five directories; its settings are `pool.toml` beside them."""
+    with hpstore.create(
+        [tmp_path / f"d{i}" for i in range(5)], data=3, parity=2, config=tmp_path / "pool.toml",
+        settings=Settings(memory_bytes=32 * MIB, run_directory=str(tmp_path / "run")),
+    ) as made:  # fmt: skip
+        yield made
 
 
 @pytest.fixture(autouse=True)

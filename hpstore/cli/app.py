@@ -12,6 +12,7 @@ import typer
 import hpstore
 from hpstore.cli import bench, gpu
 from hpstore.cli.checkpoints import checkpoints
+from hpstore.cli.datasets import datasets
 from hpstore.cli.output import (
     UNMENDED_EXIT_CODE,
     byte_progress,
@@ -23,6 +24,7 @@ from hpstore.cli.output import (
     table,
 )
 from hpstore.errors import ConfigError, ObjectNotFound
+from hpstore.interop.names import add_to_table, require_free
 from hpstore.opening import shares_filesystem
 from hpstore.rebuild import RebuildReport
 from hpstore.units import MIB, format_bytes, parse_bytes
@@ -32,6 +34,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.command("bench")(bench.run)
 app.command("gpu")(gpu.run)
 app.add_typer(checkpoints, name="checkpoint")
+app.add_typer(datasets, name="dataset")
 
 
 @app.callback(invoke_without_command=True)
@@ -70,10 +73,15 @@ def create(
 
     hpstore create pool.toml --data 4 --parity 2 /mnt/a /mnt/b /mnt/c /mnt/d /mnt/e /mnt/f
     """
+    if name is not None:
+        require_free(name, config)
     pool = hpstore.create(
         devices, data=data, parity=parity, config=config, name=name, domains=domain,
         unit_bytes=parse_bytes(unit),
     )  # fmt: skip
+    table = add_to_table(name, config) if name is not None else None
+    if table is not None:
+        sys.stderr.write(f"hpstore: note: {name} is in {table}, too, for URLs\n")
     with pool:
         status = pool.status()
     if status.effective_data < data:
@@ -135,8 +143,8 @@ def put(
         emit_json(info.as_dict())
     else:
         sys.stdout.write(
-            f"{key}: {format_bytes(info.size)} as {info.data}+{info.parity}, survives "
-            f"{info.losses_tolerated} losses\n"
+            f"{key}: {format_bytes(info.size)} as {info.data}+{info.parity}, "
+            f"{info.losses_tolerated} more devices may be lost\n"
         )
 
 

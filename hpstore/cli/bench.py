@@ -29,8 +29,11 @@ def run(
         int, typer.Option(min=1, help="repeats of each figure; the median counts")
     ] = 5,
     peers: Annotated[
-        str, typer.Option(help="for checkpoint: torch.save,dcp,dcp.async,safetensors")
+        str, typer.Option(help="for checkpoint: torch.save,dcp,dcp.async,safetensors and others")
     ] = "",
+    compression: Annotated[
+        bool, typer.Option("--compression", help="for checkpoint: what each codec costs")
+    ] = False,
 ) -> None:
     """Measure against raw rates of the same minute.  hpstore bench devices erasure --json -"""
     from hpstore.benchmarks.report import describe, machine
@@ -46,6 +49,7 @@ def run(
             size_bytes=parse_bytes(size) if size else DEFAULT_BYTES[name],
             repeats=repeats,
             peers=peers,
+            compression=compression,
         )
         results[name] = BENCHMARKS[name](options)
     if json_file == "-":

@@ -36,27 +36,34 @@ Keys = Annotated[
 Force = Annotated[bool, typer.Option("--force", help="protected steps too")]
 
 
-def _steps(pool: hpstore.Pool, prefix: str) -> Steps:
+def steps_of(pool: hpstore.Pool, prefix: str) -> Steps:
+    """The steps under a prefix as it is typed, a slash at its end too. Raises ConfigError."""
+    from hpstore.checkpoint.nearby import nothing_under
     from hpstore.checkpoint.steps import Steps
 
-    return Steps(pool, prefix)
+    wanted = prefix.strip("/")
+    if not wanted:
+        raise ConfigError(nothing_under(pool, prefix))
+    return Steps(pool, wanted)
 
 
 @checkpoints.command()
 def ls(pool: PoolName, prefix: Prefix, as_json: Json = False) -> None:
     """List committed steps.  hpstore checkpoint ls pool.toml runs/gpt"""
+    from hpstore.checkpoint.nearby import nothing_under
     from hpstore.cli.describe import listed
 
     problems: dict[int, HpstoreError] = {}
     manifests: list[Manifest] = []
     with hpstore.open(pool, read_only=True) as opened:
-        steps = _steps(opened, prefix)
+        steps = steps_of(opened, prefix)
         protected = steps.protected()
         for step in steps.all():
             try:
                 manifests.append(steps.manifest(step))
             except HpstoreError as error:
                 problems[step] = error
+        absent = "" if manifests or problems else nothing_under(opened, steps.prefix)
     rows = listed(manifests, protected)
     if as_json:
         damaged = [{"step": step, "problem": str(error)} for step, error in problems.items()]
@@ -65,6 +72,8 @@ def ls(pool: PoolName, prefix: Prefix, as_json: Json = False) -> None:
         columns = ("step", "size", "own", "shared", "items", "world", "saved", "protected as",
                    "metrics")  # fmt: skip
         table("", columns, [row.cells() for row in rows])
+    if absent:
+        sys.stderr.write(f"hpstore: {absent}\n")
     for step, problem in problems.items():
         sys.stderr.write(f"hpstore: step {step} cannot be listed: {problem}\n")
     if problems:
@@ -83,7 +92,7 @@ def inspect(
     from hpstore.cli.describe import described, show_tree
 
     with hpstore.open(pool, read_only=True) as opened:
-        steps = _steps(opened, prefix)
+        steps = steps_of(opened, prefix)
         manifest = steps.manifest(resolved(steps, step))
         names = [name for name, kept in steps.protected().items() if kept == manifest.step]
         tolerated = [opened.stat(segment.key).losses_tolerated for segment in manifest.segments]
@@ -98,18 +107,27 @@ def inspect(
 def verify(
     pool: PoolName,
     prefix: Prefix,
-    step: StepName = "latest",
+    step: Annotated[str | None, typer.Argument(help="a committed step (default: latest)")] = None,
     every: Annotated[bool, typer.Option("--all", help="all committed steps")] = False,
     as_json: Json = False,
 ) -> None:
     """Read every byte and compare every item.  hpstore checkpoint verify pool.toml runs/gpt 100"""
+    from hpstore.checkpoint.nearby import nothing_under
+
+    if every and step is not None:
+        raise ConfigError(
+            f"both step {step} and --all were asked for; nothing was read. Leave one of them out"
+        )
     with hpstore.open(pool, read_only=True) as opened:
-        steps = _steps(opened, prefix)
+        steps = steps_of(opened, prefix)
         newest = steps.all()[-1:]  # not the newest valid one: that would pass over damage
         if not newest:
-            raise CheckpointError(f"there is no checkpoint under {prefix!r}")
-        wanted = steps.all() if every else newest if step == "latest" else [resolved(steps, step)]
-        found = {number: _verified(opened, prefix, number, alone=not every) for number in wanted}
+            raise CheckpointError(nothing_under(opened, steps.prefix))
+        one = newest if step in (None, "latest") else [resolved(steps, str(step))]
+        found = {
+            number: _verified(opened, steps.prefix, number, alone=not every)
+            for number in (steps.all() if every else one)
+        }
     if as_json:
         rows = [{"step": n, "ok": False, "problem": str(r)} if isinstance(r, HpstoreError)
                 else r.as_dict() for n, r in found.items()]  # fmt: skip
@@ -150,14 +168,21 @@ def _said(report: VerifyReport | HpstoreError) -> str:
 def rm(
     pool: PoolName,
     prefix: Prefix,
-    steps: Annotated[list[int], typer.Argument(help="committed steps")],
+    steps: Annotated[list[str], typer.Argument(help="committed steps; latest needs --yes")],
     force: Force = False,
+    yes: Annotated[bool, typer.Option("--yes", help="really the latest")] = False,
 ) -> None:
     """Delete steps; not protected ones.  hpstore checkpoint rm pool.toml runs/gpt 100 200"""
     failed: HpstoreError | None = None
     with hpstore.open(pool) as opened:
-        found = _steps(opened, prefix)
-        for step in steps:
+        found = steps_of(opened, prefix)
+        numbers = dict.fromkeys(resolved(found, step) for step in steps)  # before any is deleted
+        if "latest" in steps and not yes:
+            raise ConfigError(
+                f"latest is step {resolved(found, 'latest')}, from which a training would go on; "
+                "nothing was deleted. Name the step, or say --yes"
+            )
+        for step in numbers:
             try:
                 found.delete(step, force=force)
             except HpstoreError as error:
@@ -178,7 +203,7 @@ def protect(
 ) -> None:
     """Keep a step, whatever retention says.  hpstore checkpoint protect pool.toml runs/gpt 100 best"""  # noqa: E501
     with hpstore.open(pool) as opened:
-        steps = _steps(opened, prefix)
+        steps = steps_of(opened, prefix)
         number = resolved(steps, step)
         before = steps.protected().get(name)
         if before is not None and before != number:
@@ -195,7 +220,7 @@ def unprotect(
 ) -> None:
     """Let retention have a step again.  hpstore checkpoint unprotect pool.toml runs/gpt best"""
     with hpstore.open(pool) as opened:
-        _steps(opened, prefix).unprotect(name)
+        steps_of(opened, prefix).unprotect(name)
     sys.stdout.write(f"{name} protects nothing now\n")
 
 
@@ -205,10 +230,18 @@ def resolved(steps: Steps, step: str) -> int:
         if not step.isdecimal():
             raise ConfigError(f"{step!r} is no step: give a whole number, or latest")
         return int(step)
+    from hpstore.checkpoint.nearby import nothing_under
+
     found = steps.latest_valid()
     if found is None:
-        raise CheckpointError(f"there is no checkpoint under {steps.prefix!r} that can be read")
+        there = len(steps.all())
+        raise CheckpointError(
+            f"none of the {there} checkpoints under {steps.prefix!r} can be read now; "
+            "`hpstore checkpoint verify --all` says why"
+            if there
+            else nothing_under(steps.pool, steps.prefix)
+        )
     return found
 
 
-__all__ = ["checkpoints", "resolved"]
+__all__ = ["checkpoints", "resolved", "steps_of"]

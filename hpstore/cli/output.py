@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from rich.console import Console
 from rich.progress import (
@@ -29,6 +30,20 @@ from hpstore.status import PoolStatus
 from hpstore.units import format_bytes
 
 UNMENDED_EXIT_CODE = 50
+_REFRESH_SECONDS = 0.1
+
+
+class SampleCount(Protocol):
+    """How far work on samples is."""
+
+    @property
+    def records(self) -> int: ...
+
+    @property
+    def total(self) -> int | None: ...
+
+    @property
+    def bytes(self) -> int: ...
 
 
 def emit_json(value: object) -> None:
@@ -61,6 +76,33 @@ def object_progress(what: str) -> Iterator[ProgressCallback]:
             elapsed = bar.tasks[0].elapsed or 0.0
             rate = f"{format_bytes(step.bytes / elapsed)}/s" if elapsed > 0.5 else ""
             bar.update(task, completed=step.done, total=step.total, rate=rate)
+
+        yield report
+
+
+@contextmanager
+def sample_progress(what: str) -> Iterator[Callable[[SampleCount], None]]:
+    """A bar over samples with rates and time left, on standard error when that is a terminal."""
+    console = Console(stderr=True)
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"), TimeElapsedColumn(), TimeRemainingColumn(),
+        console=console, transient=True, disable=not console.is_terminal,
+    ) as bar:  # fmt: skip
+        began = last = time.monotonic()
+        first: SampleCount | None = None
+
+        def report(count: SampleCount) -> None:
+            nonlocal first, last
+            now = time.monotonic()
+            if first is None:  # what was there before is no speed of ours
+                first = count
+                bar.add_task(what, total=count.total, completed=count.records, rate="")
+            elif now - last >= _REFRESH_SECONDS:
+                last, took = now, now - began
+                rate = (f"{(count.records - first.records) / took:.0f}/s "
+                        f"{format_bytes((count.bytes - first.bytes) / took)}/s")  # fmt: skip
+                bar.update(bar.task_ids[0], completed=count.records, rate=rate)
 
         yield report
 
@@ -115,7 +157,7 @@ def show_status(status: PoolStatus) -> None:
         f"pool {status.name} {shape}, new objects {now}, generation {status.generation}, "
         f"erasure code by {status.erasure_backend}",
         f"{status.objects} objects: {status.degraded} degraded, {status.unreadable} unreadable "
-        f"now, {status.debts} debts; {status.losses_tolerated} more losses tolerated",
+        f"now, {status.debts} debts; {status.losses_tolerated} more devices may be lost",
         f"room for {format_bytes(status.usable_bytes)}; can shrink by {status.can_shrink_by} "
         "devices with full parity",
     ]
@@ -144,5 +186,5 @@ def show_report(what: str, report: RebuildReport) -> None:
         )  # fmt: skip
 
 
-__all__ = ["UNMENDED_EXIT_CODE", "byte_progress", "emit_json", "object_progress", "output_file",
-           "show_report", "show_status", "table"]  # fmt: skip
+__all__ = ["UNMENDED_EXIT_CODE", "SampleCount", "byte_progress", "emit_json", "object_progress",
+           "output_file", "sample_progress", "show_report", "show_status", "table"]  # fmt: skip

@@ -34,7 +34,7 @@ def export(
     pool: PoolName,
     prefix: Prefix,
     step: Annotated[str, typer.Argument(help="a committed step, or latest")],
-    target: Annotated[Path, typer.Argument(help="the file or folder to make")],
+    target: Annotated[str, typer.Argument(help="the file, or folder/, to make")],
     kind: Format = None,
     keys: Annotated[
         list[str] | None, typer.Option("--keys", help="only these parts, such as model; repeatable")
@@ -51,12 +51,12 @@ def export(
 ) -> None:
     """Write a step as files.  hpstore checkpoint export pool.toml runs/gpt 100 hf/ --keys model"""
     from hpstore.checkpoint import export_checkpoint
-    from hpstore.checkpoint.steps import Steps
-    from hpstore.cli.checkpoints import resolved
+    from hpstore.cli.checkpoints import resolved, steps_of
 
     with hpstore.open(pool, read_only=True) as opened, byte_progress("export", 0) as bar:
+        steps = steps_of(opened, prefix)
         report = export_checkpoint(
-            opened, prefix, resolved(Steps(opened, prefix), step), target, format=kind, keys=keys,
+            opened, steps.prefix, resolved(steps, step), target, format=kind, keys=keys,
             strip=strip, max_shard_bytes=parse_bytes(max_shard), rank=rank, force=force,
             progress=_moves(bar),
         )  # fmt: skip

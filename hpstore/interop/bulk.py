@@ -1,4 +1,4 @@
-"""Many look-ups and range reads side by side, on a few threads that end with the call."""
+"""Many look-ups, range reads and deletes side by side, on a few threads that end with the call."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from hpstore.errors import ObjectNotFound
+import numpy as np
+
+from hpstore.codec.galois import Bytes
+from hpstore.errors import ObjectNotFound, TooManyErasures
+from hpstore.geometry import BLOCK_BYTES
 from hpstore.objects.info import ObjectInfo
 from hpstore.pool import Pool
-from hpstore.pooled import PooledReader
+from hpstore.pooled import READ_TRIES, PooledReader
+from hpstore.units import MIB
 
 WORKERS = 8  # as many calls as saturate what was measured: 4-12 on all devices
+MERGED_BYTES = 16 * MIB  # neighbours are merged up to here: a range kept alone keeps no more
 _SERIAL = 2  # up to here threads cost more than they save
+Span = tuple[int, int]
 
 
 def slice_bounds(size: int, start: int | None, end: int | None) -> tuple[int, int]:
@@ -82,12 +89,92 @@ def share_out(paths: Sequence[str]) -> list[tuple[str, list[int]]]:
     return jobs
 
 
+def merge_parts(spans: Sequence[Span]) -> tuple[list[Span], list[int]]:
+    """Disjoint runs that cover all spans, sorted; and for each span the run that holds it. Pure.
+
+    Spans are merged when they overlap, or when less than a checksummed block (64 KiB, which is
+    read as a whole anyway) is between them and the run stays below MERGED_BYTES.
+    """
+    runs: list[Span] = []
+    run_of = [0] * len(spans)
+    for index in sorted(range(len(spans)), key=lambda i: spans[i]):
+        low, high = spans[index]
+        if runs:
+            first, last = runs[-1]
+            near = low - last < BLOCK_BYTES and max(high, last) - first <= MERGED_BYTES
+            if low < last or near:
+                runs[-1] = (first, max(last, high))
+                run_of[index] = len(runs) - 1
+                continue
+        runs.append((low, high))
+        run_of[index] = len(runs) - 1
+    return runs, run_of
+
+
+def read_parts(reader: PooledReader, spans_of: Callable[[int], Sequence[Span]]) -> list[Bytes]:
+    """The bytes of all spans [low, high), each (high - low,) uint8, all of one version.
+
+    `spans_of(size)` says them for an object of `size` bytes; it is asked again when the object is
+    replaced underneath. Neighbours are read at once, and their arrays are then views of one.
+    Raises ValueError, ObjectNotFound, TooManyErasures.
+    """
+    for _ in range(READ_TRIES):
+        version, spans = reader.version, spans_of(reader.size)
+        runs, run_of = merge_parts(spans)
+        arrays = [np.empty(high - low, np.uint8) for low, high in runs]
+        try:
+            reader.read_ranges(runs, _filler(runs, arrays))
+        except ValueError:
+            if reader.version == version:
+                raise
+        if reader.version == version:
+            return [
+                arrays[run][low - runs[run][0] : high - runs[run][0]]
+                for (low, high), run in zip(spans, run_of, strict=True)
+            ]
+    raise TooManyErasures(f"an object changed {READ_TRIES} times while it was read")
+
+
+def _filler(runs: Sequence[Span], arrays: Sequence[Bytes]) -> Callable[[int, Bytes], None]:
+    """Puts pieces that arrive in the order of the runs into their arrays."""
+    at = 0
+
+    def fill(offset: int, found: Bytes) -> None:
+        nonlocal at
+        if offset < runs[at][0]:
+            at = 0  # delivered again from the first
+        while offset >= runs[at][1]:
+            at += 1
+        start = offset - runs[at][0]
+        arrays[at][start : start + len(found)] = found
+
+    return fill
+
+
 def read_slice(reader: PooledReader, start: int | None, end: int | None) -> bytes:
     """A slice of an object, of one version."""
-    low, high = slice_bounds(reader.size, start, end)
-    buffer = bytearray(high - low)
-    count = reader.read_into(buffer, low) if buffer else 0
-    return bytes(memoryview(buffer)[:count])
+    return read_parts(reader, lambda size: [slice_bounds(size, start, end)])[0].tobytes()
+
+
+def delete_all(pool: Pool, keys: Sequence[str]) -> None:
+    """Delete many objects; those that are gone already are passed. Durable on return.
+
+    All are tried; then the first error is raised.
+    """
+
+    def delete(key: str) -> Exception | None:
+        try:
+            pool.delete(key)
+        except ObjectNotFound:
+            pass
+        except Exception as error:  # noqa: BLE001 (raised below, when the others are done)
+            return error
+        return None
+
+    with ThreadPoolExecutor(WORKERS, "hpstore-delete") as threads:
+        errors = [error for error in threads.map(delete, keys) if error is not None]
+    if errors:
+        raise errors[0]
 
 
 def _attempt(reader: PooledReader, start: int | None, end: int | None) -> bytes | Exception:
@@ -97,4 +184,5 @@ def _attempt(reader: PooledReader, start: int | None, end: int | None) -> bytes 
         return error
 
 
-__all__ = ["WORKERS", "read_ranges", "read_slice", "share_out", "slice_bounds", "stat_all"]
+__all__ = ["MERGED_BYTES", "WORKERS", "Span", "delete_all", "merge_parts", "read_ranges",
+           "read_slice", "read_parts", "share_out", "slice_bounds", "stat_all"]  # fmt: skip

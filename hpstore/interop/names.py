@@ -10,7 +10,9 @@ import os
 import tomllib
 from pathlib import Path
 
-from hpstore.config import PoolConfig, load_config, registry_path
+import tomlkit
+
+from hpstore.config import PoolConfig, load_config, registry_path, write_atomically
 from hpstore.errors import ConfigError
 
 VARIABLE = "HPSTORE_POOLS"
@@ -40,6 +42,37 @@ def read_table(file: Path) -> dict[str, Path]:
         if not isinstance(value, str):
             raise ConfigError(f"{file}: {name} must be the path of a pool.toml")
     return {name: file.absolute().parent / value for name, value in rows.items()}
+
+
+def require_free(name: str, file: Path) -> None:
+    """Raise ConfigError when a table of names says that `name` is another pool than `file`.
+
+    Such a pool could be made and registered, but the name would lead elsewhere.
+    """
+    table = table_path()
+    known = read_table(table) if table.exists() else {}
+    if name in known and known[name].resolve() != file.resolve():
+        raise ConfigError(
+            f"the name {name!r} belongs to {known[name]} in {table}; nothing was made. Choose "
+            "another name, or take that line out"
+        )
+
+
+def add_to_table(name: str, file: Path) -> Path | None:
+    """Write `name` into the table that HPSTORE_POOLS asks for, which is made when it is not there;
+    its other lines stay. None without HPSTORE_POOLS: the registry is enough.
+
+    Durable on return. Raises ConfigError, OSError.
+    """
+    if not os.environ.get(VARIABLE):
+        return None
+    table = table_path()
+    require_free(name, file)
+    document = tomlkit.parse(table.read_text()) if table.exists() else tomlkit.document()
+    document[name] = str(file.absolute())
+    table.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(table, tomlkit.dumps(document))
+    return table
 
 
 def pool_names() -> list[str]:
@@ -77,5 +110,5 @@ def is_path(where: str) -> bool:
     return "/" in where or where.endswith(".toml") or Path(where).is_file()
 
 
-__all__ = ["VARIABLE", "find_named", "find_pool", "is_path", "pool_names", "read_table",
-           "table_path"]  # fmt: skip
+__all__ = ["VARIABLE", "add_to_table", "find_named", "find_pool", "is_path", "pool_names",
+           "read_table", "require_free", "table_path"]  # fmt: skip

@@ -101,7 +101,26 @@ class ReadStream(io.BufferedReader):
         return self._file.size
 
 
-class WriteStream(io.BufferedIOBase):
+class _WholeOrNothing(io.IOBase):
+    """A stream that leaves a `with` block with its bytes stored, or by an exception with none."""
+
+    def discard(self) -> None:
+        """Forget what was written."""
+        raise NotImplementedError
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+
+class WriteStream(_WholeOrNothing, io.BufferedIOBase):
     """A stream whose bytes become an object when it is closed, durable as `Pool.put` says.
 
     Nothing is visible before. Leaving a `with` block by an exception, discard() and being
@@ -185,17 +204,6 @@ class WriteStream(io.BufferedIOBase):
             spool.close()
         super().close()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.discard()
-
     def __del__(self) -> None:
         forgotten = self._spool is not None and not self.closed
         self.discard()
@@ -208,7 +216,7 @@ class WriteStream(io.BufferedIOBase):
         return f"<hpstore write stream {self.path!r}>"
 
 
-class TextWriter(io.TextIOWrapper):
+class TextWriter(_WholeOrNothing, io.TextIOWrapper):
     """Text over a WriteStream, with the same promise: an exception discards."""
 
     def discard(self) -> None:
@@ -217,17 +225,6 @@ class TextWriter(io.TextIOWrapper):
             stream = self.buffer
             assert isinstance(stream, WriteStream)  # made by us alone
             stream.discard()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.discard()
 
     def __del__(self) -> None:
         """Leave it to the stream below, which discards; TextIOWrapper would close it."""

@@ -58,6 +58,10 @@ class ColumnReader:
                 "checksum; the object is read from parity and queued for repair"
             )
 
+    def read_raw(self, start: int, target: Bytes) -> None:
+        """Fill `target` with column bytes that nobody has verified. Multiples of 4 KiB, all."""
+        self._handle.read_into(HEADER_BYTES + start, target)
+
     def close(self) -> None:
         """Release the file."""
         self._handle.close()

@@ -88,8 +88,11 @@ class RebuiltRun:
 class ObjectReader:
     """One version of an object, open for reading. One thread at a time; close() when done."""
 
-    def __init__(self, store: Store, layout: Layout, key: str) -> None:
+    def __init__(
+        self, store: Store, layout: Layout, key: str, *, unknown: frozenset[str] = frozenset()
+    ) -> None:
         self._store, self.layout, self.key = store, layout, key
+        self.unknown = unknown  # members that did not answer when it was looked up
         self.columns: dict[int, ColumnReader] = {}
         self.damaged: dict[int, Exception] = {}  # column -> what is wrong with it
         self._untried = {c: deque(files) for c, files in layout.columns.items()}
@@ -387,7 +390,7 @@ def _open_group(store: Store, survey: Survey, layouts: list[Layout]) -> ObjectRe
     """Open the best layout of one version's content; None when all are torn puts."""
     unclear: TooManyErasures | None = None
     for layout in layouts:
-        reader = ObjectReader(store, layout, survey.key)
+        reader = ObjectReader(store, layout, survey.key, unknown=survey.unknown)
         try:
             if reader.open_enough():
                 return reader

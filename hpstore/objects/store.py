@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -41,6 +41,11 @@ class View:
     def missing(self) -> frozenset[str]:
         """Members that did not answer."""
         return frozenset(m.device_id for m in self.record.members) - self.devices.keys()
+
+    def may_leave(self, silent: Collection[str]) -> int:
+        """Further members that may stop answering before the pool cannot be opened (PROTOCOL 14)
+        when those `silent` and those missing do not answer now."""
+        return max(0, self.record.parity - len(self.missing.union(silent)))
 
     def members(self) -> list[Member]:
         """Members that answered."""

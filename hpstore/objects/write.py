@@ -271,7 +271,7 @@ def put_object(
     header = published[0].header
     if len(published) == header.geometry.width:
         remove_files(store, key, [f for f in survey.files if f.name.version < header.version])
-    return object_info(header, len(published))
+    return object_info(header, len(published), may_leave=store.view.may_leave(survey.unknown))
 
 
 def delete_object(store: Store, key: str) -> None:

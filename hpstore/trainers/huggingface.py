@@ -9,13 +9,15 @@ import os
 import random
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint.ranks import Channel, Ranks
 from hpstore.checkpoint.training import rng_state, set_rng_state
 from hpstore.closing import Closing
 from hpstore.errors import (
@@ -26,6 +28,7 @@ from hpstore.errors import (
     RedundancyError,
 )
 from hpstore.trainers.extras import PoolLike, as_pool, missing
+from hpstore.trainers.messages import of_bytes, to_bytes
 from hpstore.trainers.named import NamedCheckpoints, check_plain
 from hpstore.trainers.paths import PathLike, name_of, path_of
 
@@ -36,6 +39,7 @@ except ModuleNotFoundError as error:
     raise missing("transformers and accelerate", "huggingface") from error
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 # what a Trainer looks for in a checkpoint's folder
 _FILES = {
     "model": "pytorch_model.bin", "optimizer": "optimizer.pt", "lr_scheduler": "scheduler.pt",
@@ -193,8 +197,12 @@ class HPAccelerate(Closing):
     by close(). keep_last (default: the ProjectConfiguration's total_limit): older states go only
     after a newer one is durable in full, where accelerate itself deletes first.
 
-    root: output directories below it are named relative to it, so that a run may move. For one
-    process; FSDP, DeepSpeed and Megatron-LM are refused.
+    root: output directories below it are named relative to it, so that a run may move.
+
+    In a data-parallel job (DDP) every process makes one and calls the same methods. Rank 0 saves
+    what all have alike, and every rank's RNG and data loader states with it; each loads for itself
+    what rank 0 says. What fails on one rank is raised on all, or, when a rank is gone, after
+    `commit_seconds`. FSDP, DeepSpeed and Megatron-LM are refused.
     """
 
     def __init__(
@@ -205,16 +213,21 @@ class HPAccelerate(Closing):
         *,
         keep_last: int | None = None,
         root: PathLike | None = None,
+        commit_seconds: float = 1800.0,
     ) -> None:
         kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-        if accelerator.num_processes > 1 or kind != "NO":
-            raise CheckpointError(f"HPAccelerate saves one process, not {kind}")
+        if kind != "NO" and not kind.startswith("MULTI_"):
+            raise CheckpointError(
+                f"HPAccelerate saves one process or a data-parallel job (DDP), not {kind}; shards "
+                "are saved by a Checkpointer with the modules and optimizers themselves"
+            )
         if keep_last is None:
             keep_last = accelerator.project_configuration.total_limit
         self.accelerator = accelerator
         self.root = None if root is None else os.path.realpath(root)
         self.pool, self._opened = as_pool(pool)
         self.checkpoints = NamedCheckpoints(self.pool, prefix, keep_last=keep_last)
+        self._ranks = Ranks(commit_seconds, alone=accelerator.num_processes == 1)
         self._closed = False
         accelerator.save_state = self.save_state
         accelerator.load_state = self.load_state
@@ -232,18 +245,46 @@ class HPAccelerate(Closing):
         if path is None:
             raise CheckpointError("save_state() needs an output_dir, or automatic naming")
         name = name_of(path, self.root)
-        if automatic and name in self.checkpoints.names():
-            raise CheckpointError(
-                f"{name!r} is saved already; load_state() first, or set the project "
-                "configuration's iteration to where to go on"
-            )
+        if automatic:
+            self._together(lambda: self._require_new(name))
         models = accelerator._models
         weights = [accelerator.get_state_dict(model, unwrap=False) for model in models]
         for hook in accelerator._save_model_state_pre_hook.values():
             hook(models, weights, os.fspath(path))
-        self.checkpoints.save(name, {**self._state(), "models": [dict(w) for w in weights]})
+        state = {**self._state(), "models": [dict(w) for w in weights]}
+        if self._ranks.world > 1:
+            own = to_bytes({"rng": state["rng"], "dataloaders": state["dataloaders"]})
+            state["ranks"] = list(map(of_bytes, self._ranks.all_gather(own, Channel.TRAINER)))
+        self._together(lambda: self.checkpoints.save(name, state))
         accelerator.project_configuration.iteration += 1
         return Path(path)
+
+    def _require_new(self, name: str) -> None:
+        if name in self.checkpoints.names():
+            raise CheckpointError(
+                f"{name!r} is saved already; load_state() first, or set the project "
+                "configuration's iteration to where to go on"
+            )
+
+    def _together(self, action: Callable[[], object]) -> None:
+        """What rank 0 does for all; what went wrong is raised on all."""
+        self._agreed(action if self._ranks.leads else lambda: None)
+
+    def _agreed(self, action: Callable[[], T]) -> T:
+        """What every rank does; raised on all when it fails on one."""
+        error: Exception | None = None
+        try:
+            found = action()
+        except Exception as failed:  # noqa: BLE001 (told to the other ranks, then raised)
+            error = failed
+        said = "" if error is None else f"{type(error).__name__}: {error}"
+        votes = self._ranks.all_gather(said.encode(), Channel.TRAINER)
+        if error is not None:
+            raise error
+        others = [f"rank {n}: {vote.decode()}" for n, vote in enumerate(votes) if vote]
+        if others:
+            raise CheckpointError("; ".join(others))
+        return found
 
     def _automatic(self) -> str:
         at = self.accelerator.project_configuration
@@ -274,8 +315,13 @@ class HPAccelerate(Closing):
         known = self.latest() if input_dir is None else input_dir
         if known is None:
             raise CheckpointError(f"no state under {self.checkpoints.prefix!r} to load")
-        loaded = self.checkpoints.load(name_of(known, self.root))
+        self.wait()
+        loaded = self._agreed(lambda: self.checkpoints.load(name_of(known, self.root)))
         accelerator = self.accelerator
+        ranks = loaded.pop("ranks", [])
+        newcomer = self._ranks.rank >= max(1, len(ranks))
+        if ranks and not newcomer:
+            loaded |= ranks[self._ranks.rank]
         models = list(accelerator._models)
         for hook in accelerator._load_model_state_pre_hook.values():
             hook(models, os.fspath(known))
@@ -297,17 +343,29 @@ class HPAccelerate(Closing):
             accelerator.scaler.load_state_dict(loaded["scaler"])
         accelerator.step = loaded["step"]
         accelerator.project_configuration.iteration = loaded["iteration"] + 1
-        set_rng_state(loaded["rng"])
+        if newcomer:
+            _log.warning("rank %d was not there when %s was saved: its RNG goes on as it is",
+                         self._ranks.rank, known)  # fmt: skip
+        else:
+            set_rng_state(loaded["rng"])
 
     def latest(self) -> str | None:
-        """The name, as a path, of the newest state; None when there is none."""
-        self.checkpoints.wait()
-        name = self.checkpoints.latest()
+        """The name, as a path, of the newest state, the same on all ranks; None when there is
+        none."""
+        found: list[str | None] = [None]
+
+        def look() -> None:
+            self.checkpoints.wait()
+            found[0] = self.checkpoints.latest()
+
+        self._together(look)
+        said = self._ranks.broadcast(json.dumps(found[0]).encode(), Channel.TRAINER)
+        name = json.loads(said)
         return None if name is None else path_of(name, self.root)
 
     def wait(self) -> None:
-        """Wait until what was saved is durable; raises what went wrong."""
-        self.checkpoints.wait()
+        """Wait until what was saved is durable, on all ranks; raises what went wrong."""
+        self._together(self.checkpoints.wait)
 
     def close(self) -> None:
         """Wait, and give the accelerator its own methods back. Idempotent."""

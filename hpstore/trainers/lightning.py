@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hpstore.checkpoint.tree import NamedValues
 from hpstore.errors import CheckpointError
 from hpstore.trainers.extras import PoolLike, as_pool, missing
 from hpstore.trainers.named import NamedCheckpoints
@@ -28,6 +29,8 @@ def place(value: Any, map_location: object) -> Any:
         return {name: place(child, map_location) for name, child in value.items()}
     if isinstance(value, list):
         return [place(child, map_location) for child in value]
+    if isinstance(value, NamedValues):
+        return NamedValues.of((place(child, map_location) for child in value), value._fields)
     if type(value) is tuple:
         return tuple(place(child, map_location) for child in value)
     return value

@@ -138,10 +138,10 @@ class NamedCheckpoints(Closing):
         info = self.pool.put(self._pointer_key(named.name), named.encode())
         if durable is not None:
             durable()
-        tolerated = min(report.losses_tolerated, info.losses_tolerated)
-        self._whole = tolerated >= self.pool.parity
+        spare = min(report.spare_columns, info.spare_columns)
+        self._whole = spare >= self.pool.parity
         if not self._whole:
-            _log.warning("%s survives %d losses: nothing older is removed", named, tolerated)
+            _log.warning("%s survives %d losses: nothing older is removed", named, spare)
             return
         self._tidy()
 

@@ -308,6 +308,21 @@ def test_a_save_with_a_debt_keeps_the_step_before_until_it_is_repaired(tmp_path:
         assert ckpt.steps() == [3]
 
 
+def test_saves_go_on_with_m_members_away_and_say_that_no_more_may_go(tmp_path: Path) -> None:
+    """PROTOCOL 14, 19: full parity on the four that are left is no debt, so retention works; but a
+    pool opens with two away alone, so nothing more may go."""
+    harness = Harness(tmp_path, data=4, parity=2, devices=6)
+    with harness.open() as pool, checkpointer(pool, keep_last=1) as ckpt:
+        ckpt.save(1, state_of(1)).result()
+        harness.lose(harness.urls[:2])
+        ckpt.save(2, state_of(2)).result()
+        report = ckpt.save(3, state_of(3)).result()
+        ckpt.wait()
+        assert (report.losses_tolerated, report.spare_columns) == (0, 2)
+        assert ckpt.steps() == [3]
+        assert restored(pool) == 3
+
+
 @pytest.mark.parametrize("word", ["segment", "manifest"])
 @pytest.mark.parametrize("change", ["grow", "shrink"])
 def test_the_pool_may_grow_and_shrink_during_a_save(bench: Bench, change: str, word: str) -> None:

@@ -13,6 +13,7 @@ import torch
 import hpstore
 from hpstore.checkpoint import Checkpointer
 from hpstore.checkpoint.handles import SaveHandle, SaveReport
+from hpstore.checkpoint.manifest import manifest_key
 from hpstore.checkpoint.planner import Planner
 from hpstore.checkpoint.ranks import Ranks
 from hpstore.checkpoint.stager import Stage
@@ -57,7 +58,9 @@ def test_the_error_of_a_save_is_raised_after_an_interrupted_wait(
 ) -> None:
     """Control-C while wait() waits: the next wait() still raises what went wrong."""
     ckpt.save(1, {"w": torch.ones(3)}).result()
-    ckpt.save(1, {"w": torch.ones(3)})  # of a step that is there: it fails
+    ckpt.wait()
+    ckpt.pool.put(manifest_key("run", 2), b"of another job")
+    ckpt.save(2, {"w": torch.ones(3)})  # of a step that is there now: it fails
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +14,7 @@ from hpstore.checkpoint.packing import Segment
 from hpstore.checkpoint.ranks import Channel, Ranks
 from hpstore.checkpoint.saving import SaveJob, SaveOptions, Written
 from hpstore.checkpoint.tree import tensor_names
-from hpstore.config import Settings
 from hpstore.errors import CheckpointError
-from hpstore.units import MIB
 
 TENSOR = {"$": "tensor", "item": "x"}
 
@@ -34,14 +31,6 @@ class Two(Ranks):
 
     def broadcast(self, message: bytes, channel: Channel) -> bytes:
         return message
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> hpstore.Pool:
-    return hpstore.create(
-        [tmp_path / f"d{i}" for i in range(5)], data=3, parity=2, config=tmp_path / "pool.toml",
-        settings=Settings(memory_bytes=32 * MIB, run_directory=str(tmp_path / "run")),
-    )  # fmt: skip
 
 
 def job(pool: hpstore.Pool, tree: Any, other: Written) -> SaveJob:

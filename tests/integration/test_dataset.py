@@ -20,11 +20,9 @@ from hpstore.loaders import (
     Dataset,
     DatasetWriter,
     Field,
-    TokenCorpus,
     delete_dataset,
     list_datasets,
     verify_dataset,
-    write_corpus,
 )
 from hpstore.pool import Pool
 from hpstore.rebuild import Progress
@@ -38,6 +36,8 @@ from tests.integration.data_sets import (
 )
 
 COUNT = 60
+
+OLD_CORPUS = b'{"format": 1, "shards": [5]}'  # as hpstore wrote before it had data sets
 
 
 @pytest.fixture
@@ -166,6 +166,17 @@ def test_a_record_longer_than_a_shard_makes_its_shard_longer(pool: Pool) -> None
     assert verify_dataset(pool, "x").clean
 
 
+@pytest.mark.parametrize("rows", [300, 17_000])
+def test_batches_of_many_sizes_choose_their_page(pool: Pool, rows: int) -> None:
+    """Held back until the mean is known, or until close: every row is its own."""
+    values = [str(row).encode() * (row % 7) for row in range(rows)]
+    with DatasetWriter(pool, "x", {"x": Field("bytes")}) as writer:
+        writer.write_batch({"x": values[:200]})
+        writer.write_batch({"x": values[200:]})
+    data = Dataset(pool, "x")
+    assert [found["x"] for found in data.__getitems__(range(rows))] == values
+
+
 def test_the_caller_may_change_his_arrays_after_a_write(pool: Pool) -> None:
     """Values are copied, also while the page is not chosen yet."""
     array, ragged = np.zeros((4, 100), np.uint8), np.ones((2, 3), np.float32)
@@ -209,7 +220,7 @@ def test_metadata_and_facts_are_kept(pool: Pool) -> None:
     """What the writer recorded; what a list of data sets shows."""
     data = write_samples(pool, "a/b", range(5), metadata={"source": "x", "n": [1, None]})
     assert data.metadata == {"source": "x", "n": [1, None]}
-    write_corpus(pool, "texts", [b"hello"])
+    pool.put("data/texts/manifest", OLD_CORPUS)
     pool.put("data/broken/manifest", b'{"kind": "dataset", "format": 1, "digest": ""}')
     found = {info.name: info for info in list_datasets(pool)}
     assert sorted(found) == ["a/b", "broken"]
@@ -219,13 +230,10 @@ def test_metadata_and_facts_are_kept(pool: Pool) -> None:
     assert "digest" in found["broken"].problem
 
 
-def test_a_corpus_is_no_data_set_and_the_other_way_round(pool: Pool) -> None:
-    """Each says what it found instead; deleting as a data set is refused."""
-    write_corpus(pool, "texts", [b"hello"])
+def test_a_corpus_of_an_earlier_version_is_no_data_set(pool: Pool) -> None:
+    """It says what it is; deleting as a data set is refused."""
+    pool.put("data/texts/manifest", OLD_CORPUS)
     for call in (Dataset, delete_dataset, verify_dataset):
-        with pytest.raises(ConfigError, match="open it with TokenCorpus"):
+        with pytest.raises(ConfigError, match="corpus of tokens of an earlier"):
             call(pool, "texts")
     assert pool.exists("data/texts/manifest")
-    write_samples(pool, "a", range(1))
-    with pytest.raises(ConfigError, match="open it with Dataset"):
-        TokenCorpus(pool, "a")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 import hpstore
-from hpstore.checkpoint import SafeLoadPlanner, Stager, StorageReader, StorageWriter
+from hpstore.checkpoint import (
+    Checkpointer,
+    SafeLoadPlanner,
+    Stager,
+    StorageReader,
+    StorageWriter,
+)
+from hpstore.checkpoint.attempts import Attempt
 from hpstore.checkpoint.manifest import Manifest
 from hpstore.config import Settings
 from hpstore.errors import CheckpointError, IntegrityError
@@ -341,3 +349,61 @@ def test_a_save_by_rank_leaves_a_checkpoint_of_all_ranks_alone(pool: hpstore.Poo
                 use_collectives=False,
             )  # fmt: skip
         assert_same(load(pool), state(1))
+
+
+def notes(pool: hpstore.Pool) -> list[str]:
+    """Keys of notes of saves under way."""
+    return [key for key in pool.list(PATH) if "/attempts/" in key]
+
+
+def beat_of(pool: hpstore.Pool, key: str) -> int:
+    """When a note was last renewed, in ms."""
+    return Attempt.decode(pool.get(key), where=key).beat_ms
+
+
+def test_the_note_of_a_rank_is_renewed_until_it_is_removed(
+    pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PROTOCOL 18: a long save on another host stays alive; the commit ends every rank's note, also
+    a rank's that hears nothing of it; a renewal that became visible though it failed ends none."""
+    monkeypatch.setattr("hpstore.checkpoint.attempts.BEAT_SECONDS", 0.01)
+    end = time.monotonic() + 60
+    with pool:
+        writer = StorageWriter(pool, PATH)
+        writer.set_up_storage_writer(False, rank=1)
+        writer.write_data(SavePlan([]), DefaultSavePlanner())
+        (key,) = notes(pool)
+        for _ in range(2):
+            first = beat_of(pool, key)
+            while beat_of(pool, key) <= first:
+                assert time.monotonic() < end, "the note is not renewed"
+            pool.put(key, pool.get(key))  # another version of the same
+        beating = writer._heartbeat
+        assert beating is not None
+        while beating._thread.is_alive():
+            assert time.monotonic() < end, "the note is renewed though it was removed"
+            for left in notes(pool):
+                pool.delete(left)
+        writer.set_up_storage_writer(False, rank=1)
+        writer.write_data(SavePlan([]), DefaultSavePlanner())
+        assert len(notes(pool)) == 1
+        writer.set_up_storage_writer(False, rank=1)  # the save before has come to nothing
+        assert notes(pool) == []
+
+
+def test_a_reader_where_a_checkpointer_saved_says_what_reads_it(pool: hpstore.Pool) -> None:
+    """At the run's prefix, at a step's place, and at a mistyped path of its own kind."""
+    with pool, Checkpointer(pool, "runs/a") as checkpointer:
+        checkpointer.save(1, {"w": torch.ones(3)}).result()
+        dcp_save(
+            {"w": torch.ones(3)}, storage_writer=StorageWriter(pool, "dcp/step-1"), no_dist=True
+        )
+        for path, said in (
+            ("runs/a", r"Checkpointer\(pool, 'runs/a'\)\.restore\(state\).*--format dcp"),
+            ("runs/a/step-000000000001", r"Checkpointer\(pool, 'runs/a'\)\.restore\(state\)"),
+            ("dcp/step-2", r"no checkpoint is at 'dcp/step-2'; there are some at 'dcp/step-1'"),
+        ):
+            with pytest.raises(CheckpointException, match=said):
+                dcp_load(
+                    {"w": torch.ones(3)}, storage_reader=StorageReader(pool, path), no_dist=True
+                )

@@ -144,7 +144,7 @@ def test_small_objects_use_other_devices_when_one_fails(tmp_path: Path) -> None:
     harness = Harness(tmp_path, data=2, parity=2, devices=5)
     with harness.open(faulty({harness.urls[0]: "WE*", harness.urls[1]: "WE*"})) as pool:
         for number in range(8):
-            assert pool.put(f"k{number}", b"small").losses_tolerated == 2
+            assert pool.put(f"k{number}", b"small").spare_columns == 2
 
 
 def test_more_than_m_lost_is_named_and_nothing_is_deleted(tmp_path: Path) -> None:
@@ -379,7 +379,7 @@ def test_rebuild_waits_for_missing_members_while_parity_is_left(tmp_path: Path) 
         assert pool.rebuild().waiting == 1
         harness.lose(holders[:2])
         assert pool.rebuild().rebuilt == 1
-        assert pool.stat("k").losses_tolerated == 2
+        assert pool.stat("k").spare_columns == 2
 
 
 def test_names_that_fold_do_not_mix(tmp_path: Path) -> None:
@@ -401,3 +401,28 @@ def test_settings_that_cannot_hold_a_stripe_are_refused(tmp_path: Path) -> None:
             tmp_path, data=8, parity=4, devices=12, unit_bytes=4 * MIB,
             settings=Settings(memory_bytes=16 * MIB),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("gone", [0, 1, 2])
+@pytest.mark.parametrize("lost_when", ["before the open", "while it is open"])
+def test_what_is_tolerated_counts_what_the_pool_can_still_be_opened_without(
+    tmp_path: Path, gone: int, lost_when: str
+) -> None:
+    """PROTOCOL 5, 14: with `gone` members away a new object has its full parity on the others, yet
+    the pool opens with m away alone. As many more losses as are told are survived, not one more."""
+    harness = Harness(tmp_path, data=3, parity=2, devices=8)
+    lost, rest = harness.urls[:gone], harness.urls[gone:]
+    if lost_when == "before the open":
+        harness.lose(lost)
+    with harness.open() as pool:
+        harness.lose(lost)
+        infos = [pool.put("big", payload(900_000)), pool.put("small", b"small"), pool.stat("big")]
+        assert {info.losses_tolerated for info in infos} == {2 - gone}
+        assert {info.spare_columns for info in infos[:2]} == {2}
+        assert pool.status().losses_tolerated == 2 - gone
+    harness.lose(rest[: 2 - gone])
+    with harness.open() as pool:
+        assert (len(pool.get("big")), pool.get("small")) == (900_000, b"small")
+    harness.lose(rest[: 2 - gone + 1])
+    with pytest.raises(TooFewDevices):
+        harness.open()

@@ -70,7 +70,8 @@ def load_kinds(rank: int, world: int, directory: Path, *sources: str) -> None:
             assert ckpt.restore(state) == 3
             assert ckpt.last_restore is not None
             newcomer = rank >= int(source[-1])
-            assert ckpt.last_restore.missing == ((f"mine@{rank}/seen",) if newcomer else ())
+            lacking = (f"mine@{rank}/id", f"mine@{rank}/seen")
+            assert ckpt.last_restore.missing == (lacking if newcomer else ())
             assert ckpt.last_restore.unexpected == ()
             ckpt.close()
             check_own(state, rank, newcomer=newcomer)
@@ -450,7 +451,7 @@ def test_a_killed_rank_leaves_the_old_step_or_the_new_one(
     launch(tmp_path, 4, die, victim, when, killed=(victim,))
     for rank in {0, 1, 2, 3} - {victim}:
         said = (tmp_path / f"said-{rank}").read_text()
-        assert "another rank died or did not answer" in said
+        assert f"rank {rank} of 4: rank {victim} died or did not answer" in said
         fate = "is not committed" if (victim, rank) == (2, 0) else "may be committed or not"
         assert f"step 2 {fate}, step {newest} is still current" in said
     with open_pool(tmp_path) as pool, Checkpointer(pool, "run", rng=False) as ckpt:

@@ -1,7 +1,9 @@
-"""Pools in the registry of an empty home, and file systems over them."""
+"""Pools in the registry of an empty home, and file systems over them; tests that are coroutines."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,16 @@ from hpstore.config import Settings, register
 from hpstore.interop import HpstoreFileSystem
 from hpstore.testing.harness import Harness
 from hpstore.units import KIB, MIB
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in an event loop of its own: zarr's store tests are such."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.fixture(autouse=True)

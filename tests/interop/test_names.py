@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import fsspec
 import pytest
 
 import hpstore
-from hpstore.config import PoolConfig, register, save_config
+from hpstore.cli import main
+from hpstore.config import PoolConfig, find_config, register, save_config
 from hpstore.errors import ConfigError
 from hpstore.interop.names import find_named, find_pool, pool_names
 
@@ -81,3 +83,47 @@ def test_no_pool_is_opened_before_it_is_used(disk_pool: hpstore.Pool) -> None:
     fs, path = fsspec.core.url_to_fs("hpstore://nowhere/x")
     assert path == "nowhere/x"
     assert not fs.mounts._mounts
+
+
+def created(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str) -> int:
+    """`hpstore create --name NAME` over three directories in a folder; its exit code."""
+    folder.mkdir()
+    devices = [str(folder / f"d{n}") for n in range(3)]
+    words = ["create", str(folder / "pool.toml"), *devices, "--data", "2", "--parity", "1"]
+    monkeypatch.setattr(sys, "argv", ["hpstore", *words, "--name", name])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def test_create_writes_the_table_that_is_read(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """HPSTORE_POOLS is honoured for writing: the name leads to the new pool, other lines stay."""
+    table = tmp_path / "etc" / "pools.toml"
+    monkeypatch.setenv("HPSTORE_POOLS", str(table))
+    assert created(monkeypatch, tmp_path / "a", "first") == 0
+    assert str(table) in capsys.readouterr().err
+    table.write_text("# mine\n" + table.read_text())
+    assert created(monkeypatch, tmp_path / "b", "second") == 0
+    assert "# mine" in table.read_text()
+    for name, folder in (("first", "a"), ("second", "b")):
+        assert find_named(name).path == tmp_path / folder / "pool.toml"
+        assert find_config(name).path == tmp_path / folder / "pool.toml"
+
+
+@pytest.mark.parametrize("chosen", [True, False], ids=["HPSTORE_POOLS", "the default table"])
+def test_a_name_that_would_lead_elsewhere_makes_no_pool(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], chosen: bool,
+) -> None:  # fmt: skip
+    """The table goes before the registry, so the new pool would not be what the name means."""
+    old = make(tmp_path / "old.toml", "train")
+    table = tmp_path / "t.toml" if chosen else home / ".config" / "hpstore" / "pools.toml"
+    table.parent.mkdir(parents=True, exist_ok=True)
+    table.write_text(f'train = "{old.path}"\n')
+    if chosen:
+        monkeypatch.setenv("HPSTORE_POOLS", str(table))
+    assert created(monkeypatch, tmp_path / "a", "train") == ConfigError.exit_code
+    assert f"'train' belongs to {old.path}" in capsys.readouterr().err
+    assert not (tmp_path / "a" / "pool.toml").exists()

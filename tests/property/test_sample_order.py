@@ -57,8 +57,8 @@ def test_a_global_order_is_a_permutation_at_every_length(block: range | tuple[in
     """Powers of two and their neighbours, primes, 0 and 1: table and network alike."""
     for length in block:
         assert is_permutation(GlobalOrder(length, 5).indices(3, 0, length), length)
-        if length:
-            assert is_permutation(Feistel.of(length, seed=5, epoch=3).images(0, length), length)
+        network = GlobalOrder(length, 5, table_samples=0)
+        assert is_permutation(network.indices(3, 0, length), length)
 
 
 @pytest.mark.parametrize("length", [PERMUTATION_SAMPLES, PERMUTATION_SAMPLES + 1, LARGE, 1 << 22])
@@ -173,7 +173,7 @@ def test_a_subset_is_its_mapping_in_the_order_given(length: int, data: st.DataOb
 
 def test_a_subset_that_does_not_fit_is_refused() -> None:
     """Too short a mapping, and indices outside the data set."""
-    with pytest.raises(ConfigError, match="an order of 5 samples on a subset of 4"):
+    with pytest.raises(ConfigError, match="an order of 5 samples over a subset of 4"):
         SubsetOrder(SequentialOrder(5), np.arange(4), samples=9)
     for bad in (9, -1):
         with pytest.raises(ConfigError, match=f"{min(bad, 3)} .. {max(bad, 3)} of 9 samples"):
@@ -217,7 +217,7 @@ def test_a_description_tells_orders_apart() -> None:
     subset = SubsetOrder(GlobalOrder(3, 1), np.array([1, 2, 4]), samples=5)
     orders: list[Order] = [
         SequentialOrder(9), SequentialOrder(8), GlobalOrder(9, 1), GlobalOrder(9, 2),
-        GlobalOrder(8, 1), subset,
+        GlobalOrder(8, 1), GlobalOrder(9, 1, table_samples=8), subset,
         SubsetOrder(GlobalOrder(3, 1), np.array([1, 2, 3]), samples=5),
         SubsetOrder(GlobalOrder(3, 2), np.array([1, 2, 4]), samples=5),
     ]  # fmt: skip
@@ -231,6 +231,9 @@ def test_the_limit_of_tables_is_the_one_that_is_stated() -> None:
         GlobalOrder(PERMUTATION_SAMPLES + 1, 0).indices(0, 0, 10)
         with pytest.raises(AssertionError, match="a table was made"):
             GlobalOrder(PERMUTATION_SAMPLES, 0).indices(0, 0, 10)
+        GlobalOrder(1001, 0, table_samples=1000).indices(0, 0, 10)
+        with pytest.raises(AssertionError, match="a table was made"):
+            GlobalOrder(1000, 0, table_samples=1000).indices(0, 0, 10)
 
 
 @given(st.integers(0, 2000), seeds, epochs, seeds)

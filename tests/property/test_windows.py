@@ -85,7 +85,7 @@ def test_windows_double_up_to_their_limit_and_end_even(
     assert edges[0] == 0
     assert edges[-1] == stripes
     assert all(0 < width <= limit for width in widths)
-    ramp = []
+    ramp: list[int] = []
     while first < limit and sum(ramp) + first < stripes:
         ramp.append(first)
         first *= 2
@@ -134,7 +134,7 @@ def test_stripes_that_are_no_list_of_first_samples_are_refused(stripes: list[int
 def test_windows_of_no_stripes_are_refused() -> None:
     """Both the largest and the first."""
     for limit, first in ((0, 1), (1, 0)):
-        with pytest.raises(ConfigError, match="at least 1 each"):
+        with pytest.raises(ConfigError, match="1 or more are needed"):
             WindowOrder(np.array([0, 5]), 0, window_stripes=limit, first=first)
     order = WindowOrder(np.array([0, 5]), 0, window_stripes=1)
     for position in (-1, 5):

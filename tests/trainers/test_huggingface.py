@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-import hpstore
-from hpstore.config import Settings
 from hpstore.errors import CheckpointError, CheckpointMismatch, TooFewDevices
 from hpstore.pool import Pool
-from hpstore.units import MIB
 
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
@@ -32,14 +29,6 @@ pytestmark = [
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is asked of the hub."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Pool:
-    return hpstore.create(
-        [tmp_path / f"d{i}" for i in range(5)], data=3, parity=2, config=tmp_path / "pool.toml",
-        settings=Settings(memory_bytes=32 * MIB, run_directory=str(tmp_path / "run")),
-    )  # fmt: skip
 
 
 def tiny() -> Any:

@@ -13,11 +13,9 @@ import pytest
 import torch
 
 import hpstore
-from hpstore.config import Settings
 from hpstore.errors import CheckpointError, TooFewDevices
 from hpstore.pool import Pool
 from hpstore.trainers.paths import name_of, path_of
-from hpstore.units import MIB
 
 lightning = pytest.importorskip("lightning.pytorch")
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
@@ -59,14 +57,6 @@ class Tiny(lightning.LightningModule):  # type: ignore[misc,name-defined]
 def batches() -> torch.utils.data.DataLoader[torch.Tensor]:
     rows = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
     return torch.utils.data.DataLoader(list(rows), batch_size=4)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Pool:
-    return hpstore.create(
-        [tmp_path / f"d{i}" for i in range(5)], data=3, parity=2, config=tmp_path / "pool.toml",
-        settings=Settings(memory_bytes=32 * MIB, run_directory=str(tmp_path / "run")),
-    )  # fmt: skip
 
 
 def trainer(io: HPCheckpointIO, folder: Path, *callbacks: object, epochs: int = 4) -> Any:

@@ -16,21 +16,11 @@ import torch
 
 import hpstore
 import hpstore.trainers
-from hpstore.config import Settings
 from hpstore.devices.wrappers import SimulatedCrash
 from hpstore.errors import CheckpointError, IntegrityError, TooFewDevices
 from hpstore.objects.info import ObjectInfo
 from hpstore.pool import Pool
 from hpstore.trainers.named import MAX_DEPTH, Named, NamedCheckpoints, check_plain
-from hpstore.units import MIB
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Pool:
-    return hpstore.create(
-        [tmp_path / f"d{i}" for i in range(5)], data=3, parity=2, config=tmp_path / "pool.toml",
-        settings=Settings(memory_bytes=32 * MIB, run_directory=str(tmp_path / "run")),
-    )  # fmt: skip
 
 
 def state(number: int) -> dict[str, Any]:
@@ -106,7 +96,7 @@ def test_removals_wait_while_a_save_is_in_debt(
     put = Pool.put
 
     def poor(self: Pool, key: str, *args: Any, **options: Any) -> ObjectInfo:
-        return replace(put(self, key, *args, **options), losses_tolerated=1)
+        return replace(put(self, key, *args, **options), spare_columns=1)
 
     told: list[str] = []
     with NamedCheckpoints(pool, "run", keep_last=2) as named:

@@ -11,27 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-import hpstore
-from hpstore.config import Settings
 from hpstore.devices.wrappers import SimulatedCrash
 from hpstore.errors import CheckpointError, InvalidKey
 from hpstore.pool import Pool
 from hpstore.trainers.moves import TOP, Move, Moves, next_root, parse_move
-from hpstore.units import MIB
 
 package = pytest.importorskip("torch_checkpointing")
 from torch_checkpointing.storage.base_storage import ReadArgs, Storage  # noqa: E402
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig  # noqa: E402
 
 from hpstore.trainers.torch_checkpointing import HPStorage, HPStorageConfig  # noqa: E402
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Pool:
-    return hpstore.create(
-        [tmp_path / f"d{i}" for i in range(5)], data=3, parity=2, config=tmp_path / "pool.toml",
-        settings=Settings(memory_bytes=32 * MIB, run_directory=str(tmp_path / "run")),
-    )  # fmt: skip
 
 
 @pytest.fixture(params=["pool", "the package's own"])

@@ -88,7 +88,8 @@ def test_a_state_of_a_newer_hpstore_is_refused() -> None:
 @pytest.mark.parametrize(
     "change",
     [{"version": None}, {"version": 0}, {"samples": -1}, {"samples": 1.5}, {"epoch": "3"},
-     {"order": None}, {"fingerprints": "ab12"}, {"fingerprints": [1]}, {"seed": None}],
+     {"order": None}, {"order": "{"}, {"epoch": True},
+     {"fingerprints": "ab12"}, {"fingerprints": [1]}, {"seed": None}],
 )  # fmt: skip
 def test_what_is_no_state_is_refused(change: dict[str, object]) -> None:
     """A sampler's state, a damaged one, another library's."""

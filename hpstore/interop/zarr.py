@@ -1,0 +1,171 @@
+"""zarr arrays and groups in a pool: `PoolStore`, a store for zarr-python 3.
+
+A value is an object, `<prefix>/<key>`; what holds and what does not is in docs/zarr.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+import numpy as np
+from zarr.abc.store import ByteRequest
+from zarr.core.buffer import Buffer
+
+from hpstore.codec.galois import Bytes
+from hpstore.errors import ConfigError, ObjectNotFound, VersionConflict
+from hpstore.interop.bulk import delete_all, read_parts
+from hpstore.interop.paths import PoolPaths
+from hpstore.interop.zarr_base import BlockingStore, byte_span
+from hpstore.keys import check_key
+from hpstore.pool import Pool
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+# what makes an array or group; without it, chunks are bytes that nobody reads as data
+_DOCUMENTS = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
+
+
+class PoolStore(BlockingStore):
+    """The values of zarr arrays and groups, under a prefix of a pool's keys.
+
+    `prefix`: where the keys begin; a store that can be written needs one, as zarr's mode "w"
+    deletes all that it finds. Listings raise TooFewDevices when keys may be there unseen: a group
+    must not look smaller than it is.
+
+    A value that cannot be read now raises TooManyErasures; None, which zarr takes for a chunk of
+    fill values, means that no such object exists. A write that is cancelled ends first, as its
+    value is read until then.
+    """
+
+    supports_writes = True
+    supports_deletes = True
+
+    def __init__(
+        self, pool: Pool | str | os.PathLike[str], prefix: str = "", *, read_only: bool = False
+    ) -> None:
+        self.prefix = check_key(prefix.strip("/")) if prefix.strip("/") else ""
+        super().__init__(pool, self.prefix, read_only=read_only)
+        if not self.prefix and not self.read_only:
+            raise ConfigError(
+                "a zarr store that can be written needs a prefix of its own: mode 'w' and "
+                "overwrite=True delete all below it, here that would be the whole pool"
+            )
+
+    @classmethod
+    def from_url(cls, url: str, *, read_only: bool = False) -> PoolStore:
+        """The store at `hpstore://NAME/prefix`. Raises ConfigError."""
+        name, _, prefix = PoolPaths._strip_protocol(url).partition("/")
+        if not name or not url.startswith("hpstore://"):
+            raise ConfigError(f"{url!r} is no URL of a pool; write hpstore://NAME/prefix")
+        return cls(name, prefix, read_only=read_only)
+
+    def _key(self, key: str) -> str:
+        return f"{self.prefix}/{key}" if self.prefix else key
+
+    # --- reading ----------------------------------------------------------------------------
+
+    def _read(self, key: str, requests: Sequence[ByteRequest | None]) -> list[Bytes] | None:
+        try:
+            with self._pool().reader(self._key(key)) as reader:
+                return read_parts(reader, lambda size: [byte_span(r, size) for r in requests])
+        except ObjectNotFound:
+            return None
+
+    def _keys(self, prefix: str) -> list[str]:
+        start = self._key("")
+        return [key[len(start) :] for key in self._pool().list(f"{start}{prefix}", certain=True)]
+
+    def _size(self, key: str) -> int | None:
+        try:
+            return self._pool().stat(self._key(key)).size
+        except ObjectNotFound:
+            return None
+
+    # --- writing ----------------------------------------------------------------------------
+
+    def _put(self, key: str, value: Buffer, *, if_absent: bool = False) -> None:
+        self._check_writable()
+        if not isinstance(value, Buffer):
+            raise TypeError(f"a value is a zarr Buffer, not {type(value).__name__}")
+        data = np.ascontiguousarray(value.as_numpy_array())
+        self._pool().put(self._key(key), data, if_absent=if_absent)
+
+    def set_sync(self, key: str, value: Buffer) -> None:
+        """`set`, called by a thread that may block."""
+        self._put(key, value)
+
+    async def set(self, key: str, value: Buffer) -> None:
+        """Store a value; shown as a whole or not at all, durable on return.
+
+        `value` belongs to the store until this ends. Raises TooFewDevices.
+        """
+        self._check_writable()
+        await self._ensure_open()
+        await _to_the_end(self._put, key, value)
+
+    async def set_if_not_exists(self, key: str, value: Buffer) -> None:
+        """Store a value unless one is there; exact between the processes of one host."""
+
+        def put() -> None:
+            with suppress(VersionConflict):
+                self._put(key, value, if_absent=True)
+
+        self._check_writable()
+        await self._ensure_open()
+        await _to_the_end(put)
+
+    def delete_sync(self, key: str) -> None:
+        """`delete`, called by a thread that may block."""
+        self._check_writable()
+        with suppress(ObjectNotFound):
+            self._pool().delete(self._key(key))
+
+    async def delete(self, key: str) -> None:
+        """Delete a value, if it is there. Durable on return."""
+        self._check_writable()
+        await self._ensure_open()
+        await _to_the_end(self.delete_sync, key)
+
+    async def delete_dir(self, prefix: str) -> None:
+        """Delete all below. Stopped half way, no array is left that reads as fill values.
+
+        The documents that make arrays and groups go before the chunks. Raises TooFewDevices,
+        before anything is deleted, when values may be there unseen.
+        """
+
+        def delete() -> None:
+            folder = prefix.strip("/")
+            keys = self._pool().list(self._key(f"{folder}/" if folder else ""), certain=True)
+            documents = {key for key in keys if key.rpartition("/")[2] in _DOCUMENTS}
+            delete_all(self._pool(), sorted(documents))
+            delete_all(self._pool(), [key for key in keys if key not in documents])
+
+        self._check_writable()
+        await self._ensure_open()
+        await _to_the_end(delete)
+
+
+async def _to_the_end(work: Callable[..., T], *args: object) -> T:
+    """Run blocking work on a thread; a cancelled wait goes on until the work has ended.
+
+    Its memory and its key would otherwise be used again under its hands. It ends by the deadlines
+    of the devices.
+    """
+    running = asyncio.get_running_loop().run_in_executor(None, lambda: work(*args))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        while not running.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([running])
+        if running.exception() is not None:
+            _log.warning("after it was cancelled, a write failed: %s", running.exception())
+        raise
+
+
+__all__ = ["PoolStore"]

@@ -1,0 +1,278 @@
+"""Batches of a native data set: records gathered or read into a slot, fields as tensors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from hpstore.codec.galois import Bytes
+from hpstore.errors import HpstoreError
+from hpstore.loaders.assemble import field_views
+from hpstore.loaders.dataset import Dataset
+from hpstore.loaders.fields import Array, Field, FieldKind
+from hpstore.loaders.layout import Int64s
+from hpstore.loaders.slab import Slab
+from hpstore.loaders.slots import Slots
+from hpstore.loaders.stream import Locations, Stream
+from hpstore.units import round_up
+
+_ALIGNMENT = 64
+
+
+class SlotLost(Exception):
+    """A read that does not end may still write into a slot: nobody may use it again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Values of a ragged field of a batch: row i is values[offsets[i]:offsets[i + 1]].
+
+    `values` (total, *inner shape), `offsets` int64 (rows + 1). For bytes, values are uint8.
+    """
+
+    values: torch.Tensor
+    offsets: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        """The value of one row, a view."""
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        row %= len(self)
+        return self.values[int(self.offsets[row]) : int(self.offsets[row + 1])]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        bounds = self.offsets.tolist()
+        return (self.values[a:b] for a, b in itertools.pairwise(bounds))
+
+    def nested(self) -> torch.Tensor:
+        """As torch's jagged nested tensor, over the same memory."""
+        made: torch.Tensor = torch.nested.nested_tensor_from_jagged(self.values, self.offsets)
+        return made
+
+    def to(self, *args: Any, **kwargs: Any) -> Ragged:
+        """Both tensors moved, as Tensor.to; a dtype is for the values alone."""
+        values = self.values.to(*args, **kwargs)
+        return Ragged(values, self.offsets.to(values.device))
+
+    def pin_memory(self) -> Ragged:
+        """Both tensors in page-locked memory."""
+        return Ragged(self.values.pin_memory(), self.offsets.pin_memory())
+
+
+BatchValue: TypeAlias = torch.Tensor | Ragged | list[str]
+Batch = dict[str, BatchValue]
+
+
+class Assembler:
+    """Makes batches of one data set. Thread-safe. `slabs`: by stream number, where there is one."""
+
+    def __init__(
+        self, data: Dataset, slots: Slots, slabs: Mapping[int, Slab], *, wait: bool = False
+    ) -> None:
+        """`wait`: for pages that are not there yet, as somebody fills them in this order."""
+        self._data, self._slots, self._slabs, self._wait = data, slots, slabs, wait
+        self._scalars = [n for n, f in data.fields.items() if f.kind is FieldKind.SCALAR]
+        self.gathered_total = self.read_total = 0  # records: hints, not exact beside other threads
+
+    def batch(self, indices: Int64s) -> Batch:
+        """The samples of `indices` int64 (n,), in this order, as a dict of tensors over a slot.
+
+        Memory belongs to whoever holds the tensors; it is used again when they are gone. Raises
+        IntegrityError naming the sample, TooManyErasures, DeviceError.
+        """
+        found: Batch = {}
+        for name in self._scalars:
+            found[name] = self._data.fields[name].as_tensor(self._data.scalars(name, indices))
+        for stream in self._data.streams:
+            places = self._data.locate(stream, indices)
+            if self._wait and stream.number in self._slabs:
+                self._slabs[stream.number].wait(places.page[places.page >= 0])
+            if stream.fixed is not None:
+                found.update(self._fixed(stream, indices, places))
+            else:
+                found.update(self._ragged(stream, indices, places))
+        return {name: found[name] for name in self._data.fields}
+
+    def _fixed(self, stream: Stream, indices: Int64s, places: Locations) -> Batch:
+        """Records of one size: gathered as rows, taken apart where there are several fields."""
+        assert stream.fixed is not None
+        slab = self._slabs.get(stream.number)
+        stride = stream.fixed.stride if slab is not None and slab.stride else stream.fixed.length
+        names = [n for n in stream.record.fixed if n in self._data.fields]
+        whole = len(names) == 1 and stream.record.fields[names[0]].row_bytes == stride
+        count, rows_bytes = len(indices), len(indices) * stride
+        sizes = [0] if whole else [count * self._data.fields[n].row_bytes for n in names]
+        starts = _places([rows_bytes, *sizes])
+        slot = self._slots.take(starts[-1])
+        try:
+            rows = slot.memory[:rows_bytes].reshape(count, stride)
+            try:
+                self._fill(stream, indices, places, rows)
+            except SlotLost:  # a hung device may still write into it
+                slot = self._slots.take(starts[-1])
+                rows = slot.memory[:rows_bytes].reshape(count, stride)
+                self._read_verified(stream, indices, rows)
+            views = field_views(stream, rows)
+            arrays: list[Array] = []
+            for name, start in zip(names, starts[1:], strict=False):
+                if whole:
+                    arrays.append(views[name])
+                    continue
+                part = slot.memory[start : start + views[name].nbytes]
+                made = part.view(views[name].dtype).reshape(views[name].shape)
+                np.copyto(made, views[name])
+                arrays.append(made)
+        except BaseException:
+            slot.release()
+            raise
+        slot.hand_out(arrays)
+        fields = self._data.fields
+        return {n: fields[n].as_tensor(a) for n, a in zip(names, arrays, strict=True)}
+
+    def _fill(self, stream: Stream, indices: Int64s, places: Locations, rows: Bytes) -> None:
+        """Fill rows (n, stride) with records, from memory where they are there."""
+        slab = self._slabs.get(stream.number)
+        if slab is None or not slab.stride:
+            self._read(stream, indices, np.arange(len(indices)), rows)
+            return
+        slots = slab.resident(places)
+        there = slots >= 0
+        if there.all():
+            slab.gather(slots, places, rows)
+            self.gathered_total += len(indices)
+            return
+        have, lack = np.flatnonzero(there), np.flatnonzero(~there)
+        if len(have):
+            part = np.empty((len(have), slab.stride), np.uint8)
+            slab.gather(slots[have], chosen(places, have), part)
+            rows[have] = part
+        self.gathered_total += len(have)
+        self._read(stream, indices, lack, rows)
+
+    def _read(self, stream: Stream, indices: Int64s, which: Int64s, rows: Bytes) -> None:
+        assert stream.fixed is not None
+        length = stream.fixed.length
+        targets = [rows[row, :length] for row in which.tolist()]
+        if not self._data.read_rows(stream, indices[which], targets):
+            raise SlotLost
+        self.read_total += len(which)
+
+    def _read_verified(self, stream: Stream, indices: Int64s, rows: Bytes) -> None:
+        for row, record in enumerate(self._data.read_records(stream, indices)[0]):
+            rows[row, : len(record)] = record
+        self.read_total += len(indices)
+
+    def _records(self, stream: Stream, indices: Int64s, places: Locations) -> list[Bytes]:
+        """Records of many sizes as views, of the slab where they are there."""
+        slab = self._slabs.get(stream.number)
+        if slab is None:
+            self.read_total += len(indices)
+            return self._data.read_direct(stream, indices)
+        slots = slab.resident(places)
+        have, lack = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
+        records: list[Bytes] = [_NOTHING] * len(indices)
+        found = slab.views(slots[have], chosen(places, have))
+        for row, record in zip(have.tolist(), found, strict=True):
+            records[row] = record
+        if len(lack):
+            read = self._data.read_direct(stream, indices[lack])
+            for row, record in zip(lack.tolist(), read, strict=True):
+                records[row] = record
+        self.gathered_total += len(have)
+        self.read_total += len(lack)
+        return records
+
+    def _ragged(self, stream: Stream, indices: Int64s, places: Locations) -> Batch:
+        """Records with ragged fields: each field's values back to back."""
+        records = self._records(stream, indices, places)
+        record, fields = stream.record, self._data.fields
+        fixed = [n for n in record.fixed if n in fields]
+        ragged = [(c, n) for c, n in enumerate(record.ragged) if n in fields]
+        sizes = [len(indices) * record.fields[n].row_bytes for n in fixed]
+        sizes += [int(places.ragged[:, c].sum()) for c, _ in ragged]
+        starts = _places(sizes)
+        slot = self._slots.take(starts[-1])
+        found: Batch = {}
+        arrays: list[Array] = []
+        try:
+            for name, at in zip(fixed, starts, strict=False):
+                low, size = record.offsets[name], record.fields[name].row_bytes
+                out = slot.memory[at : at + len(records) * size].reshape(len(records), size)
+                for row, one in enumerate(records):
+                    out[row] = one[low : low + size]
+                field = fields[name]
+                arrays.append(out.reshape(-1).view(field.storage).reshape(-1, *field.inner_shape))
+                found[name] = field.as_tensor(arrays[-1])
+            begin = record.ragged_starts(places.ragged)
+            for (column, name), at in zip(ragged, starts[len(fixed) :], strict=False):
+                lengths = places.ragged[:, column]
+                values = _joined(records, begin[:, column], lengths, slot.memory[at:])
+                if fields[name].dtype == "str":
+                    found[name] = _texts(values, lengths)
+                    continue
+                arrays.append(_typed(values, fields[name]))
+                ends = np.concatenate([[0], np.cumsum(lengths // fields[name].row_bytes)])
+                tensor = fields[name].as_tensor(arrays[-1])
+                found[name] = Ragged(tensor, torch.from_numpy(ends.astype(np.int64)))
+        except BaseException:
+            slot.release()
+            raise
+        slot.hand_out(arrays)
+        return found
+
+
+_NOTHING: Bytes = np.empty(0, np.uint8)
+
+
+def _places(sizes: Sequence[int]) -> list[int]:
+    """Where parts of these sizes begin in a slot, and the bytes of all."""
+    at, found = 0, []
+    for size in sizes:
+        found.append(at)
+        at += round_up(size, _ALIGNMENT)
+    return [*found, at]
+
+
+def _joined(records: Sequence[Bytes], begin: Int64s, lengths: Int64s, out: Bytes) -> Bytes:
+    at = 0
+    for record, low, length in zip(records, begin.tolist(), lengths.tolist(), strict=True):
+        out[at : at + length] = record[low : low + length]
+        at += length
+    return out[:at]
+
+
+def _texts(values: Bytes, lengths: Int64s) -> list[str]:
+    raw, ends = values.tobytes(), np.cumsum(lengths).tolist()
+    starts = [0, *ends[:-1]]
+    return [raw[a:b].decode() for a, b in zip(starts, ends, strict=True)]
+
+
+def _typed(values: Bytes, field: Field) -> Array:
+    made: Array = values.view(field.storage).reshape(-1, *field.inner_shape)
+    return made
+
+
+def chosen(places: Locations, which: Int64s) -> Locations:
+    """Locations of some of the records."""
+    return Locations(
+        shard=places.shard[which], start=places.start[which], length=places.length[which],
+        page=places.page[which], checksum=places.checksum[which], ragged=places.ragged[which],
+    )  # fmt: skip
+
+
+def rows_of(batch: Batch) -> int:
+    """Samples in a batch."""
+    for value in batch.values():
+        return len(value)
+    raise HpstoreError("a batch has no fields")
+
+
+__all__ = ["Assembler", "Batch", "BatchValue", "Ragged", "chosen", "rows_of"]

@@ -1,0 +1,93 @@
+"""Fills slabs ahead of the batches: all pages in turn where they fit, else window after window."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpstore.closing import Closing
+from hpstore.loaders.layout import Int64s
+from hpstore.loaders.slab import NEVER, Slab
+from hpstore.loaders.stored import StoredData
+from hpstore.loaders.windows import WindowOrder
+
+_log = logging.getLogger(__name__)
+CHUNK_PAGES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Pages to load of each stream, by its number, and when they may go."""
+
+    pages: Mapping[int, Int64s]
+    expire: int
+
+
+def everything(slabs: Mapping[int, Slab]) -> Iterator[Fill]:
+    """All pages of all streams, in chunks, streams in turn."""
+    counts = {number: len(slab.pages.start) for number, slab in slabs.items()}
+    for first in range(0, max(counts.values(), default=0), CHUNK_PAGES):
+        yield Fill(
+            {n: np.arange(first, min(first + CHUNK_PAGES, count)) for n, count in counts.items()
+             if first < count},
+            NEVER,
+        )  # fmt: skip
+
+
+def in_windows(
+    data: StoredData, order: WindowOrder, slabs: Mapping[int, Slab], epoch: int, position: int
+) -> Iterator[Fill]:
+    """The windows from a position on, of this epoch and all that follow."""
+    stripes = data.stripes()
+    while order.length:
+        while position < order.length:
+            window = order.window_of(epoch, position)
+            pages = {n: _pages_of(slab, stripes, window.stripes) for n, slab in slabs.items()}
+            yield Fill(pages, epoch * order.length + window.stop)
+            position = window.stop
+        epoch, position = epoch + 1, 0
+
+
+def _pages_of(slab: Slab, stripes: Int64s, chosen: Int64s) -> Int64s:
+    """Pages in which a sample of one of these stripes begins, ascending."""
+    firsts = slab.pages.first_sample
+    low = np.searchsorted(firsts, stripes[chosen], "right") - 1
+    high = np.searchsorted(firsts, stripes[chosen + 1], "left")
+    runs = [np.arange(a, b) for a, b in zip(low.tolist(), high.tolist(), strict=True)]
+    found: Int64s = np.unique(np.concatenate(runs)) if runs else np.empty(0, np.int64)
+    return found
+
+
+class Filler(Closing):
+    """Loads what `fills` says, on a thread of its own, until it is closed."""
+
+    def __init__(self, slabs: Mapping[int, Slab], fills: Iterable[Fill]) -> None:
+        self._slabs, self._fills = slabs, fills
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hpstore-fill", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            for fill in self._fills:
+                for number, pages in fill.pages.items():
+                    if self._closed.is_set() or not self._slabs[number].load(pages, fill.expire):
+                        return
+        except Exception:  # noqa: BLE001 (logged; those who wait go on without slabs)
+            _log.exception("filling ends; records are read one by one from here on")
+            for slab in self._slabs.values():
+                slab.close()
+
+    def close(self) -> None:
+        """Stop. Idempotent; waits for the page that is being read."""
+        self._closed.set()
+        for slab in self._slabs.values():
+            slab.close()
+        self._thread.join()
+
+
+__all__ = ["Fill", "Filler", "everything", "in_windows"]

@@ -1,0 +1,124 @@
+"""Arrays whose first axis is the sample: .npy, .npz, memory maps, arrays in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hpstore.errors import ConfigError
+from hpstore.loaders.fields import DTYPES, Array, Field
+from hpstore.loaders.ingestion.paths import file_facts
+from hpstore.loaders.ingestion.source import IndexedSource, Item, digest_of
+
+NUMPY = (".npy", ".npz")
+_EDGE = 8  # samples at each end that a fingerprint of memory is made of
+
+
+class Arrays(IndexedSource):
+    """Arrays of equal length, one a field; sample i is row i of each.
+
+    `files`: what they come from; their paths, sizes and times are the fingerprint. Without files it
+    is the arrays' types and their first and last rows.
+    """
+
+    kind = "numpy"
+
+    def __init__(
+        self, arrays: Mapping[str, Array], *, where: str = "arrays", files: Sequence[Path] = ()
+    ) -> None:
+        self.where, self._files = where, files
+        self._arrays = {part: array for name, whole in arrays.items()
+                        for part, array in _columns(name, whole).items()}  # fmt: skip
+        lengths = {name: _length(name, array, where) for name, array in self._arrays.items()}
+        if len(set(lengths.values())) != 1:
+            said = ", ".join(f"{name} {count}" for name, count in lengths.items())
+            raise ConfigError(
+                f"{where}: the arrays are not equally long: {said or 'there is none'}"
+            )
+        self.length = next(iter(lengths.values()))
+        self.total_bytes = sum(array.nbytes for array in self._arrays.values())
+
+    def restrict(self, names: Sequence[str]) -> None:
+        self._arrays = {name: a for name, a in self._arrays.items() if name in names}
+        self.total_bytes = sum(array.nbytes for array in self._arrays.values())
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        return {name: Field(a.dtype.name, a.shape[1:]) for name, a in self._arrays.items()}
+
+    def fingerprint(self) -> str:
+        """Over the files' paths, sizes and times; of arrays in memory over types and end rows."""
+        if self._files:
+            return digest_of([self.kind, *file_facts(self._files)])
+        rows: list[object] = [self.kind]
+        for name, a in self._arrays.items():
+            ends = hashlib.blake2b(a[:_EDGE].tobytes() + a[-_EDGE:].tobytes(), digest_size=16)
+            rows.append([name, a.dtype.str, a.shape, ends.hexdigest()])
+        return digest_of(rows)
+
+    def name_of(self, index: int) -> str:
+        return f"{self.where}[{index}]"
+
+    def load(self, index: int) -> Item:
+        sample = {name: np.asarray(array[index]) for name, array in self._arrays.items()}
+        return Item(name=self.name_of(index), origin=index, sample=sample)
+
+
+def numpy_files(where: str | os.PathLike[str]) -> Arrays:
+    """A .npy file (field `data`), a .npz, or a folder of .npy files (a field each, by their names).
+
+    .npy files are mapped, arrays of a .npz read into memory. Object arrays are refused: they are
+    pickles. Raises ConfigError.
+    """
+    path = Path(where)
+    if path.is_dir():
+        files = sorted(path.glob("*.npy"))
+        if not files:
+            raise ConfigError(f"{path} holds no .npy file")
+        return Arrays({f.stem: _mapped(f) for f in files}, where=path.name, files=files)
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist")
+    if path.suffix.lower() == ".npz":
+        return Arrays(_zipped(path), where=path.name, files=[path])
+    return Arrays({"data": _mapped(path)}, where=path.name, files=[path])
+
+
+def _mapped(path: Path) -> Array:
+    try:
+        array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise ConfigError(f"{path} cannot be read as .npy: {error}") from error
+    return array
+
+
+def _zipped(path: Path) -> dict[str, Array]:
+    try:
+        with np.load(path, allow_pickle=False) as found:
+            return {name: found[name] for name in found.files}
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"{path} cannot be read as .npz: {error}") from error
+
+
+def _columns(name: str, array: Array) -> dict[str, Array]:
+    """An array, or the fields of a structured one."""
+    if array.dtype.names is None:
+        return {name: array}
+    return {part: array[part] for part in array.dtype.names}
+
+
+def _length(name: str, array: Array, where: str) -> int:
+    if array.ndim < 1:
+        raise ConfigError(f"{where}: array {name!r} has no first axis to take samples from")
+    if array.dtype.name not in DTYPES:
+        raise ConfigError(
+            f"{where}: array {name!r} has dtype {array.dtype}, which no field can hold"
+        )
+    return len(array)
+
+
+__all__ = ["NUMPY", "Arrays", "numpy_files"]

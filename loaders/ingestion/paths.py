@@ -1,0 +1,65 @@
+"""Files that a source names: one file, a folder of them, a pattern."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hpstore.errors import ConfigError
+
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+MAX_FILES = 1_000_000
+
+
+def source_files(where: str | os.PathLike[str], endings: Sequence[str]) -> list[Path]:
+    """The files of a source, sorted: `where` itself, those of a folder with one of `endings`, or
+    those of a pattern (`*`, `?`, `[...]`, `{000..099}`). Raises ConfigError when there are none.
+    """
+    text = os.fspath(where)
+    if os.path.isfile(text):
+        return [Path(text)]
+    if os.path.isdir(text):
+        found = [entry.path for entry in os.scandir(text)
+                 if entry.is_file() and entry.name.lower().endswith(tuple(endings))]  # fmt: skip
+        problem = f"holds no file that ends in {', '.join(endings)}"
+    else:
+        found = [path for pattern in _expanded(text) for path in _matching(pattern)]
+        problem = "does not exist, and no file matches it as a pattern"
+    if not found:
+        raise ConfigError(f"{text} {problem}")
+    return [Path(path) for path in sorted(set(found))]
+
+
+def _matching(pattern: str) -> list[str]:
+    """Files of one pattern. A name without wildcards must be there."""
+    if not glob.has_magic(pattern):
+        if not os.path.isfile(pattern):
+            raise ConfigError(f"{pattern} does not exist")
+        return [pattern]
+    return [path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)]
+
+
+def _expanded(text: str) -> Iterator[str]:
+    """Every name of {000..099}, as WebDataset writes its shards."""
+    found = _RANGE.search(text)
+    if found is None:
+        yield text
+        return
+    first, last = found.groups()
+    if int(last) - int(first) >= MAX_FILES:
+        raise ConfigError(f"{text} names more than {MAX_FILES} files")
+    for number in range(int(first), int(last) + 1):
+        name = str(number).zfill(len(first))
+        yield from _expanded(text[: found.start()] + name + text[found.end() :])
+
+
+def file_facts(files: Sequence[Path]) -> list[tuple[str, int, int]]:
+    """Path, size and time of change of each, for a fingerprint."""
+    return [(str(file.resolve()), (found := file.stat()).st_size, found.st_mtime_ns)
+            for file in files]  # fmt: skip
+
+
+__all__ = ["file_facts", "source_files"]

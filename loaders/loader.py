@@ -1,0 +1,290 @@
+"""A drop-in DataLoader: native data sets are read by threads, others by torch's own machinery."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.utils.data
+
+from hpstore.errors import ConfigError
+from hpstore.loaders.engine import PREFETCH_BYTES, Engine, cache_budget, pinner
+from hpstore.loaders.finishing import Finish
+from hpstore.loaders.foreign import ForeignIterator, PositionSampler
+from hpstore.loaders.mixture import AnyEngine, MixedEngine, Mixture, fingerprints
+from hpstore.loaders.native import NativeIterator, native_of, order_for
+from hpstore.loaders.order import Order
+from hpstore.loaders.ranks import coordinates
+from hpstore.loaders.slices import Even, Slices
+from hpstore.loaders.state import LoaderState, order_text
+from hpstore.units import parse_bytes
+
+
+# Any: torch's own signature is untyped here
+class DataLoader(torch.utils.data.DataLoader[Any]):
+    """torch's DataLoader with a state, made for hpstore's data sets; others work too.
+
+    `dataset`: a hpstore Dataset, a Subset or random_split of one (then batches are dicts of
+    tensors, read by threads; `num_workers` counts them), or any torch data set (then torch's
+    workers and collation, as always). All of torch's arguments mean what they mean there.
+
+    `shuffle`: False or "none", True or "global" (a permutation of all samples), "window" (whole
+    stripes are permuted, then the samples of a window of them: sequential reads, good where the
+    data do not fit in memory), or an Order. `seed`: with the epoch and the position it determines
+    every batch. `batch_size` is per rank. `rank` and `world_size` are data-parallel coordinates,
+    by default those of torch.distributed, or a `mesh`; `shard=False` reads everything on each
+    rank. An explicit sampler, batch_sampler or IterableDataset is never sharded. `even`: how the
+    last global batch is dealt out (slices.Even). `device`: batches arrive there. `cache`: bytes
+    for keeping pages in memory (None: a quarter of what is available; 0: none).
+    `prefetch_bytes`: memory for batches that are made ahead or held by you. `window_bytes`: of a
+    window. `transform(sample)` or `transform(sample, rng)` per sample, `collate_fn(list of
+    samples)`, `batch_transform(batch)` or `batch_transform(batch, rng)`; the numpy generator is
+    keyed by (seed, epoch, position). `on_error`: "raise", or "skip" samples that are damaged
+    beyond repair (counted in stats()).
+
+    iter() goes on at a loaded position once, else starts the next epoch. state_dict() counts what
+    was handed out, not what was read ahead; it fits another world size, other workers.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | str | Order | None = None,
+        sampler: Any = None,
+        batch_sampler: Any = None,
+        num_workers: int = 0,
+        collate_fn: Any = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Any = None,
+        multiprocessing_context: Any = None,
+        generator: Any = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        seed: int = 0,
+        device: str | torch.device | None = None,
+        cache: int | str | None = None,
+        prefetch_bytes: int | str = PREFETCH_BYTES,
+        window_bytes: int | str | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        mesh: Any = None,
+        shard: bool = True,
+        even: Even = "uneven",
+        transform: Any = None,
+        batch_transform: Any = None,
+        on_error: str = "raise",
+    ) -> None:
+        self.shuffle, self.seed, self.device = shuffle, seed, device
+        self.cache, self.prefetch_bytes, self.window_bytes = cache, prefetch_bytes, window_bytes
+        self.rank, self.world_size, self.mesh, self.shard = rank, world_size, mesh, shard
+        self.even: Even = even
+        self.transform, self.batch_transform, self.on_error = transform, batch_transform, on_error
+        self._native = native_of(dataset)
+        self._by_user = sampler is not None or batch_sampler is not None
+        self.finish = Finish(
+            collate_fn=collate_fn, transform=transform, batch_transform=batch_transform,
+            device=device, seed=seed, on_error=on_error,
+        )  # fmt: skip
+        self._prepare(dataset, batch_size, drop_last)
+        options: dict[str, Any] = {
+            "num_workers": num_workers, "collate_fn": collate_fn, "pin_memory": pin_memory,
+            "timeout": timeout, "worker_init_fn": worker_init_fn, "generator": generator,
+            "multiprocessing_context": multiprocessing_context, "in_order": in_order,
+            "prefetch_factor": prefetch_factor, "persistent_workers": persistent_workers,
+            "pin_memory_device": pin_memory_device, "batch_size": batch_size,
+            "drop_last": drop_last,
+        }  # fmt: skip
+        self._start_torch(dataset, sampler, batch_sampler, options)
+
+    def _prepare(self, dataset: Any, batch_size: int | None, drop_last: bool) -> None:
+        """Order, slices and counters. Raises ConfigError."""
+        if self._by_user and self.shuffle:
+            raise ConfigError("a sampler decides the order: shuffle must be left out with it")
+        self._order: Order | None = None
+        self.slices: Slices | None = None
+        self.positions: PositionSampler | None = None
+        self.batch_memory_bytes = parse_bytes(self.prefetch_bytes)
+        iterable = isinstance(dataset, torch.utils.data.IterableDataset)
+        if not self._by_user and not iterable and batch_size is not None:
+            place = coordinates(self.rank, self.world_size, self.mesh, shard=self.shard)
+            window = self.batch_memory_bytes // 4
+            if self.window_bytes is not None:
+                window = parse_bytes(self.window_bytes)
+            self._order = order_for(dataset, self._native, self.shuffle, self.seed, window)
+            self.slices = Slices(
+                length=self._order.length, batch_size=batch_size, drop_last=drop_last,
+                even=self.even, rank=place.rank, world_size=place.world_size,
+            )  # fmt: skip
+            if self._native is None:
+                self.positions = PositionSampler(self._order, self.slices)
+        self._epoch = self._position = 0
+        self._begun = False  # an iterator has been made at or since this position
+        self._restart_counting()
+        self._state_text: tuple[tuple[str, ...], str] | None = None
+        self.skipped_batches_total = 0  # read again to get to a position: see docs/data.md
+        self.wait_seconds = 0.0  # that next() waited for a batch
+        self._engine: AnyEngine | None = None
+        self._ready: NativeIterator | None = None  # made ahead for the next epoch
+
+    def _start_torch(
+        self, dataset: Any, sampler: Any, batch_sampler: Any, options: dict[str, Any]
+    ) -> None:
+        """torch's constructor; attributes keep what the user gave: wrappers rebuild from them."""
+        given = dict(options)
+        if self._native is not None:  # threads of ours, no workers of torch's
+            options |= dict.fromkeys(("multiprocessing_context", "prefetch_factor"))
+            options |= {"num_workers": 0, "persistent_workers": False}
+        if self.positions is not None:
+            del options["batch_size"], options["drop_last"]
+            super().__init__(dataset, batch_sampler=self.positions, **options)
+        elif batch_sampler is not None:
+            del options["batch_size"], options["drop_last"]
+            super().__init__(dataset, batch_sampler=batch_sampler, **options)
+        else:
+            super().__init__(dataset, sampler=sampler, **options)
+        changed = given.keys() if self._native is not None else ("batch_size", "drop_last")
+        if batch_sampler is None:
+            for name in changed:
+                if name not in ("multiprocessing_context", "collate_fn"):
+                    object.__setattr__(self, name, given[name])
+
+    # --- iterating --------------------------------------------------------------------------
+
+    def __iter__(self) -> Any:
+        if self._begun and self._position:
+            self._epoch, self._position = self._epoch + 1, 0
+        self._begun = True
+        if self._native is None:
+            if self.positions is not None:
+                self.positions.at = (self._epoch, self._position)
+            return ForeignIterator(self, super().__iter__(), self._epoch, self._position)
+        ready, self._ready = self._ready, None
+        if ready is not None:
+            if ready.begins_at(self._epoch, self._position):
+                return ready
+            ready.close()
+        return NativeIterator(self, self._native, self._epoch, self._position)
+
+    def __len__(self) -> int:
+        """Batches of an epoch on this rank."""
+        if self.slices is not None:
+            return self.slices.own_steps()
+        return super().__len__()
+
+    def moved(self, after: tuple[int, int]) -> None:
+        """An iterator has handed out a batch; the run stands at (epoch, position) now."""
+        if len(self._handed) == self._handed.maxlen and self._consumed is None:
+            self._before = self._handed[0]
+        self._handed.append(after)
+        self._epoch, self._position = after
+        if not self._position:
+            self._begun = False  # the next iter() starts this very epoch
+
+    def keep_ready(self, iterator: NativeIterator) -> None:
+        """An iterator that has ended leaves what it has made ahead of the next epoch."""
+        self._ready = iterator
+
+    def engine(self) -> AnyEngine:
+        """What makes the batches of a native data set in this process; made at first use."""
+        assert self._native is not None
+        if self._engine is None or self._engine.pid != os.getpid():
+            data, order = self._native.data, self._order
+            options: dict[str, Any] = {
+                "cache_bytes": cache_budget(self.cache), "prefetch_bytes": self.batch_memory_bytes,
+                "pin": pinner(self.finish.device, self.pin_memory),
+            }  # fmt: skip
+            if isinstance(data, Mixture):
+                if order is None:
+                    raise ConfigError("a mixture has an order of its own: give no sampler")
+                self._engine = MixedEngine(data, order, **options)
+            else:
+                self._engine = Engine(data, order, **options)
+        return self._engine
+
+    # --- state ------------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch; where the run is in that epoch already, it stays."""
+        if epoch < 0:
+            raise ConfigError(f"epoch {epoch} is negative")
+        if epoch != self._epoch:
+            self._epoch, self._position, self._begun = int(epoch), 0, False
+            self._restart_counting()
+
+    def state_dict(self) -> dict[str, Any]:
+        """A few integers and fingerprints: JSON. Below 50 us whatever the data set."""
+        prints, order = self._described()
+        epoch, position = self._consumed or (self._epoch, self._position)
+        return LoaderState(
+            fingerprints=prints, order=order, seed=self.seed, epoch=epoch, samples=position
+        ).to_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at a saved position. Reads nothing. ConfigError when it is of another run."""
+        found = LoaderState.from_dict(state)
+        prints, order = self._described()
+        length = self._order.length if self._order is not None else 1 << 62
+        found.require_same_run(fingerprints=prints, order=order, seed=self.seed, length=length)
+        self._epoch, self._position, self._begun = found.epoch, found.samples, False
+        self._restart_counting()
+
+    def _restart_counting(self) -> None:
+        """What was handed out before says nothing any more."""
+        self._handed: deque[tuple[int, int]] = deque(maxlen=1024)  # states after batches
+        self._before = (self._epoch, self._position)  # the state before the first of them
+        self._consumed: tuple[int, int] | None = None  # a wrapper says what counts
+
+    def consumed(self, batches: int) -> None:
+        """For wrappers that read ahead: so many more of the batches that were handed out count.
+
+        From the first call on the state counts what was consumed; call it with 0 before reading.
+        """
+        if batches < 0 or batches > len(self._handed):
+            raise ConfigError(f"{batches} batches consumed, {len(self._handed)} were handed out")
+        if self._consumed is None:
+            self._consumed = self._before
+        for _ in range(batches):
+            self._consumed = self._handed.popleft()
+
+    def _described(self) -> tuple[tuple[str, ...], str]:
+        """Fingerprints of the data, and the order as text; made once."""
+        if self._state_text is None:
+            if self._native is not None:
+                prints = fingerprints(self._native.data)
+            else:
+                size = len(self.dataset) if hasattr(self.dataset, "__len__") else "?"
+                prints = (f"{type(self.dataset).__name__}[{size}]",)
+            text = order_text(self._order) if self._order is not None else '"the sampler\'s"'
+            self._state_text = (prints, text)
+        return self._state_text
+
+    def stats(self) -> dict[str, Any]:
+        """Where the time went: see docs/data.md."""
+        found: dict[str, Any] = {"batches": self.finish.batches_total,
+                                 "wait_seconds": self.wait_seconds,
+                                 "transform_seconds": self.finish.transform_seconds,
+                                 "skipped_samples": self.finish.skipped_total}  # fmt: skip
+        if self._engine is not None:
+            found.update(self._engine.stats())
+        return found
+
+    def close(self) -> None:
+        """Stop threads that read ahead. Idempotent; iterating starts them again."""
+        ready, self._ready = self._ready, None
+        if ready is not None:
+            ready.close()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+
+__all__ = ["DataLoader"]

@@ -1,0 +1,82 @@
+"""Where a run of batches stands, and the pieces of it still to come. Pure but for the order.
+
+A piece is one rank's rows of one global batch. Pieces are arithmetic: which samples they are is
+computed by whoever makes the batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpstore.loaders.draws import Indices
+from hpstore.loaders.order import Order
+from hpstore.loaders.slices import Slices, wrapped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Positions start .. stop - 1 of an epoch; `after` is where the run stands behind it."""
+
+    epoch: int
+    start: int
+    stop: int
+    after: tuple[int, int]  # (epoch, position)
+    last: bool  # of its epoch on this rank
+    listed: tuple[int, ...] | None = None  # its samples, where a user's sampler has chosen them
+
+    def indices(self, order: Order | None) -> Indices:
+        """Its samples. `order` is not needed where they are listed."""
+        if self.listed is not None:
+            return np.array(self.listed, np.int64)
+        if order is None:
+            raise ValueError("a piece of an order without the order")
+        parts = [
+            order.indices(self.epoch, low, high)
+            for low, high in wrapped(self.start, self.stop, order.length)
+        ]
+        return np.concatenate(parts) if len(parts) != 1 else parts[0]
+
+
+def pieces(slices: Slices, epoch: int, position: int) -> Iterator[Piece]:
+    """This rank's pieces from a position to the end of the epoch; none where it has no rows."""
+    steps = slices.own_steps(position)
+    for number in range(steps):
+        step = slices.step(position, number)
+        last = number == steps - 1
+        done = step.after >= slices.length or slices.steps(step.after) == 0
+        after = (epoch + 1, 0) if last and done else (epoch, step.after)
+        yield Piece(epoch=epoch, start=step.start, stop=step.stop, after=after, last=last)
+
+
+def endless(slices: Slices, epoch: int, position: int) -> Iterator[Piece]:
+    """Pieces of this epoch and all that follow."""
+    while True:
+        empty = True
+        for piece in pieces(slices, epoch, position):
+            empty = False
+            yield piece
+        if empty and not slices.own_steps():
+            return  # no epoch has anything for this rank
+        epoch, position = epoch + 1, 0
+
+
+def listed(batches: Iterable[Sequence[int]], epoch: int, skip: int) -> Iterator[Piece]:
+    """Pieces of a user's sampler from its batch number `skip` on; positions count batches."""
+    found = enumerate(itertools.islice(iter(batches), skip, None), skip)
+    number, batch = next(found, (skip, None))
+    while batch is not None:
+        following, after = next(found, (number + 1, None))
+        last = after is None
+        yield Piece(
+            epoch=epoch, start=number, stop=number + 1,
+            after=(epoch + 1, 0) if last else (epoch, number + 1),
+            last=last, listed=tuple(int(index) for index in batch),
+        )  # fmt: skip
+        number, batch = following, after
+
+
+__all__ = ["Piece", "endless", "listed", "pieces"]

@@ -1,0 +1,75 @@
+"""Data-parallel coordinates: which rows of a global batch this process reads."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from hpstore.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinates:
+    """One of `world_size` data-parallel ranks."""
+
+    rank: int = 0
+    world_size: int = 1
+
+
+# Any: a DeviceMesh, whose class torch moves about
+def coordinates(rank: int | None, world_size: int | None, mesh: Any, *, shard: bool) -> Coordinates:
+    """What the user says; else the mesh's data-parallel dimensions; else torch.distributed's.
+
+    Of a mesh those dimensions count whose names are "dp", "data" or begin with "dp_" or "data_",
+    or all of them when it has one dimension. Raises ConfigError.
+    """
+    if (rank is None) != (world_size is None):
+        raise ConfigError("rank and world_size go together: give both or none")
+    if rank is not None and world_size is not None:
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"rank {rank} of {world_size} data-parallel ranks")
+        return Coordinates(rank, world_size)
+    if not shard:
+        return Coordinates()
+    if mesh is not None:
+        return _of_mesh(mesh)
+    if not (dist.is_available() and dist.is_initialized()):
+        return Coordinates()
+    found = Coordinates(dist.get_rank(), dist.get_world_size())
+    if found.world_size > 1:
+        _log.info(
+            "rank %d of %d reads its share of every batch (from torch.distributed); with pipeline "
+            "or tensor parallelism give mesh=, to read everything shard=False",
+            found.rank, found.world_size,
+        )  # fmt: skip
+    return found
+
+
+def _of_mesh(mesh: Any) -> Coordinates:
+    names = tuple(mesh.mesh_dim_names or ())
+    if mesh.ndim == 1:
+        chosen = [0]
+    else:
+        chosen = [
+            n for n, name in enumerate(names)
+            if name in ("dp", "data") or name.startswith(("dp_", "data_"))
+        ]  # fmt: skip
+    place = mesh.get_coordinate()
+    if not chosen or place is None:
+        raise ConfigError(
+            f"no data-parallel dimension in a mesh of {names or mesh.ndim}: name one dp or data, "
+            'or pass mesh["..."]'
+        )
+    rank, size = 0, 1
+    for dimension in chosen:
+        rank = rank * mesh.size(dimension) + place[dimension]
+        size *= mesh.size(dimension)
+    return Coordinates(rank, size)
+
+
+__all__ = ["Coordinates", "coordinates"]

@@ -1,0 +1,117 @@
+"""Memory of batches, used again once the user has dropped them.
+
+Fresh memory costs 2 to 10 times a copy into memory that is there already, so batches are made in
+slots. A slot is never overwritten under its user: it comes back when the last tensor over it has
+gone, and while all are out, batches are made in ordinary memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hpstore.buffers import aligned_array
+from hpstore.codec.galois import Bytes
+from hpstore.loaders.fields import Array
+from hpstore.units import MIB, round_up
+
+_log = logging.getLogger(__name__)
+
+
+class Slot:
+    """Memory for one batch. It belongs to who took it, until release() or hand_out()."""
+
+    __slots__ = ("_held", "_references", "_ring", "memory")
+
+    def __init__(self, memory: Bytes, ring: Slots | None) -> None:
+        self.memory = memory
+        self._ring = ring
+        self._held = 0
+        self._references: list[weakref.ref[Array]] = []
+
+    def hand_out(self, arrays: Sequence[Array]) -> None:
+        """Give the slot to whoever holds any of these arrays over it, or a tensor over one."""
+        ring = self._ring
+        if ring is None:
+            return
+        self._held = len(arrays)
+        returned = ring._returned
+
+        def gone(_: object) -> None:
+            returned.append(self)  # nothing more: this may run in the midst of anything
+
+        self._references = [weakref.ref(array, gone) for array in arrays]
+        if not arrays:
+            self.release()
+
+    def release(self) -> None:
+        """Give it back now. Nobody else holds a view of it."""
+        if self._ring is not None:
+            self._held = 1
+            self._ring._returned.append(self)
+
+    def dropped(self) -> bool:
+        """One array less; True when none is left."""
+        self._held -= 1
+        if self._held:
+            return False
+        self._references = []
+        return True
+
+
+class Slots:
+    """Slots up to `limit_bytes` in all. Thread-safe; take() never waits.
+
+    `pin` is given fresh memory, to page-lock it. `ordinary_total` counts batches for which no slot
+    was free.
+    """
+
+    def __init__(self, limit_bytes: int, pin: Callable[[Bytes], None] | None = None) -> None:
+        self.limit_bytes, self._pin = limit_bytes, pin
+        self.made_bytes = self.ordinary_total = 0
+        self._free: list[Slot] = []
+        self._returned: deque[Slot] = deque()
+        self._lock = threading.Lock()  # guards _free, made_bytes, ordinary_total
+
+    def take(self, nbytes: int) -> Slot:
+        """A slot of at least `nbytes`, contents undefined; ordinary memory when all are out."""
+        with self._lock:
+            self._collect()
+            fitting = [slot for slot in self._free if len(slot.memory) >= nbytes]
+            if fitting:
+                best = min(fitting, key=lambda slot: len(slot.memory))
+                self._free.remove(best)
+                return best
+            # room for batches that are a little larger: records of many sizes
+            size = round_up(nbytes + nbytes // 8, MIB) if nbytes >= MIB else MIB
+            while self._free and self.made_bytes + size > self.limit_bytes:
+                self.made_bytes -= len(self._free.pop(0).memory)  # too small for today's batches
+            if self.made_bytes + size > self.limit_bytes:
+                self.ordinary_total += 1
+                if self.ordinary_total == 1:
+                    _log.warning(
+                        "all %d MiB of batch memory are held by the user: further batches are made "
+                        "in ordinary memory, which is slower. Drop batches, or raise "
+                        "prefetch_bytes.", self.limit_bytes // MIB,
+                    )  # fmt: skip
+                return Slot(np.empty(nbytes, np.uint8), None)
+            self.made_bytes += size
+        memory = aligned_array(size, populate=True)
+        if self._pin is not None:
+            self._pin(memory)
+        return Slot(memory, self)
+
+    def _collect(self) -> None:
+        """What finalizers have noted since the last call."""
+        while self._returned:
+            slot = self._returned.popleft()
+            if slot.dropped():
+                self._free.append(slot)
+
+
+__all__ = ["Slot", "Slots"]

@@ -1,0 +1,371 @@
+"""ingest: what is in the source is in the data set, whole or not at all, also after a kill."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hpstore
+from hpstore.errors import (
+    ConfigError,
+    DeviceFull,
+    IngestError,
+    ObjectNotFound,
+    TooFewDevices,
+    VersionConflict,
+)
+from hpstore.loaders import (
+    Dataset,
+    DatasetWriter,
+    Field,
+    IngestProgress,
+    IngestReport,
+    delete_dataset,
+    ingest,
+    list_datasets,
+    remove_orphans,
+    unfinished_ingests,
+    verify_dataset,
+)
+from hpstore.pool import Pool
+
+SHARD: dict[str, Any] = {"shard_bytes": 1 << 16, "unit_bytes": 1 << 14}  # small ones: many parts
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[Pool]:
+    devices = [tmp_path / f"disk{i}" for i in range(4)]
+    with hpstore.create(devices, data=2, parity=1, config=tmp_path / "pool.toml") as made:
+        yield made
+
+
+def images(root: Path, count: int = 60, size: int = 8000) -> Path:
+    """Files like JPEGs in three classes."""
+    rng = np.random.default_rng(0)
+    for number in range(count):
+        path = root / f"class{number % 3}" / f"{number:05d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        body = rng.bytes(size).replace(b"\xff", b"\0")
+        path.write_bytes(b"\xff\xd8\xff\xda\0\2" + body + b"\xff\xd9")
+    return root
+
+
+def rows(pool: Pool, name: str) -> list[tuple[bytes, int]]:
+    return [(sample["image"], int(sample["label"])) for sample in samples(pool, name)]
+
+
+def samples(pool: Pool, name: str) -> list[dict[str, Any]]:
+    """All of them. Any: values are bytes, str or tensors by field."""
+    with Dataset(pool, name) as found:
+        return found.__getitems__(list(range(len(found))))
+
+
+def wanted_rows(root: Path) -> list[tuple[bytes, int]]:
+    return [(path.read_bytes(), int(path.parent.name[-1])) for path in sorted(root.rglob("*.jpg"))]
+
+
+def keys_left(pool: Pool, name: str) -> list[str]:
+    return pool.list(f"data/{name}/")
+
+
+class Stop(Exception):
+    """Ends an ingest from its progress callback."""
+
+
+def stop_after(records: int) -> Callable[[IngestProgress], None]:
+    def progress(done: IngestProgress) -> None:
+        if done.records >= records:
+            raise Stop
+
+    return progress
+
+
+def cut_short(pool: Pool, name: str, source: object, after: int, **options: Any) -> int:
+    """Ingest until an exception; returns the samples that are kept."""
+    with pytest.raises(Stop):
+        ingest(pool, name, source, progress=stop_after(after), **SHARD, **options)
+    return unfinished_ingests(pool)[name].rows
+
+
+def test_an_image_folder_is_there_in_a_recorded_order(pool: Pool, tmp_path: Path) -> None:
+    """Every file once, with its class; the order is told by the map; many parts, clean."""
+    root = images(tmp_path / "in")
+    report = ingest(pool, "train", root, seed=3, **SHARD)
+    wanted = wanted_rows(root)
+    with Dataset(pool, "train") as found:
+        origins = found.written_as(np.arange(60))
+        assert found.metadata["classes"] == ["class0", "class1", "class2"]
+        assert len(found.manifest.parts) > 5
+    assert origins is not None
+    assert rows(pool, "train") == [wanted[i] for i in origins]
+    assert sorted(origins) == list(range(60))
+    assert list(origins) != sorted(origins)
+    assert (report.samples, report.order["seed"], report.skipped) == (60, 3, ())
+    assert verify_dataset(pool, "train").clean
+    assert not any("journal" in key for key in keys_left(pool, "train"))
+
+
+def test_parts_make_the_same_data_set_as_one_writer(pool: Pool, tmp_path: Path) -> None:
+    """The fingerprint is that of the samples: not of how many parts they were written in."""
+    root = images(tmp_path / "in")
+    made = ingest(pool, "parts", root, shuffle=False, **SHARD)
+    fields = {"image": Field("bytes"), "label": Field("int64")}
+    with DatasetWriter(pool, "whole", fields) as writer:
+        for image, label in wanted_rows(root):
+            writer.write({"image": image, "label": label})
+    assert Dataset(pool, "whole").fingerprint == made.fingerprint
+    assert rows(pool, "parts") == wanted_rows(root)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_cut_ingest_goes_on_and_equals_an_uninterrupted_one(
+    pool: Pool, tmp_path: Path, shuffle: bool
+) -> None:
+    """Stopped twice: nothing is visible, parts are kept and not read again, the end is the same."""
+    root = images(tmp_path / "in")
+    whole = ingest(pool, "whole", root, shuffle=shuffle, **SHARD)
+    kept = cut_short(pool, "cut", root, 25, shuffle=shuffle)
+    more = cut_short(pool, "cut", root, 45, shuffle=shuffle)
+    assert 0 < kept < more < 60
+    assert [d.name for d in list_datasets(pool)] == ["whole"]
+    with pytest.raises(ObjectNotFound):
+        Dataset(pool, "cut")
+    seen: list[IngestProgress] = []
+    report = ingest(pool, "cut", root, shuffle=shuffle, progress=seen.append, **SHARD)
+    assert seen[0].records == more + 1
+    assert report.resumed_samples == more
+    assert report.fingerprint == whole.fingerprint
+    assert report.bytes == whole.bytes
+    assert verify_dataset(pool, "cut").clean
+    assert len(keys_left(pool, "cut")) == len(keys_left(pool, "whole"))
+
+
+def test_streams_go_on_too(pool: Pool) -> None:
+    """A function that yields the same again is drawn from up to the place, in windows."""
+
+    def numbers() -> Iterator[dict[str, object]]:
+        for i in range(400):
+            yield {"i": i, "b": bytes([i % 256]) * 1000}
+
+    whole = ingest(pool, "whole", numbers, window_bytes=50_000, **SHARD)
+    assert 0 < cut_short(pool, "cut", numbers, 222, window_bytes=50_000) < 400
+    report = ingest(pool, "cut", numbers, window_bytes=50_000, **SHARD)
+    assert report.fingerprint == whole.fingerprint
+    assert report.order["kind"] == "windows"
+    order = [int(sample["i"]) for sample in samples(pool, "cut")]
+    with Dataset(pool, "cut") as found:
+        written = found.written_as(np.arange(400))
+        assert written is not None
+        assert written.tolist() == order
+    assert sorted(order) == list(range(400))
+
+
+def test_another_source_seed_or_fields_are_refused(pool: Pool, tmp_path: Path) -> None:
+    """With both sides shown; nothing is lost by it; restart throws the parts away."""
+    root = images(tmp_path / "in")
+    kept = cut_short(pool, "cut", root, 30)
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"seed": 1}, "order was .* now"), ({"shuffle": False}, "order was"),
+        ({"fields": ["image"]}, "fields were"), ({"layout": "columns"}, "layout was auto"),
+    ]  # fmt: skip
+    for options, said in changes:
+        with pytest.raises(IngestError, match=said):
+            ingest(pool, "cut", root, **SHARD, **options)
+    victim = next(root.rglob("*.jpg"))
+    before = victim.read_bytes()
+    victim.write_bytes(before + b"\0")
+    with pytest.raises(IngestError, match=r"the source has changed.*--restart"):
+        ingest(pool, "cut", root, **SHARD)
+    assert unfinished_ingests(pool)["cut"].rows == kept
+    report = ingest(pool, "cut", root, resume=False, **SHARD)
+    assert report.resumed_samples == 0
+    assert sorted(rows(pool, "cut")) == sorted(wanted_rows(root))
+    with Dataset(pool, "cut") as found:
+        nonces = {part.nonce for part in found.manifest.parts}
+    left = {key.split("/")[2] for key in keys_left(pool, "cut")} - {"manifest"}
+    assert left == nonces, "objects of the first try are left"
+
+
+def test_bad_records_are_named_and_left_out_when_asked(pool: Pool, tmp_path: Path) -> None:
+    """A cut image and a dead link: an error by name, or left out, counted, with what was wrong."""
+    root = images(tmp_path / "in")
+    cut = root / "class1/00001.jpg"
+    cut.write_bytes(cut.read_bytes()[:-10])
+    (root / "class2/dead.jpg").symlink_to("nowhere")
+    with pytest.raises(IngestError, match=r"bad record class\d/.*--on-error skip"):
+        ingest(pool, "train", root, **SHARD)
+    assert list_datasets(pool) == []
+    report = ingest(pool, "train", root, on_error="skip", **SHARD)
+    problems = {s.name: s.problem for s in report.skipped}
+    assert set(problems) == {"class1/00001.jpg", "class2/dead.jpg"}
+    assert "cut short" in problems["class1/00001.jpg"]
+    assert "cannot be read" in problems["class2/dead.jpg"]
+    assert (report.samples, report.as_dict()["skipped_count"]) == (59, 2)
+    assert len(rows(pool, "train")) == 59
+
+
+def test_skipped_records_are_remembered_over_a_cut(pool: Pool) -> None:
+    """Each is reported once, whichever run left it out; too many are an error."""
+    source = [{"x": np.full(1000, i, "i4") if i % 10 else i} for i in range(200)]
+    fields = {"x": Field("int32", (1000,))}
+    options: dict[str, Any] = {"fields": fields, "on_error": "skip", "shuffle": False}
+    cut_short(pool, "cut", source, 150, **options)
+    with pytest.raises(IngestError, match=r"more than 17 bad records.*list\[170\]"):
+        ingest(pool, "cut", source, max_skipped=17, **SHARD, **options)
+    report = ingest(pool, "cut", source, **SHARD, **options)
+    assert [s.origin for s in report.skipped] == list(range(0, 200, 10))
+    assert [s.name for s in report.skipped][:2] == ["list[0]", "list[10]"]
+    assert "is 0" in report.skipped[0].problem or "int" in report.skipped[0].problem
+    first = [int(sample["x"][0]) for sample in samples(pool, "cut")]
+    assert first == [i for i in range(200) if i % 10]
+
+
+def test_a_full_pool_keeps_what_is_done(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No space in the middle: the error says what is kept and what to do; then it goes on."""
+    root = images(tmp_path / "in")
+    put, count = Pool.put, 0
+
+    def full(self: Pool, key: str, *args: Any, **options: Any) -> Any:
+        nonlocal count
+        count += "stream-0" in key
+        if count > 8:
+            raise DeviceFull(f"no space left for {key}")
+        return put(self, key, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pool, "put", full)
+        with pytest.raises(DeviceFull, match=r"no space.*samples are kept.*goes on from there"):
+            ingest(pool, "train", root, **SHARD)
+    assert list_datasets(pool) == []
+    assert ingest(pool, "train", root, **SHARD).resumed_samples > 0
+    assert sorted(rows(pool, "train")) == sorted(wanted_rows(root))
+
+
+def test_a_failed_publication_loses_nothing(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the last part and the manifest: all parts are kept, the next run only publishes."""
+    root = images(tmp_path / "in")
+
+    def fail(*_: object, **__: object) -> None:
+        raise TooFewDevices("just now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hpstore.loaders.ingestion.parts.publish", fail)
+        with pytest.raises(TooFewDevices, match="60 samples are kept"):
+            ingest(pool, "train", root, **SHARD)
+    assert ingest(pool, "train", root, **SHARD).resumed_samples == 60
+    assert sorted(rows(pool, "train")) == sorted(wanted_rows(root))
+    assert verify_dataset(pool, "train").clean
+
+
+def test_a_kill_right_after_publication_is_no_unfinished_ingest(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal that is still there names parts of the data set: they stay."""
+    root = images(tmp_path / "in", 12)
+    with monkeypatch.context() as patch:
+        patch.setattr("hpstore.loaders.ingestion.journal.Journal.remove", lambda _: None)
+        ingest(pool, "train", root, **SHARD)
+    other = images(tmp_path / "other", 6)
+    with pytest.raises(VersionConflict, match="exists"):
+        ingest(pool, "train", root, **SHARD)
+    ingest(pool, "train", other, overwrite=True, **SHARD)
+    assert sorted(rows(pool, "train")) == sorted(wanted_rows(other))
+    assert unfinished_ingests(pool) == {}
+
+
+def test_a_taken_name_is_refused_before_anything_is_read(pool: Pool, tmp_path: Path) -> None:
+    """Also by a data set that came while the ingest was running; overwrite replaces it whole."""
+    root = images(tmp_path / "in", 12)
+    first = ingest(pool, "train", root, **SHARD)
+    with pytest.raises(VersionConflict, match="exists"):
+        ingest(pool, "train", tmp_path / "nowhere")
+    half = images(tmp_path / "half", 6)
+    second = ingest(pool, "train", half, overwrite=True, **SHARD)
+    assert first.fingerprint != second.fingerprint
+    assert sorted(rows(pool, "train")) == sorted(wanted_rows(half))
+    assert remove_orphans(pool, "train") == 0, "objects of the replaced one are left"
+
+
+def test_of_two_ingests_of_one_name_one_stops(pool: Pool, tmp_path: Path) -> None:
+    """The journal tells: the one that is behind ends, the data set of the other is whole."""
+    root = images(tmp_path / "in")
+    reports: list[IngestReport] = []
+
+    def other(done: IngestProgress) -> None:
+        if done.records == 30 and not reports:
+            reports.append(ingest(pool, "train", root, **SHARD))
+
+    with pytest.raises((IngestError, VersionConflict), match=r"another process|exists"):
+        ingest(pool, "train", root, progress=other, **SHARD)
+    assert sorted(rows(pool, "train")) == sorted(wanted_rows(root))
+    assert verify_dataset(pool, "train").clean
+
+
+def test_orphans_are_removed_and_an_unfinished_ingest_is_not(pool: Pool, tmp_path: Path) -> None:
+    """remove_orphans knows the journal; deleting the name deletes the parts and the journal."""
+    root = images(tmp_path / "in")
+    kept = cut_short(pool, "cut", root, 30)
+    remove_orphans(pool, "cut")
+    assert unfinished_ingests(pool)["cut"].rows == kept
+    assert ingest(pool, "cut", root, **SHARD).resumed_samples == kept
+    assert verify_dataset(pool, "cut").clean
+    delete_dataset(pool, "cut")
+    cut_short(pool, "cut", root, 30)
+    delete_dataset(pool, "cut")
+    assert keys_left(pool, "cut") == []
+
+
+def test_an_empty_source_needs_fields(pool: Pool) -> None:
+    """Nothing to tell fields from is an error; with fields it is an empty data set."""
+    with pytest.raises(IngestError, match="no sample to tell the fields from"):
+        ingest(pool, "none", [])
+    assert ingest(pool, "none", [], fields={"x": Field("int64")}).samples == 0
+    assert len(Dataset(pool, "none")) == 0
+    with pytest.raises(ConfigError, match="on_error"):
+        ingest(pool, "other", [], on_error="ignore")
+
+
+CHILD = """
+import os, signal, sys
+import hpstore
+from hpstore.loaders import ingest
+config, root, records = sys.argv[1], sys.argv[2], int(sys.argv[3])
+def progress(done):
+    if done.records == records:
+        os.kill(os.getpid(), signal.SIGKILL)
+with hpstore.open(config) as pool:
+    ingest(pool, "train", root, shard_bytes=1 << 16, unit_bytes=1 << 14, progress=progress)
+"""
+
+
+def test_a_killed_process_leaves_nothing_visible_and_goes_on(pool: Pool, tmp_path: Path) -> None:
+    """SIGKILL in mid-ingest, three times, in processes of their own; the last run finishes."""
+    root = images(tmp_path / "in")
+    kept = [0]
+    for records in (20, 33, 52):
+        done = subprocess.run(
+            [sys.executable, "-c", CHILD, str(tmp_path / "pool.toml"), str(root), str(records)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False, timeout=100,
+        )  # fmt: skip
+        assert done.returncode == -signal.SIGKILL
+        assert list_datasets(pool) == []
+        kept.append(unfinished_ingests(pool)["train"].rows)
+    assert kept == sorted(set(kept)), f"no progress: {kept}"
+    report = ingest(pool, "train", root, **SHARD)
+    assert report.resumed_samples == kept[-1]
+    assert sorted(rows(pool, "train")) == sorted(wanted_rows(root))
+    assert verify_dataset(pool, "train").clean
+    assert remove_orphans(pool, "train") == 0, "objects of killed runs are left"

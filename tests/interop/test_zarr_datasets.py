@@ -1,0 +1,285 @@
+"""Data sets seen through zarr, and zarr arrays seen as data sets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zarr
+from zarr.storage import LocalStore, MemoryStore
+
+import hpstore
+from hpstore.errors import ConfigError, IntegrityError, ObjectNotFound, VersionConflict
+from hpstore.interop.zarr import PoolStore
+from hpstore.loaders import Dataset, DatasetWriter, Field
+from hpstore.loaders import zarr_view as view_module
+from hpstore.loaders.zarr_arrays import ZarrDataset
+from hpstore.loaders.zarr_view import DatasetStore
+from hpstore.testing.harness import Harness
+from hpstore.units import KIB
+
+ROWS = 53
+FIELDS = {
+    "image": Field("uint8", (3, 40)),
+    "wide": Field("float32", (5000,)),
+    "half": Field("bfloat16", (33,)),
+    "wave": Field("complex64", (9,)),
+    "label": Field("int64"),
+    "box": Field("float16", (4,)),
+    "ok": Field("bool"),
+    "text": Field("str"),
+    "points": Field("float64", (None, 2)),
+}
+
+
+def _batch(rows: int, seed: int = 0) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    return {
+        "image": rng.integers(0, 256, (rows, 3, 40), np.uint8),
+        "wide": rng.standard_normal((rows, 5000), np.float32),
+        "half": torch.from_numpy(rng.standard_normal((rows, 33))).to(torch.bfloat16),
+        "wave": rng.standard_normal((rows, 18), np.float32).view(np.complex64),
+        "label": np.arange(rows) * 3 - 7,
+        "box": rng.standard_normal((rows, 4)).astype(np.float16),
+        "ok": rng.integers(0, 2, rows).astype(bool),
+        "text": [f"row {i}" * (i % 5) for i in range(rows)],
+        "points": [rng.standard_normal((i % 4, 2)) for i in range(rows)],
+    }
+
+
+def _write(pool: hpstore.Pool, name: str, fields: Mapping[str, Field], **options: Any) -> Dataset:
+    batch = _batch(ROWS)
+    options = {"shard_bytes": 64 * KIB, "unit_bytes": 64 * KIB, **options}
+    with DatasetWriter(pool, name, fields, **options) as writer:
+        writer.write_batch({field: batch[field] for field in fields})
+    return Dataset(pool, name)
+
+
+def _raw(tensor: Any) -> bytes:
+    plain = tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor
+    return bytes(np.ascontiguousarray(plain.numpy()).tobytes())
+
+
+def _check(store: DatasetStore, data: Dataset) -> None:
+    """Every field of fixed size: all at once, one by one, in any order, as Dataset[i]."""
+    root = zarr.open_group(store, mode="r")
+    fixed = [name for name, field in data.fields.items() if not field.is_ragged]
+    assert sorted(root.array_keys()) == sorted(fixed)
+    samples = data.__getitems__(range(len(data)))
+    order = np.random.default_rng(1).permutation(len(data))[:9]
+    for name in fixed:
+        array = root[name]
+        assert isinstance(array, zarr.Array)
+        assert array.shape == (len(data), *data.fields[name].inner_shape)
+        expected = [_raw(sample[name]) for sample in samples]
+        assert np.asarray(array[:]).tobytes() == b"".join(expected)
+        picked = np.asarray(array.oindex[np.sort(order)])
+        assert [row.tobytes() for row in picked] == [expected[i] for i in np.sort(order)]
+        assert np.asarray(array[int(order[0])]).tobytes() == expected[order[0]]
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks of each array, and records read a few at a time."""
+    monkeypatch.setattr(view_module, "SHARD_ROWS", 16)
+    monkeypatch.setattr(view_module, "SCALAR_ROWS", 20)
+    monkeypatch.setattr(view_module, "BATCH_BYTES", 64 * KIB)
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_zarr_reads_what_the_data_set_holds_byte_for_byte(
+    pool: hpstore.Pool, layout: str, ragged: bool, compression: str | None
+) -> None:
+    """All dtypes, several shards, records of one size and of many, compressed and not."""
+    fields = {name: f for name, f in FIELDS.items() if ragged or not f.is_ragged}
+    data = _write(pool, "train", fields, layout=layout, compression=compression)
+    _check(DatasetStore(pool, "train"), data)
+
+
+def test_zarr_reads_the_same_with_m_devices_missing(harness: Harness, pool: hpstore.Pool) -> None:
+    """Records are decoded below it."""
+    data = _write(pool, "train", FIELDS)
+    harness.lose(harness.urls[:1])
+    _check(DatasetStore(pool, "train"), data)
+
+
+def test_a_data_set_is_a_read_only_group_with_its_facts(pool: hpstore.Pool) -> None:
+    """Name, fingerprint and metadata are attributes; nothing can be set or deleted."""
+    data = _write(pool, "train", FIELDS, metadata={"source": "here"})
+    store = DatasetStore(pool, "train")
+    root = zarr.open(store)
+    assert isinstance(root, zarr.Group)
+    assert root.attrs["hpstore"] == {
+        "name": "train", "fingerprint": data.fingerprint, "metadata": {"source": "here"},
+    }  # fmt: skip
+    assert root["half"].attrs["hpstore_dtype"] == "bfloat16"
+    with pytest.raises(ValueError, match="read-only"):
+        root.create_array("more", shape=(1,), dtype="u1")
+    with pytest.raises(ConfigError, match="DatasetWriter"):
+        store.with_read_only(False)
+    before = pool.list()
+    for call in (store.delete("label/c/0"), store.delete_dir("label")):
+        with pytest.raises((ValueError, NotImplementedError)):
+            asyncio.run(call)
+    assert pool.list() == before
+
+
+def test_keys_that_mean_no_chunk_are_absent(pool: hpstore.Pool) -> None:
+    """Listed keys exist with the size that a read gives; others do not."""
+    _write(pool, "train", {name: FIELDS[name] for name in ("wide", "label")})
+    store = DatasetStore(pool, "train")
+
+    async def main() -> None:
+        keys = [key async for key in store.list()]
+        assert "wide/c/3/0" in keys
+        assert "label/c/2" in keys
+        assert [name async for name in store.list_dir("")] == ["label", "wide", "zarr.json"]
+        prototype = zarr.core.buffer.default_buffer_prototype()
+        for key in keys:
+            found = await store.get(key, prototype)
+            assert found is not None
+            assert len(found) == await store.getsize(key)
+        for key in ("wide/c/4/0", "wide/c/0", "wide/c/00/0", "wide/c/-1/0", "x/zarr.json", "wide"):
+            assert await store.get(key, prototype) is None
+            assert not await store.exists(key)
+
+    asyncio.run(main())
+
+
+def test_a_data_set_of_no_samples_is_an_empty_array(pool: hpstore.Pool) -> None:
+    """Shapes are there, rows are not."""
+    fields = {name: FIELDS[name] for name in ("wide", "label")}
+    with DatasetWriter(pool, "none", fields):
+        pass
+    root = zarr.open_group(DatasetStore(pool, "none"), mode="r")
+    assert {name: a.shape for name, a in root.arrays()} == {"wide": (0, 5000), "label": (0,)}
+    assert np.asarray(root["wide"][:]).shape == (0, 5000)  # type: ignore[index]
+
+
+def test_a_data_set_that_is_replaced_is_an_error_not_fill_values(pool: hpstore.Pool) -> None:
+    """zarr takes FileNotFoundError for a chunk that was never written: this is another one."""
+    _write(pool, "train", {"wide": FIELDS["wide"]})
+    store = DatasetStore(pool, "train")
+    array = zarr.open_array(store, path="wide", mode="r")
+    copy = pickle.dumps(store)
+    old = [key for key in pool.list("data/train/") if "/stream-" in key]
+    with DatasetWriter(pool, "train", {"wide": FIELDS["wide"]}, overwrite=True) as writer:
+        writer.write({"wide": np.zeros(5000, np.float32)})
+    for key in old:
+        with contextlib.suppress(ObjectNotFound):  # publishing has removed it
+            pool.delete(key)
+    with pytest.raises(VersionConflict, match="replaced or deleted"):
+        array[:]
+    with pytest.raises(ConfigError, match="was replaced"):
+        zarr.open_group(pickle.loads(copy), mode="r")
+
+
+def test_a_record_that_does_not_match_its_checksum_is_an_error(
+    pool: hpstore.Pool,
+) -> None:
+    """zarr's own checks stop at the index: the view checks rows."""
+    data = _write(pool, "train", {"wide": FIELDS["wide"]})
+    key = data.shard_key(data.streams[0], 0)
+    raw = bytearray(pool.get(key))
+    raw[100] ^= 1
+    pool.put(key, bytes(raw))
+    array = zarr.open_array(DatasetStore(pool, "train"), path="wide", mode="r")
+    with pytest.raises(IntegrityError, match="sample 0 "):
+        array[0]
+
+
+# --- arrays of others -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def group(pool: hpstore.Pool) -> zarr.Group:
+    """Arrays as others write them, in a pool: sharded, compressed, big-endian."""
+    batch = _batch(ROWS)
+    root = zarr.create_group(PoolStore(pool, "foreign"))
+    root.create_array("image", data=batch["image"], chunks=(4, 3, 40), shards=(16, 3, 40))
+    root.create_array("label", data=batch["label"].astype(">i4"), chunks=(10,))
+    return root
+
+
+def test_plain_arrays_are_a_data_set(group: zarr.Group) -> None:
+    """Sample i is row i of each; in any order, with repeats, from the end, through a loader."""
+    data, batch = ZarrDataset(group), _batch(ROWS)
+    assert (len(data), data.fields) == (ROWS, ("image", "label"))
+    wanted = [5, 52, 5, -1, 0, 17]
+    for index, sample in zip(wanted, data.__getitems__(wanted), strict=True):
+        assert list(sample) == ["image", "label"]
+        np.testing.assert_array_equal(np.asarray(sample["image"]), batch["image"][index])
+        assert sample["label"] == batch["label"][index]
+    assert data[52]["label"].dtype is torch.int32  # type: ignore[union-attr]
+    loader = torch.utils.data.DataLoader(data, batch_size=10)
+    labels = torch.cat([found["label"] for found in loader])
+    np.testing.assert_array_equal(labels.numpy(), batch["label"])
+
+
+def test_a_batch_is_one_selection_of_each_array(
+    group: zarr.Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk that holds several of the samples is read once a batch."""
+    data = ZarrDataset(group, fields=["label"])
+    read: list[str] = []
+    store = type(data.arrays["label"].store)
+    get = store.get
+
+    async def note(self: Any, key: str, *rest: Any, **named: Any) -> Any:
+        read.append(key)
+        return await get(self, key, *rest, **named)
+
+    monkeypatch.setattr(store, "get", note)
+    data.__getitems__([9, 3, 21, 0, 25, 3])
+    assert sorted(read) == ["label/c/0", "label/c/2"]
+
+
+def test_plain_arrays_travel_to_other_processes(pool: hpstore.Pool, group: zarr.Group) -> None:
+    """The copy reads the same and has the same fingerprint; other shapes have another."""
+    data = ZarrDataset(group)
+    copy = pickle.loads(pickle.dumps(data))
+    np.testing.assert_array_equal(np.asarray(copy[7]["image"]), np.asarray(data[7]["image"]))
+    assert copy.fingerprint == data.fingerprint != ZarrDataset(group, fields=["label"]).fingerprint
+
+
+@pytest.mark.filterwarnings("ignore::zarr.errors.UnstableSpecificationWarning")
+def test_text_rows_are_str(tmp_path: Path) -> None:
+    """Of any width and of fixed width, from a store that is no pool."""
+    root = zarr.create_group(LocalStore(tmp_path / "a"))
+    words = ["", "one", "zwölf"]
+    for name, dtype in (("any", "str"), ("fixed", "U5")):
+        root.create_array(name, shape=(3,), dtype=dtype, chunks=(2,))[:] = np.array(words)
+    data = ZarrDataset(root)
+    assert [sample["any"] for sample in data.__getitems__(range(3))] == words
+    assert [sample["fixed"] for sample in data.__getitems__(range(3))] == words
+
+
+def test_arrays_that_cannot_be_samples_are_refused(group: zarr.Group) -> None:
+    """By name, before anything is read."""
+    memory = MemoryStore()
+    short = zarr.create_array(memory, name="short", shape=(3,), dtype="u1")
+    point = zarr.create_array(memory, name="point", shape=(), dtype="u1")
+    days = zarr.create_array(memory, name="days", shape=(3,), dtype="u1")
+    image = group["image"]
+    assert isinstance(image, zarr.Array)
+    with pytest.raises(ConfigError, match=r"differ in their first axis.*'b': 3"):
+        ZarrDataset({"a": image, "b": short})
+    with pytest.raises(ConfigError, match="'point' has no axis"):
+        ZarrDataset({"point": point})
+    with pytest.raises(ConfigError, match="no zarr array 'no'"):
+        ZarrDataset({"days": days}, fields=["no"])
+    with pytest.raises(ConfigError, match="not a zarr array"):
+        ZarrDataset({"n": np.zeros(3)})  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match="at least one"):
+        ZarrDataset({})
+    with pytest.raises(IndexError, match="sample 53 "):
+        ZarrDataset(group)[ROWS]
