@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -10,10 +11,11 @@ import torch
 
 from hpstore.closing import Closing
 from hpstore.errors import ConfigError
-from hpstore.loaders.batches import Batch, BatchValue, Ragged
+from hpstore.loaders.batches import Batch, BatchValue, Counts, Ragged, samples_of
 from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.draws import Indices, derive_seed
-from hpstore.loaders.engine import Engine
+from hpstore.loaders.engine import Engine, Session
+from hpstore.loaders.fields import Field
 from hpstore.loaders.mixing import MixtureOrder
 from hpstore.loaders.order import PERMUTATION_SAMPLES, GlobalOrder, Order, SequentialOrder
 from hpstore.loaders.progress import Piece
@@ -71,48 +73,34 @@ class Mixture:
         return MixtureOrder(orders, self.weights, seed, length=self.length)
 
 
-class MixedEngine(Closing):
-    """Batches of a mixture: each data set's share made by an engine of its own, then put together.
-
-    As Engine. Memory for pages is shared by weight, memory for batches is for the shares.
-    """
-
-    mode = "mixture"
+class MixedSession:
+    """As Session: each data set's share made by a session of its own, then put together."""
 
     def __init__(
-        self, mixture: Mixture, order: Order, *, cache_bytes: int, prefetch_bytes: int,
-        pin: Callable[[Any], None] | None = None,
+        self, mixture: Mixture, order: MixtureOrder, counts: Counts, sessions: Sequence[Session]
     ) -> None:  # fmt: skip
-        if not isinstance(order, MixtureOrder):
-            raise ConfigError("the order of a mixture is made from its weights: give no Order")
-        self._mixture, self.order = mixture, order
-        total = sum(mixture.weights)
-        self._engines = [
-            Engine(data, None, cache_bytes=int(cache_bytes * weight / total),
-                   prefetch_bytes=int(prefetch_bytes * weight / total), pin=pin)
-            for data, weight in zip(mixture.datasets, mixture.weights, strict=True)
-        ]  # fmt: skip
-        self.pid = self._engines[0].pid
-        self.make_seconds = 0.0
-
-    def start(self, epoch: int, position: int) -> None:
-        """As Engine.start."""
-        for engine in self._engines:
-            engine.start(epoch, position)
+        self._mixture, self._mixed, self._sessions = mixture, order, sessions
+        self.order, self.counts = order, counts
+        self.fields = dict(mixture.datasets[0].fields)
+        if mixture.source_field is not None:
+            self.fields[mixture.source_field] = Field("int64")
 
     def make(self, piece: Piece) -> tuple[Indices, Batch]:
-        """As Engine.make; indices count through the data sets laid end to end."""
+        """As Session.make; indices count through the data sets laid end to end."""
+        began = time.perf_counter()
         indices = piece.indices(self.order)
-        return indices, self.batch(indices)
+        made = self.batch(indices)
+        self.counts.make_seconds += time.perf_counter() - began
+        return indices, made
 
     def batch(self, indices: Indices) -> Batch:
-        """As Engine.batch."""
-        found = self.order.split(indices)
+        """As Session.batch."""
+        found = self._mixed.split(indices)
         shares: list[tuple[Indices, Batch]] = []
-        for number, engine in enumerate(self._engines):
+        for number, session in enumerate(self._sessions):
             rows = np.flatnonzero(found.source == number)
             if len(rows):
-                shares.append((rows, engine.batch(found.sample[rows])))
+                shares.append((rows, session.batch(found.sample[rows])))
         merged = {
             name: _merged(len(indices), [(rows, part[name]) for rows, part in shares])
             for name in self._mixture.datasets[0].fields
@@ -121,8 +109,53 @@ class MixedEngine(Closing):
             merged[self._mixture.source_field] = torch.from_numpy(found.source)
         return merged
 
-    def handed(self, piece: Piece) -> None:
-        """As Engine.handed."""
+    def samples_of(self, batch: Batch, count: int) -> list[dict[str, Any]]:
+        """As Session.samples_of."""
+        return samples_of(batch, self.fields, count)
+
+    def needed_from(self, piece: Piece | None) -> None:
+        """As Session.needed_from."""
+        for session in self._sessions:
+            session.needed_from(piece)
+
+    def leave(self) -> None:
+        """As Session.leave."""
+        for session in self._sessions:
+            session.leave()
+
+    def close(self) -> None:
+        """As Session.close."""
+        for session in self._sessions:
+            session.close()
+
+
+class MixedEngine(Closing):
+    """As Engine, for a mixture. Memory for pages and for batches is shared by weight."""
+
+    mode = "mixture"
+
+    def __init__(
+        self, mixture: Mixture, order: Order | None, *, batch_rows: int, cache_bytes: int,
+        prefetch_bytes: int, pin: Callable[[Any], None] | None = None,
+    ) -> None:  # fmt: skip
+        if not isinstance(order, MixtureOrder):
+            raise ConfigError(
+                "a mixture is read in the order of its weights: no sampler, no Order, no Subset"
+            )
+        self._mixture, self.order = mixture, order
+        total = sum(mixture.weights)
+        self._engines = [
+            Engine(data, None, batch_rows=batch_rows, cache_bytes=int(cache_bytes * weight / total),
+                   prefetch_bytes=int(prefetch_bytes * weight / total), pin=pin)
+            for data, weight in zip(mixture.datasets, mixture.weights, strict=True)
+        ]  # fmt: skip
+        self.pid = self._engines[0].pid
+        self.counts = Counts()
+
+    def start(self, epoch: int, position: int) -> MixedSession:
+        """As Engine.start."""
+        sessions = [engine.start(epoch, position) for engine in self._engines]
+        return MixedSession(self._mixture, self.order, self.counts, sessions)
 
     def stats(self) -> dict[str, float | int | str]:
         """Sums of the engines' counters."""
@@ -131,7 +164,13 @@ class MixedEngine(Closing):
             for name, value in engine.stats().items():
                 if isinstance(value, int | float):
                     found[name] = value + float(found.get(name, 0))
+        found["assemble_seconds"] = self.counts.make_seconds
         return found
+
+    def stop(self) -> None:
+        """As Engine.stop."""
+        for engine in self._engines:
+            engine.stop()
 
     def close(self) -> None:
         """As Engine.close."""
@@ -173,5 +212,6 @@ def stored_bytes(data: Mixture | Dataset) -> float:
 
 
 AnyEngine: TypeAlias = Engine | MixedEngine
+AnySession: TypeAlias = Session | MixedSession
 
-__all__ = ["AnyEngine", "MixedEngine", "Mixture", "fingerprints", "stored_bytes"]
+__all__ = ["AnyEngine", "AnySession", "MixedEngine", "Mixture", "fingerprints", "stored_bytes"]

@@ -55,6 +55,11 @@ class Slot:
             self._held = 1
             self._ring._returned.append(self)
 
+    def lose(self) -> None:
+        """Somebody may still write into it: it is never used again, others take its place."""
+        if self._ring is not None:
+            self._ring.forget(self)
+
     def dropped(self) -> bool:
         """One array less; True when none is left."""
         self._held -= 1
@@ -105,6 +110,11 @@ class Slots:
         if self._pin is not None:
             self._pin(memory)
         return Slot(memory, self)
+
+    def forget(self, slot: Slot) -> None:
+        """A slot that does not come back: its memory goes when the last writer is done."""
+        with self._lock:
+            self.made_bytes -= len(slot.memory)
 
     def _collect(self) -> None:
         """What finalizers have noted since the last call."""
