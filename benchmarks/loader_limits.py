@@ -36,7 +36,9 @@ class MemoryLimit:
     def close(self) -> None:
         """Remove the group; its processes have ended. Idempotent."""
         path, self.path = self.path, None
-        for _ in range(50 if path is not None else 0):
+        if path is None:
+            return
+        for _ in range(50):
             with contextlib.suppress(OSError):
                 path.rmdir()
                 return
