@@ -4,11 +4,13 @@
 `--peers` adds others. All files lie on one filesystem, in one directory that is removed afterwards.
 In every repetition each contender saves and loads in processes of its own (sessions.py), in turn;
 see checkpoint_sessions.py for what is warm and what was dropped. Ratios are taken between pairs of
-one repetition, and their median is held against the bar.
+one repetition, and their median is held against the bar. Figures without peers, and of compression
+(`--compression`), are taken once, after all repetitions.
 """
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -22,6 +24,7 @@ from hpstore.benchmarks import checkpoint_special as special
 from hpstore.benchmarks.ballast import Ballast, ballast_bytes, memory_bytes
 from hpstore.benchmarks.checkpoint_bars import (
     OURS,
+    floor_verdicts,
     load_series,
     load_verdicts,
     raw_verdicts,
@@ -30,21 +33,26 @@ from hpstore.benchmarks.checkpoint_bars import (
     special_verdicts,
     spread,
 )
-from hpstore.benchmarks.checkpoint_ours import Ours
-from hpstore.benchmarks.checkpoint_peers import PEERS, Peer, peers_named
+from hpstore.benchmarks.checkpoint_compression import (
+    CONTENTS,
+    compression_report,
+    compression_session,
+)
+from hpstore.benchmarks.checkpoint_contenders import kind_of, not_installed, peers_named
 from hpstore.benchmarks.checkpoint_sessions import Spec, load_session, raw_session, save_session
 from hpstore.benchmarks.checkpoint_state import Content, SharedState, map_state
 from hpstore.benchmarks.devices import workspace
 from hpstore.benchmarks.measure import Options
 from hpstore.benchmarks.sessions import Found, Session, SessionFailed, Sessions
 
+_log = logging.getLogger(__name__)
 RAW = "raw"
 CACHED = (
     "first and steady saves: free memory populated just before (ballast.py), which lasts for a "
     "second or two where the host takes pages back; saves between them are not warmed. Cold loads: "
     "a new process, page cache of the files dropped; hpstore reads O_DIRECT. Warm loads: the "
     "process that saved, nothing dropped, one unmeasured load before. Figures without peers: "
-    "nothing is dropped, and only the disturbed training has its memory warmed."
+    "nothing is dropped; compression: loads from a pool opened anew."
 )
 SPECIAL: dict[str, Session] = {
     "many_small": special.many_small_session,
@@ -53,7 +61,6 @@ SPECIAL: dict[str, Session] = {
     "disturbance": special.disturbance_session,
     "overlap": special.overlap_session,
 }
-ONCE = ("growth", "slice")  # bytes do not vary as times do
 
 
 @dataclass(slots=True)
@@ -64,6 +71,7 @@ class Collected:
     loads: defaultdict[str, list[Found]] = field(default_factory=lambda: defaultdict(list))
     raw: list[Found] = field(default_factory=list)
     special: defaultdict[str, list[Found]] = field(default_factory=lambda: defaultdict(list))
+    compression: dict[str, Found] = field(default_factory=dict)  # by content
     failed: dict[str, str] = field(default_factory=dict)  # peers, and why
 
 
@@ -102,18 +110,24 @@ class Runner:
             if name == OURS:
                 raise
             self.found.failed[name] = str(error).splitlines()[0]
+            _log.warning("peer %s is left out: %s", name, self.found.failed[name])
             self.found.saves.pop(name, None)
             self.found.loads.pop(name, None)
             return
         self.found.saves[name].append(saved)
         self.found.loads[name].append(loaded)
 
-    def special(self, *, first: bool) -> None:
+    def special(self) -> None:
         """The figures without peers."""
         for name, session in SPECIAL.items():
-            if first or name not in ONCE:
-                self.found.special[name].append(self._one(name, session))
-                self._clear(name)
+            self.found.special[name].append(self._one(name, session))
+            self._clear(name)
+
+    def compression(self) -> None:
+        """What codecs cost, by content."""
+        for kind in CONTENTS:
+            self.found.compression[kind] = self._one(kind, compression_session)
+            self._clear(kind)
 
     def _one(self, name: str, session: Session) -> Found:
         self._bar.update(self._bar.task_ids[0], description=f"{name} {session.__name__}")
@@ -128,8 +142,11 @@ class Runner:
 def bench_checkpoint(options: Options) -> dict[str, object]:
     """Stall, durability, loads, memory and disturbance of checkpoints, with verdicts."""
     peers = peers_named(options.peers)
-    sessions_a_round = 1 + 2 * (1 + len(peers)) + len(SPECIAL)
-    total = options.repeats * sessions_a_round - len(ONCE) * (options.repeats - 1)
+    total = (
+        options.repeats * (1 + 2 * (1 + len(peers)))
+        + len(SPECIAL)
+        + options.compression * len(CONTENTS)
+    )
     held = ballast_bytes(options.size_bytes, memory_bytes("MemAvailable"))
     with (
         workspace(options) as root,
@@ -143,9 +160,12 @@ def bench_checkpoint(options: Options) -> dict[str, object]:
                     state=state.path, target=target.path)  # fmt: skip
         with closing(Ballast(held)) as ballast:
             runner = Runner(spec, Sessions(ballast), bar)
-            for repeat in range(options.repeats):
+            runner.found.failed |= {name: why for name in peers if (why := not_installed(name))}
+            for _ in range(options.repeats):
                 runner.repetition(peers)
-                runner.special(first=repeat == 0)
+            runner.special()
+            if options.compression:
+                runner.compression()
     return report(runner.found, options, ballast)
 
 
@@ -167,14 +187,16 @@ def report(found: Collected, options: Options, ballast: Ballast) -> dict[str, ob
         "ratios": save_verdicts(found.saves)
         | load_verdicts(found.loads)
         | raw_verdicts(ours, found.loads[OURS], found.raw)
+        | floor_verdicts(found.saves, found.loads, found.raw)
         | special_verdicts(found.special),
+        "compression": compression_report(found.compression) or {"skipped": "--compression"},
     }  # fmt: skip
 
 
 def describe(name: str, found: Collected) -> dict[str, object]:
     """Seconds of one contender."""
     saves, loads = {name: found.saves[name]}, {name: found.loads[name]}
-    kind: type[Peer] = PEERS.get(name, Ours)
+    kind = kind_of(name)
     seconds: dict[str, object] = {
         f"{what} {field_name}": spread(
             series(saves, lambda s, w=what, f=field_name: s[w][f"{f}_seconds"])[name]  # type: ignore[misc]

@@ -15,6 +15,7 @@ Verdict = dict[str, Any]
 OURS = "hpstore"
 SPARE_BYTES = 64 * MIB
 SLICE_LIMIT_BYTES = 4.2 * MIB
+DURABLE_STEADY_BAR, DURABLE_FIRST_BAR, LOAD_COLD_BAR = 0.7, 1.1, 0.9
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
@@ -85,8 +86,8 @@ def save_verdicts(saves: Mapping[str, Sequence[Found]]) -> dict[str, Verdict]:
     return {
         "stall_to_copy": verdict(pairs(blocked[OURS], copies), 1.2),
         "stall_to_best_peer": to_best(blocked, 1.0),
-        "durable_steady_to_best_peer": to_best(durable, 0.7),
-        "durable_first_to_best_peer": to_best(first, 1.1),
+        "durable_steady_to_best_peer": to_best(durable, DURABLE_STEADY_BAR),
+        "durable_first_to_best_peer": to_best(first, DURABLE_FIRST_BAR),
         "first_stall_to_steady_stall": verdict(pairs(first_blocked, blocked[OURS]), 2.0),
         "first_durable_to_steady_durable": verdict(pairs(first[OURS], durable[OURS]), 2.0),
         "load_warm": warm_verdict(warm, copies),
@@ -112,7 +113,7 @@ def load_verdicts(loads: Mapping[str, Sequence[Found]]) -> dict[str, Verdict]:
     cold = load_series(loads, "load_cold_seconds")
     degraded = [session["load_degraded_seconds"] for session in loads[OURS]]
     return {
-        "load_cold_to_best_peer": to_best(cold, 0.9),
+        "load_cold_to_best_peer": to_best(cold, LOAD_COLD_BAR),
         "load_degraded_to_healthy": verdict(pairs(degraded, cold[OURS]), 1.25),
     }
 
@@ -137,49 +138,78 @@ def raw_verdicts(
     }
 
 
+def floor_verdicts(
+    saves: Mapping[str, Sequence[Found]],
+    loads: Mapping[str, Sequence[Found]],
+    raw: Sequence[Found],
+) -> dict[str, Verdict]:
+    """What these directories need raw for what hpstore moves (k + m columns written, k read), over
+    the fastest peer. A floor above its bar: the devices cannot do it, whoever writes to them.
+    """
+    steady = series(saves, lambda s: s["steady"]["durable_seconds"])
+    first = series(saves, lambda s: s["first"]["durable_seconds"])
+    cold = load_series(loads, "load_cold_seconds")
+
+    def row(times: Series, name: str, bar: float) -> Verdict:
+        best = fastest(times)
+        if best is None:
+            return {"skipped": "no peers were asked for, or all failed"}
+        floor = pairs([session[name] for session in raw], times[best])
+        within = statistics.median(floor) <= bar
+        return verdict(floor, None, against=best, of_bar=bar, devices_can=within)
+
+    return {
+        "durable_steady_floor": row(steady, "write_over_seconds", DURABLE_STEADY_BAR),
+        "durable_first_floor": row(first, "write_new_seconds", DURABLE_FIRST_BAR),
+        "load_cold_floor": row(cold, "read_seconds", LOAD_COLD_BAR),
+    }
+
+
 def special_verdicts(found: Mapping[str, Sequence[Found]]) -> dict[str, Verdict]:
     """Figures without peers."""
     rows: dict[str, Verdict] = {
         "many_small_to_few_big": _row(
-            found["many_small"], lambda s: s["many_seconds"] / s["few_seconds"], 2.0
+            found["many_small"], lambda s: pairs(s["many_seconds"], s["few_seconds"]), 2.0
         ),
         "memory_growth_MiB_50_saves": _row(
-            found["growth"], lambda s: s["growth_bytes"] / MIB, None
+            found["growth"], lambda s: [s["growth_bytes"] / MIB], None
         ),
         "slice_bytes_to_4.2_MiB": _row(
-            found["slice"], lambda s: s["read_bytes"] / SLICE_LIMIT_BYTES, 1.0
+            found["slice"], lambda s: [s["read_bytes"] / SLICE_LIMIT_BYTES], 1.0
         ),
         "overlap_visible_to_copy": _row(
-            found["overlap"], lambda s: s["visible_seconds"] / s["copy_seconds"], 0.1
+            found["overlap"],
+            lambda s: [seconds / s["copy_seconds"] for seconds in s["visible_seconds"]],
+            0.1,
         ),
     }
     return rows | _disturbances(found["disturbance"])
 
 
 def _disturbances(sessions: Sequence[Found]) -> dict[str, Verdict]:
-    if not sessions:
-        return {"step_disturbance_gentle": {"skipped": "not run"}}
-    rows = {
-        f"step_disturbance_{mode}": verdict(
-            [s[mode]["disturbed_seconds"] / s[mode]["quiet_seconds"] for s in sessions],
+    rows: dict[str, Verdict] = {}
+    for mode, samples in (sessions[0] if sessions else {}).items():
+        rows[f"step_disturbance_{mode}"] = verdict(
+            [s["disturbed_seconds"] / s["quiet_seconds"] for s in samples],
             1.05 if mode == "gentle" else None,
-            lost_seconds_a_save=spread([s[mode]["lost_seconds"] for s in sessions])["median"],
-            quiet_step_seconds=spread([s[mode]["quiet_seconds"] for s in sessions])["median"],
+            steps=sum(s["steps"] for s in samples),
+            lost_seconds_a_save=spread([s["lost_seconds"] for s in samples])["median"],
+            quiet_step_seconds=spread([s["quiet_seconds"] for s in samples])["median"],
         )
-        for mode in sessions[0]
-    }
-    if "gentle" not in sessions[0]:
-        rows["step_disturbance_gentle"] = {"skipped": "Checkpointer takes no background= yet"}
-    return rows
+    return rows or {"step_disturbance_gentle": {"skipped": "not run"}}
 
 
-def _row(sessions: Sequence[Found], pick: Callable[[Found], float], bar: float | None) -> Verdict:
+def _row(
+    sessions: Sequence[Found], pick: Callable[[Found], list[float]], bar: float | None
+) -> Verdict:
     if not sessions:
         return {"skipped": "not run"}
     if "skipped" in sessions[0]:
         return {"skipped": sessions[0]["skipped"]}
-    return verdict([pick(session) for session in sessions], bar)
+    return verdict([value for session in sessions for value in pick(session)], bar)
 
 
-__all__ = ["OURS", "load_series", "load_verdicts", "raw_verdicts", "save_verdicts", "series",
-           "special_verdicts", "spread"]  # fmt: skip
+__all__ = [
+    "OURS", "floor_verdicts", "load_series", "load_verdicts", "raw_verdicts", "save_verdicts",
+    "series", "special_verdicts", "spread",
+]  # fmt: skip

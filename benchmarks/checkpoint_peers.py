@@ -8,7 +8,6 @@ steps are kept, as hpstore's retention does; what is deleted is deleted outside 
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import shutil
 import time
@@ -16,18 +15,17 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, not in __all__
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from hpstore.benchmarks.checkpoint_state import State, flat, leaves
-from hpstore.errors import ConfigError
 
 KEPT_STEPS = 2
 
@@ -70,6 +68,7 @@ class Peer:
     package: ClassVar[str] = "torch"
     syncs_itself: ClassVar[bool] = False
     configuration: ClassVar[str] = ""
+    last_step: ClassVar[int] = 3  # the steady save: first, one that warms up, this one
 
     @classmethod
     def version(cls) -> str:
@@ -204,24 +203,35 @@ class DcpAsync(DcpSave):
     configuration = (
         "dcp.async_save in a thread, one DefaultStager kept (unpinned, unshared), thread_count=2"
     )
+    kind: ClassVar[AsyncCheckpointerType] = AsyncCheckpointerType.THREAD
 
     def prepare(self, state: State) -> None:
         if not torch.distributed.is_initialized():
             store = HashStore()
             torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=False,  # the others need a CUDA device
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=False,
-            )
-        )
+        self._stager = self._new_stager()
 
-    def write(self, state: State, step: int) -> Callable[[], object]:
-        future = async_save(state, storage_writer=self._writer(step), async_stager=self._stager)
+    def _new_stager(self) -> DefaultStager:
+        options = StagingOptions(
+            use_pinned_memory=False,  # the others need a CUDA device
+            use_shared_memory=self.kind is AsyncCheckpointerType.PROCESS,
+            use_async_staging=False,
+            use_non_blocking_copy=False,
+        )
+        return DefaultStager(options)
+
+    def _begin(  # Any: torch's metadata
+        self, state: State, writer: FileSystemWriter, stager: DefaultStager
+    ) -> Future[Any]:
+        future = async_save(
+            state, storage_writer=writer, async_stager=stager, async_checkpointer_type=self.kind
+        )
         if not isinstance(future, Future):
             raise RuntimeError(f"dcp.async_save returned {type(future).__name__}")
+        return future
+
+    def write(self, state: State, step: int) -> Callable[[], object]:
+        future = self._begin(state, self._writer(step), self._stager)
 
         def finish() -> None:
             future.result()
@@ -235,20 +245,7 @@ class DcpAsync(DcpSave):
             torch.distributed.destroy_process_group()
 
 
-PEERS: dict[str, type[Peer]] = {
-    peer.name: peer for peer in (TorchSave, DcpSave, DcpOneThread, DcpAsync, Safetensors)
-}
-
-
-def peers_named(names: str) -> list[str]:
-    """The peers of a comma-separated list. Raises ConfigError for one that is not there."""
-    found = [name.strip() for name in names.split(",") if name.strip()]
-    for name in found:
-        if name not in PEERS:
-            raise ConfigError(f"no peer is called {name!r}; there are {', '.join(PEERS)}")
-        if importlib.util.find_spec(PEERS[name].package) is None:
-            raise ConfigError(f"peer {name} needs {PEERS[name].package}: install hpstore[bench]")
-    return list(dict.fromkeys(found))
-
-
-__all__ = ["KEPT_STEPS", "PEERS", "Peer", "Timing", "copy_leaves", "peers_named"]
+__all__ = [
+    "KEPT_STEPS", "DcpAsync", "DcpOneThread", "DcpSave", "Peer", "Safetensors", "Timing",
+    "TorchSave", "copy_leaves", "fsync_tree",
+]  # fmt: skip

@@ -1,13 +1,15 @@
 """What one repetition of one contender does in its own process: saves, or loads.
 
-Saves: the first one into new files, two more that warm everything up (the second is watched for its
-memory), then the measured one. Warm loads follow in the same process with nothing dropped: peers
+Saves: the first one into new files, more that warm everything up (the second is watched for its
+memory), then the measured one: the third, or the fourth where files are recycled (Peer.last_step).
+Warm loads follow in the same process with nothing dropped: peers
 find their file in the page cache, hpstore whatever it kept. Cold loads have a process to
 themselves, the page cache dropped before each.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -15,8 +17,9 @@ import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hpstore.benchmarks.checkpoint_contenders import kind_of
 from hpstore.benchmarks.checkpoint_ours import Copy, Ours
-from hpstore.benchmarks.checkpoint_peers import PEERS, Peer
+from hpstore.benchmarks.checkpoint_peers import Peer
 from hpstore.benchmarks.checkpoint_state import Content, State, leaves, map_state, state_bytes
 from hpstore.benchmarks.devices import BLOCK_BYTES, DATA, PARITY, RawFiles
 from hpstore.benchmarks.measure import seconds
@@ -24,8 +27,6 @@ from hpstore.benchmarks.sessions import Found, Sections
 from hpstore.buffers import aligned_array
 from hpstore.units import MIB, div_ceil, round_up
 
-WARM_SAVES = 2  # after the first: with two steps kept, the fourth save is the first into old files
-LAST_STEP = WARM_SAVES + 2
 _SAMPLE_SECONDS = 0.02
 
 
@@ -52,17 +53,37 @@ class Spec:
 
 def contender(spec: Spec) -> Peer:
     """The one that a spec names."""
-    known: dict[str, type[Peer]] = {**PEERS, Ours.name: Ours}
-    return known[spec.contender](spec.directory / spec.contender)
+    return kind_of(spec.contender)(spec.directory / spec.contender)
 
 
 def resident_bytes() -> int:
-    """Memory of this process, exactly: statm is off by megabytes."""
-    with Path("/proc/self/smaps_rollup").open() as lines:
-        for line in lines:
-            if line.startswith("Rss:"):
-                return int(line.split()[1]) * 1024
+    """Memory of this process, exactly (statm is off by megabytes), and what processes that it
+    started have to themselves: what they share with it is counted here.
+    """
+    own = _rollup("self", "Rss:")
+    return own + sum(_rollup(pid, "Private_Clean:", "Private_Dirty:") for pid in _descendants())
+
+
+def _rollup(pid: str, *names: str) -> int:
+    """Bytes in these lines of a process's smaps_rollup; 0 when it is gone."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(names))
     return 0
+
+
+def _descendants() -> list[str]:
+    """Processes that this one started, and those that they started."""
+    found, front = [], [str(os.getpid())]
+    while front:
+        children: list[str] = []
+        for pid in front:
+            for listing in Path(f"/proc/{pid}/task").glob("*/children"):
+                with contextlib.suppress(OSError):
+                    children += listing.read_text().split()
+        found += children
+        front = children
+    return found
 
 
 class PeakMemory:
@@ -101,17 +122,20 @@ def save_session(sections: Sections, spec: Spec) -> Found:
     content.fill(state, 1)
     base = resident_bytes()
     who = contender(spec)
+    sections.warm(spec.copy)
     who.prepare(state)
     sections.warm(spec.copies)
     first = who.save(state, 1)
+    sections.warm(0)
     peak = _warm_up(spec, who, content, state)
     sections.warm(spec.copy)
     copy = Copy(state).seconds() if isinstance(who, Ours) else 0.0
     gc.collect()
     sections.warm(spec.copy)
-    steady = who.save(state, LAST_STEP)
+    steady = who.save(state, who.last_step)
     warm = _warm_loads(sections, spec, who, content)
     who.close()
+    drop_cache(spec.directory / spec.contender)  # these pages are warm: the ballast takes them
     return {
         "first": asdict(first),
         "steady": asdict(steady),
@@ -123,12 +147,10 @@ def save_session(sections: Sections, spec: Spec) -> Found:
     }
 
 
-def _warm_up(
-    spec: Spec, who: Peer, content: Content, state: State
-) -> int:  # fmt: skip
+def _warm_up(spec: Spec, who: Peer, content: Content, state: State) -> int:
     """The saves that are not timed; the highest resident memory during the first of them."""
     highest = 0
-    for step in range(2, LAST_STEP):
+    for step in range(2, who.last_step):
         drop_cache(spec.directory / spec.contender)  # copies that nobody reads any more
         content.fill(state, step)
         if step == 2:
@@ -138,7 +160,7 @@ def _warm_up(
         else:
             who.save(state, step)
     drop_cache(spec.directory / spec.contender)
-    content.fill(state, LAST_STEP)
+    content.fill(state, who.last_step)
     return highest
 
 
@@ -148,11 +170,12 @@ def _warm_loads(
     """Seconds of the second load after a save, by way to load."""
     target, found = map_state(spec.target, spec.size_bytes), {}
     for name, load in who.loads.items():
-        load(target, LAST_STEP)
+        sections.warm(spec.copy)
+        load(target, who.last_step)
         gc.collect()
-        sections.warm(spec.copies)
-        found[name] = seconds(lambda load=load: load(target, LAST_STEP))  # type: ignore[misc]
-        content.check(target, LAST_STEP, f"{spec.contender} ({name}, warm)")
+        sections.warm(spec.copy)  # what is loaded is in the page cache, or in hpstore's arena
+        found[name] = seconds(lambda load=load: load(target, who.last_step))  # type: ignore[misc]
+        content.check(target, who.last_step, f"{spec.contender} ({name}, warm)")
     return found
 
 
@@ -161,13 +184,15 @@ def load_session(sections: Sections, spec: Spec) -> Found:
     content, target, who = Content(), map_state(spec.target, spec.size_bytes), contender(spec)
 
     def cold(name: str) -> float:
+        load = who.loads[name]
         for _, tensor in leaves(target):
             tensor.zero_()  # so that a load of nothing is seen
         drop_cache(spec.directory / spec.contender)
         sections.warm(spec.copies)
-        taken = seconds(lambda: who.loads[name](target, LAST_STEP))
-        content.check(target, LAST_STEP, f"{spec.contender} ({name}, cold)")
+        taken = seconds(lambda: load(target, who.last_step))
+        content.check(target, who.last_step, f"{spec.contender} ({name}, cold)")
         who.close()
+        drop_cache(spec.directory / spec.contender)
         return taken
 
     found: Found = {"load_cold_seconds": {name: cold(name) for name in who.loads}}

@@ -1,7 +1,9 @@
 """Checkpoint figures that have no peer: many small tensors, memory over many saves, partial reads,
 what a save in the background costs the training beside it, staging that overlaps with it.
 
-Each is a session. What this version of hpstore cannot do yet is skipped, with the reason.
+Each is a session that runs once a benchmark and takes its samples itself, interleaved: nobody is
+compared across sessions here. What this version of hpstore cannot do yet is skipped, with the
+reason.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import gc
 import math
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,6 @@ import torch
 
 from hpstore.benchmarks.checkpoint_ours import (
     Copy,
-    accepts,
     make_checkpointer,
     open_or_make,
 )
@@ -29,9 +31,10 @@ from hpstore.units import KIB, MIB
 MANY_TENSORS, SMALL_TENSOR_BYTES = 10_000, 4 * KIB
 GROWTH_SAVES, GROWTH_WARM, GROWTH_STATE_BYTES = 50, 10, 16 * MIB
 SLICE_BYTES, SLICED_TENSOR_BYTES = 4 * MIB, 32 * MIB
-BACKGROUNDS = ("fast", "gentle")
+WARM_SAVES, SAMPLES = 2, 5
+BACKGROUNDS = {"fast": 3, "gentle": 1}  # and samples
 _STEP_SECONDS = 0.07  # of the training that is disturbed
-_QUIET_STEPS = 40
+_QUIET_STEPS = 50
 
 
 def skipped(reason: str) -> Found:
@@ -40,23 +43,25 @@ def skipped(reason: str) -> Found:
 
 
 def many_small_session(sections: Sections, spec: Spec) -> Found:
-    """Durable seconds of 10,000 tensors of 4 KiB, and of the same bytes in ten."""
+    """Durable seconds of 10,000 tensors of 4 KiB, and of the same bytes in ten, save by save."""
     flat = torch.arange(MANY_TENSORS * SMALL_TENSOR_BYTES // 4, dtype=torch.int32)
-    states: dict[str, State] = {
-        "many": {f"t{i}": t.clone() for i, t in enumerate(flat.view(MANY_TENSORS, -1))},
-        "few": {f"t{i}": t.clone() for i, t in enumerate(flat.view(10, -1))},
-    }
-    found: Found = {}
-    for name, state in states.items():
-        pool = open_or_make(spec.directory / spec.contender / name)
-        with pool, make_checkpointer(pool, keep_last=2, example=state) as checkpointer:
-            for step in range(1, 6):
+    found: dict[str, list[float]] = {"many_seconds": [], "few_seconds": []}
+    with ExitStack() as stack:
+        savers: dict[str, tuple[State, Checkpointer]] = {}
+        for name, rows in (("many", MANY_TENSORS), ("few", 10)):
+            state = {f"t{i}": t.clone() for i, t in enumerate(flat.view(rows, -1))}
+            pool = stack.enter_context(open_or_make(spec.directory / spec.contender / name))
+            checkpointer = make_checkpointer(pool, keep_last=2, example=state)
+            savers[name] = state, stack.enter_context(checkpointer)
+        for step in range(1, WARM_SAVES + SAMPLES + 1):
+            for name, (state, checkpointer) in savers.items():
                 for tensor in state.values():
                     tensor.add_(1)  # all of it: nothing may be taken from the save before
                 checkpointer.wait()
                 began = time.perf_counter()
                 checkpointer.save(step, state).result()
-                found[f"{name}_seconds"] = time.perf_counter() - began
+                if step > WARM_SAVES:
+                    found[f"{name}_seconds"].append(time.perf_counter() - began)
     return found
 
 
@@ -108,7 +113,10 @@ def slice_session(sections: Sections, spec: Spec) -> Found:
 
 
 class Training:
-    """A small MLP trained on the CPU by two threads; the batch makes a step `seconds` long."""
+    """A small MLP trained on the CPU by two threads; the batch makes a step `seconds` long.
+
+    Without `seconds` the batch has 64 rows. One step has been taken: there are moments.
+    """
 
     def __init__(self, width: int, layers: int, seconds: float) -> None:
         torch.manual_seed(0)
@@ -119,7 +127,7 @@ class Training:
         self.model = torch.nn.Sequential(*blocks)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self._batch = torch.randn(64, width)
-        for _ in range(2):  # the second time from a step that is nearly right
+        for _ in range(2 if seconds else 0):  # the second time from a step that is nearly right
             once = min(self.step() for _ in range(4))
             rows = max(64, int(len(self._batch) * seconds / once))
             self._batch = torch.randn(rows, width)
@@ -138,32 +146,42 @@ def disturbance_session(sections: Sections, spec: Spec) -> Found:
     """Mean step seconds beside a save of the whole state, and without, for each background.
 
     Steps are those between the return of save() and its result; the stall is not among them.
+    A sample has quiet steps before and after its save. A gentle save has hundreds of steps and
+    takes long: one sample is enough.
     """
     content, state = Content(), map_state(spec.state, spec.size_bytes)
     training = Training(1024, 4, _STEP_SECONDS)
-    modes = BACKGROUNDS if accepts(Checkpointer, "background") else ("default",)
     found: Found = {}
-    for mode in modes:
-        pool = open_or_make(spec.directory / spec.contender / mode)
-        with pool, make_checkpointer(
-            pool, keep_last=1, example=state, background=mode
-        ) as checkpointer:  # fmt: skip
-            for step in range(1, 4):
-                sections.warm(spec.copies)
-                checkpointer.save(step, state).result()
+    sections.warm(spec.copy)
+    pool = open_or_make(spec.directory / spec.contender)
+    with pool, make_checkpointer(pool, keep_last=1, example=state) as checkpointer:
+        for step in range(1, WARM_SAVES + 1):
+            content.fill(state, step)
+            checkpointer.save(step, state).result()
+        for mode, samples in BACKGROUNDS.items():
+            checkpointer.background = mode
+            found[mode] = []
+            for _ in range(samples):
+                step += 1
                 content.fill(state, step)
-            checkpointer.wait()
-            checkpointer.forget_interval()  # these came faster than any training saves
-            quiet = [training.step() for _ in range(_QUIET_STEPS)]
-            disturbed = _steps_during(training, checkpointer.save(4, state))
-            quiet += [training.step() for _ in range(_QUIET_STEPS)]
-        found[mode] = {
-            "quiet_seconds": sum(quiet) / len(quiet),
-            "disturbed_seconds": sum(disturbed) / len(disturbed),
-            "steps": len(disturbed),
-            "lost_seconds": sum(disturbed) - len(disturbed) * sum(quiet) / len(quiet),
-        }
+                found[mode].append(_disturbed(training, checkpointer, state, step))
     return found
+
+
+def _disturbed(training: Training, checkpointer: Checkpointer, state: State, step: int) -> Found:
+    """One sample: steps, a save with steps beside it, steps."""
+    checkpointer.wait()
+    checkpointer.forget_interval()  # saves come faster here than in any training
+    quiet = [training.step() for _ in range(_QUIET_STEPS)]
+    disturbed = _steps_during(training, checkpointer.save(step, state))
+    quiet += [training.step() for _ in range(_QUIET_STEPS)]
+    quiet_seconds = sum(quiet) / len(quiet)
+    return {
+        "quiet_seconds": quiet_seconds,
+        "disturbed_seconds": sum(disturbed) / len(disturbed),
+        "steps": len(disturbed),
+        "lost_seconds": sum(disturbed) - len(disturbed) * quiet_seconds,
+    }
 
 
 def _steps_during(training: Training, handle: SaveHandle) -> list[float]:
@@ -176,25 +194,24 @@ def _steps_during(training: Training, handle: SaveHandle) -> list[float]:
 
 
 def overlap_session(sections: Sections, spec: Spec) -> Found:
-    """What a save with staging="overlap" holds a training up, and one copy of its state."""
-    if not accepts(Checkpointer, "staging"):
-        return skipped('Checkpointer takes no staging="overlap" yet')
+    """What saves with staging="overlap" hold a training up, and one copy of its state."""
     width = max(256, round(2048 * math.sqrt(min(1.0, spec.size_bytes / FULL_BYTES))))
+    sections.warm(3 * spec.copy)  # the model with its gradients and moments, and the copy
     training = Training(width, 32, 0.0)  # 134 million parameters and their moments: 1.6 GB
     state: dict[str, Any] = {"model": training.model, "optimizer": training.optimizer}
     tensors = {"model": training.model.state_dict(), "optimizer": _moments(training.optimizer)}
     copy = Copy(tensors).seconds()
+    sections.warm(spec.copy)
     pool = open_or_make(spec.directory / spec.contender)
-    visible = 0.0
+    visible: list[float] = []
     with pool, make_checkpointer(pool, keep_last=1, staging="overlap") as checkpointer:
-        for step in range(1, 5):
+        for step in range(1, 1 + WARM_SAVES + SAMPLES):
             began = time.perf_counter()
             handle = checkpointer.save(step, state)
-            visible = time.perf_counter() - began
+            returned = time.perf_counter() - began
             training.step()
-            if not hasattr(handle, "visible_stall_seconds"):
-                return skipped("a save's handle has no visible_stall_seconds yet")
-            visible = max(visible, float(handle.visible_stall_seconds))
+            if step > WARM_SAVES:
+                visible.append(max(returned, handle.visible_stall_seconds))
             handle.result()
     return {"visible_seconds": visible, "copy_seconds": copy}
 

@@ -22,7 +22,7 @@ State = dict[str, Any]
 
 FULL_BYTES = 1_622_000_000
 _WIDTH, _HIDDEN, _WORDS, _LAYERS = 768, 2048, 50304, 12
-_NOISE_WORDS = 16 * MIB // 4
+NOISE_WORDS = 16 * MIB // 4
 _SHARED_ALIGNMENT = 64  # as the allocator's
 
 
@@ -130,12 +130,18 @@ class Content:
     """What the tensors hold: slices of one noise, others for every step, and the number of the step
     in every 0-d tensor. So nothing of a save can be taken from the one before.
 
-    Numbers are finite as fp32 and as bf16.
+    Numbers are finite as fp32 and as bf16. Other values than noise: `values`, fp32, NOISE_WORDS of
+    them.
     """
 
-    def __init__(self, seed: int = 0) -> None:
-        noise = np.random.default_rng(seed).integers(0, 2**30, _NOISE_WORDS, np.int32)
-        self._noise = torch.from_numpy(noise & 0x3FFF3FFF | 0x20002000)
+    def __init__(self, values: torch.Tensor | None = None) -> None:
+        if values is None:
+            noise = np.random.default_rng(0).integers(0, 2**30, NOISE_WORDS, np.int32)
+            words = torch.from_numpy(noise & 0x3FFF3FFF | 0x20002000)
+            self._words = {torch.bfloat16: words, torch.float32: words}
+        else:
+            halves = values.bfloat16().repeat(2)
+            self._words = {t.dtype: t.view(torch.int32) for t in (values, halves)}
 
     def fill(self, state: State, step: int) -> None:
         """Write the values of `step` into every tensor."""
@@ -153,21 +159,22 @@ class Content:
             raise RuntimeError(f"{whose} loaded other values than were saved as step {step}")
 
     def _pieces(self, state: State, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        start = 15_485_863 * step % (_NOISE_WORDS // 2)
+        start = 15_485_863 * step % (NOISE_WORDS // 2)
         for _, tensor in leaves(state):
             if not tensor.dim():
                 continue
-            words = tensor.view(-1).view(torch.int32)
+            words, noise = tensor.view(-1).view(torch.int32), self._words[tensor.dtype]
             at = 0
             while at < len(words):
-                start = (start + 104_729) % (_NOISE_WORDS // 2)
-                count = min(len(words) - at, _NOISE_WORDS // 2)
-                yield words[at : at + count], self._noise[start : start + count]
+                start = (start + 104_729) % (NOISE_WORDS // 2)
+                count = min(len(words) - at, NOISE_WORDS // 2)
+                yield words[at : at + count], noise[start : start + count]
                 at += count
 
 
 __all__ = [
     "FULL_BYTES",
+    "NOISE_WORDS",
     "Content",
     "SharedState",
     "State",

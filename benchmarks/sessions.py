@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import time
 import traceback
 import warnings
@@ -34,7 +35,7 @@ class Sections:
     def warm(self, nbytes: int) -> None:
         """Before what is timed, and before what takes much memory: so many free bytes are warm.
 
-        Lasts for some seconds.
+        Lasts for some seconds. What the section before left is taken back first.
         """
         self._connection.send(("warm", nbytes))
         self._connection.recv()
@@ -44,12 +45,15 @@ Session = Callable[[Sections, Any], Found]
 
 
 def _in_session(connection: Connection, session: Session, spec: object) -> None:
-    """Runs in the new process. torch's warnings about how it is called are not for our user."""
+    """Runs in the new process. torch's warnings about how it is called are not for our user; what
+    libraries print belongs beside the progress, not into the JSON.
+    """
+    os.dup2(2, 1)
     warnings.filterwarnings("ignore", module="torch")
     try:
         connection.send(("found", session(Sections(connection), spec)))
     except BaseException as error:  # noqa: BLE001 (raised again where it was asked for)
-        connection.send(("failed", f"{error}\n{traceback.format_exc()}"))
+        connection.send(("failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
 
 
 class SessionFailed(HpstoreError):
@@ -57,12 +61,15 @@ class SessionFailed(HpstoreError):
 
 
 class Sessions:
-    """Starts sessions and serves their ballast."""
+    """Starts sessions and serves their ballast. `preload`: a module that all of them import."""
 
-    def __init__(self, ballast: Ballast) -> None:
-        self._ballast = ballast
+    def __init__(
+        self, ballast: Ballast, *, preload: str = "hpstore.benchmarks.checkpoint_sessions",
+        silent_seconds: float = SESSION_SECONDS,
+    ) -> None:  # fmt: skip
+        self._ballast, self._silent_seconds = ballast, silent_seconds
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["hpstore.benchmarks.checkpoint_sessions"])
+        self._context.set_forkserver_preload([preload])
 
     def run(self, session: Session, spec: object) -> Found:
         """What a session found. Raises SessionFailed."""
@@ -85,8 +92,8 @@ class Sessions:
 
     def _serve(self, connection: Connection) -> Found:
         while True:
-            if not connection.poll(SESSION_SECONDS):
-                raise SessionFailed(f"a session was silent for {SESSION_SECONDS:.0f} s")
+            if not connection.poll(self._silent_seconds):
+                raise SessionFailed(f"a session was silent for {self._silent_seconds:.0f} s")
             try:
                 kind, value = connection.recv()
             except EOFError as error:
@@ -97,8 +104,9 @@ class Sessions:
             if kind == "failed":
                 raise SessionFailed(value)
             began = time.perf_counter()
+            self._ballast.regain()
             self._ballast.hold(value)
-            self._ballast.release()
+            self._ballast.release(value)
             _log.debug("%d bytes warm after %.1f s", value, time.perf_counter() - began)
             connection.send(None)
 

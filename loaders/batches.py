@@ -187,7 +187,7 @@ class Assembler:
         slab = self._slabs.get(stream.number)
         if slab is None:
             self._counts.read_total += len(indices)
-            return self._data.read_records(stream, indices)[0]
+            return self._data.read_direct(stream, indices)
         slots = slab.resident(places)
         have, lack = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
         records: list[Bytes] = [_NOTHING] * len(indices)
@@ -195,7 +195,7 @@ class Assembler:
         for row, record in zip(have.tolist(), found, strict=True):
             records[row] = record
         if len(lack):
-            read = self._data.read_records(stream, indices[lack])[0]
+            read = self._data.read_direct(stream, indices[lack])
             for row, record in zip(lack.tolist(), read, strict=True):
                 records[row] = record
         self._counts.gathered_total += len(have)
@@ -282,11 +282,12 @@ def chosen(places: Locations, which: Int64s) -> Locations:
 
 def samples_of(batch: Batch, fields: Mapping[str, Field], count: int) -> list[dict[str, Any]]:
     """The samples of a batch as Dataset.__getitem__ has them: views, bytes and str as objects."""
-    columns: dict[str, list[Any]] = {
-        name: [bytes(one.numpy()) for one in value] if fields[name].dtype == "bytes"
-        else list(value)
-        for name, value in batch.items()
-    }  # fmt: skip
+    columns: dict[str, list[Any]] = {}
+    for name, value in batch.items():
+        if isinstance(value, Ragged) and fields[name].dtype == "bytes":
+            columns[name] = [one.numpy().tobytes() for one in value]
+        else:
+            columns[name] = list(value)
     return [{name: columns[name][row] for name in columns} for row in range(count)]
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 from hpstore.errors import ConfigError, IntegrityError, TooManyErasures
 from hpstore.loaders.batches import Batch
 from hpstore.loaders.draws import Indices
-from hpstore.loaders.engine import Session
+from hpstore.loaders.mixture import AnySession
 from hpstore.loaders.progress import Piece
 from hpstore.loaders.transfer import Arriving, Transfer
 
@@ -52,7 +52,7 @@ class Finish:
         self._said = False  # that samples are skipped
         self.transform_seconds = 0.0
 
-    def make(self, session: Session, piece: Piece) -> Made:
+    def make(self, session: AnySession, piece: Piece) -> Made:
         """Read and finish a piece."""
         rows: Sequence[int] | None = None
         skipped = 0
@@ -78,7 +78,7 @@ class Finish:
         return Made(made, skipped)
 
     def _by_sample(
-        self, session: Session, piece: Piece, indices: Indices, batch: Batch, rows: Sequence[int]
+        self, session: AnySession, piece: Piece, indices: Indices, batch: Batch, rows: Sequence[int]
     ) -> Any:
         """`rows`: places of the samples in the piece."""
         samples: list[Any] = session.samples_of(batch, len(indices))
@@ -110,7 +110,7 @@ class Finish:
             error.add_note(f"hpstore: in batch_transform, of samples {indices.tolist()}")
             raise
 
-    def _readable(self, session: Session, piece: Piece, indices: Indices) -> list[int]:
+    def _readable(self, session: AnySession, piece: Piece, indices: Indices) -> list[int]:
         """Rows of a piece that can be read, found one by one. Names what cannot, or counts it."""
         good = []
         for row, index in enumerate(indices.tolist()):

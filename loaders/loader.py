@@ -15,6 +15,7 @@ from hpstore.errors import ConfigError
 from hpstore.loaders.engine import PREFETCH_BYTES, Engine, cache_budget, pinner
 from hpstore.loaders.finishing import Finish
 from hpstore.loaders.foreign import ForeignIterator, PositionSampler
+from hpstore.loaders.mixture import AnyEngine, MixedEngine, Mixture, fingerprints
 from hpstore.loaders.native import NativeIterator, Run, native_of, order_for
 from hpstore.loaders.order import Order
 from hpstore.loaders.rank_sampler import RankSampler, agree_on_epoch
@@ -139,12 +140,13 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 self.positions = PositionSampler(self.order, self.shares, single=batch_size is None)
         self._epoch = self._position = 0
         self._begun = False  # an iterator has been made at or since this position
+        self._consumed: tuple[int, int] | None = None  # a wrapper says what counts
         self._restart_counting()
         self._told: int | None = None  # the epoch that the user's sampler was told
         self._state_text: tuple[tuple[str, ...], str] | None = None
         self.skipped_batches_total = 0  # read again to get to a position: see docs/data.md
         self.wait_seconds = 0.0  # that next() waited for a batch
-        self._engine: Engine | None = None
+        self._engine: AnyEngine | None = None
         self._ready: Run | None = None  # made ahead for the next epoch
 
     def _start_torch(
@@ -241,15 +243,20 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """An iterator that has ended leaves what was made ahead of the next epoch."""
         self._ready = run
 
-    def engine(self) -> Engine:
+    def engine(self) -> AnyEngine:
         """What makes the batches of a native data set in this process; made at first use."""
         assert self._native is not None
         if self._engine is None or self._engine.pid != os.getpid():
-            self._engine = Engine(
-                self._native.data, self.order, batch_rows=self.batch_size or 1,
-                cache_bytes=cache_budget(self.cache), prefetch_bytes=self.batch_memory_bytes,
-                pin=pinner(self.finish.device, self.pin_memory),
-            )  # fmt: skip
+            data, order = self._native.data, self.order
+            options: dict[str, Any] = {
+                "cache_bytes": cache_budget(self.cache), "prefetch_bytes": self.batch_memory_bytes,
+                "pin": pinner(self.finish.device, self.pin_memory),
+                "batch_rows": self.batch_size or 1,
+            }  # fmt: skip
+            if isinstance(data, Mixture):
+                self._engine = MixedEngine(data, order, **options)
+            else:
+                self._engine = Engine(data, order, **options)
             weakref.finalize(self, self._engine.stop).atexit = False
         return self._engine
 
@@ -290,7 +297,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """What was handed out before says nothing any more."""
         self._handed: deque[tuple[int, int]] = deque()  # states after batches
         self._before = (self._epoch, self._position)  # the state before the first of them
-        self._consumed: tuple[int, int] | None = None  # a wrapper says what counts
+        self._consumed = None
 
     def consumed(self, batches: int) -> None:
         """For wrappers that read ahead: so many more of the batches that were handed out count.
@@ -308,7 +315,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """Fingerprints of the data, and the order as text; made once."""
         if self._state_text is None:
             if self._native is not None:
-                prints: tuple[str, ...] = (self._native.data.fingerprint,)
+                prints = fingerprints(self._native.data)
             else:
                 size = len(self.dataset) if hasattr(self.dataset, "__len__") else "?"
                 prints = (f"{type(self.dataset).__name__}[{size}]",)

@@ -12,6 +12,7 @@ import torch.utils.data
 from hpstore.errors import ConfigError
 from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.draws import Indices
+from hpstore.loaders.mixture import Mixture, stored_bytes
 from hpstore.loaders.order import GlobalOrder, Order, SequentialOrder, SubsetOrder
 from hpstore.loaders.pipeline import Pipeline
 from hpstore.loaders.progress import Piece, endless, listed
@@ -26,9 +27,9 @@ LEAST_AHEAD, MOST_AHEAD = 2, 16  # batches, unless prefetch_factor says
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """A hpstore data set, and which of its samples are used: all, or those of a Subset."""
+    """A hpstore data set or a mixture, and which samples are used: all, or those of a Subset."""
 
-    data: Dataset
+    data: Dataset | Mixture
     mapping: Indices | None
 
     def __len__(self) -> int:
@@ -46,6 +47,8 @@ def native_of(dataset: Any) -> Native | None:
         chosen = np.asarray(dataset.indices, np.int64)
         mapping = chosen if mapping is None else chosen[mapping]
         dataset = dataset.dataset
+    if isinstance(dataset, Mixture):
+        return Native(dataset, mapping)
     if not isinstance(dataset, Dataset):
         return None
     kind = type(dataset)
@@ -66,6 +69,9 @@ def order_for(
             raise ConfigError(
                 f'shuffle {name!r} is not one of True, False, "global", "window", "none"'
             )
+        if native is not None and isinstance(native.data, Mixture):
+            made = native.data.order(name, seed)
+            return _of_subset(made, native)
         if name == "window":
             if native is None:
                 raise ConfigError(
@@ -79,13 +85,19 @@ def order_for(
         made = name
         if made.samples > count:
             raise ConfigError(f"the order chooses from {made.samples} samples, there are {count}")
-    if native is not None and native.mapping is not None:
-        return SubsetOrder(made, native.mapping, samples=len(native.data))
-    return made
+    return _of_subset(made, native)
+
+
+def _of_subset(order: Order, native: Native | None) -> Order:
+    if native is None or native.mapping is None:
+        return order
+    return SubsetOrder(order, native.mapping, samples=len(native.data))
 
 
 def _window_order(native: Native, seed: int, window_bytes: int) -> Order:
-    data, stripes = native.data, native.data.stripes()
+    data = native.data
+    assert isinstance(data, Dataset)
+    stripes = data.stripes()
     payload = sum(int(stream.payload_bytes.sum()) for stream in data.streams)
     stripe_bytes = max(1, payload // max(1, len(stripes) - 1))
     windows = max(1, window_bytes // stripe_bytes)
@@ -167,9 +179,7 @@ class Run:
 
 def _depth(loader: DataLoader, native: Native, threads: int) -> int:
     """Batches ahead: half of the memory for batches, the other half is the user's."""
-    data = native.data
-    stored = sum(int(stream.payload_bytes.sum()) for stream in data.streams)
-    batch = stored / max(1, len(data)) * (loader.batch_size or 1)
+    batch = stored_bytes(native.data) * (loader.batch_size or 1)
     fitting = int(loader.batch_memory_bytes // 2 // max(batch, 1))
     return max(LEAST_AHEAD, threads, min(MOST_AHEAD, fitting))
 

@@ -92,7 +92,8 @@ class Slots:
                 best = min(fitting, key=lambda slot: len(slot.memory))
                 self._free.remove(best)
                 return best
-            size = round_up(max(nbytes, 1), MIB if nbytes >= MIB else 4096)
+            # room for batches that are a little larger: records of many sizes
+            size = round_up(nbytes + nbytes // 8, MIB) if nbytes >= MIB else MIB
             while self._free and self.made_bytes + size > self.limit_bytes:
                 self.made_bytes -= len(self._free.pop(0).memory)  # too small for today's batches
             if self.made_bytes + size > self.limit_bytes:

@@ -44,8 +44,7 @@ def say(stage: int, what: str, **figures: object) -> None:
 
 def cut(tensor: torch.Tensor, part: int) -> tuple[torch.Tensor, ...]:
     """Views of `part` bytes each."""
-    pieces: tuple[torch.Tensor, ...] = torch.split(tensor, part)  # type: ignore[no-untyped-call]
-    return pieces
+    return torch.split(tensor, part)
 
 
 def gpu_rate(nbytes: int, work: Callable[[], object]) -> float:

@@ -166,6 +166,17 @@ def test_a_record_longer_than_a_shard_makes_its_shard_longer(pool: Pool) -> None
     assert verify_dataset(pool, "x").clean
 
 
+@pytest.mark.parametrize("rows", [300, 17_000])
+def test_batches_of_many_sizes_choose_their_page(pool: Pool, rows: int) -> None:
+    """Held back until the mean is known, or until close: every row is its own."""
+    values = [str(row).encode() * (row % 7) for row in range(rows)]
+    with DatasetWriter(pool, "x", {"x": Field("bytes")}) as writer:
+        writer.write_batch({"x": values[:200]})
+        writer.write_batch({"x": values[200:]})
+    data = Dataset(pool, "x")
+    assert [found["x"] for found in data.__getitems__(range(rows))] == values
+
+
 def test_the_caller_may_change_his_arrays_after_a_write(pool: Pool) -> None:
     """Values are copied, also while the page is not chosen yet."""
     array, ragged = np.zeros((4, 100), np.uint8), np.ones((2, 3), np.float32)

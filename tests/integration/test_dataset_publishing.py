@@ -155,6 +155,8 @@ def test_parts_that_differ_are_not_mixed(pool: Pool) -> None:
     publish_parts(pool, "a")
     for key, note in notes.items():  # as if the process had died before it removed them
         pool.put(key, note)
+    with pytest.raises(ConfigError, match="no parts"):
+        publish_parts(pool, "a", overwrite=True)
     with DatasetWriter(pool, "a", {"y": Field("int8")}, part=(0, 2), overwrite=True) as writer:
         writer.write({"y": 7})
     with pytest.raises(ConfigError, match="lacks part 1 of 2"):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import struct
 import threading
+from itertools import pairwise
 
 import google_crc32c
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hpstore.loaders.blocks import BlockTable, Table
@@ -40,6 +41,7 @@ dtypes = st.sampled_from(["uint8", "float16", "float32", "int64", "complex128", 
     st.sampled_from([1, 2, 4, 8, 16]),
     st.integers(0, 100_000),
 )
+@example([0, 0, 5, 0], 4 * KIB, 1, 4 * KIB)
 def test_records_of_many_sizes_lie_apart_aligned_and_inside_pages(
     lengths: list[int], unit: int, alignment: int, cursor: int
 ) -> None:
@@ -90,6 +92,10 @@ def test_fixed_records_lie_where_the_general_rule_puts_them(
 
 
 @given(st.integers(65, 20 * MIB))
+@example(600 * KIB)
+@example(17_000)
+@example(3 * MIB // 2)
+@example(5 * MIB)
 def test_pages_pad_at_most_a_tenth_or_the_record_crosses_them(length: int) -> None:
     """The unit of records of one size; 1 MiB whenever that is good enough."""
     stride = stride_of(length, 1)
@@ -166,6 +172,8 @@ def test_every_large_field_is_in_one_stream(large: list[bool], layout: str) -> N
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 400), st.integers(0, 9)), max_size=40),
     st.integers(0, 50),
 )
+@example([(0, 0, 5), (0, 1, 5)], 4)
+@example([(0, 0, 5), (0, 1, 5)], 5)
 def test_spans_hold_every_record_and_read_nothing_twice(
     asked: list[tuple[int, int, int]], gap: int
 ) -> None:
@@ -181,6 +189,9 @@ def test_spans_hold_every_record_and_read_nothing_twice(
         buffer[to : to + b - a] = content[s, a:b]
     for (s, a, n), at in zip(places, plan.position.tolist(), strict=True):
         assert np.array_equal(buffer[at : at + n], content[s, a : a + n])
+    distinct = sorted(set(places))
+    apart = [a[0] != b[0] or b[1] - a[1] - a[2] > gap for a, b in pairwise(distinct)]
+    assert len(plan.shard) == (1 + sum(apart) if places else 0)
     for one in range(len(plan.shard) - 1):
         if plan.shard[one] == plan.shard[one + 1]:
             assert plan.start[one + 1] - plan.end[one] > gap

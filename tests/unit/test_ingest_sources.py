@@ -137,7 +137,7 @@ def test_numpy_files_and_folders(tmp_path: Path) -> None:
         (tmp_path / "both.npz", ("x", "y")),
         (made, ("p", "q")), ({"u": a, "v": b}, ("u", "v")),
     ]:  # fmt: skip
-        opened = open_source(source, format="numpy" if source == tmp_path else "auto")
+        opened = open_source(source, format="numpy" if source is tmp_path else "auto")
         found = [plain(item.sample) for item in items_of(opened)]
         assert found == [dict(zip(names, (a[i].tolist(), i), strict=False)) for i in range(4)]
 
