@@ -352,10 +352,10 @@ with hpstore.open(config) as pool:
 
 
 def test_a_killed_process_leaves_nothing_visible_and_goes_on(pool: Pool, tmp_path: Path) -> None:
-    """SIGKILL in mid-ingest, three times, in processes of their own; the last run finishes."""
+    """SIGKILL in mid-ingest, twice, in processes of their own; the last run finishes."""
     root = images(tmp_path / "in")
     kept = [0]
-    for records in (20, 33, 52):
+    for records in (20, 45):
         done = subprocess.run(
             [sys.executable, "-c", CHILD, str(tmp_path / "pool.toml"), str(root), str(records)],
             env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False, timeout=100,
