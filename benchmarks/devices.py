@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -188,20 +188,25 @@ def make_pool(root: Path, *, recycle_bytes: int) -> hpstore.Pool:
 
 
 def degraded_pool(root: Path) -> hpstore.Pool:
-    """The same pool as seen by one to whom m of its devices are missing (links, no copies)."""
-    other = root / "degraded"
-    other.mkdir()
+    """The same pool as seen by one to whom m of its devices are missing."""
     held = [d for d in sorted(root.glob("d[0-9]")) if next(d.glob("objects/object/@*.c0[01].*"), 0)]
-    lost = {d.name for d in held[:PARITY]}
+    config = linked_pool(root, [d.name for d in held[:PARITY]])
+    return hpstore.open(config, read_only=True)
+
+
+def linked_pool(root: Path, lost: Sequence[str]) -> Path:
+    """pool.toml of the pool in `root` without the devices `lost` (links, no copies)."""
+    other = root / "-".join(["without", *lost])
+    other.mkdir(exist_ok=True)
     lines = []
     for directory in sorted(root.glob("d[0-9]")):
         link = other / directory.name
-        if directory.name not in lost:
+        if directory.name not in lost and not link.is_symlink():
             link.symlink_to(directory)
         lines.append(f'"{link}"')
     config = other / "pool.toml"
     config.write_text(f'name = "degraded"\ndevices = [{", ".join(lines)}]\n')
-    return hpstore.open(config, read_only=True)
+    return config
 
 
 def bench_open(root: Path) -> dict[str, object]:
@@ -223,4 +228,4 @@ def bench_open(root: Path) -> dict[str, object]:
     }
 
 
-__all__ = ["bench_devices"]
+__all__ = ["bench_devices", "linked_pool", "make_pool", "workspace"]

@@ -18,6 +18,8 @@ class Options:
     repeats: int
     peers: str = ""  # comma-separated names of other libraries to measure beside hpstore
     compression: bool = False  # of checkpoints: what each codec costs
+    cases: str = ""  # of loaders: comma-separated, all unless given
+    device: str = "cpu"  # of loaders: where batches go
 
 
 def seconds(action: Callable[[], object]) -> float:

@@ -61,12 +61,15 @@ class SessionFailed(HpstoreError):
 
 
 class Sessions:
-    """Starts sessions and serves their ballast."""
+    """Starts sessions and serves their ballast. `preload`: a module that all of them import."""
 
-    def __init__(self, ballast: Ballast) -> None:
-        self._ballast = ballast
+    def __init__(
+        self, ballast: Ballast, *, preload: str = "hpstore.benchmarks.checkpoint_sessions",
+        silent_seconds: float = SESSION_SECONDS,
+    ) -> None:  # fmt: skip
+        self._ballast, self._silent_seconds = ballast, silent_seconds
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["hpstore.benchmarks.checkpoint_sessions"])
+        self._context.set_forkserver_preload([preload])
 
     def run(self, session: Session, spec: object) -> Found:
         """What a session found. Raises SessionFailed."""
@@ -89,8 +92,8 @@ class Sessions:
 
     def _serve(self, connection: Connection) -> Found:
         while True:
-            if not connection.poll(SESSION_SECONDS):
-                raise SessionFailed(f"a session was silent for {SESSION_SECONDS:.0f} s")
+            if not connection.poll(self._silent_seconds):
+                raise SessionFailed(f"a session was silent for {self._silent_seconds:.0f} s")
             try:
                 kind, value = connection.recv()
             except EOFError as error:

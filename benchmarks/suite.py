@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hpstore.benchmarks.devices import bench_devices
 from hpstore.benchmarks.erasure import bench_erasure
 from hpstore.benchmarks.measure import Options
-from hpstore.units import GIB
+from hpstore.units import GIB, KIB, MIB, parse_bytes
 
 
 def bench_checkpoint(options: Options) -> dict[str, object]:
@@ -17,11 +17,30 @@ def bench_checkpoint(options: Options) -> dict[str, object]:
     return run(options)
 
 
+def bench_loader(options: Options) -> dict[str, object]:
+    """benchmarks/loader.py; torch is imported only when it runs."""
+    from hpstore.benchmarks.loader import bench_loader as run
+
+    return run(options)
+
+
 BENCHMARKS: dict[str, Callable[[Options], dict[str, object]]] = {
     "checkpoint": bench_checkpoint,
     "devices": bench_devices,
     "erasure": bench_erasure,
+    "loader": bench_loader,
 }
-DEFAULT_BYTES = {"checkpoint": 1_622_000_000, "devices": GIB, "erasure": GIB}
+DEFAULT_BYTES = {
+    "checkpoint": 1_622_000_000, "devices": GIB, "erasure": GIB, "loader": 200_000 * 12 * KIB,
+}  # fmt: skip
+SMALL_BYTES = 24 * MIB
 
-__all__ = ["BENCHMARKS", "DEFAULT_BYTES", "Options"]
+
+def size_named(size: str, benchmark: str) -> int:
+    """Bytes: a number with its unit, "full" or nothing for the usual ones, "small" for a try."""
+    if size in ("", "full"):
+        return DEFAULT_BYTES[benchmark]
+    return SMALL_BYTES if size == "small" else parse_bytes(size)
+
+
+__all__ = ["BENCHMARKS", "Options", "size_named"]

@@ -83,7 +83,7 @@ class StoredData(Closing):
         }
         self._order = self._column_table(Field("int64"), ORDER)
         self._pages: dict[int, PageTable] = {}
-        self._readers = OpenShards()
+        self._readers = OpenShards(self.manifest.data)
         self._closed = False
 
     def __len__(self) -> int:
@@ -279,7 +279,7 @@ class StoredData(Closing):
     def reader(self, stream: Stream, shard: int) -> PooledReader:
         """A shard, open for reading by the calling thread.
 
-        It stays open until the thread has asked for OPEN_READERS other ones; not to be closed.
+        It stays open until the thread has asked for many other ones; not to be closed.
         Raises ObjectNotFound when the data set was replaced or deleted.
         """
         if self._closed:
@@ -376,7 +376,7 @@ class StoredData(Closing):
         """Locks and readers of the parent are not ours."""
         for table in (*self._sides.values(), *self._columns.values(), self._order):
             table.renew()
-        self._readers = OpenShards()
+        self._readers = OpenShards(self.manifest.data)
 
     def close(self) -> None:
         """Close what is open, of all threads; none of them reads now. Idempotent."""

@@ -11,11 +11,10 @@ import typer
 
 from hpstore.cli.output import emit_json
 from hpstore.errors import ConfigError
-from hpstore.units import parse_bytes
 
 
 def run(
-    names: Annotated[list[str], typer.Argument(help="checkpoint, devices, erasure")],
+    names: Annotated[list[str], typer.Argument(help="checkpoint, devices, erasure, loader")],
     json_file: Annotated[
         str, typer.Option("--json", help="write results to a file, - for standard output")
     ] = "",
@@ -23,21 +22,32 @@ def run(
         Path | None, typer.Option(help="where to make the pool (default: a temporary directory)")
     ] = None,
     size: Annotated[
-        str, typer.Option(help="object size, 1GiB; of a checkpoint 1.5GiB (default)")
+        str,
+        typer.Option(
+            help="object size, 1GiB; of a checkpoint 1.5GiB; of a data set 2.3GiB; or small"
+        ),
     ] = "",
     repeats: Annotated[
         int, typer.Option(min=1, help="repeats of each figure; the median counts")
     ] = 5,
     peers: Annotated[
-        str, typer.Option(help="for checkpoint: torch.save,dcp,dcp.async,safetensors and others")
+        str,
+        typer.Option(
+            help="for checkpoint: torch.save,dcp,dcp.async,safetensors and others; for loader: "
+            "torch,litdata,webdataset,streaming,ffcv,grain"
+        ),
     ] = "",
     compression: Annotated[
         bool, typer.Option("--compression", help="for checkpoint: what each codec costs")
     ] = False,
+    cases: Annotated[
+        str, typer.Option(help="for loader: warm,cold,limited,degraded,special (default: all)")
+    ] = "",
+    device: Annotated[str, typer.Option(help="for loader: where batches go, cpu or cuda")] = "cpu",
 ) -> None:
     """Measure against raw rates of the same minute.  hpstore bench devices erasure --json -"""
     from hpstore.benchmarks.report import describe, machine
-    from hpstore.benchmarks.suite import BENCHMARKS, DEFAULT_BYTES, Options
+    from hpstore.benchmarks.suite import BENCHMARKS, Options, size_named
 
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:
@@ -46,10 +56,12 @@ def run(
     for name in names:
         options = Options(
             directory=directory.absolute() if directory else None,
-            size_bytes=parse_bytes(size) if size else DEFAULT_BYTES[name],
+            size_bytes=size_named(size, name),
             repeats=repeats,
             peers=peers,
             compression=compression,
+            cases=cases,
+            device=device,
         )
         results[name] = BENCHMARKS[name](options)
     if json_file == "-":

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import hpstore
 from hpstore.config import PoolConfig, Settings, find_config
 from hpstore.devices.base import Device
+from hpstore.devices.wrappers import FaultyDevice
 from hpstore.errors import HpstoreError, ObjectNotFound
 from hpstore.opening import Opener, device_opener
 from hpstore.pool import Pool
@@ -76,6 +77,35 @@ class Bench:
         """Files of an object on all devices."""
         found = (Path(path, "objects", *key.split("/")).glob("@*") for path in self.paths)
         return sorted(file for files in found for file in files)
+
+
+class Hangs:
+    """Faulty devices by path; `hang` makes one stop answering, `release` ends all hangs."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.devices: dict[str, list[FaultyDevice]] = {}
+        self.plans: dict[str, str] = {}
+
+    def wrap(self, url: str, device: Device) -> Device:
+        """For Bench.open."""
+        faulty = FaultyDevice(device, self.plans.get(url, ""))
+        self.devices.setdefault(url, []).append(faulty)
+        return faulty
+
+    def hang(self, path: str, plan: str = "H*") -> None:
+        """From now on."""
+        self.plans[path] = plan
+        for device in self.devices.get(path, []):
+            device.plan = plan
+
+    def release(self) -> None:
+        """All hanging calls go on, later ones do not hang."""
+        self.plans = {}
+        for devices in self.devices.values():
+            for device in devices:
+                device.plan = ""
+                device.released.set()
 
 
 def wrapping(config: PoolConfig, wrap: Wrap | None) -> Opener:
@@ -212,5 +242,5 @@ def attempt(call: Callable[[], object]) -> bool:
     return True
 
 
-__all__ = ["Bench", "Call", "MakeDisks", "Wrap", "attempt", "empty", "exit_status", "flip",
+__all__ = ["Bench", "Call", "Hangs", "MakeDisks", "Wrap", "attempt", "empty", "exit_status", "flip",
            "forked", "payload", "poll", "tree", "value", "within", "wrapping"]  # fmt: skip

@@ -8,10 +8,12 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
-from hpstore.budget import ByteBudget
+from hpstore import budget
+from hpstore.budget import ByteBudget, available_bytes
 from hpstore.errors import BudgetExceeded
 
 LIMIT_SECONDS = 20.0
@@ -188,3 +190,27 @@ def test_many_threads_never_pass_the_limit() -> None:
         thread.join()
     assert 0 < budget.peak_bytes <= 100
     assert budget.used_bytes == 0
+
+
+def test_available_memory_is_the_nodes_or_the_containers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tightest of both versions of cgroups counts; "max" and no group are no limit."""
+    files = [tmp_path / name for name in ("max", "current", "limit", "usage")]
+    groups = ((str(files[0]), str(files[1])), (str(files[2]), str(files[3])))
+    monkeypatch.setattr(budget, "_CGROUPS", ())
+    node = available_bytes()
+    assert node > 1 << 20
+    monkeypatch.setattr(budget, "_CGROUPS", groups)
+    assert available_bytes() > 1 << 20  # no such files
+    for texts, wanted in (
+        (("1000000", "400000"), 600_000),
+        (("1000000", "400000", "700000", "400000"), 300_000),
+        (("1000", "4000", "9223372036854771712", "5"), 0),  # over its limit
+    ):
+        for file, text in zip(files, texts, strict=False):
+            file.write_text(f"{text}\n")
+        assert available_bytes() == wanted
+    for file, text in zip(files, ("max", "4000", "9223372036854771712", "5"), strict=True):
+        file.write_text(f"{text}\n")
+    assert available_bytes() > 1 << 20

@@ -1,0 +1,292 @@
+"""Data loaders against peers: same bytes, one run, interleaved, in memory and not.
+
+`hpstore bench loader --peers torch,litdata,...` writes the same samples in every contender's format
+into one directory, first of data set A, then of B (loader_data.py), and reads whole shuffled epochs
+in processes of their own (sessions.py, loader_sessions.py), contender after contender, repetition
+after repetition. Cases:
+
+warm      the second epoch of a process; its files are in the page cache, hpstore keeps pages itself
+cold      the first epoch, caches dropped
+limited   the same in a control group of 800 MB, for data three times larger at least
+degraded  hpstore with one and two devices missing, warm and cold
+special   first batches, epoch boundary, ready batch, memory growth, a kill (loader_special.py)
+
+Raw figures are taken in each repetition. Ratios are pairs of one repetition; medians are held
+against the bars (loader_bars.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rich.progress import Progress
+
+from hpstore.benchmarks import loader_bars as bars
+from hpstore.benchmarks.ballast import Ballast, ballast_bytes, memory_bytes
+from hpstore.benchmarks.checkpoint import progress
+from hpstore.benchmarks.checkpoint_bars import spread
+from hpstore.benchmarks.devices import workspace
+from hpstore.benchmarks.loader_contenders import kind_of, not_installed, peers_named
+from hpstore.benchmarks.loader_data import Data
+from hpstore.benchmarks.loader_limits import LIMIT_BYTES, MemoryLimit
+from hpstore.benchmarks.loader_ours import LOST, OURS, Ours, OursRecords, OursWindow, lost_share
+from hpstore.benchmarks.loader_peers import installed
+from hpstore.benchmarks.loader_sessions import (
+    Spec,
+    epoch_session,
+    raw_session,
+    write_session,
+)
+from hpstore.benchmarks.loader_special import SPECIAL
+from hpstore.benchmarks.measure import Options
+from hpstore.benchmarks.sessions import Found, Session, SessionFailed, Sessions
+from hpstore.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+CASES = ("warm", "cold", "limited", "degraded", "special")
+OURS_BY_CASE = {
+    "warm": (Ours.name,),
+    "cold": tuple(kind.name for kind in OURS),
+    "limited": tuple(kind.name for kind in OURS[:2]),
+}
+DEGRADED = (("warm", Ours.name), ("cold", Ours.name), ("cold", OursRecords.name),
+            ("cold", OursWindow.name))  # fmt: skip
+NOT_WARM = ("ffcv quasi-random",)
+SILENT_SECONDS = 300.0
+Figures = defaultdict[str, list[Found]]  # by contender, one a repetition
+
+
+def _figures() -> Figures:
+    return defaultdict(list)
+
+
+@dataclass(slots=True)
+class Collected:
+    """What the sessions found about one data set."""
+
+    cases: defaultdict[str, Figures] = field(default_factory=lambda: defaultdict(_figures))
+    lost: defaultdict[int, defaultdict[str, Figures]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(_figures))
+    )
+    allowed: dict[int, float] = field(default_factory=dict)  # share of the rate, devices missing
+    raw: list[Found] = field(default_factory=list)
+    special: dict[str, Found] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)  # peers or cases, and why
+
+
+class Runner:
+    """Runs the sessions of one data set in one directory."""
+
+    def __init__(
+        self, spec: Spec, sessions: Sessions, bar: Progress, peers: Sequence[str],
+        cases: Sequence[str],
+    ) -> None:  # fmt: skip
+        self.found = Collected()
+        self._spec, self._sessions, self._bar = spec, sessions, bar
+        self._cases = [case for case in cases if spec.data.kind == "A" or case != "limited"]
+        self._peers = []
+        for name in peers:
+            why = not_installed(name)
+            if why:
+                self.found.failed[name] = why
+            else:
+                self._peers.append(name)
+
+    def write(self) -> None:
+        """All stores."""
+        self._spec.directory.mkdir()
+        for name in (Ours.name, *self._peers):
+            if (self._spec.directory / kind_of(name).store).exists():
+                continue
+            self._one(name, write_session, self._spec)
+        for lost in LOST:
+            share = lost_share(self._spec.directory / Ours.store, lost)
+            self.found.allowed[lost] = 1 / (1 + 3 * share)  # k reads, not one, for what is lost
+
+    def repetition(self) -> None:
+        """Everybody once in every case."""
+        self.found.raw.append(self._sessions.run(raw_session, self._spec))
+        for case in self._cases:
+            if case in ("warm", "cold"):
+                self._case(case, replace(self._spec, cold=case == "cold"))
+            elif case == "limited":
+                self._limited()
+            elif case == "degraded":
+                self._degraded()
+
+    def _case(self, case: str, spec: Spec) -> None:
+        for name in (*OURS_BY_CASE[case], *self._peers):
+            if case == "warm" and name in NOT_WARM:
+                continue
+            found = self._one(name, epoch_session, spec, case)
+            if found is not None:
+                self.found.cases[case][name].append(found)
+
+    def _limited(self) -> None:
+        if self._spec.data.nbytes < 3 * LIMIT_BYTES * 0.95:
+            self.found.failed["limited"] = "the data are not three times larger than the limit"
+            return
+        with closing(MemoryLimit()) as limit:
+            if limit.problem:
+                self.found.failed["limited"] = limit.problem
+                return
+            self._case("limited", replace(self._spec, group=limit.path))
+
+    def _degraded(self) -> None:
+        for lost in (1, 2):
+            for case, name in DEGRADED:
+                spec = replace(self._spec, lost=lost, cold=case == "cold")
+                found = self._one(name, epoch_session, spec)
+                if found is not None:
+                    self.found.lost[lost][case][name].append(found)
+                if not any(name in sessions for sessions in (self.found.cases[case],)):
+                    self._healthy(case, name)
+
+    def _healthy(self, case: str, name: str) -> None:
+        """What degraded figures are compared with, where its case was not asked for."""
+        found = self._one(name, epoch_session, replace(self._spec, cold=case == "cold"))
+        if found is not None:
+            self.found.cases[case][name].append(found)
+
+    def special(self) -> None:
+        """The figures without peers."""
+        for name, session in SPECIAL.items():
+            self.found.special[name] = self._sessions.run(session, self._spec)
+
+    def _one(self, name: str, session: Session, spec: Spec, case: str = "") -> Found | None:
+        """What a session found; None when a peer failed, which is left out of that case."""
+        key = f"{name}, {case}" if case else name
+        if key in self.found.failed or name in self.found.failed:
+            return None
+        label = f"{spec.data.kind} {case} {name}"
+        self._bar.update(self._bar.task_ids[0], description=label)
+        try:
+            found = self._sessions.run(session, replace(spec, contender=name))
+        except SessionFailed as error:
+            if issubclass(kind_of(name), Ours) and case != "limited":
+                raise
+            self.found.failed[key] = str(error).splitlines()[0]
+            _log.warning("%s is left out: %s", key, self.found.failed[key])
+            self.found.cases[case].pop(name, None)
+            if not case:
+                self._peers.remove(name)
+            return None
+        _log.info("%s: %s", label, {k: v for k, v in found.items() if k != "stats"})
+        self._bar.advance(self._bar.task_ids[0])
+        return found
+
+
+def bench_loader(options: Options) -> dict[str, object]:
+    """Rates, latencies and memory of data loaders, with verdicts."""
+    peers, cases = peers_named(options.peers), cases_named(options.cases)
+    check_device(options.device)
+    found: dict[str, object] = {}
+    with workspace(options) as root, progress(0) as bar:
+        for kind in ("A", "B"):
+            data = Data(kind, options.size_bytes)
+            spec = Spec(contender="", directory=root / kind, data=data, device=options.device)
+            held = ballast_bytes(data.nbytes, memory_bytes("MemAvailable"))
+            with closing(Ballast(held)) as ballast:
+                sessions = Sessions(ballast, preload="hpstore.benchmarks.loader_sessions",
+                                    silent_seconds=SILENT_SECONDS)  # fmt: skip
+                runner = Runner(spec, sessions, bar, peers, cases)
+                runner.write()
+                for _ in range(options.repeats):
+                    runner.repetition()
+                if "special" in cases:
+                    runner.special()
+            found[kind] = report(runner.found, data, options, ballast)
+            shutil.rmtree(spec.directory)
+    return found
+
+
+def cases_named(names: str) -> list[str]:
+    """Cases of a comma-separated list; all of them when it is empty. Raises ConfigError."""
+    wanted = [name.strip() for name in names.split(",") if name.strip()] or list(CASES)
+    for name in wanted:
+        if name not in CASES:
+            raise ConfigError(f"no case is called {name!r}; there are {', '.join(CASES)}")
+    return [case for case in CASES if case in wanted]
+
+
+def check_device(device: str) -> None:
+    """ConfigError for one that is not here."""
+    import torch
+
+    if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
+        raise ConfigError(f"device {device!r} is not here: give cpu, or cuda where torch has it")
+
+
+def report(found: Collected, data: Data, options: Options, ballast: Ballast) -> dict[str, object]:
+    """The JSON of one data set."""
+    ratios: dict[str, Any] = {}
+    if "warm" in found.cases:
+        ratios |= bars.warm_verdicts(data.kind, found.cases["warm"])
+    if "cold" in found.cases:
+        ratios |= bars.cold_verdicts(found.cases["cold"], found.raw)
+    if "limited" in found.cases:
+        ratios |= bars.limited_verdicts(found.cases["limited"], found.raw)
+    ratios |= bars.degraded_verdicts(found.cases, found.lost, found.allowed)
+    ratios |= bars.special_verdicts(found.special)
+    lost = {f"{case}, {lost} missing": figures for lost, cases in found.lost.items()
+            for case, figures in cases.items()}  # fmt: skip
+    return {
+        "samples": data.rows,
+        "bytes": data.nbytes,
+        "repeats": options.repeats,
+        "device": options.device,
+        "ballast": {"bytes": ballast.nbytes, "problem": ballast.problem},
+        "contenders": contenders({**found.cases, **lost}),
+        "raw": raw_figures(found.raw),
+        "failed": found.failed,
+        "ratios": ratios,
+    }
+
+
+def contenders(cases: dict[str, Figures]) -> dict[str, Any]:
+    """By contender: its configuration, and its figures by case."""
+    rows: dict[str, Any] = {}
+    for case, figures in cases.items():
+        for name, sessions in figures.items():
+            kind = kind_of(name)
+            row = rows.setdefault(
+                name, {"configuration": kind.configuration, "version": installed(kind.package)}
+            )
+            row[case] = {
+                "samples_per_second": spread([s["rate"] for s in sessions]),
+                "steady_samples_per_second": middle(sessions, "steady_rate", 0),
+                "first_batch_seconds": middle(sessions, "first_seconds", 4),
+                "main_thread_us": middle(sessions, "main_us", 2),
+                "memory_bytes": middle(sessions, "memory_bytes", 0),
+                "cut": any(s["cut"] for s in sessions),
+            }
+            if "first_epoch" in sessions[0]:
+                rate = statistics.median(s["first_epoch"]["rate"] for s in sessions)
+                row[case]["first_epoch_samples_per_second"] = round(rate)
+            if "stats" in sessions[0]:
+                row[case]["stats"] = sessions[-1]["stats"]
+    return rows
+
+
+def middle(sessions: Sequence[Found], key: str, digits: int) -> float:
+    """Median of a figure."""
+    return float(round(statistics.median(session[key] for session in sessions), digits or None))
+
+
+def raw_figures(raw: Sequence[Found]) -> dict[str, Any]:
+    """What the device gives without a loader."""
+    return {
+        name: spread([session[name] for session in raw])
+        if isinstance(value, float) else value
+        for name, value in raw[0].items()
+    }  # fmt: skip
+
+
+__all__ = ["CASES", "bench_loader"]

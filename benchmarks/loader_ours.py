@@ -1,0 +1,133 @@
+"""hpstore's side of the loader benchmark: a 4+2 pool of six directories, three ways to read it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+import hpstore
+from hpstore.benchmarks.devices import linked_pool, make_pool
+from hpstore.benchmarks.loader_data import BATCH, Batch
+from hpstore.benchmarks.loader_peers import Peer
+from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
+from hpstore.units import MIB
+
+NAME = "bench"
+BLOCK_ROWS = 512
+LOST = {0: (), 1: ("d0",), 2: ("d0", "d1")}  # devices that are missing
+
+
+class Ours(Peer):
+    """DataLoader(shuffle=True) with its default memory: what fits is kept while it is read."""
+
+    name, group, package, store = "hpstore", "hpstore", "hpstore", "pool"
+    configuration = "4+2 over six directories, shuffle='global', default cache"
+    options: ClassVar[dict[str, Any]] = {"shuffle": "global"}
+    lost = 0
+
+    def write(self) -> None:
+        data = self.data
+        shape = (None,) if data.ragged else (int(data.lengths[0]),)
+        fields = {"value": Field("uint8", shape), "label": Field("int64")}
+        pool = make_pool(self.directory / "pool", recycle_bytes=0)
+        with pool, DatasetWriter(pool, NAME, fields, shard_bytes=_shard_bytes(data.nbytes)) as out:
+            for first in range(0, data.rows, BLOCK_ROWS):
+                numbers = range(first, min(first + BLOCK_ROWS, data.rows))
+                rows = [data.record(number) for number in numbers]
+                values = rows if data.ragged else np.stack(rows)
+                out.write_batch({"value": values, "label": np.array(numbers)})
+
+    def open(self) -> Dataset:
+        """The data set, in a pool that lacks `lost` devices."""
+        if not hasattr(self, "_dataset"):
+            config = self.directory / "pool" / "pool.toml"
+            if self.lost:
+                config = linked_pool(self.directory / "pool", LOST[self.lost])
+            self._pool = hpstore.open(config, read_only=True)
+            self._dataset = Dataset(self._pool, NAME)
+        return self._dataset
+
+    def make(self, **options: Any) -> DataLoader:
+        """A loader of it."""
+        away = {} if self.device == "cpu" else {"device": self.device}
+        return DataLoader(self.open(), BATCH, **{**self.options, **away, **options})
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        if not hasattr(self, "_loader"):
+            self._loader = self.make()
+        self._loader.set_epoch(number)
+        return map(_pair, iter(self._loader))
+
+    def stats(self) -> dict[str, Any]:
+        """Of the loader of epoch()."""
+        return self._loader.stats()
+
+    def close(self) -> None:
+        if hasattr(self, "_loader"):
+            self._loader.close()
+            del self._loader
+        if hasattr(self, "_dataset"):
+            self._dataset.close()
+            self._pool.close()
+            del self._dataset, self._pool
+
+
+def _pair(batch: Any) -> Batch:
+    return batch["value"], batch["label"]
+
+
+def _shard_bytes(nbytes: int) -> int:
+    """256 MiB, or less where that would leave fewer than eight shards to spread."""
+    return max(4 * MIB, min(256 * MIB, nbytes // 8 // MIB * MIB))
+
+
+class OursRecords(Ours):
+    """No cache: every record is read when it is due."""
+
+    name = "hpstore global, no cache"
+    configuration = "4+2 over six directories, shuffle='global', cache=0"
+    options: ClassVar[dict[str, Any]] = {"shuffle": "global", "cache": 0}
+
+
+class OursWindow(Ours):
+    """No cache: whole stripes are read ahead and shuffled by windows."""
+
+    name = "hpstore window, no cache"
+    configuration = "4+2 over six directories, shuffle='window', cache=0"
+    options: ClassVar[dict[str, Any]] = {"shuffle": "window", "cache": 0}
+
+
+class OursWindowCached(Ours):
+    """Window shuffle with its default memory."""
+
+    name = "hpstore window"
+    configuration = "4+2 over six directories, shuffle='window', default cache"
+    options: ClassVar[dict[str, Any]] = {"shuffle": "window"}
+
+
+OURS: tuple[type[Ours], ...] = (Ours, OursWindowCached, OursRecords, OursWindow)
+
+
+def lost_share(directory: Path, lost: int) -> float:
+    """Share of the data columns' bytes that lie on the missing devices."""
+    held = {
+        path.name: sum(
+            file.stat().st_size for column in "0123"
+            for file in path.glob(f"objects/data/**/@*.c0{column}.*")
+        )
+        for path in sorted(directory.glob("pool/d[0-9]"))
+    }  # fmt: skip
+    total = sum(held.values())
+    return sum(held[name] for name in LOST[lost]) / total if total else 0.0
+
+
+def batches(loader: DataLoader, count: int) -> list[Any]:
+    """The next batches of a new iteration."""
+    return list(itertools.islice(iter(loader), count))
+
+
+__all__ = ["LOST", "OURS", "Ours", "OursRecords", "OursWindow", "OursWindowCached", "lost_share"]

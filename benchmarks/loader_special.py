@@ -1,0 +1,185 @@
+"""Figures of hpstore's loader alone: first batches, the epoch boundary, a batch that is ready,
+memory over many epochs, what a kill leaves behind.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+from hpstore.benchmarks import loader_limits as limits
+from hpstore.benchmarks.checkpoint_sessions import resident_bytes
+from hpstore.benchmarks.loader_contenders import kind_of
+from hpstore.benchmarks.loader_data import BATCH, Data
+from hpstore.benchmarks.loader_ours import OURS, Ours
+from hpstore.benchmarks.loader_sessions import Spec
+from hpstore.benchmarks.sessions import Found, Sections
+from hpstore.loaders import DataLoader
+from hpstore.units import MIB
+
+MODES = tuple(kind.name for kind in OURS)
+BOUNDARIES, READY, EPOCHS, WARM_EPOCHS = 5, 50, 50, 10
+GROWTH_ROWS = 4096
+_PAUSE_SECONDS = 0.02  # between batches that are taken when they are ready
+
+
+def _ours(spec: Spec, mode: str) -> Ours:
+    kind = kind_of(mode)
+    made = kind(spec.directory / kind.store, spec.data, spec.device)
+    assert isinstance(made, Ours)
+    return made
+
+
+def _first(loader: DataLoader) -> float:
+    """Seconds from iter() to the first batch; the loader is closed."""
+    began = time.perf_counter()
+    next(iter(loader))
+    taken = time.perf_counter() - began
+    loader.close()
+    return taken
+
+
+def first_session(sections: Sections, spec: Spec) -> Found:
+    """Seconds to the first batch, construction included, by mode and position; caches dropped."""
+    found: Found = {}
+    for mode in MODES:
+        rows: dict[str, float] = {}
+        for name, share in (("start", 0.0), ("half", 0.5), ("99 %", 0.99)):
+            limits.drop_caches()
+            sections.warm(512 * MIB)
+            who = _ours(spec, mode)
+            began = time.perf_counter()
+            who.open()
+            rows[f"{name}: open"] = time.perf_counter() - began
+            began = time.perf_counter()
+            loader = who.make()
+            if share:
+                at = int(spec.data.rows * share) // BATCH * BATCH
+                loader.load_state_dict(loader.state_dict() | {"samples": at})
+            made = time.perf_counter() - began
+            rows[name] = made + _first(loader)
+            who.close()
+            gc.collect()
+        found[mode] = rows
+    return found
+
+
+def boundary_session(sections: Sections, spec: Spec) -> Found:
+    """Gaps between the last batch of an epoch and the first of the next, in batch times."""
+    found: Found = {}
+    for mode in MODES:
+        sections.warm(2 * spec.data.nbytes)
+        who, gaps, usual = _ours(spec, mode), [], 0.0
+        loader, last = who.make(), 0.0
+        for epoch in range(BOUNDARIES + 1):
+            began = 0.0
+            batches = 0
+            for _ in loader:
+                now = time.perf_counter()
+                if not began:
+                    began = now
+                    if last:
+                        gaps.append(now - last)
+                batches, last = batches + 1, now
+            if epoch:
+                usual = (last - began) / max(1, batches - 1)
+        loader.close()
+        who.close()
+        found[mode] = {"gaps": gaps, "batch_seconds": usual}
+    return found
+
+
+def ready_session(sections: Sections, spec: Spec) -> Found:
+    """Seconds of next() when the batch has been there for a while."""
+    found: Found = {}
+    for mode in MODES:
+        sections.warm(spec.data.nbytes)
+        who, times = _ours(spec, mode), []
+        loader = who.make()
+        batches = iter(loader)
+        batch: Any = next(batches)
+        for _ in range(min(READY, spec.data.rows // BATCH - 2)):
+            time.sleep(_PAUSE_SECONDS)
+            began = time.perf_counter()
+            batch = next(batches)
+            times.append(time.perf_counter() - began)
+        del batch
+        loader.close()
+        who.close()
+        found[mode] = {"seconds": times}
+    return found
+
+
+def growth_session(sections: Sections, spec: Spec) -> Found:
+    """Resident bytes gained between the tenth and the last epoch of a small set, by mode."""
+    small = Data(spec.data.kind, GROWTH_ROWS * 12288)
+    directory = spec.directory / "growth"
+    if not directory.exists():
+        (directory / "pool").mkdir(parents=True)
+        _ours(replace(spec, directory=directory, data=small), MODES[0]).write()
+    found: Found = {}
+    for mode in MODES:
+        who = _ours(replace(spec, directory=directory, data=small), mode)
+        loader = who.make()
+        sizes: list[int] = []
+        for _ in range(EPOCHS):
+            for _ in loader:
+                pass
+            gc.collect()
+            sizes.append(resident_bytes())
+        loader.close()
+        who.close()
+        found[mode] = {
+            "growth_bytes": sizes[-1] - sizes[min(WARM_EPOCHS, len(sizes) - 1)],
+            "highest_bytes": max(sizes),
+            "budget_bytes": small.nbytes + loader.batch_memory_bytes,
+        }
+    return found
+
+
+_KILLED = """
+import sys, pickle
+from hpstore.benchmarks.loader_special import read_for_ever
+read_for_ever(pickle.loads(bytes.fromhex(sys.argv[1])))
+"""
+
+
+def read_for_ever(spec: Spec) -> None:
+    """Of a process that is to be killed: says so once batches come."""
+    loader = _ours(spec, MODES[0]).make()
+    while True:
+        for _ in loader:
+            sys.stdout.write("x")
+            sys.stdout.flush()
+
+
+def kill_session(sections: Sections, spec: Spec) -> Found:
+    """Names in shared memory after a SIGKILL in mid-epoch that were not there before."""
+    before = set(os.listdir("/dev/shm"))
+    with subprocess.Popen(
+        [sys.executable, "-c", _KILLED, pickle.dumps(spec).hex()], stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        started = child.stdout.read(3)
+        child.send_signal(signal.SIGKILL)
+    if len(started) != 3:
+        return {"skipped": "the process that was to be killed ended by itself"}
+    return {"left": sorted(set(os.listdir("/dev/shm")) - before)}
+
+
+SPECIAL = {
+    "first batch": first_session,
+    "epoch boundary": boundary_session,
+    "ready batch": ready_session,
+    "growth": growth_session,
+    "kill": kill_session,
+}
+
+__all__ = ["MODES", "SPECIAL", "read_for_ever"]
