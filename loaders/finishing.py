@@ -6,6 +6,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,14 @@ from hpstore.loaders.transfer import Arriving, Transfer
 
 _log = logging.getLogger(__name__)
 _DOMAIN = 0x68707374  # keeps generators for transforms apart from those of orders
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A finished batch, None when nothing is left of it, and how many samples were skipped."""
+
+    batch: Any
+    skipped: int
 
 
 # Any below: batches are whatever the user's functions return
@@ -39,19 +48,22 @@ class Finish:
         self.device = None if device is None else torch.device(device)
         away = self.device is not None and self.device.type != "cpu"
         self._transfer = Transfer(self.device) if away and self.device is not None else None
-        self.batches_total = self.skipped_total = 0
+        self.batches_total = self.skipped_total = 0  # handed out, or skipped there
+        self._said = False  # that samples are skipped
         self.transform_seconds = 0.0
 
-    def make(self, session: AnySession, piece: Piece) -> Any:
-        """Read and finish a piece; None when all of its samples were skipped."""
+    def make(self, session: AnySession, piece: Piece) -> Made:
+        """Read and finish a piece."""
         rows: Sequence[int] | None = None
+        skipped = 0
         try:
             indices, batch = session.make(piece)
         except (IntegrityError, TooManyErasures):
             indices = piece.indices(session.order)
             rows = self._readable(session, piece, indices)
+            skipped = len(indices) - len(rows)
             if not rows:
-                return None
+                return Made(None, skipped)
             indices = indices[list(rows)]
             batch = session.batch(indices)
         made: Any = batch
@@ -61,7 +73,9 @@ class Finish:
         if self._batch_transform is not None:
             made = self._whole(piece, indices, made)
         self.transform_seconds += time.perf_counter() - began
-        return self._transfer.send(made) if self._transfer is not None else made
+        if self._transfer is not None:
+            made = self._transfer.send(made)
+        return Made(made, skipped)
 
     def _by_sample(
         self, session: AnySession, piece: Piece, indices: Indices, batch: Batch, rows: Sequence[int]
@@ -109,17 +123,21 @@ class Finish:
                         f"sample {index} ({where}) cannot be read: {error} The loader stands "
                         'before this batch; on_error="skip" leaves such samples out.'
                     ) from error
-                self.skipped_total += 1
-                if self.skipped_total == 1:
+                if not self._said:
+                    self._said = True
                     _log.warning("sample %d cannot be read and is skipped: %s", index, error)
             else:
                 good.append(row)
         return good
 
-    def hand_out(self, made: Any) -> Any:
-        """On the user's thread: what was sent to a device is ordered before what the user does."""
-        self.batches_total += 1
-        return made.wait() if isinstance(made, Arriving) else made
+    def hand_out(self, made: Made) -> Any:
+        """On the user's thread: what was sent to a device is ordered before what the user does.
+
+        None when all samples were skipped.
+        """
+        self.skipped_total += made.skipped
+        self.batches_total += made.batch is not None
+        return made.batch.wait() if isinstance(made.batch, Arriving) else made.batch
 
 
 def _with_rng(function: Any) -> Callable[[Any, np.random.Generator], Any] | None:

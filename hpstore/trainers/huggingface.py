@@ -402,6 +402,8 @@ class HPLoader(Closing):
     def __init__(self, accelerator: Accelerator, loader: DataLoader) -> None:
         self.accelerator, self.loader = accelerator, loader
         self.end_of_dataloader, self.remainder = False, -1  # read by accelerate's GradientState
+        known = accelerator._dataloaders  # whose states it saves: this takes the loader's place
+        known[:] = [one for one in known if one is not loader]
         accelerator.prepare_data_loader(self)
 
     def __getattr__(self, name: str) -> Any:

@@ -17,6 +17,7 @@ from hpstore.config import PoolConfig, Settings, find_config
 from hpstore.devices.base import Device
 from hpstore.devices.wrappers import FaultyDevice
 from hpstore.errors import HpstoreError, ObjectNotFound
+from hpstore.keys import parse_column_name
 from hpstore.opening import Opener, device_opener
 from hpstore.pool import Pool
 from hpstore.testing.loopfs import LoopFilesystem
@@ -133,6 +134,13 @@ def tree(root: str) -> dict[str, tuple[int, int, int]]:
     return found
 
 
+def column_number(file: Path) -> int:
+    """Which column of its object a file holds."""
+    found = parse_column_name(file.name)
+    assert found is not None
+    return found.column
+
+
 def flip(file: Path, offset: int) -> None:
     """Change one bit in place."""
     fd = os.open(file, os.O_RDWR)
@@ -242,5 +250,6 @@ def attempt(call: Callable[[], object]) -> bool:
     return True
 
 
-__all__ = ["Bench", "Call", "Hangs", "MakeDisks", "Wrap", "attempt", "empty", "exit_status", "flip",
-           "forked", "payload", "poll", "tree", "value", "within", "wrapping"]  # fmt: skip
+__all__ = ["Bench", "Call", "Hangs", "MakeDisks", "Wrap", "attempt", "column_number", "empty",
+           "exit_status", "flip", "forked", "payload", "poll", "tree", "value", "within",
+           "wrapping"]  # fmt: skip

@@ -105,7 +105,7 @@ def cut_and_joined(data: Any, plan: list[tuple[int, ...]], options: dict[str, An
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plan=legs)
 def test_a_native_run_is_the_same_however_it_is_cut(
     data: Dataset, mode: str, plan: list[tuple[int, ...]]

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from hpstore.buffers import aligned_array
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError
-from hpstore.keys import parse_column_name
 from hpstore.pool import Pool
 from hpstore.pooled import PooledReader, Scatter, Scattered
 from hpstore.units import KIB
-from tests.fault.common import Bench, Hangs, flip, payload, within
+from tests.fault.common import Bench, Hangs, column_number, flip, payload, within
 
 UNIT, DATA = 64 * KIB, 3
 STRIPE = UNIT * DATA
@@ -162,7 +161,7 @@ def test_what_the_check_refuses_is_not_good(open_pool: Pool) -> None:
 def test_lost_columns_are_decoded(made: Bench, lost: tuple[int, ...]) -> None:
     """Every column, and pairs of them, are away when the object is opened: all the same bytes."""
     with made.open() as pool:
-        files = sorted(made.files("x"), key=lambda file: column_number(file))
+        files = sorted(made.files("x"), key=column_number)
         for column in lost:
             os.unlink(files[column])
         with pool.reader("x") as reader:
@@ -170,12 +169,6 @@ def test_lost_columns_are_decoded(made: Bench, lost: tuple[int, ...]) -> None:
         assert found.good.tolist() == [is_direct(*span) for span in SPANS]
         for (start, length), target, good in zip(SPANS, targets, found.good, strict=True):
             assert not good or target.tobytes() == BODY[start : start + length]
-
-
-def column_number(file: Path) -> int:
-    found = parse_column_name(file.name)
-    assert found is not None
-    return found.column
 
 
 def test_too_few_columns_leave_what_is_lost_to_the_caller(made: Bench) -> None:

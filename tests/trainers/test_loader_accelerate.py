@@ -82,7 +82,9 @@ def test_accumulation_steps_at_the_end_of_an_epoch(directory: Path) -> None:
 
 def saved_and_loaded(made: Any, folder: str, data: Dataset) -> None:
     """save_state() in mid-epoch, load_state() with fresh things: the rest of the epoch."""
-    loader = HPLoader(made, DataLoader(data, **OPTIONS))
+    made._dataloaders.clear()
+    loader = HPLoader(made, made.prepare(DataLoader(data, **OPTIONS)))
+    assert made._dataloaders == [loader]
     run = iter(loader)
     next(run)
     next(run)
@@ -119,7 +121,7 @@ def two_ranks(rank: int, world: int, directory: Path) -> None:
         early = DataLoader(data, **OPTIONS)
         made = accelerate.Accelerator(cpu=True)
         assert made.num_processes == world
-        loader = HPLoader(made, made.prepare(early))
+        loader = HPLoader(made, early)
         wanted = flat(DataLoader(data, 8, shuffle=True, seed=2, rank=0, world_size=1))
         gathered: list[int] = []
         for batch in loader:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
     # its advice on evaluating with several ranks is not about our shares
     pytest.mark.filterwarnings("ignore:.*recommended to use `Trainer.devices=1.*"),
+    pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`.*"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`.*"),
     pytest.mark.filterwarnings("ignore:.*custom batch sampler.*for prediction"),
 ]
 COUNT = 46
@@ -118,8 +122,6 @@ def two_ranks(rank: int, world: int, directory: Path, early: bool) -> None:
     """One process of a fit with DDP."""
     os.environ.update(NODE_RANK="0", LOCAL_RANK=str(rank), WORLD_SIZE=str(world),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT="29512")  # fmt: skip
-    import warnings
-
     warnings.simplefilter("ignore")
     with open_pool(directory) as pool:
         data = Dataset(pool, "a")
@@ -151,8 +153,6 @@ def test_two_ranks_share_each_epoch_and_resume(directory: Path, early: bool) -> 
 
 def test_rebuilding_from_public_attributes_gives_the_same_loader(directory: Path) -> None:
     """Constructor arguments are attributes of the same names."""
-    import inspect
-
     with open_pool(directory) as pool:
         data = Dataset(pool, "a")
         given: dict[str, Any] = {
