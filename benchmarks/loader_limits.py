@@ -21,7 +21,8 @@ class MemoryLimit:
     """
 
     def __init__(self, nbytes: int = LIMIT_BYTES) -> None:
-        self.nbytes, self.problem, self.path = nbytes, "", None
+        self.nbytes, self.problem = nbytes, ""
+        self.path: Path | None = None
         first = _ROOT / "memory" if (_ROOT / "memory").is_dir() else _ROOT
         name = "memory.limit_in_bytes" if first.name == "memory" else "memory.max"
         path = first / f"hpstore-bench-{os.getpid()}"
@@ -36,7 +37,9 @@ class MemoryLimit:
     def close(self) -> None:
         """Remove the group; its processes have ended. Idempotent."""
         path, self.path = self.path, None
-        for _ in range(50 if path is not None else 0):
+        if path is None:
+            return
+        for _ in range(50):
             with contextlib.suppress(OSError):
                 path.rmdir()
                 return
