@@ -277,7 +277,7 @@ def contenders(cases: dict[str, Figures]) -> dict[str, Any]:
 
 def middle(sessions: Sequence[Found], key: str, digits: int) -> float:
     """Median of a figure."""
-    return float(round(statistics.median(session[key] for session in sessions), digits or None))
+    return round(float(statistics.median(session[key] for session in sessions)), digits)
 
 
 def raw_figures(raw: Sequence[Found]) -> dict[str, Any]:

@@ -21,7 +21,8 @@ class MemoryLimit:
     """
 
     def __init__(self, nbytes: int = LIMIT_BYTES) -> None:
-        self.nbytes, self.problem, self.path = nbytes, "", None
+        self.nbytes, self.problem = nbytes, ""
+        self.path: Path | None = None
         first = _ROOT / "memory" if (_ROOT / "memory").is_dir() else _ROOT
         name = "memory.limit_in_bytes" if first.name == "memory" else "memory.max"
         path = first / f"hpstore-bench-{os.getpid()}"

@@ -237,5 +237,7 @@ def cpus() -> int:
     return len(os.sched_getaffinity(0))
 
 
-__all__ = ["TORCH_PEERS", "Memmap", "Peer", "TorchPeer", "collate_rows", "cpus", "installed",
-           "sample_of", "write_flat"]  # fmt: skip
+__all__ = [
+    "TORCH_PEERS", "Memmap", "Peer", "collate_rows", "cpus", "installed", "sample_of",
+    "write_flat",
+]  # fmt: skip

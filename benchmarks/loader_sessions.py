@@ -9,6 +9,7 @@ an error, not a figure.
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class Spec:
 
     def peer(self) -> Peer:
         """The contender."""
+        multiprocessing.set_start_method("fork", force=True)  # a session's own is the fork server
         kind = kind_of(self.contender)
         made = kind(self.directory / kind.store, self.data, self.device)
         if isinstance(made, Ours):
