@@ -35,6 +35,7 @@ from hpstore.loaders import (
     unfinished_ingests,
     verify_dataset,
 )
+from hpstore.loaders.ingestion.journal import Journal, Progressed
 from hpstore.pool import Pool
 
 SHARD: dict[str, Any] = {"shard_bytes": 1 << 16, "unit_bytes": 1 << 14}  # small ones: many parts
@@ -270,6 +271,26 @@ def test_a_failed_publication_loses_nothing(
     assert verify_dataset(pool, "train").clean
 
 
+def test_a_part_stays_when_its_note_may_have_been_put(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The put of the journal fails and is visible all the same: what it names must be there."""
+    root = images(tmp_path / "in")
+    save = Journal.save
+
+    def unclear(self: Journal, progressed: Progressed) -> None:
+        save(self, progressed)
+        if progressed.parts:
+            raise TooFewDevices("not acknowledged")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "save", unclear)
+        with pytest.raises(TooFewDevices):
+            ingest(pool, "train", root, **SHARD)
+    assert ingest(pool, "train", root, **SHARD).resumed_samples > 0
+    assert verify_dataset(pool, "train").clean
+
+
 def test_a_kill_right_after_publication_is_no_unfinished_ingest(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,6 +302,8 @@ def test_a_kill_right_after_publication_is_no_unfinished_ingest(
     other = images(tmp_path / "other", 6)
     with pytest.raises(VersionConflict, match="exists"):
         ingest(pool, "train", root, **SHARD)
+    cut_short(pool, "train", other, 4, overwrite=True)
+    assert sorted(rows(pool, "train")) == sorted(wanted_rows(root))
     ingest(pool, "train", other, overwrite=True, **SHARD)
     assert sorted(rows(pool, "train")) == sorted(wanted_rows(other))
     assert unfinished_ingests(pool) == {}
