@@ -41,11 +41,11 @@ def value_of(field: Field, number: int) -> Any:
     """A value of a fixed field, by the sample's number."""
     rng = np.random.default_rng(number)
     if field.dtype == "bfloat16":
-        raw = torch.from_numpy(rng.random(field.shape, np.float32))
+        raw = torch.from_numpy(rng.random(field.inner_shape, np.float32))
         return raw.to(torch.bfloat16)
     if field.dtype == "float32":
-        return rng.random(field.shape, np.float32)
-    return rng.integers(0, 256, field.shape, np.uint8)
+        return rng.random(field.inner_shape, np.float32)
+    return rng.integers(0, 256, field.inner_shape, dtype=np.uint8)
 
 
 def values_of(fields: dict[str, Field], number: int) -> dict[str, Any]:
