@@ -104,7 +104,12 @@ def test_a_hung_device_in_mid_epoch_delays_and_changes_nothing(
     """
     lost: list[Slot] = []
     plain = Slots.forget
-    monkeypatch.setattr(Slots, "forget", lambda ring, slot: (lost.append(slot), plain(ring, slot)))
+
+    def forget(ring: Slots, slot: Slot) -> None:
+        lost.append(slot)
+        plain(ring, slot)
+
+    monkeypatch.setattr(Slots, "forget", forget)
     hangs = Hangs(made)
     with made.open(wrap=hangs.wrap) as pool:
         data = Dataset(pool, "rows")

@@ -162,7 +162,8 @@ def test_subsets_stay_native_and_subclasses_of_ones_own_do_not(
 
     class Augmented(Dataset):
         def __getitems__(self, indices: Any) -> Any:
-            return [{"label": one["label"] + 1000} for one in super().__getitems__(indices)]
+            found: Any = super().__getitems__(indices)
+            return [{"label": one["label"] + 1000} for one in found]
 
     own = Augmented(data.pool, data.name)
     assert flat(DataLoader(own, 50)) == list(range(1000, 1000 + COUNT))

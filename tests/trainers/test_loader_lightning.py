@@ -77,7 +77,8 @@ def trainer(folder: Path, *callbacks: Any, **options: Any) -> Any:
 
 
 def expected(data: Dataset, epochs: int, **place: int) -> list[tuple[int, list[int]]]:
-    loader = DataLoader(data, **{"rank": 0, "world_size": 1, **OPTIONS, **place})
+    options: dict[str, Any] = {"rank": 0, "world_size": 1, **OPTIONS, **place}
+    loader = DataLoader(data, **options)
     return [(epoch, labels(batch)) for epoch in range(epochs) for batch in loader]
 
 
