@@ -88,15 +88,19 @@ KEEP: dict[str, Callable[[torch.Tensor], Any]] = {
     "arrays": lambda tensor: (
         tensor.view(torch.int16).numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()
     ),
+<<<<<<< HEAD
     "dlpack": lambda tensor: torch.utils.dlpack.from_dlpack(tensor),
+=======
+    "dlpack": lambda tensor: np.from_dlpack(tensor) if tensor.dtype is torch.uint8 else tensor,
+>>>>>>> d55f0af9806a1004266d751ac9338f187bf7d508
 }
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_what_is_kept_of_a_batch_is_never_overwritten(data: Dataset, mode: str) -> None:
-    """Two batches' worth of slots; of every third batch one field is kept in one of many ways."""
+    """Four slots; of every third batch one field is kept in one of many ways."""
     options = {"shuffle": True, **MODES[mode]}
-    loader = DataLoader(data, BATCH, num_workers=2, prefetch_bytes="600KiB", **options)
+    loader = DataLoader(data, BATCH, num_workers=2, prefetch_bytes="4MiB", **options)
     kept: list[tuple[list[int], Any]] = []
     ways = list(KEEP.values())
     for epoch in range(8):
@@ -108,6 +112,7 @@ def test_what_is_kept_of_a_batch_is_never_overwritten(data: Dataset, mode: str) 
             del batch, choice
         gc.collect()
     assert len(kept) > len(ways)
+    assert loader.stats()["batch_memory_bytes"] > 0
     for marks, value in kept:
         if isinstance(value, np.ndarray) and value.dtype == np.int16:
             value = torch.from_numpy(value).view(torch.bfloat16)
@@ -122,12 +127,12 @@ def test_a_list_of_the_loader_and_a_replay_buffer_of_all_epochs(
     """Every batch of many epochs is held: next() never waits for one, and says so once."""
     options = {"shuffle": True, **MODES[mode]}
     with caplog.at_level(logging.WARNING, "hpstore.loaders.slots"):
-        loader = DataLoader(data, BATCH, prefetch_bytes="300KiB", **options)
+        loader = DataLoader(data, BATCH, prefetch_bytes="2MiB", **options)
         replay = [batch for _ in range(5) for batch in list(loader)]
     assert len(replay) == 5 * COUNT // BATCH
     assert all(still(marks, value) for batch in replay for marks, value in tensors(batch))
     assert loader.stats()["batches_in_ordinary_memory"] > 0
-    assert loader.stats()["batch_memory_bytes"] <= 300 * KIB
+    assert loader.stats()["batch_memory_bytes"] == 2 * MIB
     assert len([r for r in caplog.records if "held by the user" in r.message]) == 1
     loader.close()
 
@@ -141,18 +146,19 @@ def resident_bytes() -> int:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_memory_stays_flat_over_many_epochs(data: Dataset, mode: str) -> None:
-    """20 epochs after a warm-up: it grows by less than one copy of the data in 5 epochs."""
-    loader = DataLoader(data, BATCH, **{"shuffle": True, **MODES[mode]})
+    """Of what 25 epochs hand out, at most a half may be left, beside the slots there are."""
+    loader = DataLoader(data, BATCH, prefetch_bytes="8MiB", **{"shuffle": True, **MODES[mode]})
 
-    def epochs(count: int) -> int:
-        for _ in range(count):
+    def left_after(epochs: int) -> int:
+        for _ in range(epochs):
             for _ in loader:
                 pass
         gc.collect()
-        return resident_bytes()
+        return resident_bytes() - int(loader.stats()["batch_memory_bytes"])
 
-    before = epochs(5)
-    assert epochs(20) - before < 4 * sum(int(s.payload_bytes.sum()) for s in data.streams)
+    before = left_after(5)
+    handed = 25 * sum(int(stream.payload_bytes.sum()) for stream in data.streams)
+    assert left_after(25) - before < handed // 2
     loader.close()
 
 
@@ -186,7 +192,7 @@ def test_threads_end_with_their_loader(data: Dataset, mode: str) -> None:
 def test_slots_come_back_when_the_last_array_over_them_goes() -> None:
     """Unit: limit, ordinary memory beyond it, sizes that change, release, lost ones."""
     ring = Slots(2 * MIB)
-    first, second = ring.take(MIB), ring.take(MIB)
+    first, second = ring.take(MIB // 2), ring.take(MIB // 2)
     spare = ring.take(10)
     assert (ring.made_bytes, ring.ordinary_total, len(spare.memory)) == (2 * MIB, 1, 10)
     one, two = first.memory[:100].copy(), first.memory[100:]
@@ -194,17 +200,17 @@ def test_slots_come_back_when_the_last_array_over_them_goes() -> None:
     parts = [first.memory[:100], first.memory[100:]]
     first.hand_out(parts)
     second.release()
-    assert ring.take(MIB) is second
+    assert ring.take(MIB // 2) is second
     view = parts[0]
     parts.clear()
     assert ring.take(5).memory is not first.memory
     del view, two
-    assert ring.take(MIB) is first
+    assert ring.take(MIB // 2) is first
     second.release()
-    larger = ring.take(2 * MIB)  # there is room once the free one has gone, not for both
+    larger = ring.take(3 * MIB // 2)  # there is room once the free one has gone, not for both
     assert ring.ordinary_total == 3
     larger.release()  # ordinary: nothing comes back
     first.lose()
-    assert ring.made_bytes <= MIB
-    assert len(ring.take(MIB).memory) == MIB
+    assert ring.made_bytes == 0
+    assert len(ring.take(MIB // 2).memory) == MIB
     assert ring.ordinary_total == 3

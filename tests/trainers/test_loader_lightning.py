@@ -76,7 +76,7 @@ def trainer(folder: Path, *callbacks: Any, **options: Any) -> Any:
     )  # fmt: skip
 
 
-def expected(data: Dataset, epochs: int, **place: Any) -> list[tuple[int, list[int]]]:
+def expected(data: Dataset, epochs: int, **place: int) -> list[tuple[int, list[int]]]:
     options: dict[str, Any] = {"rank": 0, "world_size": 1, **OPTIONS, **place}
     loader = DataLoader(data, **options)
     return [(epoch, labels(batch)) for epoch in range(epochs) for batch in loader]
