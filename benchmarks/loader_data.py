@@ -36,6 +36,9 @@ class Data:
     kind: str
     size_bytes: int
 
+    def __reduce__(self) -> tuple[type[Data], tuple[str, int]]:
+        return Data, (self.kind, self.size_bytes)  # what is computed is not sent to sessions
+
     @property
     def ragged(self) -> bool:
         """Whether the records have different lengths."""

@@ -7,7 +7,8 @@ import os
 import time
 from pathlib import Path
 
-from hpstore.units import MIB
+from hpstore.benchmarks.checkpoint_sessions import drop_cache
+from hpstore.units import GIB, MIB
 
 LIMIT_BYTES = 800 * MIB
 _ROOT = Path("/sys/fs/cgroup")
@@ -52,9 +53,16 @@ def enter(path: Path | None) -> None:
         (path / "cgroup.procs").write_text(str(os.getpid()))
 
 
-def drop_caches() -> str:
-    """Empty the page cache of the machine; why it cannot be done, or ""."""
+def drop_caches(directory: Path, nbytes: int) -> str:
+    """Nothing under a directory is in the page cache afterwards; "", or why not all of it is gone.
+
+    The caches of the whole machine go, its directory entries too, unless `nbytes` of data are
+    few: then nobody else is disturbed.
+    """
     os.sync()
+    drop_cache(directory)
+    if nbytes < GIB:
+        return "directory entries were kept"
     try:
         _DROP.write_text("3")
     except OSError as error:

@@ -18,11 +18,11 @@ import numpy as np
 from hpstore.benchmarks.loader_data import BATCH, Data
 from hpstore.benchmarks.loader_peers import write_flat
 from hpstore.buffers import aligned_array
-from hpstore.units import MIB, round_up
+from hpstore.units import GIB, MIB, round_up
 
 BLOCK_BYTES = 4 * MIB
 THREADS = 32
-SECONDS = 3.0  # that random reads are measured
+SECONDS, SMALL_SECONDS = 3.0, 0.5  # that random reads are measured: of much and of few data
 
 
 class Raw:
@@ -30,6 +30,7 @@ class Raw:
 
     def __init__(self, path: Path, data: Data) -> None:
         self._path, self._data = path, data
+        self._seconds = SECONDS if data.nbytes >= GIB else SMALL_SECONDS
         mean = data.nbytes // data.rows
         self.record_bytes = round_up(mean, 4096)
 
@@ -58,7 +59,7 @@ class Raw:
 
     def random(self) -> float:
         """Reads a second of one record's bytes each, at random places, by 32 threads."""
-        end = time.perf_counter() + SECONDS
+        end = time.perf_counter() + self._seconds
         places = max(1, self._path.stat().st_size // self.record_bytes)
 
         def read(fd: int, seed: int) -> int:
@@ -83,7 +84,7 @@ class Raw:
         done = subprocess.run(
             [program, "--name=read", f"--filename={self._path}", "--rw=randread", "--direct=1",
              f"--bs={self.record_bytes}", "--ioengine=io_uring", "--iodepth=32", "--time_based",
-             f"--runtime={SECONDS}", "--readonly", "--allow_file_create=0", "--norandommap",
+             f"--runtime={max(1, round(self._seconds))}", "--readonly", "--allow_file_create=0", "--norandommap",
              "--output-format=json"],
             capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip

@@ -70,7 +70,7 @@ def epoch_session(sections: Sections, spec: Spec) -> Found:
     who = spec.peer()
     room = 2 * spec.data.nbytes if spec.group is None else 0
     if spec.cold:
-        problem = limits.drop_caches()
+        problem = limits.drop_caches(who.directory, spec.data.nbytes)
         sections.warm(room)
         limits.enter(spec.group)
         found = timed_epoch(who, 0, spec)
@@ -142,7 +142,7 @@ def raw_session(sections: Sections, spec: Spec) -> Found:
     """What the device gives without any loader, in samples a second."""
     raw = Raw(spec.directory / Memmap.store / "flat", spec.data)
     raw.write()
-    limits.drop_caches()
+    limits.drop_caches(spec.directory / Memmap.store, spec.data.nbytes)
     sections.warm(64 * MIB)
     sequential, threads = raw.sequential(), raw.random()
     reads, why = raw.fio()

@@ -1,0 +1,310 @@
+"""The loader benchmark on tiny data: everybody gives back what was written, ratios are named."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hpstore.benchmarks import loader, loader_bars, loader_special
+from hpstore.benchmarks.ballast import Ballast
+from hpstore.benchmarks.checkpoint import progress
+from hpstore.benchmarks.loader_contenders import (
+    GROUPS,
+    PEERS,
+    kind_of,
+    not_installed,
+    peers_named,
+)
+from hpstore.benchmarks.loader_data import BATCH, Batch, Data
+from hpstore.benchmarks.loader_library_peers import LIBRARY_PEERS
+from hpstore.benchmarks.loader_limits import MemoryLimit, enter
+from hpstore.benchmarks.loader_ours import OURS, Ours, lost_share
+from hpstore.benchmarks.loader_peers import TORCH_PEERS, Memmap, Peer
+from hpstore.benchmarks.loader_raw import Raw
+from hpstore.benchmarks.loader_sessions import Spec, epoch_session, timed_epoch, write_session
+from hpstore.benchmarks.measure import Options
+from hpstore.benchmarks.sessions import Found, Sections, Session, SessionFailed, Sessions
+from hpstore.benchmarks.suite import size_named
+from hpstore.errors import ConfigError
+from hpstore.units import KIB, MIB
+
+SIZE = 4 * BATCH * 12 * KIB
+LOADER = "hpstore.benchmarks.loader_sessions"
+
+
+class NoBallast(Sections):
+    """Sections of a session that runs in the test itself."""
+
+    def __init__(self) -> None:
+        pass
+
+    def warm(self, nbytes: int) -> None:
+        pass
+
+
+@pytest.fixture(params=["A", "B"])
+def spec(request: pytest.FixtureRequest, tmp_path: Path) -> Spec:
+    """Tiny data of both kinds."""
+    return Spec(contender="", directory=tmp_path, data=Data(request.param, SIZE))
+
+
+def test_full_data_are_200_000_and_20_000_records() -> None:
+    """12 KiB each, and 150 KiB in the mean."""
+    fixed, ragged = Data("A", size_named("full", "loader")), Data("B", size_named("", "loader"))
+    assert (fixed.rows, fixed.nbytes) == (200_000, 200_000 * 12 * KIB)
+    assert ragged.rows == 20_000
+    assert ragged.nbytes / ragged.rows == pytest.approx(150 * KIB, rel=0.01)
+
+
+def test_check_sees_a_changed_byte_and_a_wrong_label() -> None:
+    """The last row is compared whole, the others by their numbers."""
+    data = Data("A", SIZE)
+    rows = torch.from_numpy(np.stack([data.record(i) for i in (3, 9, 5)]))
+    data.check((rows, torch.tensor([3, 9, 5])), "nobody")
+    with pytest.raises(RuntimeError, match="nobody returned other values"):
+        data.check((rows, torch.tensor([3, 8, 5])), "nobody")
+    rows[-1, 5000] += 1
+    with pytest.raises(RuntimeError, match="other values"):
+        data.check((rows, torch.tensor([3, 9, 5])), "nobody")
+
+
+class Wrong(Memmap):
+    """Loses or repeats samples."""
+
+    drop: tuple[int, ...] = ()
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        values = torch.from_numpy(np.stack(list(self.data.records())))
+        labels = torch.arange(len(values))
+        kept = torch.tensor([i for i in range(len(values)) if i not in self.drop])
+        yield values[kept], labels[kept]
+
+
+def test_epoch_with_a_lost_sample_is_an_error_and_no_figure(tmp_path: Path) -> None:
+    """Complete epochs pass."""
+    data = Data("A", SIZE)
+    spec = Spec(contender="", directory=tmp_path, data=data)
+    who = Wrong(tmp_path, data)
+    assert timed_epoch(who, 0, spec)["batches"] == 1
+    who.drop = (17,)
+    with pytest.raises(RuntimeError, match="samples, not 1024 once each"):
+        timed_epoch(who, 0, spec)
+
+
+def test_epoch_that_takes_too_long_is_cut_and_says_so(tmp_path: Path) -> None:
+    """Its rate counts what it read."""
+    data = Data("A", SIZE)
+    spec = Spec(contender="", directory=tmp_path, data=data, epoch_seconds=0.0)
+    who = Wrong(tmp_path, data)
+    who.drop = (1, 2)
+    assert timed_epoch(who, 0, spec)["cut"]
+
+
+def run(session: Session, spec: Spec) -> Found:
+    """In a process of its own, as the benchmark does it, what may leave processes behind."""
+    kind = kind_of(spec.contender)
+    if kind in LIBRARY_PEERS or getattr(kind, "workers", False):
+        return Sessions(Ballast(0), preload=LOADER).run(session, spec)
+    return session(NoBallast(), spec)
+
+
+@pytest.mark.parametrize("name", [*PEERS, *(kind.name for kind in OURS)])
+def test_every_contender_reads_each_sample_once_an_epoch(spec: Spec, name: str) -> None:
+    """Bytes and labels are checked by the session; two epochs."""
+    if name in PEERS and (why := not_installed(name)):
+        pytest.skip(why)
+    spec = replace(spec, contender=name, cold=False)
+    run(write_session, spec)
+    found = run(epoch_session, spec)
+    assert found["rate"] > 0
+    assert found["batches"] == found["first_epoch"]["batches"] >= spec.data.rows // BATCH
+    assert not found["cut"]
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_degraded_sessions_read_without_devices(spec: Spec, lost: int) -> None:
+    """The data are whole; what the missing devices hold of the data columns is known."""
+    spec = replace(spec, contender=Ours.name, lost=lost)
+    write_session(NoBallast(), spec)
+    who = spec.peer()
+    assert isinstance(who, Ours)
+    states = [device.state for device in who.open().pool.status().devices]
+    assert states.count("missing") == lost
+    assert timed_epoch(who, 0, spec)["batches"] == len(who.open()) // BATCH
+    who.close()
+    assert 0 < lost_share(who.directory, lost) < 1
+    assert lost_share(who.directory, 0) == 0
+
+
+def test_every_shuffle_is_another_one(tmp_path: Path) -> None:
+    """No peer reads the file in order, and two epochs differ."""
+    data = Data("A", SIZE)
+    for kind in (*TORCH_PEERS, *OURS):
+        directory = tmp_path / kind.store
+        if not directory.exists():
+            directory.mkdir()
+            kind(directory, data).write()
+        if getattr(kind, "workers", False):
+            continue  # the same sampler as without
+        who = kind(directory, data)
+        orders = [torch.cat([labels for _, labels in who.epoch(e)]) for e in (0, 1)]
+        assert not torch.equal(orders[0], orders[1])
+        assert not torch.equal(orders[0], torch.arange(data.rows))
+        who.close()
+
+
+def test_raw_figures_are_rates_of_the_same_bytes(
+    spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fio is used where it is there, and its absence is explained."""
+    raw = Raw(spec.directory / "flat" / "flat", spec.data)
+    raw.write()
+    assert raw.sequential() > 0
+    assert raw.random() > 0
+    assert raw.copy() > 0
+    monkeypatch.setenv("PATH", "")
+    assert raw.fio() == (None, "fio is not installed: the figure of 32 threads stands in")
+
+
+def test_memory_limit_holds_or_says_why_not() -> None:
+    """A process in the group is counted there; the group goes when it is closed."""
+    with closing(MemoryLimit(64 * MIB)) as limit:
+        if limit.problem:
+            pytest.skip(limit.problem)
+        path = limit.path
+        assert path is not None
+        if not (child := os.fork()):
+            enter(path)
+            inside = str(os.getpid()) in (path / "cgroup.procs").read_text().split()
+            os._exit(0 if inside else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    assert not path.exists()
+
+
+SMALL = {"EPOCHS": 3, "WARM_EPOCHS": 1, "GROWTH_ROWS": 1024, "BOUNDARIES": 1, "READY": 2}
+
+
+def test_figures_without_peers_have_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each session gives a ratio for every mode, or says why not."""
+    for constant, value in SMALL.items():
+        monkeypatch.setattr(loader_special, constant, value)
+    spec = Spec(contender=Ours.name, directory=tmp_path, data=Data("A", SIZE))
+    write_session(NoBallast(), spec)
+    found = {name: run(NoBallast(), spec) for name, run in loader_special.SPECIAL.items()}
+    rows = loader_bars.special_verdicts(found)
+    for mode in loader_special.MODES:
+        for figure in ("first_batch_ms, {}, 99 %", "boundary_gap_in_batches, {}",
+                       "ready_next_us, {}", "growth_MiB_50_epochs, {}"):  # fmt: skip
+            assert isinstance(rows[figure.format(mode)]["met"], bool)
+    assert rows["names_in_shared_memory_after_kill"]["median"] == 0
+
+
+def test_run_reports_both_data_sets_with_verdicts(tmp_path: Path) -> None:
+    """One repetition; what was not measured says so, and nothing is left behind."""
+    options = Options(directory=tmp_path, size_bytes=SIZE, repeats=1, peers="",
+                      cases="warm,limited")  # fmt: skip
+    found = json.loads(json.dumps(loader.bench_loader(options)))
+    assert set(found) == {"A", "B"}
+    assert "not three times larger" in found["A"]["failed"]["limited"]
+    for kind in found.values():
+        assert isinstance(kind["ratios"]["warm_to_best_peer"]["skipped"], str)
+        assert set(kind["contenders"]) == {Ours.name}
+        assert kind["raw"]["random_reads"]["median"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+class Scripted(Sessions):
+    """Sessions of which those of one contender fail."""
+
+    def __init__(self, fails: str) -> None:
+        self._fails = fails
+        self.asked: list[str] = []
+
+    def run(self, session: Session, spec: object) -> Found:
+        assert isinstance(spec, Spec)
+        self.asked.append(spec.contender)
+        if spec.contender == self._fails:
+            raise SessionFailed("OSError: no space\nTraceback ...")
+        return {}
+
+
+def test_peer_that_fails_is_left_out_with_its_reason_and_ours_ends_the_run(spec: Spec) -> None:
+    """The others go on."""
+    with progress(1) as bar:
+        sessions = Scripted("litdata")
+        runner = loader.Runner(spec, sessions, bar, ["torch memmap"], ["cold"])
+        runner._peers.append("litdata")  # whether it is installed here or not
+        for _ in range(2):
+            runner._case("cold", spec)
+        assert runner.found.failed == {"litdata, cold": "OSError: no space"}
+        assert sessions.asked.count("litdata") == 1
+        assert len(runner.found.cases["cold"]["torch memmap"]) == 2
+        with pytest.raises(SessionFailed):
+            loader.Runner(spec, Scripted(Ours.name), bar, [], ["cold"])._case("cold", spec)
+
+
+def test_unknown_names_are_named() -> None:
+    """Peers, cases, devices."""
+    with pytest.raises(ConfigError, match=r"no peer is called 'tourch'.*torch"):
+        peers_named("tourch")
+    with pytest.raises(ConfigError, match=r"no case is called 'hot'.*cold"):
+        loader.cases_named("hot")
+    with pytest.raises(ConfigError, match="'warp' is not here"):
+        loader.check_device("warp")
+
+
+def test_groups_name_their_peers_and_absent_ones_say_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`torch` stands for all ways to use torch."""
+    assert set(peers_named("torch")) == {kind.name for kind in TORCH_PEERS}
+    assert "litdata" in GROUPS
+    monkeypatch.setattr(Memmap, "package", "no-such-package")
+    assert not_installed(Memmap.name).endswith("pip install no-such-package")
+
+
+def session(rate: float, **facts: object) -> Found:
+    """What an epoch session found."""
+    return {"rate": rate, "steady_rate": rate, "cut": False, "main_us": 1.0, **facts}
+
+
+def test_bars_of_warm_data_compare_with_the_peer_they_name() -> None:
+    """1.2 times the memmap by batch, 4 times two workers; the best peer is found."""
+    found = defaultdict(list, {
+        "hpstore": [session(260.0)], "torch memmap getitems": [session(200.0)],
+        "torch memmap 2 workers": [session(80.0)],
+    })  # fmt: skip
+    rows = loader_bars.warm_verdicts("A", found)
+    assert rows["warm_to_memmap_getitems"]["median"] == 1.3
+    assert rows["warm_to_memmap_getitems"]["met"]
+    assert not rows["warm_to_memmap_2_workers"]["met"]
+    assert rows["warm_to_best_peer"]["against"] == "torch memmap getitems"
+    assert "skipped" in rows["warm_to_memmap_getitems_2_workers"]
+    assert rows["main_thread_us_a_sample"]["met"]
+
+
+def test_degraded_random_reads_are_held_against_arithmetic() -> None:
+    """Half of healthy is all that is allowed when one in three units is lost: 0.45 is 0.9 of it."""
+    names = (loader_bars.RECORDS, loader_bars.WINDOWS)
+    healthy = {"cold": {name: [session(100.0)] for name in names}}
+    lost = {2: {"cold": {name: [session(46.0)] for name in names}}}
+    rows = loader_bars.degraded_verdicts(healthy, lost, {2: 0.5})
+    assert rows["degraded_2_global_to_what_arithmetic_allows"]["met"]
+    assert not rows["degraded_2_window_to_healthy"]["met"]
+    assert "skipped" in rows["degraded_2_in_memory_to_healthy"]
+
+
+def test_every_contender_says_how_it_is_set_up() -> None:
+    """The report shows it beside the figures."""
+    for name in (*PEERS, *(kind.name for kind in OURS)):
+        kind: type[Peer] = kind_of(name)
+        assert len(kind.configuration) > 20
