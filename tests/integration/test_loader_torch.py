@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -215,19 +213,11 @@ def test_a_distributed_sampler_follows_our_epoch_or_ours_follows_it(
     source: Any = Rows() if foreign else data
 
     def theirs(epoch: int) -> list[int]:
-<<<<<<< HEAD
         sampler: DistributedSampler[Any] = DistributedSampler(source, 2, 1, shuffle=True, seed=9)
         sampler.set_epoch(epoch)
         return list(sampler)
 
     sampler: DistributedSampler[Any] = DistributedSampler(source, 2, 1, shuffle=True, seed=9)
-=======
-        sampler: Any = DistributedSampler(source, 2, 1, shuffle=True, seed=9)
-        sampler.set_epoch(epoch)
-        return list(sampler)
-
-    sampler: Any = DistributedSampler(source, 2, 1, shuffle=True, seed=9)
->>>>>>> d55f0af9806a1004266d751ac9338f187bf7d508
     loader = DataLoader(source, 10, sampler=sampler)
     assert [flat(loader) for _ in range(3)] == [theirs(0), theirs(1), theirs(2)]
     sampler.set_epoch(7)
@@ -260,10 +250,7 @@ def test_without_a_batch_size_samples_come_one_by_one(data: Dataset, foreign: bo
     again.load_state_dict(shuffled.state_dict())
     assert len(list(again)) == COUNT - 2
     if not foreign:
-<<<<<<< HEAD
         check({k: tensor(v)[None] for k, v in data[17].items()}, PLAIN)
-=======
->>>>>>> d55f0af9806a1004266d751ac9338f187bf7d508
         lists = DataLoader(source, None, sampler=[[1, 2], [3]])
         assert [labels(batch) for batch in lists] == [[1, 2], [3]]
         singles = DataLoader(source, None, sampler=[4, 2])
@@ -332,11 +319,7 @@ def test_a_native_data_set_in_torchs_own_workers(data: Dataset, context: Any) ->
     )  # fmt: skip
     run = iter(plain)
     first = next(run)
-<<<<<<< HEAD
     check({name: tensor(data[3][name])[None] for name in PLAIN}, PLAIN)
-=======
-    assert int(torch.as_tensor(data[3]["label"])) == 3
->>>>>>> d55f0af9806a1004266d751ac9338f187bf7d508
     assert labels(first) + flat(run) == list(range(COUNT))
     check(first, PLAIN)
 
@@ -426,34 +409,6 @@ def test_ctrl_c_while_waiting_loses_nothing(data: Dataset) -> None:
     assert found + [label for batch in run for label in labels(batch)] == list(range(COUNT))
 
 
-EXITS = """
-import sys, hpstore
-from hpstore.loaders import DataLoader, Dataset
-data = Dataset(hpstore.open(sys.argv[1]), "plain")
-loader = DataLoader(data, 4, seed=1, num_workers=2, **eval(sys.argv[2]))
-run = iter(loader)
-next(run)
-if sys.argv[3] == "error":
-    raise SystemExit(7)
-"""
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("end", ["end", "error"])
-def test_a_process_that_stops_in_mid_epoch_ends(
-    data: Dataset, root: Path, mode: str, end: str
-) -> None:
-    """Threads that wait for pages to come do not hold up the interpreter."""
-    toml = str(root / "pool.toml")
-    child = subprocess.run(
-        [sys.executable, "-c", EXITS, toml, repr({"shuffle": True, **MODES[mode]}), end],
-        env={**os.environ, "PYTHONPATH": os.getcwd()}, timeout=LIMIT, capture_output=True,
-        check=False,
-    )  # fmt: skip
-    assert child.returncode == (7 if end == "error" else 0), child.stderr.decode()
-    assert child.stderr == b""
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_jumping_about_never_waits_for_what_is_not_read(data: Dataset, mode: str) -> None:
     """Breaks, set_epoch, load_state_dict with an epoch made ahead: each goes on at once."""
@@ -504,11 +459,7 @@ def test_ragged_fields_of_a_batch(ragged: Dataset) -> None:
     assert len(sound) == 8
     for row, one in enumerate(sound):
         assert torch.equal(one, sound[row])
-<<<<<<< HEAD
         assert torch.equal(one, tensor(ragged[row]["sound"]))
-=======
-        assert same(one, ragged[row]["sound"])
->>>>>>> d55f0af9806a1004266d751ac9338f187bf7d508
     assert torch.equal(sound[-1], sound[7])
     with pytest.raises(IndexError):
         sound[8]

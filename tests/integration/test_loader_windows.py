@@ -6,6 +6,9 @@ a fraction of the 33 stripes.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from hpstore.pool import Pool
 from hpstore.units import KIB
 from tests.fault.common import within
 from tests.integration.data_sets import make_pool
-from tests.integration.loader_cases import COUNT, check, flat, labels, ranks, write
+from tests.integration.loader_cases import COUNT, MODES, check, flat, labels, ranks, write
 
 FIELDS = {"image": Field("uint8", (3, 80, 80)), "label": Field("int64")}
 LIMIT = 60.0
@@ -28,9 +31,13 @@ WINDOW: dict[str, Any] = {"cache": 0, "shuffle": "window", "window_bytes": 1, "s
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    directory = Path(tmp_path_factory.mktemp("pool"))
-    with make_pool(directory, data=1, parity=1, devices=2) as made:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(tmp_path_factory.mktemp("pool"))
+
+
+@pytest.fixture(scope="module")
+def pool(root: Path) -> Iterator[Pool]:
+    with make_pool(root, data=1, parity=1, devices=2) as made:
         yield made
 
 
@@ -144,6 +151,35 @@ def test_runs_that_are_left_hold_up_nobody(data: Dataset) -> None:
     two = [label for batch in within(LIMIT, lambda: list(first)) for label in labels(batch)]
     assert one == two
     within(LIMIT, loader.close)
+
+
+EXITS = """
+import sys, hpstore
+from hpstore.loaders import DataLoader, Dataset
+data = Dataset(hpstore.open(sys.argv[1]), "a")
+loader = DataLoader(data, 4, num_workers=2, **eval(sys.argv[2]))
+run = iter(loader)
+next(run)
+if sys.argv[3] == "error":
+    raise SystemExit(7)
+"""
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("end", ["end", "error"])
+def test_a_process_that_stops_in_mid_epoch_ends(
+    data: Dataset, root: Path, mode: str, end: str
+) -> None:
+    """Threads that wait for pages to come do not hold up the interpreter."""
+    toml = str(root / "pool.toml")
+    options = {"shuffle": True, **{**MODES, "window": WINDOW}[mode]}
+    child = subprocess.run(
+        [sys.executable, "-c", EXITS, toml, repr(options), end],
+        env={**os.environ, "PYTHONPATH": os.getcwd()}, timeout=LIMIT, capture_output=True,
+        check=False,
+    )  # fmt: skip
+    assert child.returncode == (7 if end == "error" else 0), child.stderr.decode()
+    assert child.stderr == b""
 
 
 def test_bounds_of_pages() -> None:
