@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from hpstore import budget
 from hpstore.budget import ByteBudget
 from hpstore.errors import BudgetExceeded
 
@@ -188,3 +189,26 @@ def test_many_threads_never_pass_the_limit() -> None:
         thread.join()
     assert 0 < budget.peak_bytes <= 100
     assert budget.used_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("lines", "limit", "usage"),
+    [
+        (["0::/job/step"], "/sys/fs/cgroup/job/memory.max", "/sys/fs/cgroup/job/memory.current"),
+        (
+            ["4:cpu,memory:/job/step", "0::/"],
+            "/sys/fs/cgroup/memory/job/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/job/memory.usage_in_bytes",
+        ),
+    ],
+)
+def test_limit_of_a_group_above_our_own_counts(
+    monkeypatch: pytest.MonkeyPatch, lines: list[str], limit: str, usage: str
+) -> None:
+    """A batch job limits its steps; what the node has free is no measure there."""
+    files = {"/proc/self/cgroup": lines, limit: ["800000"], usage: ["300000"],
+             "/proc/meminfo": ["MemAvailable: 1000 kB"]}  # fmt: skip
+    monkeypatch.setattr(budget, "_lines", lambda path: files.get(path, []))
+    assert budget.available_bytes() == 500_000
+    files[limit] = ["max"]
+    assert budget.available_bytes() == 1000 * 1024
