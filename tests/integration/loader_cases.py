@@ -42,18 +42,10 @@ def value_of(field: Field, number: int) -> Any:
     rng = np.random.default_rng(number)
     shape = [size for size in field.shape if size is not None]
     if field.dtype == "bfloat16":
-<<<<<<< HEAD
-        raw = torch.from_numpy(rng.random(field.inner_shape, np.float32))
-        return raw.to(torch.bfloat16)
-    if field.dtype == "float32":
-        return rng.random(field.inner_shape, np.float32)
-    return rng.integers(0, 256, field.inner_shape, dtype=np.uint8)
-=======
         return torch.from_numpy(rng.random(shape, np.float32)).to(torch.bfloat16)
     if field.dtype == "float32":
         return rng.random(shape, np.float32)
     return rng.integers(0, 256, shape, np.uint8)
->>>>>>> d55f0af9806a1004266d751ac9338f187bf7d508
 
 
 def values_of(fields: dict[str, Field], number: int) -> dict[str, Any]:
