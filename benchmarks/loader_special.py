@@ -5,13 +5,11 @@ memory over many epochs, what a kill leaves behind.
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
-import pickle
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 from hpstore.benchmarks import loader_limits as limits
@@ -144,33 +142,30 @@ def growth_session(sections: Sections, spec: Spec) -> Found:
     return found
 
 
-_KILLED = """
-import sys, pickle
-from hpstore.benchmarks.loader_special import read_for_ever
-read_for_ever(pickle.loads(bytes.fromhex(sys.argv[1])))
-"""
-
-
-def read_for_ever(spec: Spec) -> None:
+def read_for_ever(spec: Spec, told: Connection) -> None:
     """Of a process that is to be killed: says so once batches come."""
     loader = _ours(spec, MODES[0]).make()
     while True:
         for _ in loader:
-            sys.stdout.write("x")
-            sys.stdout.flush()
+            told.send(True)
 
 
 def kill_session(sections: Sections, spec: Spec) -> Found:
     """Names in shared memory after a SIGKILL in mid-epoch that were not there before."""
     before = set(os.listdir("/dev/shm"))
-    with subprocess.Popen(
-        [sys.executable, "-c", _KILLED, pickle.dumps(spec).hex()], stdout=subprocess.PIPE
-    ) as child:
-        assert child.stdout is not None
-        started = child.stdout.read(3)
-        child.send_signal(signal.SIGKILL)
-    if len(started) != 3:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=read_for_ever, args=(spec, theirs))
+    child.start()
+    theirs.close()
+    try:
+        for _ in range(3):
+            ours.recv()
+    except EOFError:
         return {"skipped": "the process that was to be killed ended by itself"}
+    finally:
+        child.kill()
+        child.join()
     return {"left": sorted(set(os.listdir("/dev/shm")) - before)}
 
 

@@ -7,7 +7,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -19,7 +19,6 @@ from hpstore.checkpoint.collecting import collector_paused
 from hpstore.checkpoint.draining import Draining
 from hpstore.checkpoint.handles import SaveHandle, SaveReport, guarded
 from hpstore.checkpoint.manifest import Manifest, checked_step
-from hpstore.checkpoint.notices import note_differing, note_stall
 from hpstore.checkpoint.options import VerifyReport, require_options
 from hpstore.checkpoint.pacing import checked_background, pace
 from hpstore.checkpoint.packing import Key, Known, known_items
@@ -180,55 +179,28 @@ class Checkpointer(Closing):
             prepared = self._planner.prepare(step, state, require)
         options = self._options(checked_step(step), prepared, overwrite, metrics, began, progress)
         job = SaveJob(self.pool, self.prefix, self._ranks, options, self._known)
-        handle = SaveHandle(step, began)
-        plain = not self.compression and options.rate_bytes_per_second is None
-        if plain and self._stage.follows(prepared, self._known):
-            self._stage_written(job, prepared, handle)
-        else:
-            self._stage_then_write(job, prepared, handle, state)
-        note_stall(self.counters, self.max_stall_seconds, handle.staged_seconds, waited)
-        return handle
-
-    def _stage_then_write(
-        self, job: SaveJob, prepared: Prepared, handle: SaveHandle, state: State
-    ) -> None:
         try:
             late = self._stage.begin(
                 prepared, state, self.counters, lambda p: self._write_part(job, p)
             )  # fmt: skip
-            handle.staged(late)
-            self._launch(job, prepared, handle)
         except BaseException as error:
             self._give_up(job, error)
             raise
-
-    def _stage_written(self, job: SaveJob, prepared: Prepared, handle: SaveHandle) -> None:
-        """Stage while what is staged already is being written."""
-        try:
-            self._stage.open(prepared)
-            self._launch(job, prepared, handle)
-            self._stage.run(handle.staged)
-        except BaseException as error:
-            self._stage.fail(error)
-            if self._flying is handle:  # the saver fails for the same reason, and tells the others
-                handle.delivered = True
-                self.wait()
-            else:
-                self._give_up(job, error)
-            raise
-
-    def _launch(self, job: SaveJob, prepared: Prepared, handle: SaveHandle) -> None:
-        """Start the background of a save. Raises RuntimeError when there are no more threads."""
-        thread = threading.Thread(
-            target=self._run, args=(job, prepared, handle), name="hpstore-save",
+        staged = time.perf_counter() - began
+        self._warn_of_stall(staged, waited)
+        future: Future[SaveReport] = Future()
+        self._flying = handle = SaveHandle(step, staged, future, late_seconds=late)
+        self._thread = threading.Thread(
+            target=self._run, args=(job, prepared, future, staged), name="hpstore-save",
             daemon=True,  # Draining waits for it at the end, with a limit
         )  # fmt: skip
-        self._flying, self._thread = handle, thread
         try:
-            thread.start()
-        except RuntimeError:
+            self._thread.start()
+        except RuntimeError as error:  # no more threads, or the interpreter is ending
             self._flying = self._thread = None
+            self._give_up(job, error)
             raise
+        return handle
 
     def _may_begin(self) -> bool:
         """Wait for the save under way, or say that this one is not to be; raises for "error"."""
@@ -284,7 +256,9 @@ class Checkpointer(Closing):
             self._begin_job(job)
         self._stage.write(job, part)
 
-    def _run(self, job: SaveJob, prepared: Prepared, handle: SaveHandle) -> None:
+    def _run(
+        self, job: SaveJob, prepared: Prepared, future: Future[SaveReport], staged: float
+    ) -> None:
         """The background of one save."""
         committed: list[SaveReport] = []
 
@@ -296,11 +270,11 @@ class Checkpointer(Closing):
                 self._stage.write(job, last)
             self._known = {}
             report = job.commit()
-            note_differing(self.counters, job.differing)
+            self._note_differing(job.differing)
             self._known = job.next_known if self.reuse else {}
             committed.append(report)
             self._steps.committed(report.step)
-            return report.with_stall(handle.staged_seconds)
+            return report.with_stall(staged)
 
         def tidy() -> None:
             """What the handle does not wait for: older steps go when the newer has no debt."""
@@ -315,13 +289,30 @@ class Checkpointer(Closing):
             if whole and self._ranks.leads:
                 self._steps.retain(committed[0].step, self.retention)
 
-        guarded(finish, handle.future)
+        guarded(finish, future)
         guarded(tidy, self._tidied)
 
     def forget_interval(self) -> None:
         """The time since the save before says nothing of the next one's: "gentle" then takes its
         own pace, as for a first save."""
         self._saved_at = None
+
+    def _note_differing(self, paths: Sequence[str]) -> None:
+        """Ranks that record different values under one name: counted, logged once."""
+        if paths and not self.counters["saves_with_differing_values_total"]:
+            _log.warning(
+                "ranks differ in %d values, such as %r: the first rank's are recorded. Wrap in "
+                "per_rank() what every rank has for itself.", len(paths), paths[0],
+            )  # fmt: skip
+        self.counters["saves_with_differing_values_total"] += bool(paths)
+
+    def _warn_of_stall(self, staged: float, waited: float) -> None:
+        if self.max_stall_seconds is not None and staged > self.max_stall_seconds:
+            self.counters["stalls_over_limit_total"] += 1
+            _log.warning(
+                "save() kept the trainer %.3f s (limit %.3f), %.3f s of it waiting for the save "
+                "before", staged, self.max_stall_seconds, waited,
+            )  # fmt: skip
 
     def before_update(self) -> None:
         """With staging="overlap": call it before tensors are changed by anything but the step of
@@ -350,7 +341,6 @@ class Checkpointer(Closing):
 
     def wait_at_most(self, seconds: float) -> bool:
         """Wait for the save under way, raising nothing; False when it takes longer."""
-        self._stage.interrupt()
         thread = self._thread
         if thread is not None:
             thread.join(seconds)

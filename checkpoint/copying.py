@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import numpy as np
 import torch
 
-from hpstore.checkpoint.following import Watermark
 from hpstore.codec.galois import Bytes
 from hpstore.units import KIB, MIB
 
@@ -47,11 +46,6 @@ def pieces(pairs: Iterable[Pair]) -> Iterator[tuple[Bytes, Bytes]]:
             yield to[at : at + PIECE_BYTES], flat[at : at + PIECE_BYTES]
 
 
-def copy_piece(target: Bytes, source: Bytes) -> None:
-    """One piece; other threads run meanwhile."""
-    np.copyto(target, source)
-
-
 class Copier:
     """Makes the copies of one save at a time. Threads start with the first, end with close()."""
 
@@ -59,29 +53,19 @@ class Copier:
         self._threads: ThreadPoolExecutor | None = None
         self._helpers = max(0, min(MAX_THREADS, len(os.sched_getaffinity(0))) - 1)
 
-    def run(self, pairs: Iterable[Pair], mark: Watermark | None = None) -> None:
-        """Copy all; on return the sources may change. The caller's thread takes part.
-
-        `mark` is moved behind the copies, whose targets ascend in its memory.
-        """
+    def run(self, pairs: Iterable[Pair]) -> None:
+        """Copy all; on return the sources may change. The caller's thread takes part."""
         todo = pieces(pairs)
-        doing: dict[int, int] = {}  # thread -> address of the piece that it copies
-        lock = threading.Lock()  # guards both
-
-        def take() -> tuple[Bytes, Bytes] | None:
-            me = threading.get_ident()
-            with lock:
-                piece = next(todo, None)
-                doing.pop(me, None)
-                if piece is not None and mark is not None:
-                    doing[me] = piece[0].ctypes.data
-                    mark.reach(min(doing.values()))
-                return piece
+        lock = threading.Lock()  # guards todo
 
         def work() -> None:
             with torch.no_grad():
-                while (piece := take()) is not None:
-                    copy_piece(*piece)
+                while True:
+                    with lock:
+                        piece = next(todo, None)
+                    if piece is None:
+                        return
+                    np.copyto(piece[0], piece[1])
 
         if self._helpers and self._threads is None:
             self._threads = ThreadPoolExecutor(self._helpers, "hpstore-copy")
@@ -102,4 +86,4 @@ class Copier:
             self._threads = None
 
 
-__all__ = ["Copier", "as_bytes", "copy_piece", "pieces"]
+__all__ = ["Copier", "as_bytes", "pieces"]

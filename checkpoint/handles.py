@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, replace
@@ -43,28 +42,27 @@ class SaveHandle:
     result() raises CheckpointError.
     """
 
-    def __init__(self, step: int, began: float) -> None:
-        """`began`: when save() was called, by time.perf_counter()."""
-        self.step, self.staged_seconds, self.skipped = step, 0.0, False
+    def __init__(
+        self,
+        step: int,
+        staged_seconds: float,
+        future: Future[SaveReport],
+        *,
+        late_seconds: Callable[[], float] = lambda: 0.0,
+        skipped: bool = False,
+    ) -> None:
+        self.step, self.staged_seconds, self.skipped = step, staged_seconds, skipped
         self.delivered = False  # its error was raised to somebody
-        self.future: Future[SaveReport] = Future()
-        self._began = began
-        self._late_seconds: Callable[[], float] = lambda: 0.0
+        self._future, self._late_seconds = future, late_seconds
 
     @classmethod
     def of_skipped(cls, step: int) -> SaveHandle:
         """Stands for a save that was not begun."""
-        handle = cls(step, 0.0)
-        handle.skipped = True
-        handle.future.set_exception(
+        future: Future[SaveReport] = Future()
+        future.set_exception(
             CheckpointError(f"the save of step {step} was skipped: another was under way")
         )
-        return handle
-
-    def staged(self, late_seconds: Callable[[], float] = lambda: 0.0) -> None:
-        """The trainer goes on now; `late_seconds` tells how long it is kept later."""
-        self.staged_seconds = time.perf_counter() - self._began
-        self._late_seconds = late_seconds
+        return cls(step, 0.0, future, skipped=True)
 
     @property
     def visible_stall_seconds(self) -> float:
@@ -73,14 +71,14 @@ class SaveHandle:
 
     def done(self) -> bool:
         """Whether it is committed or has failed."""
-        return self.future.done()
+        return self._future.done()
 
     def result(self, timeout: float | None = None) -> SaveReport:
         """Wait for the commit. Raises what went wrong, TimeoutError when it takes longer."""
-        if self.future not in wait([self.future], timeout).done:
+        if self._future not in wait([self._future], timeout).done:
             raise TimeoutError(f"the save of step {self.step} is not done after {timeout} s")
         self.delivered = True  # not after a timeout: it may fail in that very moment
-        return self.future.result()
+        return self._future.result()
 
 
 def guarded(action: Callable[[], T], future: Future[T]) -> None:

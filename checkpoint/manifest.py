@@ -57,10 +57,11 @@ class Manifest:
         found: Mapping[str, float] = self.extra.get("metrics", {})
         return found
 
-    def encode(self, columns: ItemColumns | None = None) -> bytes:
+    def encode(self, columns: ItemColumns | None = None, tree_text: str | None = None) -> bytes:
         """A line with magic, format and digest, then compact JSON in the order it was given.
 
-        `columns`: the items, when they are not in `items`.
+        `columns`: the items, when they are not in `items`. `tree_text`: compact(self.tree), when
+        somebody has made it already.
         """
         body = {
             "step": self.step,
@@ -70,9 +71,9 @@ class Manifest:
             "segments": [[s.key, s.size, s.version] for s in self.segments],
             "items": columns.json() if columns is not None else encode_items(self.items),
             "extra": self.extra,
-            "tree": self.tree,
         }
-        text = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+        tree = compact(self.tree) if tree_text is None else tree_text
+        text = f'{compact(body)[:-1]},"tree":{tree}}}'.encode()
         return MAGIC + f"{FORMAT} {digest128(text).hex()}\n".encode() + text
 
     @classmethod
@@ -97,6 +98,12 @@ class Manifest:
             )
         except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
             raise IntegrityError(f"{where}: manifest is malformed: {error}") from error
+
+
+# Any: JSON
+def compact(value: Any) -> str:
+    """JSON without spaces."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _opened(data: bytes, where: str) -> tuple[dict[str, Any], Any]:

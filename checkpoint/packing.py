@@ -16,7 +16,6 @@ import torch
 import xxhash
 
 from hpstore.checkpoint.codecs import encoder
-from hpstore.checkpoint.copying import as_bytes
 from hpstore.checkpoint.items import FRAME_BYTES, Item
 from hpstore.checkpoint.planning import SMALL_ITEM_BYTES, compacted
 from hpstore.checksum import digest128
@@ -100,42 +99,12 @@ def pack(memory: Bytes, items: Sequence[Item], known: Mapping[Key, Known], codec
 
 def _unchanged(item: Item, data: Bytes, before: Known, found: int) -> bool:
     """Whether the previous checkpoint holds the very bytes: decided by the 128-bit hash."""
-    return _alike(item, before, found) and digest128(data.data).hex() == before.item.digest
-
-
-def _alike(item: Item, before: Known, found: int) -> bool:
     old = before.item
     if (old.dtype, old.shape, old.box) != (item.dtype, item.shape, item.box):
         return False
-    return before.probe is None or before.probe == found
-
-
-def may_refer(
-    items: Sequence[Item], tensors: Sequence[torch.Tensor], known: Mapping[Key, Known]
-) -> bool:
-    """Whether pack() may find something that need not be written, by a look at the tensors."""
-    for item, tensor in zip(items, tensors, strict=True):
-        before = known.get(item.key)
-        if before is None or item.length < SMALL_ITEM_BYTES:
-            continue
-        data = as_bytes(tensor) if tensor.is_cpu else None
-        if data is None or _alike(item, before, probe(data)):
-            return True
-    return False
-
-
-def as_placed(items: Sequence[Item], size: int) -> Packed:
-    """Items that are all written where they lie, without a look at them."""
-    return Packed(items=tuple(items), referenced=(), size=size, probes={})
-
-
-def probes_of(memory: Bytes, items: Iterable[Item]) -> dict[Key, int]:
-    """Probes of the items that a later save may refer to."""
-    return {
-        item.key: probe(memory[item.offset : item.offset + item.length])
-        for item in items
-        if item.length >= SMALL_ITEM_BYTES
-    }
+    if before.probe is not None and before.probe != found:
+        return False
+    return digest128(data.data).hex() == old.digest
 
 
 def _close_gaps(memory: Bytes, items: Sequence[Item]) -> tuple[list[Item], int]:
@@ -221,12 +190,9 @@ __all__ = [
     "Known",
     "Packed",
     "Segment",
-    "as_placed",
     "compress",
     "pack",
     "digests_of",
     "known_items",
-    "may_refer",
     "probe",
-    "probes_of",
 ]

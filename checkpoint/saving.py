@@ -7,27 +7,17 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from hpstore import errors
 from hpstore.checkpoint.attempts import Heartbeat, require_fence, take_fence
-from hpstore.checkpoint.following import FollowingSource, Watermark
 from hpstore.checkpoint.handles import SaveReport
 from hpstore.checkpoint.items import Item, ItemColumns
-from hpstore.checkpoint.manifest import Manifest, manifest_key, segment_key
+from hpstore.checkpoint.manifest import Manifest, compact, manifest_key, segment_key
 from hpstore.checkpoint.merging import Merge
-from hpstore.checkpoint.packing import (
-    Key,
-    Known,
-    Packed,
-    Segment,
-    as_placed,
-    digests_of,
-    pack,
-    probes_of,
-)
+from hpstore.checkpoint.packing import Key, Known, Segment, digests_of, pack
 from hpstore.checkpoint.planning import SMALL_ITEM_BYTES
 from hpstore.checkpoint.ranks import Channel, Ranks
 from hpstore.checkpoint.steps import Steps, already_committed
@@ -123,6 +113,7 @@ class SaveJob:
         self._error: BaseException | None = None
         self._maybe_visible = False  # the manifest's put has begun
         self.begun = False  # begin() was called
+        self._tree_text: Future[str] | None = None  # of options.tree, made beside the writes
         self.next_known: dict[Key, Known] = {}
         self.differing: list[str] = []  # values in which ranks differ; rank 0's is recorded
 
@@ -172,18 +163,15 @@ class SaveJob:
         """Whether begin() has succeeded."""
         return bool(self._nonce)
 
-    def write(
-        self, memory: Bytes, items: Sequence[Item], *, part: int, mark: Watermark | None = None
-    ) -> Segment | None:
+    def write(self, memory: Bytes, items: Sequence[Item], *, part: int) -> Segment | None:
         """Put what is staged in `memory` as one segment; None when nothing had to be written.
 
-        With a `mark` it is still being staged: written behind the mark, and nothing is referenced.
         What goes wrong is kept for the vote: commit() raises it.
         """
         if self._error is not None:
             return None
         try:
-            return self._write(memory, items, part, mark)
+            return self._write(memory, items, part)
         except BaseException as error:  # noqa: BLE001 (raised by commit, on all ranks)
             self.fail(error)
             return None
@@ -192,29 +180,27 @@ class SaveJob:
         """Vote against the commit because of `error`."""
         self._error = self._error or error
 
-    def _write(
-        self, memory: Bytes, items: Sequence[Item], part: int, mark: Watermark | None
-    ) -> Segment | None:
-        if mark is None:
-            packed = pack(memory, items, self._known, self._options.codec)
-        else:
-            packed = as_placed(items, len(memory))
+    def _write(self, memory: Bytes, items: Sequence[Item], part: int) -> Segment | None:
+        packed = pack(memory, items, self._known, self._options.codec)
         segment = None
         if packed.items:
             key = segment_key(
                 self._prefix, self._options.step, self._nonce, self._ranks.rank, part
             )  # fmt: skip
-            following = FollowingSource(mark, packed.size) if mark is not None else None
+            data = memory[: packed.size]
             self._own.append(key)
             with ThreadPoolExecutor(1, "hpstore-hash") as hashing:
-                hashes = hashing.submit(_hashes, memory, packed, mark)
+                hashes = hashing.submit(digests_of, memory, packed.items)
+                if self._tree_text is None and self._ranks.world == 1:
+                    # beside the writes: 10,000 tensors are 10 ms of JSON
+                    self._tree_text = hashing.submit(compact, self._options.tree)
                 info = self._pool.put(
                     key,
-                    following or memory[: packed.size].data,
+                    data.data,
                     rate_bytes_per_second=self._options.rate_bytes_per_second,
                     progress=self._options.progress,
                 )
-                digests, probes = hashes.result()
+                digests = hashes.result()
             if info.size != packed.size:
                 raise CheckpointError(f"segment {key} has {info.size} bytes, not {packed.size}")
             segment = Segment(key=key, size=info.size, version=info.version)
@@ -222,7 +208,7 @@ class SaveJob:
             self._written.columns.add(packed.items, segment=index, digests=digests)
             for item, digest in zip(packed.items, digests, strict=True):
                 if item.length >= SMALL_ITEM_BYTES or item.codec:  # those have a probe
-                    self._remember(replace(item, digest=digest), segment, probes[item.key])
+                    self._remember(replace(item, digest=digest), segment, packed.probes[item.key])
         for before in packed.referenced:
             index = self._written.index_of(before.segment)
             self._written.referenced_bytes += before.item.length
@@ -368,7 +354,8 @@ class SaveJob:
             session=self._options.session,
             extra=self._options.extra,
         )
-        return manifest.encode(merged.columns)
+        text = self._tree_text.result() if self._tree_text is not None else None
+        return manifest.encode(merged.columns, text)
 
     def close(self) -> None:
         """After commit(), whatever became of it: the attempt is over."""
@@ -390,16 +377,6 @@ class SaveJob:
         beating, self._heartbeat = self._heartbeat, None
         if beating is not None:
             beating.stop()
-
-
-def _hashes(
-    memory: Bytes, packed: Packed, mark: Watermark | None
-) -> tuple[list[str], Mapping[Key, int]]:
-    """Hashes of the items, and their probes; after a mark's memory is filled."""
-    if mark is None:
-        return digests_of(memory, packed.items), packed.probes
-    mark.wait(packed.size)  # hashing beside the copies would only delay them
-    return digests_of(memory, packed.items), probes_of(memory, packed.items)
 
 
 def _existing(pool: Pool, key: str) -> str | None:

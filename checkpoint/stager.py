@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,8 +15,7 @@ from hpstore.checkpoint.accelerator import Accelerator
 from hpstore.checkpoint.arena import Arena
 from hpstore.checkpoint.collecting import collector_paused
 from hpstore.checkpoint.copying import Copier
-from hpstore.checkpoint.following import Watermark
-from hpstore.checkpoint.packing import Key, Known, Segment, may_refer
+from hpstore.checkpoint.packing import Segment
 from hpstore.checkpoint.planner import Prepared
 from hpstore.checkpoint.planning import Slice
 from hpstore.checkpoint.saving import SaveJob
@@ -49,7 +47,6 @@ class Stage:
         self._warm: dict[Segment, Bytes] = {}
         self.hooked: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
         self._others: Any = None  # hook of steps of optimizers that are not in the state
-        self._filling: tuple[int, Staging] | None = None  # from open() to run(), on which thread
         self._warned = False
 
     def begin(
@@ -84,54 +81,6 @@ class Stage:
             deferrable = self._hooked_storages(state, counters)
         staging = self._stage(prepared.slices[-1], deferrable)
         return lambda: staging.visible_seconds
-
-    def follows(self, prepared: Prepared, known: Mapping[Key, Known]) -> bool:
-        """Whether a save may be written while it is staged: nothing in it is deferred, on a
-        device, or likely to be what the step before holds, which would change its layout."""
-        if self._mode != "copy" or len(prepared.slices) != 1:
-            return False
-        piece, holds = prepared.slices[0], self._holds
-        if any(holds(tensor) for tensor in piece.tensors):
-            return False
-        return not may_refer(piece.items, piece.tensors, known)
-
-    def _holds(self, tensor: torch.Tensor) -> bool:
-        return self._accelerator is not None and self._accelerator.holds(tensor)
-
-    def open(self, prepared: Prepared) -> None:
-        """Get ready for a save that is written while run() stages it."""
-        self.release_tensors()
-        self.arena.reserve(prepared.largest_bytes)
-        self._warm = {}
-        piece = prepared.slices[0]
-        mark = Watermark(self.arena.view(piece.size))
-        staging = Staging(
-            piece, self.arena.targets(piece), frozenset(), self._accelerator, self._copier, mark
-        )
-        self._current = (staging, piece)
-        self._filling = (threading.get_ident(), staging)
-
-    def run(self, told: Callable[[], None]) -> None:
-        """Stage what was opened; `told` is called before the last of it can be written."""
-        assert self._filling is not None  # the saver may be through with a failed save already
-        staging = self._filling[1]
-        with collector_paused():
-            staging.start()
-        told()
-        if staging.mark is not None:
-            staging.mark.finish()
-        self._filling = None
-
-    def fail(self, error: BaseException) -> None:
-        """What was opened will not be staged: whoever writes it fails with `error`."""
-        filling, self._filling = self._filling, None
-        if filling is not None and filling[1].mark is not None:
-            filling[1].mark.fail(error)
-
-    def interrupt(self) -> None:
-        """In a signal's handler: what this very thread is staging will not come."""
-        if self._filling is not None and self._filling[0] == threading.get_ident():
-            self.fail(CheckpointError("the process was told to end in mid-copy"))
 
     def _stage(self, piece: Slice, deferrable: frozenset[int]) -> Staging:
         self._warm = {}  # what is staged here overwrites it, an earlier slice of this save too
@@ -180,8 +129,7 @@ class Stage:
         except BaseException as error:  # noqa: BLE001 (raised by the job's commit)
             job.fail(error)
             return
-        memory = self.arena.view(piece.size)
-        segment = job.write(memory, piece.items, part=part, mark=staging.mark)
+        segment = job.write(self.arena.view(piece.size), piece.items, part=part)
         if segment is not None:
             self._warm[segment] = self.arena.view(segment.size)
 

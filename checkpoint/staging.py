@@ -16,7 +16,6 @@ import torch
 
 from hpstore.checkpoint.accelerator import Accelerator, Arrival
 from hpstore.checkpoint.copying import Copier, pieces
-from hpstore.checkpoint.following import Watermark
 from hpstore.checkpoint.planning import SMALL_ITEM_BYTES, Slice
 from hpstore.errors import CheckpointError
 
@@ -59,20 +58,17 @@ class Staging:
         deferrable: frozenset[int],
         accelerator: Accelerator | None,
         copier: Copier,
-        mark: Watermark | None = None,
     ) -> None:
-        """`deferrable`: storage addresses of tensors that only a hooked step changes. `mark`:
-        somebody reads behind the copies; then all tensors are on the host and none is deferred."""
+        """`deferrable`: storage addresses of tensors that only a hooked step changes."""
         self._now: list[int] = []  # on the host, by number
         self._small: list[int] = []  # likewise, too small to be worth a thread
         self._staged, self._targets = staged, targets
         self._there: list[tuple[torch.Tensor, torch.Tensor]] = []  # on a device, waited for
         self._beside: list[_Copy] = []  # on a device: enqueued behind the work that is there
         self._later: list[_Copy] = []  # on the host: copied by a thread
-        self._accelerator, self._copier, self.mark = accelerator, copier, mark
+        self._accelerator, self._copier = accelerator, copier
         self._arrival: Arrival | None = None
-        self._copied = threading.Event()  # all of _later, once start() has begun with them
-        self._copied.set()
+        self._copied = threading.Event()  # all of _later
         self._checked = False  # nobody changed _beside before the hook or the copies' end
         self._lock = threading.Lock()  # guards _checked and _error
         self._error: BaseException | None = None
@@ -105,13 +101,16 @@ class Staging:
         arrival = self._enqueue(self._there)
         self._arrival = self._enqueue([(copy.target, copy.source) for copy in self._beside])
         if self._later:
-            self._copied.clear()
             threading.Thread(target=self._copy_later, name="hpstore-stage", daemon=True).start()
+        else:
+            self._copied.set()
         targets, sources = self._targets, self._staged.tensors
-        with torch.no_grad():
-            for n in self._small:  # they lie before the others
-                targets[n].copy_(sources[n])
-        self._copier.run(((targets[n], sources[n]) for n in self._now), self.mark)
+        self._copier.run((targets[n], sources[n]) for n in self._now)
+        if self._small:
+            with torch.no_grad():  # one call: 10,000 of them cost more than their bytes
+                torch._foreach_copy_(
+                    [targets[n] for n in self._small], [sources[n] for n in self._small]
+                )
         if arrival is not None:
             arrival.wait_on_host()
 

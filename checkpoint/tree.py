@@ -126,11 +126,20 @@ def _is_unicode(text: str) -> bool:
     return not any(0xD800 <= ord(character) <= 0xDFFF for character in text)
 
 
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+def _has_chunks(value: torch.Tensor) -> bool:
+    return hasattr(value, "__create_chunk_list__")
+
+
 def _encode_tensor(value: torch.Tensor, path: str, found: Collected) -> Json:
-    require_plain(value, f"state {path!r}")
+    if value.layout is not torch.strided or value.is_quantized:
+        require_plain(value, f"state {path!r}")
     if value.is_meta:
         raise CheckpointError(f"state {path!r} is a meta tensor: it holds no values to save")
-    if is_traceable_wrapper_subclass(value) and not hasattr(value, "__create_chunk_list__"):
+    plain = type(value) in _PLAIN_TYPES
+    if not plain and is_traceable_wrapper_subclass(value) and not _has_chunks(value):
         raise CheckpointError(
             f"state {path!r} is a {type(value).__qualname__}, made of several tensors: it would "
             "not be saved as it is. Save these, or what it stands for, instead."

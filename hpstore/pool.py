@@ -91,7 +91,7 @@ class Pool(PoolHandle):
         progress: Callable[[int], None] | None = None,
         unit_bytes: int | None = None,
     ) -> ObjectInfo:
-        """Store `data` (bytes-like, an open binary file, or a Source) under `key`.
+        """Store `data` (bytes-like, or an open binary file) under `key`.
 
         Durable on return on k' + m devices, or, with devices failing, on at least
         max(k' + 1, m + 1) with the debt recorded (`losses_tolerated` tells). A crash before leaves

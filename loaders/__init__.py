@@ -14,6 +14,7 @@ from hpstore.loaders.ingestion import (
     unfinished_ingests,
 )
 from hpstore.loaders.loader import DataLoader
+from hpstore.loaders.mixture import Mixture
 from hpstore.loaders.publishing import (
     DatasetInfo,
     delete_dataset,
@@ -26,6 +27,6 @@ from hpstore.loaders.verifying import DatasetReport, verify_dataset
 from hpstore.loaders.writer import DatasetWriter
 
 __all__ = ["DataLoader", "Dataset", "DatasetInfo", "DatasetReport", "DatasetWriter", "Field",
-           "IngestProgress", "IngestReport", "Ragged", "delete_dataset", "ingest",
+           "IngestProgress", "IngestReport", "Mixture", "Ragged", "delete_dataset", "ingest",
            "list_datasets", "open_source", "publish_parts", "remove_orphans",
            "unfinished_ingests", "verify_dataset", "written_parts"]  # fmt: skip

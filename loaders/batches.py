@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from hpstore.codec.galois import Bytes
-from hpstore.errors import HpstoreError
 from hpstore.loaders.assemble import field_views
 from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.fields import Array, Field, FieldKind
@@ -71,22 +70,33 @@ BatchValue: TypeAlias = torch.Tensor | Ragged | list[str]
 Batch = dict[str, BatchValue]
 
 
+@dataclass(slots=True)
+class Counts:
+    """Of one loader: hints, not exact beside other threads."""
+
+    gathered_total: int = 0  # records out of pages in memory
+    read_total: int = 0  # records read by themselves
+    make_seconds: float = 0.0
+
+
 class Assembler:
     """Makes batches of one data set. Thread-safe. `slabs`: by stream number, where there is one."""
 
     def __init__(
-        self, data: Dataset, slots: Slots, slabs: Mapping[int, Slab], *, wait: bool = False
-    ) -> None:
+        self, data: Dataset, slots: Slots, slabs: Mapping[int, Slab], counts: Counts, *,
+        wait: bool = False,
+    ) -> None:  # fmt: skip
         """`wait`: for pages that are not there yet, as somebody fills them in this order."""
         self._data, self._slots, self._slabs, self._wait = data, slots, slabs, wait
         self._scalars = [n for n, f in data.fields.items() if f.kind is FieldKind.SCALAR]
-        self.gathered_total = self.read_total = 0  # records: hints, not exact beside other threads
+        self._counts = counts
 
-    def batch(self, indices: Int64s) -> Batch:
+    def batch(self, indices: Int64s, *, awaited: int) -> Batch:
         """The samples of `indices` int64 (n,), in this order, as a dict of tensors over a slot.
 
-        Memory belongs to whoever holds the tensors; it is used again when they are gone. Raises
-        IntegrityError naming the sample, TooManyErasures, DeviceError.
+        Pages of the first `awaited` of them are waited for, if this waits for any. Memory belongs
+        to whoever holds the tensors; it is used again when they are gone. Raises IntegrityError
+        naming the sample, TooManyErasures, DeviceError.
         """
         found: Batch = {}
         for name in self._scalars:
@@ -94,7 +104,8 @@ class Assembler:
         for stream in self._data.streams:
             places = self._data.locate(stream, indices)
             if self._wait and stream.number in self._slabs:
-                self._slabs[stream.number].wait(places.page[places.page >= 0])
+                ahead = places.page[:awaited]
+                self._slabs[stream.number].wait(ahead[ahead >= 0])
             if stream.fixed is not None:
                 found.update(self._fixed(stream, indices, places))
             else:
@@ -117,6 +128,7 @@ class Assembler:
             try:
                 self._fill(stream, indices, places, rows)
             except SlotLost:  # a hung device may still write into it
+                slot.lose()
                 slot = self._slots.take(starts[-1])
                 rows = slot.memory[:rows_bytes].reshape(count, stride)
                 self._read_verified(stream, indices, rows)
@@ -147,14 +159,14 @@ class Assembler:
         there = slots >= 0
         if there.all():
             slab.gather(slots, places, rows)
-            self.gathered_total += len(indices)
+            self._counts.gathered_total += len(indices)
             return
         have, lack = np.flatnonzero(there), np.flatnonzero(~there)
         if len(have):
             part = np.empty((len(have), slab.stride), np.uint8)
             slab.gather(slots[have], chosen(places, have), part)
             rows[have] = part
-        self.gathered_total += len(have)
+        self._counts.gathered_total += len(have)
         self._read(stream, indices, lack, rows)
 
     def _read(self, stream: Stream, indices: Int64s, which: Int64s, rows: Bytes) -> None:
@@ -163,19 +175,19 @@ class Assembler:
         targets = [rows[row, :length] for row in which.tolist()]
         if not self._data.read_rows(stream, indices[which], targets):
             raise SlotLost
-        self.read_total += len(which)
+        self._counts.read_total += len(which)
 
     def _read_verified(self, stream: Stream, indices: Int64s, rows: Bytes) -> None:
         for row, record in enumerate(self._data.read_records(stream, indices)[0]):
             rows[row, : len(record)] = record
-        self.read_total += len(indices)
+        self._counts.read_total += len(indices)
 
     def _records(self, stream: Stream, indices: Int64s, places: Locations) -> list[Bytes]:
         """Records of many sizes as views, of the slab where they are there."""
         slab = self._slabs.get(stream.number)
         if slab is None:
-            self.read_total += len(indices)
-            return self._data.read_records(stream, indices)[0]
+            self._counts.read_total += len(indices)
+            return self._data.read_direct(stream, indices)
         slots = slab.resident(places)
         have, lack = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
         records: list[Bytes] = [_NOTHING] * len(indices)
@@ -183,11 +195,11 @@ class Assembler:
         for row, record in zip(have.tolist(), found, strict=True):
             records[row] = record
         if len(lack):
-            read = self._data.read_records(stream, indices[lack])[0]
+            read = self._data.read_direct(stream, indices[lack])
             for row, record in zip(lack.tolist(), read, strict=True):
                 records[row] = record
-        self.gathered_total += len(have)
-        self.read_total += len(lack)
+        self._counts.gathered_total += len(have)
+        self._counts.read_total += len(lack)
         return records
 
     def _ragged(self, stream: Stream, indices: Int64s, places: Locations) -> Batch:
@@ -268,11 +280,15 @@ def chosen(places: Locations, which: Int64s) -> Locations:
     )  # fmt: skip
 
 
-def rows_of(batch: Batch) -> int:
-    """Samples in a batch."""
-    for value in batch.values():
-        return len(value)
-    raise HpstoreError("a batch has no fields")
+def samples_of(batch: Batch, fields: Mapping[str, Field], count: int) -> list[dict[str, Any]]:
+    """The samples of a batch as Dataset.__getitem__ has them: views, bytes and str as objects."""
+    columns: dict[str, list[Any]] = {}
+    for name, value in batch.items():
+        if isinstance(value, Ragged) and fields[name].dtype == "bytes":
+            columns[name] = [one.numpy().tobytes() for one in value]
+        else:
+            columns[name] = list(value)
+    return [{name: columns[name][row] for name in columns} for row in range(count)]
 
 
-__all__ = ["Assembler", "Batch", "BatchValue", "Ragged", "chosen", "rows_of"]
+__all__ = ["Assembler", "Batch", "BatchValue", "Counts", "Ragged", "chosen", "samples_of"]

@@ -60,8 +60,8 @@ class Dataset(StoredData, torch.utils.data.Dataset[Sample]):
             if made.kind is FieldKind.SCALAR:
                 columns[name] = made.as_tensor(self.scalars(name, rows)).unbind(0)
         for stream in self.streams:
-            records, places = self.read_records(stream, rows)
-            for name, raw in field_bytes(stream.record, records, places.ragged).items():
+            records, ragged = self.read_direct(stream, rows), self.locate(stream, rows).ragged
+            for name, raw in field_bytes(stream.record, records, ragged).items():
                 if name in self.fields:
                     columns[name] = [self.fields[name].as_value(value) for value in raw]
         return [{name: columns[name][row] for name in self.fields} for row in range(len(rows))]

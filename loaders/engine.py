@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from hpstore.budget import available_bytes
 from hpstore.closing import Closing
 from hpstore.errors import ConfigError
-from hpstore.loaders.batches import Assembler, Batch
+from hpstore.loaders.batches import Assembler, Batch, Counts, samples_of
 from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.draws import Indices
-from hpstore.loaders.filling import Filler, everything, in_windows
+from hpstore.loaders.fields import Field
+from hpstore.loaders.filling import (
+    Filler,
+    everything,
+    in_windows,
+    page_bounds,
+    stripes_kept,
+)
 from hpstore.loaders.order import Order
 from hpstore.loaders.progress import Piece
 from hpstore.loaders.slab import Slab
@@ -25,29 +34,76 @@ from hpstore.units import MIB, parse_bytes
 
 CACHE_SHARE = 0.25  # of the memory that is available, for pages, unless the user says
 PREFETCH_BYTES = 256 * MIB
-WINDOWS_KEPT = 3  # the one that is read from, the one that is filled, and one being left
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What makes the batches of one run through the order. make() is for many threads."""
+
+    order: Order | None
+    fields: Mapping[str, Field]
+    counts: Counts
+    assembler: Assembler
+    slabs: Mapping[int, Slab]
+    filler: Filler | None  # of this run alone
+
+    def make(self, piece: Piece) -> tuple[Indices, Batch]:
+        """The samples of a piece, and which they are. Raises what reading raises."""
+        began = time.perf_counter()
+        indices = piece.indices(self.order)
+        ahead = len(indices)
+        if self.order is not None:  # rows that pad an epoch are from its begin: not filled again
+            ahead = min(ahead, self.order.length - piece.start)
+        made = self.assembler.batch(indices, awaited=ahead)
+        self.counts.make_seconds += time.perf_counter() - began
+        return indices, made
+
+    def batch(self, indices: Indices) -> Batch:
+        """A batch of these samples, in this order."""
+        return self.assembler.batch(indices, awaited=0)
+
+    def samples_of(self, batch: Batch, count: int) -> list[dict[str, Any]]:
+        """The samples of a batch, for functions that take them one by one."""
+        return samples_of(batch, self.fields, count)
+
+    def needed_from(self, piece: Piece | None) -> None:
+        """This piece is the next to be handed out: what only earlier ones needed may go."""
+        if self.filler is not None and self.order is not None and piece is not None:
+            for slab in self.slabs.values():
+                slab.advance(piece.epoch * self.order.length + piece.start)
+
+    def leave(self) -> None:
+        """Nobody needs what is filled for this run alone. Does not wait. Idempotent."""
+        if self.filler is not None:
+            self.filler.stop()
+
+    def close(self) -> None:
+        """The same, and wait until nothing is being read for it. Idempotent."""
+        if self.filler is not None:
+            self.filler.close()
 
 
 class Engine(Closing):
-    """Batches of `data` in `order`. make() is for many threads, start() and close() for one.
+    """Batches of `data` in `order`. start() and close() are for one thread.
 
     Data sets that fit `cache_bytes` are kept in memory as they are read; with a window shuffle the
-    windows to come are; otherwise records are read as they are needed.
+    windows to come are; otherwise records are read as they are needed. `batch_rows`: samples of
+    the largest batch.
     """
 
     def __init__(
-        self, data: Dataset, order: Order | None, *, cache_bytes: int, prefetch_bytes: int,
-        pin: Callable[[Any], None] | None = None,
+        self, data: Dataset, order: Order | None, *, batch_rows: int, cache_bytes: int,
+        prefetch_bytes: int, pin: Callable[[Any], None] | None = None,
     ) -> None:  # fmt: skip
-        self._data, self.order = data, order
+        self._data, self.order, self._batch_rows = data, order, batch_rows
         self.pid = os.getpid()  # its threads live in this process
         self._slots = Slots(prefetch_bytes, pin)
-        self._slabs: dict[int, Slab] = {}
+        self._slabs: dict[int, Slab] = {}  # of all runs
         self._filler: Filler | None = None
-        self._assembler: Assembler | None = None
-        self.make_seconds = 0.0
-        pages = {s: int(s.page_starts[-1]) for s in data.streams}
-        needed = sum(Slab.bytes_needed(stream, count) for stream, count in pages.items())
+        self.counts = Counts()
+        # records larger than a page are read by themselves: pages of them are of no use
+        self._paged = [s for s in data.streams if s.fixed is None or s.fixed.per_page]
+        needed = sum(Slab.bytes_needed(s, int(s.page_starts[-1])) for s in self._paged)
         if needed <= cache_bytes:
             self.mode = "resident"
         elif isinstance(order, WindowOrder):
@@ -55,65 +111,44 @@ class Engine(Closing):
         else:
             self.mode = "records"
 
-    def start(self, epoch: int, position: int) -> None:
-        """Get ready for the pieces from a position on; what was filled for others goes."""
-        if self._assembler is not None and self.mode != "window":
-            return
-        if self._filler is not None:
-            self._filler.close()
-        data, order = self._data, self.order
-        if self.mode == "resident":
-            self._slabs = {s.number: Slab(data, s, int(s.page_starts[-1])) for s in data.streams}
+    def start(self, epoch: int, position: int) -> Session:
+        """Get ready for the pieces from a position on. leave() the session when it is over."""
+        data, order, own = self._data, self.order, None
+        if self.mode == "resident" and self._filler is None:
+            self._slabs = {s.number: Slab(data, s, int(s.page_starts[-1])) for s in self._paged}
             self._filler = Filler(self._slabs, everything(self._slabs))
-        elif self.mode == "window" and isinstance(order, WindowOrder):
-            self._slabs = {
-                s.number: Slab(data, s, self._window_pages(order, s.number)) for s in data.streams
-            }
-            fills = in_windows(data, order, self._slabs, epoch, position)
-            self._filler = Filler(self._slabs, fills)
-        self._assembler = Assembler(data, self._slots, self._slabs, wait=self.mode == "window")
-
-    def _window_pages(self, order: WindowOrder, number: int) -> int:
-        """Pages of a stream that the kept windows have at most."""
-        stream = next(s for s in self._data.streams if s.number == number)
-        pages, stripes = int(stream.page_starts[-1]), max(1, len(self._data.stripes()) - 1)
-        share = -(-pages * order.window_stripes // stripes) + 2 * order.window_stripes
-        return min(pages, WINDOWS_KEPT * max(share, stream.pages_per_stripe))
-
-    def make(self, piece: Piece) -> tuple[Indices, Batch]:
-        """The samples of a piece, and which they are. Raises what reading raises."""
-        began = time.perf_counter()
-        indices = piece.indices(self.order)
-        made = self.batch(indices)
-        self.make_seconds += time.perf_counter() - began
-        return indices, made
-
-    def batch(self, indices: Indices) -> Batch:
-        """A batch of these samples, in this order."""
-        assert self._assembler is not None
-        return self._assembler.batch(indices)
-
-    def handed(self, piece: Piece) -> None:
-        """A piece was given to the user: pages that only earlier ones needed may go."""
-        if self.mode == "window" and self.order is not None:
-            for slab in self._slabs.values():
-                slab.advance(piece.epoch * self.order.length + piece.stop)
+        slabs = self._slabs
+        if self.mode == "window" and isinstance(order, WindowOrder):
+            stripes = data.stripes()
+            kept = stripes_kept(np.diff(stripes), order.window_stripes, self._batch_rows)
+            slabs = {}
+            for stream in self._paged:
+                low, high = page_bounds(data.pages(stream).first_sample, stripes)
+                pages = int(np.sort(high - low)[::-1][:kept].sum())
+                slabs[stream.number] = Slab(data, stream, pages)
+            own = Filler(slabs, in_windows(data, order, slabs, epoch, position))
+        assembler = Assembler(data, self._slots, slabs, self.counts, wait=own is not None)
+        return Session(order, data.fields, self.counts, assembler, slabs, own)
 
     def stats(self) -> dict[str, float | int | str]:
         """Counters since the start."""
-        made = self._assembler
         return {
             "mode": self.mode,
-            "assemble_seconds": self.make_seconds,
-            "records_gathered": made.gathered_total if made is not None else 0,
-            "records_read": made.read_total if made is not None else 0,
+            "assemble_seconds": self.counts.make_seconds,
+            "records_gathered": self.counts.gathered_total,
+            "records_read": self.counts.read_total,
             "batches_in_ordinary_memory": self._slots.ordinary_total,
             "batch_memory_bytes": self._slots.made_bytes,
         }
 
+    def stop(self) -> None:
+        """Stop filling, without waiting. Idempotent."""
+        if self._filler is not None and self.pid == os.getpid():
+            self._filler.stop()
+
     def close(self) -> None:
         """Stop filling. Batches that were handed out stay good. Idempotent."""
-        if self._filler is not None:
+        if self._filler is not None and self.pid == os.getpid():
             self._filler.close()
 
 
@@ -147,4 +182,4 @@ def pinner(device: torch.device | None, pin_memory: bool) -> Callable[[Any], Non
     return pin
 
 
-__all__ = ["CACHE_SHARE", "PREFETCH_BYTES", "Engine", "cache_budget", "pinner"]
+__all__ = ["CACHE_SHARE", "PREFETCH_BYTES", "Engine", "Session", "cache_budget", "pinner"]

@@ -17,6 +17,7 @@ from hpstore.loaders.windows import WindowOrder
 
 _log = logging.getLogger(__name__)
 CHUNK_PAGES = 64
+WINDOWS_KEPT = 3  # those that a batch begins and ends in, and the one that is filled
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +53,32 @@ def in_windows(
         epoch, position = epoch + 1, 0
 
 
+def page_bounds(firsts: Int64s, stripes: Int64s) -> tuple[Int64s, Int64s]:
+    """[low, high) of the pages in which a sample of each stripe begins, int64[S] both. Pure.
+
+    `firsts`: first sample of every page, then the number of samples; `stripes` alike.
+    """
+    low = np.searchsorted(firsts, stripes[:-1], "right") - 1
+    return low.astype(np.int64), np.searchsorted(firsts, stripes[1:], "left").astype(np.int64)
+
+
+def stripes_kept(samples: Int64s, window_stripes: int, batch_rows: int) -> int:
+    """Stripes that must fit in memory at once so that a batch never waits for room. Pure.
+
+    A batch needs at most the stripes that its samples fill, if these are the smallest ones, and
+    the windows at both of its ends whole; one more window is filled meanwhile.
+    """
+    total = np.cumsum(np.sort(samples))
+    spanned = int(np.searchsorted(total, batch_rows)) + 1
+    return spanned + WINDOWS_KEPT * window_stripes
+
+
 def _pages_of(slab: Slab, stripes: Int64s, chosen: Int64s) -> Int64s:
     """Pages in which a sample of one of these stripes begins, ascending."""
-    firsts = slab.pages.first_sample
-    low = np.searchsorted(firsts, stripes[chosen], "right") - 1
-    high = np.searchsorted(firsts, stripes[chosen + 1], "left")
-    runs = [np.arange(a, b) for a, b in zip(low.tolist(), high.tolist(), strict=True)]
+    low, high = page_bounds(slab.pages.first_sample, stripes)
+    runs = [
+        np.arange(a, b) for a, b in zip(low[chosen].tolist(), high[chosen].tolist(), strict=True)
+    ]
     found: Int64s = np.unique(np.concatenate(runs)) if runs else np.empty(0, np.int64)
     return found
 
@@ -82,12 +103,17 @@ class Filler(Closing):
             for slab in self._slabs.values():
                 slab.close()
 
-    def close(self) -> None:
-        """Stop. Idempotent; waits for the page that is being read."""
+    def stop(self) -> None:
+        """Stop, without waiting for the page that is being read. Idempotent."""
         self._closed.set()
         for slab in self._slabs.values():
             slab.close()
+
+    def close(self) -> None:
+        """Stop. Idempotent; waits for the page that is being read."""
+        self.stop()
         self._thread.join()
 
 
-__all__ = ["Fill", "Filler", "everything", "in_windows"]
+__all__ = ["WINDOWS_KEPT", "Fill", "Filler", "everything", "in_windows", "page_bounds",
+           "stripes_kept"]  # fmt: skip

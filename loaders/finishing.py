@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,13 +14,22 @@ import torch
 from torch.utils.data import default_collate
 
 from hpstore.errors import ConfigError, IntegrityError, TooManyErasures
-from hpstore.loaders.batches import Batch, Ragged
+from hpstore.loaders.batches import Batch
 from hpstore.loaders.draws import Indices
-from hpstore.loaders.engine import Engine
+from hpstore.loaders.mixture import AnySession
 from hpstore.loaders.progress import Piece
 from hpstore.loaders.transfer import Arriving, Transfer
 
+_log = logging.getLogger(__name__)
 _DOMAIN = 0x68707374  # keeps generators for transforms apart from those of orders
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A finished batch, None when nothing is left of it, and how many samples were skipped."""
+
+    batch: Any
+    skipped: int
 
 
 # Any below: batches are whatever the user's functions return
@@ -37,77 +48,96 @@ class Finish:
         self.device = None if device is None else torch.device(device)
         away = self.device is not None and self.device.type != "cpu"
         self._transfer = Transfer(self.device) if away and self.device is not None else None
-        self.batches_total = self.skipped_total = 0
+        self.batches_total = self.skipped_total = 0  # handed out, or skipped there
+        self._said = False  # that samples are skipped
         self.transform_seconds = 0.0
 
-    def make(self, engine: Engine, piece: Piece) -> Any:
-        """Read and finish a piece; None when all of its samples were skipped."""
+    def make(self, session: AnySession, piece: Piece) -> Made:
+        """Read and finish a piece."""
+        rows: Sequence[int] | None = None
+        skipped = 0
         try:
-            indices, batch = engine.make(piece)
+            indices, batch = session.make(piece)
         except (IntegrityError, TooManyErasures):
-            if not self._skip:
-                raise
-            indices, kept = self._without_damaged(engine, piece)
-            if kept is None:
-                return None
-            batch = kept
+            indices = piece.indices(session.order)
+            rows = self._readable(session, piece, indices)
+            skipped = len(indices) - len(rows)
+            if not rows:
+                return Made(None, skipped)
+            indices = indices[list(rows)]
+            batch = session.batch(indices)
         made: Any = batch
         began = time.perf_counter()
-        if self._transform is not None or self._collate is not None:
-            made = self._by_sample(piece, indices, batch)
+        if self._transform is not None or self._collate is not None or piece.single:
+            made = self._by_sample(session, piece, indices, batch, rows or range(len(indices)))
         if self._batch_transform is not None:
-            rng = np.random.default_rng([_DOMAIN, self._seed, piece.epoch, piece.start, 1])
-            made = self._batch_transform(made, rng)
+            made = self._whole(piece, indices, made)
         self.transform_seconds += time.perf_counter() - began
-        return self._transfer.send(made) if self._transfer is not None else made
+        if self._transfer is not None:
+            made = self._transfer.send(made)
+        return Made(made, skipped)
 
-    def _by_sample(self, piece: Piece, indices: Indices, batch: Batch) -> Any:
-        samples: list[Any] = samples_of(batch, len(indices))
+    def _by_sample(
+        self, session: AnySession, piece: Piece, indices: Indices, batch: Batch, rows: Sequence[int]
+    ) -> Any:
+        """`rows`: places of the samples in the piece."""
+        samples: list[Any] = session.samples_of(batch, len(indices))
         if self._transform is not None:
-            for row, sample in enumerate(samples):
-                rng = np.random.default_rng([_DOMAIN, self._seed, piece.epoch, piece.start + row])
+            for number, (row, sample) in enumerate(zip(rows, samples, strict=True)):
+                # positions of an order are unique; a sampler's batch is one position
+                key = [piece.start + row] if piece.listed is None else [piece.start, row]
+                rng = np.random.default_rng([_DOMAIN, self._seed, piece.epoch, *key])
                 try:
-                    samples[row] = self._transform(sample, rng)
+                    samples[number] = self._transform(sample, rng)
                 except Exception as error:
-                    error.add_note(
-                        f"hpstore: in transform, of sample {indices[row]} (position "
-                        f"{piece.start + row} of epoch {piece.epoch})"
-                    )
+                    where = f"position {piece.start + row} of epoch {piece.epoch}"
+                    error.add_note(f"hpstore: in transform, of sample {indices[number]} ({where})")
                     raise
         try:
+            if piece.single:
+                return self._collate(samples[0]) if self._collate is not None else samples[0]
             return (self._collate or default_collate)(samples)
         except Exception as error:
             error.add_note(f"hpstore: in collate_fn, of samples {indices.tolist()}")
             raise
 
-    def _without_damaged(self, engine: Engine, piece: Piece) -> tuple[Indices, Batch | None]:
-        """Find out one by one which samples can be read."""
-        indices, good = piece.indices(engine.order), []
-        for index in indices.tolist():
+    def _whole(self, piece: Piece, indices: Indices, made: Any) -> Any:
+        assert self._batch_transform is not None
+        rng = np.random.default_rng([_DOMAIN, self._seed, piece.epoch, piece.start, 0, 1])
+        try:
+            return self._batch_transform(made, rng)
+        except Exception as error:
+            error.add_note(f"hpstore: in batch_transform, of samples {indices.tolist()}")
+            raise
+
+    def _readable(self, session: AnySession, piece: Piece, indices: Indices) -> list[int]:
+        """Rows of a piece that can be read, found one by one. Names what cannot, or counts it."""
+        good = []
+        for row, index in enumerate(indices.tolist()):
             try:
-                engine.batch(np.array([index], np.int64))
-            except (IntegrityError, TooManyErasures):
-                self.skipped_total += 1
+                session.batch(indices[row : row + 1])
+            except (IntegrityError, TooManyErasures) as error:
+                if not self._skip:
+                    where = f"position {piece.start + row} of epoch {piece.epoch}"
+                    raise type(error)(
+                        f"sample {index} ({where}) cannot be read: {error} The loader stands "
+                        'before this batch; on_error="skip" leaves such samples out.'
+                    ) from error
+                if not self._said:
+                    self._said = True
+                    _log.warning("sample %d cannot be read and is skipped: %s", index, error)
             else:
-                good.append(index)
-        rows = np.array(good, np.int64)
-        return rows, engine.batch(rows) if good else None
+                good.append(row)
+        return good
 
-    def hand_out(self, made: Any) -> Any:
-        """On the user's thread: what was sent to a device is ordered before what the user does."""
-        self.batches_total += 1
-        return made.wait() if isinstance(made, Arriving) else made
+    def hand_out(self, made: Made) -> Any:
+        """On the user's thread: what was sent to a device is ordered before what the user does.
 
-
-def samples_of(batch: Batch, count: int) -> list[dict[str, Any]]:
-    """The samples of a batch: views of its tensors, bytes and str as objects."""
-    columns: dict[str, Any] = {}
-    for name, value in batch.items():
-        if isinstance(value, Ragged) and value.values.dtype is torch.uint8:
-            columns[name] = list(value)
-        else:
-            columns[name] = list(value)
-    return [{name: columns[name][row] for name in columns} for row in range(count)]
+        None when all samples were skipped.
+        """
+        self.skipped_total += made.skipped
+        self.batches_total += made.batch is not None
+        return made.batch.wait() if isinstance(made.batch, Arriving) else made.batch
 
 
 def _with_rng(function: Any) -> Callable[[Any, np.random.Generator], Any] | None:
@@ -127,4 +157,4 @@ def _with_rng(function: Any) -> Callable[[Any, np.random.Generator], Any] | None
     return lambda value, rng: function(value)
 
 
-__all__ = ["Finish", "samples_of"]
+__all__ = ["Finish"]

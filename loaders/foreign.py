@@ -12,46 +12,51 @@ import torch.utils.data
 
 from hpstore.loaders.order import Order
 from hpstore.loaders.progress import Piece, pieces
-from hpstore.loaders.slices import Slices
+from hpstore.loaders.ranks import Shares
 
 if TYPE_CHECKING:
     from hpstore.loaders.loader import DataLoader
 
 
-class PositionSampler(torch.utils.data.Sampler[list[int]]):
+class PositionSampler(torch.utils.data.Sampler[Any]):
     """Batches of indices from `at`, (epoch, position), to the end of the epoch.
 
-    `asked`: the pieces that torch has asked for and not handed out yet.
+    `asked`: the pieces that torch has asked for and not handed out yet. `single`: indices alone.
     """
 
-    def __init__(self, order: Order, slices: Slices) -> None:
-        self._order, self._slices = order, slices
+    def __init__(self, order: Order, shares: Shares, *, single: bool) -> None:
+        self._order, self._shares, self._single = order, shares, single
         self.at = (0, 0)
         self.asked: deque[Piece] = deque()
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Any]:
+        # here, not at the first batch: iterators of an earlier pass keep what is theirs
         self.asked = asked = deque[Piece]()
-        for piece in pieces(self._slices, *self.at):
+        return self._ask(asked, pieces(self._shares.now(), *self.at, single=self._single))
+
+    def _ask(self, asked: deque[Piece], found: Iterator[Piece]) -> Iterator[Any]:
+        for piece in found:
             asked.append(piece)
-            yield piece.indices(self._order).tolist()
+            indices = piece.indices(self._order).tolist()
+            yield indices[0] if piece.single else indices
 
     def __len__(self) -> int:
-        return self._slices.own_steps()
+        return self._shares.now().own_steps()
 
 
 class ForeignIterator:
     """torch's iterator over an epoch; tells the loader where each batch leaves the run."""
 
     def __init__(self, loader: DataLoader, found: Any, epoch: int, position: int) -> None:
-        self._loader = weakref.ref(loader)
-        self._found, self._epoch, self._number = found, epoch, position
-        self._sampler = loader.positions
-        self._asked: deque[Piece] | None = None
+        self._loader, self._found = weakref.ref(loader), found
+        self._epoch, self._number = epoch, position
+        self._over = False
+        self._asked = loader.positions.asked if loader.positions is not None else None
         try:
             self._length: int | None = len(loader)
         except TypeError:  # an iterable data set that does not tell
             self._length = None
-        if self._sampler is None and position:
+        if self._asked is None and position:
             # an IterableDataset or a sampler of the user's: what was handed out is read again
             for _ in itertools.islice(found, position):
                 loader.skipped_batches_total += 1
@@ -67,14 +72,13 @@ class ForeignIterator:
         try:
             batch = next(self._found)
         except StopIteration:
-            if self._sampler is None and loader is not None and self._number != self._length:
-                loader.moved((self._epoch + 1, 0))
+            if not self._over and loader is not None:
+                loader.ended(self._epoch)
+            self._over = True
             raise
         self._number += 1
         after = (self._epoch, self._number)
-        if self._sampler is not None:
-            if self._asked is None:
-                self._asked = self._sampler.asked  # of this iterator, not of a later one
+        if self._asked is not None:
             after = self._asked.popleft().after
         elif self._number == self._length:
             after = (self._epoch + 1, 0)

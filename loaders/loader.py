@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -14,12 +15,16 @@ from hpstore.errors import ConfigError
 from hpstore.loaders.engine import PREFETCH_BYTES, Engine, cache_budget, pinner
 from hpstore.loaders.finishing import Finish
 from hpstore.loaders.foreign import ForeignIterator, PositionSampler
-from hpstore.loaders.native import NativeIterator, native_of, order_for
+from hpstore.loaders.mixture import AnyEngine, MixedEngine, Mixture, fingerprints
+from hpstore.loaders.native import NativeIterator, Run, native_of, order_for
 from hpstore.loaders.order import Order
-from hpstore.loaders.ranks import coordinates
+from hpstore.loaders.rank_sampler import RankSampler, agree_on_epoch
+from hpstore.loaders.ranks import Shares
 from hpstore.loaders.slices import Even, Slices
 from hpstore.loaders.state import LoaderState, order_text
 from hpstore.units import parse_bytes
+
+HANDED_KEPT = 1024  # batches back to which consumed() may be called for the first time
 
 
 # Any: torch's own signature is untyped here
@@ -47,6 +52,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     iter() goes on at a loaded position once, else starts the next epoch. state_dict() counts what
     was handed out, not what was read ahead; it fits another world size, other workers.
     """
+
+    # Accelerate then gives the loader back as it is, and saves its state with the rest
+    _is_accelerate_prepared = True
+    use_stateful_dataloader = True
 
     def __init__(
         self,
@@ -89,10 +98,6 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self.transform, self.batch_transform, self.on_error = transform, batch_transform, on_error
         self._native = native_of(dataset)
         self._by_user = sampler is not None or batch_sampler is not None
-        self.finish = Finish(
-            collate_fn=collate_fn, transform=transform, batch_transform=batch_transform,
-            device=device, seed=seed, on_error=on_error,
-        )  # fmt: skip
         self._prepare(dataset, batch_size, drop_last)
         options: dict[str, Any] = {
             "num_workers": num_workers, "collate_fn": collate_fn, "pin_memory": pin_memory,
@@ -102,37 +107,47 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             "pin_memory_device": pin_memory_device, "batch_size": batch_size,
             "drop_last": drop_last,
         }  # fmt: skip
+        self._collate_given = collate_fn  # torch puts its own in the place of None
+        self.finish = self._make_finish()
         self._start_torch(dataset, sampler, batch_sampler, options)
+
+    def _make_finish(self) -> Finish:
+        return Finish(
+            collate_fn=self._collate_given, transform=self.transform, seed=self.seed,
+            batch_transform=self.batch_transform, device=self.device, on_error=self.on_error,
+        )  # fmt: skip
 
     def _prepare(self, dataset: Any, batch_size: int | None, drop_last: bool) -> None:
         """Order, slices and counters. Raises ConfigError."""
         if self._by_user and self.shuffle:
             raise ConfigError("a sampler decides the order: shuffle must be left out with it")
-        self._order: Order | None = None
-        self.slices: Slices | None = None
+        self.order: Order | None = None
+        self.shares: Shares | None = None
         self.positions: PositionSampler | None = None
         self.batch_memory_bytes = parse_bytes(self.prefetch_bytes)
         iterable = isinstance(dataset, torch.utils.data.IterableDataset)
-        if not self._by_user and not iterable and batch_size is not None:
-            place = coordinates(self.rank, self.world_size, self.mesh, shard=self.shard)
+        if not self._by_user and not iterable:
             window = self.batch_memory_bytes // 4
             if self.window_bytes is not None:
                 window = parse_bytes(self.window_bytes)
-            self._order = order_for(dataset, self._native, self.shuffle, self.seed, window)
-            self.slices = Slices(
-                length=self._order.length, batch_size=batch_size, drop_last=drop_last,
-                even=self.even, rank=place.rank, world_size=place.world_size,
+            self.order = order_for(dataset, self._native, self.shuffle, self.seed, window)
+            whole = Slices(
+                length=self.order.length, batch_size=1 if batch_size is None else batch_size,
+                drop_last=drop_last, even=self.even,
             )  # fmt: skip
+            self.shares = Shares(whole, self.rank, self.world_size, self.mesh, shard=self.shard)
             if self._native is None:
-                self.positions = PositionSampler(self._order, self.slices)
+                self.positions = PositionSampler(self.order, self.shares, single=batch_size is None)
         self._epoch = self._position = 0
         self._begun = False  # an iterator has been made at or since this position
+        self._consumed: tuple[int, int] | None = None  # a wrapper says what counts
         self._restart_counting()
+        self._told: int | None = None  # the epoch that the user's sampler was told
         self._state_text: tuple[tuple[str, ...], str] | None = None
         self.skipped_batches_total = 0  # read again to get to a position: see docs/data.md
         self.wait_seconds = 0.0  # that next() waited for a batch
-        self._engine: Engine | None = None
-        self._ready: NativeIterator | None = None  # made ahead for the next epoch
+        self._engine: AnyEngine | None = None
+        self._ready: Run | None = None  # made ahead for the next epoch
 
     def _start_torch(
         self, dataset: Any, sampler: Any, batch_sampler: Any, options: dict[str, Any]
@@ -142,19 +157,36 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if self._native is not None:  # threads of ours, no workers of torch's
             options |= dict.fromkeys(("multiprocessing_context", "prefetch_factor"))
             options |= {"num_workers": 0, "persistent_workers": False}
-        if self.positions is not None:
+        if self.positions is not None and options["batch_size"] is None:
+            super().__init__(dataset, sampler=self.positions, **options)
+        elif self.positions is not None or batch_sampler is not None:
             del options["batch_size"], options["drop_last"]
-            super().__init__(dataset, batch_sampler=self.positions, **options)
-        elif batch_sampler is not None:
-            del options["batch_size"], options["drop_last"]
-            super().__init__(dataset, batch_sampler=batch_sampler, **options)
+            batches = batch_sampler if self.positions is None else self.positions
+            super().__init__(dataset, batch_sampler=batches, **options)
         else:
             super().__init__(dataset, sampler=sampler, **options)
-        changed = given.keys() if self._native is not None else ("batch_size", "drop_last")
-        if batch_sampler is None:
-            for name in changed:
-                if name not in ("multiprocessing_context", "collate_fn"):
-                    object.__setattr__(self, name, given[name])
+        changed = {"batch_size", "drop_last"}
+        if self._native is not None:
+            changed = given.keys() - {"multiprocessing_context"}
+        for name in changed:
+            if batch_sampler is None or name not in ("batch_size", "drop_last"):
+                object.__setattr__(self, name, given[name])
+        self._show_sampler()
+
+    def _show_sampler(self) -> None:
+        """Trainers look at `sampler`: one of theirs must not take the place of our order."""
+        if self.order is None or (self.positions is not None and self.batch_size is None):
+            return
+        made = RankSampler(self)
+        object.__setattr__(self, "sampler", made)
+        if self._native is not None and self.batch_size is not None:
+            batches = torch.utils.data.BatchSampler(made, self.batch_size, self.drop_last)
+            object.__setattr__(self, "batch_sampler", batches)
+
+    @property
+    def slices(self) -> Slices | None:
+        """How an epoch is dealt out; None where a sampler or an IterableDataset decides."""
+        return None if self.shares is None else self.shares.now()
 
     # --- iterating --------------------------------------------------------------------------
 
@@ -162,16 +194,18 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if self._begun and self._position:
             self._epoch, self._position = self._epoch + 1, 0
         self._begun = True
+        slices = self.slices
+        if self._by_user:
+            self._epoch = agree_on_epoch(self, self._epoch, self._told)
+            self._told = self._epoch
         if self._native is None:
             if self.positions is not None:
                 self.positions.at = (self._epoch, self._position)
             return ForeignIterator(self, super().__iter__(), self._epoch, self._position)
-        ready, self._ready = self._ready, None
-        if ready is not None:
-            if ready.begins_at(self._epoch, self._position):
-                return ready
-            ready.close()
-        return NativeIterator(self, self._native, self._epoch, self._position)
+        run, self._ready = self._ready, None
+        if run is None or self._position or not run.begins_at(slices, self._epoch):
+            run = Run(self, self._native, self._epoch, self._position)
+        return NativeIterator(self, run, self._epoch)
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank."""
@@ -179,42 +213,71 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             return self.slices.own_steps()
         return super().__len__()
 
+    def standing(self) -> tuple[int, int]:
+        """(epoch, position) that the run stands at; positions are samples of all ranks."""
+        return self._epoch, self._position
+
     def moved(self, after: tuple[int, int]) -> None:
         """An iterator has handed out a batch; the run stands at (epoch, position) now."""
-        if len(self._handed) == self._handed.maxlen and self._consumed is None:
-            self._before = self._handed[0]
         self._handed.append(after)
+        if len(self._handed) > HANDED_KEPT and self._consumed is None:
+            self._before = self._handed.popleft()
         self._epoch, self._position = after
         if not self._position:
             self._begun = False  # the next iter() starts this very epoch
 
-    def keep_ready(self, iterator: NativeIterator) -> None:
-        """An iterator that has ended leaves what it has made ahead of the next epoch."""
-        self._ready = iterator
+    def ended(self, epoch: int) -> None:
+        """An iterator has found the end of an epoch; other ranks may have had one batch more."""
+        if epoch != self._epoch:
+            return
+        after = self._epoch, self._position = epoch + 1, 0
+        self._begun = False
+        if self._handed:
+            self._handed[-1] = after
+        elif self._consumed is not None:
+            self._consumed = after
+        else:
+            self._before = after
 
-    def engine(self) -> Engine:
+    def keep_ready(self, run: Run) -> None:
+        """An iterator that has ended leaves what was made ahead of the next epoch."""
+        self._ready = run
+
+    def engine(self) -> AnyEngine:
         """What makes the batches of a native data set in this process; made at first use."""
         assert self._native is not None
         if self._engine is None or self._engine.pid != os.getpid():
-            self._engine = Engine(
-                self._native.data, self._order, cache_bytes=cache_budget(self.cache),
-                prefetch_bytes=self.batch_memory_bytes,
-                pin=pinner(self.finish.device, self.pin_memory),
-            )  # fmt: skip
+            data, order = self._native.data, self.order
+            options: dict[str, Any] = {
+                "cache_bytes": cache_budget(self.cache), "prefetch_bytes": self.batch_memory_bytes,
+                "pin": pinner(self.finish.device, self.pin_memory),
+                "batch_rows": self.batch_size or 1,
+            }  # fmt: skip
+            if isinstance(data, Mixture):
+                self._engine = MixedEngine(data, order, **options)
+            else:
+                self._engine = Engine(data, order, **options)
+            weakref.finalize(self, self._engine.stop).atexit = False
         return self._engine
 
     # --- state ------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; where the run is in that epoch already, it stays."""
+        """The next iter() is of this epoch; where the run is in that epoch already, it goes on."""
         if epoch < 0:
             raise ConfigError(f"epoch {epoch} is negative")
+        self._begun = False  # the next iter() is of this epoch
         if epoch != self._epoch:
-            self._epoch, self._position, self._begun = int(epoch), 0, False
+            self._epoch, self._position = int(epoch), 0
             self._restart_counting()
 
     def state_dict(self) -> dict[str, Any]:
         """A few integers and fingerprints: JSON. Below 50 us whatever the data set."""
+        if self._native is None and self.num_workers and not self.in_order:
+            raise ConfigError(
+                "with in_order=False batches come as workers finish them: there is no position "
+                "to save. Nothing is lost; leave in_order out to have one."
+            )
         prints, order = self._described()
         epoch, position = self._consumed or (self._epoch, self._position)
         return LoaderState(
@@ -225,16 +288,16 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """Go on at a saved position. Reads nothing. ConfigError when it is of another run."""
         found = LoaderState.from_dict(state)
         prints, order = self._described()
-        length = self._order.length if self._order is not None else 1 << 62
+        length = self.order.length if self.order is not None else 1 << 62
         found.require_same_run(fingerprints=prints, order=order, seed=self.seed, length=length)
         self._epoch, self._position, self._begun = found.epoch, found.samples, False
         self._restart_counting()
 
     def _restart_counting(self) -> None:
         """What was handed out before says nothing any more."""
-        self._handed: deque[tuple[int, int]] = deque(maxlen=1024)  # states after batches
+        self._handed: deque[tuple[int, int]] = deque()  # states after batches
         self._before = (self._epoch, self._position)  # the state before the first of them
-        self._consumed: tuple[int, int] | None = None  # a wrapper says what counts
+        self._consumed = None
 
     def consumed(self, batches: int) -> None:
         """For wrappers that read ahead: so many more of the batches that were handed out count.
@@ -252,11 +315,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """Fingerprints of the data, and the order as text; made once."""
         if self._state_text is None:
             if self._native is not None:
-                prints: tuple[str, ...] = (self._native.data.fingerprint,)
+                prints = fingerprints(self._native.data)
             else:
                 size = len(self.dataset) if hasattr(self.dataset, "__len__") else "?"
                 prints = (f"{type(self.dataset).__name__}[{size}]",)
-            text = order_text(self._order) if self._order is not None else '"the sampler\'s"'
+            text = order_text(self.order) if self.order is not None else '"the sampler\'s"'
             self._state_text = (prints, text)
         return self._state_text
 
@@ -269,6 +332,22 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if self._engine is not None:
             found.update(self._engine.stats())
         return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process: what was asked for and where it stands, no threads, no memory."""
+        state = self.__dict__.copy()
+        for name in ("_engine", "_ready", "_iterator", "finish"):
+            state[name] = None
+        if isinstance(self.sampler, RankSampler):
+            del state["sampler"]
+            state.pop("batch_sampler" if self._native is not None else "", None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begun = False  # its iterators were not copied: it goes on where it stands
+        self.finish = self._make_finish()
+        self._show_sampler()
 
     def close(self) -> None:
         """Stop threads that read ahead. Idempotent; iterating starts them again."""

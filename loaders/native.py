@@ -12,9 +12,11 @@ import torch.utils.data
 from hpstore.errors import ConfigError
 from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.draws import Indices
+from hpstore.loaders.mixture import Mixture, stored_bytes
 from hpstore.loaders.order import GlobalOrder, Order, SequentialOrder, SubsetOrder
 from hpstore.loaders.pipeline import Pipeline
-from hpstore.loaders.progress import endless, listed
+from hpstore.loaders.progress import Piece, endless, listed
+from hpstore.loaders.slices import Slices
 from hpstore.loaders.windows import WindowOrder, subset_stripes
 
 if TYPE_CHECKING:
@@ -25,9 +27,9 @@ LEAST_AHEAD, MOST_AHEAD = 2, 16  # batches, unless prefetch_factor says
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """A hpstore data set, and which of its samples are used: all, or those of a Subset."""
+    """A hpstore data set or a mixture, and which samples are used: all, or those of a Subset."""
 
-    data: Dataset
+    data: Dataset | Mixture
     mapping: Indices | None
 
     def __len__(self) -> int:
@@ -36,13 +38,22 @@ class Native:
 
 # Any: whatever the user's data set is
 def native_of(dataset: Any) -> Native | None:
-    """The hpstore data set under torch's Subset and random_split; None when it is another."""
+    """The hpstore data set under torch's Subset and random_split; None when it is another.
+
+    Subclasses with samples of their own making are other data sets.
+    """
     mapping: Indices | None = None
-    while isinstance(dataset, torch.utils.data.Subset):
+    while type(dataset) is torch.utils.data.Subset:
         chosen = np.asarray(dataset.indices, np.int64)
         mapping = chosen if mapping is None else chosen[mapping]
         dataset = dataset.dataset
-    return Native(dataset, mapping) if isinstance(dataset, Dataset) else None
+    if isinstance(dataset, Mixture):
+        return Native(dataset, mapping)
+    if not isinstance(dataset, Dataset):
+        return None
+    kind = type(dataset)
+    plain = (kind.__getitem__, kind.__getitems__) == (Dataset.__getitem__, Dataset.__getitems__)
+    return Native(dataset, mapping) if plain else None
 
 
 def order_for(
@@ -58,6 +69,9 @@ def order_for(
             raise ConfigError(
                 f'shuffle {name!r} is not one of True, False, "global", "window", "none"'
             )
+        if native is not None and isinstance(native.data, Mixture):
+            made = native.data.order(name, seed)
+            return _of_subset(made, native)
         if name == "window":
             if native is None:
                 raise ConfigError(
@@ -71,13 +85,19 @@ def order_for(
         made = name
         if made.samples > count:
             raise ConfigError(f"the order chooses from {made.samples} samples, there are {count}")
-    if native is not None and native.mapping is not None:
-        return SubsetOrder(made, native.mapping, samples=len(native.data))
-    return made
+    return _of_subset(made, native)
+
+
+def _of_subset(order: Order, native: Native | None) -> Order:
+    if native is None or native.mapping is None:
+        return order
+    return SubsetOrder(order, native.mapping, samples=len(native.data))
 
 
 def _window_order(native: Native, seed: int, window_bytes: int) -> Order:
-    data, stripes = native.data, native.data.stripes()
+    data = native.data
+    assert isinstance(data, Dataset)
+    stripes = data.stripes()
     payload = sum(int(stream.payload_bytes.sum()) for stream in data.streams)
     stripe_bytes = max(1, payload // max(1, len(stripes) - 1))
     windows = max(1, window_bytes // stripe_bytes)
@@ -88,41 +108,89 @@ def _window_order(native: Native, seed: int, window_bytes: int) -> Order:
     return SubsetOrder(order, mapping, samples=len(data))
 
 
-class NativeIterator:
-    """One epoch from a position on. What it makes ahead of the next epoch is left to the loader."""
+class Run:
+    """Batches made ahead from a position on, over the ends of epochs. It belongs to one process.
+
+    Dropping it stops what is under way.
+    """
 
     def __init__(self, loader: DataLoader, native: Native, epoch: int, position: int) -> None:
-        self._loader, self._engine, self._finish = loader, loader.engine(), loader.finish
-        self._epoch = epoch
-        self._engine.start(epoch, position)
-        slices = loader.slices
+        slices, finish = loader.slices, loader.finish
         if slices is not None:
-            todo = endless(slices, epoch, position)
+            todo = endless(slices, epoch, position, single=loader.batch_size is None)
         else:
-            todo = listed(_batches(loader, native, epoch), epoch, position)
+            todo = listed(_batches(loader, native), epoch, position)
         threads = loader.num_workers or min(2, len(os.sched_getaffinity(0)))
         depth = loader.prefetch_factor
-        depth = depth * threads if depth else self._depth(native, threads)
-        engine, finish = self._engine, self._finish
+        depth = depth * threads if depth else _depth(loader, native, threads)
+        self._pid, self.slices = os.getpid(), slices
+        self._session = session = loader.engine().start(epoch, position)
         self._pipeline = Pipeline(
-            todo, lambda piece: finish.make(engine, piece), depth=depth, threads=threads
+            todo, lambda piece: finish.make(session, piece), depth=depth, threads=threads
         )
-        self._over, self._waited = False, loader.wait_seconds
+        self._session.needed_from(self._pipeline.peek())
 
-    def _depth(self, native: Native, threads: int) -> int:
-        """Batches ahead: half of the memory for batches, the other half is the user's."""
-        data = native.data
-        stored = sum(int(stream.payload_bytes.sum()) for stream in data.streams)
-        batch = stored / max(1, len(data)) * (self._loader.batch_size or 1)
-        fitting = int(self._loader.batch_memory_bytes // 2 // max(batch, 1))
-        return max(LEAST_AHEAD, threads, min(MOST_AHEAD, fitting))
+    @property
+    def wait_seconds(self) -> float:
+        """How long take() waited."""
+        return self._pipeline.wait_seconds
 
-    def begins_at(self, epoch: int, position: int) -> bool:
-        """Whether this, having ended an epoch, goes on there; then it does."""
-        piece = self._pipeline.peek()
-        wanted = piece is not None and (piece.epoch, position) == (epoch, 0)
-        self._over, self._epoch = not wanted, epoch
-        return wanted
+    def peek(self) -> Piece | None:
+        """What comes next; None when nothing does."""
+        return self._pipeline.peek()
+
+    def take(self) -> tuple[Piece, Any]:
+        """As Pipeline.take."""
+        if self._pid != os.getpid():
+            raise ConfigError(
+                "this iterator was made before a fork and its threads are in the parent: "
+                "iterate over the loader anew"
+            )
+        try:
+            taken = self._pipeline.take()
+        except Exception:
+            self.abandon()
+            raise
+        self._session.needed_from(self._pipeline.peek())
+        return taken
+
+    def begins_at(self, slices: Slices | None, epoch: int) -> bool:
+        """Whether this goes on at the start of an epoch, with these slices, in this process."""
+        piece = self._pipeline.peek() if self._pid == os.getpid() else None
+        return piece is not None and piece.epoch == epoch and self.slices == slices
+
+    def abandon(self) -> None:
+        """Stop without waiting for what is being made. Idempotent."""
+        if self._pid == os.getpid():
+            self._pipeline.abandon()
+            self._session.leave()
+
+    def close(self) -> None:
+        """Stop, and wait until nothing is being made. Idempotent."""
+        self.abandon()
+        if self._pid == os.getpid():
+            self._session.close()
+            self._pipeline.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_pipeline"):
+            self.abandon()
+
+
+def _depth(loader: DataLoader, native: Native, threads: int) -> int:
+    """Batches ahead: half of the memory for batches, the other half is the user's."""
+    batch = stored_bytes(native.data) * (loader.batch_size or 1)
+    fitting = int(loader.batch_memory_bytes // 2 // max(batch, 1))
+    return max(LEAST_AHEAD, threads, min(MOST_AHEAD, fitting))
+
+
+class NativeIterator:
+    """One epoch from a position on. What is made ahead of the next epoch is left to the loader."""
+
+    def __init__(self, loader: DataLoader, run: Run, epoch: int) -> None:
+        self._loader, self._epoch = loader, epoch
+        self._run: Run | None = run
+        self._waited = loader.wait_seconds - run.wait_seconds
 
     def __iter__(self) -> NativeIterator:
         return self
@@ -132,56 +200,37 @@ class NativeIterator:
 
     def __next__(self) -> Any:
         while True:
-            piece = self._pipeline.peek()
-            if self._over or piece is None or piece.epoch != self._epoch:
-                self._end(piece is not None)
+            run = self._run
+            piece = run.peek() if run is not None else None
+            if run is None or piece is None or piece.epoch != self._epoch:
+                self._end(run, more=piece is not None)
                 raise StopIteration
             try:
-                piece, made = self._pipeline.take()
+                piece, made = run.take()
             except Exception:
-                self._over = True
-                self._pipeline.close()
+                self._run = None
                 raise
-            self._loader.wait_seconds = self._waited + self._pipeline.wait_seconds
-            self._engine.handed(piece)
+            self._loader.wait_seconds = self._waited + run.wait_seconds
             self._loader.moved(piece.after)
-            batch = self._finish.hand_out(made)
+            batch = self._loader.finish.hand_out(made)
             if batch is not None:  # else all of its samples were skipped
                 return batch
 
-    def _end(self, more: bool) -> None:
-        if self._over:
-            return
-        self._over = True
-        if more:
-            self._loader.keep_ready(self)
-        else:
-            self._pipeline.close()
-
-    def close(self) -> None:
-        """Stop what is made ahead. Idempotent."""
-        self._over = True
-        self._pipeline.close()
-
-    def __del__(self) -> None:
-        pipeline = getattr(self, "_pipeline", None)
-        if pipeline is not None:
-            pipeline.abandon()
+    def _end(self, run: Run | None, *, more: bool) -> None:
+        self._run = None
+        if run is not None:
+            self._loader.ended(self._epoch)
+            if more:
+                self._loader.keep_ready(run)
 
 
-def _batches(loader: DataLoader, native: Native, epoch: int) -> Any:
-    """Batches of indices of the user's sampler, which follows the epoch if it can."""
+def _batches(loader: DataLoader, native: Native) -> Any:
+    """Batches of indices of the user's sampler; without a batch size, its indices or lists."""
     sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    inner: Any = getattr(sampler, "sampler", None)
-    for one in (sampler, inner):
-        if hasattr(one, "set_epoch"):
-            one.set_epoch(epoch)
-    if loader.batch_sampler is None:
-        sampler = ([index] for index in sampler)
     if native.mapping is None:
         return sampler
     mapping = native.mapping
-    return (mapping[np.asarray(batch, np.int64)].tolist() for batch in sampler)
+    return (mapping[np.asarray(chosen, np.int64)] for chosen in sampler)
 
 
-__all__ = ["Native", "NativeIterator", "native_of", "order_for"]
+__all__ = ["Native", "NativeIterator", "Run", "native_of", "order_for"]

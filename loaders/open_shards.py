@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 import weakref
 from collections import OrderedDict
@@ -11,7 +12,8 @@ from collections.abc import Callable
 from hpstore.closing import Closing
 from hpstore.pooled import PooledReader
 
-OPEN_READERS = 64  # of each thread; k files each
+FILES_SHARE = 8  # a thread keeps at most one part in so many of the files that a process may open
+LEAST_READERS = 4
 
 
 class _Own(threading.local):
@@ -38,9 +40,14 @@ def _close_all(readers: OrderedDict[str, PooledReader], pid: int) -> None:
 
 
 class OpenShards(Closing):
-    """Readers by key. Thread-safe: no two threads share one. In a forked child, made anew."""
+    """Readers by key. Thread-safe: no two threads share one. In a forked child, made anew.
 
-    def __init__(self) -> None:
+    `files_each`: that one of them keeps open.
+    """
+
+    def __init__(self, files_each: int) -> None:
+        may_open, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.limit = max(LEAST_READERS, may_open // FILES_SHARE // files_each)
         self._pid = os.getpid()
         self._shelves: weakref.WeakSet[_Shelf] = weakref.WeakSet()
         self._own = _Own(self._shelves)
@@ -48,14 +55,14 @@ class OpenShards(Closing):
     def get(self, key: str, make: Callable[[], PooledReader]) -> PooledReader:
         """The calling thread's reader of a key, made if need be.
 
-        It stays open until the thread has asked for OPEN_READERS other ones; not to be closed.
+        It stays open until the thread has asked for `limit` other ones; not to be closed.
         """
         readers = self._own.shelf.readers
         if key in readers:
             readers.move_to_end(key)
             return readers[key]
         found = readers[key] = make()
-        if len(readers) > OPEN_READERS:
+        if len(readers) > self.limit:
             readers.popitem(last=False)[1].close()
         return found
 
@@ -65,4 +72,4 @@ class OpenShards(Closing):
             _close_all(shelf.readers, self._pid)
 
 
-__all__ = ["OPEN_READERS", "OpenShards"]
+__all__ = ["OpenShards"]

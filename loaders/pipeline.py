@@ -18,7 +18,8 @@ T = TypeVar("T")
 class Pipeline(Closing, Generic[T]):
     """Makes `make(piece)` for the pieces to come, `depth` of them ahead, on `threads` threads.
 
-    One thread takes; closing gives up what is under way. `wait_seconds`: how long take() waited.
+    One thread takes; closing gives up what is under way. `wait_seconds`: how long take() waited;
+    `waiting`: whether it does.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class Pipeline(Closing, Generic[T]):
         self._flying: deque[tuple[Piece, Future[T]]] = deque()
         self._closed = threading.Event()
         self.wait_seconds = 0.0
+        self.waiting = False
         self._top_up()
 
     def peek(self) -> Piece | None:
@@ -46,8 +48,10 @@ class Pipeline(Closing, Generic[T]):
         if not future.done():
             began = time.perf_counter()
             try:
+                self.waiting = True
                 made = future.result()
             finally:
+                self.waiting = False
                 self.wait_seconds += time.perf_counter() - began
         else:
             made = future.result()
@@ -63,7 +67,7 @@ class Pipeline(Closing, Generic[T]):
             self._flying.append((piece, self._threads.submit(self._run, piece)))
 
     def _run(self, piece: Piece) -> T:
-        if self._closed.is_set():
+        if self._closed.is_set() or not threading.main_thread().is_alive():  # the process ends
             raise RuntimeError("the loader was closed")
         return self._make(piece)
 

@@ -25,8 +25,8 @@ class Piece:
     start: int
     stop: int
     after: tuple[int, int]  # (epoch, position)
-    last: bool  # of its epoch on this rank
     listed: tuple[int, ...] | None = None  # its samples, where a user's sampler has chosen them
+    single: bool = False  # one sample by itself, not a batch of it
 
     def indices(self, order: Order | None) -> Indices:
         """Its samples. `order` is not needed where they are listed."""
@@ -41,22 +41,22 @@ class Piece:
         return np.concatenate(parts) if len(parts) != 1 else parts[0]
 
 
-def pieces(slices: Slices, epoch: int, position: int) -> Iterator[Piece]:
+def pieces(slices: Slices, epoch: int, position: int, *, single: bool = False) -> Iterator[Piece]:
     """This rank's pieces from a position to the end of the epoch; none where it has no rows."""
     steps = slices.own_steps(position)
     for number in range(steps):
         step = slices.step(position, number)
-        last = number == steps - 1
         done = step.after >= slices.length or slices.steps(step.after) == 0
-        after = (epoch + 1, 0) if last and done else (epoch, step.after)
-        yield Piece(epoch=epoch, start=step.start, stop=step.stop, after=after, last=last)
+        over = number == steps - 1 and done
+        after = (epoch + 1, 0) if over else (epoch, step.after)
+        yield Piece(epoch=epoch, start=step.start, stop=step.stop, after=after, single=single)
 
 
-def endless(slices: Slices, epoch: int, position: int) -> Iterator[Piece]:
+def endless(slices: Slices, epoch: int, position: int, *, single: bool = False) -> Iterator[Piece]:
     """Pieces of this epoch and all that follow."""
     while True:
         empty = True
-        for piece in pieces(slices, epoch, position):
+        for piece in pieces(slices, epoch, position, single=single):
             empty = False
             yield piece
         if empty and not slices.own_steps():
@@ -64,17 +64,20 @@ def endless(slices: Slices, epoch: int, position: int) -> Iterator[Piece]:
         epoch, position = epoch + 1, 0
 
 
-def listed(batches: Iterable[Sequence[int]], epoch: int, skip: int) -> Iterator[Piece]:
-    """Pieces of a user's sampler from its batch number `skip` on; positions count batches."""
+def listed(batches: Iterable[Sequence[int] | int], epoch: int, skip: int) -> Iterator[Piece]:
+    """Pieces of a user's sampler from its batch number `skip` on; positions count batches.
+
+    What is no list is a sample by itself.
+    """
     found = enumerate(itertools.islice(iter(batches), skip, None), skip)
     number, batch = next(found, (skip, None))
     while batch is not None:
         following, after = next(found, (number + 1, None))
-        last = after is None
+        single = np.ndim(batch) == 0
         yield Piece(
             epoch=epoch, start=number, stop=number + 1,
-            after=(epoch + 1, 0) if last else (epoch, number + 1),
-            last=last, listed=tuple(int(index) for index in batch),
+            after=(epoch + 1, 0) if after is None else (epoch, number + 1),
+            listed=tuple(np.asarray(batch, np.int64).reshape(-1).tolist()), single=single,
         )  # fmt: skip
         number, batch = following, after
 

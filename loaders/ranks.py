@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
 
 from hpstore.errors import ConfigError
+from hpstore.loaders.slices import Slices
 
 _log = logging.getLogger(__name__)
 
@@ -40,14 +41,35 @@ def coordinates(rank: int | None, world_size: int | None, mesh: Any, *, shard: b
         return _of_mesh(mesh)
     if not (dist.is_available() and dist.is_initialized()):
         return Coordinates()
-    found = Coordinates(dist.get_rank(), dist.get_world_size())
-    if found.world_size > 1:
-        _log.info(
-            "rank %d of %d reads its share of every batch (from torch.distributed); with pipeline "
-            "or tensor parallelism give mesh=, to read everything shard=False",
-            found.rank, found.world_size,
-        )  # fmt: skip
-    return found
+    return Coordinates(dist.get_rank(), dist.get_world_size())
+
+
+class Shares:
+    """How an epoch is dealt out to this rank, as far as that is known by now.
+
+    torch.distributed is asked each time: loaders may be made before it is set up.
+    """
+
+    def __init__(
+        self, whole: Slices, rank: int | None, world_size: int | None, mesh: Any, *, shard: bool
+    ) -> None:  # fmt: skip
+        """`whole`: for a world of one. Raises ConfigError."""
+        self._found = whole
+        self._rank, self._world_size, self._mesh, self._shard = rank, world_size, mesh, shard
+        coordinates(rank, world_size, mesh, shard=shard)
+
+    def now(self) -> Slices:
+        """What holds now. What torch.distributed implies is logged once."""
+        place = coordinates(self._rank, self._world_size, self._mesh, shard=self._shard)
+        if (place.rank, place.world_size) != (self._found.rank, self._found.world_size):
+            if self._rank is None and self._mesh is None:
+                _log.info(
+                    "rank %d of %d reads its share of every batch (from torch.distributed); with "
+                    "pipeline or tensor parallelism give mesh=, to read everything shard=False",
+                    place.rank, place.world_size,
+                )  # fmt: skip
+            self._found = replace(self._found, rank=place.rank, world_size=place.world_size)
+        return self._found
 
 
 def _of_mesh(mesh: Any) -> Coordinates:
@@ -72,4 +94,4 @@ def _of_mesh(mesh: Any) -> Coordinates:
     return Coordinates(rank, size)
 
 
-__all__ = ["Coordinates", "coordinates"]
+__all__ = ["Coordinates", "Shares", "coordinates"]

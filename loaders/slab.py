@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from functools import partial
 
@@ -16,7 +17,9 @@ from hpstore.loaders.stored import StoredData
 from hpstore.loaders.stream import Locations, Stream
 from hpstore.units import round_up
 
+_log = logging.getLogger(__name__)
 NEVER = 1 << 62
+LOOK_UP_SECONDS = 0.2  # a thread that waits for pages must not hold up the end of the process
 
 
 class Slab:
@@ -112,7 +115,10 @@ class Slab:
         try:
             shard = partial(self._data.reader, self._stream)
             read_pages(shard, self._stream, self.pages, numbers, target, arrived)
-        except Exception:  # noqa: BLE001 (raised again to who reads a record of such a page)
+        except Exception as error:  # noqa: BLE001 (raised again to who reads a record of these)
+            self._data.pool.metrics.count("page_load_error_total", len(places))
+            if not self._failed.any():
+                _log.warning("pages that cannot be read are read record by record: %s", error)
             with self._moved:
                 for page, slot in places.items():
                     self._failed[page] = True
@@ -120,11 +126,16 @@ class Slab:
                 self._moved.notify_all()
 
     def wait(self, pages: Int64s) -> None:
-        """Wait until pages that somebody loads are there, or have failed."""
+        """Wait until pages that somebody loads are there, or have failed, or nobody loads more."""
+
+        def over() -> bool:
+            if self._closed or not threading.main_thread().is_alive():  # the interpreter ends
+                return True
+            return bool(((self._slot[pages] >= 0) | self._failed[pages]).all())
+
         with self._moved:
-            self._moved.wait_for(
-                lambda: self._closed or bool(((self._slot[pages] >= 0) | self._failed[pages]).all())
-            )
+            while not self._moved.wait_for(over, LOOK_UP_SECONDS):
+                pass
 
     def resident(self, places: Locations) -> Int64s:
         """The slot of each record's page, -1 where it is not in memory."""

@@ -55,6 +55,11 @@ class Slot:
             self._held = 1
             self._ring._returned.append(self)
 
+    def lose(self) -> None:
+        """Somebody may still write into it: it is never used again, others take its place."""
+        if self._ring is not None:
+            self._ring.forget(self)
+
     def dropped(self) -> bool:
         """One array less; True when none is left."""
         self._held -= 1
@@ -87,7 +92,8 @@ class Slots:
                 best = min(fitting, key=lambda slot: len(slot.memory))
                 self._free.remove(best)
                 return best
-            size = round_up(max(nbytes, 1), MIB if nbytes >= MIB else 4096)
+            # room for batches that are a little larger: records of many sizes
+            size = round_up(nbytes + nbytes // 8, MIB) if nbytes >= MIB else MIB
             while self._free and self.made_bytes + size > self.limit_bytes:
                 self.made_bytes -= len(self._free.pop(0).memory)  # too small for today's batches
             if self.made_bytes + size > self.limit_bytes:
@@ -104,6 +110,11 @@ class Slots:
         if self._pin is not None:
             self._pin(memory)
         return Slot(memory, self)
+
+    def forget(self, slot: Slot) -> None:
+        """A slot that does not come back: its memory goes when the last writer is done."""
+        with self._lock:
+            self.made_bytes -= len(slot.memory)
 
     def _collect(self) -> None:
         """What finalizers have noted since the last call."""

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from hpstore.buffers import aligned_array
 from hpstore.closing import Closing
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError, IntegrityError, ObjectNotFound
+from hpstore.geometry import ALIGNMENT_BYTES
 from hpstore.loaders.blocks import BLOCK_ROWS, BlockTable
 from hpstore.loaders.fields import Array, Field, FieldKind
 from hpstore.loaders.layout import Int64s, group_fields
@@ -81,7 +83,7 @@ class StoredData(Closing):
         }
         self._order = self._column_table(Field("int64"), ORDER)
         self._pages: dict[int, PageTable] = {}
-        self._readers = OpenShards()
+        self._readers = OpenShards(self.manifest.data)
         self._closed = False
 
     def __len__(self) -> int:
@@ -277,7 +279,7 @@ class StoredData(Closing):
     def reader(self, stream: Stream, shard: int) -> PooledReader:
         """A shard, open for reading by the calling thread.
 
-        It stays open until the thread has asked for OPEN_READERS other ones; not to be closed.
+        It stays open until the thread has asked for many other ones; not to be closed.
         Raises ObjectNotFound when the data set was replaced or deleted.
         """
         if self._closed:
@@ -306,6 +308,18 @@ class StoredData(Closing):
                 "data set again, or skip the sample."
             )
         return records, places
+
+    def read_direct(self, stream: Stream, indices: Int64s) -> list[Bytes]:
+        """As read_records, straight from the devices where that can be; without the places."""
+        lengths = self.locate(stream, indices).length
+        steps = -(-lengths // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        ends = np.cumsum(steps)
+        buffer = aligned_array(int(ends[-1]) if len(ends) else 0)
+        starts = (ends - steps).tolist()
+        rows = [buffer[a : a + n] for a, n in zip(starts, lengths.tolist(), strict=True)]
+        if self.read_rows(stream, indices, rows):
+            return rows
+        return self.read_records(stream, indices)[0]
 
     def read_rows(self, stream: Stream, indices: Int64s, rows: Sequence[Bytes]) -> bool:
         """Verified records of n samples into rows[i], each as long as its record, where it can be
@@ -362,7 +376,7 @@ class StoredData(Closing):
         """Locks and readers of the parent are not ours."""
         for table in (*self._sides.values(), *self._columns.values(), self._order):
             table.renew()
-        self._readers = OpenShards()
+        self._readers = OpenShards(self.manifest.data)
 
     def close(self) -> None:
         """Close what is open, of all threads; none of them reads now. Idempotent."""

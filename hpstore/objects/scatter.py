@@ -8,6 +8,7 @@ did not match again through ObjectReader, which verifies, decodes and repairs.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from hpstore.geometry import ALIGNMENT_BYTES, Geometry
 from hpstore.objects.columns import ColumnReader
 from hpstore.objects.read import ObjectReader
 from hpstore.objects.store import Store
-from hpstore.units import round_down, round_up
+from hpstore.units import MIB, round_down, round_up
 
 Int64s = npt.NDArray[np.int64]
 Check = Callable[[int, Bytes], bool]  # (number of the range, its bytes): are they right?
@@ -98,7 +99,7 @@ class Scatter:
             held.read_raw(offset, target)
         else:
             low, size = _widened(offset, length)
-            scratch = aligned_array(size)
+            scratch = _scratch(size)
             held.read_raw(low, scratch)
             target[:] = scratch[offset - low : offset - low + length]
         self._good[number] = self._check(number, target)
@@ -110,15 +111,31 @@ class Scatter:
         """A range of a lost column; one thread reads one source after the other."""
         target = self._targets[number]
         low, size = _widened(offset, len(target))
-        rows = [aligned_array(size) for _ in sources]
+        memory = _scratch((len(sources) + 1) * size)
+        *rows, out = [memory[at : at + size] for at in range(0, len(memory), size)]
         for row, source in zip(rows, sources.values(), strict=True):
             source.read_raw(low, row)
-        out = aligned_array(size)
         code.reconstruct(
             geometry.code, geometry.data, geometry.parity, tuple(sources), (lost,), rows, [out]
         )
         target[:] = out[offset - low : offset - low + len(target)]
         self._good[number] = self._check(number, target)
+
+
+class _Own(threading.local):
+    """Memory of one thread of a device, kept for its next range."""
+
+    memory: Bytes = aligned_array(0)
+
+
+_own = _Own()
+
+
+def _scratch(size: int) -> Bytes:
+    """Aligned memory of this thread, good until its next call."""
+    if len(_own.memory) < size:
+        _own.memory = aligned_array(round_up(size, MIB))
+    return _own.memory[:size]
 
 
 def _widened(offset: int, length: int) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from typing import BinaryIO, Protocol, runtime_checkable
+from typing import BinaryIO, Protocol
 
 import numpy as np
 
@@ -12,12 +12,8 @@ from hpstore.codec.galois import Bytes
 from hpstore.errors import HpstoreError
 
 
-@runtime_checkable
 class Source(Protocol):
-    """Bytes that can be read again from any place, as a put that is replanned does.
-
-    Both methods may wait for the bytes, and may raise when they will not come: the put then fails.
-    """
+    """Bytes that can be read again from any place, as a put that is replanned does."""
 
     size: int
 
@@ -68,9 +64,7 @@ class FileSource:
 
 
 def as_source(data: object) -> Source:
-    """A source for what `put` was given: bytes-like, an open binary file, or a source."""
-    if isinstance(data, Source):
-        return data
+    """A source for what `put` was given: bytes-like or an open binary file."""
     if isinstance(data, io.BytesIO):
         return MemorySource(data.getbuffer())
     if hasattr(data, "fileno") and hasattr(data, "read"):

@@ -11,6 +11,7 @@ from importlib import import_module
 _HOMES = {
     "HPAccelerate": "hpstore.trainers.huggingface",
     "HPCheckpointIO": "hpstore.trainers.lightning",
+    "HPLoader": "hpstore.trainers.huggingface",
     "HPStorage": "hpstore.trainers.torch_checkpointing",
     "HPStorageConfig": "hpstore.trainers.torch_checkpointing",
     "HPTrainerCallback": "hpstore.trainers.huggingface",

@@ -9,7 +9,7 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from hpstore.errors import (
     ObjectNotFound,
     RedundancyError,
 )
+from hpstore.loaders import DataLoader
 from hpstore.trainers.extras import PoolLike, as_pool, missing
 from hpstore.trainers.messages import of_bytes, to_bytes
 from hpstore.trainers.named import NamedCheckpoints, check_plain
@@ -34,6 +35,7 @@ from hpstore.trainers.paths import PathLike, name_of, path_of
 
 try:
     from accelerate import Accelerator
+    from accelerate.utils import send_to_device
     from transformers import TrainerCallback
 except ModuleNotFoundError as error:
     raise missing("transformers and accelerate", "huggingface") from error
@@ -381,9 +383,66 @@ class HPAccelerate(Closing):
                 self.pool.close()
 
 
+class HPLoader(Closing):
+    """`for batch in HPLoader(accelerator, loader)`: a hpstore DataLoader under an Accelerator.
+
+    accelerator.prepare(loader) gives a hpstore DataLoader back as it is: it shards, shuffles and
+    resumes by itself. What is left is done here: batches go to the accelerator's device, and the
+    accelerator is told of the last batch of an epoch, so that accumulate() steps there and
+    gather_for_metrics() drops the rows that even="pad" repeats. Ranks that wait for each other in
+    every step need even="pad", even="drop" or drop_last=True.
+
+    state_dict() and load_state_dict() are the loader's; save_state() of the accelerator, and of
+    HPAccelerate, keep it with the rest.
+    """
+
+    _is_accelerate_prepared = True
+    use_stateful_dataloader = True
+
+    def __init__(self, accelerator: Accelerator, loader: DataLoader) -> None:
+        self.accelerator, self.loader = accelerator, loader
+        self.end_of_dataloader, self.remainder = False, -1  # read by accelerate's GradientState
+        known = accelerator._dataloaders  # whose states it saves: this takes the loader's place
+        known[:] = [one for one in known if one is not loader]
+        accelerator.prepare_data_loader(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # not made yet
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Batches of one epoch, as of the loader."""
+        state = self.accelerator.gradient_state
+        self.end_of_dataloader, self.remainder = False, self._remainder()
+        state._add_dataloader(self)
+        moved = self.accelerator.device_placement and self.loader.device is None
+        try:
+            for batch in self.loader:
+                self.end_of_dataloader = not self.loader.standing()[1]
+                yield send_to_device(batch, self.accelerator.device) if moved else batch
+        finally:
+            state._remove_dataloader(self)
+
+    def _remainder(self) -> int:
+        """Rows of the last global batch; 0 when it is full, -1 when that is not known."""
+        slices = self.loader.slices
+        if slices is None:
+            return -1
+        _, position = self.loader.standing()
+        return 0 if slices.drop_last else (slices.length - position) % slices.global_batch
+
+    def close(self) -> None:
+        """As DataLoader.close."""
+        self.loader.close()
+
+
 def _loader_state(loader: Any) -> Any:
     """State of a stateful data loader; None of another."""
     return loader.state_dict() if getattr(loader, "use_stateful_dataloader", False) else None
 
 
-__all__ = ["HPAccelerate", "HPTrainerCallback"]
+__all__ = ["HPAccelerate", "HPLoader", "HPTrainerCallback"]

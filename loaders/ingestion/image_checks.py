@@ -12,8 +12,8 @@ import zlib
 
 CHECKED = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp"})
 _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")  # not stuffing, restart, start, fill
-_SCAN = 0xDA
 _END = 0xD9
+_BMP_HEADER = 14
 
 
 def image_problem(data: bytes, suffix: str) -> str:
@@ -29,7 +29,7 @@ def image_problem(data: bytes, suffix: str) -> str:
     if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
         return _sized("WebP", int.from_bytes(data[4:8], "little") + 8, data)
     if data.startswith(b"BM"):
-        return _sized("BMP", int.from_bytes(data[2:6], "little"), data)
+        return _sized("BMP", max(_BMP_HEADER, int.from_bytes(data[2:6], "little")), data)
     return "it does not begin like an image" if suffix.lower() in CHECKED else ""
 
 

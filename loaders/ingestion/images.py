@@ -170,10 +170,8 @@ class FileLoop:
 
 
 async def _drained() -> None:
-    """Cancel what is still under way, and wait until it is."""
+    """Wait for reads under way. Not cancelled: a file that a thread is opening would stay open."""
     others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    for task in others:
-        task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
 
 

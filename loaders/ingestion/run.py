@@ -83,8 +83,7 @@ def ingest(
     `overwrite`), and what the pool raises. Memory: four shard buffers a stream, one window.
     """
     began = time.perf_counter()
-    if on_error not in ON_ERROR:
-        raise ConfigError(f"on_error {on_error!r}: choose raise or skip")
+    _check_on_error(on_error)
     replaces = replaceable(pool, name, overwrite=overwrite)
     opened = open_source(source, format=format, names=names, check_images=check_images)
     options = {"layout": layout, "shard_bytes": shard_bytes, "unit_bytes": unit_bytes,
@@ -103,6 +102,11 @@ def ingest(
         resumed_samples=resumed, fingerprint=manifest.fingerprint,
         seconds=time.perf_counter() - began,
     )  # fmt: skip
+
+
+def _check_on_error(on_error: str) -> None:
+    if on_error not in ON_ERROR:
+        raise ConfigError(f"on_error {on_error!r}: choose raise or skip")
 
 
 def _workers(source: Source, asked: int | None) -> int:
@@ -163,6 +167,9 @@ class _Run:
         if found is not None and (not resume or is_published(self.pool, self.name, found)):
             discard(self.pool, self.name, found)
             journal.remove()
+            return None
+        if found is not None and not found.parts:  # nothing to go on with, so nothing to refuse
+            discard(self.pool, self.name, found)
             return None
         return found
 

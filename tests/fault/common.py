@@ -15,7 +15,9 @@ from typing import Any, Protocol, TypeVar
 import hpstore
 from hpstore.config import PoolConfig, Settings, find_config
 from hpstore.devices.base import Device
+from hpstore.devices.wrappers import FaultyDevice
 from hpstore.errors import HpstoreError, ObjectNotFound
+from hpstore.keys import parse_column_name
 from hpstore.opening import Opener, device_opener
 from hpstore.pool import Pool
 from hpstore.testing.loopfs import LoopFilesystem
@@ -78,6 +80,35 @@ class Bench:
         return sorted(file for files in found for file in files)
 
 
+class Hangs:
+    """Faulty devices by path; `hang` makes one stop answering, `release` ends all hangs."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.devices: dict[str, list[FaultyDevice]] = {}
+        self.plans: dict[str, str] = {}
+
+    def wrap(self, url: str, device: Device) -> Device:
+        """For Bench.open."""
+        faulty = FaultyDevice(device, self.plans.get(url, ""))
+        self.devices.setdefault(url, []).append(faulty)
+        return faulty
+
+    def hang(self, path: str, plan: str = "H*") -> None:
+        """From now on."""
+        self.plans[path] = plan
+        for device in self.devices.get(path, []):
+            device.plan = plan
+
+    def release(self) -> None:
+        """All hanging calls go on, later ones do not hang."""
+        self.plans = {}
+        for devices in self.devices.values():
+            for device in devices:
+                device.plan = ""
+                device.released.set()
+
+
 def wrapping(config: PoolConfig, wrap: Wrap | None) -> Opener:
     """The ordinary opener with something round the devices."""
     plain = device_opener(config.settings)
@@ -101,6 +132,13 @@ def tree(root: str) -> dict[str, tuple[int, int, int]]:
             where = os.path.relpath(os.path.join(directory, name), root)
             found[where] = (status.st_ino, status.st_size, status.st_mtime_ns)
     return found
+
+
+def column_number(file: Path) -> int:
+    """Which column of its object a file holds."""
+    found = parse_column_name(file.name)
+    assert found is not None
+    return found.column
 
 
 def flip(file: Path, offset: int) -> None:
@@ -212,5 +250,6 @@ def attempt(call: Callable[[], object]) -> bool:
     return True
 
 
-__all__ = ["Bench", "Call", "MakeDisks", "Wrap", "attempt", "empty", "exit_status", "flip",
-           "forked", "payload", "poll", "tree", "value", "within", "wrapping"]  # fmt: skip
+__all__ = ["Bench", "Call", "Hangs", "MakeDisks", "Wrap", "attempt", "column_number", "empty",
+           "exit_status", "flip", "forked", "payload", "poll", "tree", "value", "within",
+           "wrapping"]  # fmt: skip

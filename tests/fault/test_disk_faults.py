@@ -200,7 +200,7 @@ def test_pool_opens_with_a_disk_that_is_read_only(bench: Bench, make_disks: Make
     disks[0].read_only()
     with bench.open() as pool:
         assert old_is_whole(pool)
-        assert pool.put("x", payload("x", 2 * MIB)).losses_tolerated == 1
+        assert pool.put("x", payload("x", 2 * MIB)).spare_columns == 1
         assert not on_disk(bench, "x", disks[0])
         assert pool.get("x") == payload("x", 2 * MIB)
 
@@ -291,7 +291,9 @@ def test_disks_that_vanish_under_an_open_pool_are_read_round(
     with bench.open() as pool:
         assert old_is_whole(pool)
         assert pool.rebuild(include_missing=True).unreadable == {}
-        assert pool.status().losses_tolerated == 2
+        # all objects survive two losses; the pool opens with two members away, and two are
+        assert pool.stat("x/1").spare_columns == 2
+        assert pool.status().losses_tolerated == 0
         assert old_is_whole(pool)
 
 

@@ -8,45 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpstore.devices.base import Device
-from hpstore.devices.wrappers import FaultyDevice
 from hpstore.errors import HpstoreError
 from hpstore.pool import Pool
 from hpstore.units import KIB
-from tests.fault.common import Bench, attempt, payload, value, within
+from tests.fault.common import Bench, Hangs, attempt, payload, value, within
 
 pytestmark = pytest.mark.fault
 LIMIT = 12.0  # seconds for any one call; the deadlines below add up to far less
 SIZES = pytest.mark.parametrize("size", [1 * KIB, 700 * KIB], ids=["copies", "striped"])
-
-
-class Hangs:
-    """Faulty devices by path; `hang` makes one stop answering, `release` ends all hangs."""
-
-    def __init__(self, bench: Bench) -> None:
-        self.bench = bench
-        self.devices: dict[str, list[FaultyDevice]] = {}
-        self.plans: dict[str, str] = {}
-
-    def wrap(self, url: str, device: Device) -> Device:
-        """For Bench.open."""
-        faulty = FaultyDevice(device, self.plans.get(url, ""))
-        self.devices.setdefault(url, []).append(faulty)
-        return faulty
-
-    def hang(self, path: str, plan: str = "H*") -> None:
-        """From now on."""
-        self.plans[path] = plan
-        for device in self.devices.get(path, []):
-            device.plan = plan
-
-    def release(self) -> None:
-        """All hanging calls go on, later ones do not hang."""
-        self.plans = {}
-        for devices in self.devices.values():
-            for device in devices:
-                device.plan = ""
-                device.released.set()
 
 
 @pytest.fixture

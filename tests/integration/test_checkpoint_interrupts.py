@@ -46,8 +46,7 @@ class FailsLate(Future[SaveReport]):
 
 def test_an_error_that_a_timeout_hid_is_not_called_delivered() -> None:
     """Else the next save, wait and close would say nothing of it."""
-    handle = SaveHandle(1, 0.0)
-    handle.future = FailsLate()
+    handle = SaveHandle(1, 0.0, FailsLate())
     with pytest.raises(TimeoutError):
         handle.result(0.0)
     assert not handle.delivered

@@ -1,43 +1,43 @@
-"""`hpstore dataset ...` as people use it, in processes of their own."""
+"""`hpstore dataset ...` as people use it: arguments, output, errors in one line, exit codes."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from hpstore.cli import main
 
 
 class Cli:
-    """Runs `hpstore dataset ...` on one pool."""
+    """Runs `hpstore dataset ...` on one pool, as its process would."""
 
-    def __init__(self, tmp_path: Path) -> None:
-        self.tmp_path, self.pool = tmp_path, str(tmp_path / "pool.toml")
-        disks = [tmp_path / f"disk{i}" for i in range(3)]
-        self.run("create", self.pool, "--data", 2, "--parity", 1, *disks)
+    def __init__(
+        self, tmp_path: Path, patch: pytest.MonkeyPatch, captured: pytest.CaptureFixture[str]
+    ) -> None:
+        self._patch, self._captured, self.pool = patch, captured, str(tmp_path / "pool.toml")
+        patch.chdir(tmp_path)
+        patch.setenv("HOME", str(tmp_path))
+        self.run("create", self.pool, "--data", 2, "--parity", 1, "d0", "d1", "d2")
 
     def run(self, *words: object, code: int = 0) -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", "from hpstore.cli import main; main()", *map(str, words)],
-            capture_output=True, text=True, timeout=120, check=False, cwd=self.tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(self.tmp_path)},
-        )  # fmt: skip
-        assert done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}{done.stderr}"
-        return done.stdout if code == 0 or done.stdout else done.stderr
+        self._patch.setattr(sys, "argv", ["hpstore", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = self._captured.readouterr()
+        assert (ended.value.code or 0) == code, f"{words}: {ended.value.code}\n{out}{err}"
+        return out if code == 0 or out else err
 
     def __call__(self, command: str, *words: object, code: int = 0) -> str:
         return self.run("dataset", command, self.pool, *words, code=code)
 
 
 @pytest.fixture
-def cli(tmp_path: Path) -> Cli:
-    return Cli(tmp_path)
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(tmp_path, monkeypatch, capsys)
 
 
 def test_the_day_of_a_data_set(cli: Cli, tmp_path: Path) -> None:

@@ -155,7 +155,8 @@ def test_open_shards_are_few_and_closed_with_their_thread(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No more than the limit in each thread; none after the thread, none after close()."""
-    monkeypatch.setattr(open_shards, "OPEN_READERS", 2)
+    monkeypatch.setattr(open_shards, "LEAST_READERS", 2)
+    monkeypatch.setattr(open_shards, "FILES_SHARE", 1 << 40)
     data = write_samples(pool, "a", range(COUNT))
     stream = data.streams[0]
     assert stream.shard_count > 4

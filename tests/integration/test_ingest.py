@@ -35,6 +35,7 @@ from hpstore.loaders import (
     unfinished_ingests,
     verify_dataset,
 )
+from hpstore.loaders.ingestion.journal import Journal, Progressed
 from hpstore.pool import Pool
 
 SHARD: dict[str, Any] = {"shard_bytes": 1 << 16, "unit_bytes": 1 << 14}  # small ones: many parts
@@ -117,13 +118,13 @@ def test_an_image_folder_is_there_in_a_recorded_order(pool: Pool, tmp_path: Path
 def test_parts_make_the_same_data_set_as_one_writer(pool: Pool, tmp_path: Path) -> None:
     """The fingerprint is that of the samples: not of how many parts they were written in."""
     root = images(tmp_path / "in")
-    made = ingest(pool, "parts", root, shuffle=False, **SHARD)
+    made = ingest(pool, "many", root, shuffle=False, **SHARD)
     fields = {"image": Field("bytes"), "label": Field("int64")}
     with DatasetWriter(pool, "whole", fields) as writer:
         for image, label in wanted_rows(root):
             writer.write({"image": image, "label": label})
     assert Dataset(pool, "whole").fingerprint == made.fingerprint
-    assert rows(pool, "parts") == wanted_rows(root)
+    assert rows(pool, "many") == wanted_rows(root)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -270,6 +271,26 @@ def test_a_failed_publication_loses_nothing(
     assert verify_dataset(pool, "train").clean
 
 
+def test_a_part_stays_when_its_note_may_have_been_put(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The put of the journal fails and is visible all the same: what it names must be there."""
+    root = images(tmp_path / "in")
+    save = Journal.save
+
+    def unclear(self: Journal, progressed: Progressed) -> None:
+        save(self, progressed)
+        if progressed.parts:
+            raise TooFewDevices("not acknowledged")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "save", unclear)
+        with pytest.raises(TooFewDevices):
+            ingest(pool, "train", root, **SHARD)
+    assert ingest(pool, "train", root, **SHARD).resumed_samples > 0
+    assert verify_dataset(pool, "train").clean
+
+
 def test_a_kill_right_after_publication_is_no_unfinished_ingest(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,6 +302,8 @@ def test_a_kill_right_after_publication_is_no_unfinished_ingest(
     other = images(tmp_path / "other", 6)
     with pytest.raises(VersionConflict, match="exists"):
         ingest(pool, "train", root, **SHARD)
+    cut_short(pool, "train", other, 4, overwrite=True)
+    assert sorted(rows(pool, "train")) == sorted(wanted_rows(root))
     ingest(pool, "train", other, overwrite=True, **SHARD)
     assert sorted(rows(pool, "train")) == sorted(wanted_rows(other))
     assert unfinished_ingests(pool) == {}
@@ -342,22 +365,31 @@ CHILD = """
 import os, signal, sys
 import hpstore
 from hpstore.loaders import ingest
-config, root, records = sys.argv[1], sys.argv[2], int(sys.argv[3])
-def progress(done):
-    if done.records == records:
+from hpstore.pool import Pool
+config, root, parts = sys.argv[1], sys.argv[2], int(sys.argv[3])
+put, count = Pool.put, 0
+def deadly(self, key, *args, **options):
+    global count
+    info = put(self, key, *args, **options)
+    count += key.endswith("/pages")
+    if count == parts:
         os.kill(os.getpid(), signal.SIGKILL)
+    return info
+Pool.put = deadly
 with hpstore.open(config) as pool:
-    ingest(pool, "train", root, shard_bytes=1 << 16, unit_bytes=1 << 14, progress=progress)
+    ingest(pool, "train", root, shard_bytes=1 << 16, unit_bytes=1 << 14)
 """
 
 
 def test_a_killed_process_leaves_nothing_visible_and_goes_on(pool: Pool, tmp_path: Path) -> None:
-    """SIGKILL in mid-ingest, three times, in processes of their own; the last run finishes."""
+    """SIGKILL twice in mid-ingest, each time with a part stored that the journal has not; processes
+    of their own. The last run finishes and leaves nothing of it behind.
+    """
     root = images(tmp_path / "in")
     kept = [0]
-    for records in (20, 33, 52):
+    for parts in (2, 3):
         done = subprocess.run(
-            [sys.executable, "-c", CHILD, str(tmp_path / "pool.toml"), str(root), str(records)],
+            [sys.executable, "-c", CHILD, str(tmp_path / "pool.toml"), str(root), str(parts)],
             env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False, timeout=100,
         )  # fmt: skip
         assert done.returncode == -signal.SIGKILL

@@ -13,11 +13,11 @@ README = Path(__file__).resolve().parents[2] / "README.md"
 def test_the_ten_lines_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The Python example works as printed."""
+    """The Python examples work as printed, one after the other."""
     monkeypatch.chdir(tmp_path)
-    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     space: dict[str, object] = {}
-    exec(compile(code, "README.md", "exec"), space)
+    for code in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL):
+        exec(compile(code, "README.md", "exec"), space)
     assert "b'0123456789' 2" in capsys.readouterr().out
     assert space["pool"].list("runs/first/step")  # type: ignore[attr-defined]
     space["pool"].close()  # type: ignore[attr-defined]

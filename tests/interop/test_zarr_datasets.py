@@ -251,6 +251,14 @@ def test_plain_arrays_travel_to_other_processes(pool: hpstore.Pool, group: zarr.
     assert copy.fingerprint == data.fingerprint != ZarrDataset(group, fields=["label"]).fingerprint
 
 
+def test_numbers_of_the_other_byte_order_are_turned() -> None:
+    """zarr 2 arrays come in the order that they were written in, which torch does not take."""
+    made = zarr.create_array(MemoryStore(), data=np.arange(5, dtype=">i4"), zarr_format=2)
+    assert [int(sample["n"]) for sample in ZarrDataset({"n": made}).__getitems__(range(5))] == [
+        0, 1, 2, 3, 4,
+    ]  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore::zarr.errors.UnstableSpecificationWarning")
 def test_text_rows_are_str(tmp_path: Path) -> None:
     """Of any width and of fixed width, from a store that is no pool."""

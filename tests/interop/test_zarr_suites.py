@@ -20,7 +20,7 @@ from hpstore.testing.harness import Harness
 
 PREFIX = "a/zarr"
 STATEFUL = settings(
-    max_examples=8, stateful_step_count=15, suppress_health_check=list(HealthCheck), deadline=None
+    max_examples=5, stateful_step_count=15, suppress_health_check=list(HealthCheck), deadline=None
 )
 
 

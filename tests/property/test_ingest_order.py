@@ -99,3 +99,12 @@ def test_a_seed_mixes_and_none_keeps_the_order() -> None:
     for kept, first, second in zip(*orders.values(), strict=True):
         assert kept == sorted(kept)
         assert len({tuple(kept), tuple(first), tuple(second)}) == 3
+
+
+def test_windows_are_mixed_each_in_its_own_way() -> None:
+    """Windows of ten records that are blocks: not the same permutation again and again."""
+    records = BlockRecords(Blocks([10] * 5), 0, window_bytes=8320)  # what ten of them take
+    numbers = [p.item.origin & 0xFF for p in records.read(Place())]
+    windows = {tuple(numbers[at : at + 10]) for at in range(0, 50, 10)}
+    assert all(sorted(window) == list(range(10)) for window in windows)
+    assert len(windows) > 1

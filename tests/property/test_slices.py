@@ -148,6 +148,17 @@ def test_a_run_that_is_cut_reads_what_an_uninterrupted_one_reads(
     assert (state["epoch"], state["samples"]) == (3, 0)
 
 
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_epochs_that_are_read_side_by_side_do_not_mix(kind: str) -> None:
+    """What is kept of one epoch is not taken for another one's: reading ahead crosses epochs."""
+    order, length = KINDS[kind](90), 90
+    wholes = [KINDS[kind](90).indices(e, 0, length) for e in range(4)]
+    for start in range(0, length, 10):
+        for epoch in (0, 1, 3, 2, 0):
+            found = order.indices(epoch, start, start + 10)
+            assert np.array_equal(found, wholes[epoch][start : start + 10])
+
+
 @given(st.integers(1, 120), st.lists(st.tuples(batches, worlds, st.integers(0, 9)), max_size=6))
 def test_a_cut_run_that_drops_its_last_batch_loses_less_than_one(
     length: int, runs: list[tuple[int, int, int]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -82,13 +83,15 @@ def test_epochs_and_seeds_draw_anew() -> None:
         assert (other.indices(0, 0, 500) == first).sum() < 10
 
 
-def test_the_last_sample_is_drawn_and_nothing_beyond_it() -> None:
-    """Weights whose running sum rounds, and zeros at the end: points up to the total itself."""
-    order = WeightedOrder([0.1] * 10 + [0.0] * 3, 50_000, 0)
-    found = order.indices(0, 0, 50_000)
-    assert found.max() == 9
-    order._table[-1] *= 1 + 2**-40  # as if the sum had been rounded up
-    assert order.indices(1, 0, 50_000).max() == 9
+def test_the_smallest_and_the_largest_word_draw_samples_with_a_weight() -> None:
+    """Points at 0 and at the total pass over weights of 0 at both ends, also where rounding has
+    made the total larger than any running sum."""
+    for inflated in (1.0, 2.0):
+        order = WeightedOrder([0, 0.1, 0.1, 0, 0.1, 0], 4, 0)
+        order._table[-1] *= inflated
+        extremes = np.array([0, 1, 2**64 - 2, 2**64 - 1], np.uint64)
+        with patch("hpstore.loaders.weighted.words", return_value=extremes):
+            assert order.indices(0, 0, 4).tolist() == [1, 1, 4, 4]
 
 
 @given(st.lists(st.integers(0, 2**52 - 1), min_size=1, max_size=50))

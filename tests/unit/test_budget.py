@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from hpstore import budget
-from hpstore.budget import ByteBudget
+from hpstore.budget import ByteBudget, available_bytes
 from hpstore.errors import BudgetExceeded
 
 LIMIT_SECONDS = 20.0
@@ -209,6 +209,25 @@ def test_limit_of_a_group_above_our_own_counts(
     files = {"/proc/self/cgroup": lines, limit: ["800000"], usage: ["300000"],
              "/proc/meminfo": ["MemAvailable: 1000 kB"]}  # fmt: skip
     monkeypatch.setattr(budget, "_lines", lambda path: files.get(path, []))
-    assert budget.available_bytes() == 500_000
+    assert available_bytes() == 500_000
     files[limit] = ["max"]
-    assert budget.available_bytes() == 1000 * 1024
+    assert available_bytes() == 1000 * 1024
+
+
+def test_available_memory_is_the_nodes_or_the_tightest_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of both versions of cgroups, at every level; "max" and no files are no limit."""
+    root = "/sys/fs/cgroup"
+    files = {"/proc/self/cgroup": ["4:memory:/", "0::/"], "/proc/meminfo": ["MemAvailable: 9 kB"]}
+    monkeypatch.setattr(budget, "_lines", lambda path: files.get(path, []))
+    assert available_bytes() == 9 * 1024  # no such files
+    for first, second, wanted in (
+        (("8000", "4000"), ("max", "1"), 4000),
+        (("8000", "4000"), ("7000", "4000"), 3000),
+        (("9223372036854771712", "5"), ("1000", "4000"), 0),  # over its limit
+    ):
+        files[f"{root}/memory.max"], files[f"{root}/memory.current"] = [first[0]], [first[1]]
+        files[f"{root}/memory/memory.limit_in_bytes"] = [second[0]]
+        files[f"{root}/memory/memory.usage_in_bytes"] = [second[1]]
+        assert available_bytes() == wanted

@@ -34,7 +34,7 @@ WHOLE = {
     ".png": png(b"abc", b"defg"),
     ".gif": b"GIF89a....;",
     ".webp": b"RIFF" + struct.pack("<I", 8) + b"WEBPVP8 ",
-    ".bmp": b"BM" + struct.pack("<I", 10) + b"data",
+    ".bmp": b"BM" + struct.pack("<I", 18) + b"header, data",
 }
 
 

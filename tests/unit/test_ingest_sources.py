@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import tarfile
 from collections.abc import Iterator, Mapping
@@ -94,16 +95,27 @@ def test_a_cut_tar_is_named_and_what_is_whole_is_read(
         assert all(sample in wanted or len(sample) < 3 for sample in good), size
 
 
-def test_a_damaged_tar_header_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", [".tar", ".tar.gz"])
+def test_a_damaged_tar_header_is_named(tmp_path: Path, ending: str) -> None:
     """tarfile takes a damaged header in the middle for the end; we do not."""
+    write_tar(tmp_path / "whole", shard(0, 3))
+    raw = bytearray((tmp_path / "whole").read_bytes())
+    raw[4 * 1024 + 150] ^= 0xFF
+    path = tmp_path / f"s{ending}"
+    path.write_bytes(raw if ending == ".tar" else gzip.compress(raw))
+    last = items_of(open_source(path))[-1]
+    assert last.name == path.name
+    assert "no tar header at byte 4096" in last.problem
+
+
+def test_a_cut_member_is_known_before_anything_is_read(tmp_path: Path) -> None:
+    """The scan of the headers finds it: an ingest does not begin."""
     path = tmp_path / "s.tar"
     write_tar(path, shard(0, 3))
-    raw = bytearray(path.read_bytes())
-    raw[4 * 1024 + 150] ^= 0xFF
-    path.write_bytes(raw)
-    last = items_of(open_source(path))[-1]
-    assert last.name == "s.tar"
-    assert "no tar header at byte 4096" in last.problem
+    path.write_bytes(path.read_bytes()[: 9 * 1024 - 511])
+    source = open_source(path)
+    assert isinstance(source, IndexedSource)
+    assert source.broken[2] == ".seg.bin is cut short by the end of the tar"
 
 
 def test_bad_members_of_a_tar_are_named_by_key(tmp_path: Path) -> None:
@@ -137,7 +149,7 @@ def test_numpy_files_and_folders(tmp_path: Path) -> None:
         (tmp_path / "both.npz", ("x", "y")),
         (made, ("p", "q")), ({"u": a, "v": b}, ("u", "v")),
     ]:  # fmt: skip
-        opened = open_source(source, format="numpy" if source == tmp_path else "auto")
+        opened = open_source(source, format="numpy" if source is tmp_path else "auto")
         found = [plain(item.sample) for item in items_of(opened)]
         assert found == [dict(zip(names, (a[i].tolist(), i), strict=False)) for i in range(4)]
 

@@ -1,0 +1,77 @@
+"""The examples, run as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hpstore
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    found = tmp_path / "pool.toml"
+    hpstore.create(
+        [tmp_path / f"d{i}" for i in range(4)], data=2, parity=1, config=found
+    ).close()  # fmt: skip
+    return found
+
+
+def run(config: Path, *arguments: str, ranks: int = 1) -> str:
+    """Standard output of an example, which must end well."""
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    script, *options = arguments
+    done = subprocess.run(
+        [*launcher, str(ROOT / "examples" / script), "--pool", str(config), *options],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def losses(path: Path) -> dict[int, str]:
+    """By step, of the events of examples/train.py."""
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    return {event["step"]: event["loss"] for event in events if event["event"] == "step"}
+
+
+def test_training_resumes_bit_exactly_on_another_number_of_ranks(
+    config: Path, tmp_path: Path
+) -> None:
+    """In mid-epoch: steps 1 to 4 on one rank, 5 to 8 on two, against all of them on one."""
+    common = ["--checkpoint-every", "4", "--length", "32"]
+
+    def train(prefix: str, steps: int, name: str, *more: str, ranks: int = 1) -> dict[int, str]:
+        run(config, "train.py", "--prefix", prefix, "--steps", str(steps), *common,
+            "--events", str(tmp_path / name), *more, ranks=ranks)  # fmt: skip
+        return losses(tmp_path / name)
+
+    whole = train("a", 8, "whole")
+    first = train("b", 4, "first")
+    second = train("b", 8, "second", "--resume", ranks=2)
+    assert sorted(second) == [5, 6, 7, 8]
+    assert {**first, **second} == whole
+
+
+def test_digits_are_learnt_and_a_run_that_was_cut_ends_as_the_whole_one(config: Path) -> None:
+    """Stopped between two checkpoints, resumed in mid-epoch: same losses, same accuracy."""
+    whole = run(config, "digits.py", "--prefix", "a", "--epochs", "4").splitlines()[1:]
+    run(config, "digits.py", "--prefix", "b", "--epochs", "4", "--stop-after", "50")
+    rest = run(config, "digits.py", "--prefix", "b", "--epochs", "4", "--resume").splitlines()
+    assert rest == whole[-len(rest) :]
+    assert len(rest) == 3
+    right = re.search(r"([0-9.]+) right", whole[-1])
+    assert right is not None
+    assert float(right.group(1)) > 0.8

@@ -1,0 +1,155 @@
+"""Windows far smaller than the data: room is given up and taken again, and nobody waits for ever.
+
+A pool of one data unit a stripe, three samples a unit, windows of one stripe: a slab has room for
+a fraction of the 33 stripes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
+from hpstore.loaders.filling import page_bounds, stripes_kept
+from hpstore.loaders.slab import Slab
+from hpstore.pool import Pool
+from hpstore.units import KIB
+from tests.fault.common import within
+from tests.integration.data_sets import make_pool
+from tests.integration.loader_cases import COUNT, check, flat, labels, ranks, write
+
+FIELDS = {"image": Field("uint8", (3, 80, 80)), "label": Field("int64")}
+LIMIT = 60.0
+WINDOW: dict[str, Any] = {"cache": 0, "shuffle": "window", "window_bytes": 1, "seed": 2}
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    directory = Path(tmp_path_factory.mktemp("pool"))
+    with make_pool(directory, data=1, parity=1, devices=2) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def data(pool: Pool) -> Dataset:
+    return write(pool, "a", FIELDS, COUNT)
+
+
+def test_the_room_is_a_fraction_of_the_data(data: Dataset) -> None:
+    """What the other tests rely on."""
+    stripes = data.stripes()
+    assert len(stripes) - 1 == 33
+    assert stripes_kept(np.diff(stripes), 1, 3) < 10
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("batch", [2, 11, 200])
+def test_ranks_share_epochs(data: Dataset, world: int, batch: int) -> None:
+    """Batches over many windows; ranks far from each other, with many windows between."""
+    loaders = ranks(data, world, batch_size=batch, **WINDOW)
+    alone = DataLoader(data, 7, **WINDOW)
+    for _ in range(2):
+        steps = [within(LIMIT, lambda: [labels(b) for b in one]) for one in loaders]  # noqa: B023
+        joined = []
+        for number in range(max(map(len, steps))):
+            for own in steps:
+                joined += own[number] if number < len(own) else []
+        assert joined == within(LIMIT, lambda: flat(alone))
+        assert sorted(joined) == list(range(COUNT))
+    for one in (*loaders, alone):
+        within(LIMIT, one.close)
+
+
+@pytest.mark.parametrize("even", ["pad", "drop", "drop_last"])
+def test_ends_of_epochs_that_are_padded_or_left_out(data: Dataset, even: str) -> None:
+    """Rows of the epoch's begin, whose window has gone; windows that nobody reads any more."""
+    options: dict[str, Any] = {"drop_last": True} if even == "drop_last" else {"even": even}
+    loaders = ranks(data, 4, batch_size=5, **options, **WINDOW)
+    for _ in range(3):
+        runs = [within(LIMIT, lambda: flat(one)) for one in loaders]  # noqa: B023
+        assert len({len(run) for run in runs}) == 1
+        found = [label for run in runs for label in run]
+        assert len(found) == {"pad": 100, "drop": 96, "drop_last": 80}[even]
+        assert len(set(found)) == min(len(found), COUNT)
+    for one in loaders:
+        within(LIMIT, one.close)
+
+
+def test_bytes_are_right_when_room_is_used_again(data: Dataset) -> None:
+    """Many epochs with several threads: no batch has bytes of the page that took the place."""
+    loader = DataLoader(data, 8, num_workers=3, prefetch_factor=3, **WINDOW)
+    for _ in range(4):
+        for batch in loader:
+            check(batch, FIELDS)
+    assert loader.stats()["records_read"] == 0  # all out of windows
+    loader.close()
+
+
+def test_a_slow_user_bounds_the_room(data: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slab never has more pages than it was made for, however far the filler could go."""
+    most: list[tuple[int, int]] = []
+    plain = Slab._reserve
+
+    def reserve(slab: Slab, wanted: list[int]) -> list[tuple[int, int]]:
+        found = plain(slab, wanted)
+        most.append((len(slab._expiry) + len(found), slab.capacity))
+        return found
+
+    monkeypatch.setattr(Slab, "_reserve", reserve)
+    loader = DataLoader(data, 2, prefetch_factor=1, num_workers=1, **WINDOW)
+    assert len(flat(loader)) == COUNT
+    assert all(pages <= capacity < 15 for pages, capacity in most)
+    assert max(pages for pages, _ in most) > 3  # it does fill ahead
+    loader.close()
+
+
+def test_windows_of_very_uneven_records(pool: Pool) -> None:
+    """Ragged columns: a stripe of the main stream may need many pages of another, or none."""
+    fields = {
+        "a": Field("uint8", (None,)), "b": Field("bytes"), "label": Field("int64"),
+    }  # fmt: skip
+    with DatasetWriter(
+        pool, "uneven", fields, layout="columns", unit_bytes=64 * KIB, shard_bytes=400 * KIB
+    ) as writer:
+        for i in range(80):
+            large = 60_000 if 30 <= i < 50 else 500
+            writer.write({"a": np.full(i * 37, i, np.uint8), "b": bytes([i]) * large, "label": i})
+    for batch_size in (3, 50):
+        loader = DataLoader(Dataset(pool, "uneven"), batch_size, **WINDOW)
+        for _ in range(2):
+            found = []
+            for batch in within(LIMIT, lambda: list(loader)):  # noqa: B023
+                for row, label in enumerate(labels(batch)):
+                    assert set(batch["b"][row].tolist()) == {label}
+                    assert len(batch["b"][row]) == (60_000 if 30 <= label < 50 else 500)
+                    assert batch["a"][row].tolist() == [label] * (label * 37)
+                    found.append(label)
+            assert sorted(found) == list(range(80))
+        within(LIMIT, loader.close)
+
+
+def test_runs_that_are_left_hold_up_nobody(data: Dataset) -> None:
+    """Breaks, jumps, two iterators at once: each has pages of its own."""
+    loader = DataLoader(data, 4, **WINDOW)
+    for _ in range(4):
+        next(iter(loader))
+        within(LIMIT, lambda: flat(loader))
+        loader.set_epoch(loader.state_dict()["epoch"] + 5)
+    first, second = iter(loader), iter(loader)
+    one = [label for batch in within(LIMIT, lambda: list(second)) for label in labels(batch)]
+    two = [label for batch in within(LIMIT, lambda: list(first)) for label in labels(batch)]
+    assert one == two
+    within(LIMIT, loader.close)
+
+
+def test_bounds_of_pages() -> None:
+    """Pure: pages of stripes; stripes that a batch may need."""
+    low, high = page_bounds(np.array([0, 3, 6, 6, 9, 10]), np.array([0, 3, 7, 10]))
+    assert (low.tolist(), high.tolist()) == ([0, 1, 3], [1, 4, 5])
+    assert stripes_kept(np.array([5, 1, 1, 5]), 1, 1) == 1 + 3
+    assert stripes_kept(np.array([5, 1, 1, 5]), 2, 7) == 3 + 6
+    assert stripes_kept(np.array([5, 1, 1, 5]), 1, 1000) == 5 + 3

@@ -1,0 +1,135 @@
+"""hpstore's DataLoader under the real Accelerate, alone and with two ranks over gloo."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hpstore
+from hpstore.loaders import DataLoader, Dataset
+from tests.integration.loader_cases import PLAIN, flat, labels, write
+from tests.integration.ranks import launch, make_pool, open_pool
+
+accelerate = pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+from hpstore.trainers.huggingface import HPAccelerate, HPLoader  # noqa: E402
+
+COUNT = 46
+OPTIONS: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 2, "even": "pad"}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    make_pool(tmp_path)
+    with hpstore.open(tmp_path / "pool.toml") as pool:
+        write(pool, "a", PLAIN, COUNT)
+    return tmp_path
+
+
+def accelerator(**options: Any) -> Any:
+    """Accelerate keeps one state for the process: each test begins with a fresh one."""
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerate.state.GradientState._reset_state()
+    return accelerate.Accelerator(cpu=True, **options)
+
+
+def test_prepare_gives_the_loader_back(directory: Path) -> None:
+    """Untouched: our order, our state; and the adapter counts as prepared as well."""
+    with open_pool(directory) as pool:
+        made = accelerator()
+        loader = DataLoader(Dataset(pool, "a"), **OPTIONS)
+        assert made.prepare(loader) is loader
+        adapter = HPLoader(made, loader)
+        assert made.prepare(adapter) is adapter
+        assert len(adapter) == len(loader) == 12
+        assert adapter.state_dict() == loader.state_dict()
+        assert adapter.batch_size == 4
+        with pytest.raises(AttributeError):
+            adapter.nothing_of_the_kind  # noqa: B018
+        loader.close()
+
+
+def test_accumulation_steps_at_the_end_of_an_epoch(directory: Path) -> None:
+    """12 batches, a step each 5: after batch 5, 10 and the last one; for every epoch."""
+    with open_pool(directory) as pool:
+        made = accelerator(gradient_accumulation_steps=5)
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = made.prepare(model, optimizer)
+        loader = HPLoader(made, DataLoader(Dataset(pool, "a"), **OPTIONS))
+        for _ in range(2):
+            steps = []
+            for number, batch in enumerate(loader):
+                with made.accumulate(model):
+                    loss = model(batch["label"][:, None].float()).mean()
+                    made.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if made.sync_gradients:
+                        steps.append(number)
+            assert steps == [4, 9, 11]
+            assert not made.gradient_state.in_dataloader
+        for batch in loader:
+            del batch
+            break
+        assert not made.gradient_state.in_dataloader
+        loader.close()
+
+
+def saved_and_loaded(made: Any, folder: str, data: Dataset) -> None:
+    """save_state() in mid-epoch, load_state() with fresh things: the rest of the epoch."""
+    made._dataloaders.clear()
+    loader = HPLoader(made, made.prepare(DataLoader(data, **OPTIONS)))
+    assert made._dataloaders == [loader]
+    run = iter(loader)
+    next(run)
+    next(run)
+    made.save_state(folder)
+    rest = [label for batch in run for label in labels(batch)]
+    made._dataloaders.clear()
+    again = HPLoader(made, DataLoader(data, **OPTIONS))
+    made.load_state(folder)
+    assert again.standing() == (0, 8 * made.num_processes)
+    assert flat(again) == rest
+    assert rest
+    again.close()
+    loader.close()
+    made._dataloaders.clear()
+
+
+@pytest.mark.parametrize("ours", [False, True], ids=["save_state", "HPAccelerate"])
+def test_states_are_saved_with_the_rest(directory: Path, ours: bool) -> None:
+    """By accelerate itself and by HPAccelerate."""
+    with open_pool(directory) as pool:
+        made = accelerator()
+        if ours:
+            with HPAccelerate(made, pool, "runs/x"):
+                saved_and_loaded(made, "one", Dataset(pool, "a"))
+        else:
+            saved_and_loaded(made, str(directory / "state"), Dataset(pool, "a"))
+
+
+def two_ranks(rank: int, world: int, directory: Path) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank),
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")  # fmt: skip
+    with open_pool(directory) as pool:
+        data = Dataset(pool, "a")
+        early = DataLoader(data, **OPTIONS)
+        made = accelerate.Accelerator(cpu=True)
+        assert made.num_processes == world
+        loader = HPLoader(made, early)
+        wanted = flat(DataLoader(data, 8, shuffle=True, seed=2, rank=0, world_size=1))
+        gathered: list[int] = []
+        for batch in loader:
+            gathered += made.gather_for_metrics(batch["label"]).tolist()
+        assert gathered == wanted, "both ranks' rows in order, none twice"
+        saved_and_loaded(made, str(directory / "state"), data)
+
+
+def test_two_ranks_gather_every_sample_once(directory: Path) -> None:
+    """Sharded by us alone; padded rows are dropped by gather_for_metrics; states at two ranks."""
+    launch(directory, 2, two_ranks)
