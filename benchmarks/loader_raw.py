@@ -84,7 +84,8 @@ class Raw:
         done = subprocess.run(
             [program, "--name=read", f"--filename={self._path}", "--rw=randread", "--direct=1",
              f"--bs={self.record_bytes}", "--ioengine=io_uring", "--iodepth=32", "--time_based",
-             f"--runtime={max(1, round(self._seconds))}", "--readonly", "--allow_file_create=0", "--norandommap",
+             f"--runtime={max(1, round(self._seconds))}", "--readonly", "--allow_file_create=0",
+             "--norandommap",
              "--output-format=json"],
             capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip

@@ -80,23 +80,38 @@ class ByteBudget:
             self._turn.notify_all()
 
 
-_CGROUPS = (  # limit, usage: of version 2 and 1, as a container sees its own group
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
+_CGROUPS = {  # names of limit and usage; by controller in /proc/self/cgroup, "" is version 2
+    "": ("/sys/fs/cgroup", "memory.max", "memory.current"),
+    "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
 
 
 def available_bytes() -> int:
-    """Memory that this process can still take: of the node, and of its container if it has one."""
+    """Memory that this process can still take: of the node, and of every control group that it is
+    in (a container's, a batch job's), the ones above its own included.
+    """
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemAvailable:"):
             found = int(line.split()[1]) * 1024
-    for limit, usage in _CGROUPS:
-        numbers = [*_lines(limit), *_lines(usage)]
+    for root, limit, usage in _groups():
+        numbers = [*_lines(f"{root}/{limit}"), *_lines(f"{root}/{usage}")]
         if len(numbers) == 2 and all(number.isdigit() for number in numbers):
             found = min(found, max(0, int(numbers[0]) - int(numbers[1])))
     return found
+
+
+def _groups() -> Iterator[tuple[str, str, str]]:
+    """Directory, limit and usage of this process's groups; a container sees its own as the root."""
+    for line in _lines("/proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            if controller not in _CGROUPS:
+                continue
+            root, limit, usage = _CGROUPS[controller]
+            parts = [part for part in path.split("/") if part]
+            for depth in range(len(parts) + 1):
+                yield "/".join([root, *parts[:depth]]), limit, usage
 
 
 def _lines(path: str) -> list[str]:

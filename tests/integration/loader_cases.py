@@ -40,12 +40,12 @@ KINDS: dict[str, tuple[dict[str, Field], dict[str, Any]]] = {
 def value_of(field: Field, number: int) -> Any:
     """A value of a fixed field, by the sample's number."""
     rng = np.random.default_rng(number)
+    shape = [size for size in field.shape if size is not None]
     if field.dtype == "bfloat16":
-        raw = torch.from_numpy(rng.random(field.inner_shape, np.float32))
-        return raw.to(torch.bfloat16)
+        return torch.from_numpy(rng.random(shape, np.float32)).to(torch.bfloat16)
     if field.dtype == "float32":
-        return rng.random(field.inner_shape, np.float32)
-    return rng.integers(0, 256, field.inner_shape, dtype=np.uint8)
+        return rng.random(shape, np.float32)
+    return rng.integers(0, 256, shape, np.uint8)
 
 
 def values_of(fields: dict[str, Field], number: int) -> dict[str, Any]:

@@ -88,7 +88,7 @@ KEEP: dict[str, Callable[[torch.Tensor], Any]] = {
     "arrays": lambda tensor: (
         tensor.view(torch.int16).numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()
     ),
-    "dlpack": lambda tensor: torch.utils.dlpack.from_dlpack(tensor),
+    "dlpack": lambda tensor: np.from_dlpack(tensor) if tensor.dtype is torch.uint8 else tensor,
 }
 
 

@@ -8,7 +8,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -192,25 +191,43 @@ def test_many_threads_never_pass_the_limit() -> None:
     assert budget.used_bytes == 0
 
 
-def test_available_memory_is_the_nodes_or_the_containers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("lines", "limit", "usage"),
+    [
+        (["0::/job/step"], "/sys/fs/cgroup/job/memory.max", "/sys/fs/cgroup/job/memory.current"),
+        (
+            ["4:cpu,memory:/job/step", "0::/"],
+            "/sys/fs/cgroup/memory/job/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/job/memory.usage_in_bytes",
+        ),
+    ],
+)
+def test_limit_of_a_group_above_our_own_counts(
+    monkeypatch: pytest.MonkeyPatch, lines: list[str], limit: str, usage: str
 ) -> None:
-    """The tightest of both versions of cgroups counts; "max" and no group are no limit."""
-    files = [tmp_path / name for name in ("max", "current", "limit", "usage")]
-    groups = ((str(files[0]), str(files[1])), (str(files[2]), str(files[3])))
-    monkeypatch.setattr(budget, "_CGROUPS", ())
-    node = available_bytes()
-    assert node > 1 << 20
-    monkeypatch.setattr(budget, "_CGROUPS", groups)
-    assert available_bytes() > 1 << 20  # no such files
-    for texts, wanted in (
-        (("1000000", "400000"), 600_000),
-        (("1000000", "400000", "700000", "400000"), 300_000),
-        (("1000", "4000", "9223372036854771712", "5"), 0),  # over its limit
+    """A batch job limits its steps; what the node has free is no measure there."""
+    files = {"/proc/self/cgroup": lines, limit: ["800000"], usage: ["300000"],
+             "/proc/meminfo": ["MemAvailable: 1000 kB"]}  # fmt: skip
+    monkeypatch.setattr(budget, "_lines", lambda path: files.get(path, []))
+    assert available_bytes() == 500_000
+    files[limit] = ["max"]
+    assert available_bytes() == 1000 * 1024
+
+
+def test_available_memory_is_the_nodes_or_the_tightest_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of both versions of cgroups, at every level; "max" and no files are no limit."""
+    root = "/sys/fs/cgroup"
+    files = {"/proc/self/cgroup": ["4:memory:/", "0::/"], "/proc/meminfo": ["MemAvailable: 9 kB"]}
+    monkeypatch.setattr(budget, "_lines", lambda path: files.get(path, []))
+    assert available_bytes() == 9 * 1024  # no such files
+    for first, second, wanted in (
+        (("8000", "4000"), ("max", "1"), 4000),
+        (("8000", "4000"), ("7000", "4000"), 3000),
+        (("9223372036854771712", "5"), ("1000", "4000"), 0),  # over its limit
     ):
-        for file, text in zip(files, texts, strict=False):
-            file.write_text(f"{text}\n")
+        files[f"{root}/memory.max"], files[f"{root}/memory.current"] = [first[0]], [first[1]]
+        files[f"{root}/memory/memory.limit_in_bytes"] = [second[0]]
+        files[f"{root}/memory/memory.usage_in_bytes"] = [second[1]]
         assert available_bytes() == wanted
-    for file, text in zip(files, ("max", "4000", "9223372036854771712", "5"), strict=True):
-        file.write_text(f"{text}\n")
-    assert available_bytes() > 1 << 20
