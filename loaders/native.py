@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import torch.utils.data
 from hpstore.errors import ConfigError
 from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.draws import Indices
-from hpstore.loaders.mixture import Mixture, stored_bytes
+from hpstore.loaders.mixture import AnySession, Mixture, stored_bytes
 from hpstore.loaders.order import GlobalOrder, Order, SequentialOrder, SubsetOrder
 from hpstore.loaders.pipeline import Pipeline
 from hpstore.loaders.progress import Piece, endless, listed
@@ -129,6 +130,8 @@ class Run:
             todo, lambda piece: finish.make(session, piece), depth=depth, threads=threads
         )
         self._session.needed_from(self._pipeline.peek())
+        # after the pipeline's: at exit it is called first, and wakes threads that wait for pages
+        self._leave = weakref.finalize(self, _leave, session, os.getpid())
 
     @property
     def wait_seconds(self) -> float:
@@ -161,9 +164,8 @@ class Run:
 
     def abandon(self) -> None:
         """Stop without waiting for what is being made. Idempotent."""
-        if self._pid == os.getpid():
-            self._pipeline.abandon()
-            self._session.leave()
+        self._pipeline.abandon()
+        self._leave()
 
     def close(self) -> None:
         """Stop, and wait until nothing is being made. Idempotent."""
@@ -172,9 +174,11 @@ class Run:
             self._session.close()
             self._pipeline.close()
 
-    def __del__(self) -> None:
-        if hasattr(self, "_pipeline"):
-            self.abandon()
+
+def _leave(session: AnySession, pid: int) -> None:
+    """Called once: when a run is closed or dropped, or when the process ends."""
+    if pid == os.getpid():
+        session.leave()
 
 
 def _depth(loader: DataLoader, native: Native, threads: int) -> int:

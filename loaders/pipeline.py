@@ -2,36 +2,54 @@
 
 from __future__ import annotations
 
+import os
+import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from hpstore.closing import Closing
 from hpstore.loaders.progress import Piece
 
 T = TypeVar("T")
+_Jobs = queue.SimpleQueue["tuple[Piece, Future[T]] | None"]
+JOIN_SECONDS = 5.0  # for threads at the end of the process
 
 
 class Pipeline(Closing, Generic[T]):
     """Makes `make(piece)` for the pieces to come, `depth` of them ahead, on `threads` threads.
 
-    One thread takes; closing gives up what is under way. `wait_seconds`: how long take() waited;
-    `waiting`: whether it does.
+    One thread takes; closing or dropping it gives up what is under way. `wait_seconds`: how long
+    take() waited; `waiting`: whether it does. The threads are daemons, stopped and joined at exit:
+    those of an executor are joined before anybody could wake one that waits inside `make`.
     """
 
     def __init__(
         self, todo: Iterator[Piece], make: Callable[[Piece], T], *, depth: int, threads: int
     ) -> None:
-        self._todo, self._make, self._depth = todo, make, max(1, depth)
-        self._threads = ThreadPoolExecutor(threads, "hpstore-loader")
+        self._todo, self._depth = todo, max(1, depth)
         self._flying: deque[tuple[Piece, Future[T]]] = deque()
+        self._jobs: _Jobs[T] = queue.SimpleQueue()
         self._closed = threading.Event()
         self.wait_seconds = 0.0
         self.waiting = False
+        self._threads = [
+            threading.Thread(
+                target=_work, args=(self._jobs, make, self._closed),
+                name=f"hpstore-loader-{number}", daemon=True,
+            )
+            for number in range(threads)
+        ]  # fmt: skip
         self._top_up()
+        for thread in self._threads:
+            thread.start()
+        self._stop = weakref.finalize(
+            self, _stop, self._closed, self._jobs, self._threads, os.getpid()
+        )
 
     def peek(self) -> Piece | None:
         """What comes next; None when nothing does."""
@@ -64,23 +82,50 @@ class Pipeline(Closing, Generic[T]):
             piece = next(self._todo, None)
             if piece is None:
                 return
-            self._flying.append((piece, self._threads.submit(self._run, piece)))
-
-    def _run(self, piece: Piece) -> T:
-        if self._closed.is_set() or not threading.main_thread().is_alive():  # the process ends
-            raise RuntimeError("the loader was closed")
-        return self._make(piece)
+            future: Future[T] = Future()
+            self._flying.append((piece, future))
+            self._jobs.put((piece, future))
 
     def close(self) -> None:
         """Give up what is not made yet; waits for what is being made. Idempotent."""
         self.abandon()
-        self._threads.shutdown(wait=True)
+        for thread in self._threads:
+            thread.join()
 
     def abandon(self) -> None:
         """The same without waiting."""
-        self._closed.set()
         self._flying.clear()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._stop()
+
+
+def _work(jobs: _Jobs[T], make: Callable[[Piece], T], closed: threading.Event) -> None:
+    """Main function of a thread. Between two pieces it holds on to nothing."""
+    while (job := jobs.get()) is not None:
+        if not closed.is_set():  # else nobody waits for it
+            _make(make, *job)
+        del job
+
+
+def _make(make: Callable[[Piece], T], piece: Piece, future: Future[T]) -> None:
+    try:
+        future.set_result(make(piece))
+    except BaseException as error:  # noqa: BLE001 (raised again to who takes it)
+        future.set_exception(error)
+
+
+def _stop(
+    closed: threading.Event, jobs: _Jobs[T], threads: list[threading.Thread], pid: int
+) -> None:
+    """Called once: when it is closed or dropped, or when the process ends."""
+    if pid != os.getpid():
+        return  # the threads are the parent's
+    closed.set()
+    for _ in threads:
+        jobs.put(None)
+    if not threading.main_thread().is_alive():
+        until = time.monotonic() + JOIN_SECONDS
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 __all__ = ["Pipeline"]

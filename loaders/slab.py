@@ -19,7 +19,6 @@ from hpstore.units import round_up
 
 _log = logging.getLogger(__name__)
 NEVER = 1 << 62
-LOOK_UP_SECONDS = 0.2  # a thread that waits for pages must not hold up the end of the process
 
 
 class Slab:
@@ -127,15 +126,10 @@ class Slab:
 
     def wait(self, pages: Int64s) -> None:
         """Wait until pages that somebody loads are there, or have failed, or nobody loads more."""
-
-        def over() -> bool:
-            if self._closed or not threading.main_thread().is_alive():  # the interpreter ends
-                return True
-            return bool(((self._slot[pages] >= 0) | self._failed[pages]).all())
-
         with self._moved:
-            while not self._moved.wait_for(over, LOOK_UP_SECONDS):
-                pass
+            self._moved.wait_for(
+                lambda: self._closed or bool(((self._slot[pages] >= 0) | self._failed[pages]).all())
+            )
 
     def resident(self, places: Locations) -> Int64s:
         """The slot of each record's page, -1 where it is not in memory."""
