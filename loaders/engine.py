@@ -21,6 +21,7 @@ from hpstore.loaders.fields import Field
 from hpstore.loaders.filling import (
     Filler,
     everything,
+    everything_in_windows,
     in_windows,
     page_bounds,
     stripes_kept,
@@ -116,7 +117,10 @@ class Engine(Closing):
         data, order, own = self._data, self.order, None
         if self.mode == "resident" and self._filler is None:
             self._slabs = {s.number: Slab(data, s, int(s.page_starts[-1])) for s in self._paged}
-            self._filler = Filler(self._slabs, everything(self._slabs))
+            fills = everything(self._slabs)
+            if isinstance(order, WindowOrder):
+                fills = everything_in_windows(data, order, self._slabs, epoch, position)
+            self._filler = Filler(self._slabs, fills)
         slabs = self._slabs
         if self.mode == "window" and isinstance(order, WindowOrder):
             stripes = data.stripes()

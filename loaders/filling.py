@@ -53,6 +53,18 @@ def in_windows(
         epoch, position = epoch + 1, 0
 
 
+def everything_in_windows(
+    data: StoredData, order: WindowOrder, slabs: Mapping[int, Slab], epoch: int, position: int
+) -> Iterator[Fill]:
+    """All pages, those of the windows to come in this epoch first."""
+    if position < order.length:
+        for fill in in_windows(data, order, slabs, epoch, position):
+            yield Fill(fill.pages, NEVER)
+            if fill.expire >= (epoch + 1) * order.length:
+                break
+    yield from everything(slabs)
+
+
 def page_bounds(firsts: Int64s, stripes: Int64s) -> tuple[Int64s, Int64s]:
     """[low, high) of the pages in which a sample of each stripe begins, int64[S] both. Pure.
 
@@ -115,5 +127,5 @@ class Filler(Closing):
         self._thread.join()
 
 
-__all__ = ["WINDOWS_KEPT", "Fill", "Filler", "everything", "in_windows", "page_bounds",
-           "stripes_kept"]  # fmt: skip
+__all__ = ["WINDOWS_KEPT", "Fill", "Filler", "everything", "everything_in_windows",
+           "in_windows", "page_bounds", "stripes_kept"]  # fmt: skip

@@ -33,7 +33,11 @@ def run(
     detector = process_detector()
     verdicts = [detector.detect(directory, gpu) for directory in directories]
     if as_json:
-        emit_json([verdict.as_dict() for verdict in verdicts])
+        # a verdict is kept for a whole file system: it names the directory that was looked at first
+        emit_json(
+            [{**found.as_dict(), "directory": asked}
+             for asked, found in zip(directories, verdicts, strict=True)]
+        )  # fmt: skip
         return
     rows = []
     for asked, found in zip(directories, verdicts, strict=True):

@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hpstore.buffers import aligned_array
-from hpstore.codec import ErasureCode
 from hpstore.codec.galois import Bytes
 from hpstore.errors import HpstoreError
 from hpstore.geometry import ALIGNMENT_BYTES, Geometry
@@ -77,7 +76,7 @@ class Scatter:
                 self._reads.setdefault(held.device_id, []).append(read)
             elif len(sources) == geometry.data:
                 read = partial(
-                    self._decoded, store.code, geometry, sources, column[i], offset[i], number
+                    self._decoded, store, geometry, sources, column[i], offset[i], number
                 )
                 first = sources[min(sources, key=lambda c: (c + number) % geometry.width)]
                 self._reads.setdefault(first.device_id, []).append(read)
@@ -105,17 +104,18 @@ class Scatter:
         self._good[number] = self._check(number, target)
 
     def _decoded(
-        self, code: ErasureCode, geometry: Geometry, sources: dict[int, ColumnReader],
+        self, store: Store, geometry: Geometry, sources: dict[int, ColumnReader],
         lost: int, offset: int, number: int,
     ) -> None:  # fmt: skip
         """A range of a lost column; one thread reads one source after the other."""
+        store.metrics.count("read_degraded_total")
         target = self._targets[number]
         low, size = _widened(offset, len(target))
         memory = _scratch((len(sources) + 1) * size)
         *rows, out = [memory[at : at + size] for at in range(0, len(memory), size)]
         for row, source in zip(rows, sources.values(), strict=True):
             source.read_raw(low, row)
-        code.reconstruct(
+        store.code.reconstruct(
             geometry.code, geometry.data, geometry.parity, tuple(sources), (lost,), rows, [out]
         )
         target[:] = out[offset - low : offset - low + len(target)]
