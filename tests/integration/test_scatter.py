@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,12 +26,9 @@ SIZE = 2 * STRIPE + 100_000  # the last stripe is shrunk
 BODY = payload("scatter", SIZE)
 
 
-def filled(root: Path) -> Bench:
+def filled(root: Path, **settings: Any) -> Bench:
     bench = Bench(root)
-    with bench.create(
-        5, data=DATA, parity=2, device_deadline_seconds=0.5, straggler_seconds=0.3,
-        open_deadline_seconds=0.5,
-    ) as pool:  # fmt: skip
+    with bench.create(5, data=DATA, parity=2, **settings) as pool:
         pool.put("x", BODY, unit_bytes=UNIT)
         pool.put("y", BODY[::-1], unit_bytes=UNIT)
         pool.put("small", BODY[:1000])
@@ -205,8 +203,9 @@ def test_a_flipped_bit_is_not_good(made: Bench) -> None:
         assert read(reader, spans)[1].good.tolist() == [True, False, False, True]
 
 
-def test_reads_of_a_hung_device_are_late_and_end(made: Bench) -> None:
+def test_reads_of_a_hung_device_are_late_and_end(tmp_path: Path) -> None:
     """PROTOCOL 21: run() returns in time and names the reads that still own the memory."""
+    made = filled(tmp_path, device_deadline_seconds=2.0, straggler_seconds=2.0)
     hangs = Hangs(made)
     with made.open(wrap=hangs.wrap) as pool, pool.reader("x") as reader:
         held = next(file for file in made.files("x") if column_number(file) == 2)
