@@ -167,6 +167,8 @@ def test_lost_columns_are_decoded(made: Bench, lost: tuple[int, ...]) -> None:
         assert found.good.tolist() == [is_direct(*span) for span in SPANS]
         for (start, length), target, good in zip(SPANS, targets, found.good, strict=True):
             assert not good or target.tobytes() == BODY[start : start + length]
+        decoded = sum(is_direct(*span) and column_of(span[0]) in lost for span in SPANS)
+        assert pool.metrics.value("read_degraded_total") == decoded
 
 
 def test_too_few_columns_leave_what_is_lost_to_the_caller(made: Bench) -> None:
