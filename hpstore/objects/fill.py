@@ -79,7 +79,7 @@ class UnitFill:
         self._abandoned = False
 
     def add(self, reader: ObjectReader, starts: Int64s, numbers: Int64s) -> None:
-        """Units of an open object: unit numbers[i] begins at byte starts[i] of it.
+        """Units of an open object, each once: unit numbers[i] begins at byte starts[i] of it.
 
         Those in the shrunk last stripe, of units that are no whole blocks, or for which too few
         columns are open, are left to the caller.
