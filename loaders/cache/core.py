@@ -1,0 +1,348 @@
+"""The heart of a cache: what is asked, who fetches it, where it goes. One lock, no I/O under it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from hpstore.clock import Clock
+from hpstore.codec.galois import Bytes
+from hpstore.loaders.cache.counts import AccessLog, Tally
+from hpstore.loaders.cache.deciding import Bools, Floats, Plan
+from hpstore.loaders.cache.disk import DiskPart
+from hpstore.loaders.cache.pages import NO_PAGE, Found, Int32s
+from hpstore.loaders.cache.source import bytes_of, sizes_of
+from hpstore.loaders.cache.stock import AHEAD, FETCHED, Asked, Flight, Job, Room, Stock
+from hpstore.loaders.layout import Int64s
+
+TURN_SECONDS = 1.0  # that a batch waits for one which should have come before it
+LATE_SECONDS = 30.0  # that a request waits for somebody else's fetch
+
+
+@dataclass(slots=True, eq=False)
+class Fetched:
+    """A block that was fetched: by whom it is awaited, and its bytes."""
+
+    block: int
+    flight: Flight
+    data: Bytes
+
+
+class Core:
+    """Requests and fetches of all stocks of one cache. Thread-safe.
+
+    The room is set by whoever divides the memory. `lock` guards every stock and all of this but
+    the memory's bytes: pages that were just taken belong to who took them until they are published.
+    """
+
+    def __init__(self, tally: Tally, clock: Clock) -> None:
+        self.tally, self.clock = tally, clock
+        self.lock = threading.Lock()
+        self.landed = threading.Condition(self.lock)  # a flight ended, a job or a writer moved
+        self.wanted = threading.Condition(self.lock)  # there may be something to prefetch
+        self.stocks: dict[str, Stock] = {}
+        self.room: Room
+        self.writing = 0  # threads that write into pages: the room must stay
+        self.demanding = 0  # requests that read their source now: prefetches wait
+        self.spill_limit = 0  # bytes that may be on their way to the disk
+        self._spilling = 0
+        self.closed = False
+        self.log = AccessLog()
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def ask(self, stock: Stock, job: Job, blocks: Int64s) -> Asked:
+        """Where the blocks are, and which of them the caller has to fetch.
+
+        It then ends every flight of `fetch` by land() or give_up().
+        """
+        with self.lock:
+            self._await_turn(job, blocks)
+            plan = stock.policy.access(job.number, blocks)
+            job.moved(len(blocks))
+            job.idle = False
+            if job.early:
+                self.landed.notify_all()
+            self.log.add(blocks)
+            found = self.room.pages.find(stock.first, blocks)
+            asked = Asked(self.room, found)
+            self._note_used(stock, blocks[found.heads >= 0])
+            missing = np.flatnonzero(found.heads < 0)
+            if len(missing) or len(plan.admit):
+                self._send_off(stock, plan, blocks, missing, asked)
+            if len(plan.evict):
+                self.evict(stock, plan.evict)
+            self.wanted.notify()
+        return asked
+
+    def _await_turn(self, job: Job, blocks: Int64s) -> None:
+        """Batches made side by side come in some order; the policy is asked in the foretold one."""
+        at = job.turn_of(blocks)
+        if at is None or at == job.position:
+            return
+        job.early += 1
+        turn = at
+        came = self.landed.wait_for(lambda: job.position >= turn or self.closed, TURN_SECONDS)
+        job.early -= 1
+        if not came:
+            self.tally.add(turn_missed_total=1)
+
+    def _send_off(
+        self, stock: Stock, plan: Plan, blocks: Int64s, missing: Int64s, asked: Asked
+    ) -> None:
+        """Flights for what is missing: others', or the asker's own."""
+        admitted = set(plan.admit.tolist())
+        for i in missing.tolist():
+            block = int(blocks[i])
+            if block in asked.fetch:
+                asked.again.append((i, asked.fetch[block]))
+                continue
+            flight = stock.flights.get(block)
+            # the policy may know it as a resident whose bytes were lost
+            keep = block in admitted or bool(plan.hit[i])
+            if flight is not None:
+                flight.keep |= keep
+                flight.waiting += 1
+                asked.late.append((i, block, flight))
+                continue
+            stock.flights[block] = Flight(keep)
+            asked.fetch[block] = i
+
+    def _note_used(self, stock: Stock, blocks: Int64s) -> None:
+        used = self._clear_ahead(stock, blocks)
+        if len(used):
+            self.tally.add(
+                prefetch_used_total=len(used), prefetch_used_bytes=bytes_of(stock.sizes, used)
+            )
+
+    @staticmethod
+    def _clear_ahead(stock: Stock, blocks: Int64s) -> Int64s:
+        """Those that a prefetch brought and nobody has asked for; their credit comes back."""
+        marked = blocks[stock.marks[blocks] & AHEAD != 0]
+        if len(marked):
+            marked = np.unique(marked)
+            stock.marks[marked] &= np.uint8(0xFF ^ AHEAD)
+            stock.ahead_bytes -= bytes_of(stock.sizes, marked)
+        return marked
+
+    def wait(self, stock: Stock, late: Sequence[tuple[int, int, Flight]]) -> None:
+        """Until all of these flights have ended, or it takes too long."""
+        with self.lock:
+            self.landed.wait_for(lambda: all(f.done for _, _, f in late), LATE_SECONDS)
+            for _, block, flight in late:
+                flight.waiting -= 1
+                if flight.ahead:
+                    self.tally.add(prefetch_late_total=1)
+                    self._clear_ahead(stock, np.array([block], np.int64))
+
+    # --- fetches ------------------------------------------------------------------------------
+
+    def land(self, stock: Stock, room: Room, fetched: Sequence[Fetched]) -> None:
+        """End flights: bytes go into memory where they are to be kept, and to those who wait.
+
+        The data stay the caller's. `room`: the one in which the blocks were asked for.
+        """
+        with self.lock:
+            kept = [f for f in fetched if f.flight.keep]
+            heads = self._take_pages(stock, room, kept)
+            kept = kept[: len(heads)]
+            self.writing += 1
+        landing = _Landing(stock, room, fetched, kept, heads)
+        try:
+            for one, head in zip(kept, heads.tolist(), strict=True):
+                room.pages.write(head, one.data)
+            while lacking := self._end_landing(landing):
+                for one in lacking:
+                    one.flight.data = one.data.copy()
+        except BaseException:
+            with self.lock:
+                self._publish(landing, whole=False)
+            raise
+        if stock.disk is not None:
+            self._spill_passed_by(stock, [one for one in fetched if not one.flight.keep])
+
+    def _take_pages(self, stock: Stock, room: Room, kept: Sequence[Fetched]) -> Int32s:
+        """First pages for as many of these as there is room for."""
+        if room is not self.room or stock.replaced or not kept:
+            return np.empty(0, np.int32)
+        counts = room.pages.pages_each(np.array([len(one.data) for one in kept], np.int64))
+        fitting = int(np.searchsorted(np.cumsum(counts), room.free.free_count, side="right"))
+        counts = counts[:fitting]
+        return room.pages.chain(room.free.take(int(counts.sum())), counts)
+
+    def _end_landing(self, landing: _Landing) -> list[Fetched]:
+        """Publish, unless somebody waits for a block that is not kept: then those blocks."""
+        inside = {one.block for one in landing.kept}
+        with self.lock:
+            lacking = [
+                one
+                for one in landing.fetched
+                if one.flight.waiting and one.flight.data is None and one.block not in inside
+            ]
+            if not lacking:
+                self._publish(landing, whole=True)
+        return lacking
+
+    def _publish(self, landing: _Landing, *, whole: bool) -> None:
+        """Make blocks visible and end their flights; pages without use go back."""
+        self.writing -= 1
+        stock, room, lost = landing.stock, landing.room, []
+        heads = dict(zip((one.block for one in landing.kept), landing.heads.tolist(), strict=True))
+        for one in landing.fetched:
+            head = heads.pop(one.block, None)
+            if head is not None and not (whole and one.flight.keep):
+                self._free(stock, room, np.array([one.block], np.int64), np.array([head], np.int32))
+                head = None
+            if head is not None:
+                stock.first[one.block] = head
+                if one.flight.ahead:
+                    stock.marks[one.block] |= AHEAD
+            elif one.flight.keep:
+                lost.append(one.block)
+        arrived = [one.block for one in landing.fetched if one.flight.ahead]
+        if not stock.replaced:
+            stock.policy.arrived(np.array(arrived, np.int64))
+            stock.policy.dropped(np.array(lost, np.int64))
+        self._end(stock, [(one.block, one.flight) for one in landing.fetched])
+
+    def give_up(self, stock: Stock, flights: Iterable[tuple[int, Flight]]) -> None:
+        """End flights without bytes: who waits fetches for himself."""
+        with self.lock:
+            flights = list(flights)
+            lost = [block for block, flight in flights if flight.keep]
+            if lost and not stock.replaced:
+                stock.policy.dropped(np.array(lost, np.int64))
+            self._end(stock, flights)
+
+    def _end(self, stock: Stock, flights: Sequence[tuple[int, Flight]]) -> None:
+        for block, flight in flights:
+            flight.done = True
+            if stock.flights.get(block) is flight:
+                del stock.flights[block]
+            if flight.ahead and not stock.marks[block] & AHEAD:
+                stock.ahead_bytes -= bytes_of(stock.sizes, np.array([block], np.int64))
+        self.landed.notify_all()
+        self.wanted.notify()
+
+    def from_source(self, stock: Stock, blocks: Int64s, seconds: float) -> None:
+        """Note that blocks were read from their source."""
+        nbytes = bytes_of(stock.sizes, blocks)
+        with self.lock:
+            before = blocks[stock.marks[blocks] & FETCHED != 0]
+            stock.marks[blocks] |= FETCHED
+            stock.pace.add(nbytes, seconds)
+        self.tally.add(
+            source_reads_total=1, source_blocks=len(blocks), source_bytes=nbytes,
+            source_again_bytes=bytes_of(stock.sizes, before),
+        )  # fmt: skip
+
+    # --- leaving ------------------------------------------------------------------------------
+
+    def evict(self, stock: Stock, blocks: Int64s) -> None:
+        """Blocks leave the memory, to the disk if that is worth it. Under the lock."""
+        heads = stock.first[blocks]
+        for block in blocks[heads < 0].tolist():
+            if block in stock.flights:  # it leaves before it has come
+                stock.flights[block].keep = False
+        there = heads >= 0
+        blocks, heads = blocks[there], heads[there]
+        stock.first[blocks] = NO_PAGE
+        unused = self._clear_ahead(stock, blocks)
+        self.tally.add(
+            evicted_total=len(blocks), prefetch_wasted_total=len(unused),
+            prefetch_wasted_bytes=bytes_of(stock.sizes, unused),
+        )  # fmt: skip
+        if stock.disk is not None and len(blocks):
+            spilt = self._spill(stock, stock.disk, blocks, heads)
+            blocks, heads = blocks[~spilt], heads[~spilt]
+        self._free(stock, self.room, blocks, heads)
+
+    def _free(self, stock: Stock, room: Room, blocks: Int64s, heads: Int32s) -> None:
+        if len(heads) and room is self.room:
+            counts = room.pages.pages_each(sizes_of(stock.sizes, blocks))
+            room.free.give_back(room.pages.chained(heads, counts))
+
+    def uses_beside_memory(self, stock: Stock, blocks: Int64s) -> Floats:
+        """When blocks on the disk are needed; never, where they are in memory as well."""
+        uses = stock.policy.expected_use(blocks).copy()
+        uses[stock.first[blocks] >= 0] = np.inf
+        return uses
+
+    def _spill(self, stock: Stock, part: DiskPart, blocks: Int64s, heads: Int32s) -> Bools:
+        """Which of the evicted blocks keep their pages until they are on the disk."""
+        nothing = np.zeros(len(blocks), bool)
+        nbytes = bytes_of(stock.sizes, blocks)
+        if self._spilling + nbytes > self.spill_limit:
+            self.tally.add(spill_skipped_total=len(blocks))
+            return nothing
+        uses = stock.policy.expected_use(blocks)
+        taken = part.offer(blocks, uses, lambda b: self.uses_beside_memory(stock, b))
+        chosen, pages = blocks[taken.take], heads[taken.take]
+        if not len(chosen):
+            return nothing
+        self._spilling += bytes_of(stock.sizes, chosen)
+        call = partial(self._write_evicted, stock, part, self.room, chosen, pages, taken.drop)
+        if not part.tier.later(call):
+            self._spilling -= bytes_of(stock.sizes, chosen)
+            part.cancel(chosen.tolist(), taken.drop)
+            return nothing
+        return taken.take
+
+    def _write_evicted(
+        self, stock: Stock, part: DiskPart, room: Room, blocks: Int64s, heads: Int32s,
+        drop: list[int],
+    ) -> None:  # fmt: skip
+        """On the thread that writes: take evicted blocks out of their pages, then write them."""
+        sizes = sizes_of(stock.sizes, blocks)
+        data = [np.empty(size, np.uint8) for size in sizes.tolist()]
+        room.pages.copy(Found(heads, np.zeros(len(heads), np.uint32)), sizes, data)
+        with self.lock:
+            self._spilling -= int(sizes.sum())
+            current = room is self.room  # else others may have written into the pages
+            self._free(stock, room, blocks, heads)
+        if current:
+            part.write(blocks.tolist(), data, drop)
+        else:
+            part.cancel(blocks.tolist(), drop)
+
+    def _spill_passed_by(self, stock: Stock, fetched: Sequence[Fetched]) -> None:
+        """Blocks that memory had no room for may be worth their place on the disk."""
+        part = stock.disk
+        if part is None or not fetched:
+            return
+        blocks = np.array([one.block for one in fetched], np.int64)
+        nbytes = bytes_of(stock.sizes, blocks)
+        with self.lock:
+            if stock.replaced or self._spilling + nbytes > self.spill_limit:
+                return
+            uses = self.uses_beside_memory(stock, blocks)
+            taken = part.offer(blocks, uses, lambda b: self.uses_beside_memory(stock, b))
+            self._spilling += nbytes
+        data = [fetched[i].data.copy() for i in np.flatnonzero(taken.take).tolist()]
+        chosen = blocks[taken.take].tolist()
+
+        def write() -> None:
+            with self.lock:
+                self._spilling -= nbytes
+            part.write(chosen, data, taken.drop)
+
+        if not chosen or not part.tier.later(write):
+            with self.lock:
+                self._spilling -= nbytes
+            part.cancel(chosen, taken.drop)
+
+
+@dataclass(frozen=True, slots=True)
+class _Landing:
+    stock: Stock
+    room: Room
+    fetched: Sequence[Fetched]
+    kept: Sequence[Fetched]
+    heads: Int32s  # of the kept
+
+
+__all__ = ["Core", "Fetched"]

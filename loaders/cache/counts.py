@@ -1,0 +1,99 @@
+"""What a cache counts: who was ready when asked, what was fetched for nothing, who waited."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+
+import numpy as np
+
+from hpstore.loaders.layout import Int64s
+
+LOG_SHARE = 16  # one block in so many is in the log of accesses
+LOG_LENGTH = 1 << 20
+
+
+class Tally:
+    """Counters by name, of one cache in one process. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._numbers: defaultdict[str, float] = defaultdict(float)
+        self._lock = threading.Lock()  # guards _numbers
+
+    def add(self, **amounts: float) -> None:
+        """Add to counters."""
+        with self._lock:
+            for name, amount in amounts.items():
+                self._numbers[name] += amount
+
+    def first(self, name: str) -> bool:
+        """Add one; whether it is the first, which is logged."""
+        with self._lock:
+            self._numbers[name] += 1
+            return self._numbers[name] == 1
+
+    def value(self, name: str) -> float:
+        """A counter's value."""
+        with self._lock:
+            return self._numbers.get(name, 0.0)
+
+    def snapshot(self) -> dict[str, float]:
+        """All counters."""
+        with self._lock:
+            return dict(self._numbers)
+
+
+def shares(numbers: dict[str, float]) -> dict[str, float]:
+    """Ratios that say whether a cache is of use; 0 where nothing happened.
+
+    hit_ratio: requests that found their bytes in memory or on the disk. coverage: of what was not
+    there for another reason, how much prefetching brought in time. accuracy: prefetched bytes that
+    were asked for. timeliness: prefetched blocks that were there when asked for.
+    """
+
+    def of(part: float, whole: float) -> float:
+        return part / whole if whole else 0.0
+
+    def n(name: str) -> float:
+        return numbers.get(name, 0.0)
+
+    hits = n("memory_hit_total") + n("disk_hit_total")
+    used = n("prefetch_used_total")
+    return {
+        "hit_ratio": of(hits, hits + n("late_total") + n("miss_total")),
+        "coverage": of(used, used + n("miss_total")),
+        "accuracy": of(n("prefetch_used_bytes"), n("prefetch_bytes")),
+        "timeliness": of(used, used + n("prefetch_late_total")),
+    }
+
+
+class AccessLog:
+    """Requests for one block in LOG_SHARE, bounded, the newest kept. Under the cache's lock."""
+
+    def __init__(self, length: int = LOG_LENGTH) -> None:
+        self._length = length
+        self._blocks = np.empty(0, np.int64)
+        self._new: list[Int64s] = []
+        self._new_count = 0
+
+    def add(self, blocks: Int64s) -> None:
+        """Note requests."""
+        mixed = blocks.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        chosen = blocks[mixed >> np.uint64(60) == 0]  # 4 bits: one in 16
+        if len(chosen):
+            self._new.append(chosen)
+            self._new_count += len(chosen)
+            if self._new_count > self._length // 8:
+                self._join()
+
+    def blocks(self) -> Int64s:
+        """What was noted, the oldest first."""
+        self._join()
+        return self._blocks
+
+    def _join(self) -> None:
+        self._blocks = np.concatenate([self._blocks, *self._new])[-self._length :]
+        self._new, self._new_count = [], 0
+
+
+__all__ = ["LOG_SHARE", "AccessLog", "Tally", "shares"]
