@@ -1,4 +1,4 @@
-"""Prefetching: what will be asked for soonest, within a byte credit, when nobody waits for a read."""
+"""Prefetching: what is needed soonest, within a byte credit, when nobody waits for a read."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,7 @@ _log = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 1.0  # after a prefetch that failed: demands meet the error themselves
 JOIN_SECONDS = 5.0
+CHORE_SECONDS = 300.0
 WINDOW_SHARE = 4  # credits are at most one part in so many of the memory
 _ALIGNMENT = 4096  # of targets, for reads that go past the page cache
 
@@ -46,14 +48,15 @@ class Prefetcher(Closing):
     decided anew before each call, so that a changed order cancels all but the calls under way.
     """
 
-    def __init__(self, core: Core, threads: int) -> None:
-        self._core = core
+    def __init__(self, core: Core, threads: int, chore: Callable[[], None]) -> None:
+        """`chore`: something to be done every CHORE_SECONDS, beside all this."""
         self._threads = [
             threading.Thread(
-                target=_work, args=(core,), name=f"hpstore-cache-{number}", daemon=True
+                target=_work, args=(core, chore if number == 0 else None),
+                name=f"hpstore-cache-{number}", daemon=True,
             )
             for number in range(threads)
-        ]
+        ]  # fmt: skip
         for thread in self._threads:
             thread.start()
         self._stop = weakref.finalize(self, _stop, core, self._threads, os.getpid())
@@ -77,18 +80,21 @@ def _stop(core: Core, threads: list[threading.Thread], pid: int) -> None:
             _log.warning("a prefetch is still waiting for its source")
 
 
-def _work(core: Core) -> None:
+def _work(core: Core, chore: Callable[[], None] | None) -> None:
     """Main function of a thread."""
     memory = aligned_array(0)
-    while True:
+    due = core.clock.monotonic() + CHORE_SECONDS
+    while not core.closed:
         with core.lock:
-            work = None
-            while not core.closed and (work := next_work(core)) is None:
+            work = next_work(core)
+            if work is None and not core.closed:
                 core.wanted.wait(PAUSE_SECONDS)
-        if work is None:
-            return
-        memory = _fetch(core, work, memory)
-        del work
+        if work is not None:
+            memory = _fetch(core, work, memory)
+            del work
+        if chore is not None and core.clock.monotonic() >= due:
+            chore()
+            due = core.clock.monotonic() + CHORE_SECONDS
 
 
 def next_work(core: Core) -> Work | None:
@@ -144,10 +150,7 @@ def _wanted(core: Core, stock: Stock, job: Job) -> Work | None:
 
 def _on_disk(stock: Stock, blocks: Int64s) -> Int64s:
     """After a restart only the disk is read ahead of a foretold order."""
-    if stock.disk is None:
-        there = np.zeros(len(blocks), bool)
-    else:
-        there = stock.disk.holds(blocks)
+    there = np.zeros(len(blocks), bool) if stock.disk is None else stock.disk.holds(blocks)
     stock.policy.dropped(blocks[~there])
     return blocks[there]
 
@@ -177,7 +180,8 @@ def _fetch(core: Core, work: Work, memory: Bytes) -> Bytes:
     try:
         left = core.from_disk(stock, blocks, targets)
         if left:
-            core.read_source(stock, blocks[left], [targets[i] for i in left])
+            assert stock.source is not None
+            core.read_source(stock, stock.source, blocks[left], [targets[i] for i in left])
         landed = list(range(len(blocks)))
     except MemoryLost:  # somebody may still write into it
         memory = aligned_array(0)
@@ -189,9 +193,7 @@ def _fetch(core: Core, work: Work, memory: Bytes) -> Bytes:
             _log.warning("a prefetch of %s failed, to be tried again: %s", stock.name, error)
     if landed:
         core.tally.add(prefetch_bytes=int(sizes.sum()), prefetch_total=len(blocks))
-        fetched = [
-            Fetched(int(blocks[i]), work.flights[i], targets[i]) for i in range(len(blocks))
-        ]
+        fetched = [Fetched(int(blocks[i]), work.flights[i], targets[i]) for i in range(len(blocks))]
         core.land(stock, work.room, fetched)
     else:
         core.give_up(stock, list(zip(blocks.tolist(), work.flights, strict=True)))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,13 +14,15 @@ from hpstore.clock import Clock
 from hpstore.codec.galois import Bytes
 from hpstore.loaders.cache.counts import AccessLog, Tally
 from hpstore.loaders.cache.deciding import Bools, Floats, Plan
-from hpstore.loaders.cache.disk import DiskPart
+from hpstore.loaders.cache.disk import DiskPart, Taken
 from hpstore.loaders.cache.pages import NO_PAGE, Found, Int32s
-from hpstore.loaders.cache.source import bytes_of, sizes_of
+from hpstore.loaders.cache.source import BlockSource, bytes_of, sizes_of
 from hpstore.loaders.cache.stock import AHEAD, FETCHED, Asked, Flight, Job, Room, Stock
 from hpstore.loaders.layout import Int64s
 
+_NONE: Int64s = np.empty(0, np.int64)
 TURN_SECONDS = 1.0  # that a batch waits for one which should have come before it
+REST_SECONDS = 1.0  # that a fetched block waits for pages which others still copy
 LATE_SECONDS = 30.0  # that a request waits for somebody else's fetch
 
 
@@ -50,6 +53,7 @@ class Core:
         self.demanding = 0  # requests that read their source now: prefetches wait
         self.spill_limit = 0  # bytes that may be on their way to the disk
         self._spilling = 0
+        self._short = 0  # landings that wait for pages
         self.closed = False
         self.log = AccessLog()
 
@@ -63,20 +67,21 @@ class Core:
         with self.lock:
             self._await_turn(job, blocks)
             plan = stock.policy.access(job.number, blocks)
-            job.moved(len(blocks))
-            job.idle = False
+            job.moved(len(blocks), self.clock.monotonic())
             if job.early:
                 self.landed.notify_all()
             self.log.add(blocks)
             found = self.room.pages.find(stock.first, blocks)
-            asked = Asked(self.room, found)
+            asked = Asked(self.room, found, self.room.free.begin_copy())
             self._note_used(stock, blocks[found.heads >= 0])
             missing = np.flatnonzero(found.heads < 0)
             if len(missing) or len(plan.admit):
                 self._send_off(stock, plan, blocks, missing, asked)
             if len(plan.evict):
                 self.evict(stock, plan.evict)
-            self.wanted.notify()
+            if job.foretold or stock.warm_bytes:
+                job.idle = False
+                self.wanted.notify()
         return asked
 
     def _await_turn(self, job: Job, blocks: Int64s) -> None:
@@ -96,10 +101,11 @@ class Core:
     ) -> None:
         """Flights for what is missing: others', or the asker's own."""
         admitted = set(plan.admit.tolist())
+        mine: dict[int, int] = {}
         for i in missing.tolist():
             block = int(blocks[i])
-            if block in asked.fetch:
-                asked.again.append((i, asked.fetch[block]))
+            if block in mine:
+                asked.again.append((i, mine[block]))
                 continue
             flight = stock.flights.get(block)
             # the policy may know it as a resident whose bytes were lost
@@ -109,8 +115,9 @@ class Core:
                 flight.waiting += 1
                 asked.late.append((i, block, flight))
                 continue
-            stock.flights[block] = Flight(keep)
-            asked.fetch[block] = i
+            mine[block] = i
+            flight = stock.flights[block] = Flight(keep)
+            asked.fetch.append((i, block, flight))
 
     def _note_used(self, stock: Stock, blocks: Int64s) -> None:
         used = self._clear_ahead(stock, blocks)
@@ -122,7 +129,7 @@ class Core:
     @staticmethod
     def _clear_ahead(stock: Stock, blocks: Int64s) -> Int64s:
         """Those that a prefetch brought and nobody has asked for; their credit comes back."""
-        marked = blocks[stock.marks[blocks] & AHEAD != 0]
+        marked: Int64s = blocks[stock.marks[blocks] & AHEAD != 0]
         if len(marked):
             marked = np.unique(marked)
             stock.marks[marked] &= np.uint8(0xFF ^ AHEAD)
@@ -139,6 +146,12 @@ class Core:
                     self.tally.add(prefetch_late_total=1)
                     self._clear_ahead(stock, np.array([block], np.int64))
 
+    def copied(self, room: Room, ticket: int) -> None:
+        """The pages that were found are not needed any more."""
+        with self.lock:
+            if room.free.end_copy(ticket) and self._short:
+                self.landed.notify_all()
+
     # --- fetches ------------------------------------------------------------------------------
 
     def land(self, stock: Stock, room: Room, fetched: Sequence[Fetched]) -> None:
@@ -148,6 +161,7 @@ class Core:
         """
         with self.lock:
             kept = [f for f in fetched if f.flight.keep]
+            self._await_pages(room, kept)
             heads = self._take_pages(stock, room, kept)
             kept = kept[: len(heads)]
             self.writing += 1
@@ -165,24 +179,27 @@ class Core:
         if stock.disk is not None:
             self._spill_passed_by(stock, [one for one in fetched if not one.flight.keep])
 
+    def _await_pages(self, room: Room, kept: Sequence[Fetched]) -> None:
+        """Until copies of evicted blocks are over, whose pages are needed."""
+        need = sum(-(-len(one.data) // room.pages.page_bytes) for one in kept)
+        if room.free.ready_count < need <= room.free.free_count:
+            self._short += 1
+            self.landed.wait_for(lambda: room.free.ready_count >= need, REST_SECONDS)
+            self._short -= 1
+
     def _take_pages(self, stock: Stock, room: Room, kept: Sequence[Fetched]) -> Int32s:
         """First pages for as many of these as there is room for."""
         if room is not self.room or stock.replaced or not kept:
             return np.empty(0, np.int32)
         counts = room.pages.pages_each(np.array([len(one.data) for one in kept], np.int64))
-        fitting = int(np.searchsorted(np.cumsum(counts), room.free.free_count, side="right"))
+        fitting = int(np.searchsorted(np.cumsum(counts), room.free.ready_count, side="right"))
         counts = counts[:fitting]
         return room.pages.chain(room.free.take(int(counts.sum())), counts)
 
     def _end_landing(self, landing: _Landing) -> list[Fetched]:
-        """Publish, unless somebody waits for a block that is not kept: then those blocks."""
-        inside = {one.block for one in landing.kept}
-        with self.lock:
-            lacking = [
-                one
-                for one in landing.fetched
-                if one.flight.waiting and one.flight.data is None and one.block not in inside
-            ]
+        """Publish, unless somebody waits for a copy: then those blocks."""
+        with self.lock:  # also what is kept may be gone again before they look
+            lacking = [o for o in landing.fetched if o.flight.waiting and o.flight.data is None]
             if not lacking:
                 self._publish(landing, whole=True)
         return lacking
@@ -228,8 +245,26 @@ class Core:
         self.landed.notify_all()
         self.wanted.notify()
 
-    def from_source(self, stock: Stock, blocks: Int64s, seconds: float) -> None:
-        """Note that blocks were read from their source."""
+    def from_disk(self, stock: Stock, blocks: Int64s, targets: Sequence[Bytes]) -> list[int]:
+        """Fill targets with blocks that are on the disk; which ones are left."""
+        part = stock.disk
+        there = np.flatnonzero(part.holds(blocks)) if part is not None else _NONE
+        if part is None or not len(there):
+            return list(range(len(blocks)))
+        left = set(range(len(blocks)))
+        for i, data in zip(there.tolist(), part.read(blocks[there]), strict=True):
+            if data is not None:
+                targets[i][:] = data
+                left.discard(i)
+        return sorted(left)
+
+    def read_source(
+        self, stock: Stock, source: BlockSource, blocks: Int64s, targets: Sequence[Bytes]
+    ) -> None:
+        """Read blocks where they come from, and note it. Raises what reading raises."""
+        began = self.clock.monotonic()
+        source.read(blocks, targets)
+        seconds = self.clock.monotonic() - began
         nbytes = bytes_of(stock.sizes, blocks)
         with self.lock:
             before = blocks[stock.marks[blocks] & FETCHED != 0]
@@ -239,6 +274,18 @@ class Core:
             source_reads_total=1, source_blocks=len(blocks), source_bytes=nbytes,
             source_again_bytes=bytes_of(stock.sizes, before),
         )  # fmt: skip
+
+    @contextmanager
+    def demand(self) -> Iterator[None]:
+        """While somebody waits for a source, nothing is prefetched."""
+        with self.lock:
+            self.demanding += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.demanding -= 1
+                self.wanted.notify()
 
     # --- leaving ------------------------------------------------------------------------------
 
@@ -272,15 +319,17 @@ class Core:
         uses[stock.first[blocks] >= 0] = np.inf
         return uses
 
+    def _offer(self, stock: Stock, part: DiskPart, blocks: Int64s) -> Taken:
+        """Which blocks the disk takes, no more than may be on their way to it."""
+        return part.offer(
+            blocks, self.uses_beside_memory(stock, blocks), self.spill_limit - self._spilling,
+            lambda others: self.uses_beside_memory(stock, others),
+        )  # fmt: skip
+
     def _spill(self, stock: Stock, part: DiskPart, blocks: Int64s, heads: Int32s) -> Bools:
         """Which of the evicted blocks keep their pages until they are on the disk."""
         nothing = np.zeros(len(blocks), bool)
-        nbytes = bytes_of(stock.sizes, blocks)
-        if self._spilling + nbytes > self.spill_limit:
-            self.tally.add(spill_skipped_total=len(blocks))
-            return nothing
-        uses = stock.policy.expected_use(blocks)
-        taken = part.offer(blocks, uses, lambda b: self.uses_beside_memory(stock, b))
+        taken = self._offer(stock, part, blocks)
         chosen, pages = blocks[taken.take], heads[taken.take]
         if not len(chosen):
             return nothing
@@ -315,22 +364,23 @@ class Core:
         if part is None or not fetched:
             return
         blocks = np.array([one.block for one in fetched], np.int64)
-        nbytes = bytes_of(stock.sizes, blocks)
         with self.lock:
-            if stock.replaced or self._spilling + nbytes > self.spill_limit:
+            if stock.replaced:
                 return
-            uses = self.uses_beside_memory(stock, blocks)
-            taken = part.offer(blocks, uses, lambda b: self.uses_beside_memory(stock, b))
+            taken = self._offer(stock, part, blocks)
+            nbytes = bytes_of(stock.sizes, blocks[taken.take])
             self._spilling += nbytes
         data = [fetched[i].data.copy() for i in np.flatnonzero(taken.take).tolist()]
         chosen = blocks[taken.take].tolist()
+        if not chosen:
+            return
 
         def write() -> None:
             with self.lock:
                 self._spilling -= nbytes
             part.write(chosen, data, taken.drop)
 
-        if not chosen or not part.tier.later(write):
+        if not part.tier.later(write):
             with self.lock:
                 self._spilling -= nbytes
             part.cancel(chosen, taken.drop)

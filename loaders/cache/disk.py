@@ -77,7 +77,7 @@ class DiskTier(Closing):
 
     def part(self, source: BlockSource) -> DiskPart | None:
         """The tier's part for a source, with what a last run left of it. None when it failed."""
-        stem = os.path.join(self.path, xxhash.xxh3_64_hexdigest(source.name))
+        stem = os.path.join(self.path, xxhash.xxh3_64_hexdigest(source.name.encode()))
         if not self.alive:
             return None
         try:
@@ -256,9 +256,10 @@ class DiskPart:
             )  # fmt: skip
         self.drop(blocks)
 
-    def offer(self, blocks: Int64s, uses: Floats, uses_of: UsesOf) -> Taken:
+    def offer(self, blocks: Int64s, uses: Floats, limit_bytes: int, uses_of: UsesOf) -> Taken:
         """Which blocks to write here: those needed sooner than what leaves for them.
 
+        At most `limit_bytes` of them, the soonest.
         `uses`: ln of requests until each is needed, inf for never; `uses_of` tells it of others,
         inf for those that are in memory too. Called under the cache's lock.
         """
@@ -277,6 +278,10 @@ class DiskPart:
                 block = int(blocks[i])
                 if block in self._pending or size > self._allowance:
                     continue
+                limit_bytes -= size
+                if limit_bytes < 0:
+                    self.tier.tally.add(spill_skipped_total=1)
+                    break
                 chosen = at
                 free = self.limit_bytes - self.used_bytes
                 while free < size and chosen < len(victims):

@@ -45,7 +45,7 @@ class DiskFile(Closing):
     def __init__(self, stem: str, source: BlockSource) -> None:
         self.stem, self.sizes, self.block_count = stem, source.sizes, source.block_count
         self.checks: UInt64s  # (block_count,), 0 where a block is not there
-        self._seed = xxhash.xxh3_64_intdigest(source.identity)
+        self._seed = xxhash.xxh3_64_intdigest(source.identity.encode())
         self._starts = _starts(source.sizes, source.block_count)
         self._end = self._place(self.block_count)
         self._blocks = os.open(f"{stem}.blocks", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -108,7 +108,7 @@ class DiskFile(Closing):
         found: list[Bytes | None] = []
         at = 0
         for block, size, end in zip(blocks.tolist(), sizes.tolist(), ends.tolist(), strict=True):
-            count = os.preadv(self._blocks, [memory[at:end]], self._place(block))
+            count = os.preadv(self._blocks, [memory[at:end].data], self._place(block))
             data, at = memory[at : at + size], end
             good = count >= size and self._digest(block, data) == int(self.checks[block])
             found.append(data if good else None)
@@ -124,7 +124,7 @@ class DiskFile(Closing):
             padded = data
         at, place = 0, self._place(block)
         while at < len(padded):
-            count = os.pwrite(self._blocks, padded[at:], place + at)
+            count = os.pwrite(self._blocks, padded[at:].data, place + at)
             if count % PLACE_BYTES and at + count < len(padded):
                 raise OSError(errno.ENOSPC, "the disk took a part of a block")
             at += count
@@ -172,7 +172,7 @@ def _header(source: BlockSource) -> bytes:
     text = json.dumps(facts).encode()
     if len(text) > HEADER_BYTES:
         facts["name"] = ""
-        facts["identity"] = xxhash.xxh3_128_hexdigest(source.identity)
+        facts["identity"] = xxhash.xxh3_128_hexdigest(source.identity.encode())
         text = json.dumps(facts).encode()
     return text.ljust(HEADER_BYTES, b"\0")
 
@@ -181,7 +181,7 @@ def _try_direct(fd: int) -> bool:
     """Turn on O_DIRECT, so that blocks are not kept in memory twice; False where it fails."""
     try:
         set_direct(fd, on=True)
-        os.preadv(fd, [aligned_array(PLACE_BYTES)], 0)
+        os.preadv(fd, [aligned_array(PLACE_BYTES).data], 0)
     except OSError:
         set_direct(fd, on=False)
         return False
@@ -192,7 +192,7 @@ def _try_direct(fd: int) -> bool:
 def _fallocate() -> ctypes._NamedFuncPointer:
     found = ctypes.CDLL(None, use_errno=True).fallocate
     found.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
-    return found  # type: ignore[no-any-return]  # functions of a library are untyped
+    return found
 
 
 def punch(fd: int, start: int, length: int) -> None:

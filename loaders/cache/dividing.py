@@ -25,7 +25,8 @@ from hpstore.units import format_bytes
 
 _log = logging.getLogger(__name__)
 
-SPARE_SHARE = 32  # one part in so many is not promised to anybody: evicted blocks rest there
+# one part in so many, at most, and at least, is promised to nobody: evicted blocks rest there
+MOST_SPARE_SHARE, SPARE_SHARE = 8, 32
 
 
 class Division:
@@ -98,7 +99,7 @@ class Division:
         least = max(
             -(-need * sum(weights) // weight) for need, weight in zip(needs, weights, strict=True)
         )
-        least = -(-least * SPARE_SHARE // (SPARE_SHARE - 1)) + 2 * page
+        least = -(-least * MOST_SPARE_SHARE // (MOST_SPARE_SHARE - 1)) + 2 * page
         have = len(self._memory.data)
         if have < least:
             raise ConfigError(
@@ -144,7 +145,7 @@ class Division:
         tables = self._memory.table("pages", (2, len(self._memory.data) // page))
         pages = Pages(self._memory.data, page, tables)
         core.room = Room(pages, FreePages(pages.page_count))
-        spare = max(1, pages.page_count // SPARE_SHARE)
+        spare = _spare_pages(pages, stocks)
         core.spill_limit = spare * page
         weights = {s.name: total_bytes(s.sizes, s.block_count) for s in stocks}
         for stock in stocks:
@@ -179,6 +180,15 @@ class Division:
         else:
             sizes = pages.pages_each(stock.sizes) * pages.page_bytes
         return self._make_policy(sizes, stock.block_count, capacity_bytes, jobs=MOST_JOBS)
+
+
+def _spare_pages(pages: Pages, stocks: list[Stock]) -> int:
+    """Pages for a batch of each source that leaves, within limits."""
+    batch = sum(
+        s.batch_blocks * total_bytes(s.sizes, s.block_count) // s.block_count for s in stocks
+    )
+    wanted = min(-(-batch // pages.page_bytes), pages.page_count // MOST_SPARE_SHARE)
+    return max(1, wanted, pages.page_count // SPARE_SHARE)
 
 
 def _least_bytes(sizes: int | Int64s, count: int, batch_blocks: int, page: int) -> int:

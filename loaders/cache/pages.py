@@ -8,6 +8,7 @@ first page never after its others, so that one stamp speaks for the chain.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -170,7 +171,8 @@ class Pages:
         following[ends - 1] = NO_PAGE
         self._stamps[ids] += np.uint32(1)
         self._following[ids] = following
-        return ids[ends - counts]
+        heads: Int32s = ids[ends - counts]
+        return heads
 
     def renew(self, ids: Int32s) -> None:
         """Whoever still copies these pages is to notice that they are lost."""
@@ -191,26 +193,54 @@ class Pages:
 
 
 class FreePages:
-    """Which pages are free, the longest free first. Under the cache's lock."""
+    """Which pages are free, the longest free first. Under the cache's lock.
+
+    Pages are ready for new blocks when all copies that had begun before they were freed are over:
+    copies of this process; those of others look at stamps.
+    """
 
     def __init__(self, count: int) -> None:
         self._ring = np.arange(max(count, 1), dtype=np.int32)
-        self._head, self.free_count = 0, count
+        self._head, self.free_count, self.ready_count = 0, count, count
+        self._resting: deque[tuple[int, int]] = deque()  # (ticket, pages)
+        self._tickets = 0
+        self._copying: dict[int, None] = {}  # tickets, the oldest first
+
+    def begin_copy(self) -> int:
+        """Somebody copies pages from now on; a ticket for end_copy()."""
+        self._tickets += 1
+        self._copying[self._tickets] = None
+        return self._tickets
+
+    def end_copy(self, ticket: int) -> bool:
+        """The copy is over; whether pages have become ready by that."""
+        del self._copying[ticket]
+        oldest = next(iter(self._copying), self._tickets + 1)
+        before = self.ready_count
+        while self._resting and self._resting[0][0] < oldest:
+            self.ready_count += self._resting.popleft()[1]
+        return self.ready_count > before
 
     def take(self, count: int) -> Int32s:
-        """So many pages; there must be as many."""
-        if count > self.free_count:
-            raise ValueError(f"{count} pages taken of {self.free_count}")
+        """So many pages; as many must be ready."""
+        if count > self.ready_count:
+            raise ValueError(f"{count} pages taken of {self.ready_count}")
         at = np.arange(self._head, self._head + count) % len(self._ring)
         self._head = (self._head + count) % len(self._ring)
         self.free_count -= count
-        return self._ring[at]
+        self.ready_count -= count
+        taken: Int32s = self._ring[at]
+        return taken
 
     def give_back(self, ids: Int32s) -> None:
         """Pages that no block has any more."""
         start = self._head + self.free_count
         self._ring[np.arange(start, start + len(ids)) % len(self._ring)] = ids
         self.free_count += len(ids)
+        if self._copying:
+            self._resting.append((self._tickets, len(ids)))
+        else:
+            self.ready_count += len(ids)
 
 
 __all__ = ["LEAST_PAGE_BYTES", "NO_PAGE", "TABLE_BYTES", "Found", "FreePages", "Int32s", "Pages",

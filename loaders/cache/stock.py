@@ -12,7 +12,7 @@ from hpstore.codec.galois import Bytes
 from hpstore.loaders.cache.deciding import Policy
 from hpstore.loaders.cache.disk import DiskPart
 from hpstore.loaders.cache.pages import Found, FreePages, Int32s, Pages
-from hpstore.loaders.cache.source import BlockSource
+from hpstore.loaders.cache.source import BlockSource, total_bytes
 from hpstore.loaders.layout import Int64s
 from hpstore.units import KIB, MIB
 
@@ -45,13 +45,18 @@ class Room:
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """What a batch of requests found. `fetch`: request number by block, for the asker to fetch."""
+    """What a batch of requests found.
+
+    `fetch`: what the asker has to fetch, `late`: what others fetch, as (request, block, flight).
+    `again`: requests for blocks of `fetch`, with the request that fetches them.
+    """
 
     room: Room
     found: Found
-    fetch: dict[int, int] = field(default_factory=dict)
-    late: list[tuple[int, int, Flight]] = field(default_factory=list)  # request, block, flight
-    again: list[tuple[int, int]] = field(default_factory=list)  # request, the same block's request
+    ticket: int  # of the copy of what was found
+    fetch: list[tuple[int, int, Flight]] = field(default_factory=list)
+    late: list[tuple[int, int, Flight]] = field(default_factory=list)
+    again: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Job:
@@ -66,6 +71,18 @@ class Job:
         self._told: deque[Int64s] = deque()
         self._start = 0  # position of the first of _told
         self._end = 0
+        self._moved_at: float | None = None
+        self._rate = 0.0  # requests a second
+
+    @property
+    def foretold(self) -> bool:
+        """Whether anything is known of what comes next."""
+        return self.position < self._end
+
+    def seconds_ahead(self, stock: Stock) -> float:
+        """How long what was prefetched will last, about."""
+        mean = total_bytes(stock.sizes, stock.block_count) / stock.block_count
+        return stock.ahead_bytes / (max(self._rate, 1e-3) * mean)
 
     def tell(self, blocks: Int64s) -> None:
         """The requests after those told before."""
@@ -80,9 +97,13 @@ class Job:
         self._start = self._end = self.position
         self.last_epoch = None
 
-    def moved(self, count: int) -> None:
+    def moved(self, count: int, now: float) -> None:
         """So many requests were made."""
         self.position += count
+        if self._moved_at is not None:
+            rate = count / max(now - self._moved_at, 1e-6)
+            self._rate += 0.1 * (rate - self._rate)
+        self._moved_at = now
         while self._told and self._start + len(self._told[0]) <= self.position:
             self._start += len(self._told.popleft())
 
