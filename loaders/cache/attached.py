@@ -69,6 +69,8 @@ class Attached(Closing):
     def _beside(self) -> bool:
         if self._pid == os.getpid() and not self._core.closed and not self._stock.replaced:
             return False
+        if self._pid != os.getpid():
+            self._core.tally.renew()
         if self._core.tally.first("passed_by_total"):
             _log.warning("%s is read without its cache from now on (%s)", self._source.name, (
                 "in a forked process" if self._pid != os.getpid()
@@ -144,19 +146,18 @@ class Attached(Closing):
         return left
 
     def _read_directly(self, blocks: Int64s, targets: Targets, which: Int64s) -> None:
-        """Read some requests where their blocks come from; each block once."""
+        """Read some requests where their blocks come from."""
+        core = self._core
         if not len(which):
             return
-        unique, first, inverse = np.unique(blocks[which], return_index=True, return_inverse=True)
-        chosen = which[first]
-        with self._core.demand():
-            self._core.read_source(
-                self._stock, self._source, unique, [targets[i] for i in chosen.tolist()]
-            )
-        self._core.tally.add(miss_total=len(unique))
-        for i, source in zip(which.tolist(), chosen[inverse].tolist(), strict=True):
-            if i != source:
-                targets[i][:] = targets[source]
+        if self._pid != os.getpid():  # its locks may be held for ever
+            read_each_once(self._source, blocks, targets, which)
+            return
+        with core.demand():
+            missed = read_each_once(self._source, blocks, targets, which)
+        core.tally.add(
+            miss_total=missed, miss_bytes=int(sizes_of(self._source.sizes, blocks[which]).sum())
+        )
 
     # --- what is foretold ---------------------------------------------------------------------
 
@@ -167,33 +168,31 @@ class Attached(Closing):
         one, or None, forgets what was told and not yet asked for; so does an epoch told after the
         order was not kept. Nothing foretold: what comes is learned.
         """
-        if self._beside():
-            return
-        core, job, policy = self._core, self._job, self._stock.policy
-        with core.lock:
-            next_one = job.last_epoch is not None and epoch == job.last_epoch + 1
-            if blocks is None or not next_one or policy.mismatched(job.number):
-                policy.expect(job.number, None)
-                job.forget()
-            if blocks is not None:
-                blocks = np.asarray(blocks, np.int64)
-                policy.expect(job.number, blocks)
-                job.tell(blocks)
-                job.last_epoch = epoch
-                job.idle = False
-                core.wanted.notify_all()
+        if not self._beside():
+            told = None if blocks is None else np.asarray(blocks, np.int64)
+            self._core.expect(self._stock, self._job, epoch, told)
 
     def begin_epoch(self, requests: int | None = None) -> None:
         """A pass over the data begins; `requests` of it, None: as many as in the last one."""
         if not self._beside():
-            with self._core.lock:
-                self._stock.policy.begin_epoch(self._job.number, requests)
+            self._core.begin_epoch(self._stock, self._job, requests)
 
     def close(self) -> None:
         """This reader is gone; what it brought stays. Idempotent."""
         if not self._closed and self._pid == os.getpid():
             self._closed = True
             self._division.detach(self._stock, self._job)
+
+
+def read_each_once(source: BlockSource, blocks: Int64s, targets: Targets, which: Int64s) -> int:
+    """Read the blocks of some requests from their source, each once; how many blocks that are."""
+    unique, first, inverse = np.unique(blocks[which], return_index=True, return_inverse=True)
+    chosen = which[first].tolist()
+    source.read(unique, [targets[i] for i in chosen])
+    for i, at in zip(which.tolist(), inverse.tolist(), strict=True):
+        if i != chosen[at]:
+            targets[i][:] = targets[chosen[at]]
+    return len(unique)
 
 
 def sizes_of_blocks(source: BlockSource, blocks: Int64s) -> Int64s:
@@ -214,4 +213,4 @@ def check_targets(sizes: Int64s, targets: Targets) -> None:
         raise ValueError("every target must be as long as its block")
 
 
-__all__ = ["Attached", "check_targets", "sizes_of_blocks"]
+__all__ = ["Attached", "check_targets", "read_each_once", "sizes_of_blocks"]

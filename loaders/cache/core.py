@@ -49,6 +49,7 @@ class Core:
         self.wanted = threading.Condition(self.lock)  # there may be something to prefetch
         self.stocks: dict[str, Stock] = {}
         self.room: Room
+        self.layout = 0  # counts the rooms
         self.writing = 0  # threads that write into pages: the room must stay
         self.demanding = 0  # requests that read their source now: prefetches wait
         self.spill_limit = 0  # bytes that may be on their way to the disk
@@ -68,8 +69,6 @@ class Core:
             self._await_turn(job, blocks)
             plan = stock.policy.access(job.number, blocks)
             job.moved(len(blocks), self.clock.monotonic())
-            if job.early:
-                self.landed.notify_all()
             self.log.add(blocks)
             found = self.room.pages.find(stock.first, blocks)
             asked = Asked(self.room, found, self.room.free.begin_copy())
@@ -79,10 +78,53 @@ class Core:
                 self._send_off(stock, plan, blocks, missing, asked)
             if len(plan.evict):
                 self.evict(stock, plan.evict)
-            if job.foretold or stock.warm_bytes:
-                job.idle = False
-                self.wanted.notify()
+            self._moved(stock, job)
         return asked
+
+    def note(self, stock: Stock, job: Job, blocks: Int64s) -> None:
+        """Requests that were served without asking, by a process that maps the memory."""
+        with self.lock:
+            self._await_turn(job, blocks)
+            if stock.replaced:
+                return
+            plan = stock.policy.access(job.number, blocks)
+            job.moved(len(blocks), self.clock.monotonic())
+            self.log.add(blocks)
+            self._note_used(stock, blocks)
+            absent = plan.admit[stock.first[plan.admit] < 0]
+            stock.policy.dropped(absent)  # nobody fetches them: they left after they were read
+            if len(plan.evict):
+                self.evict(stock, plan.evict)
+            self._moved(stock, job)
+
+    def _moved(self, stock: Stock, job: Job) -> None:
+        if job.early:
+            self.landed.notify_all()
+        if job.foretold or stock.warm_bytes:
+            job.idle = False
+            self.wanted.notify()
+
+    def expect(self, stock: Stock, job: Job, epoch: int, blocks: Int64s | None) -> None:
+        """As Attached.expect."""
+        with self.lock:
+            if stock.replaced:
+                return
+            next_one = job.last_epoch is not None and epoch == job.last_epoch + 1
+            if blocks is None or not next_one or stock.policy.mismatched(job.number):
+                stock.policy.expect(job.number, None)
+                job.forget()
+            if blocks is not None:
+                stock.policy.expect(job.number, blocks)
+                job.tell(blocks)
+                job.last_epoch = epoch
+                job.idle = False
+                self.wanted.notify_all()
+
+    def begin_epoch(self, stock: Stock, job: Job, requests: int | None) -> None:
+        """As Attached.begin_epoch."""
+        with self.lock:
+            if not stock.replaced:
+                stock.policy.begin_epoch(job.number, requests)
 
     def _await_turn(self, job: Job, blocks: Int64s) -> None:
         """Batches made side by side come in some order; the policy is asked in the foretold one."""
@@ -151,6 +193,12 @@ class Core:
         with self.lock:
             if room.free.end_copy(ticket) and self._short:
                 self.landed.notify_all()
+
+    def forget_late(self, late: Sequence[tuple[int, int, Flight]]) -> None:
+        """Whoever waited for these is gone."""
+        with self.lock:
+            for _, _, flight in late:
+                flight.waiting -= 1
 
     # --- fetches ------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import defaultdict
 
@@ -19,6 +20,12 @@ class Tally:
     def __init__(self) -> None:
         self._numbers: defaultdict[str, float] = defaultdict(float)
         self._lock = threading.Lock()  # guards _numbers
+        self._pid = os.getpid()
+
+    def renew(self) -> None:
+        """In a forked child: the parent's lock may be held for ever."""
+        if self._pid != os.getpid():
+            self._pid, self._lock = os.getpid(), threading.Lock()
 
     def add(self, **amounts: float) -> None:
         """Add to counters."""

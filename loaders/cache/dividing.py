@@ -58,13 +58,13 @@ class Division:
             with core.lock:
                 stock = core.stocks[source.name]
                 stock.batch_blocks = max(stock.batch_blocks, batch_blocks)
-                stock.source = source if readable else stock.source
                 free = [n for n in range(MOST_JOBS) if n not in stock.jobs]
                 if not free:
                     raise ConfigError(
                         f"{MOST_JOBS} loaders share the cache of {source.name!r} already: close one"
                     )
-                made = stock.jobs[free[0]] = Job(free[0], job)
+                made = stock.jobs[free[0]] = Job(free[0], job, source if readable else None)
+                stock.choose_source()
                 return stock, made
 
     def detach(self, stock: Stock, job: Job) -> None:
@@ -72,6 +72,7 @@ class Division:
         with self._core.lock:
             if stock.jobs.pop(job.number, None) is not None and not stock.replaced:
                 stock.policy.expect(job.number, None)
+                stock.choose_source()
 
     def save(self) -> None:
         """Write what was learned beside the disk tier."""
@@ -122,6 +123,7 @@ class Division:
             for stock in core.stocks.values():
                 if stock not in others:
                     stock.replaced = True
+                    stock.first[:] = NO_PAGE
                     self._memory.forget(f"first{stock.number}")
                     core.tally.add(source_replaced_total=int(stock.name == source.name))
             first = self._memory.table(f"first{self._numbers}", (source.block_count,))
@@ -138,7 +140,13 @@ class Division:
         The weights of the disk's parts, by stem.
         """
         core, stocks = self._core, list(self._core.stocks.values())
-        if len(stocks) > 1:
+        core.layout += 1
+        if core.layout > 1:
+            # who still looks at the old tables must find nothing in them: first that, then stamps
+            for stock in stocks:
+                stock.first[:] = NO_PAGE
+                name = f"first{stock.number}"
+                stock.first = self._memory.table(name, (stock.block_count,))
             core.room.pages.renew(np.arange(core.room.pages.page_count, dtype=np.int32))
             core.tally.add(redivided_total=1)
         page = choose_page_bytes((s.sizes, s.block_count) for s in stocks)

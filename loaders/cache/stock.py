@@ -62,8 +62,9 @@ class Asked:
 class Job:
     """One reader of a source: its number for the policy, and the order that it foretold."""
 
-    def __init__(self, number: int, name: str) -> None:
+    def __init__(self, number: int, name: str, source: BlockSource | None) -> None:
         self.number, self.name = number, name
+        self.source = source  # None: another process reads it
         self.position = 0  # requests made
         self.early = 0  # batches that wait for their turn
         self.last_epoch: int | None = None  # that was foretold
@@ -165,7 +166,7 @@ class Stock:
     ) -> None:
         self.number, self.name, self.identity = number, source.name, source.identity
         self.sizes, self.block_count = source.sizes, source.block_count
-        self.source: BlockSource | None = source
+        self.source: BlockSource | None = None
         self.first, self.disk = first, disk
         self.marks: npt.NDArray[np.uint8] = np.zeros(source.block_count, np.uint8)
         self.flights: dict[int, Flight] = {}
@@ -177,6 +178,11 @@ class Stock:
         self.paused_until = 0.0  # after a prefetch that failed
         self.warm_bytes = 0  # that may still be brought from the disk after a restart
         self.replaced = False  # by another identity of the same name: no more use of the cache
+
+    def choose_source(self) -> None:
+        """Prefetches read the source of a reader that is there."""
+        sources = [job.source for job in self.jobs.values() if job.source is not None]
+        self.source = sources[0] if sources else None
 
 
 __all__ = ["AHEAD", "FETCHED", "MOST_JOBS", "Asked", "Flight", "Job", "Pace", "Room", "Stock"]
