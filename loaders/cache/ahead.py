@@ -118,12 +118,13 @@ def next_work(core: Core) -> Work | None:
 
 
 def _wanted(core: Core, stock: Stock, job: Job) -> Work | None:
-    room_bytes = core.room.pages.page_count * core.room.pages.page_bytes
-    window = min(stock.pace.window_bytes(), room_bytes // WINDOW_SHARE)
-    call = min(stock.pace.call_bytes(), max(window // 2, 1))
-    largest = stock.sizes if isinstance(stock.sizes, int) else 0
+    pages = core.room.pages
+    largest = -(-stock.largest_bytes // pages.page_bytes) * pages.page_bytes
+    most = pages.page_count * pages.page_bytes // WINDOW_SHARE
+    window = max(min(stock.pace.window_bytes(), most), largest)
+    call = max(min(stock.pace.call_bytes(), window // 2), largest)
     credit = window - stock.ahead_bytes
-    if credit < min(call // 2, largest or call // 2):
+    if credit < max(call // 2, largest):  # few large calls, not many small ones
         return None
     if stock.warm_bytes > 0:
         wanted = stock.policy.favourites(min(call, stock.warm_bytes))
@@ -185,7 +186,7 @@ def _fetch(core: Core, work: Work, memory: Bytes) -> Bytes:
         landed = list(range(len(blocks)))
     except MemoryLost:  # somebody may still write into it
         memory = aligned_array(0)
-        core.tally.add(prefetch_abandoned_total=len(left))
+        core.tally.add(prefetch_abandoned_total=1)
     except Exception as error:  # noqa: BLE001 (the demand for these blocks meets it)
         with core.lock:
             stock.paused_until = core.clock.monotonic() + PAUSE_SECONDS

@@ -19,9 +19,11 @@ from hpstore.loaders.cache.pages import NO_PAGE, Found, Int32s
 from hpstore.loaders.cache.source import BlockSource, bytes_of, sizes_of
 from hpstore.loaders.cache.stock import AHEAD, FETCHED, Asked, Flight, Job, Room, Stock
 from hpstore.loaders.layout import Int64s
+from hpstore.units import MIB
 
 _NONE: Int64s = np.empty(0, np.int64)
 TURN_SECONDS = 1.0  # that a batch waits for one which should have come before it
+MOST_COPIES_BYTES = 16 * MIB  # of blocks that memory had no room for, on their way to the disk
 REST_SECONDS = 1.0  # that a fetched block waits for pages which others still copy
 LATE_SECONDS = 30.0  # that a request waits for somebody else's fetch
 
@@ -52,8 +54,9 @@ class Core:
         self.layout = 0  # counts the rooms
         self.writing = 0  # threads that write into pages: the room must stay
         self.demanding = 0  # requests that read their source now: prefetches wait
-        self.spill_limit = 0  # bytes that may be on their way to the disk
+        self.spill_limit = 0  # bytes of pages that may be on their way to the disk
         self._spilling = 0
+        self._copies = 0  # bytes on their way that are in no page
         self._short = 0  # landings that wait for pages
         self.closed = False
         self.log = AccessLog()
@@ -186,7 +189,8 @@ class Core:
                 flight.waiting -= 1
                 if flight.ahead:
                     self.tally.add(prefetch_late_total=1)
-                    self._clear_ahead(stock, np.array([block], np.int64))
+                    late_one = self._clear_ahead(stock, np.array([block], np.int64))
+                    self.tally.add(prefetch_late_bytes=bytes_of(stock.sizes, late_one))
 
     def copied(self, room: Room, ticket: int) -> None:
         """The pages that were found are not needed any more."""
@@ -367,17 +371,17 @@ class Core:
         uses[stock.first[blocks] >= 0] = np.inf
         return uses
 
-    def _offer(self, stock: Stock, part: DiskPart, blocks: Int64s) -> Taken:
-        """Which blocks the disk takes, no more than may be on their way to it."""
+    def _offer(self, stock: Stock, part: DiskPart, blocks: Int64s, limit_bytes: int) -> Taken:
+        """Which blocks the disk takes, the soonest first."""
         return part.offer(
-            blocks, self.uses_beside_memory(stock, blocks), self.spill_limit - self._spilling,
+            blocks, self.uses_beside_memory(stock, blocks), limit_bytes,
             lambda others: self.uses_beside_memory(stock, others),
         )  # fmt: skip
 
     def _spill(self, stock: Stock, part: DiskPart, blocks: Int64s, heads: Int32s) -> Bools:
         """Which of the evicted blocks keep their pages until they are on the disk."""
         nothing = np.zeros(len(blocks), bool)
-        taken = self._offer(stock, part, blocks)
+        taken = self._offer(stock, part, blocks, self.spill_limit - self._spilling)
         chosen, pages = blocks[taken.take], heads[taken.take]
         if not len(chosen):
             return nothing
@@ -415,9 +419,9 @@ class Core:
         with self.lock:
             if stock.replaced:
                 return
-            taken = self._offer(stock, part, blocks)
+            taken = self._offer(stock, part, blocks, MOST_COPIES_BYTES - self._copies)
             nbytes = bytes_of(stock.sizes, blocks[taken.take])
-            self._spilling += nbytes
+            self._copies += nbytes
         data = [fetched[i].data.copy() for i in np.flatnonzero(taken.take).tolist()]
         chosen = blocks[taken.take].tolist()
         if not chosen:
@@ -425,12 +429,12 @@ class Core:
 
         def write() -> None:
             with self.lock:
-                self._spilling -= nbytes
+                self._copies -= nbytes
             part.write(chosen, data, taken.drop)
 
         if not part.tier.later(write):
             with self.lock:
-                self._spilling -= nbytes
+                self._copies -= nbytes
             part.cancel(chosen, taken.drop)
 
 

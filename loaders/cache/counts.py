@@ -69,7 +69,7 @@ def shares(numbers: dict[str, float]) -> dict[str, float]:
     return {
         "hit_ratio": of(hits, hits + n("late_total") + n("miss_total")),
         "coverage": of(used, used + n("miss_total")),
-        "accuracy": of(n("prefetch_used_bytes"), n("prefetch_bytes")),
+        "accuracy": of(n("prefetch_used_bytes") + n("prefetch_late_bytes"), n("prefetch_bytes")),
         "timeliness": of(used, used + n("prefetch_late_total")),
     }
 

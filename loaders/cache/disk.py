@@ -218,7 +218,8 @@ class DiskPart:
         self._lock = threading.Lock()  # guards used_bytes, _allowance, _pending
         there = np.flatnonzero(file.checks)
         self.used_bytes = file.bytes_of(there)
-        self._allowance = tier.limit_bytes  # bytes that may be written
+        # bytes that may be written: two fills, and from then on as much as is read here
+        self._allowance = 2 * tier.limit_bytes
         self._pending: set[int] = set()
         self._known: Int64s = there  # of which victims are drawn, renewed now and then
         self._changes = 0
@@ -306,7 +307,8 @@ class DiskPart:
     def _victims(self, count: int, uses_of: UsesOf) -> tuple[Int64s, Floats]:
         """Some of the blocks here, the one needed last first: eight are looked at for each."""
         self._changes += count
-        if self._changes > max(1024, len(self._known) // 8):
+        stale = max(64, len(self._known) // 8, self.file.block_count // 4096)
+        if self._changes > stale:
             self._known, self._changes = np.flatnonzero(self.file.checks), 0
         if not len(self._known) or self.used_bytes < self.limit_bytes * 7 // 8:
             return np.empty(0, np.int64), np.empty(0, np.float32)

@@ -54,7 +54,7 @@ class Division:
                 others = self._check_room(source, batch_blocks)
                 old = core.stocks.get(source.name)
             if old is None or old.identity != source.identity:
-                self._add(source, others)
+                self._add(source, others, batch_blocks)
             with core.lock:
                 stock = core.stocks[source.name]
                 stock.batch_blocks = max(stock.batch_blocks, batch_blocks)
@@ -110,7 +110,7 @@ class Division:
             )
         return others
 
-    def _add(self, source: BlockSource, others: list[Stock]) -> None:
+    def _add(self, source: BlockSource, others: list[Stock], batch_blocks: int) -> None:
         """Take a source in, instead of those that are not among the others."""
         core = self._core
         for stock in core.stocks.values():
@@ -128,6 +128,7 @@ class Division:
                     core.tally.add(source_replaced_total=int(stock.name == source.name))
             first = self._memory.table(f"first{self._numbers}", (source.block_count,))
             made = Stock(self._numbers, source, first, part)
+            made.batch_blocks = batch_blocks
             self._numbers += 1
             core.stocks = {s.name: s for s in [*others, made]}
             weights = self._divide(made, learned)

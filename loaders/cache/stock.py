@@ -167,6 +167,8 @@ class Stock:
         self.number, self.name, self.identity = number, source.name, source.identity
         self.sizes, self.block_count = source.sizes, source.block_count
         self.source: BlockSource | None = None
+        sizes = source.sizes
+        self.largest_bytes = sizes if isinstance(sizes, int) else int(sizes.max())
         self.first, self.disk = first, disk
         self.marks: npt.NDArray[np.uint8] = np.zeros(source.block_count, np.uint8)
         self.flights: dict[int, Flight] = {}
