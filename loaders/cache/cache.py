@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import weakref
 from contextlib import ExitStack
 
 from hpstore.clock import Clock, SystemClock
@@ -54,6 +55,7 @@ class Cache(Closing):
         self.memory_bytes, self.disk_bytes = memory_bytes, disk_bytes
         self._tally, self._pid, self._closed = Tally(), os.getpid(), False
         self._owned: _Owned | None = None
+        self._readers: weakref.WeakSet[SharedAttached] = weakref.WeakSet()
         listener = None if share is None else listen(share)
         if share is None or listener is not None:
             disk = None if disk_path is None else (os.fspath(disk_path), disk_bytes)
@@ -73,7 +75,7 @@ class Cache(Closing):
         if self._owned is None:
             assert self.share is not None
             try:
-                return SharedAttached(
+                made_here = SharedAttached(
                     self.share, source, job or source.name, batch_blocks, self._tally
                 )
             except Lost as error:
@@ -81,6 +83,8 @@ class Cache(Closing):
                     f"the owner of the shared cache {self.share!r} is gone ({error}): make the "
                     "cache again"
                 ) from error
+            self._readers.add(made_here)
+            return made_here
         core, division = self._owned.core, self._owned.division
         stock, made = division.attach(source, job or source.name, batch_blocks)
         return Attached(core, division, source, stock, made)
@@ -106,6 +110,8 @@ class Cache(Closing):
         if self._closed or self._pid != os.getpid():
             return
         self._closed = True
+        for reader in list(self._readers):
+            reader.close()
         if self._owned is not None:
             self._owned.close()
 

@@ -131,6 +131,8 @@ class DiskTier(Closing):
 
     def fail(self, error: Exception | str, what: str) -> None:
         """From now on everything is a miss here. Counted, said once."""
+        if not self.alive:
+            return
         self.alive = False
         if self.tally.first("disk_failed_total"):
             _log.warning(
@@ -255,6 +257,7 @@ class DiskPart:
                 "block %d of the cache's disk tier %s does not match its checksum: it is read from "
                 "its source", blocks[0], self.file.stem,
             )  # fmt: skip
+        self.tier.tally.add(disk_mismatch_total=len(blocks) - 1)
         self.drop(blocks)
 
     def offer(self, blocks: Int64s, uses: Floats, limit_bytes: int, uses_of: UsesOf) -> Taken:
