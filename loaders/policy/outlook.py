@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from hpstore.loaders.policy.experts import EXPERTS, Expert, Shadows
+from hpstore.loaders.policy.experts import BEYOND, EXPERTS, Expert, Shadows
 from hpstore.loaders.policy.future import NEVER, Future
 from hpstore.loaders.policy.learner import Learner
 from hpstore.loaders.policy.phases import JOBS, Phases
@@ -59,7 +59,7 @@ class Outlook:
     @property
     def expert(self) -> Expert:
         """Who judges blocks of unknown order now."""
-        return EXPERTS[self._shadows.active if self._shadows else 0]
+        return EXPERTS[self._shadows.active] if self._shadows else BEYOND
 
     def begin_epoch(self, job: int, requests: int | None) -> None:
         """As CachePolicy.begin_epoch."""
