@@ -18,8 +18,12 @@ class Options:
     repeats: int
     peers: str = ""  # comma-separated names of other libraries to measure beside hpstore
     compression: bool = False  # of checkpoints: what each codec costs
-    cases: str = ""  # of loaders: comma-separated, all unless given
+    cases: str = ""  # of loaders and caches: comma-separated, all unless given
     device: str = "cpu"  # of loaders: where batches go
+    quick: bool = False  # of caches: small data, to show that all works
+    plots: Path | None = None  # of caches: a directory for pictures
+    report: Callable[[Mapping[str, object]], object] = lambda results: None
+    """Called with what there is so far, where a benchmark takes minutes."""
 
 
 def seconds(action: Callable[[], object]) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +16,7 @@ from hpstore.errors import ConfigError
 
 
 def run(
-    names: Annotated[list[str], typer.Argument(help="checkpoint, devices, erasure, loader")],
+    names: Annotated[list[str], typer.Argument(help="cache, checkpoint, devices, erasure, loader")],
     json_file: Annotated[
         str, typer.Option("--json", help="write results to a file, - for standard output")
     ] = "",
@@ -34,16 +36,26 @@ def run(
         str,
         typer.Option(
             help="for checkpoint: torch.save,dcp,dcp.async,safetensors and others; for loader: "
-            "torch,litdata,webdataset,streaming,ffcv,grain"
+            "torch,litdata,webdataset,streaming,ffcv,grain; for cache: libcachesim,theine or none "
+            "(default: those installed)"
         ),
     ] = "",
     compression: Annotated[
         bool, typer.Option("--compression", help="for checkpoint: what each codec costs")
     ] = False,
     cases: Annotated[
-        str, typer.Option(help="for loader: warm,cold,limited,degraded,special (default: all)")
+        str, typer.Option(
+            help="for loader: warm,cold,limited,degraded,special; for cache: workloads, cost "
+            "(default: all)"
+        ),
     ] = "",
     device: Annotated[str, typer.Option(help="for loader: where batches go, cpu or cuda")] = "cpu",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="for cache: small data, to show that all works")
+    ] = False,
+    plots: Annotated[
+        Path | None, typer.Option(help="for cache: a directory for pictures (PNG)")
+    ] = None,
 ) -> None:
     """Measure against raw rates of the same minute.  hpstore bench devices erasure --json -"""
     from hpstore.benchmarks.report import describe, machine
@@ -53,6 +65,13 @@ def run(
     if unknown:
         raise ConfigError(f"no benchmark is called {unknown[0]!r}; there are {list(BENCHMARKS)}")
     results: dict[str, object] = {"machine": machine()}
+
+    def keep(name: str, found: Mapping[str, object]) -> None:
+        """A run that is cut leaves what it has."""
+        if json_file not in ("", "-"):
+            text = json.dumps(results | {name: found}, indent=1)
+            Path(json_file).write_text(text + "\n")
+
     for name in names:
         options = Options(
             directory=directory.absolute() if directory else None,
@@ -62,6 +81,9 @@ def run(
             compression=compression,
             cases=cases,
             device=device,
+            quick=quick,
+            plots=plots,
+            report=partial(keep, name),
         )
         results[name] = BENCHMARKS[name](options)
     if json_file == "-":

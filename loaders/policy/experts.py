@@ -7,6 +7,7 @@ miniature simulations", USENIX ATC 2017). The one that hits most decides in the 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,37 +29,49 @@ class Expert:
 
     A newcomer is judged by what was known of it before this request, plus the margin; with `fresh`
     by what is known now. The former keeps a scan from washing the cache out, the latter follows
-    a moving working set.
+    a moving working set. Hits are divided by `handicap` before they are compared.
     """
 
     name: str
     column: int | None
     margin: float = MARGIN
     fresh: bool = False
+    handicap: float = 1.0
 
 
-def _columns() -> tuple[Expert, ...]:
-    inf = HALF_LIVES.index(float("inf"))
-    halves = [
-        Expert(name=f"half-life {half:g}", column=n) for n, half in enumerate(HALF_LIVES)
-        if half >= 0.25
-    ]  # fmt: skip
-    recency = len(HALF_LIVES) - 1
+def _experts() -> tuple[Expert, ...]:
+    column = {half: number for number, half in enumerate(HALF_LIVES)}
+    forever = column[math.inf]
+    old = [
+        Expert(name=f"half-life {half:g}", column=column[half])
+        for half in (math.inf, 8.0, 2.0, 0.5, 0.25)
+    ]
+    new = [
+        Expert(name=f"half-life {half:g}, fresh", column=column[half], margin=0.0, fresh=True)
+        for half in (math.inf, 2.0, 0.5)
+    ]
     return (
-        *halves,
-        Expert(name="never evict", column=inf, margin=NO_ROOM),
-        Expert(name="recency", column=recency, margin=0.0, fresh=True),
+        *old, *new,
+        Expert(name="never evict", column=forever, margin=NO_ROOM, handicap=1.05),
+        Expert(name="recency", column=column[min(HALF_LIVES)], margin=0.0, fresh=True),
         Expert(name="phase", column=None),
-    )
+    )  # fmt: skip
 
 
-EXPERTS = _columns()
+EXPERTS = _experts()
+"""The first one begins: what is asked for most, safe against scans and reshuffled epochs."""
+
 PHASE = len(EXPERTS) - 1
+_HANDICAPS = np.array([expert.handicap for expert in EXPERTS])
+
+BEYOND = Expert(name="beyond the horizon", column=0)
+"""Ranks what no known order asks for within its horizon, where nothing else is learned."""
 
 SAMPLE_SHARE = 1 / 8
-SAMPLE_LEAST, SAMPLE_MOST = 2048, 16_384
-_MEMORY = 0.5  # epochs that the score of an expert looks back
-_GAIN = 1.02  # what another expert must be better to take over
+SAMPLE_LEAST, SAMPLE_MOST = 4096, 16_384
+_MEMORY = 0.5  # half-life of an expert's score, in epochs
+_GAIN = 0.005  # of its hits: less is not worth the change
+_DEVIATIONS = 1.5  # of the difference of two experts' hits: what less says is chance
 
 
 class Shadows:
@@ -72,7 +85,7 @@ class Shadows:
         self.every = max(16, self.room // 4)
         self.resident = np.zeros((len(EXPERTS), count), np.bool_)
         self.scores = np.zeros(len(EXPERTS))
-        self.weight = 0.0
+        self.spread = np.zeros((len(EXPERTS), len(EXPERTS)))
         self.active = 0
         self.switches = 0
         self._waiting: list[Int64s] = []
@@ -98,7 +111,9 @@ class Shadows:
         self._waiting, self._held = [], 0
         there = self.resident[:, asked]
         value = np.where(self.resident, waits, np.float32(np.inf))
-        value[:, asked] = np.where(there, waits[:, asked], newcomers[:, asked])
+        # what was never asked for takes free room too
+        new = np.minimum(newcomers[:, asked], np.float32(2 * NO_ROOM))
+        value[:, asked] = np.where(there, waits[:, asked], new)
         kept = np.isfinite(value)
         if self.room < value.shape[1]:
             beyond = np.argpartition(value, self.room - 1, axis=1)[:, self.room :]
@@ -108,14 +123,18 @@ class Shadows:
         hits = there @ times + (kept[:, asked] & ~there) @ (times - 1)
         fade = 0.5 ** (epochs / _MEMORY)
         self.scores = self.scores * fade + hits
-        self.weight = self.weight * fade + times.sum()
+        # squares of differences step by step: experts see the same requests, so pairs tell
+        self.spread = self.spread * fade + np.square(hits[:, None] - hits).astype(np.float64)
         return self._choose(phases=phases)
 
     def _choose(self, *, phases: bool) -> bool:
-        scores = self.scores if phases else self.scores[:PHASE]
-        best = int(np.argmax(scores))
-        if best == self.active or scores[best] <= self.scores[self.active] * _GAIN:
-            return False
+        scores = self.scores / _HANDICAPS
+        scores = scores if phases else scores[:PHASE]
+        best, now = int(np.argmax(scores)), self.active
+        if now < len(scores):
+            gain = scores[best] - scores[now]
+            if gain <= max(_GAIN * scores[now], _DEVIATIONS * math.sqrt(self.spread[best, now])):
+                return False
         self.active = best
         self.switches += 1
         return True
@@ -123,18 +142,16 @@ class Shadows:
     def state(self) -> dict[str, npt.NDArray[np.generic]]:
         """Arrays, not copied."""
         held = np.concatenate(self._waiting) if self._waiting else np.empty(0, np.int64)
-        numbers = np.array([self.weight, self.active, self.switches])
-        return {"resident": self.resident, "scores": self.scores, "numbers": numbers,
-                "waiting": held}  # fmt: skip
+        numbers = np.array([self.active, self.switches])
+        return {"resident": self.resident, "scores": self.scores, "spread": self.spread,
+                "numbers": numbers, "waiting": held}  # fmt: skip
 
     def load(self, arrays: dict[str, npt.NDArray[np.generic]]) -> None:
         """The opposite of state()."""
         self.resident = arrays["resident"].astype(np.bool_)
         self.scores = arrays["scores"].astype(np.float64)
-        numbers = arrays["numbers"].astype(np.float64)
-        self.weight, self.active, self.switches = (
-            float(numbers[0]), int(numbers[1]), int(numbers[2])
-        )  # fmt: skip
+        self.spread = arrays["spread"].astype(np.float64)
+        self.active, self.switches = arrays["numbers"].astype(np.int64).tolist()
         held = arrays["waiting"].astype(np.int64)
         self._waiting, self._held = ([held] if len(held) else []), len(held)
 

@@ -68,7 +68,7 @@ class Future:
         count = min(len(blocks), self.queued)
         at = self._at(self.head, self.head + count)
         foretold = self._queue[at]
-        same = bool(np.array_equal(foretold, blocks[:count]))
+        same = bool((foretold == blocks[:count]).all())
         if not same and count == len(blocks):
             same = bool(np.array_equal(np.sort(foretold), np.sort(blocks)))
         if not same:
@@ -87,8 +87,13 @@ class Future:
         """int32[n]: position of the next request, NEVER without one."""
         return self._next[blocks]
 
-    def _at(self, start: int, stop: int) -> Int64s:
-        return np.arange(start, stop) % max(len(self._queue), 1)
+    def _at(self, start: int, stop: int) -> Int64s | slice:
+        """Places of positions in the ring."""
+        size = max(len(self._queue), 1)
+        low = start % size
+        if low + stop - start <= size:
+            return slice(low, low + stop - start)
+        return np.arange(start, stop) % size
 
     def _reserve(self, more: int) -> None:
         if not len(self._next):

@@ -37,9 +37,13 @@ class Learner:
 
     def widen(self) -> None:
         """All half-lives from now on; what the first one knows is where the others start."""
-        if self.columns == 1:
+        if self.columns > 1:
+            return
+        if not self.epochs:
+            self.keys = np.full((len(self.keys), len(HALF_LIVES)), -np.inf, np.float32)
+        else:
             known = self.keys[:, :1] - self._now()[:1]
-            self._set_columns(len(HALF_LIVES))
+            self.keys = np.empty((len(self.keys), len(HALF_LIVES)), np.float32)
             np.add(known, self._now(), out=self.keys)
 
     def touch(self, blocks: Int64s, counts: Int64s, epochs: float) -> tuple[Floats, Floats]:
@@ -50,29 +54,33 @@ class Learner:
         self.epochs += epochs
         self._rebase()
         now = self._now()
-        before = self.keys[blocks]
-        after = now + np.log(counts[:, None].astype(np.float32) + np.exp(before - now))
+        before = self.keys.take(blocks, axis=0)
+        after = np.exp(before - now)
+        after += counts.astype(np.float32)[:, None]
+        np.log(after, out=after)
+        after += now
         self.keys[blocks] = after
         return before, after
 
     def offsets(self, requests_per_epoch: float) -> Floats:
-        """float32[columns]: offset - key is ln of the requests until the next one, on average.
+        """offset(), float32[columns]."""
+        found = [self.offset(column, requests_per_epoch) for column in range(self.columns)]
+        return np.array(found, np.float32)
+
+    def offset(self, column: int, requests_per_epoch: float) -> float:
+        """offset - key is ln of the requests until the next one, on average.
 
         A sum that has grown for t epochs is the rate times (1 - 2**(-t / H)) H / ln 2.
         """
-        fading = self._fading[: self.columns]
-        # 1 - e**-x over x without 0 / 0, for the count that never fades too
+        fading = float(self._fading[column])
         share = fading * self.epochs
-        grown = self.epochs * np.where(
-            share > 1e-6, -np.expm1(-share) / np.maximum(share, 1e-6), 1.0
-        )
-        scale = np.log(np.maximum(grown * requests_per_epoch, 1e-30))
-        offsets: Floats = (scale + self._now()).astype(np.float32)
-        return offsets
+        grown = -math.expm1(-share) / fading if share > 1e-6 else self.epochs
+        now = self.epochs * fading - float(self._bases[column])
+        return math.log(max(grown * requests_per_epoch, 1e-30)) + now
 
     def column(self, blocks: Int64s | Int32s, column: int) -> Floats:
         """One half-life's keys, float32[n]."""
-        return self.keys[blocks, column]
+        return self.keys[:, column][blocks]
 
     def state(self) -> dict[str, np.ndarray]:
         """Arrays, not copied."""
@@ -84,15 +92,14 @@ class Learner:
         self.epochs = float(arrays["clock"][0])
         self._bases = arrays["clock"][1:].astype(np.float64)
 
-    def _set_columns(self, columns: int) -> None:
-        self.keys = np.empty((len(self.keys), columns), np.float32)
-
     def _now(self) -> Floats:
         """The key that one request of this moment has."""
         now: Floats = (self.epochs * self._fading - self._bases)[: self.columns].astype(np.float32)
         return now
 
     def _rebase(self) -> None:
+        if self.epochs * self._fading[-1] - self._bases[-1] <= _REBASE:
+            return  # recency grows fastest
         late = np.flatnonzero(self.epochs * self._fading - self._bases > _REBASE)
         for column in late:
             by = self.epochs * self._fading[column] - self._bases[column]

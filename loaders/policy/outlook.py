@@ -8,11 +8,11 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from hpstore.loaders.policy.experts import EXPERTS, Expert, Shadows
+from hpstore.loaders.policy.experts import BEYOND, EXPERTS, Expert, Shadows
 from hpstore.loaders.policy.future import NEVER, Future
 from hpstore.loaders.policy.learner import Learner
 from hpstore.loaders.policy.phases import JOBS, Phases
-from hpstore.loaders.policy.plans import Floats, Int64s
+from hpstore.loaders.policy.plans import Bools, Floats, Int64s
 from hpstore.loaders.policy.residents import Int32s
 
 Arrays = dict[str, npt.NDArray[np.generic]]
@@ -38,9 +38,11 @@ class Outlook:
         self._past = np.empty((0, 0), np.float32)  # keys of the sample at the last step
         self._stepped = 0.0
         self.futures = [Future(blocks) for _ in range(jobs)]
-        self._rates = np.zeros(jobs)
-        self._made = np.zeros(jobs)
-        self._period = np.full(jobs, float(blocks))
+        # of every job: faded count of requests, requests of this epoch, requests of an epoch
+        self._rates, self._made = [0.0] * jobs, [0.0] * jobs
+        self._period = [float(blocks)] * jobs
+        self._shares = [1 / jobs] * jobs
+        self._per_epoch = float(blocks)  # requests of all jobs
         self.mismatches = 0
 
     @property
@@ -59,7 +61,7 @@ class Outlook:
     @property
     def expert(self) -> Expert:
         """Who judges blocks of unknown order now."""
-        return EXPERTS[self._shadows.active if self._shadows else 0]
+        return EXPERTS[self._shadows.active] if self._shadows else BEYOND
 
     def begin_epoch(self, job: int, requests: int | None) -> None:
         """As CachePolicy.begin_epoch."""
@@ -83,8 +85,10 @@ class Outlook:
         requests = len(asked)
         self._follow(job, asked)
         window = max(self._period[job] * _PART, _BATCHES * requests)
-        self._rates *= math.exp(-requests / window)
+        fade = math.exp(-requests / window)
+        self._rates = [rate * fade for rate in self._rates]
         self._rates[job] += requests
+        self._share_out()
         self._made[job] += requests
         before, after = self.learner.touch(distinct, counts, requests / self._period[job])
         self.phases.touch(job, distinct, requests)
@@ -96,23 +100,29 @@ class Outlook:
 
     def waits(self, blocks: Int64s | Int32s) -> Floats:
         """float32[n]: of blocks that are not being asked for right now."""
-        return self._merged(blocks, self._learned(blocks, self.expert))
+        return self._merged(blocks, None)
 
-    def newcomers(self, blocks: Int64s, before: Floats, after: Floats) -> Floats:
-        """float32[n]: of missed blocks, with the margin; keys as observe() returned them."""
+    def newcomers(self, blocks: Int64s, missed: Bools, before: Floats, after: Floats) -> Floats:
+        """float32[n]: of missed blocks, with the margin.
+
+        `before`, `after`: keys as observe() returned them; `missed`: which of them are meant.
+        """
         expert = self.expert
         if expert.column is None:
-            learned = self._learned(blocks, expert)
+            learned = self._learned(blocks)
         else:
             keys = after if expert.fresh else before
-            learned = self._offsets()[expert.column] - keys[:, expert.column]
+            learned = self._offset(expert.column) - keys[:, expert.column][missed]
         return self._merged(blocks, learned + np.float32(expert.margin))
 
     def state(self) -> Arrays:
         """Arrays by name, not copied."""
         found: Arrays = {f"learner_{k}": v for k, v in self.learner.state().items()}
         found |= {f"phases_{k}": v for k, v in self.phases.state().items()}
-        found |= {"rates": self._rates, "made": self._made, "period": self._period}
+        found |= {
+            "rates": np.array(self._rates), "made": np.array(self._made),
+            "period": np.array(self._period),
+        }  # fmt: skip
         if self._shadows is not None:
             found |= {f"shadows_{k}": v for k, v in self._shadows.state().items()}
             found |= {"past": self._past, "stepped": np.array([self._stepped])}
@@ -127,8 +137,9 @@ class Outlook:
         self.learner.load(parts["learner_"])
         self.phases.load(parts["phases_"])
         self._rates, self._made, self._period = (
-            arrays[name].astype(np.float64) for name in ("rates", "made", "period")
+            arrays[name].astype(np.float64).tolist() for name in ("rates", "made", "period")
         )
+        self._share_out()
         self._shadows = None
         if parts["shadows_"]:
             self._begin_shadows().load(parts["shadows_"])
@@ -164,13 +175,13 @@ class Outlook:
     def _step(self, shadows: Shadows) -> None:
         """All experts' judgement of the sample, for their shadow caches to be played on."""
         keys = self.learner.keys[shadows.sample]
-        offsets = self._offsets()
+        offsets = self.learner.offsets(self._per_epoch)
         jobs = self._phased()
         waits = np.empty((len(EXPERTS), len(shadows.sample)), np.float32)
         newcomers = np.empty_like(waits)
         for row, expert in enumerate(EXPERTS):
             if expert.column is None:
-                waits[row] = self.phases.waits(shadows.sample, jobs, self._shares()) if jobs else 0
+                waits[row] = self.phases.waits(shadows.sample, jobs, self._shares) if jobs else 0
                 newcomers[row] = waits[row] + expert.margin
             else:
                 waits[row] = offsets[expert.column] - keys[:, expert.column]
@@ -186,54 +197,58 @@ class Outlook:
             if self.phases.length[job] and self._rates[job] > 0 and not self.futures[job].queued
         )  # fmt: skip
 
-    def _shares(self) -> npt.NDArray[np.float64]:
+    def _share_out(self) -> None:
         """Of all requests, by job. A job that has asked for nothing yet counts as an even one."""
-        total = self._rates.sum()
-        if total <= 0:
-            return np.full(self.jobs, 1 / self.jobs)
-        return np.where(self._rates > 0, np.maximum(self._rates / total, 1e-9), 1 / self.jobs)
+        total = sum(self._rates)
+        self._shares = [
+            max(rate / total, 1e-9) if rate > 0 else 1 / self.jobs for rate in self._rates
+        ]
 
-    def _offsets(self) -> Floats:
-        shares = self._rates / max(self._rates.sum(), 1e-30)
-        per_epoch = 1 / max(float((shares / self._period).sum()), 1e-30)
-        return self.learner.offsets(per_epoch)
+        if total:
+            pace = sum(rate / one for rate, one in zip(self._rates, self._period, strict=True))
+            self._per_epoch = total / pace
 
-    def _learned(self, blocks: Int64s | Int32s, expert: Expert) -> Floats:
-        if expert.column is None:
+    def _offset(self, column: int) -> np.float32:
+        return np.float32(self.learner.offset(column, self._per_epoch))
+
+    def _learned(self, blocks: Int64s | Int32s) -> Floats:
+        column = self.expert.column
+        if column is None:
             jobs = self._phased()
             if jobs:
-                return self.phases.waits(blocks, jobs, self._shares())
-            expert = EXPERTS[0]
-        assert expert.column is not None
-        offset: np.float32 = self._offsets()[expert.column]
-        learned: Floats = offset - self.learner.column(blocks, expert.column)
-        return learned
+                return self.phases.waits(blocks, jobs, self._shares)
+            column = BEYOND.column
+        assert column is not None
+        return self._offset(column) - self.learner.column(blocks, column)
 
-    def _merged(self, blocks: Int64s | Int32s, learned: Floats) -> Floats:
-        """The soonest of what is foretold by each job, and of what was learned of the others."""
-        shares = self._shares()
+    def _merged(self, blocks: Int64s | Int32s, learned: Floats | None) -> Floats:
+        """The soonest of what is foretold by each job, and of what was learned of the others.
+
+        `learned`: if it is not what the expert says.
+        """
         known = [job for job in range(self.jobs) if self.futures[job].queued]
-        if not known:
-            return learned
-        others = any(self._rates[job] > 0 for job in range(self.jobs) if job not in known)
-        best = learned if others else None
+        others = any(rate > 0 and job not in known for job, rate in enumerate(self._rates))
+        best: Floats | None = None
+        if others or not known:
+            best = self._learned(blocks) if learned is None else learned
         for job in known:
-            found = self._foretold(self.futures[job], float(shares[job]), blocks, learned)
+            found = self._foretold(job, blocks, best if learned is None else learned)
             best = found if best is None else np.minimum(best, found)
         assert best is not None
         return best
 
-    @staticmethod
-    def _foretold(
-        future: Future, share: float, blocks: Int64s | Int32s, learned: Floats
-    ) -> Floats:  # fmt: skip
+    def _foretold(self, job: int, blocks: Int64s | Int32s, learned: Floats | None) -> Floats:
+        """Behind the horizon: when it comes, and then as long as was learned."""
+        future, share = self.futures[job], self._shares[job]
         use = future.next_use(blocks)
-        gap = np.maximum(use - np.int32(future.head), 1).astype(np.float32)
-        found = np.log(gap) - np.float32(math.log(share))
+        gap = (use - np.int32(future.head)).astype(np.float32)
+        found: Floats = np.log(np.maximum(gap, 1.0, out=gap), out=gap)
+        if share < 1:
+            found -= np.float32(math.log(share))
         beyond = use == NEVER
         if beyond.any():
-            horizon = np.float32(math.log(max(future.queued, 1) / share))
-            found[beyond] = np.logaddexp(horizon, learned[beyond])
+            after = self._learned(blocks[beyond]) if learned is None else learned[beyond]
+            found[beyond] = np.logaddexp(np.float32(math.log(future.queued / share)), after)
         return found
 
 

@@ -6,8 +6,9 @@ within the rest of this epoch, one that it has had within the next one: no order
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
-import numpy.typing as npt
 
 from hpstore.loaders.policy.plans import Floats, Int64s
 
@@ -16,8 +17,6 @@ JOBS = 8
 
 _GRID = 65  # points of the integral over time; 129 change no hit ratio by 0.1 points
 _FRESH = 1 / 256  # of an epoch: how old the table of expectations may be
-
-Doubles = npt.NDArray[np.float64]
 
 
 class Phases:
@@ -51,7 +50,7 @@ class Phases:
             self.made[job] += requests
             self._stale += requests / self.length[job]
 
-    def waits(self, blocks: Int64s, jobs: tuple[int, ...], shares: Doubles) -> Floats:
+    def waits(self, blocks: Int64s, jobs: tuple[int, ...], shares: Sequence[float]) -> Floats:
         """float32[n]: ln of requests until one of `jobs`, who have begun epochs, needs a block.
 
         `shares`: of all requests, by job.
@@ -72,7 +71,7 @@ class Phases:
         self.length = arrays["length"].astype(np.float64)
         self._stale = np.inf
 
-    def _expect(self, jobs: tuple[int, ...], shares: Doubles) -> Floats:
+    def _expect(self, jobs: tuple[int, ...], shares: Sequence[float]) -> Floats:
         """ln of the expected minimum over the jobs, for every pattern of bits.
 
         Unseen: evenly spread over the rest of the epoch; seen: over the next one. The minimum of

@@ -15,8 +15,8 @@ from hpstore.loaders.policy.residents import Int32s, Residents
 EXACT = 4096
 """Up to so many residents all are compared, above a few for every newcomer."""
 
-_CANDIDATES = 8  # for every victim: measured, 16 change no hit ratio by 0.1 points
-_LEAST_CANDIDATES = 64
+_CANDIDATES = 8  # for every victim
+_TOGETHER = 32  # newcomers set against drawn residents at first, then twice as many
 _SCAN = 4096  # foretold requests looked at in one go
 _FLIGHT = np.uint8(1)
 _VERSION = 1
@@ -48,9 +48,11 @@ class CachePolicy:
         self, sizes: int | Int64s, blocks: int, capacity_bytes: int, *, jobs: int = 1,
         seed: int = 0, request_cost_bytes: int = 0,
     ) -> None:  # fmt: skip
+        total = _check_sizes(sizes, blocks, jobs, capacity_bytes)
         self.blocks, self.jobs, self.capacity_bytes = blocks, jobs, capacity_bytes
         self._sizes, self._cost = sizes, request_cost_bytes
-        total = _check_sizes(sizes, blocks, jobs, capacity_bytes)
+        self._equal_bytes = sizes if isinstance(sizes, int) else 0
+        self._smallest = sizes if isinstance(sizes, int) else int(sizes.min())
         self._residents = Residents(blocks)
         self._used = 0
         self._state = np.zeros(blocks, np.uint8)
@@ -135,27 +137,26 @@ class CachePolicy:
         """
         self._check_job(job)
         asked = self._checked(blocks)
+        if not len(asked):
+            return _nothing()
         distinct, first, counts = _distinct(asked)
         resident = self._residents.contains(asked)
+        before, after = self._outlook.observe(job, asked, distinct, counts)
+        missed = ~resident[first]
+        newcomers = distinct[missed]
+        admit = evict = np.empty(0, np.int64)
+        if len(newcomers):
+            waits = self._outlook.newcomers(newcomers, missed, before, after)
+            admit, evict = self._exchange(newcomers, waits)
         late = np.zeros(len(asked), np.bool_)
         if self._in_flight:
             late = resident & (self._state[asked] & _FLIGHT != 0)
-        again = ~resident
-        again[first] = False
-        if len(asked):
-            before, after = self._outlook.observe(job, asked, distinct, counts)
-            missed = ~resident[first]
-            newcomers = distinct[missed]
-            waits = self._outlook.newcomers(newcomers, before[missed], after[missed])
-            admit, evict = self._exchange(newcomers, waits)
-        else:
-            newcomers = admit = evict = np.empty(0, np.int64)
-        hit = resident & ~late
-        for name, by in (
-            ("requests", len(asked)), ("hits", int(hit.sum())), ("late", int(late.sum())),
-            ("repeats", int(again.sum())), ("bypasses", len(newcomers) - len(admit)),
-        ):  # fmt: skip
-            self._counters[name] += by
+        again = np.zeros(len(asked), np.bool_)
+        if len(distinct) < len(asked):
+            np.logical_not(resident, out=again)
+            again[first] = False
+        hit = resident & ~late if self._in_flight else resident
+        self._count(hit, late, again, len(newcomers) - len(admit))
         return Plan(hit=hit, late=late, again=again, admit=admit, evict=evict)
 
     def next_wanted(self, job: int, budget_bytes: int, *, requests: int = 65_536) -> Wanted:
@@ -301,47 +302,79 @@ class CachePolicy:
         The soonest newcomer is set against the latest resident, and so on, as long as the
         newcomer is needed sooner than all that leave for it.
         """
-        nothing = np.empty(0, np.int64)
-        if not len(newcomers):
-            return nothing, nothing
-        waits = waits + self._dearness(newcomers)
-        rank = np.argsort(waits, kind="stable")
-        newcomers, waits = newcomers[rank], waits[rank]
-        short = np.cumsum(self._bytes_of(newcomers)) - (self.capacity_bytes - self._used)
-        if short[-1] <= 0:
-            self._add(newcomers)
-            return newcomers, nothing
-        victims, latest = self._victims(len(newcomers))
-        freed = np.cumsum(self._bytes_of(victims))
-        # how many must leave for the first i newcomers
-        leaving = np.where(short > 0, np.searchsorted(freed, short) + 1, 0)
-        possible = leaving <= len(victims)
-        soonest = np.append(latest, np.float32(-np.inf))[np.minimum(leaving, len(victims)) - 1]
-        better = (leaving == 0) | possible & (waits < soonest)
-        taken = len(better) if better.all() else int(np.argmin(better))
-        evict = victims[: leaving[taken - 1]] if taken else nothing
-        self._remove(evict)
-        self._add(newcomers[:taken])
-        return newcomers[:taken], evict
+        if self._cost:
+            waits = waits + self._dearness(newcomers)
+        if self._total(newcomers) <= self.capacity_bytes - self._used:
+            rank = np.argsort(waits, kind="stable")
+            self._add(newcomers[rank])
+            return newcomers[rank], np.empty(0, np.int64)
+        came, gone = [], []
+        together = len(newcomers) if self._residents.count <= EXACT else _TOGETHER
+        while len(newcomers):
+            victims, latest = self._candidates(together)
+            if self.capacity_bytes - self._used < self._smallest:
+                # mostly few newcomers have a chance, and nothing else is to be done
+                chance = waits < latest.max(initial=-np.inf)
+                newcomers, waits = newcomers[chance], waits[chance]
+                if not len(newcomers):
+                    break
+            rank = np.argsort(waits, kind="stable")
+            newcomers, waits = newcomers[rank], waits[rank]
+            tried = min(together, len(newcomers))
+            taken, evict = self._contest(newcomers[:tried], waits[:tried], victims, latest)
+            came.append(newcomers[:taken])
+            gone.append(evict)
+            if taken < tried:
+                break
+            newcomers, waits = newcomers[taken:], waits[taken:]
+            together *= 2
+        if len(came) == 1:
+            return came[0], gone[0]
+        nothing = [np.empty(0, np.int64)]
+        return np.concatenate(came or nothing), np.concatenate(gone or nothing)
 
-    def _victims(self, newcomers: int) -> tuple[Int64s, Floats]:
-        """Residents that may leave, latest expected use first, and that use."""
+    def _candidates(self, together: int) -> tuple[Int32s, Floats]:
+        """Residents that may leave, in no order, and their expected use."""
         if self._residents.count <= EXACT:
             drawn = self._residents.listed()
         else:
-            drawn = self._residents.draw(max(_LEAST_CANDIDATES, _CANDIDATES * newcomers))
+            drawn = self._residents.draw(_CANDIDATES * together)
         if self._in_flight:
             drawn = drawn[self._state[drawn] & _FLIGHT == 0]
         if self._pinned:
             drawn = drawn[self._pins[drawn] == 0]
-        waits = self._outlook.waits(drawn) + self._dearness(drawn)
+        waits = self._outlook.waits(drawn)
+        return drawn, waits + self._dearness(drawn) if self._cost else waits
+
+    def _contest(
+        self, newcomers: Int64s, waits: Floats, victims: Int32s, latest: Floats
+    ) -> tuple[int, Int64s]:  # fmt: skip
+        """How many of the newcomers, in order, came in, and who left for them."""
         # of equal blocks one for one; of others a few small ones may leave for a large one
-        limit = newcomers if isinstance(self._sizes, int) else 4 * newcomers + 16
-        if len(drawn) > limit:
-            latest = np.argpartition(waits, len(drawn) - limit)[len(drawn) - limit :]
-            drawn, waits = drawn[latest], waits[latest]
-        rank = np.argsort(-waits, kind="stable")
-        return drawn[rank].astype(np.int64), waits[rank]
+        limit = len(newcomers) if self._equal_bytes else 4 * len(newcomers) + 16
+        if len(victims) > limit:
+            last = np.argpartition(latest, len(victims) - limit)[len(victims) - limit :]
+            victims, latest = victims[last], latest[last]
+        rank = np.argsort(-latest, kind="stable")
+        leaving, soonest = victims[rank].astype(np.int64), latest[rank]
+        room = self.capacity_bytes - self._used
+        if self._equal_bytes and room < self._equal_bytes:
+            count = min(len(newcomers), len(leaving))
+            taken = _run(waits[:count] < soonest[:count])
+            self._residents.swap(leaving[:taken], newcomers[:taken])
+            self._counters["admissions"] += taken
+            self._counters["evictions"] += taken
+            return taken, leaving[:taken]
+        short = np.cumsum(self._bytes_of(newcomers)) - room
+        freed = np.cumsum(self._bytes_of(leaving))
+        needed = np.where(short > 0, np.searchsorted(freed, short) + 1, 0)
+        # the soonest of those that must leave decides; without enough of them nobody comes
+        decides = np.append(soonest, np.float32(-np.inf))[np.maximum(needed, 1) - 1]
+        taken = _run((waits < decides) | (needed == 0))
+        evict = leaving[: needed[taken - 1]] if taken else leaving[:0]
+        self._remove(evict)
+        self._add(newcomers[:taken])
+        return taken, evict
 
     def _send_for(self, wanted: Int64s, waits: Floats) -> Wanted:
         fetch, evict = self._exchange(wanted, waits)
@@ -356,34 +389,46 @@ class CachePolicy:
 
     def _add(self, blocks: Int64s) -> None:
         self._residents.add(blocks)
-        self._used += int(self._bytes_of(blocks).sum())
+        self._used += self._total(blocks)
         self._counters["admissions"] += len(blocks)
 
     def _remove(self, blocks: Int64s) -> None:
         self._residents.remove(blocks)
-        self._used -= int(self._bytes_of(blocks).sum())
+        self._used -= self._total(blocks)
         self._counters["evictions"] += len(blocks)
+
+    def _total(self, blocks: Int64s) -> int:
+        if isinstance(self._sizes, int):
+            return len(blocks) * self._sizes
+        return int(self._sizes[blocks].sum())
 
     def _bytes_of(self, blocks: Int64s | Int32s) -> Int64s:
         if isinstance(self._sizes, int):
             return np.full(len(blocks), self._sizes, np.int64)
         return self._sizes[blocks]
 
-    def _dearness(self, blocks: Int64s | Int32s) -> Floats | np.float32:
+    def _dearness(self, blocks: Int64s | Int32s) -> Floats:
         """What a request saved is worth, against one of no cost besides its bytes: ln, negated."""
-        if not self._cost:
-            return np.float32(0)
         sizes = np.maximum(self._bytes_of(blocks), 1)
         dear: Floats = -np.log1p(self._cost / sizes).astype(np.float32)
         return dear
+
+    def _count(self, hit: Bools, late: Bools, again: Bools, bypassed: int) -> None:
+        counters = self._counters
+        counters["requests"] += len(hit)
+        counters["hits"] += int(np.count_nonzero(hit))
+        counters["late"] += int(np.count_nonzero(late))
+        counters["repeats"] += int(np.count_nonzero(again))
+        counters["bypasses"] += bypassed
 
     def _check_job(self, job: int) -> None:
         if not 0 <= job < self.jobs:
             raise ValueError(f"job {job}: there are 0 .. {self.jobs - 1}")
 
     def _checked(self, blocks: npt.ArrayLike) -> Int64s:
-        asked = np.asarray(blocks, np.int64).reshape(-1)
-        if len(asked) and not 0 <= int(asked.min()) <= int(asked.max()) < self.blocks:
+        asked = np.ascontiguousarray(blocks, np.int64).reshape(-1)
+        # one pass: negative numbers are large ones without a sign
+        if len(asked) and int(asked.view(np.uint64).max()) >= self.blocks:
             raise ValueError(
                 f"blocks {asked.min()} .. {asked.max()}: there are 0 .. {self.blocks - 1}"
             )
@@ -409,13 +454,33 @@ def _check_sizes(sizes: int | Int64s, blocks: int, jobs: int, capacity_bytes: in
     return sizes * blocks if isinstance(sizes, int) else int(sizes.sum())
 
 
+def _nothing() -> Plan:
+    none, blocks = np.empty(0, np.bool_), np.empty(0, np.int64)
+    return Plan(hit=none, late=none, again=none, admit=blocks, evict=blocks)
+
+
 def _distinct(blocks: Int64s) -> tuple[Int64s, Int64s, Int64s]:
     """Blocks once each, rising; where each is first; how often it is there."""
-    rank = np.argsort(blocks, kind="stable")
-    ranked = blocks[rank]
-    starts = np.flatnonzero(np.concatenate((np.ones(min(len(blocks), 1), np.bool_),
-                                            ranked[1:] != ranked[:-1])))  # fmt: skip
-    return ranked[starts], rank[starts], np.diff(starts, append=len(blocks))
+    count = len(blocks)
+    bits = max(count - 1, 0).bit_length()
+    # block and place in one word: numpy sorts int64 with SIMD, argsort it does not
+    keyed = blocks << bits
+    keyed |= np.arange(count)
+    keyed.sort()
+    ranked = keyed >> bits
+    starts = np.empty(count, np.bool_)
+    starts[:1] = True
+    np.not_equal(ranked[1:], ranked[:-1], out=starts[1:])
+    first = keyed & ((1 << bits) - 1)
+    if starts.all():
+        return ranked, first, np.ones(count, np.int64)
+    at = np.flatnonzero(starts)
+    return ranked[at], first[at], np.diff(at, append=count)
+
+
+def _run(flags: Bools) -> int:
+    """How many are set before the first that is not."""
+    return len(flags) if flags.all() else int(np.argmin(flags))
 
 
 def _in_order(blocks: Int64s) -> Int64s:

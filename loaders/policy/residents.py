@@ -19,6 +19,8 @@ class Residents:
         self._listed = np.empty(blocks, np.int32)
         self.count = 0
         self.draws = 0
+        self._lattice = np.empty(0, np.int64)
+        self._of = 0  # residents when the lattice was laid
 
     @property
     def nbytes(self) -> int:
@@ -52,6 +54,13 @@ class Residents:
         self._places[moved] = gaps
         self.count = left
 
+    def swap(self, gone: Int64s, come: Int64s) -> None:
+        """As remove() and add(), of equally many: the new take the places of the old."""
+        places = self._places[gone]
+        self._places[gone] = -1
+        self._listed[places] = come
+        self._places[come] = places
+
     def draw(self, count: int) -> Int32s:
         """`count` different residents, evenly over the list, at another offset each time.
 
@@ -61,11 +70,12 @@ class Residents:
         if count >= self.count:
             return self.listed()
         self.draws += 1
-        step = self.count / count
-        offset = (self.draws * _GOLDEN) % 1.0
-        places = ((np.arange(count) + offset) * step).astype(np.int64)
-        # rounding may reach the end
-        return self._listed[np.minimum(places, self.count - 1, out=places)]
+        if len(self._lattice) != count or self._of != self.count:
+            self._lattice = np.arange(count) * self.count // count
+            self._of = self.count
+        # below the least distance of two points
+        offset = int((self.draws * _GOLDEN) % 1.0 * (self.count // count))
+        return self._listed[self._lattice + offset]
 
 
 __all__ = ["Int32s", "Residents"]
