@@ -145,14 +145,21 @@ class _Owned(Closing):
             self._parts = undo.pop_all()
 
     def gauges(self) -> dict[str, float]:
-        """What is so now."""
+        """What is so now, and how the busiest source's hits compare with the best there could be.
+
+        That needs its order to be known afterwards: of one block in 16, the last LOG_LENGTH.
+        """
         with self.core.lock:
             stocks = list(self.core.stocks.values())
             parts = [stock.disk for stock in stocks if stock.disk is not None]
-            return {
+            found: dict[str, float] = {
                 "ahead_bytes": sum(stock.ahead_bytes for stock in stocks),
                 "disk_used_bytes": sum(part.used_bytes for part in parts),
             }
+        if stocks:
+            share = max(stocks, key=lambda stock: stock.log.count).log.share_of_min()
+            found |= {} if share is None else {"share_of_min": share}
+        return found
 
     def close(self) -> None:
         """The other way round than it was made."""

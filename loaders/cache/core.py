@@ -12,7 +12,7 @@ import numpy as np
 
 from hpstore.clock import Clock
 from hpstore.codec.galois import Bytes
-from hpstore.loaders.cache.counts import AccessLog, Tally
+from hpstore.loaders.cache.counts import Tally
 from hpstore.loaders.cache.deciding import Bools, Floats, Plan
 from hpstore.loaders.cache.disk import DiskPart, Taken
 from hpstore.loaders.cache.pages import NO_PAGE, Found, Int32s
@@ -59,7 +59,6 @@ class Core:
         self._copies = 0  # bytes on their way that are in no page
         self._short = 0  # landings that wait for pages
         self.closed = False
-        self.log = AccessLog()
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -72,10 +71,9 @@ class Core:
             self._await_turn(job, blocks)
             plan = stock.policy.access(job.number, blocks)
             job.moved(len(blocks), self.clock.monotonic())
-            self.log.add(blocks)
             found = self.room.pages.find(stock.first, blocks)
             asked = Asked(self.room, found, self.room.free.begin_copy())
-            self._note_used(stock, blocks[found.heads >= 0])
+            self._note_used(stock, blocks, found.heads >= 0)
             missing = np.flatnonzero(found.heads < 0)
             if len(missing) or len(plan.admit):
                 self._send_off(stock, plan, blocks, missing, asked)
@@ -92,8 +90,7 @@ class Core:
                 return
             plan = stock.policy.access(job.number, blocks)
             job.moved(len(blocks), self.clock.monotonic())
-            self.log.add(blocks)
-            self._note_used(stock, blocks)
+            self._note_used(stock, blocks, np.ones(len(blocks), bool))
             absent = plan.admit[stock.first[plan.admit] < 0]
             stock.policy.dropped(absent)  # nobody fetches them: they left after they were read
             if len(plan.evict):
@@ -164,8 +161,11 @@ class Core:
             flight = stock.flights[block] = Flight(keep)
             asked.fetch.append((i, block, flight))
 
-    def _note_used(self, stock: Stock, blocks: Int64s) -> None:
-        used = self._clear_ahead(stock, blocks)
+    def _note_used(self, stock: Stock, blocks: Int64s, here: Bools) -> None:
+        """Note requests, and which of them found their block."""
+        ahead = stock.marks[blocks] & AHEAD != 0
+        stock.log.record(blocks, here & ~ahead)  # a prefetch was a fetch, as a miss is
+        used = self._clear_ahead(stock, blocks[here & ahead]) if ahead.any() else _NONE
         if len(used):
             self.tally.add(
                 prefetch_used_total=len(used), prefetch_used_bytes=bytes_of(stock.sizes, used)

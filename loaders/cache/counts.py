@@ -6,13 +6,6 @@ import os
 import threading
 from collections import defaultdict
 
-import numpy as np
-
-from hpstore.loaders.layout import Int64s
-
-LOG_SHARE = 16  # one block in so many is in the log of accesses
-LOG_LENGTH = 1 << 20
-
 
 class Tally:
     """Counters by name, of one cache in one process. Thread-safe."""
@@ -74,33 +67,4 @@ def shares(numbers: dict[str, float]) -> dict[str, float]:
     }
 
 
-class AccessLog:
-    """Requests for one block in LOG_SHARE, bounded, the newest kept. Under the cache's lock."""
-
-    def __init__(self, length: int = LOG_LENGTH) -> None:
-        self._length = length
-        self._blocks = np.empty(0, np.int64)
-        self._new: list[Int64s] = []
-        self._new_count = 0
-
-    def add(self, blocks: Int64s) -> None:
-        """Note requests."""
-        mixed = blocks.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        chosen = blocks[mixed >> np.uint64(60) == 0]  # 4 bits: one in 16
-        if len(chosen):
-            self._new.append(chosen)
-            self._new_count += len(chosen)
-            if self._new_count > self._length // 8:
-                self._join()
-
-    def blocks(self) -> Int64s:
-        """What was noted, the oldest first."""
-        self._join()
-        return self._blocks
-
-    def _join(self) -> None:
-        self._blocks = np.concatenate([self._blocks, *self._new])[-self._length :]
-        self._new, self._new_count = [], 0
-
-
-__all__ = ["LOG_SHARE", "AccessLog", "Tally", "shares"]
+__all__ = ["Tally", "shares"]

@@ -38,7 +38,8 @@ _log = logging.getLogger(__name__)
 
 LOCK = "hpstore-cache.lock"
 READERS = 4  # an NVMe drive answers several small reads at a time
-DEADLINE_SECONDS = 5.0  # a disk that takes longer is given up
+DEADLINE_SECONDS = 30.0  # a disk that takes longer is given up; a busy one may take seconds
+JOIN_SECONDS = 5.0
 MARGIN = 0.1  # of ln(expected use): a block that is needed hardly sooner is not worth a write
 MOST_ERRORS = 10
 Floats: TypeAlias = npt.NDArray[np.float32]
@@ -203,7 +204,7 @@ class DiskTier(Closing):
         if self._lock_fd < 0:
             return
         for lane in (self._writes, self._reads):
-            lane.close(DEADLINE_SECONDS)
+            lane.close(JOIN_SECONDS)
         for part in self._parts.values():
             part.file.close()
         fd, self._lock_fd = self._lock_fd, -1
@@ -311,7 +312,7 @@ class DiskPart:
         """Some of the blocks here, the one needed last first: eight are looked at for each."""
         self._changes += count
         stale = max(64, len(self._known) // 8, self.file.block_count // 4096)
-        if self._changes > stale:
+        if self._changes > stale or not len(self._known):
             self._known, self._changes = np.flatnonzero(self.file.checks), 0
         if not len(self._known) or self.used_bytes < self.limit_bytes * 7 // 8:
             return np.empty(0, np.int64), np.empty(0, np.float32)

@@ -21,10 +21,12 @@ from hpstore.loaders.cache.pages import NO_PAGE, FreePages, Pages, choose_page_b
 from hpstore.loaders.cache.source import BlockSource, check_source, sizes_of, total_bytes
 from hpstore.loaders.cache.stock import AHEAD, MOST_JOBS, Job, Room, Stock
 from hpstore.loaders.layout import Int64s
+from hpstore.loaders.policy import SampledLog
 from hpstore.units import format_bytes
 
 _log = logging.getLogger(__name__)
 
+LOG_LENGTH = 1 << 17  # requests to compare with MIN, which takes about 0.1 s
 # one part in so many, at most, and at least, is promised to nobody: evicted blocks rest there
 MOST_SPARE_SHARE, SPARE_SHARE = 8, 32
 
@@ -65,6 +67,7 @@ class Division:
                     )
                 made = stock.jobs[free[0]] = Job(free[0], job, source if readable else None)
                 stock.choose_source()
+                core.wanted.notify_all()
                 return stock, made
 
     def detach(self, stock: Stock, job: Job) -> None:
@@ -173,6 +176,9 @@ class Division:
         for flight in stock.flights.values():
             flight.keep = flight.ahead = False
         stock.policy = self._make(stock, pages, capacity_bytes)
+        each = pages.pages_each(sizes_of(stock.sizes, np.arange(min(stock.block_count, 4096))))
+        capacity_blocks = capacity_bytes / (float(each.mean()) * pages.page_bytes)
+        stock.log = SampledLog(capacity_blocks, limit=LOG_LENGTH)
         if learned is not None:
             try:
                 stock.policy.restore(learned, residents=np.empty(0, np.int64))

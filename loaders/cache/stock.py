@@ -14,6 +14,7 @@ from hpstore.loaders.cache.disk import DiskPart
 from hpstore.loaders.cache.pages import Found, FreePages, Int32s, Pages
 from hpstore.loaders.cache.source import BlockSource, total_bytes
 from hpstore.loaders.layout import Int64s
+from hpstore.loaders.policy import SampledLog
 from hpstore.units import KIB, MIB
 
 MOST_JOBS = 16  # that share one source
@@ -174,6 +175,7 @@ class Stock:
         self.flights: dict[int, Flight] = {}
         self.jobs: dict[int, Job] = {}
         self.policy: Policy  # made when the memory is shared out
+        self.log: SampledLog  # with it
         self.batch_blocks = 1
         self.pace = Pace()
         self.ahead_bytes = 0  # prefetched or on their way, and not asked for

@@ -21,6 +21,7 @@ from hpstore.loaders.cache.core import Core
 from hpstore.loaders.cache.disk import DiskTier
 from hpstore.loaders.cache.disk_file import DiskFile
 from hpstore.loaders.cache.wire import address
+from hpstore.loaders.layout import Int64s
 from tests.fault.common import MakeDisks, exit_status, forked, poll
 from tests.integration.cache_sources import NumberedSource, read_checked, read_epoch
 
@@ -171,7 +172,7 @@ def test_a_disk_that_hangs_is_given_up_and_its_memory_left_to_it(
         released = threading.Event()
         read = DiskFile.read
 
-        def hang(file: DiskFile, blocks: np.ndarray) -> object:  # type: ignore[type-arg]
+        def hang(file: DiskFile, blocks: Int64s) -> object:
             released.wait(PATIENCE)
             return read(file, blocks)
 

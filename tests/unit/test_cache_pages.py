@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpstore.loaders.cache.counts import AccessLog, shares
+from hpstore.loaders.cache.counts import shares
 from hpstore.loaders.cache.pages import NO_PAGE, Found, FreePages, Pages, choose_page_bytes
 from hpstore.loaders.cache.stock import Job, Pace
 
@@ -140,17 +140,3 @@ def test_ratios_say_zero_where_nothing_happened() -> None:
                     "prefetch_used_total": 3, "prefetch_late_total": 1})  # fmt: skip
     assert found["hit_ratio"] == 0.8
     assert (found["coverage"], found["timeliness"]) == (0.75, 0.75)
-
-
-def test_the_log_of_accesses_is_a_bounded_sample_of_blocks() -> None:
-    """One block in 16 with all of its accesses, the newest kept."""
-    log = AccessLog(length=4000)
-    for _ in range(20):
-        log.add(np.arange(16_000))
-    blocks = log.blocks()
-    assert len(blocks) == 4000
-    sample = np.unique(blocks)
-    assert 700 < len(sample) < 1300
-    assert np.array_equal(
-        np.bincount(blocks, minlength=16_000)[sample] >= 3, np.ones(len(sample), bool)
-    )
