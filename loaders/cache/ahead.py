@@ -126,34 +126,42 @@ def _wanted(core: Core, stock: Stock, job: Job) -> Work | None:
     credit = window - stock.ahead_bytes
     if credit < max(call // 2, largest):  # few large calls, not many small ones
         return None
-    if stock.warm_bytes > 0:
-        wanted = stock.policy.favourites(min(call, stock.warm_bytes))
-        stock.warm_bytes -= call if len(wanted.fetch) else stock.warm_bytes
-        fetch = _on_disk(stock, wanted.fetch)
+    if stock.warming:
+        blocks = np.sort(_favourites(core, stock, call))
     elif stock.policy.expected(job.number):
         wanted = stock.policy.next_wanted(job.number, min(call, credit))
-        fetch = wanted.fetch
+        if len(wanted.evict):
+            core.evict(stock, wanted.evict)
+        blocks = np.sort(wanted.fetch)
     else:
         job.idle = True
         return None
-    if len(wanted.evict):
-        core.evict(stock, wanted.evict)
-    blocks = [b for b in np.sort(fetch).tolist() if not _is_coming(stock, b)]
-    if not blocks:
-        job.idle = stock.warm_bytes <= 0
+    chosen = np.array([b for b in blocks.tolist() if not _is_coming(stock, b)], np.int64)
+    if not len(chosen):
+        job.idle = not stock.warming
         return None
-    flights = [Flight(True, ahead=True) for _ in blocks]
-    stock.flights.update(zip(blocks, flights, strict=True))
-    chosen = np.array(blocks, np.int64)
+    flights = [Flight(True, ahead=True) for _ in range(len(chosen))]
+    stock.flights.update(zip(chosen.tolist(), flights, strict=True))
     stock.ahead_bytes += bytes_of(stock.sizes, chosen)
     return Work(stock, core.room, chosen, flights)
 
 
-def _on_disk(stock: Stock, blocks: Int64s) -> Int64s:
-    """After a restart only the disk is read ahead of a foretold order."""
-    there = np.zeros(len(blocks), bool) if stock.disk is None else stock.disk.holds(blocks)
-    stock.policy.dropped(blocks[~there])
-    return blocks[there]
+def _favourites(core: Core, stock: Stock, call_bytes: int) -> Int64s:
+    """After a restart: what the policy likes best of what the disk has, in portions.
+
+    They count as coming from the first portion on; half of the memory is left to what is asked for.
+    """
+    if not len(stock.favourites):
+        half = core.room.pages.page_count * core.room.pages.page_bytes // 2
+        found = stock.policy.favourites(half).fetch
+        there = np.zeros(len(found), bool) if stock.disk is None else stock.disk.holds(found)
+        stock.policy.dropped(found[~there])
+        stock.favourites = found[there]
+    fitting = np.searchsorted(np.cumsum(sizes_of(stock.sizes, stock.favourites)), call_bytes)
+    count = max(1, int(fitting))
+    portion, stock.favourites = stock.favourites[:count], stock.favourites[count:]
+    stock.warming = len(stock.favourites) > 0
+    return portion
 
 
 def _is_coming(stock: Stock, block: int) -> bool:

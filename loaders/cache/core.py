@@ -69,8 +69,7 @@ class Core:
         """
         with self.lock:
             self._await_turn(job, blocks)
-            plan = stock.policy.access(job.number, blocks)
-            job.moved(len(blocks), self.clock.monotonic())
+            plan = self._access(stock, job, blocks)
             found = self.room.pages.find(stock.first, blocks)
             asked = Asked(self.room, found, self.room.free.begin_copy())
             self._note_used(stock, blocks, found.heads >= 0)
@@ -88,8 +87,7 @@ class Core:
             self._await_turn(job, blocks)
             if stock.replaced:
                 return
-            plan = stock.policy.access(job.number, blocks)
-            job.moved(len(blocks), self.clock.monotonic())
+            plan = self._access(stock, job, blocks)
             self._note_used(stock, blocks, np.ones(len(blocks), bool))
             absent = plan.admit[stock.first[plan.admit] < 0]
             stock.policy.dropped(absent)  # nobody fetches them: they left after they were read
@@ -97,10 +95,18 @@ class Core:
                 self.evict(stock, plan.evict)
             self._moved(stock, job)
 
+    def _access(self, stock: Stock, job: Job, blocks: Int64s) -> Plan:
+        plan = stock.policy.access(job.number, blocks)
+        if job.foretold and stock.policy.mismatched(job.number):
+            job.forget()  # nobody waits for a turn, and nothing is prefetched, by a wrong order
+            self.tally.add(order_left_total=1)
+        job.moved(len(blocks), self.clock.monotonic())
+        return plan
+
     def _moved(self, stock: Stock, job: Job) -> None:
         if job.early:
             self.landed.notify_all()
-        if job.foretold or stock.warm_bytes:
+        if job.foretold or stock.warming:
             job.idle = False
             self.wanted.notify()
 
@@ -150,15 +156,16 @@ class Core:
                 asked.again.append((i, mine[block]))
                 continue
             flight = stock.flights.get(block)
-            # the policy may know it as a resident whose bytes were lost
-            keep = block in admitted or bool(plan.hit[i])
+            # the policy may know it as a resident, or as coming, though nobody fetches it
+            told = bool(plan.late[i])
+            keep = block in admitted or told or bool(plan.hit[i])
             if flight is not None:
                 flight.keep |= keep
                 flight.waiting += 1
                 asked.late.append((i, block, flight))
                 continue
             mine[block] = i
-            flight = stock.flights[block] = Flight(keep)
+            flight = stock.flights[block] = Flight(keep, told=told)
             asked.fetch.append((i, block, flight))
 
     def _note_used(self, stock: Stock, blocks: Int64s, here: Bools) -> None:
@@ -272,7 +279,7 @@ class Core:
                     stock.marks[one.block] |= AHEAD
             elif one.flight.keep:
                 lost.append(one.block)
-        arrived = [one.block for one in landing.fetched if one.flight.ahead]
+        arrived = [o.block for o in landing.fetched if o.flight.ahead or o.flight.told]
         if not stock.replaced:
             stock.policy.arrived(np.array(arrived, np.int64))
             stock.policy.dropped(np.array(lost, np.int64))
@@ -304,6 +311,9 @@ class Core:
         if part is None or not len(there):
             return list(range(len(blocks)))
         left = set(range(len(blocks)))
+        self.tally.add(
+            disk_read_total=len(there), disk_read_bytes=bytes_of(stock.sizes, blocks[there])
+        )
         for i, data in zip(there.tolist(), part.read(blocks[there]), strict=True):
             if data is not None:
                 targets[i][:] = data

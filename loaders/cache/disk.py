@@ -100,6 +100,7 @@ class DiskTier(Closing):
         total = max(1, sum(weights.values()))
         for stem, part in self._parts.items():
             part.limit_bytes = self.limit_bytes * weights[stem] // total
+            part.trim()
         self._drop_others()
 
     def _drop_others(self) -> None:
@@ -346,6 +347,15 @@ class DiskPart:
             self._pending -= set(blocks)
             self.used_bytes -= int(self._rounded(np.array(sorted(blocks), np.int64)).sum())
         self.tier.later(lambda: self.write([], [], drop))
+
+    def trim(self) -> None:
+        """Give up blocks beyond a limit that has become lower, whichever come last."""
+        excess = self.used_bytes - self.limit_bytes
+        if excess <= 0:
+            return
+        there = np.flatnonzero(self.file.checks)[::-1]
+        count = int(np.searchsorted(np.cumsum(self._rounded(there)), excess)) + 1
+        self.drop(there[:count].tolist())
 
     def leave(self) -> None:
         """The source is gone or has changed: no more reads and writes; the files stay."""

@@ -29,6 +29,7 @@ from hpstore.units import round_up
 PLACE_BYTES = 4096  # places begin at multiples of it, for O_DIRECT
 HEADER_BYTES = 4096
 FORMAT = 1
+_SLACK_BYTES = 1 << 20
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # FALLOC_FL_*
 _MASK = (1 << 64) - 1
 UInt64s = npt.NDArray[np.uint64]
@@ -77,8 +78,9 @@ class DiskFile(Closing):
     def _punch_gaps(self, checks: UInt64s) -> None:
         """Give back what a crash left between the blocks that the table knows."""
         there = np.flatnonzero(checks)
-        if os.fstat(self._blocks).st_blocks * 512 <= self.bytes_of(there):
-            return
+        used = self.bytes_of(there)
+        if os.fstat(self._blocks).st_blocks * 512 <= used + used // 16 + _SLACK_BYTES:
+            return  # the filesystem's own blocks count too
         edges = np.concatenate([[-1], there, [self.block_count]])
         for before, after in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
             start, end = self._place(before + 1), self._place(after)

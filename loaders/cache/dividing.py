@@ -186,7 +186,7 @@ class Division:
                 self._core.tally.add(learned_refused_total=1)
                 _log.warning("what the cache had learned of %s is not used: %s", stock.name, error)
         if stock.disk is not None and stock.disk.used_bytes:
-            stock.warm_bytes = capacity_bytes // 2
+            stock.warming = True
 
     def _make(self, stock: Stock, pages: Pages, capacity_bytes: int) -> Policy:
         sizes: int | Int64s

@@ -206,18 +206,23 @@ class _Peer:
 
     def _layout(self, _: Message) -> None:
         """What the peer has to map."""
-        stock, memory = self._stock, self._server.memory
+        stock, memory, fds = self._stock, self._server.memory, []
+        facts: dict[str, object] = {"error": "another data set has taken its place"}
         with self._core.lock:
-            if stock.replaced:
-                send(self._connection, {"error": "another data set has taken its place"})
-                return
-            room = self._core.room
-            names = ("data", "pages", f"first{stock.number}")
-            send(self._connection, {
-                "stock": stock.number, "job": self._job.number, "data_bytes": len(memory.data),
-                "page_bytes": room.pages.page_bytes, "pages": room.pages.page_count,
-                "layout": self._core.layout,
-            }, fds=[memory.fds[name] for name in names])  # fmt: skip
+            if not stock.replaced:
+                pages = self._core.room.pages
+                names = ("data", "pages", f"first{stock.number}")
+                fds = [os.dup(memory.fds[name]) for name in names]
+                facts = {
+                    "stock": stock.number, "job": self._job.number, "pages": pages.page_count,
+                    "page_bytes": pages.page_bytes, "data_bytes": len(memory.data),
+                    "layout": self._core.layout,
+                }  # fmt: skip
+        try:
+            send(self._connection, facts, fds=fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     # --- requests -----------------------------------------------------------------------------
 

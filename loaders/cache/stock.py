@@ -31,6 +31,7 @@ class Flight:
 
     keep: bool  # it goes into memory when it is there
     ahead: bool = False  # a prefetch
+    told: bool = False  # the policy waits for it to arrive
     waiting: int = 0
     data: Bytes | None = None  # a copy for those who wait
     done: bool = False
@@ -180,7 +181,8 @@ class Stock:
         self.pace = Pace()
         self.ahead_bytes = 0  # prefetched or on their way, and not asked for
         self.paused_until = 0.0  # after a prefetch that failed
-        self.warm_bytes = 0  # that may still be brought from the disk after a restart
+        self.warming = False  # after a restart: bring the favourites from the disk
+        self.favourites: Int64s = np.empty(0, np.int64)  # those that are still to be brought
         self.replaced = False  # by another identity of the same name: no more use of the cache
 
     def choose_source(self) -> None:

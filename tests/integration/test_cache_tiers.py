@@ -92,6 +92,17 @@ def test_who_waited_for_a_fetch_that_failed_fetches_himself(
     assert not flights
 
 
+def test_who_leaves_the_foretold_order_waits_for_nobody(
+    source: NumberedSource, still: tuple[Cache, Attached]
+) -> None:
+    """A reader that skips ahead waits for its turn once; from then on its order is unknown."""
+    cache, reader = still
+    reader.expect(0, np.arange(COUNT))
+    read_epoch(reader, source, np.arange(50, 150), 10)
+    stats = cache.stats()
+    assert (stats["turn_missed_total"], stats["order_left_total"]) == (1, 1)
+
+
 def test_repeats_in_a_batch_are_fetched_once(
     source: NumberedSource, still: tuple[Cache, Attached]
 ) -> None:
