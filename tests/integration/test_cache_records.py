@@ -21,7 +21,9 @@ def written(pool: Pool, seed: int, *, ragged: bool) -> Dataset:
     """A data set of random records."""
     rng = np.random.default_rng(seed)
     fields = {"x": Field("bytes") if ragged else Field("uint8", (700,))}
-    with DatasetWriter(pool, "train", fields, unit_bytes=16 * KIB, shard_bytes=40 * KIB) as writer:
+    with DatasetWriter(
+        pool, "train", fields, unit_bytes=16 * KIB, shard_bytes=40 * KIB, overwrite=True
+    ) as writer:
         for number in range(COUNT):
             data = rng.integers(0, 256, 700 + 40 * number * ragged, dtype=np.uint8)
             writer.write({"x": data.tobytes() if ragged else data})
