@@ -107,9 +107,10 @@ def test_repeats_in_a_batch_are_fetched_once(
     source: NumberedSource, still: tuple[Cache, Attached]
 ) -> None:
     """With replacement, as weighted samplers draw."""
-    _, reader = still
+    cache, reader = still
     read_checked(reader, source, np.array([4, 9, 4, 4, 9]))
     assert source.fetches[[4, 9]].tolist() == [1, 1]
+    assert (cache.stats()["again_total"], cache.stats().get("late_total", 0)) == (3, 0)
 
 
 def test_targets_and_blocks_that_do_not_fit_change_nothing(
