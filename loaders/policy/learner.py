@@ -1,8 +1,8 @@
 """How often blocks are asked for: counts that fade, one for each half-life.
 
 Forward decay (G. Cormode, V. Shkapenyuk, D. Srivastava, B. Xu, "Forward decay", ICDE 2009): a
-request at time t weighs 2**(t / H), for ever; only the sum's logarithm is kept. So nothing ages, and
-blocks that are not asked for keep their order without being touched.
+request at time t weighs 2**(t / H), for ever; only the sum's logarithm is kept. So nothing ages,
+and blocks that are not asked for keep their order without being touched.
 """
 
 from __future__ import annotations

@@ -86,7 +86,9 @@ def test_residents_fit_and_only_admitted_blocks_hit(
 
 
 @given(
-    st.integers(2, 9).flatmap(lambda n: st.lists(st.permutations(range(n)), min_size=2, max_size=5)),
+    st.integers(2, 9).flatmap(
+        lambda n: st.lists(st.permutations(range(n)), min_size=2, max_size=5)
+    ),
     st.integers(1, 8),
 )
 def test_a_known_order_hits_as_often_as_belady(orders: list[list[int]], capacity: int) -> None:
