@@ -14,7 +14,9 @@ from hpstore.errors import ConfigError
 
 
 def run(
-    names: Annotated[list[str], typer.Argument(help="checkpoint, devices, erasure, loader")],
+    names: Annotated[
+        list[str], typer.Argument(help="checkpoint, devices, erasure, health, loader")
+    ],
     json_file: Annotated[
         str, typer.Option("--json", help="write results to a file, - for standard output")
     ] = "",
@@ -34,14 +36,18 @@ def run(
         str,
         typer.Option(
             help="for checkpoint: torch.save,dcp,dcp.async,safetensors and others; for loader: "
-            "torch,litdata,webdataset,streaming,ffcv,grain"
+            "torch,litdata,webdataset,streaming,ffcv,grain; for health: all"
         ),
     ] = "",
     compression: Annotated[
         bool, typer.Option("--compression", help="for checkpoint: what each codec costs")
     ] = False,
     cases: Annotated[
-        str, typer.Option(help="for loader: warm,cold,limited,degraded,special (default: all)")
+        str,
+        typer.Option(
+            help="for loader: warm,cold,limited,degraded,special; for health: slow,healthy,load,"
+            "hang,telemetry (default: all)"
+        ),
     ] = "",
     device: Annotated[str, typer.Option(help="for loader: where batches go, cpu or cuda")] = "cpu",
 ) -> None:

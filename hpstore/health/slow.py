@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from statistics import median
@@ -22,6 +22,7 @@ from hpstore.health.verdicts import HealthState, Verdict
 
 _LEAVE_ONE_OUT_MOST = 8  # in larger groups one device hardly moves the quartiles
 _NO_TRAITS = Traits()
+_RECENT = 15  # values that `accept` looks at
 _NOISE_WEIGHT = 0.05  # of the newest tick
 
 
@@ -30,14 +31,15 @@ class SlowConfig:
     """Thresholds of the detector. Defaults are those of docs/decisions/0016."""
 
     group_least: int = 5  # devices of a kind that make each other's peers; ZFS's figure
-    fence_widths: float = 3.0  # K; 1.5 is sensitive
+    fence_widths: float = 3.0  # K of single ticks; 1.5 is sensitive
+    calm_widths: float = 2.0  # K of smoothed ones, whose tails are lighter
     fence_floor_ratio: float = 0.25  # of Q1, in place of the IQR of peers that hardly differ
     ratio_least: float = 1.5  # to the peers' median
     excess_nvme_seconds: float = 200e-6  # above the peers' median; also of unknown media
     excess_ssd_seconds: float = 1e-3
     excess_hdd_seconds: float = 10e-3
     excess_remote_seconds: float = 10e-3
-    smoothing_ratio: float = 0.3  # weight of the newest tick
+    smoothing_ratio: float = 0.2  # weight of the newest tick
     smoothing_clip_ratio: float = 4.0  # one freeze may not look like four slow ticks
     smoothing_still_ratio: float = 1.25  # the tick itself, for its smooth value to count
     smoothing_stale_seconds: float = 60.0
@@ -82,7 +84,7 @@ class SlowConfig:
 class _Track:
     """What is remembered of one device."""
 
-    __slots__ = ("alone", "bucket", "checksums", "errors", "few", "outliers", "own", "reason",
+    __slots__ = ("bucket", "checksums", "errors", "few", "outliers", "own", "reason", "recent",
                  "scale", "seen", "smooth", "suspect", "tripped")  # fmt: skip
 
     def __init__(self, config: SlowConfig) -> None:
@@ -91,6 +93,7 @@ class _Track:
         self.seen = -math.inf
         self.scale = 1.0  # what `accept` has found normal
         self.own: list[float] = []  # first healthy values, ascending
+        self.recent: deque[float] = deque(maxlen=_RECENT)
         self.few = False  # judged without enough peers
         self.outliers = 0  # since it was forgiven
         self.suspect = self.tripped = False
@@ -107,10 +110,13 @@ class _Noise:
     def __init__(self) -> None:
         self.ratio = 0.0
 
-    def learn(self, ordered: Sequence[float]) -> None:
-        low, high = quantile(ordered, 0.25), quantile(ordered, 0.75)
+    def learn(self, values: Sequence[float]) -> None:
+        """Weigh one tick of healthy values in."""
+        ordered = sorted(values)
+        low = quantile(ordered, 0.25) if ordered else 0.0
         if low > 0:
-            self.ratio += _NOISE_WEIGHT * (min((high - low) / low, 1.0) - self.ratio)
+            spread = min(quantile(ordered, 0.75) / low - 1, 1.0)
+            self.ratio += _NOISE_WEIGHT * (spread - self.ratio)
 
 
 @dataclass(slots=True)
@@ -178,13 +184,12 @@ class SlowDetector:
         For a device that is slower by nature and whose traits do not say so. Forgives it.
         """
         track = self._tracks[device]
-        others = sorted(
-            t.smooth for d, t in self._tracks.items()
-            if d != device and t.smooth and self._media(d) is self._media(device)
-        )  # fmt: skip
-        if others and track.smooth:
-            track.scale *= track.smooth / median(others)
-            track.smooth = 0.0
+        others = [
+            median(t.recent) for d, t in self._tracks.items()
+            if d != device and t.recent and self._media(d) is self._media(device)
+        ]  # fmt: skip
+        if others and track.recent and median(others) > 0:
+            track.scale *= median(track.recent) / median(others)
         track.own.clear()
         self.forgive(device)
         return track.scale
@@ -218,6 +223,7 @@ class SlowDetector:
                 raise ValueError(f"mean service time of device {device} is {value}")
             track = self._tracks.setdefault(device, _Track(self.config))
             values[device] = value / track.scale
+            track.recent.append(values[device])
         return values
 
     def _groups(self, values: Mapping[str, float]) -> Iterable[_Group]:
@@ -338,16 +344,26 @@ class _Group:
         well = [d for d in self.peers if not self._tracks[d].tripped]
         if len(well) < config.group_least:
             well = list(self.peers)
-        base = self._base
-        rough = _Reference({d: self.values[d] for d in well}, config, base.rough, 1.0)
-        quiet = _Reference({d: smooth[d] for d in well}, config, base.quiet, calm)
+        rough = _Reference(
+            {d: self.values[d] for d in well}, self._base.rough,
+            widths=config.fence_widths, floor=config.fence_floor_ratio,
+        )  # fmt: skip
+        quiet = _Reference(
+            {d: smooth[d] for d in well}, self._base.quiet,
+            widths=config.calm_widths, floor=calm * config.fence_floor_ratio,
+        )  # fmt: skip
         gains = {}
         for device in self.judged:
             value, fence = self.values[device], rough.fence(device)
-            gains[device] = self._points(device, value, fence)
+            gain = self._points(value, fence)
+            gain = min(gain, max(1.0, value / (2 * fence.middle))) if gain else 0.0
             if value > config.smoothing_still_ratio * fence.middle:  # no spike counts twice
-                calmer = self._points(device, smooth[device], quiet.fence(device))
-                gains[device] = max(gains[device], calmer)
+                gain = max(gain, self._points(smooth[device], quiet.fence(device)))
+            gains[device] = gain
+            if gain:
+                self._explain(device, fence, "the median of its peers")
+        for noise, found in ((self._base.rough, self.values), (self._base.quiet, smooth)):
+            noise.learn([found[d] for d in well if not gains.get(d)])
         return gains
 
     def _by_itself(self, device: str) -> float:
@@ -355,27 +371,30 @@ class _Group:
         config, track = self._config, self._tracks[device]
         if len(track.own) < config.alone_ticks:
             return 0.0
-        fence = fence_of(
-            track.own, widths=config.alone_strictness * config.fence_widths,
-            floor=config.fence_floor_ratio,
-        )  # fmt: skip
         strict = config.alone_strictness
-        return max(
-            self._points(device, self.values[device], fence, strict),
-            self._points(device, track.smooth, fence, strict),
+        fence = fence_of(
+            track.own, widths=strict * config.fence_widths, floor=config.fence_floor_ratio
         )
-
-    def _points(self, device: str, value: float, fence: Fence, strict: float = 1.0) -> float:
-        gain = points(
-            value, fence, ratio_least=self._config.ratio_least, excess_least=strict * self._excess
+        gain = max(
+            self._points(self.values[device], fence, strict),
+            self._points(track.smooth, fence, strict),
         )
         if gain:
-            self._tracks[device].reason = (
-                f"{value * 1e3:.3g} ms is {value / (fence.middle or value):.1f} x the median of "
-                f"{'its own first values' if strict > 1 else 'its peers'} "
-                f"({fence.middle * 1e3:.3g} ms, fence {fence.limit * 1e3:.3g} ms)"
-            )
+            self._explain(device, fence, "its own first values")
         return gain
+
+    def _points(self, value: float, fence: Fence, strict: float = 1.0) -> float:
+        return points(
+            value, fence, ratio_least=self._config.ratio_least, excess_least=strict * self._excess
+        )
+
+    def _explain(self, device: str, fence: Fence, whom: str) -> None:
+        value, track = self.values[device], self._tracks[device]
+        usual = fence.middle or value or 1.0
+        track.reason = (
+            f"{value * 1e3:.3g} ms a call is {value / usual:.1f} x {whom}, "
+            f"{track.smooth / usual:.1f} x lately"
+        )
 
     def _shared(
         self, middle: float, gains: Mapping[str, float], elapsed_seconds: float, enough: bool
@@ -418,11 +437,11 @@ class _Reference:
     """Fences over a group of values; of small groups over all others."""
 
     def __init__(
-        self, values: Mapping[str, float], config: SlowConfig, noise: _Noise, calm: float
+        self, values: Mapping[str, float], noise: _Noise, *, widths: float, floor: float
     ) -> None:
-        self._values, self._config, self._noise, self._calm = values, config, noise, calm
+        self._values, self._noise = values, noise
+        self._widths, self._floor = widths, floor
         self._ordered = sorted(values.values())
-        noise.learn(self._ordered)
         self._whole = None if len(values) <= _LEAVE_ONE_OUT_MOST else self._make(self._ordered)
 
     def fence(self, device: str) -> Fence:
@@ -436,11 +455,7 @@ class _Reference:
         return self._make(others)
 
     def _make(self, ordered: Sequence[float]) -> Fence:
-        config = self._config
-        return fence_of(
-            ordered, widths=config.fence_widths, floor=self._calm * config.fence_floor_ratio,
-            noise=self._noise.ratio,
-        )  # fmt: skip
+        return fence_of(ordered, widths=self._widths, floor=self._floor, noise=self._noise.ratio)
 
 
 __all__ = ["SlowConfig", "SlowDetector"]
