@@ -14,6 +14,7 @@ import numpy as np
 
 from hpstore.benchmarks.health_peers import RULES, Ours, Rule
 from hpstore.benchmarks.health_traces import (
+    BARRED,
     DEVICES,
     HEALTHY,
     HOUR_TICKS,
@@ -126,7 +127,11 @@ def healthy_devices(
         for sigma in (*SIGMAS, ROUGH_SIGMA):
             traces = [healthy_trace(name, sigma, seed, ticks) for seed in range(hours)]
             rows[f"{name}, sigma {sigma}"] = {
-                rule: _alarms(make, traces, barred=rule == "hpstore" and sigma in SIGMAS)
+                rule: _alarms(
+                    make,
+                    traces,
+                    barred=rule == "hpstore" and name in BARRED and sigma in SIGMAS,
+                )
                 for rule, make in rules.items()
             }
     return rows

@@ -96,7 +96,7 @@ SHAPES: dict[str, Shape] = {
 
 def slow_trace(shape: Shape, sigma: float, seed: int) -> Trace:
     """The first device is slow from ONSET on, the others are well."""
-    rng = np.random.default_rng([seed, round(100 * sigma)])
+    rng = np.random.default_rng([16, seed, round(100 * sigma)])
     times = noise(rng, ONSET + shape.ticks, sigma)
     shape.make(rng, times)
     return Trace(means=times.mean(2))
@@ -141,6 +141,8 @@ def _disk(_: Rng, times: FloatArray) -> None:
 _LINKED = {f"d{i}": Traits(link="c0" if i < 3 else "c1") for i in range(DEVICES)}
 _MIXED = {f"d{i}": Traits(media=Media.SSD if i else Media.HDD) for i in range(DEVICES)}
 
+BARRED = ("plain noise", "shared burst, x5", "shared burst on one link of three, x4",
+          "one HDD among SSDs")  # fmt: skip
 HEALTHY: dict[str, tuple[Callable[[Rng, FloatArray], None], Mapping[str, Traits]]] = {
     "plain noise": (_nothing, {}),
     "single stalls of 50 ms": (_stalls, {}),
@@ -154,13 +156,13 @@ HEALTHY: dict[str, tuple[Callable[[Rng, FloatArray], None], Mapping[str, Traits]
 def healthy_trace(name: str, sigma: float, seed: int, ticks: int) -> Trace:
     """No device is slow."""
     shape, traits = HEALTHY[name]
-    rng = np.random.default_rng([1000 + seed, round(100 * sigma)])
+    rng = np.random.default_rng([17, seed, round(100 * sigma)])
     times = noise(rng, ticks, sigma)
     shape(rng, times)
     return Trace(means=times.mean(2), traits=traits)
 
 
 __all__ = [
-    "DEVICES", "HEALTHY", "HOUR_TICKS", "ONSET", "ROUGH_SIGMA", "SHAPES", "SIGMAS", "TICK_SECONDS",
-    "USUAL_SECONDS", "Shape", "Trace", "healthy_trace", "slow_trace",
+    "BARRED", "DEVICES", "HEALTHY", "HOUR_TICKS", "ONSET", "ROUGH_SIGMA", "SHAPES", "SIGMAS",
+    "TICK_SECONDS", "USUAL_SECONDS", "Shape", "Trace", "healthy_trace", "slow_trace",
 ]  # fmt: skip

@@ -1,13 +1,14 @@
 """What one I/O leaves behind: a few hundred nanoseconds on the thread that made it.
 
 No lock on that path. It rests on what CPython does in one step, with and without its global lock:
-appending to a list, setting and popping an item of a dict, `next` of a counter, copying a dict.
+both ends of a deque, setting and popping an item of a dict, `next` of a counter, copying a dict.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
+from collections import deque
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -58,7 +59,7 @@ class Rows:
 class Recorder:
     """I/Os of one device. `begin`, `end` and `record` are for any thread; `drain` for one."""
 
-    __slots__ = ("_dropped", "_dropping", "_earlier", "_flights", "_idents", "_rows", "_taken")
+    __slots__ = ("_dropped", "_dropping", "_flights", "_idents", "_rows")
 
     def __init__(self) -> None:
         self.reset()
@@ -68,9 +69,8 @@ class Recorder:
         self._dropping = threading.Lock()  # guards _dropped
         self._idents = itertools.count()
         self._flights: dict[int, tuple[float, int]] = {}
-        self._rows: list[_Row] = []
-        self._earlier: list[_Row] = []
-        self._taken = self._dropped = 0
+        self._rows: deque[_Row] = deque()
+        self._dropped = 0
 
     def begin(self, now_seconds: float) -> int:
         """A call starts; returns its ticket for `end`."""
@@ -110,15 +110,9 @@ class Recorder:
         return max(0.0, now_seconds - min(began)) if began else 0.0
 
     def drain(self) -> Rows:
-        """Take what was recorded since the last time.
-
-        A thread may still append to the list that it found before the exchange: such rows come
-        with the next drain. One that sleeps through two drains between two instructions is lost.
-        """
-        rows, self._rows = self._rows, []
-        late = self._earlier[self._taken :]
-        self._earlier, self._taken = rows, len(rows)
-        taken = late + rows[: self._taken]
+        """Take what was recorded since the last time."""
+        rows = self._rows
+        taken = [rows.popleft() for _ in range(len(rows))]  # others append at the other end
         flat = itertools.chain.from_iterable(taken)
         table = np.fromiter(flat, np.float64, 4 * len(taken)).reshape(-1, 4)
         codes, nbytes, in_flight, seconds = table.T.copy()

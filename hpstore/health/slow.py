@@ -105,18 +105,20 @@ class _Track:
 class _Noise:
     """The usual IQR of a group, as a share of Q1: one of few values is small by chance."""
 
-    __slots__ = ("ratio",)
+    __slots__ = ("ratio", "ticks")
 
     def __init__(self) -> None:
         self.ratio = 0.0
+        self.ticks = 0
 
     def learn(self, values: Sequence[float]) -> None:
-        """Weigh one tick of healthy values in."""
+        """Weigh one tick of healthy values in; the first ones by their plain mean."""
         ordered = sorted(values)
         low = quantile(ordered, 0.25) if ordered else 0.0
         if low > 0:
+            self.ticks += 1
             spread = min(quantile(ordered, 0.75) / low - 1, 1.0)
-            self.ratio += _NOISE_WEIGHT * (spread - self.ratio)
+            self.ratio += max(_NOISE_WEIGHT, 1 / self.ticks) * (spread - self.ratio)
 
 
 @dataclass(slots=True)
