@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import numpy as np
 import pytest
 
 from hpstore.errors import ConfigError
@@ -186,6 +187,34 @@ def test_one_freeze_is_not_enough_and_counts_once() -> None:
     assert run.detector.score("d0") == 5
     run.tick({}, times=5)
     assert run.detector.score("d0") < 5
+
+
+def test_a_single_tick_gets_half_its_ratio_at_the_most() -> None:
+    """Three stalls within ten minutes make no suspect, where three slow ticks in a row do."""
+    run = Run()
+    run.tick({}, times=20)
+    run.tick({"d0": 2.6})
+    assert 1.2 < run.detector.score("d0") < 1.3
+    for _ in range(2):
+        run.tick({}, times=60)
+        assert run.tick({"d0": 2.6}) == {}
+    assert run.detector.score("d0") < 4
+    assert run.tick({"d0": 2.6}, times=4).keys() == {"d0"}
+
+
+def test_scores_are_the_same_to_the_last_bit_in_any_order() -> None:
+    """Sums over devices are made in the order of names."""
+    rng = np.random.default_rng(3)
+    for _ in range(50):
+        slow = {f"d{i}": float(rng.uniform(1.6, 3.0)) for i in (1, 4, 7)}
+        tick = means(slow, 12)
+        scores = []
+        for order in (list(tick), list(tick)[::-1]):
+            detector = SlowDetector()
+            detector.tick(0.0, {device: tick[device] for device in order})
+            scores.append([detector.score(device) for device in tick])
+        assert scores[0] == scores[1]
+        assert max(scores[0]) > 0
 
 
 def test_what_was_accepted_is_normal_until_it_gets_worse() -> None:
