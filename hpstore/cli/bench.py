@@ -14,9 +14,7 @@ from hpstore.errors import ConfigError
 
 
 def run(
-    names: Annotated[
-        list[str], typer.Argument(help="checkpoint, devices, erasure, health, loader")
-    ],
+    names: Annotated[list[str], typer.Argument(help="checkpoint devices erasure health loader")],
     json_file: Annotated[
         str, typer.Option("--json", help="write results to a file, - for standard output")
     ] = "",
@@ -44,10 +42,7 @@ def run(
     ] = False,
     cases: Annotated[
         str,
-        typer.Option(
-            help="for loader: warm,cold,limited,degraded,special; for health: slow,healthy,load,"
-            "hang,telemetry (default: all)"
-        ),
+        typer.Option(help="loader: warm,cold,limited,degraded,special; health: slow,healthy,load"),
     ] = "",
     device: Annotated[str, typer.Option(help="for loader: where batches go, cpu or cuda")] = "cpu",
 ) -> None:

@@ -413,7 +413,9 @@ class _Group:
         )  # fmt: skip
         base.ticks += 1
         weight = -math.expm1(-elapsed_seconds / config.shared_baseline_seconds)
-        base.seconds += min(weight, 1.0) * (middle - base.seconds)
+        if base.ticks <= config.shared_baseline_ticks:  # the first ones by their plain mean
+            weight = 1 / base.ticks
+        base.seconds += weight * (middle - base.seconds)
         if risen:
             return True
         if not self._crowded(gains):

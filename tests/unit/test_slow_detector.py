@@ -136,6 +136,15 @@ def test_a_rise_of_the_median_is_a_shared_cause() -> None:
     assert run.detector.score("d7") == 0
 
 
+def test_one_odd_tick_in_the_beginning_is_no_baseline() -> None:
+    """A first tick from some cache would make all later ones a shared cause."""
+    run = Run()
+    run.tick({}, usual=1e-4)
+    run.tick({}, times=14)
+    assert run.tick({"d7": 5.0}, times=5) == {"d7": SITOUT}
+    assert run.detector.shared_slow == 0
+
+
 def test_new_outliers_on_one_link_are_its_fault_for_five_minutes() -> None:
     """Then they are slow themselves. A lone one on the link is found at once."""
     linked = {f"d{i}": Traits(link="a" if i < 4 else "b") for i in range(8)}
