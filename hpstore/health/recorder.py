@@ -16,7 +16,7 @@ import numpy as np
 
 from hpstore.health.histogram import FloatArray
 
-ROWS_MOST = 1 << 16  # between two ticks; 13 MB a device. More are counted, not kept
+ROWS_MOST = 1 << 16  # between two ticks; 14 MB a device. More are counted, not kept
 
 
 class Operation(IntEnum):
@@ -42,7 +42,7 @@ OPERATIONS = {
 }  # fmt: skip
 """By the names that device wrappers give; every other one is META."""
 
-_Row = tuple[int, int, int, float]
+_Row = tuple[int, int, int, int, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class Recorder:
         """Note one I/O that is over: `seconds` of the device call, without queue and codec."""
         rows = self._rows
         if len(rows) < ROWS_MOST:
-            rows.append((operation << 2 | outcome, nbytes, in_flight, seconds))
+            rows.append((operation, outcome, nbytes, in_flight, seconds))
         else:
             with self._dropping:
                 self._dropped += 1
@@ -114,9 +114,9 @@ class Recorder:
         rows = self._rows
         taken = [rows.popleft() for _ in range(len(rows))]  # others append at the other end
         flat = itertools.chain.from_iterable(taken)
-        table = np.fromiter(flat, np.float64, 4 * len(taken)).reshape(-1, 4)
-        codes, nbytes, in_flight, seconds = table.T.copy()
-        return Rows(operation=codes // 4, outcome=codes % 4, nbytes=nbytes, in_flight=in_flight,
+        table = np.fromiter(flat, np.float64, 5 * len(taken)).reshape(-1, 5)
+        operation, outcome, nbytes, in_flight, seconds = table.T.copy()
+        return Rows(operation=operation, outcome=outcome, nbytes=nbytes, in_flight=in_flight,
                     seconds=seconds)  # fmt: skip
 
 

@@ -183,9 +183,12 @@ class SlowDetector:
     def accept(self, device: str) -> float:
         """Take what a device does now, compared with its peers, as normal; returns the ratio.
 
-        For a device that is slower by nature and whose traits do not say so. Forgives it.
+        For a device that is slower by nature and whose traits do not say so. Forgives it. Raises
+        ValueError for a device that was in no tick.
         """
-        track = self._tracks[device]
+        track = self._tracks.get(device)
+        if track is None:
+            raise ValueError(f"device {device} was in no tick: there is nothing to accept")
         others = [
             median(t.recent) for d, t in self._tracks.items()
             if d != device and t.recent and self._media(d) is self._media(device)

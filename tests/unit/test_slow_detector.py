@@ -229,6 +229,8 @@ def test_scores_are_the_same_to_the_last_bit_in_any_order() -> None:
 def test_what_was_accepted_is_normal_until_it_gets_worse() -> None:
     """For a device that is slower by nature and whose traits do not say so."""
     run = Run()
+    with pytest.raises(ValueError, match="device d0 was in no tick"):
+        run.detector.accept("d0")
     assert run.tick({"d0": 10.0}, times=10) == {"d0": SITOUT}
     assert run.detector.accept("d0") == pytest.approx(9.7, abs=0.3)
     assert run.tick({"d0": 10.0}, times=100) == {}
