@@ -321,9 +321,12 @@ class StoredData(Closing):
             return rows
         return self.read_records(stream, indices)[0]
 
-    def read_rows(self, stream: Stream, indices: Int64s, rows: Sequence[Bytes]) -> bool:
+    def read_rows(
+        self, stream: Stream, indices: Int64s, rows: Sequence[Bytes],
+        addresses: Int64s | None = None,
+    ) -> bool:  # fmt: skip
         """Verified records of n samples into rows[i], each as long as its record, where it can be
-        straight from the devices.
+        straight from the devices. `addresses`: where they begin, when that is known.
 
         False when a device hangs: `rows` is then lost, its memory must not be used again
         (PROTOCOL 21). Raises as read_records.
@@ -332,7 +335,9 @@ class StoredData(Closing):
         left = np.ones(len(indices), bool)
         if not stream.compression and len(indices):
             digest, wanted = xxhash.xxh3_64_intdigest, places.checksum.tolist()
-            scatter = Scatter(rows, lambda number, got: digest(got.data) == wanted[number])
+            scatter = Scatter(
+                rows, lambda number, got: digest(got.data) == wanted[number], addresses
+            )
             for shard in np.unique(places.shard).tolist():
                 mine = np.flatnonzero(places.shard == shard)
                 reader = self.reader(stream, shard)

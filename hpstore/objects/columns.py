@@ -62,6 +62,11 @@ class ColumnReader:
         """Fill `target` with column bytes that nobody has verified. Multiples of 4 KiB, all."""
         self._handle.read_into(HEADER_BYTES + start, target)
 
+    @property
+    def descriptor(self) -> int:
+        """As ReadHandle.descriptor; column bytes begin HEADER_BYTES into it."""
+        return self._handle.descriptor
+
     def close(self) -> None:
         """Release the file."""
         self._handle.close()
