@@ -26,8 +26,8 @@ from hpstore.health.states import (
     Decision,
     DeviceFacts,
     DeviceHealth,
-    Forecast,
     Outcome,
+    Outlook,
     PolicyConfig,
     PolicyState,
     PoolFacts,
@@ -364,9 +364,9 @@ class Turn:
     def _forecast(self, device: str) -> bool:
         """Warn of a device that is expected to fail; drain it if that is wanted."""
         health, fact, config = self.devices[device], self.facts.devices[device], self.config
-        if fact.forecast is Forecast.NONE:
+        if fact.forecast is Outlook.NONE:
             return False
-        reason = "the device reports its own failure" if fact.forecast is Forecast.FATAL else (
+        reason = "the device reports its own failure" if fact.forecast is Outlook.FATAL else (
             "it is expected to fail within 14 days"
         )  # fmt: skip
         if not health.warned_seconds or self.now - health.warned_seconds >= DAY_SECONDS:

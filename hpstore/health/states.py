@@ -148,7 +148,7 @@ def _health(row: Mapping[str, object]) -> DeviceHealth:
     return DeviceHealth(**values)  # type: ignore[arg-type]  # kinds were checked one by one
 
 
-class Forecast(StrEnum):
+class Outlook(StrEnum):
     """What the failure forecast says of a device."""
 
     NONE = "none"
@@ -166,7 +166,7 @@ class DeviceFacts:
     probes: int = 0  # reads of a device that sits out, since the sit-out began
     probe_ratio: float = 1.0  # their mean time to that of the peers
     writes_slow: bool = False
-    forecast: Forecast = Forecast.NONE
+    forecast: Outlook = Outlook.NONE
     empty: bool = False  # drained: holds no column of any object
     evictable: bool = True  # no object would drop below k', and it holds no last copy
     reconciled: bool = False  # its columns have been judged since it came back
@@ -230,6 +230,6 @@ class Outcome:
 
 
 __all__ = [
-    "Action", "ActionKind", "Decision", "DeviceFacts", "DeviceHealth", "Forecast", "Outcome",
+    "Action", "ActionKind", "Decision", "DeviceFacts", "DeviceHealth", "Outlook", "Outcome",
     "PolicyConfig", "PolicyState", "PoolFacts", "Role",
 ]  # fmt: skip

@@ -16,8 +16,8 @@ from hpstore.health.policy import decide
 from hpstore.health.states import (
     ActionKind,
     DeviceFacts,
-    Forecast,
     Outcome,
+    Outlook,
     PolicyConfig,
     PolicyState,
     PoolFacts,
@@ -37,7 +37,7 @@ facts_of_a_device = st.builds(
                                                           DeviceState.EVICTED]),
     probes=st.sampled_from([0, 64]),
     writes_slow=st.booleans(),
-    forecast=st.sampled_from(Forecast),
+    forecast=st.sampled_from(Outlook),
     empty=st.booleans(),
     evictable=st.booleans(),
     reconciled=st.booleans(),
