@@ -208,7 +208,8 @@ class Turn:
         health = self.devices[device]
         draining = fact.pool_state is DeviceState.DRAINING
         if draining and health.state is HealthState.DRAINING:
-            self.set(device, confirmed=True)
+            if not health.confirmed:
+                self.set(device, confirmed=True, asked_seconds=0.0)  # what comes next may be asked
         elif draining and health.state not in _GONE:
             self.enter(device, HealthState.DRAINING, "the pool drains it", confirmed=True)
         elif health.state is HealthState.DRAINING and health.confirmed:
