@@ -131,8 +131,10 @@ def nobody() -> Iterator[Path]:
         shutil.rmtree(directory)
 
 
-def test_a_file_that_cannot_be_written_is_counted_and_may_come_back() -> None:
-    """What can be read is read; when it may be written again, it is."""
+def test_a_file_that_cannot_be_written_is_counted_and_may_come_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Told once; when it may be written again, it is."""
     with nobody() as directory:
         path, metrics = directory / "h.sqlite", Metrics()
         with closing(History(path, metrics)) as history:
@@ -143,6 +145,7 @@ def test_a_file_that_cannot_be_written_is_counted_and_may_come_back() -> None:
             history.add_tick(tick(), 3.0)
             assert "Permission denied" in history.problem
             assert metrics.value(ERRORS) == 2
+            assert len(caplog.records) == 1
             path.chmod(0o600)
             history.add_tick(tick(), 4.0)
             assert history.problem == ""
