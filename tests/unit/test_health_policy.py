@@ -214,6 +214,7 @@ def test_a_device_that_returns_is_reconciled_before_it_serves_rule_12() -> None:
     policy.fact("d0", present=True)
     assert policy.round().states() == {"d0": S.REBUILDING}
     assert policy.asked() == [(ActionKind.RECONCILE, "d0")]
+    assert policy.round(after=60).states() == {"d0": S.REBUILDING}
     policy.fact("d0", reconciled=True)
     assert policy.round().states() == {"d0": S.PROBATION}
     policy.fact("d0", present=False)
