@@ -57,7 +57,7 @@ def bench_health(options: Options) -> dict[str, object]:
         "healthy": lambda: healthy_devices(options.repeats, rules, HOUR_TICKS),
         "load": lambda: load(options.repeats, LOAD_TICKS),
         "hang": hang,
-        "telemetry": lambda: telemetry(options.repeats, 20_000),
+        "telemetry": lambda: telemetry(10 * options.repeats, 2_000),
     }
     return {case: made[case]() for case in cases}
 
