@@ -13,7 +13,7 @@ from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError, TooManyErasures
 from hpstore.objects.fill import Filled, UnitFill
 from hpstore.objects.info import version_token
-from hpstore.objects.read import Changed, Deliver, open_object
+from hpstore.objects.read import Changed, Deliver, ObjectReader, open_object
 from hpstore.objects.scatter import Scatter, Scattered
 from hpstore.objects.store import Store
 
@@ -28,10 +28,14 @@ class PooledReader(Closing):
     deleted, reads raise ObjectNotFound.
     """
 
-    def __init__(self, store: Store, key: str) -> None:
+    def __init__(self, store: Store, key: str, reader: ObjectReader | None = None) -> None:
         self._store, self._key = store, key
-        self._reader = open_object(store, key)
+        self._reader = open_object(store, key) if reader is None else reader
         self._closed = False
+
+    def share(self) -> PooledReader:
+        """Another reader over the same open files, for another thread; this one is not in use."""
+        return PooledReader(self._store, self._key, self._reader.share())
 
     @property
     def size(self) -> int:
