@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 def run(
-    names: Annotated[list[str], typer.Argument(help="cache, checkpoint, devices, erasure, loader")],
+    names: Annotated[
+        list[str], typer.Argument(help="cache, checkpoint, devices, erasure, health, loader")
+    ],
     json_file: Annotated[
         str, typer.Option("--json", help="write results to a file, - for standard output")
     ] = "",
@@ -43,7 +45,7 @@ def run(
         typer.Option(
             help="for checkpoint: torch.save,dcp,dcp.async,safetensors and others; for loader: "
             "torch,litdata,webdataset,streaming,ffcv,grain; for cache: libcachesim,theine or none "
-            "(default: those installed)"
+            "(default: those installed); for health: all"
         ),
     ] = "",
     compression: Annotated[
@@ -52,8 +54,8 @@ def run(
     cases: Annotated[
         str,
         typer.Option(
-            help="for loader: warm,cold,limited,degraded,special; for cache: workloads, cost "
-            "(default: all)"
+            help="for loader: warm,cold,limited,degraded,special; for cache: workloads, cost; "
+            "for health: slow,healthy,load,hang,telemetry (default: all)"
         ),
     ] = "",
     device: Annotated[str, typer.Option(help="for loader: where batches go, cpu or cuda")] = "cpu",
