@@ -1,0 +1,1 @@
+"""Health of devices: slow ones, dying ones."""
