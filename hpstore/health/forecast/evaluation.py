@@ -162,10 +162,12 @@ def _covered(
     judged = [h for h in histories if h.family in model.card.families]
     refused = Counter(h.family for h in histories if h.family not in model.card.families)
     if not judged:
+        names = (sorted(found)[:8] for found in (refused, model.card.families))
+        held, known = (", ".join(found) for found in names)
         raise ForecastRefused(
-            f"the files hold {', '.join(sorted(refused)[:8]) or 'no drive'}; the model's card "
-            f"covers {', '.join(sorted(model.card.families)[:8])}: no drive was judged. Train on your "
-            "own (--family names the family of files without a model column)"
+            f"the files hold {held or 'no drive'}; the model's card covers {known}: no drive was "
+            "judged. Train on your own files (--family names the family of those without a model "
+            "column)"
         )
     return judged, dict(sorted(refused.items()))
 

@@ -32,8 +32,8 @@ class Labels:
 def labels(history: DriveHistory, *, horizon: int, until: int, since: int = 0) -> Labels:
     """Labels of the rows after day `since`, with what is known at the end of day `until`.
 
-    A failure is known from its own day on. A drive that is alive on its last day (or on `until`)
-    is known to have lived until then, and no longer.
+    A failure is known from its own day on. A drive that has not failed is known to have lived until
+    its last row that is not after `until`, and no longer.
     """
     days = history.days
     used = (days > since) & (days <= until)
@@ -43,7 +43,8 @@ def labels(history: DriveHistory, *, horizon: int, until: int, since: int = 0) -
         positive = used & (ahead >= 1) & (ahead <= horizon)
         negative = used & (ahead > horizon)
     else:
-        last = min(int(days[-1]), until) if len(days) else 0
+        seen = days[days <= until]
+        last = int(seen[-1]) if len(seen) else 0
         positive = np.zeros(len(days), bool)
         negative = used & (days + horizon <= last)
     return Labels(positive=positive, negative=negative, failed=failed)

@@ -104,7 +104,7 @@ def booster_from_sklearn(fitted: Json) -> Booster:
         columns["value"].append(np.where(leaf, nodes["value"], 0.0))
         base += len(nodes)
     kinds = {"threshold": np.float64, "value": np.float64, "missing_left": np.bool_}
-    arrays = {name: np.concatenate(parts).astype(kinds.get(name, np.int32))
+    arrays: dict[str, Any] = {name: np.concatenate(parts).astype(kinds.get(name, np.int32))
               for name, parts in columns.items()}  # fmt: skip
     return Booster(baseline=float(fitted._baseline_prediction.item()), **arrays)
 
