@@ -132,7 +132,7 @@ def test_answers_of_any_shape_are_survived() -> None:
     """Text, depth, tables that are lists, counts that are none."""
     for text in ("", "no json", "[" * 100_000, "{" * 100_000, '{"ata_smart_attributes": []}',
                  '{"ata_smart_attributes": {"table": [1, {"id": 5}, {"id": 5, "raw": 7}]}}',
-                 '{"smartctl": {"messages": [1]}, "smart_status": 1, "model_name": 5}'):  # fmt: skip
+                 '{"smartctl": {"messages": [1]}, "smart_status": 1}'):  # fmt: skip
         parse_smartctl("/dev/sda", 0, text)
         parse_nvme("/dev/nvme0n1", 0, text, identity=text)
     body = json.loads(json.dumps(ATA))
