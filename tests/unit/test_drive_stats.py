@@ -81,7 +81,7 @@ def test_a_packed_file_that_is_cut_short_is_an_error_that_names_it(
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.write(table, "a.csv")
     else:
-        path.write_bytes((lzma if kind == "xz" else gzip).compress(table.read_bytes()))  # type: ignore[attr-defined]
+        path.write_bytes((lzma if kind == "xz" else gzip).compress(table.read_bytes()))
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(ForecastError, match=r"cut short.*nothing was written"):
         survey([path], bad=BadRows())

@@ -12,6 +12,7 @@ from hpstore.health.forecast.attributes import COUNTERS, INDEX, SPEC_FLAG
 from hpstore.health.forecast.drives import DriveHistory
 from hpstore.health.forecast.evaluation import Evaluation, evaluate
 from hpstore.health.forecast.forecaster import FailureForecaster, Risk
+from hpstore.health.forecast.labels import fold_of
 from hpstore.health.forecast.model import ForecastModel, Tail
 from hpstore.health.forecast.rules import evidence, plain_sum, rule_scores
 from hpstore.health.forecast.training import TrainOptions, train, window_numbers
@@ -195,6 +196,28 @@ def test_windows_are_counted_back_and_halves_do_not_count() -> None:
     assert np.unique(found, return_counts=True)[1].tolist() == [20, 90, 90]
     assert found[:20].tolist() == [-1] * 20
     assert window_numbers(np.arange(30), 400, options).tolist() == [0] * 30
+
+
+def test_thresholds_come_from_peaks_of_the_other_folds_windows() -> None:
+    """The rule's tail by hand: each healthy drive that is not of the fold, each whole window of
+    days whose outcome is known, the tenth that is highest."""
+    options = replace(OPTIONS, window_days=30)
+    made = train(histories(FLEET), until=UNTIL, files=[], options=options)
+    for fold, part in enumerate(made.parts):
+        peaks = []
+        for drive in histories(FLEET).histories:
+            if drive.failed_day is not None and drive.failed_day <= UNTIL:
+                continue
+            if fold_of(made.salt, drive.serial, 2) != fold:
+                scores = rule_scores(drive.days, drive.values)
+                end = min(UNTIL, int(drive.days[-1])) - 14 - FIRST.toordinal()
+                last = UNTIL - 14 - FIRST.toordinal()
+                windows = [scores[max(6, last - 29) : end + 1], scores[6 : min(last - 29, end + 1)]]
+                whole = [w for w in windows if len(w) >= 15]
+                peaks += [w.max() for w in whole or [np.concatenate(windows)]]
+        peaks.sort(reverse=True)
+        assert part.tails["rule"].windows == len(peaks)
+        assert part.tails["rule"].peaks.tolist() == peaks[: int(np.ceil(len(peaks) / 10))]
 
 
 def test_tails_tell_thresholds_and_ranks() -> None:

@@ -1,8 +1,7 @@
 """Boosted trees as arrays: taken from scikit-learn, kept as JSON, evaluated here with numpy alone.
 
-All trees of a booster lie back to back in flat arrays; a node's children come after it, so a walk
-ends. A leaf has feature -1. The sum is made in scikit-learn's order, in float64: the result is the
-same to the last bit.
+All trees of a booster lie back to back in flat arrays. A leaf has feature -1. The sum is made in
+scikit-learn's order, in float64: the result is the same to the last bit.
 """
 
 from __future__ import annotations
@@ -158,17 +157,14 @@ def _check_walks(
     left: NDArray[np.int32],
     right: NDArray[np.int32],
 ) -> None:
-    """Children come after their parents, and no walk is longer than MAX_DEPTH."""
-    inner = np.flatnonzero(feature != _LEAF)
-    if (left[inner] <= inner).any() or (right[inner] <= inner).any():
-        raise damaged("a walk through its trees would not end")
+    """No walk is longer than MAX_DEPTH: none goes in a circle."""
     reached = np.unique(roots)
     for _ in range(MAX_DEPTH):
         reached = reached[feature[reached] != _LEAF]
         if not len(reached):
             return
         reached = np.unique(np.concatenate([left[reached], right[reached]]))
-    raise damaged(f"a tree is deeper than {MAX_DEPTH}")
+    raise damaged(f"a walk through its trees is longer than {MAX_DEPTH}, or does not end")
 
 
 def _whole(name: str, items: list[Json], low: int, high: int) -> NDArray[np.int32]:
