@@ -242,7 +242,7 @@ def _cells(found: Outcome) -> tuple[str, ...]:
         f"{found.far:.4f}",
         "" if lead is None else
         f"{lead.quartile_1:.1f} / {lead.median:.1f} / {lead.quartile_3:.1f}",
-        "" if found.precision is None else f"{found.precision:.3f}",
+        "" if found.precision_rescaled is None else f"{found.precision_rescaled:.3f}",
     )  # fmt: skip
 
 

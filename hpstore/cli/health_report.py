@@ -72,7 +72,8 @@ def report_machine(
     if not readings:
         sys.stdout.write("no disk in /sys/block\n")
         return
-    _show([(r.device, f) for r, f in judged if f is not None])
+    if answered:
+        _show([(r.device, f) for r, f in judged])
     for reading, _ in judged:
         if reading.readout is not Readout.OK:
             sys.stdout.write(f"{reading.device}: {reading.readout}: {reading.problem}\n")
@@ -82,10 +83,10 @@ def report_machine(
 
 
 def _recorded(record: Path) -> dict[str, DriveHistory]:
-    if not record.exists() or record.stat().st_size <= len(",".join(records.COLUMNS)) + 1:
+    if not record.exists() or not record.stat().st_size:
         return {}
     bad = BadRows()
-    gathered = load_histories([record], bad=bad, salt="", memory_bytes=_RECORD_BYTES)
+    gathered = load_histories([record], bad=bad, salt="", memory_bytes=_RECORD_BYTES, empty_ok=True)
     for line in bad.named:
         sys.stderr.write(f"LEFT OUT {line}\n")
     return {found.serial: found for found in gathered.histories}

@@ -181,6 +181,11 @@ def test_report_on_this_machine_records_and_looks_back(cli: Cli, machine: Path) 
     assert [(r["serial_number"], r["smart_5_raw"]) for r in rows] == [("Z1", "0")]
     cli("report", "--record", record)
     assert len(record.read_text().splitlines()) == 2  # once a day
+    record.write_text(record.read_text()[:-9])  # a crash in the first row of all
+    cli("report", "--record", record)
+    header, cut, whole = (line.count(",") for line in record.read_text().splitlines())
+    assert header == whole > cut
+    record.write_text("\n".join(record.read_text().splitlines()[::2]) + "\n")
     lines = record.read_text().splitlines()
     past = [lines[1].replace(rows[0]["date"], f"2024-01-{day:02}") for day in range(1, 9)]
     record.write_text("\n".join([lines[0], *past]) + "\n2024-01-09,Z1,ST40")

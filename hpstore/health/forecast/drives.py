@@ -94,8 +94,6 @@ def survey(
             if row.failed:
                 known = facts.failed_day
                 facts.failed_day = row.day if known is None else min(known, row.day)
-    if not found:
-        raise ForecastError(f"no drive in {', '.join(str(path) for path in paths)}")
     return found
 
 
@@ -190,13 +188,17 @@ def load_histories(
     salt: str,
     memory_bytes: int,
     family: str | None = None,
+    empty_ok: bool = False,
     progress: BytesDone | None = None,
 ) -> Gathered:
     """Both passes.
 
-    `progress` gets bytes of the stored files, in all twice their size. Raises ForecastError.
+    `progress` gets bytes of the stored files, in all twice their size. Raises ForecastError, also
+    when there is no drive in them, unless `empty_ok`.
     """
     drives = survey(paths, bad=bad, family=family, progress=progress)
+    if not drives and not empty_ok:
+        raise ForecastError(f"no drive in {', '.join(str(path) for path in paths)}")
     wanted, share = choose(drives, memory_bytes=memory_bytes, salt=salt)
     return gather(paths, drives, wanted, healthy_share=share, progress=progress)
 

@@ -30,7 +30,7 @@ def append(path: str, day: int, readings: Sequence[SmartReading]) -> None:
     Raises
     ------
     ForecastError
-        The file has other columns, or cannot be written. Nothing was added.
+        The file has other columns, or cannot be written (whole).
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -43,12 +43,18 @@ def append(path: str, day: int, readings: Sequence[SmartReading]) -> None:
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, _MODE)
         try:
-            os.write(file, (_beginning(path, file) + text.getvalue()).encode())
+            rows = (_beginning(path, file) + text.getvalue()).encode()
+            written = os.write(file, rows)
             os.fsync(file)
         finally:
             os.close(file)
     except OSError as error:
         raise ForecastError(f"cannot write the record {path}: {error.strerror or error}") from error
+    if written < len(rows):
+        raise ForecastError(
+            f"{written} of {len(rows)} bytes went into the record {path}: is there no space "
+            "left? What was there before is whole"
+        )
 
 
 def _beginning(path: str, file: int) -> str:
