@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 def run(
-    names: Annotated[list[str], typer.Argument(help="checkpoint, devices, erasure, loader")],
+    names: Annotated[
+        list[str], typer.Argument(help="cache, checkpoint, devices, erasure, health, loader")
+    ],
     json_file: Annotated[
         str, typer.Option("--json", help="write results to a file, - for standard output")
     ] = "",
@@ -42,16 +44,27 @@ def run(
         str,
         typer.Option(
             help="for checkpoint: torch.save,dcp,dcp.async,safetensors and others; for loader: "
-            "torch,litdata,webdataset,streaming,ffcv,grain"
+            "torch,litdata,webdataset,streaming,ffcv,grain; for cache: libcachesim,theine or none "
+            "(default: those installed); for health: all"
         ),
     ] = "",
     compression: Annotated[
         bool, typer.Option("--compression", help="for checkpoint: what each codec costs")
     ] = False,
     cases: Annotated[
-        str, typer.Option(help="for loader: warm,cold,limited,degraded,special (default: all)")
+        str,
+        typer.Option(
+            help="for loader: warm,cold,limited,degraded,special; for cache: workloads, cost; "
+            "for health: slow,healthy,load,hang,telemetry (default: all)"
+        ),
     ] = "",
     device: Annotated[str, typer.Option(help="for loader: where batches go, cpu or cuda")] = "cpu",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="for cache: small data, to show that all works")
+    ] = False,
+    plots: Annotated[
+        Path | None, typer.Option(help="for cache: a directory for pictures (PNG)")
+    ] = None,
 ) -> None:
     """Measure against raw rates of the same minute.  hpstore bench devices erasure --json -"""
     from hpstore.benchmarks.report import describe
@@ -68,6 +81,8 @@ def run(
         compression=compression,
         cases=cases,
         device=device,
+        quick=quick,
+        plots=plots,
     )
     results = measured(
         {name: replace(told, size_bytes=size_named(size, name)) for name in names}, json_file
