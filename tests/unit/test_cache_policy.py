@@ -234,6 +234,14 @@ def test_mistakes_are_named_and_change_nothing() -> None:
         policy.access(1, array(0))
     with pytest.raises(ConfigError, match=r"lacks \['learner_clock'"):
         policy.restore({"policy": array(1, 5, 1, 0)})
+    policy.access(0, array())
+    for name in ("learner_keys", "shadows_resident", "phases_seen", "past"):
+        other = CachePolicy(1, 5, 2)
+        other.access(0, array(1))
+        arrays = other.state_arrays()
+        arrays[name] = arrays[name][..., :0].reshape(-1, 3)
+        with pytest.raises(ConfigError, match=name):
+            policy.restore(arrays)
     saved = CachePolicy(1, 6, 2).state_arrays()
     with pytest.raises(ConfigError, match="start without it"):
         policy.restore(saved)
