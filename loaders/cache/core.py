@@ -150,23 +150,24 @@ class Core:
         """Flights for what is missing: others', or the asker's own."""
         admitted = set(plan.admit.tolist())
         mine: dict[int, int] = {}
-        for i in missing.tolist():
-            block = int(blocks[i])
+        flights, fetch = stock.flights, asked.fetch
+        coming, resident = plan.late[missing].tolist(), plan.hit[missing].tolist()
+        requests = zip(missing.tolist(), blocks[missing].tolist(), coming, resident, strict=True)
+        for i, block, told, held in requests:
             if block in mine:
                 asked.again.append((i, mine[block]))
                 continue
-            flight = stock.flights.get(block)
+            flight = flights.get(block)
             # the policy may know it as a resident, or as coming, though nobody fetches it
-            told = bool(plan.late[i])
-            keep = block in admitted or told or bool(plan.hit[i])
+            keep = told or held or block in admitted
             if flight is not None:
                 flight.keep |= keep
                 flight.waiting += 1
                 asked.late.append((i, block, flight))
                 continue
             mine[block] = i
-            flight = stock.flights[block] = Flight(keep, told=told)
-            asked.fetch.append((i, block, flight))
+            flight = flights[block] = Flight(keep, told=told)
+            fetch.append((i, block, flight))
 
     def _note_used(self, stock: Stock, blocks: Int64s, here: Bools) -> None:
         """Note requests, and which of them found their block."""

@@ -9,8 +9,9 @@ import pytest
 
 from hpstore.errors import ConfigError
 from hpstore.loaders import Dataset, DatasetWriter, Field
-from hpstore.loaders.cache import Cache, MemoryLost
+from hpstore.loaders.cache import Attached, Cache, MemoryLost, SharedAttached
 from hpstore.loaders.cache.records import RecordSource
+from hpstore.loaders.layout import Int64s
 from hpstore.pool import Pool
 from hpstore.units import KIB
 
@@ -30,11 +31,13 @@ def written(pool: Pool, seed: int, *, ragged: bool) -> Dataset:
     return Dataset(pool, "train")
 
 
-def checked(reader: object, data: Dataset, source: RecordSource, rows: np.ndarray) -> None:  # type: ignore[type-arg]
+def checked(
+    reader: Attached | SharedAttached, data: Dataset, source: RecordSource, rows: Int64s
+) -> None:
     """What the cache gives is what the data set gives."""
     wanted, _ = data.read_records(data.streams[0], rows)
     targets = [np.zeros(len(record), np.uint8) for record in wanted]
-    reader.read(rows, targets)  # type: ignore[attr-defined]
+    reader.read(rows, targets)
     for target, record in zip(targets, wanted, strict=True):
         assert np.array_equal(target, record)
 
