@@ -52,25 +52,22 @@ class PeerRun:
             path, requests=trace.requests, counted=trace.counted, capacities=capacities, **facts
         )
         # files, not pipes: nothing waits for a reader
-        self._out, self._err = (
-            open(f"{self._directory.name}/{name}", "w+") for name in ("out", "err")
-        )
-        self._process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(path), *packages], stdout=self._out, stderr=self._err
-        )
+        self._out, self._err = Path(self._directory.name, "out"), Path(self._directory.name, "err")
+        with self._out.open("w") as out, self._err.open("w") as err:
+            self._process = subprocess.Popen(
+                [sys.executable, str(SCRIPT), str(path), *packages], stdout=out, stderr=err
+            )
 
     def collect(self) -> tuple[dict[int, dict[str, dict[str, float]]], dict[str, str]]:
         """Ratios by capacity and policy, and what failed with its reason."""
         failed: dict[str, str] = {}
         try:
             if self._process.wait(_SECONDS):
-                self._err.seek(0)
-                failed["peers"] = self._err.read()[-500:] or f"exit {self._process.returncode}"
+                failed["peers"] = self._err.read_text()[-500:] or f"exit {self._process.returncode}"
         except subprocess.TimeoutExpired:
             failed["peers"] = f"cut after {_SECONDS:.0f} s"
         found: defaultdict[int, dict[str, dict[str, float]]] = defaultdict(dict)
-        self._out.seek(0)
-        for line in self._out.read().splitlines():
+        for line in self._out.read_text().splitlines():
             if not line.startswith("{"):
                 continue  # a library's own message
             row = json.loads(line)
@@ -87,8 +84,6 @@ class PeerRun:
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
-        self._out.close()
-        self._err.close()
         self._directory.cleanup()
 
 

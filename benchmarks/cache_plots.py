@@ -11,7 +11,7 @@ _CEILING, _OURS = "MIN", "hpstore"
 
 
 def plot_workload(directory: Path, name: str, rows: Mapping[str, Any], ratio: str) -> Path:
-    """One PNG; rows by capacity as bench_cache makes them. Raises ImportError without matplotlib."""
+    """One PNG; rows by capacity as bench_cache makes them. ImportError without matplotlib."""
     import matplotlib as mpl
 
     mpl.use("Agg")

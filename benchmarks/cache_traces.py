@@ -41,8 +41,9 @@ def regular(requests: Int64s, epoch: int, *, blocks: int, **more: object) -> Tra
 
 def zipf_weights(count: int, exponent: float) -> npt.NDArray[np.float64]:
     """Shares that fall with the rank."""
-    weights = np.arange(1, count + 1) ** -exponent
-    return weights / weights.sum()
+    weights: npt.NDArray[np.float64] = np.arange(1, count + 1) ** -exponent
+    shares: npt.NDArray[np.float64] = weights / weights.sum()
+    return shares
 
 
 def uniform(rng: Rng, blocks: int) -> Trace:

@@ -49,8 +49,8 @@ def foretell(sampler: Any, epochs: int = 1, *, draws_between: int = 0) -> list[I
 
     DistributedSampler: this epoch and those that set_epoch() will count on to. A sampler with a
     generator of its own: as many passes as asked for, if nobody else draws from it but, between
-    two passes, `draws_between` seeds: 1 for the generator that torch's DataLoader was given too. With
-    torch's default generator one pass, since anybody draws from that.
+    two passes, `draws_between` seeds: 1 for a generator that torch's DataLoader was given too.
+    With torch's default generator one pass, since anybody draws from that.
     """
     kind = type(sampler)
     if kind is BatchSampler:

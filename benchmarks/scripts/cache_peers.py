@@ -11,6 +11,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -59,39 +60,44 @@ def by_theine(library: Any, blocks: list[int], capacity: int) -> Hits:
     return hits
 
 
+def _say(row: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(row) + "\n")
+    sys.stdout.flush()
+
+
 def _play(path: str, peers: list[str]) -> None:
     with np.load(path) as file:
         requests, counted = file["requests"], int(file["counted"])
         capacities = file["capacities"].tolist()
-        sizes = file["sizes"] if "sizes" in file else None
+        sizes = file.get("sizes")
     blocks, plain = requests.tolist(), None if sizes is None else sizes.tolist()
     for package in peers:
         try:
             library = importlib.import_module(package)
         except ImportError as error:
-            print(json.dumps({"failed": package, "reason": str(error)}), flush=True)
+            _say({"failed": package, "reason": str(error)})
             continue
         for capacity in capacities:
             for name, run in _runs(package, library, blocks, plain, capacity):
                 try:
                     hits = run()[counted:]
                 except Exception as error:  # noqa: BLE001 (any failure of theirs is a line)
-                    print(json.dumps({"failed": name, "reason": repr(error)}), flush=True)
+                    _say({"failed": name, "reason": repr(error)})
                     continue
                 found = {"policy": name, "capacity": capacity, "hit_ratio": float(hits.mean())}
                 if sizes is not None:
                     weights = sizes[requests[counted:]]
                     found["byte_hit_ratio"] = float(weights @ hits / weights.sum())
-                print(json.dumps(found), flush=True)
+                _say(found)
 
 
 def _runs(
     package: str, library: Any, blocks: list[int], sizes: list[int] | None, capacity: int
 ) -> list[tuple[str, Callable[[], Hits]]]:  # fmt: skip
     if package == "theine":
-        return [(THEINE, lambda: by_theine(library, blocks, capacity))] if sizes is None else []
+        return [(THEINE, partial(by_theine, library, blocks, capacity))] if sizes is None else []
     return [
-        (name, lambda name=name: by_libcachesim(library, name, blocks, sizes, capacity))
+        (name, partial(by_libcachesim, library, name, blocks, sizes, capacity))
         for name in LIBCACHESIM
     ]  # fmt: skip
 

@@ -44,7 +44,8 @@ def run(
         bool, typer.Option("--compression", help="for checkpoint: what each codec costs")
     ] = False,
     cases: Annotated[
-        str, typer.Option(
+        str,
+        typer.Option(
             help="for loader: warm,cold,limited,degraded,special; for cache: workloads, cost "
             "(default: all)"
         ),

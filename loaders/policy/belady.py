@@ -24,7 +24,8 @@ def belady(requests: npt.ArrayLike, capacity_blocks: int) -> Bools:
     """bool[n]: which requests hit under MIN with bypass, one by one. Equal blocks only.
 
     What is asked for latest leaves; a newcomer that is asked for later still does not come in
-    (L. A. Belady, 1966; bypass as in the analysis of R. L. Mattson et al., 1970). About 1 us a request.
+    (L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", 1966).
+    About 1 us a request.
     """
     asked = np.ascontiguousarray(requests, np.int64)
     count = len(asked)

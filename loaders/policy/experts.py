@@ -44,11 +44,11 @@ def _experts() -> tuple[Expert, ...]:
     forever = column[math.inf]
     old = [
         Expert(name=f"half-life {half:g}", column=column[half])
-        for half in (math.inf, 8.0, 2.0, 0.5, 0.25)
+        for half in (math.inf, 8.0, 2.0, 0.5)
     ]
     new = [
         Expert(name=f"half-life {half:g}, fresh", column=column[half], margin=0.0, fresh=True)
-        for half in (math.inf, 2.0, 0.5)
+        for half in (math.inf, 2.0, 1.0, 0.5)
     ]
     return (
         *old, *new,
@@ -69,9 +69,9 @@ BEYOND = Expert(name="beyond the horizon", column=0)
 
 SAMPLE_SHARE = 1 / 8
 SAMPLE_LEAST, SAMPLE_MOST = 4096, 16_384
-_MEMORY = 0.5  # half-life of an expert's score, in epochs
+_MEMORY = 1.0  # half-life of an expert's score, in epochs
 _GAIN = 0.005  # of its hits: less is not worth the change
-_DEVIATIONS = 1.5  # of the difference of two experts' hits: what less says is chance
+_DEVIATIONS = 2.0  # of the difference of two experts' hits: what less says is chance
 
 
 class Shadows:
@@ -82,10 +82,11 @@ class Shadows:
         chosen = np.random.Generator(np.random.PCG64(seed)).choice(blocks, count, replace=False)
         self.sample: Int64s = np.sort(chosen).astype(np.int64)
         self.room = max(1, round(count * capacity_share))
-        self.every = max(16, self.room // 4)
+        self.every = max(16, self.room // 8)
         self.resident = np.zeros((len(EXPERTS), count), np.bool_)
         self.scores = np.zeros(len(EXPERTS))
         self.spread = np.zeros((len(EXPERTS), len(EXPERTS)))
+        self._came = np.zeros(len(EXPERTS), np.int64)
         self.active = 0
         self.switches = 0
         self._waiting: list[Int64s] = []
@@ -115,9 +116,13 @@ class Shadows:
         new = np.minimum(newcomers[:, asked], np.float32(2 * NO_ROOM))
         value[:, asked] = np.where(there, waits[:, asked], new)
         kept = np.isfinite(value)
-        if self.room < value.shape[1]:
-            beyond = np.argpartition(value, self.room - 1, axis=1)[:, self.room :]
-            np.put_along_axis(kept, beyond, False, axis=1)
+        # Requests are played many at a time, and nobody leaves in between: who lets in many would
+        # have more room than others. So half of what came in the last time is taken off.
+        for row, came in enumerate(self._came.tolist()):
+            room = max(1, self.room - came // 2)
+            if room < value.shape[1]:
+                kept[row, np.argpartition(value[row], room - 1)[room:]] = False
+        self._came = np.count_nonzero(kept[:, asked] & ~there, axis=1)
         self.resident = kept
         # the first request of a newcomer misses, its repeats in the same step hit if it stays
         hits = there @ times + (kept[:, asked] & ~there) @ (times - 1)
@@ -144,13 +149,14 @@ class Shadows:
         held = np.concatenate(self._waiting) if self._waiting else np.empty(0, np.int64)
         numbers = np.array([self.active, self.switches])
         return {"resident": self.resident, "scores": self.scores, "spread": self.spread,
-                "numbers": numbers, "waiting": held}  # fmt: skip
+                "came": self._came, "numbers": numbers, "waiting": held}  # fmt: skip
 
     def load(self, arrays: dict[str, npt.NDArray[np.generic]]) -> None:
         """The opposite of state()."""
         self.resident = arrays["resident"].astype(np.bool_)
         self.scores = arrays["scores"].astype(np.float64)
         self.spread = arrays["spread"].astype(np.float64)
+        self._came = arrays["came"].astype(np.int64)
         self.active, self.switches = arrays["numbers"].astype(np.int64).tolist()
         held = arrays["waiting"].astype(np.int64)
         self._waiting, self._held = ([held] if len(held) else []), len(held)

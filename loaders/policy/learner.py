@@ -1,8 +1,8 @@
 """How often blocks are asked for: counts that fade, one for each half-life.
 
 Forward decay (G. Cormode, V. Shkapenyuk, D. Srivastava, B. Xu, "Forward decay", ICDE 2009): a
-request at time t weighs 2**(t / H), for ever; only the sum's logarithm is kept. So nothing ages, and
-blocks that are not asked for keep their order without being touched.
+request at time t weighs 2**(t / H), for ever; only the sum's logarithm is kept. So nothing ages,
+and blocks that are not asked for keep their order without being touched.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from hpstore.loaders.policy.plans import Floats, Int64s
 from hpstore.loaders.policy.residents import Int32s
 
-HALF_LIVES = (2.0, 0.25, 0.5, 8.0, math.inf, 0.02)
+HALF_LIVES = (2.0, 1.0, 0.5, 8.0, math.inf, 0.02)
 """In epochs, one column each. The first is kept even when all orders are known: it ranks what lies
 beyond the horizon. The last is recency."""
 

@@ -160,7 +160,7 @@ class CachePolicy:
         return Plan(hit=hit, late=late, again=again, admit=admit, evict=evict)
 
     def next_wanted(self, job: int, budget_bytes: int, *, requests: int = 65_536) -> Wanted:
-        """Blocks that a job will ask for, by deadline: at most `budget_bytes`, of the next `requests`.
+        """Blocks that a job will ask for, by deadline, of its next `requests`: up to a budget.
 
         Do no harm: a block is only fetched when it fits, or when residents used later than it can
         make room. Empty when the order is unknown.
@@ -200,14 +200,17 @@ class CachePolicy:
         self._land(here[self._state[here] & _FLIGHT != 0])
 
     def dropped(self, blocks: Int64s) -> None:
-        """Blocks left the cache for other reasons: failed fetch, disk gone. Absent ones are no error."""
+        """Blocks left the cache for other reasons: failed fetch, disk gone.
+
+        Absent ones are no error.
+        """
         gone = np.unique(self._checked(blocks))
         gone = gone[self._residents.contains(gone)]
         self._land(gone[self._state[gone] & _FLIGHT != 0])
         self._remove(gone)
 
     def hold(self, blocks: Int64s) -> Int64s:
-        """Blocks found in the cache at a start (a disk of the last run): those that fit are resident.
+        """Blocks found in the cache at a start (a disk of the last run): those that fit stay.
 
         Returns those that do not fit, for the caller to remove. Already resident ones are kept.
         """
@@ -242,9 +245,9 @@ class CachePolicy:
             self._pins[distinct] = pins
 
     def expected_use(self, blocks: Int64s) -> Floats:
-        """When blocks are needed next: float32[n], ln of requests (of all jobs) from now; inf: never.
+        """When blocks are needed next: float32[n], ln of requests of all jobs from now.
 
-        The score of every decision; tiers compare it to keep the soonest in the fastest.
+        inf: never. The score of every decision; tiers compare it to keep the soonest nearest.
         """
         return self._outlook.waits(self._checked(blocks))
 

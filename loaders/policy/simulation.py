@@ -51,8 +51,9 @@ def simulate(
     in a row are decided on together, each job's by themselves. `epoch_starts`: indices into
     `requests` where a job's epochs begin, a list per job when there are several; without them
     there are no phase bits. `known_order` needs them: every job's order is told up to the end of
-    its epoch and `horizon_epochs` whole epochs beyond. `blocks`: how many there are, the largest id
-    + 1 unless given. With `sizes` int64[blocks] the capacity is `capacity_bytes`. Raises ConfigError.
+    its epoch and `horizon_epochs` whole epochs beyond. `blocks`: how many there are, the largest
+    id + 1 unless given. With `sizes` int64[blocks] the capacity is `capacity_bytes`. Raises
+    ConfigError.
     """
     asked = np.ascontiguousarray(requests, np.int64).reshape(-1)
     owner = np.zeros(len(asked), np.int64) if jobs is None else np.asarray(jobs, np.int64)
