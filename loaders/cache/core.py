@@ -150,6 +150,7 @@ class Core:
         """Flights for what is missing: others', or the asker's own."""
         admitted = set(plan.admit.tolist())
         mine: dict[int, int] = {}
+        ahead: list[int] = []  # on its way by a prefetch, which was not soon enough
         flights, fetch = stock.flights, asked.fetch
         coming, resident = plan.late[missing].tolist(), plan.hit[missing].tolist()
         requests = zip(missing.tolist(), blocks[missing].tolist(), coming, resident, strict=True)
@@ -163,11 +164,19 @@ class Core:
             if flight is not None:
                 flight.keep |= keep
                 flight.waiting += 1
+                if flight.ahead and not flight.asked:
+                    flight.asked = True
+                    ahead.append(block)
                 asked.late.append((i, block, flight))
                 continue
             mine[block] = i
             flight = flights[block] = Flight(keep, told=told)
             fetch.append((i, block, flight))
+        if ahead:
+            self.tally.add(
+                prefetch_late_total=len(ahead),
+                prefetch_late_bytes=bytes_of(stock.sizes, np.array(ahead, np.int64)),
+            )
 
     def _note_used(self, stock: Stock, blocks: Int64s, here: Bools) -> None:
         """Note requests, and which of them found their block."""
@@ -189,16 +198,12 @@ class Core:
             stock.ahead_bytes -= bytes_of(stock.sizes, marked)
         return marked
 
-    def wait(self, stock: Stock, late: Sequence[tuple[int, int, Flight]]) -> None:
+    def wait(self, late: Sequence[tuple[int, int, Flight]]) -> None:
         """Until all of these flights have ended, or it takes too long."""
         with self.lock:
             self.landed.wait_for(lambda: all(f.done for _, _, f in late), LATE_SECONDS)
-            for _, block, flight in late:
+            for _, _, flight in late:
                 flight.waiting -= 1
-                if flight.ahead:
-                    self.tally.add(prefetch_late_total=1)
-                    late_one = self._clear_ahead(stock, np.array([block], np.int64))
-                    self.tally.add(prefetch_late_bytes=bytes_of(stock.sizes, late_one))
 
     def copied(self, room: Room, ticket: int) -> None:
         """The pages that were found are not needed any more."""
@@ -276,7 +281,7 @@ class Core:
                 head = None
             if head is not None:
                 stock.first[one.block] = head
-                if one.flight.ahead:
+                if one.flight.ahead and not one.flight.asked:
                     stock.marks[one.block] |= AHEAD
             elif one.flight.keep:
                 lost.append(one.block)
