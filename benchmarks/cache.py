@@ -35,7 +35,7 @@ def bench_cache(options: Options) -> dict[str, object]:
 
     `options.cases`: names of workloads, or "cost"; all unless given. `quick`: a fifth of the
     blocks, which shows that all works; the bars are meant for the whole. Results are handed to
-    `options.report` after each workload, so that a run that is cut leaves what it has.
+    `options.keep` after each workload, so that a run that is cut leaves what it has.
     """
     chosen = _cases(options.cases)
     packages = packages_named(options.peers)
@@ -61,7 +61,7 @@ def bench_cache(options: Options) -> dict[str, object]:
             if options.plots is not None:
                 failed |= _plotted(options.plots, name, workloads[name])
         results["not_met"] = list(unmet(results))
-        options.report(results)
+        options.keep(results)
         _log.info("bench cache: %s done", name)
     return results
 

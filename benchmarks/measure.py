@@ -8,6 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+Keep = Callable[[dict[str, object]], None]
+
+
+def _forget(found: dict[str, object]) -> None:
+    """Nobody wants it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -22,8 +28,7 @@ class Options:
     device: str = "cpu"  # of loaders: where batches go
     quick: bool = False  # of caches: small data, to show that all works
     plots: Path | None = None  # of caches: a directory for pictures
-    report: Callable[[Mapping[str, object]], object] = lambda results: None
-    """Called with what there is so far, where a benchmark takes minutes."""
+    keep: Keep = _forget  # is told what has been found so far, from time to time
 
 
 def seconds(action: Callable[[], object]) -> float:

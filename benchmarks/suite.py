@@ -31,16 +31,25 @@ def bench_loader(options: Options) -> dict[str, object]:
     return run(options)
 
 
+def bench_health(options: Options) -> dict[str, object]:
+    """benchmarks/health.py; nothing is stored."""
+    from hpstore.benchmarks.health import bench_health as run
+
+    return run(options)
+
+
 BENCHMARKS: dict[str, Callable[[Options], dict[str, object]]] = {
     "cache": bench_cache,
     "checkpoint": bench_checkpoint,
     "devices": bench_devices,
     "erasure": bench_erasure,
+    "health": bench_health,
     "loader": bench_loader,
 }
 DEFAULT_BYTES = {
     "cache": 0,  # no data are written
-    "checkpoint": 1_622_000_000, "devices": GIB, "erasure": GIB, "loader": 200_000 * 12 * KIB,
+    "checkpoint": 1_622_000_000, "devices": GIB, "erasure": GIB, "health": 0,
+    "loader": 200_000 * 12 * KIB,
 }  # fmt: skip
 SMALL_BYTES = 24 * MIB
 

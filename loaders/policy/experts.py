@@ -69,9 +69,9 @@ BEYOND = Expert(name="beyond the horizon", column=0)
 
 SAMPLE_SHARE = 1 / 8
 SAMPLE_LEAST, SAMPLE_MOST = 4096, 16_384
-_MEMORY = 1.0  # half-life of an expert's score, in epochs
+_MEMORY = 2.0  # half-life of an expert's score, in epochs
 _GAIN = 0.005  # of its hits: less is not worth the change
-_DEVIATIONS = 2.0  # of the difference of two experts' hits: what less says is chance
+_DEVIATIONS = 1.5  # of the difference of two experts' hits: what less says is chance
 
 
 class Shadows:

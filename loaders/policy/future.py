@@ -89,11 +89,7 @@ class Future:
 
     def _at(self, start: int, stop: int) -> Int64s | slice:
         """Places of positions in the ring."""
-        size = max(len(self._queue), 1)
-        low = start % size
-        if low + stop - start <= size:
-            return slice(low, low + stop - start)
-        return np.arange(start, stop) % size
+        return _places(start, stop, max(len(self._queue), 1))
 
     def _reserve(self, more: int) -> None:
         if not len(self._next):
@@ -105,7 +101,7 @@ class Future:
         if room <= len(self._queue):
             return
         queue, following = np.empty(room, np.int32), np.full(room, NEVER)
-        old, new = self._at(self.head, self.end), np.arange(self.head, self.end) % room
+        old, new = self._at(self.head, self.end), _places(self.head, self.end, room)
         queue[new], following[new] = self._queue[old], self._following[old]
         self._queue, self._following = queue, following
 
@@ -139,6 +135,14 @@ class Future:
         last = np.concatenate((~again, [True]))
         self._last[block[last]] = positions[rank[last]]
         self.end += count
+
+
+def _places(start: int, stop: int, size: int) -> Int64s | slice:
+    """Of positions in a ring of `size`: one slice where they do not go round."""
+    low = start % size
+    if low + stop - start <= size:
+        return slice(low, low + stop - start)
+    return np.arange(start, stop) % size
 
 
 __all__ = ["NEVER", "Future"]

@@ -16,7 +16,7 @@ EXACT = 4096
 """Up to so many residents all are compared, above a few for every newcomer."""
 
 _CANDIDATES = 8  # for every victim
-_TOGETHER = 32  # newcomers set against drawn residents at first, then twice as many
+_TOGETHER = 32  # newcomers set against drawn residents; up to 8 times as many if so many win
 _SCAN = 4096  # foretold requests looked at in one go
 _FLIGHT = np.uint8(1)
 _VERSION = 1
@@ -55,6 +55,7 @@ class CachePolicy:
         self._smallest = sizes if isinstance(sizes, int) else int(sizes.min())
         self._residents = Residents(blocks)
         self._used = 0
+        self._together = _TOGETHER
         self._state = np.zeros(blocks, np.uint8)
         self._in_flight = 0
         self._pins = np.empty(0, np.uint8)  # until the first pin
@@ -256,7 +257,8 @@ class CachePolicy:
 
         Not foretold orders: they are told again.
         """
-        made = np.array([_VERSION, self.blocks, self.jobs, self._residents.draws])
+        draws = (self._residents.draws, self._together)
+        made = np.array([_VERSION, self.blocks, self.jobs, *draws])
         found = {"policy": made, "residents": self._residents.listed(), **self._outlook.state()}
         return {name: np.array(array) for name, array in found.items()}
 
@@ -274,7 +276,7 @@ class CachePolicy:
         there = self._checked(there)
         self._outlook.load(arrays)
         self._residents = Residents(self.blocks)
-        self._residents.draws = int(arrays["policy"].astype(np.int64)[3])
+        self._residents.draws, self._together = arrays["policy"].astype(np.int64)[3:].tolist()
         self._used = self._in_flight = self._pinned = 0
         self._state[:] = 0
         self._pins = np.empty(0, np.uint8)
@@ -312,7 +314,8 @@ class CachePolicy:
             self._add(newcomers[rank])
             return newcomers[rank], np.empty(0, np.int64)
         came, gone = [], []
-        together = len(newcomers) if self._residents.count <= EXACT else _TOGETHER
+        exact = self._residents.count <= EXACT
+        together = len(newcomers) if exact else self._together
         while len(newcomers):
             victims, latest = self._candidates(together)
             if self.capacity_bytes - self._used < self._smallest:
@@ -331,6 +334,9 @@ class CachePolicy:
                 break
             newcomers, waits = newcomers[taken:], waits[taken:]
             together *= 2
+        if not exact:
+            won = sum(map(len, came))
+            self._together = min(max(_TOGETHER, 1 << won.bit_length()), 8 * _TOGETHER)
         if len(came) == 1:
             return came[0], gone[0]
         nothing = [np.empty(0, np.int64)]
@@ -477,8 +483,11 @@ def _distinct(blocks: Int64s) -> tuple[Int64s, Int64s, Int64s]:
     first = keyed & ((1 << bits) - 1)
     if starts.all():
         return ranked, first, np.ones(count, np.int64)
-    at = np.flatnonzero(starts)
-    return ranked[at], first[at], np.diff(at, append=count)
+    (at,) = starts.nonzero()
+    counts = np.empty(len(at), np.int64)
+    np.subtract(at[1:], at[:-1], out=counts[:-1])
+    counts[-1:] = count - at[-1:]
+    return ranked[at], first[at], counts
 
 
 def _run(flags: Bools) -> int:
