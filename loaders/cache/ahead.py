@@ -26,7 +26,8 @@ _log = logging.getLogger(__name__)
 PAUSE_SECONDS = 1.0  # after a prefetch that failed: demands meet the error themselves
 JOIN_SECONDS = 5.0
 CHORE_SECONDS = 300.0
-WINDOW_SHARE = 4  # credits are at most one part in so many of the memory
+# credits are at most one part in so many of the memory, and for a batch in so many
+WINDOW_SHARE, MOST_WINDOW_SHARE = 8, 4
 _ALIGNMENT = 4096  # of targets, for reads that go past the page cache
 
 
@@ -120,8 +121,9 @@ def next_work(core: Core) -> Work | None:
 def _wanted(core: Core, stock: Stock, job: Job) -> Work | None:
     pages = core.room.pages
     largest = -(-stock.largest_bytes // pages.page_bytes) * pages.page_bytes
-    most = pages.page_count * pages.page_bytes // WINDOW_SHARE
-    window = max(min(stock.pace.window_bytes(), most), largest)
+    room = pages.page_count * pages.page_bytes
+    window = min(stock.pace.window_bytes(), room // WINDOW_SHARE)
+    window = max(window, min(stock.batch_bytes, room // MOST_WINDOW_SHARE), largest)
     call = max(min(stock.pace.call_bytes(), window // 2), largest)
     credit = window - stock.ahead_bytes
     if credit < max(call // 2, largest):  # few large calls, not many small ones

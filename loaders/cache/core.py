@@ -150,23 +150,33 @@ class Core:
         """Flights for what is missing: others', or the asker's own."""
         admitted = set(plan.admit.tolist())
         mine: dict[int, int] = {}
-        for i in missing.tolist():
-            block = int(blocks[i])
+        ahead: list[int] = []  # on its way by a prefetch, which was not soon enough
+        flights, fetch = stock.flights, asked.fetch
+        coming, resident = plan.late[missing].tolist(), plan.hit[missing].tolist()
+        requests = zip(missing.tolist(), blocks[missing].tolist(), coming, resident, strict=True)
+        for i, block, told, held in requests:
             if block in mine:
                 asked.again.append((i, mine[block]))
                 continue
-            flight = stock.flights.get(block)
+            flight = flights.get(block)
             # the policy may know it as a resident, or as coming, though nobody fetches it
-            told = bool(plan.late[i])
-            keep = block in admitted or told or bool(plan.hit[i])
+            keep = told or held or block in admitted
             if flight is not None:
                 flight.keep |= keep
                 flight.waiting += 1
+                if flight.ahead and not flight.asked:
+                    flight.asked = True
+                    ahead.append(block)
                 asked.late.append((i, block, flight))
                 continue
             mine[block] = i
-            flight = stock.flights[block] = Flight(keep, told=told)
-            asked.fetch.append((i, block, flight))
+            flight = flights[block] = Flight(keep, told=told)
+            fetch.append((i, block, flight))
+        if ahead:
+            self.tally.add(
+                prefetch_late_total=len(ahead),
+                prefetch_late_bytes=bytes_of(stock.sizes, np.array(ahead, np.int64)),
+            )
 
     def _note_used(self, stock: Stock, blocks: Int64s, here: Bools) -> None:
         """Note requests, and which of them found their block."""
@@ -188,16 +198,12 @@ class Core:
             stock.ahead_bytes -= bytes_of(stock.sizes, marked)
         return marked
 
-    def wait(self, stock: Stock, late: Sequence[tuple[int, int, Flight]]) -> None:
+    def wait(self, late: Sequence[tuple[int, int, Flight]]) -> None:
         """Until all of these flights have ended, or it takes too long."""
         with self.lock:
             self.landed.wait_for(lambda: all(f.done for _, _, f in late), LATE_SECONDS)
-            for _, block, flight in late:
+            for _, _, flight in late:
                 flight.waiting -= 1
-                if flight.ahead:
-                    self.tally.add(prefetch_late_total=1)
-                    late_one = self._clear_ahead(stock, np.array([block], np.int64))
-                    self.tally.add(prefetch_late_bytes=bytes_of(stock.sizes, late_one))
 
     def copied(self, room: Room, ticket: int) -> None:
         """The pages that were found are not needed any more."""
@@ -275,7 +281,7 @@ class Core:
                 head = None
             if head is not None:
                 stock.first[one.block] = head
-                if one.flight.ahead:
+                if one.flight.ahead and not one.flight.asked:
                     stock.marks[one.block] |= AHEAD
             elif one.flight.keep:
                 lost.append(one.block)

@@ -199,9 +199,7 @@ class Division:
 
 def _spare_pages(pages: Pages, stocks: list[Stock]) -> int:
     """Pages for a batch of each source that leaves, within limits."""
-    batch = sum(
-        s.batch_blocks * total_bytes(s.sizes, s.block_count) // s.block_count for s in stocks
-    )
+    batch = sum(stock.batch_bytes for stock in stocks)
     wanted = min(-(-batch // pages.page_bytes), pages.page_count // MOST_SPARE_SHARE)
     return max(1, wanted, pages.page_count // SPARE_SHARE)
 
