@@ -1,4 +1,4 @@
-"""The cache's policy: hit ratios against Belady's MIN and other policies, and its own cost."""
+"""The cache: hit ratios against Belady's MIN and other policies, its own cost, loaders with it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 from hpstore.benchmarks.cache_bars import CAPACITIES, share_of_min, to_best_peer
 from hpstore.benchmarks.cache_cost import BLOCKS as COST_BLOCKS
 from hpstore.benchmarks.cache_cost import measure_cost
+from hpstore.benchmarks.cache_end_to_end import QUICK, Scale, measure_end_to_end
 from hpstore.benchmarks.cache_peers import PeerRun, missing, packages_named
 from hpstore.benchmarks.cache_plots import plot_workload
 from hpstore.benchmarks.cache_traces import BLOCKS, TRACES, Trace, trace_named
@@ -23,19 +24,20 @@ _log = logging.getLogger(__name__)
 
 SEED = 20261121
 BATCH = 64
-COST = "cost"
+COST, END_TO_END = "cost", "end-to-end"
 QUICK_BLOCKS, QUICK_COST_BLOCKS = 2000, 500_000
+MOST_REPEATS = 3  # of end to end: half a minute each
 _REQUEST_COST = 1 << 40  # of "by count": every request costs the same, whatever its size
 # Any: JSON
 Found = dict[str, Any]
 
 
 def bench_cache(options: Options) -> dict[str, object]:
-    """Every workload at 10, 20 and 40 %, order unknown and known; then the cost of a sample.
+    """Every workload at 10, 20 and 40 %, order unknown and known; the cost of a sample; loaders.
 
-    `options.cases`: names of workloads, or "cost"; all unless given. `quick`: a fifth of the
-    blocks, which shows that all works; the bars are meant for the whole. Results are handed to
-    `options.keep` after each workload, so that a run that is cut leaves what it has.
+    `options.cases`: names of workloads, "cost" or "end-to-end"; all unless given. `quick`: little
+    data, which shows that all works; the bars are meant for the whole. Results are handed to
+    `options.keep` after each case, so that a run that is cut leaves what it has.
     """
     chosen = _cases(options.cases)
     packages = packages_named(options.peers)
@@ -54,6 +56,12 @@ def bench_cache(options: Options) -> dict[str, object]:
             results[COST] = measure_cost(
                 blocks=QUICK_COST_BLOCKS if options.quick else COST_BLOCKS,
                 repeats=options.repeats,
+            )
+        elif name == END_TO_END:
+            results[END_TO_END] = measure_end_to_end(
+                scale=QUICK if options.quick else Scale(),
+                repeats=min(options.repeats, MOST_REPEATS),
+                directory=options.directory,
             )
         else:
             workloads[name], problems = _workload(name, blocks, present)
@@ -79,7 +87,7 @@ def unmet(results: Mapping[str, Any], path: str = "") -> list[str]:
 
 
 def _cases(named: str) -> list[str]:
-    known = [*TRACES, COST]
+    known = [*TRACES, COST, END_TO_END]
     chosen = [name.strip() for name in named.split(",") if name.strip()] or known
     for name in chosen:
         if name not in known:

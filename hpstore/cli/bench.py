@@ -29,7 +29,7 @@ _PEERS = (
     "(default: those installed); for health: all"
 )
 _CASES = (
-    "for loader: warm,cold,limited,degraded,special; for cache: workloads, cost; "
+    "for loader: warm,cold,limited,degraded,special; for cache: workloads, cost, end-to-end; "
     "for health: slow,healthy,load,hang,telemetry (default: all)"
 )
 
