@@ -75,3 +75,18 @@ def test_digits_are_learnt_and_a_run_that_was_cut_ends_as_the_whole_one(config: 
     right = re.search(r"([0-9.]+) right", whole[-1])
     assert right is not None
     assert float(right.group(1)) > 0.8
+
+
+def test_training_from_slow_storage_is_the_same_with_the_cache() -> None:
+    """The example compares all losses itself; the cache has hits and misses."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "remote_cache.py"), "--samples", "256",
+         "--epochs", "2", "--latency-ms", "1"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    row = next(line for line in done.stdout.splitlines() if "cache of 1/4" in line)
+    hits, _, misses = (int(n) for n in re.findall(r"│\s+(\d+)\s+(?=│)", row))
+    assert hits > 0
+    assert misses > 0
