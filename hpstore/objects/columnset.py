@@ -40,6 +40,11 @@ class ColumnWriter:
         self._handle: WriteHandle | None = None
 
     @property
+    def recycled(self) -> bool:
+        """It overwrites a kept file."""
+        return self._handle is not None and self._handle.recycled
+
+    @property
     def path(self) -> str:
         """Where it will be."""
         return path_on(self.device, self.header.key, self.header.name)
@@ -168,6 +173,8 @@ class ColumnSet:
     def create(self) -> None:
         """Reserve space for all columns, side by side."""
         self.settle(self.submit(lambda column: column.create))
+        recycled = sum(column.recycled for column in self.alive())
+        self._store.metrics.count("column_recycled_total", recycled)
 
     def finish(self) -> None:
         """Seal and publish every column that is alive. Raises MembershipMoved."""
