@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
@@ -53,18 +53,34 @@ class Copier:
         self._threads: ThreadPoolExecutor | None = None
         self._helpers = max(0, min(MAX_THREADS, len(os.sched_getaffinity(0))) - 1)
 
-    def run(self, pairs: Iterable[Pair]) -> None:
-        """Copy all; on return the sources may change. The caller's thread takes part."""
+    def run(
+        self, pairs: Iterable[Pair], reached: Callable[[int], None] | None = None
+    ) -> None:  # fmt: skip
+        """Copy all; on return the sources may change. The caller's thread takes part.
+
+        `reached` is told, by any thread, addresses of targets below which all is copied, for
+        targets that lie one behind the other.
+        """
         todo = pieces(pairs)
-        lock = threading.Lock()  # guards todo
+        lock = threading.Lock()  # guards todo and under_way
+        under_way: list[int] = []  # addresses, ascending
 
         def work() -> None:
             with torch.no_grad():
+                at = -1
                 while True:
                     with lock:
+                        if at >= 0:
+                            under_way.remove(at)
                         piece = next(todo, None)
-                    if piece is None:
-                        return
+                        if piece is None:
+                            return
+                        if reached is not None:
+                            at = piece[0].ctypes.data
+                            under_way.append(at)
+                            low = under_way[0]
+                    if reached is not None:
+                        reached(low)
                     np.copyto(piece[0], piece[1])
 
         if self._helpers and self._threads is None:
