@@ -62,25 +62,28 @@ class Copier:
         targets that lie one behind the other.
         """
         todo = pieces(pairs)
-        lock = threading.Lock()  # guards todo and under_way
-        under_way: list[int] = []  # addresses, ascending
+        lock = threading.Lock()  # guards todo, under_way and end
+        under_way: list[int] = []  # addresses of pieces, ascending
+        end = 0  # of the last piece that somebody took
 
         def work() -> None:
+            nonlocal end
+            at = 0
             with torch.no_grad():
-                at = -1
                 while True:
                     with lock:
-                        if at >= 0:
+                        if at:
                             under_way.remove(at)
                         piece = next(todo, None)
-                        if piece is None:
-                            return
-                        if reached is not None:
+                        if piece is not None and reached is not None:
                             at = piece[0].ctypes.data
+                            end = at + len(piece[0])
                             under_way.append(at)
-                            low = under_way[0]
+                        low = under_way[0] if under_way else end
                     if reached is not None:
                         reached(low)
+                    if piece is None:
+                        return
                     np.copyto(piece[0], piece[1])
 
         if self._helpers and self._threads is None:
