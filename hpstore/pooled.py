@@ -11,8 +11,9 @@ import numpy.typing as npt
 from hpstore.closing import Closing
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError, TooManyErasures
+from hpstore.objects.fill import Filled, UnitFill
 from hpstore.objects.info import version_token
-from hpstore.objects.read import Changed, Deliver, open_object
+from hpstore.objects.read import Changed, Deliver, ObjectReader, open_object
 from hpstore.objects.scatter import Scatter, Scattered
 from hpstore.objects.store import Store
 
@@ -27,10 +28,14 @@ class PooledReader(Closing):
     deleted, reads raise ObjectNotFound.
     """
 
-    def __init__(self, store: Store, key: str) -> None:
+    def __init__(self, store: Store, key: str, reader: ObjectReader | None = None) -> None:
         self._store, self._key = store, key
-        self._reader = open_object(store, key)
+        self._reader = open_object(store, key) if reader is None else reader
         self._closed = False
+
+    def share(self) -> PooledReader:
+        """Another reader over the same open files, for another thread; this one is not in use."""
+        return PooledReader(self._store, self._key, self._reader.share())
 
     @property
     def size(self) -> int:
@@ -73,21 +78,28 @@ class PooledReader(Closing):
         self._again(read)
 
     def add_to(
-        self, scatter: Scatter, starts: npt.NDArray[np.int64], numbers: npt.NDArray[np.int64]
+        self,
+        reads: Scatter | UnitFill,
+        starts: npt.NDArray[np.int64],
+        numbers: npt.NDArray[np.int64],
     ) -> None:
-        """As Scatter.add, for this object: ranges for whose bytes the caller has checksums.
+        """As Scatter.add or UnitFill.add, for this object.
 
-        Then `run_scatter`. What is not good after it is to be read again by read_into or
-        read_ranges, which verify by blocks, decode and repair.
+        Then `run_scatter` or `run_fill`. What is not good after it is to be read again by read_into
+        or read_ranges, which verify by blocks, decode and repair.
         """
         if self._closed:
             raise ConfigError(f"the reader of {self._key!r} is closed")
         self._reader.open_enough()
-        scatter.add(self._store, self._reader, starts, numbers)
+        reads.add(self._reader, starts, numbers)
 
     def run_scatter(self, scatter: Scatter) -> Scattered:
         """Read what readers of this pool have added."""
         return scatter.run(self._store)
+
+    def run_fill(self, fill: UnitFill) -> Filled:
+        """Read what readers of this pool have added."""
+        return fill.run(self._store)
 
     def _again(self, read: Callable[[], T]) -> T:
         """Run `read`; again on the newest version when the object changes underneath."""
@@ -115,4 +127,5 @@ def writable_bytes(buffer: object) -> Bytes:
     return np.frombuffer(view.cast("B"), np.uint8)
 
 
-__all__ = ["READ_TRIES", "PooledReader", "Scatter", "Scattered", "writable_bytes"]
+__all__ = ["READ_TRIES", "Filled", "PooledReader", "Scatter", "Scattered", "UnitFill",
+           "writable_bytes"]  # fmt: skip

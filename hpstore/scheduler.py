@@ -7,6 +7,7 @@ deadline leaves its call running, and whatever memory that call writes into stay
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import queue
@@ -21,6 +22,7 @@ from hpstore.errors import DeviceTimeout
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _Job = tuple["Future[object]", Callable[[], object]]
+_SOON, _BULK, _LAST = range(3)  # what is taken first
 
 
 class _Lane:
@@ -28,11 +30,13 @@ class _Lane:
 
     def __init__(self, device: str, workers: int) -> None:
         self.device = device
-        self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.PriorityQueue[tuple[int, int, _Job | None]] = queue.PriorityQueue()
+        self._number = itertools.count()  # of a job: equals are taken in their order
         self.pending = 0
         self.busy_since: dict[int, float] = {}  # worker -> when its call began
         self.alive = workers
         self.at_end: Callable[[], None] | None = None  # run by the last worker that stops
+        self.unanswered: Future[None] | None = None  # a call made elsewhere
         self.lock = threading.Lock()  # guards all of the above
         self.threads = [
             threading.Thread(
@@ -44,7 +48,7 @@ class _Lane:
             thread.start()
 
     def _work(self, worker: int) -> None:
-        while (job := self.jobs.get()) is not None:
+        while (job := self._jobs.get()[2]) is not None:
             future, call = job
             self.busy_since[worker] = time.monotonic()
             settle = _run(call) if future.set_running_or_notify_cancel() else _nothing
@@ -60,12 +64,22 @@ class _Lane:
         if last is not None:
             last()
 
+    def put(self, priority: int, job: _Job | None) -> None:
+        """Queue a job, or the end of a worker."""
+        self._jobs.put((priority, next(self._number), job))
+
     def stuck_seconds(self) -> float:
         """How long all workers have been in their calls; 0 while one is free."""
         with self.lock:
             if len(self.busy_since) < len(self.threads):
                 return 0.0
             return time.monotonic() - max(self.busy_since.values())
+
+    def silent(self, limit_seconds: float) -> bool:
+        """Whether nothing more is asked of it before it answers."""
+        if self.unanswered is not None and not self.unanswered.done():
+            return True
+        return self.stuck_seconds() > limit_seconds
 
 
 def _run(call: Callable[[], object]) -> Callable[[Future[object]], None]:
@@ -109,17 +123,18 @@ class Scheduler:
         self._lock = threading.Lock()
         self._lanes, self._compute, self._pid = {}, None, os.getpid()
 
-    def submit(self, device: str, call: Callable[[], T]) -> Future[T]:
-        """Run `call` on the lane of a device; the future fails at once when its queue is full."""
+    def submit(self, device: str, call: Callable[[], T], *, bulk: bool = False) -> Future[T]:
+        """Run `call` on the lane of a device; the future fails at once when its queue is full.
+
+        `bulk`: it may wait for all calls that are not, as somebody waits for those.
+        """
         if not self._threads:
             return _at_once(call)
         future: Future[T] = Future()
         lane = self._lane(device)
-        stuck = lane.stuck_seconds()
-        if stuck > self._stuck_seconds:
-            future.set_exception(
-                DeviceTimeout(f"device {device} has not answered for {stuck:.0f} s", device=device)
-            )
+        if lane.silent(self._stuck_seconds):
+            text = f"device {device} has not answered for {self._stuck_seconds:.0f} s"
+            future.set_exception(DeviceTimeout(text, device=device))
             return future
         with lane.lock:
             full = lane.pending >= self._depth
@@ -132,7 +147,7 @@ class Scheduler:
                 )
             )
         else:
-            lane.jobs.put((future, call))  # type: ignore[arg-type]  # Future is invariant
+            lane.put(_BULK if bulk else _SOON, (future, call))  # type: ignore[arg-type]  # invariant
         return future
 
     def _lane(self, device: str) -> _Lane:
@@ -166,6 +181,15 @@ class Scheduler:
                 self._compute = ThreadPoolExecutor(self._compute_threads, "hpstore-compute")
             return self._compute.submit(call)
 
+    def answers(self, device: str) -> bool:
+        """False while submit() would refuse a call because earlier ones have not ended."""
+        return not self._threads or not self._lane(device).silent(self._stuck_seconds)
+
+    def note_unanswered(self, device: str, call: Future[None]) -> None:
+        """A call made elsewhere has missed its deadline: refuse others until it is done."""
+        if self._threads:
+            self._lane(device).unanswered = call
+
     def queued(self, device: str) -> int:
         """Calls that wait for or run on a device."""
         lane = self._lanes.get(device)
@@ -183,7 +207,7 @@ class Scheduler:
             return
         lane.at_end = at_end
         for _ in lane.threads:
-            lane.jobs.put(None)
+            lane.put(_LAST, None)
 
     def close(self, limit_seconds: float = 5.0) -> None:
         """Stop the workers; a thread hung on a device is left behind after the limit, logged."""
@@ -194,7 +218,7 @@ class Scheduler:
             return
         for lane in lanes:
             for _ in lane.threads:
-                lane.jobs.put(None)
+                lane.put(_LAST, None)
         until = time.monotonic() + limit_seconds
         for lane in lanes:
             for thread in lane.threads:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
+from hpstore.codec import address_of
 from hpstore.codec.galois import Bytes
 from hpstore.loaders.assemble import field_views
 from hpstore.loaders.dataset import Dataset
@@ -83,18 +84,17 @@ class Assembler:
     """Makes batches of one data set. Thread-safe. `slabs`: by stream number, where there is one."""
 
     def __init__(
-        self, data: Dataset, slots: Slots, slabs: Mapping[int, Slab], counts: Counts, *,
-        wait: bool = False,
-    ) -> None:  # fmt: skip
-        """`wait`: for pages that are not there yet, as somebody fills them in this order."""
-        self._data, self._slots, self._slabs, self._wait = data, slots, slabs, wait
+        self, data: Dataset, slots: Slots, slabs: Mapping[int, Slab], counts: Counts
+    ) -> None:
+        self._data, self._slots, self._slabs = data, slots, slabs
         self._scalars = [n for n, f in data.fields.items() if f.kind is FieldKind.SCALAR]
         self._counts = counts
 
-    def batch(self, indices: Int64s, *, awaited: int) -> Batch:
+    def batch(self, indices: Int64s, *, awaited: int, urgent: Callable[[], bool]) -> Batch:
         """The samples of `indices` int64 (n,), in this order, as a dict of tensors over a slot.
 
-        Pages of the first `awaited` of them are waited for, if this waits for any. Memory belongs
+        Pages of the first `awaited` of them are waited for, where somebody fills them, until it is
+        `urgent`. Memory belongs
         to whoever holds the tensors; it is used again when they are gone. Raises IntegrityError
         naming the sample, TooManyErasures, DeviceError.
         """
@@ -102,10 +102,10 @@ class Assembler:
         for name in self._scalars:
             found[name] = self._data.fields[name].as_tensor(self._data.scalars(name, indices))
         for stream in self._data.streams:
-            places = self._data.locate(stream, indices)
-            if self._wait and stream.number in self._slabs:
+            places = self._data.locate(stream, indices, checksums=False)  # read_rows has its own
+            if awaited and stream.number in self._slabs:
                 ahead = places.page[:awaited]
-                self._slabs[stream.number].wait(ahead[ahead >= 0])
+                self._slabs[stream.number].wait(ahead[ahead >= 0], urgent)
             if stream.fixed is not None:
                 found.update(self._fixed(stream, indices, places))
             else:
@@ -173,7 +173,8 @@ class Assembler:
         assert stream.fixed is not None
         length = stream.fixed.length
         targets = [rows[row, :length] for row in which.tolist()]
-        if not self._data.read_rows(stream, indices[which], targets):
+        addresses = address_of(rows.reshape(-1)) + which * rows.shape[1]
+        if not self._data.read_rows(stream, indices[which], targets, addresses):
             raise SlotLost
         self._counts.read_total += len(which)
 

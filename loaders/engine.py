@@ -37,7 +37,7 @@ CACHE_SHARE = 0.25  # of the memory that is available, for pages, unless the use
 PREFETCH_BYTES = 256 * MIB
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Session:
     """What makes the batches of one run through the order. make() is for many threads."""
 
@@ -46,7 +46,11 @@ class Session:
     counts: Counts
     assembler: Assembler
     slabs: Mapping[int, Slab]
-    filler: Filler | None  # of this run alone
+    filler: Filler | None
+    own: bool  # slabs and filler are of this run alone
+    ordered: bool  # pages come in its order
+    _head: Piece | None = None  # what the trainer gets next
+    _left: bool = False
 
     def make(self, piece: Piece) -> tuple[Indices, Batch]:
         """The samples of a piece, and which they are. Raises what reading raises."""
@@ -55,13 +59,27 @@ class Session:
         ahead = len(indices)
         if self.order is not None:  # rows that pad an epoch are from its begin: not filled again
             ahead = min(ahead, self.order.length - piece.start)
-        made = self.assembler.batch(indices, awaited=ahead)
+        made = self._batch(indices, ahead, lambda: self._urgent(piece))
         self.counts.make_seconds += time.perf_counter() - began
         return indices, made
 
+    def _urgent(self, piece: Piece) -> bool:
+        """Whether its records are read singly, beside those who fill pages in another order.
+
+        Singly they cost the device several times as much: only what the trainer waits for.
+        """
+        return self._left or (not self.ordered and self._head is piece)
+
     def batch(self, indices: Indices) -> Batch:
         """A batch of these samples, in this order."""
-        return self.assembler.batch(indices, awaited=0)
+        return self._batch(indices, 0, lambda: True)
+
+    def _batch(self, indices: Indices, awaited: int, urgent: Callable[[], bool]) -> Batch:
+        try:
+            return self.assembler.batch(indices, awaited=awaited, urgent=urgent)
+        finally:
+            if self.filler is not None:
+                self.filler.begin()
 
     def samples_of(self, batch: Batch, count: int) -> list[dict[str, Any]]:
         """The samples of a batch, for functions that take them one by one."""
@@ -69,18 +87,25 @@ class Session:
 
     def needed_from(self, piece: Piece | None) -> None:
         """This piece is the next to be handed out: what only earlier ones needed may go."""
-        if self.filler is not None and self.order is not None and piece is not None:
-            for slab in self.slabs.values():
-                slab.advance(piece.epoch * self.order.length + piece.start)
+        self._head = piece
+        now = 0
+        if self.own and self.order is not None and piece is not None:
+            now = piece.epoch * self.order.length + piece.start
+        for slab in self.slabs.values():
+            slab.advance(now)
 
     def leave(self) -> None:
         """Nobody needs what is filled for this run alone. Does not wait. Idempotent."""
-        if self.filler is not None:
+        self._left = True
+        if self.own and self.filler is not None:
             self.filler.stop()
+        for slab in self.slabs.values():
+            slab.advance(0)  # who waits looks again
 
     def close(self) -> None:
         """The same, and wait until nothing is being read for it. Idempotent."""
-        if self.filler is not None:
+        self.leave()
+        if self.own and self.filler is not None:
             self.filler.close()
 
 
@@ -114,14 +139,17 @@ class Engine(Closing):
 
     def start(self, epoch: int, position: int) -> Session:
         """Get ready for the pieces from a position on. leave() the session when it is over."""
-        data, order, own = self._data, self.order, None
-        if self.mode == "resident" and self._filler is None:
+        data, order = self._data, self.order
+        fresh = self.mode == "resident" and self._filler is None
+        if fresh:
             self._slabs = {s.number: Slab(data, s, int(s.page_starts[-1])) for s in self._paged}
             fills = everything(self._slabs)
             if isinstance(order, WindowOrder):
                 fills = everything_in_windows(data, order, self._slabs, epoch, position)
-            self._filler = Filler(self._slabs, fills)
-        slabs = self._slabs
+            held = not isinstance(order, WindowOrder)  # then the first batch goes first
+            self._filler = Filler(self._slabs, fills, held=held)
+        slabs, filler, own = self._slabs, self._filler, False
+        ordered = fresh and isinstance(order, WindowOrder)
         if self.mode == "window" and isinstance(order, WindowOrder):
             stripes = data.stripes()
             kept = stripes_kept(np.diff(stripes), order.window_stripes, self._batch_rows)
@@ -130,9 +158,12 @@ class Engine(Closing):
                 low, high = page_bounds(data.pages(stream).first_sample, stripes)
                 pages = int(np.sort(high - low)[::-1][:kept].sum())
                 slabs[stream.number] = Slab(data, stream, pages)
-            own = Filler(slabs, in_windows(data, order, slabs, epoch, position))
-        assembler = Assembler(data, self._slots, slabs, self.counts, wait=own is not None)
-        return Session(order, data.fields, self.counts, assembler, slabs, own)
+            filler = Filler(slabs, in_windows(data, order, slabs, epoch, position))
+            own = ordered = True
+        assembler = Assembler(data, self._slots, slabs, self.counts)
+        return Session(
+            order, data.fields, self.counts, assembler, slabs, filler, own=own, ordered=ordered
+        )
 
     def stats(self) -> dict[str, float | int | str]:
         """Counters since the start."""

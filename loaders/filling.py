@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from hpstore.closing import Closing
 from hpstore.loaders.layout import Int64s
-from hpstore.loaders.slab import NEVER, Slab
+from hpstore.loaders.slab import NEVER, Places, Slab
 from hpstore.loaders.stored import StoredData
 from hpstore.loaders.windows import WindowOrder
 
 _log = logging.getLogger(__name__)
 CHUNK_PAGES = 64
+FILLS_IN_FLIGHT = 2  # one is read while the last pages of another come
 WINDOWS_KEPT = 3  # those that a batch begins and ends in, and the one that is filled
 
 
@@ -96,35 +97,67 @@ def _pages_of(slab: Slab, stripes: Int64s, chosen: Int64s) -> Int64s:
 
 
 class Filler(Closing):
-    """Loads what `fills` says, on a thread of its own, until it is closed."""
+    """Loads what `fills` says, on threads of its own, until it is closed.
 
-    def __init__(self, slabs: Mapping[int, Slab], fills: Iterable[Fill]) -> None:
+    Room is taken in the order of `fills`. A `held` one waits for begin().
+    """
+
+    def __init__(
+        self, slabs: Mapping[int, Slab], fills: Iterator[Fill], *, held: bool = False
+    ) -> None:
         self._slabs, self._fills = slabs, fills
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hpstore-fill", daemon=True)
-        self._thread.start()
+        self._begun, self._closed = threading.Event(), threading.Event()
+        self._turn = threading.Lock()  # guards _fills, and the order in which room is taken
+        if not held:
+            self._begun.set()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"hpstore-fill-{number}", daemon=True)
+            for number in range(FILLS_IN_FLIGHT)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def begin(self) -> None:
+        """Nobody needs the devices for something more urgent. Idempotent."""
+        self._begun.set()
 
     def _run(self) -> None:
+        self._begun.wait()
         try:
-            for fill in self._fills:
-                for number, pages in fill.pages.items():
-                    if self._closed.is_set() or not self._slabs[number].load(pages, fill.expire):
-                        return
+            while (found := self._next()) is not None:
+                for slab, places in found:
+                    slab.read(places)
         except Exception:  # noqa: BLE001 (logged; those who wait go on without slabs)
             _log.exception("filling ends; records are read one by one from here on")
             for slab in self._slabs.values():
                 slab.close()
 
+    def _next(self) -> list[tuple[Slab, Places]] | None:
+        """What this thread reads next; None at the end."""
+        with self._turn:
+            fill = None if self._closed.is_set() else next(self._fills, None)
+            if fill is None:
+                return None
+            found = []
+            for number, pages in fill.pages.items():
+                places = self._slabs[number].reserve(pages, fill.expire)
+                if places is None:
+                    return None
+                found.append((self._slabs[number], places))
+        return found
+
     def stop(self) -> None:
         """Stop, without waiting for the page that is being read. Idempotent."""
         self._closed.set()
+        self._begun.set()
         for slab in self._slabs.values():
             slab.close()
 
     def close(self) -> None:
-        """Stop. Idempotent; waits for the page that is being read."""
+        """Stop. Idempotent; waits for the pages that are being read."""
         self.stop()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
 
 __all__ = ["WINDOWS_KEPT", "Fill", "Filler", "everything", "everything_in_windows",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hpstore.loaders.loader import DataLoader
 
 LEAST_AHEAD, MOST_AHEAD = 2, 16  # batches, unless prefetch_factor says
+RECORD_THREADS = 4  # where batches are read record by record they wait for devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +122,13 @@ class Run:
             todo = endless(slices, epoch, position, single=loader.batch_size is None)
         else:
             todo = listed(_batches(loader, native), epoch, position)
-        threads = loader.num_workers or min(2, len(os.sched_getaffinity(0)))
+        engine = loader.engine()
+        few = min(2, len(os.sched_getaffinity(0)))
+        threads = loader.num_workers or (RECORD_THREADS if engine.mode == "records" else few)
         depth = loader.prefetch_factor
         depth = depth * threads if depth else _depth(loader, native, threads)
         self._pid, self.slices = os.getpid(), slices
-        self._session = session = loader.engine().start(epoch, position)
+        self._session = session = engine.start(epoch, position)
         self._pipeline = Pipeline(
             todo, lambda piece: finish.make(session, piece), depth=depth, threads=threads
         )

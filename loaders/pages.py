@@ -15,7 +15,7 @@ from hpstore.geometry import ALIGNMENT_BYTES
 from hpstore.loaders.layout import Int64s
 from hpstore.loaders.spans import plan_spans, read_spans
 from hpstore.loaders.stream import Locations, PageTable, Stream
-from hpstore.pooled import PooledReader
+from hpstore.pooled import PooledReader, UnitFill
 from hpstore.units import round_up
 
 CODECS = ("lz4", "zstd", "blosc")
@@ -115,6 +115,34 @@ def read_pages(
         _read_raw_pages(open_shard(shard), stream, pages, mine.tolist(), target, arrived)
 
 
+def fill_pages(
+    open_shard: Callable[[int], PooledReader],
+    stream: Stream,
+    pages: PageTable,
+    numbers: Int64s,
+    target: Callable[[int], Bytes],
+    arrived: Callable[[int], None],
+) -> Int64s:
+    """As read_pages, straight into the targets: they hold a whole unit each, aligned to 4 KiB.
+
+    Returns the pages whose reads did not end: somebody may still write into their memory, which
+    must not be used again (PROTOCOL 21). They have not arrived.
+    """
+    listed = numbers.tolist()
+    fill = UnitFill([target(page) for page in listed], lambda index: arrived(listed[index]))
+    reader: PooledReader | None = None
+    for shard in np.unique(pages.shard[numbers]).tolist():
+        mine = np.flatnonzero(pages.shard[numbers] == shard)
+        reader = open_shard(shard)
+        reader.add_to(fill, pages.start[numbers[mine]], mine)
+    if reader is None:
+        return numbers
+    found = reader.run_fill(fill)
+    rest = numbers[~found.good & ~found.late]
+    read_pages(open_shard, stream, pages, rest, target, arrived)
+    return numbers[found.late]
+
+
 def _read_raw_pages(
     reader: PooledReader,
     stream: Stream,
@@ -186,4 +214,5 @@ def _decode(stream: Stream, pages: PageTable, number: int, stored: Bytes, out: B
         ) from error
 
 
-__all__ = ["CODECS", "checked_compression", "compress_pages", "read_compressed", "read_pages"]
+__all__ = ["CODECS", "checked_compression", "compress_pages", "fill_pages", "read_compressed",
+           "read_pages"]  # fmt: skip

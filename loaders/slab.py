@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-import torch
 
 from hpstore.buffers import aligned_array
 from hpstore.codec.galois import Bytes
+from hpstore.geometry import ALIGNMENT_BYTES
 from hpstore.loaders.layout import Int64s
-from hpstore.loaders.pages import read_pages
+from hpstore.loaders.pages import fill_pages, read_pages
 from hpstore.loaders.stored import StoredData
 from hpstore.loaders.stream import Locations, Stream
 from hpstore.units import round_up
 
 _log = logging.getLogger(__name__)
+Places = dict[int, int]  # page -> its slot
 NEVER = 1 << 62
+MOST_PADDING = 1.125  # memory for pages over the bytes of their units
 
 
 class Slab:
-    """Room for `capacity` pages of a stream. Thread-safe.
+    """Room for `capacity` pages of a stream. Thread-safe; one thread at a time reserves.
 
-    Pages come by load() and stay until somebody needs the room and `expire` has passed. Records
-    of one size lie at equal distances, so that a batch is one gather.
+    Pages come by reserve() and read() and stay until somebody needs the room and `expire` has
+    passed. Records of one size lie at equal distances, so that a batch is one gather.
     """
 
     def __init__(self, data: StoredData, stream: Stream, capacity: int) -> None:
@@ -33,20 +37,19 @@ class Slab:
         self.pages = data.pages(stream)
         plan = stream.fixed
         self.stride = plan.stride if plan is not None and plan.per_page else 0
-        used = plan.per_page * plan.stride if plan is not None and plan.per_page else 0
-        self._page_bytes = used or round_up(stream.unit_bytes, 64)
+        self._page_bytes = self.page_bytes(stream)
+        # whole units can be read into it: otherwise the padding of a page is left out
+        self._direct = self._page_bytes >= stream.unit_bytes and not stream.compression
         count = len(self.pages.start)
         self.capacity = min(capacity, count)
         self._memory: Bytes = aligned_array(self.capacity * self._page_bytes)
         self._rows = (
-            torch.from_numpy(self._memory).view(-1, self.stride)
-            if self.stride and len(self._memory)
-            else None
+            self._memory.reshape(-1, self.stride) if self.stride and len(self._memory) else None
         )
         self._slot = np.full(count, -1, np.int64)  # of each page
         self._failed = np.zeros(count, bool)
         self._free = list(range(self.capacity))
-        self._expiry: dict[int, int] = {}  # page -> when it may go
+        self._expiry: dict[int, int] = {}  # page that is there or being read -> when it may go
         self._now = 0
         self._closed = False
         self._moved = threading.Condition()  # guards all of the above but the memory
@@ -54,82 +57,131 @@ class Slab:
     @staticmethod
     def bytes_needed(stream: Stream, pages: int) -> int:
         """Memory for so many pages."""
-        return pages * round_up(stream.unit_bytes, 64)
+        return pages * Slab.page_bytes(stream)
 
-    def load(self, pages: Int64s, expire: int = NEVER) -> bool:
-        """Read pages that are not there, waiting for room; False when the slab was closed.
+    @staticmethod
+    def page_bytes(stream: Stream) -> int:
+        """Distance of pages in memory, a multiple of the distance of records of one size.
 
-        They may be given up when advance() has passed `expire`. A page that cannot be read is
-        noted: who needs it reads its records one by one, and gets the error.
+        Room for a whole unit, aligned to 4 KiB, where that costs little, so that units are read
+        straight into it; otherwise for the records of a page alone.
+        """
+        plan, unit = stream.fixed, stream.unit_bytes
+        if plan is None or not plan.per_page:
+            return round_up(unit, ALIGNMENT_BYTES)
+        whole = round_up(unit, math.lcm(plan.stride, ALIGNMENT_BYTES))
+        return whole if whole <= unit * MOST_PADDING else plan.per_page * plan.stride
+
+    def reserve(self, pages: Int64s, expire: int = NEVER) -> Places | None:
+        """Places for pages that are not there, waiting for room; None when the slab was closed.
+
+        They are to be read(), by any thread. What must come before there is room for the rest is
+        read here. They may be given up when advance() has passed `expire`.
         """
         missing: list[int] = []
         with self._moved:
             for page in pages.tolist():
-                if self._slot[page] >= 0:
+                if page in self._expiry:  # there, or about to be
                     self._expiry[page] = max(self._expiry[page], expire)
                 elif not self._failed[page]:
                     missing.append(page)
-        at = 0
-        while at < len(missing):
-            run = self._reserve(missing[at:])
-            if not run:
-                return False
-            self._read(run, expire)
-            at += len(run)
-        return True
+        places: Places = {}
+        while missing:
+            found = self._room(missing, expire)
+            if found is None:
+                return None
+            del missing[: len(found)]
+            if missing:
+                self.read(found)
+            else:
+                places = found
+        return places
 
-    def _reserve(self, wanted: list[int]) -> list[tuple[int, int]]:
-        """(page, slot) for as many of `wanted` as there is room for; waits for one."""
+    def _room(self, wanted: list[int], expire: int) -> Places | None:
+        """Slots for as many of `wanted` as there is room for; waits for one."""
         with self._moved:
             while not self._closed:
                 if len(self._free) < len(wanted):
                     self._give_up()
                 if self._free:
-                    count = min(len(self._free), len(wanted))
-                    return [(page, self._free.pop()) for page in wanted[:count]]
+                    chosen = wanted[: len(self._free)]
+                    self._expiry.update(dict.fromkeys(chosen, expire))
+                    return {page: self._free.pop() for page in chosen}
                 self._moved.wait()
-        return []
+        return None
 
     def _give_up(self) -> None:
-        for page in [p for p, expire in self._expiry.items() if expire <= self._now]:
-            self._free.append(int(self._slot[page]))
-            self._slot[page] = -1
-            del self._expiry[page]
+        gone = [p for p, expire in self._expiry.items() if expire <= self._now]
+        for page in gone:
+            if self._slot[page] >= 0:  # else it is being read
+                self._free.append(int(self._slot[page]))
+                self._slot[page] = -1
+                del self._expiry[page]
 
-    def _read(self, run: list[tuple[int, int]], expire: int) -> None:
-        """Read pages into their slots; each can be used as soon as it is there."""
-        places = dict(run)
+    def read(self, places: Places) -> None:
+        """Read pages into their places; each can be used as soon as it is there.
+
+        A page that cannot be read is noted: who needs it reads its records one by one, and gets the
+        error.
+        """
+        places = dict(places)
 
         def target(page: int) -> Bytes:
             start = places[page] * self._page_bytes
-            return self._memory[start : start + self._page_bytes]
+            return self._memory[start : start + min(self._page_bytes, self._stream.unit_bytes)]
 
         def arrived(page: int) -> None:
             with self._moved:
                 self._slot[page] = places.pop(page)
-                self._expiry[page] = expire
                 self._moved.notify_all()
 
         numbers = np.array(sorted(places), np.int64)
+        shard = partial(self._data.reader, self._stream)
         try:
-            shard = partial(self._data.reader, self._stream)
-            read_pages(shard, self._stream, self.pages, numbers, target, arrived)
+            if self._direct:
+                late = fill_pages(shard, self._stream, self.pages, numbers, target, arrived)
+                self._lose(late.tolist(), places)
+            else:
+                read_pages(shard, self._stream, self.pages, numbers, target, arrived)
         except Exception as error:  # noqa: BLE001 (raised again to who reads a record of these)
             self._data.pool.metrics.count("page_load_error_total", len(places))
             if not self._failed.any():
                 _log.warning("pages that cannot be read are read record by record: %s", error)
             with self._moved:
                 for page, slot in places.items():
-                    self._failed[page] = True
+                    self._fail(page)
                     self._free.append(slot)
                 self._moved.notify_all()
 
-    def wait(self, pages: Int64s) -> None:
-        """Wait until pages that somebody loads are there, or have failed, or nobody loads more."""
+    def _lose(self, late: list[int], places: dict[int, int]) -> None:
+        """Reads that do not end may still write into these slots: nobody uses them again.
+
+        Where pages come and go, there may then be too little room for those of one batch.
+        """
+        if not late:
+            return
+        self._data.pool.metrics.count("page_slots_lost_total", len(late))
+        with self._moved:
+            for page in late:
+                del places[page]
+                self._closed |= self._expiry[page] != NEVER
+                self._fail(page)
+            self._moved.notify_all()
+
+    def _fail(self, page: int) -> None:
+        self._failed[page] = True
+        del self._expiry[page]
+
+    def wait(self, pages: Int64s, urgent: Callable[[], bool]) -> None:
+        """Wait until pages that somebody loads are there, or have failed, or nobody loads more.
+
+        Or until it is `urgent`: what makes it so is followed by advance().
+        """
         with self._moved:
             self._moved.wait_for(
-                lambda: self._closed or bool(((self._slot[pages] >= 0) | self._failed[pages]).all())
-            )
+                lambda: self._closed or urgent()
+                or bool(((self._slot[pages] >= 0) | self._failed[pages]).all())
+            )  # fmt: skip
 
     def resident(self, places: Locations) -> Int64s:
         """The slot of each record's page, -1 where it is not in memory."""
@@ -139,8 +191,9 @@ class Slab:
         """Records of one size whose pages are there into `out` (n, stride)."""
         assert self._rows is not None
         inside = places.start % self._stream.unit_bytes // self.stride
-        rows = torch.from_numpy(slots * (self._page_bytes // self.stride) + inside)
-        torch.index_select(self._rows, 0, rows, out=torch.from_numpy(out))
+        rows = slots * (self._page_bytes // self.stride) + inside
+        # on this thread alone: torch's index_select wakes others, which starve where cores are few
+        np.take(self._rows, rows, axis=0, out=out, mode="clip")
 
     def views(self, slots: Int64s, places: Locations) -> list[Bytes]:
         """Records whose pages are there, as views of the slab; copy them before they expire."""
@@ -162,4 +215,4 @@ class Slab:
             self._moved.notify_all()
 
 
-__all__ = ["NEVER", "Slab"]
+__all__ = ["NEVER", "Places", "Slab"]

@@ -168,15 +168,20 @@ class StoredData(Closing):
 
     # --- places ------------------------------------------------------------------------------
 
-    def locate(self, stream: Stream, indices: Int64s) -> Locations:
+    def locate(self, stream: Stream, indices: Int64s, *, checksums: bool = True) -> Locations:
         """Where records lie; vectorised, reads what it needs of the side objects.
 
-        `indices`: int64 (n,), 0 <= i < len, any order, repeats allowed. Raises IndexError.
+        `indices`: int64 (n,), 0 <= i < len, any order, repeats allowed. Without `checksums` those
+        of records of one size, whose places are arithmetic, are not read: they are 0. Raises
+        IndexError.
         """
         rows = np.asarray(indices, np.int64)
         self._check_range(rows)
         shard = stream.shard_of(rows)
-        checksum, *rest = self._sides[stream.number].get(rows, shard)
+        if stream.fixed is not None and not checksums:
+            checksum, rest = np.zeros(len(rows), np.uint64), []
+        else:
+            checksum, *rest = self._sides[stream.number].get(rows, shard)
         if stream.fixed is not None:
             start = stream.fixed.starts(rows - stream.row_starts[shard])
             length = np.full(len(rows), stream.fixed.length, np.int64)
@@ -321,9 +326,12 @@ class StoredData(Closing):
             return rows
         return self.read_records(stream, indices)[0]
 
-    def read_rows(self, stream: Stream, indices: Int64s, rows: Sequence[Bytes]) -> bool:
+    def read_rows(
+        self, stream: Stream, indices: Int64s, rows: Sequence[Bytes],
+        addresses: Int64s | None = None,
+    ) -> bool:  # fmt: skip
         """Verified records of n samples into rows[i], each as long as its record, where it can be
-        straight from the devices.
+        straight from the devices. `addresses`: where they begin, when that is known.
 
         False when a device hangs: `rows` is then lost, its memory must not be used again
         (PROTOCOL 21). Raises as read_records.
@@ -332,7 +340,9 @@ class StoredData(Closing):
         left = np.ones(len(indices), bool)
         if not stream.compression and len(indices):
             digest, wanted = xxhash.xxh3_64_intdigest, places.checksum.tolist()
-            scatter = Scatter(rows, lambda number, got: digest(got.data) == wanted[number])
+            scatter = Scatter(
+                rows, lambda number, got: digest(got.data) == wanted[number], addresses
+            )
             for shard in np.unique(places.shard).tolist():
                 mine = np.flatnonzero(places.shard == shard)
                 reader = self.reader(stream, shard)

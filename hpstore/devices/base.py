@@ -54,9 +54,17 @@ class Usage:
 
 
 class ReadHandle(Protocol):
-    """An open file. Holds it against recycling until close() (PROTOCOL 11)."""
+    """An open file. Holds it against recycling until close() (PROTOCOL 11).
+
+    `descriptor`: for reads that are made many at a time (ring.py); -1 where each must pass through
+    read_into.
+    """
 
     size_bytes: int
+
+    @property
+    def descriptor(self) -> int:
+        """A file descriptor or -1."""
 
     def read_into(self, offset: int, target: Bytes) -> None:
         """Fill `target` from `offset`. The target belongs to this call until it returns.

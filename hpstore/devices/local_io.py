@@ -124,11 +124,15 @@ class LocalReader:
     def __init__(self, url: str, fd: int, size_bytes: int) -> None:
         self._url, self._file, self.size_bytes = url, fd, size_bytes
 
+    @property
+    def descriptor(self) -> int:
+        return self._file
+
     def read_into(self, offset: int, target: Bytes) -> None:
         done = 0
         while done < len(target):
             try:
-                count = os.preadv(self._file, [target[done:].data], offset + done)
+                count = os.preadv(self._file, [target.data[done:]], offset + done)
             except OSError as error:
                 raise_device_error(error, self._url, "read")
             done += count

@@ -249,6 +249,8 @@ class MemoryReader:
         self.size_bytes = len(file.bytes)
         self._closed = False
 
+    descriptor = -1
+
     def read_into(self, offset: int, target: Bytes) -> None:
         self._device._check()
         with self._device._lock:

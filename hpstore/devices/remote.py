@@ -233,6 +233,8 @@ class RemoteReader:
     def __init__(self, device: RemoteDevice, path: str, size_bytes: int) -> None:
         self._device, self._name, self.size_bytes = device, path, size_bytes
 
+    descriptor = -1
+
     def read_into(self, offset: int, target: Bytes) -> None:
         found = self._device.read_range(self._name, offset, offset + len(target))
         if len(found) != len(target):

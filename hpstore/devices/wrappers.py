@@ -135,6 +135,8 @@ class WrappedReader:
         self._device, self._inner = device, inner
         self.size_bytes = inner.size_bytes
 
+    descriptor = -1
+
     def read_into(self, offset: int, target: Bytes) -> None:
         def call() -> Bytes:
             self._inner.read_into(offset, target)

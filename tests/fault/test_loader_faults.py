@@ -71,8 +71,11 @@ def test_batches_are_the_same_with_devices_missing(made: Bench, kind: str) -> No
     """0, 1 and m devices are missing when the pool is opened: bit for bit, in every mode."""
     name = kind.replace(" ", "-")
     with made.open() as pool:
-        healthy = {mode: epoch(Dataset(pool, name), mode) for mode in MODES}
-    for path in made.paths[:2]:
+        data = Dataset(pool, name)
+        healthy = {mode: epoch(data, mode) for mode in MODES}
+        columns = sorted(made.files(data.shard_key(data.streams[0], 0)), key=column_number)
+    for column in columns[:2]:  # data, not parity
+        path = next(path for path in made.paths if column.is_relative_to(path))
         os.rename(path, f"{path}-gone")
         with made.open() as pool:
             for mode in MODES:

@@ -18,7 +18,7 @@ import pytest
 
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
 from hpstore.loaders.filling import page_bounds, stripes_kept
-from hpstore.loaders.slab import Slab
+from hpstore.loaders.slab import Places, Slab
 from hpstore.pool import Pool
 from hpstore.units import KIB
 from tests.fault.common import within
@@ -99,14 +99,14 @@ def test_bytes_are_right_when_room_is_used_again(data: Dataset) -> None:
 def test_a_slow_user_bounds_the_room(data: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slab never has more pages than it was made for, however far the filler could go."""
     most: list[tuple[int, int]] = []
-    plain = Slab._reserve
+    plain = Slab._room
 
-    def reserve(slab: Slab, wanted: list[int]) -> list[tuple[int, int]]:
-        found = plain(slab, wanted)
-        most.append((len(slab._expiry) + len(found), slab.capacity))
+    def room(slab: Slab, wanted: list[int], expire: int) -> Places | None:
+        found = plain(slab, wanted, expire)
+        most.append((len(slab._expiry), slab.capacity))
         return found
 
-    monkeypatch.setattr(Slab, "_reserve", reserve)
+    monkeypatch.setattr(Slab, "_room", room)
     loader = DataLoader(data, 2, prefetch_factor=1, num_workers=1, **WINDOW)
     assert len(flat(loader)) == COUNT
     assert all(pages <= capacity < 15 for pages, capacity in most)

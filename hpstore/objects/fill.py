@@ -1,0 +1,209 @@
+"""Whole stripe units of objects, each straight into the caller's memory and verified there.
+
+ObjectReader reads into leases and hands out pieces of them, which costs a copy of every byte. Who
+has aligned memory for whole units reads them here, and reads what is not good again through
+ObjectReader, which repairs.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from hpstore.buffers import Lease
+from hpstore.codec.galois import Bytes
+from hpstore.errors import BudgetExceeded, HpstoreError
+from hpstore.geometry import BLOCK_BYTES, Geometry
+from hpstore.objects.columns import ColumnReader
+from hpstore.objects.read import ObjectReader
+from hpstore.objects.scatter import Int64s
+from hpstore.objects.store import Store
+
+
+@dataclass(slots=True, eq=False)
+class _Stripe:
+    """A stripe with lost units: it is decoded when all its sources are there."""
+
+    geometry: Geometry
+    offset: int  # in every column
+    held: dict[int, ColumnReader]  # k columns to decode from
+    there: dict[int, int]  # column -> number of the unit; the rest of `held` nobody asked for
+    lost: dict[int, int]  # column -> number of the unit
+    sources: dict[int, Bytes] = field(default_factory=dict)  # column -> where its unit is read to
+    landed: list[_Read] = field(default_factory=list)
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Read:
+    """One unit to read from a device."""
+
+    held: ColumnReader
+    offset: int  # in the column
+    target: Bytes
+    number: int  # of the unit that was asked for; -1 for one that is only a source
+    stripe: _Stripe | None
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What became of the units. `late`: reads that do not end may still write into their memory."""
+
+    good: npt.NDArray[np.bool_]
+    late: npt.NDArray[np.bool_]
+
+
+class UnitFill:
+    """Units of several objects, to be read at once: add() for each object, then run().
+
+    `targets[i]`, of one unit, aligned to 4 KiB, is filled with unit number i, then `arrived(i)` is
+    called by the thread that runs this. Their memory belongs to run() until it returns; that of
+    late ones is lost (PROTOCOL 21).
+    """
+
+    def __init__(self, targets: Sequence[Bytes], arrived: Callable[[int], None]) -> None:
+        self._targets, self._arrived = targets, arrived
+        self._reads: defaultdict[str, list[_Read]] = defaultdict(list)  # by device
+        self._good = np.zeros(len(targets), bool)
+        self._stripes: list[_Stripe] = []  # with lost units
+        self._landed: queue.SimpleQueue[tuple[_Read, bool] | None] = queue.SimpleQueue()
+        self._scratch: list[Lease] = []  # for sources that nobody asked for
+        self._abandoned = False
+
+    def add(self, reader: ObjectReader, starts: Int64s, numbers: Int64s) -> None:
+        """Units of an open object, each once: unit numbers[i] begins at byte starts[i] of it.
+
+        Those in the shrunk last stripe, of units that are no whole blocks, or for which too few
+        columns are open, are left to the caller.
+        """
+        geometry = reader.header.geometry
+        unit = geometry.unit_bytes
+        whole = geometry.full_stripe_count * geometry.stripe_bytes
+        fits = np.flatnonzero((starts % unit == 0) & (starts < whole))
+        if unit % BLOCK_BYTES:
+            return
+        stripes = starts[fits] // geometry.stripe_bytes
+        columns = starts[fits] % geometry.stripe_bytes // unit
+        for stripe in np.unique(stripes).tolist():
+            mine = stripes == stripe
+            pairs = zip(columns[mine].tolist(), numbers[fits[mine]].tolist(), strict=True)
+            self._add_stripe(reader, stripe, dict(pairs))
+
+    def _add_stripe(self, reader: ObjectReader, stripe: int, wanted: dict[int, int]) -> None:
+        geometry, columns = reader.header.geometry, reader.columns
+        offset = stripe * geometry.unit_bytes
+        there = {c: n for c, n in wanted.items() if c in columns}
+        lost = {c: n for c, n in wanted.items() if c not in columns}
+        spare = sorted(columns.keys() - there.keys())[: geometry.data - len(there)] if lost else []
+        if lost and len(there) + len(spare) == geometry.data:
+            held = {c: columns[c] for c in sorted([*there, *spare])}
+            self._stripes.append(_Stripe(geometry, offset, held, there, lost))
+            return
+        for column, number in there.items():
+            self._add(_Read(columns[column], offset, self._targets[number], number, None))
+
+    def _add(self, read: _Read) -> None:
+        self._reads[read.held.device_id].append(read)
+
+    def _add_sources(self, store: Store) -> None:
+        """Reads for stripes with lost units; where memory is short, for what is not lost alone."""
+        for stripe in self._stripes:
+            spare = [c for c in stripe.held if c not in stripe.there]
+            unit = stripe.geometry.unit_bytes
+            try:
+                leases = {c: store.buffers.lease(unit, 0.0) for c in spare}
+            except BudgetExceeded:
+                group, leases = None, {}
+            else:
+                group = stripe
+            self._scratch += leases.values()
+            for column, held in stripe.held.items():
+                number = stripe.there.get(column, -1)
+                if number < 0 and group is None:
+                    continue
+                into = leases[column].array[:unit] if number < 0 else self._targets[number]
+                stripe.sources[column] = into
+                self._add(_Read(held, stripe.offset, into, number, group))
+
+    def run(self, store: Store) -> Filled:
+        """Read and decode all. What is neither good nor late is to be read in another way."""
+        self._add_sources(store)
+        submit = store.scheduler.submit
+        begun = [(submit(r.held.device_id, partial(self._read, r), bulk=True), r)
+                 for mine in self._reads.values() for r in mine]  # fmt: skip
+        for future, _ in begun:
+            future.add_done_callback(lambda _: self._landed.put(None))
+        left, limit = len(begun), store.settings.device_deadline_seconds
+        until = time.monotonic() + limit
+        while left:
+            try:
+                found = self._landed.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                self._abandoned = True
+                break
+            if found is None:
+                left -= 1
+                continue
+            until = time.monotonic() + limit  # from the last sign of life
+            self._settle(store, *found)
+        if not left:
+            for lease in self._scratch:
+                lease.release()
+        late = np.zeros(len(self._good), bool)
+        for future, read in begun:
+            if read.number >= 0 and not future.done():
+                late[read.number] = True
+        return Filled(self._good, late)
+
+    def _read(self, read: _Read) -> None:
+        if self._abandoned:
+            return
+        try:
+            read.held.read_into(read.offset, read.target)
+        except (HpstoreError, OSError):  # who reads it in another way notes what is wrong
+            self._landed.put((read, False))
+        else:
+            self._landed.put((read, True))
+
+    def _settle(self, store: Store, read: _Read, good: bool) -> None:
+        stripe = read.stripe
+        if stripe is None:
+            if good:
+                self._done(read.number)
+            return
+        # none of a stripe arrives before it is decoded: what has arrived may be overwritten
+        stripe.landed.append(read)
+        stripe.failed |= not good
+        if len(stripe.landed) < len(stripe.sources) or stripe.failed:
+            return
+        self._decode(store, stripe)
+        for number in (*(r.number for r in stripe.landed), *stripe.lost.values()):
+            if number >= 0:
+                self._done(number)
+
+    def _done(self, number: int) -> None:
+        self._good[number] = True
+        self._arrived(number)
+
+    def _decode(self, store: Store, stripe: _Stripe) -> None:
+        store.metrics.count("read_degraded_total")
+        geometry = stripe.geometry
+        store.code.reconstruct(
+            geometry.code,
+            geometry.data,
+            geometry.parity,
+            tuple(stripe.sources),
+            tuple(stripe.lost),
+            list(stripe.sources.values()),
+            [self._targets[number] for number in stripe.lost.values()],
+        )
+
+
+__all__ = ["Filled", "UnitFill"]
