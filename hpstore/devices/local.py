@@ -380,8 +380,7 @@ class LocalDevice:
         with self._guard("sweep", absent_is_gone=True) as root:
             removed = 0
             os.stat(TMP, dir_fd=root)
-            for entry in self._scan(TMP):
-                name = f"{TMP}/{entry.name}"
+            for name in (f"{TMP}/{entry.name}" for entry in self._scan(TMP)):
                 try:
                     status = os.stat(name, dir_fd=root, follow_symlinks=False)
                     if time.time() - status.st_mtime < ORPHAN_SECONDS:
