@@ -42,7 +42,8 @@ def regular(requests: Int64s, epoch: int, *, blocks: int, **more: object) -> Tra
 def zipf_weights(count: int, exponent: float) -> npt.NDArray[np.float64]:
     """Shares that fall with the rank."""
     weights = np.arange(1, count + 1) ** -exponent
-    return (weights / weights.sum()).astype(np.float64)
+    shares: npt.NDArray[np.float64] = (weights / weights.sum()).astype(np.float64)
+    return shares
 
 
 def uniform(rng: Rng, blocks: int) -> Trace:
