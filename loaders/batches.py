@@ -18,6 +18,7 @@ from hpstore.loaders.fields import Array, Field, FieldKind
 from hpstore.loaders.layout import Int64s
 from hpstore.loaders.slab import Slab
 from hpstore.loaders.slots import Slots
+from hpstore.loaders.stored import ReadRows
 from hpstore.loaders.stream import Locations, Stream
 from hpstore.units import round_up
 
@@ -84,9 +85,11 @@ class Assembler:
     """Makes batches of one data set. Thread-safe. `slabs`: by stream number, where there is one."""
 
     def __init__(
-        self, data: Dataset, slots: Slots, slabs: Mapping[int, Slab], counts: Counts
-    ) -> None:
-        self._data, self._slots, self._slabs = data, slots, slabs
+        self, data: Dataset, slots: Slots, slabs: Mapping[int, Slab], counts: Counts,
+        cached: ReadRows | None = None,
+    ) -> None:  # fmt: skip
+        """`cached`: reads records in the place of the data set."""
+        self._data, self._slots, self._slabs, self._cached = data, slots, slabs, cached
         self._scalars = [n for n, f in data.fields.items() if f.kind is FieldKind.SCALAR]
         self._counts = counts
 
@@ -173,8 +176,12 @@ class Assembler:
         assert stream.fixed is not None
         length = stream.fixed.length
         targets = [rows[row, :length] for row in which.tolist()]
-        addresses = address_of(rows.reshape(-1)) + which * rows.shape[1]
-        if not self._data.read_rows(stream, indices[which], targets, addresses):
+        if self._cached is not None:
+            good = self._cached(stream, indices[which], targets)
+        else:
+            addresses = address_of(rows.reshape(-1)) + which * rows.shape[1]
+            good = self._data.read_rows(stream, indices[which], targets, addresses)
+        if not good:
             raise SlotLost
         self._counts.read_total += len(which)
 
@@ -188,7 +195,7 @@ class Assembler:
         slab = self._slabs.get(stream.number)
         if slab is None:
             self._counts.read_total += len(indices)
-            return self._data.read_direct(stream, indices)
+            return self._data.read_direct(stream, indices, self._cached)
         slots = slab.resident(places)
         have, lack = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
         records: list[Bytes] = [_NOTHING] * len(indices)

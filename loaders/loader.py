@@ -12,6 +12,7 @@ import torch
 import torch.utils.data
 
 from hpstore.errors import ConfigError
+from hpstore.loaders.cache import Cache
 from hpstore.loaders.engine import PREFETCH_BYTES, Engine, cache_budget, pinner
 from hpstore.loaders.finishing import Finish
 from hpstore.loaders.foreign import ForeignIterator, PositionSampler
@@ -42,7 +43,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     by default those of torch.distributed, or a `mesh`; `shard=False` reads everything on each
     rank. An explicit sampler, batch_sampler or IterableDataset is never sharded. `even`: how the
     last global batch is dealt out (slices.Even). `device`: batches arrive there. `cache`: bytes
-    for keeping pages in memory (None: a quarter of what is available; 0: none).
+    for keeping pages in memory (None: a quarter of what is available; 0: none), or a Cache, through
+    which records are read then; it is told the order.
     `prefetch_bytes`: memory for batches that are made ahead or held by you. `window_bytes`: of a
     window. `transform(sample)` or `transform(sample, rng)` per sample, `collate_fn(list of
     samples)`, `batch_transform(batch)` or `batch_transform(batch, rng)`; the numpy generator is
@@ -79,7 +81,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         in_order: bool = True,
         seed: int = 0,
         device: str | torch.device | None = None,
-        cache: int | str | None = None,
+        cache: Cache | int | str | None = None,
         prefetch_bytes: int | str = PREFETCH_BYTES,
         window_bytes: int | str | None = None,
         rank: int | None = None,
@@ -252,6 +254,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 "cache_bytes": cache_budget(self.cache), "prefetch_bytes": self.batch_memory_bytes,
                 "pin": pinner(self.finish.device, self.pin_memory),
                 "batch_rows": self.batch_size or 1,
+                "cache": self.cache if isinstance(self.cache, Cache) else None,
             }  # fmt: skip
             if isinstance(data, Mixture):
                 self._engine = MixedEngine(data, order, **options)
@@ -331,6 +334,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                                  "skipped_samples": self.finish.skipped_total}  # fmt: skip
         if self._engine is not None:
             found.update(self._engine.stats())
+        if isinstance(self.cache, Cache):
+            found["cache"] = self.cache.stats()
         return found
 
     def __getstate__(self) -> dict[str, Any]:
@@ -338,6 +343,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         state = self.__dict__.copy()
         for name in ("_engine", "_ready", "_iterator", "finish"):
             state[name] = None
+        if isinstance(self.cache, Cache):
+            state["cache"] = None  # it stays in its process
         if isinstance(self.sampler, RankSampler):
             del state["sampler"]
             state.pop("batch_sampler" if self._native is not None else "", None)

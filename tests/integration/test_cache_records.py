@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from hpstore.errors import ConfigError
@@ -30,7 +31,9 @@ def written(pool: Pool, seed: int, *, ragged: bool) -> Dataset:
     return Dataset(pool, "train")
 
 
-def checked(reader: object, data: Dataset, source: RecordSource, rows: np.ndarray) -> None:  # type: ignore[type-arg]
+def checked(
+    reader: object, data: Dataset, source: RecordSource, rows: npt.NDArray[np.int64]
+) -> None:
     """What the cache gives is what the data set gives."""
     wanted, _ = data.read_records(data.streams[0], rows)
     targets = [np.zeros(len(record), np.uint8) for record in wanted]
