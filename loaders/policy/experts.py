@@ -74,11 +74,16 @@ _GAIN = 0.005  # of its hits: less is not worth the change
 _DEVIATIONS = 1.5  # of the difference of two experts' hits: what less says is chance
 
 
+def sample_of(blocks: int) -> int:
+    """How many blocks the experts are compared on."""
+    return min(blocks, max(SAMPLE_LEAST, min(SAMPLE_MOST, round(blocks * SAMPLE_SHARE))))
+
+
 class Shadows:
     """A cache in miniature for each expert. Counted in blocks, each of the mean size."""
 
     def __init__(self, blocks: int, capacity_share: float, seed: int) -> None:
-        count = min(blocks, max(SAMPLE_LEAST, min(SAMPLE_MOST, round(blocks * SAMPLE_SHARE))))
+        count = sample_of(blocks)
         chosen = np.random.Generator(np.random.PCG64(seed)).choice(blocks, count, replace=False)
         self.sample: Int64s = np.sort(chosen).astype(np.int64)
         self.room = max(1, round(count * capacity_share))
@@ -162,4 +167,4 @@ class Shadows:
         self._waiting, self._held = ([held] if len(held) else []), len(held)
 
 
-__all__ = ["EXPERTS", "MARGIN", "NO_ROOM", "PHASE", "Expert", "Shadows"]
+__all__ = ["BEYOND", "EXPERTS", "MARGIN", "NO_ROOM", "PHASE", "Expert", "Shadows", "sample_of"]

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from hpstore.loaders.policy.experts import BEYOND, EXPERTS, Expert, Shadows
+from hpstore.errors import ConfigError
+from hpstore.loaders.policy.experts import BEYOND, EXPERTS, Expert, Shadows, sample_of
 from hpstore.loaders.policy.future import NEVER, Future
-from hpstore.loaders.policy.learner import Learner
+from hpstore.loaders.policy.learner import HALF_LIVES, Learner
 from hpstore.loaders.policy.phases import JOBS, Phases
 from hpstore.loaders.policy.plans import Bools, Floats, Int64s
 from hpstore.loaders.policy.residents import Int32s
@@ -127,6 +128,29 @@ class Outlook:
             found |= {f"shadows_{k}": v for k, v in self._shadows.state().items()}
             found |= {"past": self._past, "stepped": np.array([self._stepped])}
         return found
+
+    def check(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
+        """Raises ConfigError for arrays that load() could not work with."""
+        columns, experts, sample = len(HALF_LIVES), len(EXPERTS), sample_of(self.blocks)
+        jobs, wide = (self.jobs,), (self.blocks, columns)
+        allowed: dict[str, tuple[tuple[int, ...], ...]] = {
+            "learner_keys": (wide, (self.blocks, 1)), "learner_clock": ((columns + 1,),),
+            "phases_seen": ((self.blocks,), (0,)), "phases_made": ((JOBS,),),
+            "phases_length": ((JOBS,),), "rates": (jobs,), "made": (jobs,), "period": (jobs,),
+        }  # fmt: skip
+        if "shadows_resident" in arrays:
+            allowed["learner_keys"] = (wide,)
+            allowed |= {
+                "shadows_resident": ((experts, sample),), "shadows_scores": ((experts,),),
+                "shadows_spread": ((experts, experts),), "shadows_came": ((experts,),),
+                "shadows_numbers": ((2,),), "past": ((sample, columns),), "stepped": ((1,),),
+            }  # fmt: skip
+        for name, shapes in allowed.items():
+            if name not in arrays or arrays[name].shape not in shapes:
+                found = arrays[name].shape if name in arrays else "nothing"
+                raise ConfigError(
+                    f"{name} of a saved cache policy is {found}, not {shapes[0]}: start without it"
+                )
 
     def load(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
         """The opposite of state(); names and shapes have been checked. Futures are empty."""

@@ -283,7 +283,6 @@ class CachePolicy:
         self.hold(there)
 
     def _check_arrays(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
-        mine = self.state_arrays()
         missing = sorted(set(_ALWAYS) - set(arrays))
         if missing:
             raise ConfigError(f"a saved cache policy lacks {missing}: start without it")
@@ -294,12 +293,7 @@ class CachePolicy:
                 f"a saved cache policy is of (version, blocks, jobs) {made}, this one of {wanted}: "
                 "start without it"
             )
-        for name in ("learner_clock", "phases_made", "phases_length", "rates", "made", "period"):
-            if arrays[name].shape != mine[name].shape:
-                raise ConfigError(
-                    f"{name} of a saved cache policy has the shape {arrays[name].shape}, not "
-                    f"{mine[name].shape}: start without it"
-                )
+        self._outlook.check(arrays)
 
     def _exchange(self, newcomers: Int64s, waits: Floats) -> tuple[Int64s, Int64s]:
         """Newcomers that come in and residents that leave for them, done; soonest first.

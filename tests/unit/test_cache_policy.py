@@ -69,10 +69,10 @@ def test_a_newcomer_is_judged_without_its_present_request() -> None:
 
 
 def test_a_newcomer_must_be_better_by_a_margin() -> None:
-    """Twice asked for before, it still does not displace what was asked for twice too."""
+    """Six requests against five are no reason to change places, seven are: 2**0.3 is 1.23."""
     policy = CachePolicy(1, 3, 1)
-    for block in (0, 0, 1, 1):
-        assert policy.access(0, array(block)).evict.tolist() == []
+    policy.access(0, array(0, 0, 0, 0, 0))
+    assert policy.access(0, array(1, 1, 1, 1, 1, 1)).evict.tolist() == []
     assert policy.access(0, array(1)).evict.tolist() == []
     assert policy.access(0, array(1)).evict.tolist() == [0]
 
@@ -234,6 +234,14 @@ def test_mistakes_are_named_and_change_nothing() -> None:
         policy.access(1, array(0))
     with pytest.raises(ConfigError, match=r"lacks \['learner_clock'"):
         policy.restore({"policy": array(1, 5, 1, 0)})
+    policy.access(0, array())
+    for name in ("learner_keys", "shadows_resident", "phases_seen", "past"):
+        other = CachePolicy(1, 5, 2)
+        other.access(0, array(1))
+        arrays = other.state_arrays()
+        arrays[name] = arrays[name][..., :0].reshape(-1, 3)
+        with pytest.raises(ConfigError, match=name):
+            policy.restore(arrays)
     saved = CachePolicy(1, 6, 2).state_arrays()
     with pytest.raises(ConfigError, match="start without it"):
         policy.restore(saved)

@@ -1,0 +1,139 @@
+"""The cache benchmark on little data: ratios, verdicts, peers out of process, cut runs."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpstore.benchmarks.cache import bench_cache, unmet
+from hpstore.benchmarks.cache_bars import BARS, CAPACITIES, share_of_min, to_best_peer
+from hpstore.benchmarks.cache_cost import measure_cost
+from hpstore.benchmarks.cache_peers import PACKAGES, SCRIPT, PeerRun, missing, packages_named
+from hpstore.benchmarks.cache_traces import TRACES, trace_named
+from hpstore.benchmarks.measure import Options
+from hpstore.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def options(cases: str, **more: object) -> Options:
+    """Quick ones without peers."""
+    facts: dict[str, object] = {"peers": "none", "quick": True} | more
+    return Options(directory=None, size_bytes=0, repeats=1, cases=cases, **facts)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_every_workload_asks_for_blocks_that_there_are_and_tells_its_epochs(name: str) -> None:
+    """Another seed gives another trace, the same one the same."""
+    trace = trace_named(name, 1, 400)
+    assert trace.requests.min() >= 0
+    assert trace.requests.max() < trace.blocks
+    assert 0 < trace.counted < len(trace.requests)
+    assert all(starts[0] < len(trace.requests) for starts in trace.starts)
+    assert np.array_equal(trace.requests, trace_named(name, 1, 400).requests)
+    assert not np.array_equal(trace.requests, trace_named(name, 2, 400).requests)
+    assert name in BARS
+
+
+def test_results_are_handed_on_after_each_workload_with_all_verdicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cut run leaves what it has, pictures too; MIN is not beaten by more than a batch."""
+    monkeypatch.setattr("hpstore.benchmarks.cache.QUICK_BLOCKS", 800)
+    monkeypatch.setattr("hpstore.benchmarks.cache_traces.EPOCHS", 4)
+    reports: list[list[str]] = []
+
+    def keep(results: dict[str, object]) -> None:
+        found = results["workloads"]
+        assert isinstance(found, dict)
+        reports.append(list(found))
+
+    results = bench_cache(options("uniform,sizes", keep=keep, plots=tmp_path))
+    assert reports == [["uniform"], ["uniform", "sizes"]]
+    json.dumps(results)
+    workloads = results["workloads"]
+    assert isinstance(workloads, dict)
+    assert list(workloads["uniform"]) == [f"{100 * share:g}" for share in CAPACITIES]
+    row = workloads["uniform"]["20"]
+    assert row["known to MIN"]["met"]
+    assert row["hit_ratios"]["hpstore"]["hit_ratio"] <= row["hit_ratios"]["MIN"]["hit_ratio"] + 0.01
+    assert "skipped" in row["unknown to best peer"]
+    assert "MIN" not in workloads["sizes"]["10"]["hit_ratios"]
+    failed = results["failed"]
+    assert isinstance(failed, dict)
+    assert (tmp_path / "cache-uniform.png").is_file() or "plots" in failed
+
+
+def test_a_share_below_its_bar_and_a_better_peer_are_named() -> None:
+    """By the path of the figure."""
+    assert share_of_min("uniform", "unknown", 0, 0.0979, 0.1)["met"] is False
+    assert share_of_min("block32", "unknown", 1, 0.2, 0.5)["met"] is True
+    peers = {"LRU": {"hit_ratio": 0.1}, "ARC": {"hit_ratio": 0.2}}
+    found = to_best_peer(0.194, peers, "hit_ratio")
+    assert (found["best"], found["points"], found["met"]) == ("ARC", -0.6, False)
+    assert unmet({"a": {"b": found}, "c": {"us_met": False, "met": True}}) == [
+        "a/b/met",
+        "c/us_met",
+    ]
+
+
+def test_peers_play_the_trace_in_a_process_of_their_own() -> None:
+    """LRU against LRU written here; a package that is not there is a line with its reason."""
+    trace = trace_named("zipf0.9", 3, 300)
+    absent = missing(["libcachesim"])
+    run = PeerRun(trace, [30], ["libcachesim", "no_such_package"])
+    found, failed = run.collect()
+    assert "no_such_package" in failed
+    if absent:
+        assert "libcachesim" in failed
+        return
+    recent: dict[int, None] = {}
+    hits = np.zeros(len(trace.requests), np.bool_)
+    for at, block in enumerate(trace.requests.tolist()):
+        hits[at] = block in recent
+        recent.pop(block, None)
+        recent[block] = None
+        if len(recent) > 30:
+            del recent[next(iter(recent))]
+    assert found[30]["LRU"]["hit_ratio"] == pytest.approx(float(hits[trace.counted :].mean()))
+
+
+def test_no_module_of_the_package_imports_a_peer() -> None:
+    """Only the script does, by name, and nobody imports the script."""
+    for folder in ("hpstore", "loaders", "checkpoint", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = path.read_text()
+            if not any(name in text for name in (*PACKAGES, "scripts")):
+                continue
+            tree = ast.parse(text)
+            names = [n.name for node in ast.walk(tree) if isinstance(node, ast.Import)
+                     for n in node.names]  # fmt: skip
+            names += [node.module or "" for node in ast.walk(tree)
+                      if isinstance(node, ast.ImportFrom)]  # fmt: skip
+            assert not any(name.split(".")[0] in PACKAGES for name in names), path
+            assert not any("benchmarks.scripts" in name for name in names), path
+    assert SCRIPT.is_file()
+
+
+def test_costs_have_bars_and_the_index_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes a block do not depend on the machine."""
+    monkeypatch.setattr("hpstore.benchmarks.cache_cost.BATCHES", 20)
+    found = measure_cost(blocks=50_000, repeats=1)
+    for name in ("unknown, weighted", "unknown, even", "known, shuffled"):
+        row = found[name]
+        assert isinstance(row, dict)
+        assert row["index_met"]
+        assert row["us_a_sample"] > 0
+
+
+def test_unknown_cases_and_peers_are_refused() -> None:
+    """With the names that there are."""
+    with pytest.raises(ConfigError, match="no case is called 'nothing'; there are uniform"):
+        bench_cache(options("nothing"))
+    with pytest.raises(ConfigError, match="no peer is called 'nobody'; there are libcachesim"):
+        packages_named("nobody")
+    assert packages_named("none") == []
