@@ -14,6 +14,7 @@ import pytest
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError
 from hpstore.loaders.cache import Attached, Cache, MemoryLost
+from hpstore.loaders.cache import core as core_module
 from hpstore.loaders.cache.ahead import MOST_WINDOW_SHARE, next_work
 from hpstore.loaders.cache.core import Core, Fetched
 from hpstore.loaders.cache.counts import Tally
@@ -93,9 +94,10 @@ def test_who_waited_for_a_fetch_that_failed_fetches_himself(
 
 
 def test_who_leaves_the_foretold_order_waits_for_nobody(
-    source: NumberedSource, still: tuple[Cache, Attached]
+    source: NumberedSource, still: tuple[Cache, Attached], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reader that skips ahead waits for its turn once; from then on its order is unknown."""
+    monkeypatch.setattr(core_module, "TURN_SECONDS", 0.1)
     cache, reader = still
     reader.expect(0, np.arange(COUNT))
     read_epoch(reader, source, np.arange(50, 150), 10)
