@@ -41,7 +41,7 @@ def regular(requests: Int64s, epoch: int, *, blocks: int, **more: object) -> Tra
 
 def zipf_weights(count: int, exponent: float) -> npt.NDArray[np.float64]:
     """Shares that fall with the rank."""
-    weights: npt.NDArray[np.float64] = np.arange(1, count + 1) ** -exponent
+    weights: npt.NDArray[np.float64] = np.arange(1, count + 1, dtype=np.float64) ** -exponent
     shares: npt.NDArray[np.float64] = weights / weights.sum()
     return shares
 

@@ -27,7 +27,7 @@ from hpstore.loaders.publishing import (
 from hpstore.loaders.verifying import DatasetReport, verify_dataset
 from hpstore.loaders.writer import DatasetWriter
 
-__all__ = ["Cache", "DataLoader", "Dataset", "DatasetInfo", "DatasetReport", "DatasetWriter", "Field",
-           "IngestProgress", "IngestReport", "Mixture", "Ragged", "delete_dataset", "ingest",
-           "list_datasets", "open_source", "publish_parts", "remove_orphans",
+__all__ = ["Cache", "DataLoader", "Dataset", "DatasetInfo", "DatasetReport", "DatasetWriter",
+           "Field", "IngestProgress", "IngestReport", "Mixture", "Ragged", "delete_dataset",
+           "ingest", "list_datasets", "open_source", "publish_parts", "remove_orphans",
            "unfinished_ingests", "verify_dataset", "written_parts"]  # fmt: skip

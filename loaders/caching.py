@@ -11,7 +11,7 @@ import numpy as np
 
 from hpstore.closing import Closing
 from hpstore.codec.galois import Bytes
-from hpstore.loaders.cache import Cache, MemoryLost
+from hpstore.loaders.cache import Attached, Cache, MemoryLost, SharedAttached
 from hpstore.loaders.cache.records import RecordSource
 from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.draws import Indices
@@ -30,16 +30,23 @@ class CachedReads(Closing):
     """Records of one data set through a cache, for one loader. read() is for many threads."""
 
     def __init__(self, cache: Cache, data: Dataset, *, batch_rows: int) -> None:
-        self._attached = {
-            stream.number: cache.attach(RecordSource(data, stream), batch_blocks=batch_rows)
-            for stream in data.streams
-        }
+        self._data, self._attached = data, dict[int, Attached | SharedAttached]()
+        for stream in data.streams:
+            source = RecordSource(data, stream)
+            if np.min(source.sizes, initial=1) > 0:
+                self._attached[stream.number] = cache.attach(source, batch_blocks=batch_rows)
+                continue
+            data.pool.metrics.count("stream_uncached_total")
+            _log.warning("%s has empty records: it is read without the cache", source.name)
         self._following: _Following | None = None
 
     def read(self, stream: Stream, indices: Int64s, targets: Sequence[Bytes] | Bytes) -> bool:
         """As StoredData.read_rows."""
+        attached = self._attached.get(stream.number)
+        if attached is None:
+            return self._data.read_rows(stream, indices, list(targets))
         try:
-            self._attached[stream.number].read(indices, targets)
+            attached.read(indices, targets)
         except MemoryLost:
             return False
         return True

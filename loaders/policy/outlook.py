@@ -216,7 +216,7 @@ class Outlook:
         if column is None:
             jobs = self._phased()
             if jobs:
-                return self.phases.waits(blocks, jobs, self._shares)
+                return self.phases.waits(blocks.astype(np.int64, copy=False), jobs, self._shares)
             column = BEYOND.column
         assert column is not None
         return self._offset(column) - self.learner.column(blocks, column)

@@ -25,7 +25,7 @@ from hpstore.loaders.order import GlobalOrder
 from hpstore.loaders.policy import CachePolicy
 from hpstore.loaders.slices import Slices
 
-DATA = list(range(103))
+DATA: Any = list(range(103))
 WEIGHTS = [1 + n % 7 for n in DATA]
 
 
@@ -114,7 +114,7 @@ def test_a_watched_sampler_foretells_each_pass_of_torchs_loader(own: bool) -> No
     generator = seeded() if own else None
     sampler = RandomSampler(DATA, generator=generator)
     watched = Watched(sampler, told.append, 2, draws_between=1)
-    loader = DataLoader(DATA, batch_size=10, sampler=watched, generator=generator)  # type: ignore[arg-type, var-annotated]
+    loader = DataLoader(DATA, batch_size=10, sampler=watched, generator=generator)
     passes = [torch.cat(list(loader)).tolist() for _ in range(3)]
     for number, orders in enumerate(told):
         assert orders is not None
