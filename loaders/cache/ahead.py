@@ -16,6 +16,7 @@ from hpstore.buffers import aligned_array
 from hpstore.closing import Closing
 from hpstore.codec.galois import Bytes
 from hpstore.loaders.cache.core import Core, Fetched
+from hpstore.loaders.cache.pages import pages_needed
 from hpstore.loaders.cache.source import MemoryLost, bytes_of, sizes_of
 from hpstore.loaders.cache.stock import Flight, Job, Room, Stock
 from hpstore.loaders.layout import Int64s
@@ -26,7 +27,8 @@ _log = logging.getLogger(__name__)
 PAUSE_SECONDS = 1.0  # after a prefetch that failed: demands meet the error themselves
 JOIN_SECONDS = 5.0
 CHORE_SECONDS = 300.0
-WINDOW_SHARE = 4  # credits are at most one part in so many of the memory
+# credits are at most one part in so many of the memory, and for a batch in so many
+WINDOW_SHARE, MOST_WINDOW_SHARE = 8, 4
 _ALIGNMENT = 4096  # of targets, for reads that go past the page cache
 
 
@@ -119,9 +121,10 @@ def next_work(core: Core) -> Work | None:
 
 def _wanted(core: Core, stock: Stock, job: Job) -> Work | None:
     pages = core.room.pages
-    largest = -(-stock.largest_bytes // pages.page_bytes) * pages.page_bytes
-    most = pages.page_count * pages.page_bytes // WINDOW_SHARE
-    window = max(min(stock.pace.window_bytes(), most), largest)
+    largest = pages_needed(stock.largest_bytes, pages.page_bytes) * pages.page_bytes
+    room = pages.page_count * pages.page_bytes
+    window = min(stock.pace.window_bytes(), room // WINDOW_SHARE)
+    window = max(window, min(stock.batch_bytes, room // MOST_WINDOW_SHARE), largest)
     call = max(min(stock.pace.call_bytes(), window // 2), largest)
     credit = window - stock.ahead_bytes
     if credit < max(call // 2, largest):  # few large calls, not many small ones

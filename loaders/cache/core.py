@@ -15,14 +15,14 @@ from hpstore.codec.galois import Bytes
 from hpstore.loaders.cache.counts import Tally
 from hpstore.loaders.cache.deciding import Bools, Floats, Plan
 from hpstore.loaders.cache.disk import DiskPart, Taken
-from hpstore.loaders.cache.pages import NO_PAGE, Found, Int32s
+from hpstore.loaders.cache.pages import NO_PAGE, Found, Int32s, pages_needed
 from hpstore.loaders.cache.source import BlockSource, bytes_of, sizes_of
 from hpstore.loaders.cache.stock import AHEAD, FETCHED, Asked, Flight, Job, Room, Stock
 from hpstore.loaders.layout import Int64s
 from hpstore.units import MIB
 
 _NONE: Int64s = np.empty(0, np.int64)
-TURN_SECONDS = 1.0  # that a batch waits for one which should have come before it
+TURN_SECONDS = 5.0  # that a batch waits for one which should have come before it
 MOST_COPIES_BYTES = 16 * MIB  # of blocks that memory had no room for, on their way to the disk
 REST_SECONDS = 1.0  # that a fetched block waits for pages which others still copy
 LATE_SECONDS = 30.0  # that a request waits for somebody else's fetch
@@ -150,23 +150,33 @@ class Core:
         """Flights for what is missing: others', or the asker's own."""
         admitted = set(plan.admit.tolist())
         mine: dict[int, int] = {}
-        for i in missing.tolist():
-            block = int(blocks[i])
+        ahead: list[int] = []  # on its way by a prefetch, which was not soon enough
+        flights, fetch = stock.flights, asked.fetch
+        coming, resident = plan.late[missing].tolist(), plan.hit[missing].tolist()
+        requests = zip(missing.tolist(), blocks[missing].tolist(), coming, resident, strict=True)
+        for i, block, told, held in requests:
             if block in mine:
                 asked.again.append((i, mine[block]))
                 continue
-            flight = stock.flights.get(block)
+            flight = flights.get(block)
             # the policy may know it as a resident, or as coming, though nobody fetches it
-            told = bool(plan.late[i])
-            keep = block in admitted or told or bool(plan.hit[i])
+            keep = told or held or block in admitted
             if flight is not None:
                 flight.keep |= keep
                 flight.waiting += 1
+                if flight.ahead and not flight.asked:
+                    flight.asked = True
+                    ahead.append(block)
                 asked.late.append((i, block, flight))
                 continue
             mine[block] = i
-            flight = stock.flights[block] = Flight(keep, told=told)
-            asked.fetch.append((i, block, flight))
+            flight = flights[block] = Flight(keep, told=told)
+            fetch.append((i, block, flight))
+        if ahead:
+            self.tally.add(
+                prefetch_late_total=len(ahead),
+                prefetch_late_bytes=bytes_of(stock.sizes, np.array(ahead, np.int64)),
+            )
 
     def _note_used(self, stock: Stock, blocks: Int64s, here: Bools) -> None:
         """Note requests, and which of them found their block."""
@@ -188,16 +198,12 @@ class Core:
             stock.ahead_bytes -= bytes_of(stock.sizes, marked)
         return marked
 
-    def wait(self, stock: Stock, late: Sequence[tuple[int, int, Flight]]) -> None:
+    def wait(self, late: Sequence[tuple[int, int, Flight]]) -> None:
         """Until all of these flights have ended, or it takes too long."""
         with self.lock:
             self.landed.wait_for(lambda: all(f.done for _, _, f in late), LATE_SECONDS)
-            for _, block, flight in late:
+            for _, _, flight in late:
                 flight.waiting -= 1
-                if flight.ahead:
-                    self.tally.add(prefetch_late_total=1)
-                    late_one = self._clear_ahead(stock, np.array([block], np.int64))
-                    self.tally.add(prefetch_late_bytes=bytes_of(stock.sizes, late_one))
 
     def copied(self, room: Room, ticket: int) -> None:
         """The pages that were found are not needed any more."""
@@ -240,7 +246,7 @@ class Core:
 
     def _await_pages(self, room: Room, kept: Sequence[Fetched]) -> None:
         """Until copies of evicted blocks are over, whose pages are needed."""
-        need = sum(-(-len(one.data) // room.pages.page_bytes) for one in kept)
+        need = sum(pages_needed(len(one.data), room.pages.page_bytes) for one in kept)
         if room.free.ready_count < need <= room.free.free_count:
             self._short += 1
             self.landed.wait_for(lambda: room.free.ready_count >= need, REST_SECONDS)
@@ -275,7 +281,7 @@ class Core:
                 head = None
             if head is not None:
                 stock.first[one.block] = head
-                if one.flight.ahead:
+                if one.flight.ahead and not one.flight.asked:
                     stock.marks[one.block] |= AHEAD
             elif one.flight.keep:
                 lost.append(one.block)

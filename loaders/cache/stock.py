@@ -31,6 +31,7 @@ class Flight:
 
     keep: bool  # it goes into memory when it is there
     ahead: bool = False  # a prefetch
+    asked: bool = False  # somebody asked for it meanwhile
     told: bool = False  # the policy waits for it to arrive
     waiting: int = 0
     data: Bytes | None = None  # a copy for those who wait
@@ -84,7 +85,7 @@ class Job:
 
     def seconds_ahead(self, stock: Stock) -> float:
         """How long what was prefetched will last, about."""
-        mean = total_bytes(stock.sizes, stock.block_count) / stock.block_count
+        mean = max(1.0, total_bytes(stock.sizes, stock.block_count) / stock.block_count)
         return stock.ahead_bytes / (max(self._rate, 1e-3) * mean)
 
     def tell(self, blocks: Int64s) -> None:
@@ -184,6 +185,11 @@ class Stock:
         self.warming = False  # after a restart: bring the favourites from the disk
         self.favourites: Int64s = np.empty(0, np.int64)  # those that are still to be brought
         self.replaced = False  # by another identity of the same name: no more use of the cache
+
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes of a batch, about."""
+        return self.batch_blocks * total_bytes(self.sizes, self.block_count) // self.block_count
 
     def choose_source(self) -> None:
         """Prefetches read the source of a reader that is there."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ from hpstore.loaders.cache import Cache, SharedAttached, disk
 from hpstore.loaders.cache.core import Core
 from hpstore.loaders.cache.disk import DiskTier
 from hpstore.loaders.cache.disk_file import DiskFile
+from hpstore.loaders.cache.memory import SharedMemory
 from hpstore.loaders.cache.wire import address
 from hpstore.loaders.layout import Int64s
 from tests.fault.common import MakeDisks, exit_status, forked, poll
@@ -235,7 +237,8 @@ def owner(name: str, ready: Path, folder: Path | None = None) -> Callable[[], No
 
     def body() -> None:
         extra = {} if folder is None else {"disk_path": folder, "disk_bytes": COUNT * 4096}
-        cache = Cache(2 * COUNT * SIZE, share=name, **extra)  # type: ignore[arg-type]
+        memory = 2 * COUNT * SIZE if folder is None else COUNT * SIZE // 8
+        cache = Cache(memory, share=name, **extra)  # type: ignore[arg-type]
         source = NumberedSource(COUNT, SIZE)
         reader = cache.attach(source, batch_blocks=10)
         read_epoch(reader, source, np.arange(COUNT // 2), 10)
@@ -285,6 +288,12 @@ def test_memory_of_a_shared_cache_cannot_be_written_by_others(tmp_path: Path) ->
             assert not reader._mapped.pages.rows.flags.writeable
             with pytest.raises(ValueError, match="read-only"):
                 reader._mapped.first[0] = 1
+    with SharedMemory(1 << 20) as memory:
+        memory.data[:] = 7
+        with pytest.raises(PermissionError):
+            mmap.mmap(memory.fds["data"], 1 << 20)
+        with pytest.raises(PermissionError):
+            os.ftruncate(memory.fds["data"], 0)
 
 
 def test_a_second_source_in_a_shared_cache_is_seen_by_all(tmp_path: Path) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from hpstore.errors import ConfigError
 from hpstore.loaders import Dataset, DatasetWriter, Field
-from hpstore.loaders.cache import Cache, MemoryLost
+from hpstore.loaders.cache import Attached, Cache, MemoryLost, SharedAttached
 from hpstore.loaders.cache.records import RecordSource
+from hpstore.loaders.layout import Int64s
 from hpstore.pool import Pool
 from hpstore.units import KIB
 
@@ -32,12 +32,12 @@ def written(pool: Pool, seed: int, *, ragged: bool) -> Dataset:
 
 
 def checked(
-    reader: object, data: Dataset, source: RecordSource, rows: npt.NDArray[np.int64]
+    reader: Attached | SharedAttached, data: Dataset, source: RecordSource, rows: Int64s
 ) -> None:
     """What the cache gives is what the data set gives."""
     wanted, _ = data.read_records(data.streams[0], rows)
     targets = [np.zeros(len(record), np.uint8) for record in wanted]
-    reader.read(rows, targets)  # type: ignore[attr-defined]
+    reader.read(rows, targets)
     for target, record in zip(targets, wanted, strict=True):
         assert np.array_equal(target, record)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,8 @@ import pytest
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError
 from hpstore.loaders.cache import Attached, Cache, MemoryLost
-from hpstore.loaders.cache.ahead import WINDOW_SHARE, next_work
+from hpstore.loaders.cache import core as core_module
+from hpstore.loaders.cache.ahead import MOST_WINDOW_SHARE, next_work
 from hpstore.loaders.cache.core import Core, Fetched
 from hpstore.loaders.cache.counts import Tally
 from hpstore.loaders.cache.deciding import Floats
@@ -93,9 +93,10 @@ def test_who_waited_for_a_fetch_that_failed_fetches_himself(
 
 
 def test_who_leaves_the_foretold_order_waits_for_nobody(
-    source: NumberedSource, still: tuple[Cache, Attached]
+    source: NumberedSource, still: tuple[Cache, Attached], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reader that skips ahead waits for its turn once; from then on its order is unknown."""
+    monkeypatch.setattr(core_module, "TURN_SECONDS", 0.1)
     cache, reader = still
     reader.expect(0, np.arange(COUNT))
     read_epoch(reader, source, np.arange(50, 150), 10)
@@ -153,7 +154,7 @@ def test_prefetched_bytes_stay_within_their_credit(
     cache, reader = still
     core = core_of(cache)
     reader.expect(0, np.arange(COUNT))
-    limit = core.room.pages.page_count * SIZE // WINDOW_SHARE
+    limit = core.room.pages.page_count * SIZE // MOST_WINDOW_SHARE
 
     def all_work() -> int:
         found = 0
@@ -232,12 +233,14 @@ class LosingSource(NumberedSource):
     """Its first read does not end: its memory is lost, and written into later."""
 
     lost: list[Bytes] | None = None
+    shared = False
 
     def read(self, blocks: Int64s, targets: Targets) -> None:
         if self.lost is None:
             self.lost = list(targets)
             raise MemoryLost
-        assert not any(np.shares_memory(old, new) for old in self.lost for new in targets)
+        # an assertion here would be a failed prefetch, which is no failure
+        self.shared |= any(np.shares_memory(old, new) for old in self.lost for new in targets)
         super().read(blocks, targets)
         for old in self.lost:
             old[:] = 0xAA
@@ -250,6 +253,7 @@ def test_memory_that_a_hung_read_may_write_into_is_not_used_again() -> None:
         reader.expect(0, np.arange(COUNT))
         poll(PATIENCE, lambda: cache.stats().get("prefetch_abandoned_total", 0) > 0)
         read_epoch(reader, source, np.arange(COUNT))
+    assert not source.shared
 
 
 # --- the disk ---------------------------------------------------------------------------------
@@ -366,53 +370,35 @@ def test_a_full_disk_gives_up_a_block_only_for_one_that_is_needed_sooner(
         part = tier.part(source)
         assert part is not None
 
-        def uses(others: Int64s) -> Floats:
-            return np.where(others == 7, 9.0, 5.0).astype(np.float32)
+        level = [9.0]  # when what is there is needed
+        given_up: list[int] = []
 
-        def offer(blocks: Int64s, when: list[float]) -> list[bool]:
-            taken = part.offer(blocks, np.array(when, np.float32), 1 << 20, uses)
-            chosen = blocks[taken.take].tolist()
+        def uses(others: Int64s) -> Floats:
+            return np.full(len(others), level[0], np.float32)
+
+        def offer(blocks: list[int], when: list[float]) -> list[bool]:
+            numbers = np.array(blocks, np.int64)
+            taken = part.offer(numbers, np.array(when, np.float32), 1 << 20, uses)
+            chosen = numbers[taken.take].tolist()
+            given_up.extend(taken.drop)
             part.write(chosen, [source.bytes_of(block) for block in chosen], taken.drop)
             return [bool(took) for took in taken.take]
 
-        assert all(offer(np.arange(40), [5.0] * 40))
-        assert offer(np.array([50, 51, 52]), [6.0, np.inf, 8.0]) == [True, False, False]
-        assert not part.holds(np.array([7]))[0]
-        assert part.read(np.array([7, 50]))[0] is None
+        assert all(offer(list(range(39)), [5.0] * 39))
+        assert offer([45], [np.inf]) == [False]
+        assert offer([39], [5.0]) == [True]
+        assert offer([50, 51, 52], [6.0, np.inf, 9.0]) == [True, False, False]
+        level[0] = 5.0
+        assert offer([60, 61], [5.0, 4.95]) == [False, False]
+        assert offer([60, 61], [5.0, 4.0]) == [False, True]
+        assert len(given_up) == 2
+        assert not part.holds(np.array(given_up)).any()
+        assert part.read(np.array(given_up)) == [None, None]
         assert part.used_bytes == 40 * 4096
-        assert offer(np.array([60, 61]), [5.0, 4.95]) == [False, False]
-        assert offer(np.array([60, 61]), [5.0, 4.0]) == [False, True]
         assert np.count_nonzero(part.file.checks) == 40
 
 
-# --- how small a budget may be ----------------------------------------------------------------
-
-
-def test_a_budget_below_a_batch_is_refused_with_the_least_that_would_do() -> None:
-    """The number in the message works, at blocks of one size and of many; half of it does not."""
-    sizes = np.random.default_rng(0).integers(100, 20_000, COUNT).astype(np.int64)
-    for source in (NumberedSource(COUNT, SIZE), NumberedSource(COUNT, sizes)):
-        with Cache(20_000) as cache, pytest.raises(ConfigError, match="need at least") as told:
-            cache.attach(source, batch_blocks=32)
-        found = re.search(r"need at least (\d+)", str(told.value))
-        assert found is not None
-        least = int(found.group(1))
-        with Cache(least) as cache, cache.attach(source, batch_blocks=32) as reader:
-            read_epoch(reader, source, np.arange(COUNT), 32)
-            read_epoch(reader, source, np.arange(COUNT), 32)
-        with Cache(least // 2) as cache, pytest.raises(ConfigError, match=r"Nothing was changed"):
-            cache.attach(source, batch_blocks=32)
-
-
-def test_a_budget_that_cannot_be_is_refused_when_the_cache_is_made() -> None:
-    """No bytes, more than there are, half of a disk tier: an error, and nothing reserved."""
-    for wrong in (0, -5, 1 << 50):
-        with pytest.raises(ConfigError, match="memory_bytes"):
-            Cache(wrong)
-        with pytest.raises(ConfigError, match="memory_bytes"):
-            Cache(wrong, share=f"test {wrong}")
-    with pytest.raises(ConfigError, match="disk_path and disk_bytes"):
-        Cache(1 << 20, disk_bytes=5)
+# --- sources, and the end ----------------------------------------------------------------------
 
 
 def test_the_share_of_the_best_possible_is_measured(source: NumberedSource) -> None:
