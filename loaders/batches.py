@@ -177,7 +177,8 @@ class Assembler:
         length = stream.fixed.length
         targets = [rows[row, :length] for row in which.tolist()]
         if self._cached is not None:
-            good = self._cached(stream, indices[which], targets)
+            whole = len(which) == len(rows) and rows.shape[1] == length
+            good = self._cached(stream, indices[which], rows if whole else targets)
         else:
             addresses = address_of(rows.reshape(-1)) + which * rows.shape[1]
             good = self._data.read_rows(stream, indices[which], targets, addresses)
