@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,12 +26,16 @@ from hpstore.loaders.filling import (
     page_bounds,
     stripes_kept,
 )
+from hpstore.loaders.gpu import Cuda, Gpu
 from hpstore.loaders.order import Order
 from hpstore.loaders.progress import Piece
 from hpstore.loaders.slab import Slab
 from hpstore.loaders.slots import Slots
 from hpstore.loaders.windows import WindowOrder
 from hpstore.units import MIB, parse_bytes
+
+if TYPE_CHECKING:
+    from hpstore.loaders.direct.access import DirectAccess
 
 CACHE_SHARE = 0.25  # of the memory that is available, for pages, unless the user says
 PREFETCH_BYTES = 256 * MIB
@@ -119,7 +123,9 @@ class Engine(Closing):
     def __init__(
         self, data: Dataset, order: Order | None, *, batch_rows: int, cache_bytes: int,
         prefetch_bytes: int, pin: Callable[[Any], None] | None = None,
+        direct: DirectAccess | None = None,
     ) -> None:  # fmt: skip
+        self._direct = direct
         self._data, self.order, self._batch_rows = data, order, batch_rows
         self.pid = os.getpid()  # its threads live in this process
         self._slots = Slots(prefetch_bytes, pin)
@@ -156,12 +162,13 @@ class Engine(Closing):
                 slabs[stream.number] = Slab(data, stream, pages)
             filler = Filler(slabs, in_windows(data, order, slabs, epoch, position))
             own = True
-        assembler = Assembler(data, self._slots, slabs, self.counts)
+        assembler = Assembler(data, self._slots, slabs, self.counts, self._direct)
         return Session(order, data.fields, self.counts, assembler, slabs, filler, own)
 
-    def stats(self) -> dict[str, float | int | str]:
+    def stats(self) -> dict[str, Any]:
         """Counters since the start."""
-        return {
+        direct = {} if self._direct is None else {"direct": self._direct.stats()}
+        return direct | {
             "mode": self.mode,
             "assemble_seconds": self.counts.make_seconds,
             "records_gathered": self.counts.gathered_total,
@@ -172,13 +179,21 @@ class Engine(Closing):
 
     def stop(self) -> None:
         """Stop filling, without waiting. Idempotent."""
-        if self._filler is not None and self.pid == os.getpid():
+        if self.pid != os.getpid():
+            return
+        if self._filler is not None:
             self._filler.stop()
+        if self._direct is not None:
+            self._direct.stop()
 
     def close(self) -> None:
         """Stop filling. Batches that were handed out stay good. Idempotent."""
-        if self._filler is not None and self.pid == os.getpid():
+        if self.pid != os.getpid():
+            return
+        if self._filler is not None:
             self._filler.close()
+        if self._direct is not None:
+            self._direct.close()
 
 
 def cache_budget(cache: object) -> int:
@@ -193,22 +208,11 @@ def cache_budget(cache: object) -> int:
     return parse_bytes(cache)
 
 
-def pinner(device: torch.device | None, pin_memory: bool) -> Callable[[Any], None] | None:
-    """What page-locks batch memory; None where there is no CUDA to copy it."""
-    wanted = pin_memory or (device is not None and device.type == "cuda")
-    if not wanted or not torch.cuda.is_available():
-        return None
-
-    def pin(memory: Any) -> None:
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch's
-        error = runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
-        if int(error):
-            raise ConfigError(
-                f"{memory.nbytes} bytes of batch memory could not be page-locked "
-                f"(cudaHostRegister: {error}); lower prefetch_bytes"
-            )
-
-    return pin
+def pinner(gpu: Gpu | None, pin_memory: bool) -> Callable[[Any], None] | None:
+    """What page-locks batch memory; None where there is no GPU to copy it."""
+    if gpu is None and pin_memory and torch.cuda.is_available():
+        gpu = Cuda(torch.device("cuda"))
+    return None if gpu is None else gpu.pin
 
 
 __all__ = ["CACHE_SHARE", "PREFETCH_BYTES", "Engine", "Session", "cache_budget", "pinner"]

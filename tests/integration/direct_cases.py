@@ -1,0 +1,50 @@
+"""What tests of direct reads through the loader share, over the stand-in and on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
+from hpstore.pool import Pool
+from hpstore.units import KIB
+
+COUNT = 97
+# "records" are checked by their own checksums, "blocks" (no whole KiB) by those of their blocks
+KINDS: dict[str, dict[str, Field]] = {
+    "records": {"image": Field("uint8", (3, 64, 64)), "label": Field("int64")},
+    "blocks": {"image": Field("uint8", (3, 81, 81)), "label": Field("int64")},
+    "fields": {
+        "a": Field("float32", (40, 50)), "b": Field("bfloat16", (100,)), "label": Field("int64"),
+        "c": Field("int16", (4000,)),
+    },
+}  # fmt: skip
+
+
+def write_direct(pool: Pool, kind: str, count: int = COUNT) -> Dataset:
+    """A data set of a kind, in several shards; noise without NaN, label i is sample i."""
+    fields = KINDS[kind]
+    with DatasetWriter(pool, kind, fields, shard_bytes=768 * KIB, unit_bytes=128 * KIB) as writer:
+        for number in range(count):
+            rng = np.random.default_rng(number)
+            made: dict[str, Any] = {"label": number}
+            for name, field in fields.items():
+                if name != "label":
+                    raw = rng.integers(0, 64, field.row_bytes, np.uint8)
+                    made[name] = field.as_tensor(raw.view(field.storage).reshape(field.inner_shape))
+            writer.write(made)
+    return Dataset(pool, kind)
+
+
+def cpu_epoch(data: Dataset, *, epoch: int = 0, **options: Any) -> list[Any]:
+    """The batches of the loader that reads to the CPU, record by record."""
+    settings = {"cache": 0, "batch_size": 10, "seed": 3, "shuffle": True, **options}
+    loader = DataLoader(data, **settings)
+    loader.set_epoch(epoch)
+    found = list(loader)
+    loader.close()
+    return found
+
+
+__all__ = ["COUNT", "KINDS", "cpu_epoch", "write_direct"]
