@@ -125,7 +125,7 @@ class Engine(Closing):
         prefetch_bytes: int, pin: Callable[[Any], None] | None = None,
         direct: DirectAccess | None = None,
     ) -> None:  # fmt: skip
-        self._direct = direct
+        self.direct = direct  # reads straight to the GPU, where they are possible
         self._data, self.order, self._batch_rows = data, order, batch_rows
         self.pid = os.getpid()  # its threads live in this process
         self._slots = Slots(prefetch_bytes, pin)
@@ -162,12 +162,12 @@ class Engine(Closing):
                 slabs[stream.number] = Slab(data, stream, pages)
             filler = Filler(slabs, in_windows(data, order, slabs, epoch, position))
             own = True
-        assembler = Assembler(data, self._slots, slabs, self.counts, self._direct)
+        assembler = Assembler(data, self._slots, slabs, self.counts, self.direct)
         return Session(order, data.fields, self.counts, assembler, slabs, filler, own)
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start."""
-        direct = {} if self._direct is None else {"direct": self._direct.stats()}
+        direct = {} if self.direct is None else {"direct": self.direct.stats()}
         return direct | {
             "mode": self.mode,
             "assemble_seconds": self.counts.make_seconds,
@@ -183,8 +183,8 @@ class Engine(Closing):
             return
         if self._filler is not None:
             self._filler.stop()
-        if self._direct is not None:
-            self._direct.stop()
+        if self.direct is not None:
+            self.direct.stop()
 
     def close(self) -> None:
         """Stop filling. Batches that were handed out stay good. Idempotent."""
@@ -192,8 +192,8 @@ class Engine(Closing):
             return
         if self._filler is not None:
             self._filler.close()
-        if self._direct is not None:
-            self._direct.close()
+        if self.direct is not None:
+            self.direct.close()
 
 
 def cache_budget(cache: object) -> int:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -98,6 +99,7 @@ class Cuda:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream: Any = None
+        self._launch = threading.Lock()  # guards Triton's launcher, which compiles at first use
 
     def pin(self, memory: Bytes) -> None:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch's
@@ -140,12 +142,14 @@ class Cuda:
     def decode(self, memory: torch.Tensor, jobs: DecodeJobs) -> None:
         from hpstore.loaders.direct.decode import decode
 
-        decode(memory, jobs)
+        with self._launch:
+            decode(memory, jobs)
 
     def verify(self, memory: torch.Tensor, blocks: Blocks) -> torch.Tensor:
         from hpstore.loaders.direct.verify import verify
 
-        return verify(memory, blocks)
+        with self._launch:
+            return verify(memory, blocks)
 
 
 def gpu_of(device: str | torch.device | Gpu | None) -> Gpu | None:

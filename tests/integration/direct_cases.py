@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
+from hpstore.loaders.direct.access import DirectAccess
+from hpstore.loaders.engine import Engine
 from hpstore.pool import Pool
+from hpstore.testing.fake_gpu import FakeGpu
 from hpstore.units import KIB
 
 COUNT = 97
@@ -16,7 +19,7 @@ KINDS: dict[str, dict[str, Field]] = {
     "records": {"image": Field("uint8", (3, 64, 64)), "label": Field("int64")},
     "blocks": {"image": Field("uint8", (3, 81, 81)), "label": Field("int64")},
     "fields": {
-        "a": Field("float32", (40, 50)), "b": Field("bfloat16", (100,)), "label": Field("int64"),
+        "a": Field("float32", (50, 50)), "b": Field("bfloat16", (100,)), "label": Field("int64"),
         "c": Field("int16", (4000,)),
     },
 }  # fmt: skip
@@ -47,4 +50,31 @@ def cpu_epoch(data: Dataset, *, epoch: int = 0, **options: Any) -> list[Any]:
     return found
 
 
-__all__ = ["COUNT", "KINDS", "cpu_epoch", "write_direct"]
+def seen(loader: DataLoader, data: Dataset) -> DirectAccess | None:
+    """Read every record once, so that every device is known and was looked at."""
+    engine = loader.engine()
+    assert isinstance(engine, Engine)
+    engine.start(0, 0).batch(np.arange(len(data)))
+    assert engine.direct is None or engine.direct.settle(90)
+    return engine.direct
+
+
+def gpu_epoch(
+    data: Dataset, gpu: Any, epochs: int = 1, **options: Any
+) -> tuple[list[Any], dict[str, Any]]:
+    """Batches, in host memory, of the loader that reads to a GPU; and what stats() say of it."""
+    settings = {"cache": 0, "batch_size": 10, "seed": 3, "shuffle": True, "direct": "always"}
+    loader = DataLoader(data, device=gpu, **{**settings, **options})
+    seen(loader, data)
+    found = [
+        {name: value.cpu() for name, value in batch.items()}
+        for _ in range(epochs) for batch in loader
+    ]  # fmt: skip
+    stats = loader.stats()["direct"]
+    loader.close()
+    if isinstance(gpu, FakeGpu):
+        assert gpu.driver_of_all.misuse == []
+    return found, stats
+
+
+__all__ = ["COUNT", "KINDS", "cpu_epoch", "gpu_epoch", "seen", "write_direct"]
