@@ -142,6 +142,10 @@ class Engine(Closing):
         else:
             self.mode = "records"
 
+    def expect(self, batches: int) -> None:
+        """So many are made ahead or held at a time by a user who keeps none."""
+        self._slots.least = batches * max(1, len(self._data.streams))
+
     def start(self, epoch: int, position: int) -> Session:
         """Get ready for the pieces from a position on. leave() the session when it is over."""
         data, order = self._data, self.order

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections import deque
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from hpstore.loaders.direct.access import DirectAccess
 
 DIRECT_BYTES = 256 * MIB  # two batches of 38 MB with the sources of half of their records
+_log = logging.getLogger(__name__)
 HANDED_KEPT = 1024  # batches back to which consumed() may be called for the first time
 
 
@@ -167,6 +169,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """torch's constructor; attributes keep what the user gave: wrappers rebuild from them."""
         given = dict(options)
         if self._native is not None:  # threads of ours, no workers of torch's
+            if options["worker_init_fn"] is not None:
+                _log.warning(
+                    "worker_init_fn is not called: batches of a hpstore data set are made by "
+                    "threads of this process. Random numbers of transforms come from their rng."
+                )
             options |= dict.fromkeys(("multiprocessing_context", "prefetch_factor"))
             options |= {"num_workers": 0, "persistent_workers": False}
         if self.positions is not None and options["batch_size"] is None:

@@ -152,6 +152,11 @@ class MixedEngine(Closing):
         self.pid = self._engines[0].pid
         self.counts = Counts()
 
+    def expect(self, batches: int) -> None:
+        """As Engine.expect."""
+        for engine in self._engines:
+            engine.expect(batches)
+
     def start(self, epoch: int, position: int) -> MixedSession:
         """As Engine.start."""
         sessions = [engine.start(epoch, position) for engine in self._engines]

@@ -15,7 +15,7 @@ from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.draws import Indices
 from hpstore.loaders.mixture import AnySession, Mixture, stored_bytes
 from hpstore.loaders.order import GlobalOrder, Order, SequentialOrder, SubsetOrder
-from hpstore.loaders.pipeline import Pipeline
+from hpstore.loaders.pipeline import BatchTimeout, Pipeline
 from hpstore.loaders.progress import Piece, endless, listed
 from hpstore.loaders.slices import Slices
 from hpstore.loaders.windows import WindowOrder, subset_stripes
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hpstore.loaders.loader import DataLoader
 
 LEAST_AHEAD, MOST_AHEAD = 2, 16  # batches, unless prefetch_factor says
+HELD = 3  # by a user who keeps none: the last one, the next one, one on its way to a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,10 @@ class Run:
         depth = loader.prefetch_factor
         depth = depth * threads if depth else _depth(loader, native, threads)
         self._pid, self.slices = os.getpid(), slices
-        self._session = session = loader.engine().start(epoch, position)
+        self._timeout = loader.timeout or None
+        engine = loader.engine()
+        engine.expect(depth + HELD)
+        self._session = session = engine.start(epoch, position)
         self._pipeline = Pipeline(
             todo, lambda piece: finish.make(session, piece), depth=depth, threads=threads
         )
@@ -150,12 +154,22 @@ class Run:
                 "iterate over the loader anew"
             )
         try:
-            taken = self._pipeline.take()
+            taken = self._pipeline.take(self._timeout)
+        except BatchTimeout as error:  # as torch has it; the next call waits for the same batch
+            raise RuntimeError(
+                f"DataLoader timed out after {self._timeout} seconds. The batch is still being "
+                "made: next() waits for it again."
+            ) from error
         except Exception:
             self.abandon()
             raise
         self._session.needed_from(self._pipeline.peek())
         return taken
+
+    @property
+    def going(self) -> bool:
+        """Whether it was not abandoned."""
+        return self._leave.alive
 
     def begins_at(self, slices: Slices | None, epoch: int) -> bool:
         """Whether this goes on at the start of an epoch, with these slices, in this process."""
@@ -212,7 +226,8 @@ class NativeIterator:
             try:
                 piece, made = run.take()
             except Exception:
-                self._run = None
+                if not run.going:
+                    self._run = None
                 raise
             self._loader.wait_seconds = self._waited + run.wait_seconds
             self._loader.moved(piece.after)

@@ -182,7 +182,7 @@ def an_epoch() -> str:
         places, config = [Path(directory, f"d{i}") for i in range(3)], Path(directory, "pool.toml")
         with hpstore.create(places, data=2, parity=1, config=config) as pool:
             for kind in ("records", "blocks"):
-                write_direct(pool, kind, 20)
+                write_direct(pool, kind, 50)
         places[0].rename(Path(directory, "away"))
         with hpstore.open(config) as pool:
             for kind in ("records", "blocks"):
