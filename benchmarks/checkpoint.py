@@ -161,8 +161,9 @@ def bench_checkpoint(options: Options) -> dict[str, object]:
         with closing(Ballast(held)) as ballast:
             runner = Runner(spec, Sessions(ballast), bar)
             runner.found.failed |= {name: why for name in peers if (why := not_installed(name))}
-            for _ in range(options.repeats):
+            for done in range(1, options.repeats + 1):
                 runner.repetition(peers)
+                options.keep(report(runner.found, replace(options, repeats=done), ballast))
             runner.special()
             if options.compression:
                 runner.compression()

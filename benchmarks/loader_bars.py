@@ -48,7 +48,8 @@ def to_one(found: Figures, ours: str, theirs: str, bar: float | None) -> Verdict
             return skipped(f"{name} was not measured")
     rows = rates(found)
     facts = {"cut": True} if any(session["cut"] for session in found[theirs]) else {}
-    return verdict(pairs(rows[ours], rows[theirs]), bar, least=True, against=theirs, **facts)
+    mine = rows[ours][: len(rows[theirs])]  # who was cut is measured once
+    return verdict(pairs(mine, rows[theirs]), bar, least=True, against=theirs, **facts)
 
 
 def to_best(found: Figures, ours: str, bar: float | None) -> Verdict:

@@ -8,6 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+Keep = Callable[[dict[str, object]], None]
+
+
+def _forget(found: dict[str, object]) -> None:
+    """Nobody wants it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -20,6 +26,7 @@ class Options:
     compression: bool = False  # of checkpoints: what each codec costs
     cases: str = ""  # of loaders: comma-separated, all unless given
     device: str = "cpu"  # of loaders: where batches go
+    keep: Keep = _forget  # is told what has been found so far, from time to time
 
 
 def seconds(action: Callable[[], object]) -> float:

@@ -36,10 +36,14 @@ class PooledReader(Closing):
     deleted, reads raise ObjectNotFound.
     """
 
-    def __init__(self, store: Store, key: str) -> None:
+    def __init__(self, store: Store, key: str, reader: ObjectReader | None = None) -> None:
         self._store, self._key = store, key
-        self._reader = open_object(store, key)
+        self._reader = open_object(store, key) if reader is None else reader
         self._closed = False
+
+    def share(self) -> PooledReader:
+        """Another reader over the same open files, for another thread; this one is not in use."""
+        return PooledReader(self._store, self._key, self._reader.share())
 
     @property
     def size(self) -> int:

@@ -7,6 +7,7 @@ deadline leaves its call running, and whatever memory that call writes into stay
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import queue
@@ -21,6 +22,7 @@ from hpstore.errors import DeviceTimeout
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _Job = tuple["Future[object]", Callable[[], object]]
+_SOON, _BULK, _LAST = range(3)  # what is taken first
 
 
 class _Lane:
@@ -28,7 +30,8 @@ class _Lane:
 
     def __init__(self, device: str, workers: int) -> None:
         self.device = device
-        self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.PriorityQueue[tuple[int, int, _Job | None]] = queue.PriorityQueue()
+        self._number = itertools.count()  # of a job: equals are taken in their order
         self.pending = 0
         self.busy_since: dict[int, float] = {}  # worker -> when its call began
         self.alive = workers
@@ -44,7 +47,7 @@ class _Lane:
             thread.start()
 
     def _work(self, worker: int) -> None:
-        while (job := self.jobs.get()) is not None:
+        while (job := self._jobs.get()[2]) is not None:
             future, call = job
             self.busy_since[worker] = time.monotonic()
             settle = _run(call) if future.set_running_or_notify_cancel() else _nothing
@@ -59,6 +62,10 @@ class _Lane:
             last = self.at_end if self.alive == 0 else None
         if last is not None:
             last()
+
+    def put(self, priority: int, job: _Job | None) -> None:
+        """Queue a job, or the end of a worker."""
+        self._jobs.put((priority, next(self._number), job))
 
     def stuck_seconds(self) -> float:
         """How long all workers have been in their calls; 0 while one is free."""
@@ -109,8 +116,11 @@ class Scheduler:
         self._lock = threading.Lock()
         self._lanes, self._compute, self._pid = {}, None, os.getpid()
 
-    def submit(self, device: str, call: Callable[[], T]) -> Future[T]:
-        """Run `call` on the lane of a device; the future fails at once when its queue is full."""
+    def submit(self, device: str, call: Callable[[], T], *, bulk: bool = False) -> Future[T]:
+        """Run `call` on the lane of a device; the future fails at once when its queue is full.
+
+        `bulk`: it may wait for all calls that are not, as somebody waits for those.
+        """
         if not self._threads:
             return _at_once(call)
         future: Future[T] = Future()
@@ -132,7 +142,7 @@ class Scheduler:
                 )
             )
         else:
-            lane.jobs.put((future, call))  # type: ignore[arg-type]  # Future is invariant
+            lane.put(_BULK if bulk else _SOON, (future, call))  # type: ignore[arg-type]  # invariant
         return future
 
     def _lane(self, device: str) -> _Lane:
@@ -183,7 +193,7 @@ class Scheduler:
             return
         lane.at_end = at_end
         for _ in lane.threads:
-            lane.jobs.put(None)
+            lane.put(_LAST, None)
 
     def close(self, limit_seconds: float = 5.0) -> None:
         """Stop the workers; a thread hung on a device is left behind after the limit, logged."""
@@ -194,7 +204,7 @@ class Scheduler:
             return
         for lane in lanes:
             for _ in lane.threads:
-                lane.jobs.put(None)
+                lane.put(_LAST, None)
         until = time.monotonic() + limit_seconds
         for lane in lanes:
             for thread in lane.threads:

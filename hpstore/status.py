@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from hpstore.devices.base import Device, Usage
+from hpstore.devices.ring import problem as ring_problem
 from hpstore.keys import Kind
 from hpstore.objects.catalog import walk
 from hpstore.objects.debts import read_debts
@@ -42,6 +43,7 @@ class PoolStatus:
     effective_data: int  # k' of new objects now; 0 means reads only
     unit_bytes: int
     erasure_backend: str
+    batched_reads: str  # how many small reads are made: all in one call, or why one by one
     devices: tuple[DeviceStatus, ...]
     objects: int
     degraded: int  # readable, but short of their full stripe
@@ -137,6 +139,7 @@ def pool_status(store: Store, name: str, problems: Mapping[str, str]) -> PoolSta
         effective_data=effective,
         unit_bytes=record.unit_bytes,
         erasure_backend=store.code.backend.name,
+        batched_reads=ring_problem() or "io_uring",
         devices=tuple(devices),
         objects=objects,
         degraded=degraded,

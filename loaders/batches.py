@@ -107,7 +107,7 @@ class Assembler:
         for name in self._scalars:
             found[name] = self._data.fields[name].as_tensor(self._data.scalars(name, indices))
         for stream in self._data.streams:
-            places = self._data.locate(stream, indices)
+            places = self._data.locate(stream, indices, checksums=False)  # read_rows has its own
             if awaited and stream.number in self._slabs:
                 ahead = places.page[:awaited]
                 self._slabs[stream.number].wait(ahead[ahead >= 0], urgent)

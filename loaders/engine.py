@@ -51,7 +51,8 @@ class Session:
     assembler: Assembler
     slabs: Mapping[int, Slab]
     filler: Filler | None
-    own: bool  # slabs and filler are of this run alone, filled in its order
+    own: bool  # slabs and filler are of this run alone
+    ordered: bool  # pages come in its order
     _head: Piece | None = None  # what the trainer gets next
     _left: bool = False
 
@@ -71,7 +72,7 @@ class Session:
 
         Singly they cost the device several times as much: only what the trainer waits for.
         """
-        return not self.own and (self._left or self._head is piece)
+        return self._left or (not self.ordered and self._head is piece)
 
     def batch(self, indices: Indices) -> Batch:
         """A batch of these samples, in this order."""
@@ -149,13 +150,16 @@ class Engine(Closing):
     def start(self, epoch: int, position: int) -> Session:
         """Get ready for the pieces from a position on. leave() the session when it is over."""
         data, order = self._data, self.order
-        if self.mode == "resident" and self._filler is None:
+        fresh = self.mode == "resident" and self._filler is None
+        if fresh:
             self._slabs = {s.number: Slab(data, s, int(s.page_starts[-1])) for s in self._paged}
             fills = everything(self._slabs)
             if isinstance(order, WindowOrder):
                 fills = everything_in_windows(data, order, self._slabs, epoch, position)
-            self._filler = Filler(self._slabs, fills, held=True)  # the first batch goes first
+            held = not isinstance(order, WindowOrder)  # then the first batch goes first
+            self._filler = Filler(self._slabs, fills, held=held)
         slabs, filler, own = self._slabs, self._filler, False
+        ordered = fresh and isinstance(order, WindowOrder)
         if self.mode == "window" and isinstance(order, WindowOrder):
             stripes = data.stripes()
             kept = stripes_kept(np.diff(stripes), order.window_stripes, self._batch_rows)
@@ -165,9 +169,11 @@ class Engine(Closing):
                 pages = int(np.sort(high - low)[::-1][:kept].sum())
                 slabs[stream.number] = Slab(data, stream, pages)
             filler = Filler(slabs, in_windows(data, order, slabs, epoch, position))
-            own = True
+            own = ordered = True
         assembler = Assembler(data, self._slots, slabs, self.counts, self.direct)
-        return Session(order, data.fields, self.counts, assembler, slabs, filler, own)
+        return Session(
+            order, data.fields, self.counts, assembler, slabs, filler, own=own, ordered=ordered
+        )
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start."""

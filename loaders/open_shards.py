@@ -1,4 +1,4 @@
-"""Objects kept open for reading, by each thread for itself."""
+"""Objects kept open for reading: each thread has its own reader, over files that are shared."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from hpstore.closing import Closing
 from hpstore.pooled import PooledReader
@@ -42,7 +43,8 @@ def _close_all(readers: OrderedDict[str, PooledReader], pid: int) -> None:
 class OpenShards(Closing):
     """Readers by key. Thread-safe: no two threads share one. In a forked child, made anew.
 
-    `files_each`: that one of them keeps open.
+    `files_each`: that one of them keeps open. An object is looked up and opened once; the readers
+    of other threads share its files.
     """
 
     def __init__(self, files_each: int) -> None:
@@ -51,6 +53,8 @@ class OpenShards(Closing):
         self._pid = os.getpid()
         self._shelves: weakref.WeakSet[_Shelf] = weakref.WeakSet()
         self._own = _Own(self._shelves)
+        self._first: OrderedDict[str, Future[PooledReader]] = OrderedDict()  # of which others come
+        self._lock = threading.Lock()  # guards _first, and sharing of what is in it
 
     def get(self, key: str, make: Callable[[], PooledReader]) -> PooledReader:
         """The calling thread's reader of a key, made if need be.
@@ -61,13 +65,48 @@ class OpenShards(Closing):
         if key in readers:
             readers.move_to_end(key)
             return readers[key]
-        found = readers[key] = make()
+        found = readers[key] = self._shared(key, make)
         if len(readers) > self.limit:
             readers.popitem(last=False)[1].close()
         return found
 
+    def _shared(self, key: str, make: Callable[[], PooledReader]) -> PooledReader:
+        with self._lock:
+            first = self._first.get(key)
+            mine = first is None
+            if first is None:
+                first = self._first[key] = Future()
+            self._first.move_to_end(key)
+        if mine:
+            self._open(key, first, make)
+        opened = first.result()
+        with self._lock:
+            if self._first.get(key) is first:
+                return opened.share()
+        return make()  # it was closed meanwhile
+
+    def _open(
+        self, key: str, first: Future[PooledReader], make: Callable[[], PooledReader]
+    ) -> None:
+        try:
+            first.set_result(make())
+        except BaseException as error:
+            with self._lock:
+                del self._first[key]  # the next one tries again
+            first.set_exception(error)
+            raise
+        with self._lock:
+            done = [k for k, other in self._first.items() if other.done()]
+            for old in done[: max(0, len(done) - self.limit)]:
+                self._first.pop(old).result().close()
+
     def close(self) -> None:
         """Close what all threads have open; none of them reads now. Idempotent."""
+        with self._lock:
+            while self._first:
+                _, first = self._first.popitem()
+                if first.done() and first.exception() is None and self._pid == os.getpid():
+                    first.result().close()
         for shelf in list(self._shelves):
             _close_all(shelf.readers, self._pid)
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-import torch
 
 from hpstore.buffers import aligned_array
 from hpstore.codec.galois import Bytes
@@ -45,9 +44,7 @@ class Slab:
         self.capacity = min(capacity, count)
         self._memory: Bytes = aligned_array(self.capacity * self._page_bytes)
         self._rows = (
-            torch.from_numpy(self._memory).view(-1, self.stride)
-            if self.stride and len(self._memory)
-            else None
+            self._memory.reshape(-1, self.stride) if self.stride and len(self._memory) else None
         )
         self._slot = np.full(count, -1, np.int64)  # of each page
         self._failed = np.zeros(count, bool)
@@ -194,8 +191,9 @@ class Slab:
         """Records of one size whose pages are there into `out` (n, stride)."""
         assert self._rows is not None
         inside = places.start % self._stream.unit_bytes // self.stride
-        rows = torch.from_numpy(slots * (self._page_bytes // self.stride) + inside)
-        torch.index_select(self._rows, 0, rows, out=torch.from_numpy(out))
+        rows = slots * (self._page_bytes // self.stride) + inside
+        # on this thread alone: torch's index_select wakes others, which starve where cores are few
+        np.take(self._rows, rows, axis=0, out=out, mode="clip")
 
     def views(self, slots: Int64s, places: Locations) -> list[Bytes]:
         """Records whose pages are there, as views of the slab; copy them before they expire."""

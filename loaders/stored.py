@@ -168,15 +168,20 @@ class StoredData(Closing):
 
     # --- places ------------------------------------------------------------------------------
 
-    def locate(self, stream: Stream, indices: Int64s) -> Locations:
+    def locate(self, stream: Stream, indices: Int64s, *, checksums: bool = True) -> Locations:
         """Where records lie; vectorised, reads what it needs of the side objects.
 
-        `indices`: int64 (n,), 0 <= i < len, any order, repeats allowed. Raises IndexError.
+        `indices`: int64 (n,), 0 <= i < len, any order, repeats allowed. Without `checksums` those
+        of records of one size, whose places are arithmetic, are not read: they are 0. Raises
+        IndexError.
         """
         rows = np.asarray(indices, np.int64)
         self._check_range(rows)
         shard = stream.shard_of(rows)
-        checksum, *rest = self._sides[stream.number].get(rows, shard)
+        if stream.fixed is not None and not checksums:
+            checksum, rest = np.zeros(len(rows), np.uint64), []
+        else:
+            checksum, *rest = self._sides[stream.number].get(rows, shard)
         if stream.fixed is not None:
             start = stream.fixed.starts(rows - stream.row_starts[shard])
             length = np.full(len(rows), stream.fixed.length, np.int64)

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hpstore.cli.output import emit_json
 from hpstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hpstore.benchmarks.suite import Options
 
 
 def run(
@@ -46,30 +54,69 @@ def run(
     device: Annotated[str, typer.Option(help="for loader: where batches go, cpu or cuda")] = "cpu",
 ) -> None:
     """Measure against raw rates of the same minute.  hpstore bench devices erasure --json -"""
-    from hpstore.benchmarks.report import describe, machine
+    from hpstore.benchmarks.report import describe
     from hpstore.benchmarks.suite import BENCHMARKS, Options, size_named
 
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:
         raise ConfigError(f"no benchmark is called {unknown[0]!r}; there are {list(BENCHMARKS)}")
-    results: dict[str, object] = {"machine": machine()}
-    for name in names:
-        options = Options(
-            directory=directory.absolute() if directory else None,
-            size_bytes=size_named(size, name),
-            repeats=repeats,
-            peers=peers,
-            compression=compression,
-            cases=cases,
-            device=device,
-        )
-        results[name] = BENCHMARKS[name](options)
+    told = Options(
+        directory=directory.absolute() if directory else None,
+        size_bytes=0,
+        repeats=repeats,
+        peers=peers,
+        compression=compression,
+        cases=cases,
+        device=device,
+    )
+    results = measured(
+        {name: replace(told, size_bytes=size_named(size, name)) for name in names}, json_file
+    )
     if json_file == "-":
         emit_json(results)
-        return
-    if json_file:
-        Path(json_file).write_text(json.dumps(results, indent=1) + "\n")
-    sys.stdout.write(describe(results))
+    else:
+        sys.stdout.write(describe(results))
 
 
-__all__ = ["run"]
+def measured(todo: Mapping[str, Options], json_file: str) -> dict[str, object]:
+    """Results by benchmark, written as they come, so that a run that is cut has its repetitions."""
+    from hpstore.benchmarks.report import machine
+    from hpstore.benchmarks.suite import BENCHMARKS
+
+    results: dict[str, object] = {"machine": machine()}
+
+    def write() -> None:
+        if json_file not in ("", "-"):
+            Path(json_file).write_text(json.dumps(results, indent=1) + "\n")
+
+    def keep(name: str, found: dict[str, object]) -> None:
+        results[name] = {**found, "unfinished": True}
+        write()
+
+    for name, options in todo.items():
+        try:
+            with interrupted_by(signal.SIGTERM):
+                results[name] = BENCHMARKS[name](replace(options, keep=partial(keep, name)))
+        except KeyboardInterrupt:
+            if json_file == "-":
+                emit_json(results)
+            raise
+        write()
+    return results
+
+
+@contextmanager
+def interrupted_by(number: signal.Signals) -> Iterator[None]:
+    """A signal is taken as Ctrl-C."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+__all__ = ["interrupted_by", "measured", "run"]

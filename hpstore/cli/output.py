@@ -155,7 +155,7 @@ def show_status(status: PoolStatus) -> None:
     now = f"{status.effective_data}+{status.parity}"
     lines = [
         f"pool {status.name} {shape}, new objects {now}, generation {status.generation}, "
-        f"erasure code by {status.erasure_backend}",
+        f"erasure code by {status.erasure_backend}, small reads by {status.batched_reads}",
         f"{status.objects} objects: {status.degraded} degraded, {status.unreadable} unreadable "
         f"now, {status.debts} debts; {status.losses_tolerated} more devices may be lost",
         f"room for {format_bytes(status.usable_bytes)}; can shrink by {status.can_shrink_by} "

@@ -19,7 +19,10 @@ from hpstore.objects.survey import path_on
 
 
 class ColumnReader:
-    """A column whose header was checked. Thread-safe; reads run on the device's lane."""
+    """A column whose header was checked. Thread-safe; reads run on the device's lane.
+
+    It may have several users: who retains it closes it once more.
+    """
 
     def __init__(
         self, device_id: str, device: Device, handle: ReadHandle, header: ColumnHeader, path: str
@@ -27,7 +30,8 @@ class ColumnReader:
         self.device_id, self.header, self.path = device_id, header, path
         self._device, self._handle = device, handle
         self._table: NDArray[np.uint64] | None = None
-        self._lock = threading.Lock()  # guards the first read of _table
+        self._users = 1
+        self._lock = threading.Lock()  # guards _users and the first read of _table
 
     @property
     def url(self) -> str:
@@ -72,9 +76,19 @@ class ColumnReader:
         """As ReadHandle.descriptor; column bytes begin HEADER_BYTES into it."""
         return self._handle.descriptor
 
+    def retain(self) -> ColumnReader:
+        """For one user more."""
+        with self._lock:
+            self._users += 1
+        return self
+
     def close(self) -> None:
-        """Release the file."""
-        self._handle.close()
+        """Once by each user; the last one releases the file."""
+        with self._lock:
+            self._users -= 1
+            last = self._users == 0
+        if last:
+            self._handle.close()
 
 
 def open_column(

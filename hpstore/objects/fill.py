@@ -11,7 +11,6 @@ import queue
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -79,7 +78,7 @@ class UnitFill:
         self._abandoned = False
 
     def add(self, reader: ObjectReader, starts: Int64s, numbers: Int64s) -> None:
-        """Units of an open object: unit numbers[i] begins at byte starts[i] of it.
+        """Units of an open object, each once: unit numbers[i] begins at byte starts[i] of it.
 
         Those in the shrunk last stripe, of units that are no whole blocks, or for which too few
         columns are open, are left to the caller.
@@ -136,11 +135,12 @@ class UnitFill:
     def run(self, store: Store) -> Filled:
         """Read and decode all. What is neither good nor late is to be read in another way."""
         self._add_sources(store)
-        parts = self._submit(store)
-        for future, _ in parts:
+        submit = store.scheduler.submit
+        begun = [(submit(r.held.device_id, partial(self._read, r), bulk=True), r)
+                 for mine in self._reads.values() for r in mine]  # fmt: skip
+        for future, _ in begun:
             future.add_done_callback(lambda _: self._landed.put(None))
-        left, limit = len(parts), store.settings.device_deadline_seconds
-        landed: set[_Read] = set()
+        left, limit = len(begun), store.settings.device_deadline_seconds
         until = time.monotonic() + limit
         while left:
             try:
@@ -152,40 +152,25 @@ class UnitFill:
                 left -= 1
                 continue
             until = time.monotonic() + limit  # from the last sign of life
-            landed.add(found[0])
             self._settle(store, *found)
         if not left:
             for lease in self._scratch:
                 lease.release()
         late = np.zeros(len(self._good), bool)
-        for future, reads in parts:
-            if not future.done():
-                late[[r.number for r in reads if r.number >= 0 and r not in landed]] = True
+        for future, read in begun:
+            if read.number >= 0 and not future.done():
+                late[read.number] = True
         return Filled(self._good, late)
 
-    def _submit(self, store: Store) -> list[tuple[Future[None], list[_Read]]]:
-        """Every device on as many of its threads as it has; with what each of them reads."""
-        workers = store.settings.workers_per_device
-        parts = [
-            (device, mine[worker::workers])
-            for device, mine in self._reads.items()
-            for worker in range(min(workers, len(mine)))
-        ]
-        return [
-            (store.scheduler.submit(device, partial(self._each, part)), part)
-            for device, part in parts
-        ]
-
-    def _each(self, reads: Sequence[_Read]) -> None:
-        for read in reads:
-            if self._abandoned:
-                return
-            try:
-                read.held.read_into(read.offset, read.target)
-            except (HpstoreError, OSError):  # who reads it in another way notes what is wrong
-                self._landed.put((read, False))
-            else:
-                self._landed.put((read, True))
+    def _read(self, read: _Read) -> None:
+        if self._abandoned:
+            return
+        try:
+            read.held.read_into(read.offset, read.target)
+        except (HpstoreError, OSError):  # who reads it in another way notes what is wrong
+            self._landed.put((read, False))
+        else:
+            self._landed.put((read, True))
 
     def _settle(self, store: Store, read: _Read, good: bool) -> None:
         stripe = read.stripe

@@ -105,6 +105,14 @@ class ObjectReader:
             raise TooManyErasures(f"object {self.key!r}: no readable header", key=self.key)
         return self._header
 
+    def share(self) -> ObjectReader:
+        """Another reader of the same open columns, for another thread. Call by this one's."""
+        made = ObjectReader(self._store, self.layout, self.key, unknown=self.unknown)
+        made.columns = {column: reader.retain() for column, reader in self.columns.items()}
+        made.damaged, made._header = dict(self.damaged), self._header
+        made._untried = {column: deque(files) for column, files in self._untried.items()}
+        return made
+
     def open_columns(self, wanted: Iterable[int]) -> None:
         """Try to open columns that are not open yet; failures land in `damaged`.
 

@@ -30,6 +30,7 @@ from hpstore.loaders.direct.plan import Part, Wanted, fits_direct, land
 from hpstore.loaders.direct.ranges import Ranges
 from hpstore.loaders.gpu import Gpu
 from hpstore.loaders.layout import FixedPlan, Int64s
+from hpstore.loaders.shards import UInt64s
 from hpstore.loaders.stored import StoredData
 from hpstore.loaders.stream import Locations, Stream
 from hpstore.units import MIB
@@ -38,6 +39,7 @@ LANE_THREADS = 4  # of each device: cuFile is bound by submission
 MAX_PENDING = 4096  # reads of a device: two batches of small records
 _log = logging.getLogger(__name__)
 Rows = dict[str, torch.Tensor]
+NO_CHECKSUMS: UInt64s = np.empty(0, np.uint64)
 
 
 @dataclass(slots=True)
@@ -183,6 +185,9 @@ class DirectAccess(Closing):
             return host(every)
         parts = [p for p in wanted.parts if all(ways[d] is Way.DIRECT for d in p.devices)]
         deadline = data.pool.config.settings.device_deadline_seconds
+        checksum = NO_CHECKSUMS
+        if parts and wanted.exact:
+            checksum = data.locate(stream, indices).checksum
         flight, give = self._launch(parts, plan, deadline)
         flown = np.concatenate([every[:0], *(p.rows for p in parts)]) if flight else every[:0]
         found: list[tuple[Int64s, Rows]] = []
@@ -191,7 +196,7 @@ class DirectAccess(Closing):
             if len(rest):
                 found.append((rest, self._over_host(host, rest, wanted.parts, ways)))
         finally:
-            landed = self._land(flight, give, deadline, places, exact=wanted.exact)
+            landed = self._land(flight, give, deadline, checksum, exact=wanted.exact)
         if landed is not None and landed.rows is not None and len(landed.numbers):
             with self._gpu.side():
                 found.append((landed.numbers, fields(landed.rows)))
@@ -263,13 +268,13 @@ class DirectAccess(Closing):
 
     def _land(
         self, flight: Flight | None, give: Callable[[], None], deadline_seconds: float,
-        places: Locations, *, exact: bool,
+        checksum: UInt64s, *, exact: bool,
     ) -> Outcome | None:  # fmt: skip
         """What came of the reads; None when the GPU would not take them."""
         if flight is None:
             return None
         try:
-            found = flight.land(deadline_seconds, places.checksum, exact=exact)
+            found = flight.land(deadline_seconds, checksum, exact=exact)
         except Exception as error:  # noqa: BLE001 (the pinned way is there; said in log and stats)
             found = Outcome(failed=dict.fromkeys(flight.devices(), f"on the GPU: {error}"))
             found.late = tuple(flight.late())

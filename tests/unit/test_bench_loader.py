@@ -223,10 +223,10 @@ def test_run_reports_both_data_sets_with_verdicts(tmp_path: Path) -> None:
 
 
 class Scripted(Sessions):
-    """Sessions of which those of one contender fail."""
+    """Sessions of which those of one contender fail, and those of another do not finish."""
 
-    def __init__(self, fails: str) -> None:
-        self._fails = fails
+    def __init__(self, fails: str, slow: str = "") -> None:
+        self._fails, self._slow = fails, slow
         self.asked: list[str] = []
 
     def run(self, session: Session, spec: object) -> Found:
@@ -234,7 +234,23 @@ class Scripted(Sessions):
         self.asked.append(spec.contender)
         if spec.contender == self._fails:
             raise SessionFailed("OSError: no space\nTraceback ...")
-        return {}
+        return {"cut": spec.contender == self._slow}
+
+
+def test_who_does_not_finish_is_measured_once(spec: Spec) -> None:
+    """Others in every repetition; ratios are of the repetitions that both have."""
+    with progress(1) as bar:
+        sessions = Scripted("", slow="torch files")
+        runner = loader.Runner(spec, sessions, bar, ["torch files", "torch memmap"], ["cold"])
+        for _ in range(3):
+            runner._case("cold", spec)
+    assert sessions.asked.count("torch files") == 1
+    assert sessions.asked.count("torch memmap") == 3
+    found = defaultdict(list, {
+        "hpstore": [session(10.0), session(99.0)], "torch files": [session(5.0, cut=True)],
+    })  # fmt: skip
+    row = loader_bars.to_one(found, "hpstore", "torch files", 1.5)
+    assert (row["median"], row["cut"], row["met"]) == (2.0, True, True)
 
 
 def test_peer_that_fails_is_left_out_with_its_reason_and_ours_ends_the_run(spec: Spec) -> None:

@@ -1,0 +1,152 @@
+"""Whole units of objects straight into memory: verified, decoded, or left to the caller."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpstore.buffers import aligned_array
+from hpstore.codec.galois import Bytes
+from hpstore.pool import Pool
+from hpstore.pooled import Filled, PooledReader, UnitFill
+from hpstore.units import KIB
+from tests.fault.common import Bench, Hangs, column_number, flip, payload, within
+
+UNIT, DATA = 64 * KIB, 3
+STRIPE = UNIT * DATA
+SIZE = 4 * STRIPE + 100_000  # the last stripe is shrunk
+BODY = payload("fill", SIZE)
+ALL = list(range(14))  # units; from 12 on they lie in the last stripe
+
+
+def filled(root: Path, **settings: Any) -> Bench:
+    bench = Bench(root)
+    with bench.create(5, data=DATA, parity=2, **settings) as pool:
+        pool.put("x", BODY, unit_bytes=UNIT)
+        pool.put("odd", BODY, unit_bytes=12 * KIB)
+    return bench
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Bench:
+    return filled(tmp_path)
+
+
+def read(
+    reader: PooledReader, units: Sequence[int], unit_bytes: int = UNIT
+) -> tuple[list[Bytes], Filled, list[int]]:
+    """Targets, what became of them, and which arrived, in this order."""
+    memory = aligned_array(max(1, len(units)) * unit_bytes)
+    memory[:] = 0xEE
+    targets = [memory[i * unit_bytes : (i + 1) * unit_bytes] for i in range(len(units))]
+    arrived: list[int] = []
+
+    def note(number: int) -> None:
+        assert right(targets[number], units[number])  # it is whole when it is said to be
+        arrived.append(number)
+
+    fill = UnitFill(targets, note)
+    starts = np.array(units, np.int64) * unit_bytes
+    reader.add_to(fill, starts, np.arange(len(units)))
+    found = reader.run_fill(fill)
+    assert sorted(arrived) == np.flatnonzero(found.good).tolist()
+    return targets, found, arrived
+
+
+def right(target: Bytes, unit: int) -> bool:
+    return target.tobytes() == BODY[unit * UNIT : (unit + 1) * UNIT]
+
+
+def files(made: Bench) -> list[Path]:
+    return sorted(made.files("x"), key=column_number)
+
+
+def test_units_of_whole_stripes_are_read_and_others_are_left(made: Bench) -> None:
+    with made.open() as pool, pool.reader("x") as reader:
+        _, found, _ = read(reader, ALL)
+        assert found.good.tolist() == [unit < 12 for unit in ALL]
+        assert not found.late.any()
+        assert read(reader, [])[1].good.tolist() == []
+        assert read(reader, [7, 2, 11])[1].good.tolist() == [True] * 3
+    with made.open() as pool, pool.reader("odd") as reader:  # blocks of 64 KiB cross such units
+        assert not read(reader, [0, 1], 12 * KIB)[1].good.any()
+
+
+@pytest.mark.parametrize("lost", [(c,) for c in range(5)] + [(0, 1), (1, 3), (2, 4), (0, 2)])
+def test_lost_columns_are_decoded(made: Bench, lost: tuple[int, ...]) -> None:
+    """Whole stripes, and units whose neighbours nobody asked for."""
+    with made.open() as pool:
+        columns = files(made)
+        for column in lost:
+            os.unlink(columns[column])
+        with pool.reader("x") as reader:
+            assert read(reader, ALL)[1].good.tolist() == [unit < 12 for unit in ALL]
+            assert read(reader, [0, 4, 8, 10])[1].good.all()
+            assert reader._store.buffers.budget.used_bytes == 0  # spare units are given back
+        degraded = any(column < DATA for column in lost)
+        assert (pool.metrics.value("read_degraded_total") > 0) == degraded
+
+
+def test_a_flipped_bit_costs_its_unit_and_what_is_decoded_from_it(made: Bench) -> None:
+    """PROTOCOL 10: nothing is decoded from bytes that do not match."""
+    flip(files(made)[1], 4096 + UNIT + 5)  # of stripe 1
+    with made.open() as pool, pool.reader("x") as reader:
+        assert read(reader, ALL)[1].good.tolist() == [unit < 12 and unit != 4 for unit in ALL]
+    os.unlink(files(made)[0])
+    with made.open() as pool, pool.reader("x") as reader:
+        good = read(reader, ALL)[1].good
+        assert not good[[3, 4]].any()
+        assert good[[0, 1, 2, 6, 7, 8]].all()
+
+
+def test_without_memory_for_spare_units_only_the_lost_are_left(made: Bench) -> None:
+    """Sources that nobody asked for need room."""
+    os.unlink(files(made)[0])
+    with made.open() as pool, pool.reader("x") as reader:
+        reader.read_into(bytearray(10))
+        budget = reader._store.buffers.budget
+        taken = budget.limit_bytes - budget.used_bytes - 1000
+        budget.acquire(taken)
+        try:
+            good = read(reader, ALL)[1].good
+        finally:
+            budget.release(taken)
+        assert good.tolist() == [unit < 12 and unit % DATA != 0 for unit in ALL]
+        assert read(reader, ALL)[1].good[0]
+
+
+def test_units_of_a_hung_device_are_late_and_others_arrive(tmp_path: Path) -> None:
+    """PROTOCOL 21: run() returns in time and names the units whose memory is lost."""
+    made = filled(tmp_path, device_deadline_seconds=2.0, straggler_seconds=2.0)
+    hangs = Hangs(made)
+    with made.open(wrap=hangs.wrap) as pool, pool.reader("x") as reader:
+        held = files(made)[2]
+        hangs.hang(next(path for path in made.paths if held.is_relative_to(path)))
+        try:
+            targets, found, _ = within(12, lambda: read(reader, ALL))
+            assert found.late.tolist() == [unit < 12 and unit % DATA == 2 for unit in ALL]
+            assert found.good.tolist() == [unit < 12 and unit % DATA != 2 for unit in ALL]
+        finally:
+            hangs.release()
+        del targets
+
+
+def test_a_failing_device_costs_its_own_units(made: Bench) -> None:
+    hangs = Hangs(made)
+    with made.open(wrap=hangs.wrap) as pool, pool.reader("x") as reader:
+        hangs.hang(next(p for p in made.paths if files(made)[1].is_relative_to(p)), "E*")
+        _, found, _ = read(reader, ALL)
+        assert found.good.tolist() == [unit < 12 and unit % DATA != 1 for unit in ALL]
+        assert not found.late.any()
+
+
+def test_it_reads_without_threads(made: Bench) -> None:
+    """As in tests that count operations."""
+    pool: Pool
+    with made.open(threads=False) as pool, pool.reader("x") as reader:
+        assert read(reader, ALL)[1].good[:12].all()

@@ -1,0 +1,192 @@
+"""Many reads in one call: right bytes, errors by read, one ring a thread, or none and why."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpstore.buffers import aligned_array
+from hpstore.codec import address_of
+from hpstore.devices import ring
+from hpstore.devices.ring import Ring, read_batch
+from tests.fault.common import exit_status, forked
+
+SIZE = 1 << 20
+BODY = np.random.default_rng(3).integers(0, 256, SIZE, dtype=np.uint8)
+
+Spans = list[tuple[int, int]]
+
+
+def rings() -> bool:
+    try:
+        Ring(2).close()
+    except OSError:
+        return False
+    return True
+
+
+pytestmark = pytest.mark.skipif(not rings(), reason="no io_uring here")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    path = tmp_path_factory.mktemp("ring") / "body"
+    path.write_bytes(BODY.tobytes())
+    opened = os.open(path, os.O_RDONLY)
+    yield opened
+    os.close(opened)
+
+
+def ask(
+    files: list[int], spans: Spans, used: Ring | None = None
+) -> tuple[list[npt.NDArray[np.uint8]], list[int]]:
+    """What was read for spans (offset, length), and the results."""
+    lengths = np.array([length for _, length in spans], np.int64)
+    ends = np.cumsum(lengths)
+    memory = aligned_array(int(ends[-1]) + 1)
+    memory[:] = 0xEE
+    arguments = (
+        np.array(files, np.int64), np.array([offset for offset, _ in spans], np.int64),
+        address_of(memory) + ends - lengths, lengths,
+    )  # fmt: skip
+    found = read_batch(*arguments) if used is None else used.read(*arguments)
+    assert found is not None
+    assert memory[-1] == 0xEE
+    bounds = zip((ends - lengths).tolist(), ends.tolist(), strict=True)
+    return [memory[a:b] for a, b in bounds], found.tolist()
+
+
+def same(got: npt.NDArray[np.uint8], span: tuple[int, int]) -> bool:
+    return bool((got == BODY[span[0] : span[0] + span[1]]).all())
+
+
+@given(
+    spans=st.lists(
+        st.tuples(st.integers(0, SIZE - 1), st.integers(1, 5000)), min_size=1, max_size=40
+    ),
+    entries=st.sampled_from([1, 2, 8]),
+)
+def test_any_reads_are_right_however_small_the_ring(file: int, spans: Spans, entries: int) -> None:
+    """More reads than it has entries, and reads over the end of the file, which are short."""
+    used = Ring(entries)
+    found, results = ask([file] * len(spans), spans, used)
+    used.close()
+    for (offset, length), got, result in zip(spans, found, results, strict=True):
+        assert result == min(length, SIZE - offset)
+        assert (got[:result] == BODY[offset : offset + result]).all()
+
+
+def test_one_ring_serves_batch_after_batch(file: int) -> None:
+    """Head and tail go round many times."""
+    used = Ring(4)
+    for batch in range(50):
+        spans = [(batch * 100 + i, 64) for i in range(7)]
+        found, results = ask([file] * 7, spans, used)
+        assert results == [64] * 7
+        assert all(
+            (got == BODY[at : at + 64]).all() for got, (at, _) in zip(found, spans, strict=True)
+        )
+    used.close()
+
+
+def test_a_read_that_fails_has_its_errors_number_and_others_are_right(file: int) -> None:
+    found, results = ask([file, 10_000, file], [(0, 100), (0, 100), (200, 100)])
+    assert results == [100, -errno.EBADF, 100]
+    assert (found[2] == BODY[200:300]).all()
+
+
+def test_every_thread_has_its_own(file: int) -> None:
+    """And a forked child makes one anew, whatever the parent's thread had."""
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(30):
+            spans = [(int(offset), 512) for offset in rng.integers(0, SIZE - 512, 20)]
+            found, _ = ask([file] * 20, spans)
+            if not all(map(same, found, spans)):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    ask([file], [(0, 10)])
+
+    def child() -> None:
+        found, results = ask([file], [(77, 10)])
+        assert results == [10]
+        assert (found[0] == BODY[77:87]).all()
+
+    with forked(child) as pid:
+        assert exit_status(pid, 20) == 0
+    assert ask([file], [(5, 10)])[1] == [10]
+
+
+def test_where_there_is_none_it_says_why_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a container that forbids it. No exception: reads are made one by one."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(ring, "_problem", [])
+    monkeypatch.setattr(ring, "_own", ring._Own())
+    monkeypatch.setattr(Ring, "_call", refuse)
+    nothing = np.zeros(0, np.int64)
+    with caplog.at_level(logging.WARNING):
+        assert read_batch(nothing, nothing, nothing, nothing) is None
+        assert read_batch(nothing, nothing, nothing, nothing) is None
+    assert ring.problem() == "io_uring: Operation not permitted"
+    assert len(caplog.records) == 1
+
+
+def test_a_ring_that_fails_is_used_no_more_and_nothing_stays_in_flight(
+    file: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PROTOCOL 21: when it raises, no read owns the memory any more."""
+    used = Ring(8)
+    plain = used._call
+    calls: list[int] = []
+
+    def fail_second(number: int, *arguments: object) -> int:
+        calls.append(number)
+        if len(calls) == 2:
+            raise OSError(errno.EBADF, "gone")
+        return plain(number, *arguments)
+
+    monkeypatch.setattr(used, "_call", fail_second)
+    with pytest.raises(OSError, match="gone"):
+        ask([file] * 20, [(i * 64, 64) for i in range(20)], used)
+    assert used._head[0] == used._tail_done[0]
+    used.close()
+
+
+def test_a_file_that_is_read_directly(tmp_path: Path) -> None:
+    """O_DIRECT: aligned reads, as of columns."""
+    path = tmp_path / "direct"
+    path.write_bytes(BODY.tobytes())
+    try:
+        opened = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        pytest.skip("no O_DIRECT here")
+    spans = [(at * 4096, 4096) for at in (5, 0, 99, 255)]
+    found, results = ask([opened] * 4, spans)
+    os.close(opened)
+    assert results == [4096] * 4
+    assert all(
+        (got == BODY[at : at + 4096]).all() for got, (at, _) in zip(found, spans, strict=True)
+    )
