@@ -275,9 +275,17 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             if isinstance(data, Mixture):
                 self._engine = MixedEngine(data, order, **options)
             else:
-                self._engine = Engine(data, order, **options, direct=self._direct_access())
+                self._engine = Engine(
+                    data, order, **options, direct=self._direct_access(), share=self._share()
+                )
             weakref.finalize(self, self._engine.stop).atexit = False
         return self._engine
+
+    def _share(self) -> float:
+        """The part of the data set's samples that this rank reads in an epoch."""
+        assert self._native is not None
+        world = 1 if self.slices is None else self.slices.world_size
+        return len(self._native) / max(1, len(self._native.data)) / world
 
     def _no_direct(self) -> str:
         """Why no record may be read straight to the GPU, whatever the machine can; or ""."""

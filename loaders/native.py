@@ -18,6 +18,7 @@ from hpstore.loaders.order import GlobalOrder, Order, SequentialOrder, SubsetOrd
 from hpstore.loaders.pipeline import BatchTimeout, Pipeline
 from hpstore.loaders.progress import Piece, endless, listed
 from hpstore.loaders.slices import Slices
+from hpstore.loaders.slots import slot_bytes
 from hpstore.loaders.windows import WindowOrder, subset_stripes
 
 if TYPE_CHECKING:
@@ -197,9 +198,21 @@ def _leave(session: AnySession, pid: int) -> None:
 
 def _depth(loader: DataLoader, native: Native, threads: int) -> int:
     """Batches ahead: half of the memory for batches, the other half is the user's."""
-    batch = stored_bytes(native.data) * (loader.batch_size or 1)
-    fitting = int(loader.batch_memory_bytes // 2 // max(batch, 1))
+    fitting = loader.batch_memory_bytes // 2 // batch_bytes(native.data, loader.batch_size or 1)
     return max(LEAST_AHEAD, threads, min(MOST_AHEAD, fitting))
+
+
+def batch_bytes(data: Dataset | Mixture, rows: int) -> int:
+    """Memory for a batch of so many samples: a slot for each stream of a data set."""
+    if isinstance(data, Mixture):
+        return max(1, int(stored_bytes(data) * rows))
+    per_row = [int(s.payload_bytes.sum()) / max(1, len(data)) for s in data.streams]
+    # rows with several fields are read as they lie, then taken apart beside it
+    parts = [2 if len(s.record.fields) > 1 else 1 for s in data.streams]
+    return max(
+        1,
+        sum(slot_bytes(int(size * rows * part)) for size, part in zip(per_row, parts, strict=True)),
+    )
 
 
 class NativeIterator:

@@ -95,8 +95,7 @@ class Slots:
                 best = min(fitting, key=lambda slot: len(slot.memory))
                 self._free.remove(best)
                 return best
-            # room for batches that are a little larger: records of many sizes
-            size = round_up(nbytes + nbytes // 8, MIB) if nbytes >= MIB else MIB
+            size = slot_bytes(nbytes)
             while self._free and self.made_bytes + size > self.limit_bytes:
                 self._gone(self._free.pop(0))  # too small for today's batches
             if self.made_bytes + size > self.limit_bytes and self._count >= self.least:
@@ -132,4 +131,9 @@ class Slots:
                 self._free.append(slot)
 
 
-__all__ = ["Slot", "Slots"]
+def slot_bytes(nbytes: int) -> int:
+    """Of the slot for so many: room for batches that are a little larger, as of many sizes."""
+    return round_up(nbytes + nbytes // 8, MIB) if nbytes >= MIB else MIB
+
+
+__all__ = ["Slot", "Slots", "slot_bytes"]

@@ -25,10 +25,10 @@ KINDS: dict[str, dict[str, Field]] = {
 }  # fmt: skip
 
 
-def write_direct(pool: Pool, kind: str, count: int = COUNT) -> Dataset:
+def write_direct(pool: Pool, kind: str, count: int = COUNT, unit_bytes: int = 128 * KIB) -> Dataset:
     """A data set of a kind, in several shards; noise without NaN, label i is sample i."""
     fields = KINDS[kind]
-    with DatasetWriter(pool, kind, fields, shard_bytes=768 * KIB, unit_bytes=128 * KIB) as writer:
+    with DatasetWriter(pool, kind, fields, shard_bytes=768 * KIB, unit_bytes=unit_bytes) as writer:
         for number in range(count):
             rng = np.random.default_rng(number)
             made: dict[str, Any] = {"label": number}
@@ -67,7 +67,7 @@ def gpu_epoch(
     loader = DataLoader(data, device=gpu, **{**settings, **options})
     seen(loader, data)
     found = [
-        {name: value.cpu() for name, value in batch.items()}
+        {name: value.to("cpu") for name, value in batch.items()}
         for _ in range(epochs) for batch in loader
     ]  # fmt: skip
     stats = loader.stats()["direct"]

@@ -28,6 +28,7 @@ from hpstore.loaders.direct.decode import DecodeJobs, decode
 from hpstore.loaders.direct.verify import Blocks, verify
 from hpstore.loaders.gpu import Cuda
 from hpstore.testing.fake_gpu import FakeGpu
+from hpstore.units import KIB
 from tests.integration.direct_cases import cpu_epoch, gpu_epoch, write_direct
 from tests.integration.loader_cases import same
 
@@ -181,8 +182,8 @@ def an_epoch() -> str:
     with tempfile.TemporaryDirectory() as directory:
         places, config = [Path(directory, f"d{i}") for i in range(3)], Path(directory, "pool.toml")
         with hpstore.create(places, data=2, parity=1, config=config) as pool:
-            for kind in ("records", "blocks"):
-                write_direct(pool, kind, 50)
+            for kind, count in (("records", 22), ("blocks", 14)):  # two whole stripes of each
+                write_direct(pool, kind, count, 64 * KIB)
         places[0].rename(Path(directory, "away"))
         with hpstore.open(config) as pool:
             for kind in ("records", "blocks"):
