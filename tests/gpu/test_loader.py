@@ -18,7 +18,7 @@ import hpstore
 from hpstore.loaders import DataLoader, Dataset
 from hpstore.loaders.gpu import Cuda
 from hpstore.testing.fake_direct import FakeCuFile
-from tests.integration.direct_cases import KINDS, cpu_epoch, gpu_epoch, write_direct
+from tests.integration.direct_cases import KINDS, cpu_epoch, gpu_epoch, holders, write_direct
 from tests.integration.loader_cases import same
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -49,8 +49,10 @@ def test_an_epoch_on_the_gpu_is_that_of_the_cpu(
     place: Path, kind: str, direct: str, gone: int
 ) -> None:
     """Whatever detection says here; with devices missing, decoded on the GPU where it is direct."""
-    for number in range(gone):
-        os.rename(place / f"d{number}", place / f"away{number}")
+    with hpstore.open(place / "pool.toml") as pool:
+        away = holders(place, Dataset(pool, kind), gone)
+    for path in away:
+        os.rename(path, path.with_name(f"away-{path.name}"))
     with hpstore.open(place / "pool.toml") as pool:
         data = Dataset(pool, kind)
         found, stats = gpu_epoch(data, Bouncing(torch.device("cuda")), direct=direct)

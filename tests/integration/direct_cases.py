@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,13 @@ def write_direct(pool: Pool, kind: str, count: int = COUNT, unit_bytes: int = 12
                     made[name] = field.as_tensor(raw.view(field.storage).reshape(field.inner_shape))
             writer.write(made)
     return Dataset(pool, kind)
+
+
+def holders(root: Path, data: Dataset, count: int) -> list[Path]:
+    """The devices below `root` that hold the first data columns of a data set's first shard."""
+    key = data.shard_key(data.streams[0], 0)
+    files = [next(root.glob(f"d*/objects/{key}/@*.c0{column}.*")) for column in range(count)]
+    return [root / file.relative_to(root).parts[0] for file in files]
 
 
 def cpu_epoch(data: Dataset, *, epoch: int = 0, **options: Any) -> list[Any]:
@@ -77,4 +85,4 @@ def gpu_epoch(
     return found, stats
 
 
-__all__ = ["COUNT", "KINDS", "cpu_epoch", "gpu_epoch", "seen", "write_direct"]
+__all__ = ["COUNT", "KINDS", "cpu_epoch", "gpu_epoch", "holders", "seen", "write_direct"]

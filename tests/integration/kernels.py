@@ -29,7 +29,7 @@ from hpstore.loaders.direct.verify import Blocks, verify
 from hpstore.loaders.gpu import Cuda
 from hpstore.testing.fake_gpu import FakeGpu
 from hpstore.units import KIB
-from tests.integration.direct_cases import cpu_epoch, gpu_epoch, write_direct
+from tests.integration.direct_cases import cpu_epoch, gpu_epoch, holders, write_direct
 from tests.integration.loader_cases import same
 
 UNIT = 4096 + 520  # two programs a unit, the second one almost empty
@@ -179,14 +179,14 @@ class KernelGpu(FakeGpu):
 
 def an_epoch() -> str:
     """Through DataLoader with a device missing: as the loader of the CPU, decoded and checked."""
-    with tempfile.TemporaryDirectory() as directory:
-        places, config = [Path(directory, f"d{i}") for i in range(3)], Path(directory, "pool.toml")
-        with hpstore.create(places, data=2, parity=1, config=config) as pool:
-            for kind, count in (("records", 22), ("blocks", 14)):  # two whole stripes of each
-                write_direct(pool, kind, count, 64 * KIB)
-        places[0].rename(Path(directory, "away"))
-        with hpstore.open(config) as pool:
-            for kind in ("records", "blocks"):
+    for kind, count in (("records", 22), ("blocks", 14)):  # two whole stripes of each
+        with tempfile.TemporaryDirectory() as directory:
+            root = Path(directory)
+            places, config = [root / f"d{i}" for i in range(3)], root / "pool.toml"
+            with hpstore.create(places, data=2, parity=1, config=config) as pool:
+                lost = holders(root, write_direct(pool, kind, count, 64 * KIB), 1)
+            lost[0].rename(root / "away")
+            with hpstore.open(config) as pool:
                 data = Dataset(pool, kind)
                 gpu: Any = Cuda(torch.device("cuda")) if DEVICE == "cuda" else KernelGpu()
                 found, stats = gpu_epoch(data, gpu)

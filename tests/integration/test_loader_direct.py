@@ -28,6 +28,7 @@ from tests.integration.direct_cases import (
     KINDS,
     cpu_epoch,
     gpu_epoch,
+    holders,
     seen,
     write_direct,
 )
@@ -53,13 +54,12 @@ def make(directory: Path, **settings: Any) -> Pool:
 
 
 @pytest.fixture
-def missing(place: Path) -> Iterator[list[int]]:
-    """Numbers of devices that are to be away while the pool is opened; they come back."""
-    away: list[int] = []
+def missing() -> Iterator[list[Path]]:
+    """Devices that are away; they come back."""
+    away: list[Path] = []
     yield away
-    for number in away:
-        if (place / f"away{number}").exists():
-            os.rename(place / f"away{number}", place / f"d{number}")
+    for path in away:
+        os.rename(path.with_name(f"away-{path.name}"), path)
 
 
 @pytest.mark.parametrize(
@@ -67,12 +67,14 @@ def missing(place: Path) -> Iterator[list[int]]:
     [("records", 0), ("records", 1), ("records", 2), ("blocks", 0), ("blocks", 2), ("fields", 1)],
 )
 def test_an_epoch_read_straight_to_the_gpu_is_that_of_the_cpu(
-    place: Path, missing: list[int], kind: str, gone: int
+    place: Path, missing: list[Path], kind: str, gone: int
 ) -> None:
     """Healthy, with one and with m devices missing: bit by bit; lost units are decoded there."""
-    for number in range(gone):
-        os.rename(place / f"d{number}", place / f"away{number}")
-        missing.append(number)
+    with hpstore.open(place / "pool.toml") as pool:
+        away = holders(place, Dataset(pool, kind), gone)
+    for path in away:
+        os.rename(path, path.with_name(f"away-{path.name}"))
+        missing.append(path)
     with hpstore.open(place / "pool.toml") as pool:
         data, gpu = Dataset(pool, kind), FakeGpu()
         found, stats = gpu_epoch(data, gpu)
