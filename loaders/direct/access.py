@@ -23,7 +23,7 @@ from hpstore.closing import Closing
 from hpstore.errors import HpstoreError
 from hpstore.geometry import ALIGNMENT_BYTES
 from hpstore.loaders.direct.choice import ChoiceConfig, PathChoice, Way
-from hpstore.loaders.direct.engine import DirectArena, DirectEngine
+from hpstore.loaders.direct.engine import CLOSE_SECONDS, DirectArena, DirectEngine, Held
 from hpstore.loaders.direct.files import OpenColumns
 from hpstore.loaders.direct.flight import Flight, Outcome
 from hpstore.loaders.direct.plan import Part, Wanted, fits_direct, land
@@ -63,6 +63,7 @@ class _Open:
     arena: DirectArena
     ranges: Ranges
     columns: OpenColumns
+    flights: Held  # batches that use the above now, on the host or on the GPU
 
 
 class DirectAccess(Closing):
@@ -139,7 +140,9 @@ class DirectAccess(Closing):
         except HpstoreError as error:
             engine.close()
             return str(error)
-        made = _Open(engine, arena, Ranges(arena.nbytes, ALIGNMENT_BYTES), OpenColumns(engine))
+        made = _Open(
+            engine, arena, Ranges(arena.nbytes, ALIGNMENT_BYTES), OpenColumns(engine), Held()
+        )
         with self._lock:
             closed = self._closed
             if not closed:
@@ -240,31 +243,40 @@ class DirectAccess(Closing):
         opened = self._open
         if not parts or opened is None:
             return None, _nothing
+        if not opened.flights.enter():  # it is being closed
+            return None, _nothing
         landing = land(parts)
         start = opened.ranges.take(landing.nbytes)
         if start is None:
-            with self._lock:
-                self._totals.no_room += 1
-                if self._totals.no_room == 1:
-                    _log.warning(
-                        "a batch of %d MiB has no room in %d MiB of GPU memory for direct reads, "
-                        "and is read over pinned memory", landing.nbytes // MIB,
-                        opened.arena.nbytes // MIB,
-                    )  # fmt: skip
+            self._note_no_room(landing.nbytes, opened.arena.nbytes)
+            opened.flights.leave()
             return None, _nothing
         landing = landing.moved(start)
         try:
             columns = opened.columns.borrow([r.held for r in landing.reads], deadline_seconds)
-        except BaseException:
+            flight = Flight(self._gpu, opened.arena, landing, plan, columns)
+        except (HpstoreError, OSError) as error:  # no more files may be opened, for instance
             opened.ranges.give(start)
-            raise
-        flight = Flight(self._gpu, opened.arena, landing, plan, columns)
+            opened.flights.leave()
+            devices = frozenset[str]().union(*(part.devices for part in parts))
+            self._note(Outcome(failed=dict.fromkeys(devices, str(error))))
+            return None, _nothing
 
         def give() -> None:
             opened.columns.give_back(flight.columns())
             opened.ranges.give(start)
 
         return flight, give
+
+    def _note_no_room(self, wanted: int, room: int) -> None:
+        with self._lock:
+            self._totals.no_room += 1
+            first = self._totals.no_room == 1
+        if first:
+            _log.warning(
+                "a batch of %d MiB has no room in %d MiB of GPU memory for direct reads, and is "
+                "read over pinned memory; raise direct_bytes", wanted // MIB, room // MIB,
+            )  # fmt: skip
 
     def _land(
         self, flight: Flight | None, give: Callable[[], None], deadline_seconds: float,
@@ -280,6 +292,8 @@ class DirectAccess(Closing):
             found.late = tuple(flight.late())
             give = give if self._quiet() else _nothing
         _when_over(found.late, give)
+        if self._open is not None:
+            self._open.flights.leave()
         self._note(found)
         return found
 
@@ -403,14 +417,20 @@ class DirectAccess(Closing):
         self._closed = True
 
     def close(self) -> None:
-        """Stop, and give the GPU's memory back. Idempotent; no batch is being made."""
+        """Stop, and give the GPU's memory back, after the batches that use it. Idempotent."""
         self.stop()
         if self._finalizer is not None:
             self._finalizer()
 
 
 def _close(opened: _Open) -> None:
-    """Called once: at close(), when the access is dropped, or at the end of the process."""
+    """Called once: at close(), when the access is dropped, or at the end of the process.
+
+    Memory that a batch still uses then is never freed.
+    """
+    if not opened.flights.shut(CLOSE_SECONDS):
+        _log.warning("batches are being made still: GPU memory of direct reads is not freed")
+        return
     opened.columns.close()
     opened.engine.close()
 

@@ -95,7 +95,7 @@ class DirectDriver(Protocol):
         """Undo open. No reads are under way."""
 
 
-class _Held:
+class Held:
     """Something that reads use: it is let go when its owner closed it and the last read ended."""
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class DirectFile(Closing):
 
     def __init__(self, engine: DirectEngine, fd: int, handle: int, name: str) -> None:
         self._engine, self._file, self.handle = engine, fd, handle
-        self.held = _Held()
+        self.held = Held()
         self.name = name
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ class DirectArena(Closing):
     def __init__(self, engine: DirectEngine, address: int, nbytes: int, room_bytes: int) -> None:
         self._engine, self.address, self.nbytes = engine, address, nbytes
         self._room_bytes = room_bytes
-        self.held = _Held()
+        self.held = Held()
         self.tensor = engine.driver.view(address, nbytes)
 
     def close(self) -> None:
@@ -330,7 +330,7 @@ class DirectEngine(Closing):
         if self._closed:
             raise DirectUnavailable("the engine is closed: nothing was read")
 
-    def let_go(self, held: _Held, what: str) -> bool:
+    def let_go(self, held: Held, what: str) -> bool:
         """Shut it; whether its owner may free it now. In a forked child: never."""
         if os.getpid() != self._pid:
             return False

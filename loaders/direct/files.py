@@ -43,18 +43,27 @@ class OpenColumns(Closing):
     def borrow(
         self, wanted: Sequence[ColumnReader], deadline_seconds: float
     ) -> list[DirectColumn | Exception]:
-        """The column of each reader, or why there is none; give_back() those that there are."""
+        """The column of each reader, or why there is none; give_back() those that there are.
+
+        Raises OSError when this process may open no more files, DirectUnavailable after a close.
+        """
         keys = [_key(held) for held in wanted]
         found: dict[_Key, DirectColumn | Exception] = {}
         opening: dict[_Key, Future[DirectColumn]] = {}
-        for key, held in zip(keys, wanted, strict=True):
-            if key in found or key in opening:
-                continue
-            kept = self._take(key, None)
-            if kept is not None:
-                found[key] = kept
-            else:
-                opening[key] = self._start(held)
+        try:
+            for key, held in zip(keys, wanted, strict=True):
+                if key in found or key in opening:
+                    continue
+                kept = self._take(key, None)
+                if kept is not None:
+                    found[key] = kept
+                else:
+                    opening[key] = self._start(held)
+        except BaseException:
+            self.give_back([one for one in found.values() if isinstance(one, DirectColumn)])
+            for future in opening.values():
+                future.add_done_callback(_close_late)
+            raise
         wait(opening.values(), timeout=deadline_seconds)
         for key, future in opening.items():
             found[key] = self._opened(key, future, deadline_seconds)

@@ -22,7 +22,7 @@ from hpstore.pool import Pool
 from hpstore.testing.fake_direct import FakeCuFile
 from hpstore.testing.fake_gpu import FakeGpu
 from hpstore.units import KIB, MIB
-from tests.fault.common import flip
+from tests.fault.common import Call, flip
 from tests.integration.direct_cases import (
     COUNT,
     KINDS,
@@ -262,3 +262,42 @@ def test_a_batch_without_room_on_the_gpu_takes_the_pinned_way(place: Path) -> No
         stats = loader.stats()["direct"]
         loader.close()
     assert stats["batches_without_room"] > 0
+
+
+def test_closing_waits_for_a_batch_and_the_iterator_goes_on(place: Path) -> None:
+    """close() while a read is under way: nothing is freed under it; later batches are pinned."""
+    driver = FakeCuFile()
+    with hpstore.open(place / "pool.toml") as pool:
+        data, gpu = Dataset(pool, "records"), FakeGpu(driver)
+        loader = DataLoader(data, device=gpu, direct="always", cache=0, batch_size=10, seed=3,
+                            shuffle=True)  # fmt: skip
+        seen(loader, data)
+        reads, driver._plan = driver.reads, "." * (driver.reads + 3) + "H"
+        run = iter(loader)
+        driver.hanging.wait()
+        closing = Call(loader.close)
+        assert not closing.ended(0.05)
+        assert driver.opened
+        driver.release.set()
+        assert closing.ended(20)
+        assert not driver.opened
+        assert same(list(run), cpu_epoch(data))
+        assert driver.reads > reads
+        assert driver.misuse == []
+
+
+def test_a_process_that_may_open_no_more_files_goes_on_pinned(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Descriptors run out when columns are opened: the same bytes, refused after three times."""
+
+    def full(descriptor: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    with hpstore.open(place / "pool.toml") as pool:
+        data = Dataset(pool, "records")
+        monkeypatch.setattr("hpstore.loaders.direct.files.os.dup", full)
+        found, stats = gpu_epoch(data, FakeGpu())
+        assert same(found, cpu_epoch(data))
+    assert (stats["state"], stats["records"]) == ("off", 0)
+    assert all("Too many open files" in reason for reason in stats["refused"].values())
