@@ -10,6 +10,13 @@ from hpstore.benchmarks.measure import Options
 from hpstore.units import GIB, KIB, MIB, parse_bytes
 
 
+def bench_cache(options: Options) -> dict[str, object]:
+    """benchmarks/cache.py; the policy is imported only when it runs."""
+    from hpstore.benchmarks.cache import bench_cache as run
+
+    return run(options)
+
+
 def bench_checkpoint(options: Options) -> dict[str, object]:
     """benchmarks/checkpoint.py; torch is imported only when it runs."""
     from hpstore.benchmarks.checkpoint import bench_checkpoint as run
@@ -24,14 +31,25 @@ def bench_loader(options: Options) -> dict[str, object]:
     return run(options)
 
 
+def bench_health(options: Options) -> dict[str, object]:
+    """benchmarks/health.py; nothing is stored."""
+    from hpstore.benchmarks.health import bench_health as run
+
+    return run(options)
+
+
 BENCHMARKS: dict[str, Callable[[Options], dict[str, object]]] = {
+    "cache": bench_cache,
     "checkpoint": bench_checkpoint,
     "devices": bench_devices,
     "erasure": bench_erasure,
+    "health": bench_health,
     "loader": bench_loader,
 }
 DEFAULT_BYTES = {
-    "checkpoint": 1_622_000_000, "devices": GIB, "erasure": GIB, "loader": 200_000 * 12 * KIB,
+    "cache": 0,  # no data are written
+    "checkpoint": 1_622_000_000, "devices": GIB, "erasure": GIB, "health": 0,
+    "loader": 200_000 * 12 * KIB,
 }  # fmt: skip
 SMALL_BYTES = 24 * MIB
 

@@ -23,6 +23,8 @@
       CheckpointError                exit 40
         CheckpointMismatch           exit 41  state and manifest do not fit
       IngestError                    exit 45  a record or a source cannot be taken
+      ForecastError                  exit 70   a drive-stats file or a model cannot be used
+        ForecastRefused              exit 71   the model's card does not cover these drives
       DirectError                    exit 60  a read straight into GPU memory failed
         DirectUnavailable            exit 61  this process, file or memory cannot take part in one
 
@@ -184,6 +186,18 @@ class IngestError(HpstoreError):
     exit_code = 45
 
 
+class ForecastError(HpstoreError):
+    """A drive-stats file or a forecast model cannot be used. Nothing was written."""
+
+    exit_code = 70
+
+
+class ForecastRefused(ForecastError):
+    """The model's card does not cover these drives: it says nothing of them."""
+
+    exit_code = 71
+
+
 class DirectError(HpstoreError):
     """A read straight into GPU memory failed; its target is undefined. Files are unharmed."""
 
@@ -210,6 +224,8 @@ __all__ = [
     "DeviceTimeout",
     "DirectError",
     "DirectUnavailable",
+    "ForecastError",
+    "ForecastRefused",
     "FormatTooNew",
     "HpstoreError",
     "IngestError",

@@ -36,6 +36,7 @@ class _Lane:
         self.busy_since: dict[int, float] = {}  # worker -> when its call began
         self.alive = workers
         self.at_end: Callable[[], None] | None = None  # run by the last worker that stops
+        self.unanswered: Future[None] | None = None  # a call made elsewhere
         self.lock = threading.Lock()  # guards all of the above
         self.threads = [
             threading.Thread(
@@ -73,6 +74,12 @@ class _Lane:
             if len(self.busy_since) < len(self.threads):
                 return 0.0
             return time.monotonic() - max(self.busy_since.values())
+
+    def silent(self, limit_seconds: float) -> bool:
+        """Whether nothing more is asked of it before it answers."""
+        if self.unanswered is not None and not self.unanswered.done():
+            return True
+        return self.stuck_seconds() > limit_seconds
 
 
 def _run(call: Callable[[], object]) -> Callable[[Future[object]], None]:
@@ -125,11 +132,9 @@ class Scheduler:
             return _at_once(call)
         future: Future[T] = Future()
         lane = self._lane(device)
-        stuck = lane.stuck_seconds()
-        if stuck > self._stuck_seconds:
-            future.set_exception(
-                DeviceTimeout(f"device {device} has not answered for {stuck:.0f} s", device=device)
-            )
+        if lane.silent(self._stuck_seconds):
+            text = f"device {device} has not answered for {self._stuck_seconds:.0f} s"
+            future.set_exception(DeviceTimeout(text, device=device))
             return future
         with lane.lock:
             full = lane.pending >= self._depth
@@ -175,6 +180,15 @@ class Scheduler:
             if self._compute is None:
                 self._compute = ThreadPoolExecutor(self._compute_threads, "hpstore-compute")
             return self._compute.submit(call)
+
+    def answers(self, device: str) -> bool:
+        """False while submit() would refuse a call because earlier ones have not ended."""
+        return not self._threads or not self._lane(device).silent(self._stuck_seconds)
+
+    def note_unanswered(self, device: str, call: Future[None]) -> None:
+        """A call made elsewhere has missed its deadline: refuse others until it is done."""
+        if self._threads:
+            self._lane(device).unanswered = call
 
     def queued(self, device: str) -> int:
         """Calls that wait for or run on a device."""

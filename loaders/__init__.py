@@ -4,6 +4,7 @@ if not __name__.startswith("hpstore."):
     raise ImportError(f"import hpstore.loaders, not {__name__}: see CONTRIBUTING.md")
 
 from hpstore.loaders.batches import Ragged
+from hpstore.loaders.cache import Cache
 from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.fields import Field
 from hpstore.loaders.ingestion import (
@@ -26,7 +27,7 @@ from hpstore.loaders.publishing import (
 from hpstore.loaders.verifying import DatasetReport, verify_dataset
 from hpstore.loaders.writer import DatasetWriter
 
-__all__ = ["DataLoader", "Dataset", "DatasetInfo", "DatasetReport", "DatasetWriter", "Field",
-           "IngestProgress", "IngestReport", "Mixture", "Ragged", "delete_dataset", "ingest",
-           "list_datasets", "open_source", "publish_parts", "remove_orphans",
+__all__ = ["Cache", "DataLoader", "Dataset", "DatasetInfo", "DatasetReport", "DatasetWriter",
+           "Field", "IngestProgress", "IngestReport", "Mixture", "Ragged", "delete_dataset",
+           "ingest", "list_datasets", "open_source", "publish_parts", "remove_orphans",
            "unfinished_ingests", "verify_dataset", "written_parts"]  # fmt: skip

@@ -18,6 +18,7 @@ from hpstore.loaders.fields import Array, Field, FieldKind
 from hpstore.loaders.layout import Int64s
 from hpstore.loaders.slab import Slab
 from hpstore.loaders.slots import Slots
+from hpstore.loaders.stored import ReadRows
 from hpstore.loaders.stream import Locations, Stream
 from hpstore.units import round_up
 
@@ -88,10 +89,13 @@ class Assembler:
 
     def __init__(
         self, data: Dataset, slots: Slots, slabs: Mapping[int, Slab], counts: Counts,
-        direct: DirectAccess | None = None,
+        cached: ReadRows | None = None, direct: DirectAccess | None = None,
     ) -> None:  # fmt: skip
-        """`direct`: for what is in no slab, straight to a GPU where that works."""
-        self._data, self._slots, self._slabs, self._direct = data, slots, slabs, direct
+        """`cached`: reads records in the place of the data set. `direct`: for what is in no slab,
+        straight to a GPU where that works.
+        """
+        self._data, self._slots, self._slabs, self._cached = data, slots, slabs, cached
+        self._direct = direct
         self._scalars = [n for n, f in data.fields.items() if f.kind is FieldKind.SCALAR]
         self._counts = counts
 
@@ -198,8 +202,12 @@ class Assembler:
         assert stream.fixed is not None
         length = stream.fixed.length
         targets = [rows[row, :length] for row in which.tolist()]
-        addresses = address_of(rows.reshape(-1)) + which * rows.shape[1]
-        if not self._data.read_rows(stream, indices[which], targets, addresses):
+        if self._cached is not None:
+            good = self._cached(stream, indices[which], targets)
+        else:
+            addresses = address_of(rows.reshape(-1)) + which * rows.shape[1]
+            good = self._data.read_rows(stream, indices[which], targets, addresses)
+        if not good:
             raise SlotLost
         self._counts.read_total += len(which)
 
@@ -213,7 +221,7 @@ class Assembler:
         slab = self._slabs.get(stream.number)
         if slab is None:
             self._counts.read_total += len(indices)
-            return self._data.read_direct(stream, indices)
+            return self._data.read_direct(stream, indices, self._cached)
         slots = slab.resident(places)
         have, lack = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
         records: list[Bytes] = [_NOTHING] * len(indices)

@@ -15,6 +15,8 @@ from hpstore.budget import available_bytes
 from hpstore.closing import Closing
 from hpstore.errors import ConfigError
 from hpstore.loaders.batches import Assembler, Batch, Counts, samples_of
+from hpstore.loaders.cache import Cache
+from hpstore.loaders.caching import CachedReads
 from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.draws import Indices
 from hpstore.loaders.fields import Field
@@ -57,12 +59,15 @@ class Session:
     filler: Filler | None
     own: bool  # slabs and filler are of this run alone
     ordered: bool  # pages come in its order
+    cached: CachedReads | None = None
     _head: Piece | None = None  # what the trainer gets next
     _left: bool = False
 
     def make(self, piece: Piece) -> tuple[Indices, Batch]:
         """The samples of a piece, and which they are. Raises what reading raises."""
         began = time.perf_counter()
+        if self.cached is not None:
+            self.cached.reached(piece.epoch)
         indices = piece.indices(self.order)
         ahead = len(indices)
         if self.order is not None:  # rows that pad an epoch are from its begin: not filled again
@@ -107,6 +112,8 @@ class Session:
         self._left = True
         if self.own and self.filler is not None:
             self.filler.stop()
+        if self.cached is not None:
+            self.cached.leave()
         for slab in self.slabs.values():
             slab.advance(0)  # who waits looks again
 
@@ -123,12 +130,12 @@ class Engine(Closing):
     Data sets that fit `cache_bytes` are kept in memory as they are read; with a window shuffle the
     windows to come are, if the part of their samples that this loader uses (`share`) makes that
     cheaper than record by record; otherwise records are read as they are needed. `batch_rows`:
-    samples of the largest batch.
+    samples of the largest batch. With a `cache` records are read through it.
     """
 
     def __init__(
         self, data: Dataset, order: Order | None, *, batch_rows: int, cache_bytes: int,
-        prefetch_bytes: int, pin: Callable[[Any], None] | None = None,
+        prefetch_bytes: int, pin: Callable[[Any], None] | None = None, cache: Cache | None = None,
         direct: DirectAccess | None = None, share: float = 1.0,
     ) -> None:  # fmt: skip
         self.direct = direct  # reads straight to the GPU, where they are possible
@@ -141,7 +148,11 @@ class Engine(Closing):
         # records larger than a page are read by themselves: pages of them are of no use
         self._paged = [s for s in data.streams if s.fixed is None or s.fixed.per_page]
         needed = sum(Slab.bytes_needed(s, int(s.page_starts[-1])) for s in self._paged)
-        if needed <= cache_bytes:
+        self.cached: CachedReads | None = None
+        if cache is not None:
+            self.mode = "cached"
+            self.cached = CachedReads(cache, data, batch_rows=batch_rows)
+        elif needed <= cache_bytes:
             self.mode = "resident"
         elif windows_of(order) is not None and share >= worth_reading(_record_bytes(self._paged)):
             self.mode = "window"
@@ -175,9 +186,21 @@ class Engine(Closing):
                 slabs[stream.number] = Slab(data, stream, pages)
             filler = Filler(slabs, in_windows(data, windows, slabs, epoch, position))
             own = ordered = True
-        assembler = Assembler(data, self._slots, slabs, self.counts, self.direct)
+        cached = self.cached
+        assembler = Assembler(
+            data, self._slots, slabs, self.counts, None if cached is None else cached.read,
+            self.direct if cached is None else None,
+        )  # fmt: skip
         return Session(
-            order, data.fields, self.counts, assembler, slabs, filler, own=own, ordered=ordered
+            order,
+            data.fields,
+            self.counts,
+            assembler,
+            slabs,
+            filler,
+            own=own,
+            ordered=ordered,
+            cached=cached,
         )
 
     def stats(self) -> dict[str, Any]:
@@ -203,6 +226,8 @@ class Engine(Closing):
 
     def close(self) -> None:
         """Stop filling. Batches that were handed out stay good. Idempotent."""
+        if self.cached is not None:
+            self.cached.close()
         if self.pid != os.getpid():
             return
         if self._filler is not None:
@@ -224,11 +249,14 @@ def _record_bytes(streams: Sequence[Stream]) -> float:
 
 def cache_budget(cache: object) -> int:
     """Bytes for pages: what the user says, or a share of the memory that is available.
+    None beside a Cache.
 
     Ranks on one node share it (LOCAL_WORLD_SIZE, as torchrun sets it). Raises ConfigError.
     """
     if cache is None:
         return int(CACHE_SHARE * available_bytes()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if isinstance(cache, Cache):
+        return 0
     if isinstance(cache, bool) or not isinstance(cache, int | str):
         raise ConfigError(f'cache {cache!r}: give bytes, such as "8GiB", 0 for none, or None')
     return parse_bytes(cache)

@@ -13,6 +13,7 @@ import torch
 import torch.utils.data
 
 from hpstore.errors import ConfigError
+from hpstore.loaders.cache import Cache
 from hpstore.loaders.engine import PREFETCH_BYTES, Engine, cache_budget, pinner
 from hpstore.loaders.finishing import Finish
 from hpstore.loaders.foreign import ForeignIterator, PositionSampler
@@ -51,7 +52,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     last global batch is dealt out (slices.Even). `device`: batches arrive there. `direct`:
     records go straight to it where cuFile works and was measured to be faster ("auto"), wherever
     it works ("always"), never ("off"); `direct_bytes` of GPU memory are for that. `cache`: bytes
-    for keeping pages in memory (None: a quarter of what is available; 0: none).
+    for keeping pages in memory (None: a quarter of what is available; 0: none), or a Cache, through
+    which records are read then; it is told the order.
     `prefetch_bytes`: memory for batches that are made ahead or held by you. `window_bytes`: of a
     window. `transform(sample)` or `transform(sample, rng)` per sample, `collate_fn(list of
     samples)`, `batch_transform(batch)` or `batch_transform(batch, rng)`; the numpy generator is
@@ -90,7 +92,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         device: str | torch.device | Gpu | None = None,
         direct: str = "auto",
         direct_bytes: int | str = DIRECT_BYTES,
-        cache: int | str | None = None,
+        cache: Cache | int | str | None = None,
         prefetch_bytes: int | str = PREFETCH_BYTES,
         window_bytes: int | str | None = None,
         rank: int | None = None,
@@ -271,6 +273,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 "cache_bytes": cache_budget(self.cache), "prefetch_bytes": self.batch_memory_bytes,
                 "pin": pinner(self.finish.gpu, self.pin_memory),
                 "batch_rows": self.batch_size or 1,
+                "cache": self.cache if isinstance(self.cache, Cache) else None,
             }  # fmt: skip
             if isinstance(data, Mixture):
                 self._engine = MixedEngine(data, order, **options)
@@ -291,6 +294,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """Why no record may be read straight to the GPU, whatever the machine can; or ""."""
         if self.direct == "off":
             return 'direct="off"'
+        if isinstance(self.cache, Cache):
+            return "records come through a Cache"
         if self._native is None or isinstance(self._native.data, Mixture):
             return "batches are put together in host memory (a mixture, or a foreign data set)"
         if self.finish.on_host or self.batch_size is None:
@@ -381,6 +386,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             found["direct"] = {"state": "off", "reason": self._no_direct()}
         if self._engine is not None:
             found.update(self._engine.stats())
+        if isinstance(self.cache, Cache):
+            found["cache"] = self.cache.stats()
         return found
 
     def __getstate__(self) -> dict[str, Any]:
@@ -388,6 +395,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         state = self.__dict__.copy()
         for name in ("_engine", "_ready", "_iterator", "finish"):
             state[name] = None
+        if isinstance(self.cache, Cache):
+            state["cache"] = None  # it stays in its process
         if isinstance(self.sampler, RankSampler):
             del state["sampler"]
             state.pop("batch_sampler" if self._native is not None else "", None)

@@ -12,6 +12,7 @@ import torch
 from hpstore.closing import Closing
 from hpstore.errors import ConfigError
 from hpstore.loaders.batches import Batch, BatchValue, Counts, Ragged, samples_of
+from hpstore.loaders.cache import Cache
 from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.draws import Indices, derive_seed
 from hpstore.loaders.engine import Engine, Session
@@ -136,7 +137,7 @@ class MixedEngine(Closing):
 
     def __init__(
         self, mixture: Mixture, order: Order | None, *, batch_rows: int, cache_bytes: int,
-        prefetch_bytes: int, pin: Callable[[Any], None] | None = None,
+        prefetch_bytes: int, pin: Callable[[Any], None] | None = None, cache: Cache | None = None,
     ) -> None:  # fmt: skip
         if not isinstance(order, MixtureOrder):
             raise ConfigError(
@@ -146,7 +147,7 @@ class MixedEngine(Closing):
         total = sum(mixture.weights)
         self._engines = [
             Engine(data, None, batch_rows=batch_rows, cache_bytes=int(cache_bytes * weight / total),
-                   prefetch_bytes=int(prefetch_bytes * weight / total), pin=pin)
+                   prefetch_bytes=int(prefetch_bytes * weight / total), pin=pin, cache=cache)
             for data, weight in zip(mixture.datasets, mixture.weights, strict=True)
         ]  # fmt: skip
         self.pid = self._engines[0].pid

@@ -13,6 +13,7 @@ import torch.utils.data
 from hpstore.errors import ConfigError
 from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.draws import Indices
+from hpstore.loaders.engine import Engine
 from hpstore.loaders.mixture import AnySession, Mixture, stored_bytes
 from hpstore.loaders.order import GlobalOrder, Order, SequentialOrder, SubsetOrder
 from hpstore.loaders.pipeline import BatchTimeout, Pipeline
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 LEAST_AHEAD, MOST_AHEAD = 2, 16  # batches, unless prefetch_factor says
 HELD = 3  # by a user who keeps none: the last one, the next one, one on its way to a GPU
+RECORD_THREADS = 4  # where batches are read record by record they wait for devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +125,21 @@ class Run:
             todo = endless(slices, epoch, position, single=loader.batch_size is None)
         else:
             todo = listed(_batches(loader, native), epoch, position)
-        threads = loader.num_workers or min(2, len(os.sched_getaffinity(0)))
+        engine = loader.engine()
+        few = min(2, len(os.sched_getaffinity(0)))
+        records = engine.mode in ("records", "cached")
+        threads = loader.num_workers or (RECORD_THREADS if records else few)
         depth = loader.prefetch_factor
         depth = depth * threads if depth else _depth(loader, native, threads)
         self._pid, self.slices = os.getpid(), slices
         self._timeout = loader.timeout or None
-        engine = loader.engine()
         engine.expect(depth + HELD)
         self._session = session = engine.start(epoch, position)
+        if isinstance(engine, Engine) and engine.cached is not None:
+            if slices is not None:
+                engine.cached.follow(loader.order, slices, epoch, position)
+            else:
+                engine.cached.follow_sampler(_sampler(loader), native.mapping, epoch, position)
         self._pipeline = Pipeline(
             todo, lambda piece: finish.make(session, piece), depth=depth, threads=threads
         )
@@ -258,11 +267,15 @@ class NativeIterator:
 
 def _batches(loader: DataLoader, native: Native) -> Any:
     """Batches of indices of the user's sampler; without a batch size, its indices or lists."""
-    sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    sampler = _sampler(loader)
     if native.mapping is None:
         return sampler
     mapping = native.mapping
     return (mapping[np.asarray(chosen, np.int64)] for chosen in sampler)
+
+
+def _sampler(loader: DataLoader) -> Any:
+    return loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
 
 
 __all__ = ["Native", "NativeIterator", "Run", "native_of", "order_for"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,8 @@ from hpstore.loaders.stream import Locations, PageTable, Stream, make_stream, st
 from hpstore.pool import Pool
 from hpstore.pooled import PooledReader, Scatter
 from hpstore.units import div_ceil
+
+ReadRows = Callable[[Stream, Int64s, Sequence[Bytes]], bool]
 
 
 class StoredData(Closing):
@@ -314,15 +316,20 @@ class StoredData(Closing):
             )
         return records, places
 
-    def read_direct(self, stream: Stream, indices: Int64s) -> list[Bytes]:
-        """As read_records, straight from the devices where that can be; without the places."""
+    def read_direct(
+        self, stream: Stream, indices: Int64s, read: ReadRows | None = None
+    ) -> list[Bytes]:
+        """As read_records, straight from the devices where that can be; without the places.
+
+        `read`: in the place of read_rows.
+        """
         lengths = self.locate(stream, indices).length
         steps = -(-lengths // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         ends = np.cumsum(steps)
         buffer = aligned_array(int(ends[-1]) if len(ends) else 0)
         starts = (ends - steps).tolist()
         rows = [buffer[a : a + n] for a, n in zip(starts, lengths.tolist(), strict=True)]
-        if self.read_rows(stream, indices, rows):
+        if (self.read_rows if read is None else read)(stream, indices, rows):
             return rows
         return self.read_records(stream, indices)[0]
 
@@ -394,4 +401,4 @@ class StoredData(Closing):
         self._readers.close()
 
 
-__all__ = ["StoredData"]
+__all__ = ["ReadRows", "StoredData"]

@@ -13,6 +13,7 @@ import hpstore
 from hpstore.cli import bench, gpu
 from hpstore.cli.checkpoints import checkpoints
 from hpstore.cli.datasets import datasets
+from hpstore.cli.health import health
 from hpstore.cli.output import (
     UNMENDED_EXIT_CODE,
     byte_progress,
@@ -35,6 +36,7 @@ app.command("bench")(bench.run)
 app.command("gpu")(gpu.run)
 app.add_typer(checkpoints, name="checkpoint")
 app.add_typer(datasets, name="dataset")
+app.add_typer(health, name="health")
 
 
 @app.callback(invoke_without_command=True)

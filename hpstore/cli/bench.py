@@ -21,37 +21,43 @@ if TYPE_CHECKING:
     from hpstore.benchmarks.suite import Options
 
 
+_NAMES = "cache, checkpoint, devices, erasure, health, loader"
+_SIZES = "object size, 1GiB; of a checkpoint 1.5GiB; of a data set 2.3GiB; or small"
+_PEERS = (
+    "for checkpoint: torch.save,dcp,dcp.async,safetensors and others; for loader: "
+    "torch,litdata,webdataset,streaming,ffcv,grain; for cache: libcachesim,theine or none "
+    "(default: those installed); for health: all"
+)
+_CASES = (
+    "for loader: warm,cold,limited,degraded,special; for cache: workloads, cost; "
+    "for health: slow,healthy,load,hang,telemetry (default: all)"
+)
+
+
 def run(
-    names: Annotated[list[str], typer.Argument(help="checkpoint, devices, erasure, loader")],
+    names: Annotated[list[str], typer.Argument(help=_NAMES)],
     json_file: Annotated[
         str, typer.Option("--json", help="write results to a file, - for standard output")
     ] = "",
     directory: Annotated[
         Path | None, typer.Option(help="where to make the pool (default: a temporary directory)")
     ] = None,
-    size: Annotated[
-        str,
-        typer.Option(
-            help="object size, 1GiB; of a checkpoint 1.5GiB; of a data set 2.3GiB; or small"
-        ),
-    ] = "",
+    size: Annotated[str, typer.Option(help=_SIZES)] = "",
     repeats: Annotated[
         int, typer.Option(min=1, help="repeats of each figure; the median counts")
     ] = 5,
-    peers: Annotated[
-        str,
-        typer.Option(
-            help="for checkpoint: torch.save,dcp,dcp.async,safetensors and others; for loader: "
-            "torch,litdata,webdataset,streaming,ffcv,grain"
-        ),
-    ] = "",
+    peers: Annotated[str, typer.Option(help=_PEERS)] = "",
     compression: Annotated[
         bool, typer.Option("--compression", help="for checkpoint: what each codec costs")
     ] = False,
-    cases: Annotated[
-        str, typer.Option(help="for loader: warm,cold,limited,degraded,special (default: all)")
-    ] = "",
+    cases: Annotated[str, typer.Option(help=_CASES)] = "",
     device: Annotated[str, typer.Option(help="for loader: where batches go, cpu or cuda")] = "cpu",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="for cache: small data, to show that all works")
+    ] = False,
+    plots: Annotated[
+        Path | None, typer.Option(help="for cache: a directory for pictures (PNG)")
+    ] = None,
 ) -> None:
     """Measure against raw rates of the same minute.  hpstore bench devices erasure --json -"""
     from hpstore.benchmarks.report import describe
@@ -68,6 +74,8 @@ def run(
         compression=compression,
         cases=cases,
         device=device,
+        quick=quick,
+        plots=plots,
     )
     results = measured(
         {name: replace(told, size_bytes=size_named(size, name)) for name in names}, json_file

@@ -16,6 +16,8 @@ import os
 import platform
 import threading
 import time
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,11 +25,13 @@ import numpy.typing as npt
 
 _log = logging.getLogger(__name__)
 Int64s = npt.NDArray[np.int64]
-ENTRIES = 128  # reads that one thread has in flight
+ENTRIES = 256  # reads that one thread has in flight
+LATE = -(1 << 40)
 _SETUP, _ENTER = 425, 426  # system calls, the same number on all machines
 _SQES_OFFSET = 0x10000000
-_GETEVENTS, _OP_READ = 1, 22
-_PAUSE_SECONDS = 0.001
+_GETEVENTS, _WITH_TIMEOUT, _OP_READ = 1, 8, 22
+_FEATURES_WORD, _FEATURE_TIMEOUT = 5, 1 << 8
+_PAUSE_SECONDS, _PATIENCE_SECONDS = 0.001, 0.05
 _PARAMS_WORDS, _SQ_WORDS, _CQ_WORDS = 30, slice(10, 20), slice(20, 30)  # struct io_uring_params
 _SQE = np.dtype(
     [("opcode", "u1"), ("flags", "u1"), ("ioprio", "<u2"), ("fd", "<i4"), ("offset", "<u8"),
@@ -35,6 +39,17 @@ _SQE = np.dtype(
      ("unused", "<u8", (3,))]
 )  # fmt: skip
 _CQE = np.dtype([("user_data", "<u8"), ("result", "<i4"), ("flags", "<u4")])
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Bytes that were read, or minus the error's number, by read; LATE for those in flight.
+
+    `late` is done when none is any more.
+    """
+
+    results: Int64s
+    late: Future[None] | None
 
 
 class Ring:
@@ -52,6 +67,8 @@ class Ring:
         sq, cq = parameters[_SQ_WORDS].tolist(), parameters[_CQ_WORDS].tolist()
         size = max(sq[6] + 4 * entries, cq[5] + _CQE.itemsize * completions)
         try:
+            if not int(parameters[_FEATURES_WORD]) & _FEATURE_TIMEOUT:
+                raise OSError(errno.ENOSYS, "Linux before 5.11 has no time-out for it")
             shared = self._map(size, 0)
             self._sqes = np.frombuffer(self._map(_SQE.itemsize * entries, _SQES_OFFSET), _SQE)
         except OSError:
@@ -63,7 +80,8 @@ class Ring:
         )
         words[sq[6] // 4 :][:entries] = np.arange(entries, dtype=np.uint32)
         self._cqes = np.frombuffer(shared, _CQE, completions, cq[5])
-        self._sqes["opcode"] = _OP_READ
+        self._seconds = np.zeros(2, np.int64)  # struct __kernel_timespec
+        self._waiting = np.array([0, 0, self._seconds.ctypes.data], np.uint64)  # ..._getevents_arg
         self.entries = entries
 
     def _map(self, size: int, offset: int) -> mmap.mmap:
@@ -78,56 +96,69 @@ class Ring:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         return found
 
-    def read(self, files: Int64s, offsets: Int64s, addresses: Int64s, lengths: Int64s) -> Int64s:
+    def read(
+        self, files: Int64s, offsets: Int64s, addresses: Int64s, lengths: Int64s, *,
+        seconds: float, keep: object,
+    ) -> Batch:  # fmt: skip
         """Read lengths[i] bytes at offsets[i] of descriptor files[i] to addresses[i], all int64.
 
-        Returns the bytes that were read, or minus the error's number, for each. The memory belongs
-        to the kernel until this returns. Raises OSError when the ring is of no use any more;
-        nothing is in flight then.
+        Gives up when none has ended for `seconds`, or the kernel refuses; the ring is then of no
+        further use. `keep` is what keeps the memory and the files alive: it is held until nothing
+        is in flight any more, whatever happens here.
         """
         total, begun, ended = len(files), 0, 0
-        results = np.zeros(total, np.int64)
-        while ended < total:
-            count = min(total - begun, self.entries - (begun - ended))
-            if count:
-                self._queue(begun, begun + count, files, offsets, addresses, lengths)
+        results = np.full(total, LATE, np.int64)
+        asked = np.zeros(total, _SQE)
+        asked["opcode"], asked["fd"], asked["offset"] = _OP_READ, files, offsets
+        asked["address"], asked["length"] = addresses, lengths
+        asked["user_data"] = np.arange(total)
+        try:
+            while ended < total:
+                count = min(total - begun, self.entries - (begun - ended))
+                self._queue(asked[begun : begun + count])
                 begun += count
-            # half of them at a time, so that the devices never run dry
-            least = begun - ended if begun == total else (begun - ended + 1) // 2
-            self._enter(count, least)
-            ended += self._collect(results)
-        return results
+                # half of them at a time, so that the devices never run dry
+                least = begun - ended if begun == total else (begun - ended + 1) // 2
+                self._enter(count, least, seconds)
+                ended += self._collect(results)
+        except OSError as error:
+            if not isinstance(error, TimeoutError):
+                _give_up(error)
+            self._collect(results)
+            return Batch(results, self._abandon(keep))
+        except BaseException:
+            self._abandon(keep)
+            raise
+        return Batch(results, None)
 
-    def _queue(
-        self, first: int, last: int, files: Int64s, offsets: Int64s, addresses: Int64s,
-        lengths: Int64s,
-    ) -> None:  # fmt: skip
+    def _queue(self, asked: npt.NDArray[np.void]) -> None:
         tail = int(self._tail[0])
-        at = np.arange(tail, tail + last - first) % self.entries
-        self._sqes["fd"][at] = files[first:last]
-        self._sqes["offset"][at] = offsets[first:last]
-        self._sqes["address"][at] = addresses[first:last]
-        self._sqes["length"][at] = lengths[first:last]
-        self._sqes["user_data"][at] = np.arange(first, last)
-        self._tail[0] = (tail + last - first) & 0xFFFFFFFF
+        at = tail % self.entries
+        first = min(len(asked), self.entries - at)
+        self._sqes[at : at + first] = asked[:first]
+        self._sqes[: len(asked) - first] = asked[first:]
+        self._tail[0] = (tail + len(asked)) & 0xFFFFFFFF
 
-    def _enter(self, submit: int, least: int) -> None:
-        """Submit what is queued, and wait until at least so many are done."""
+    def _enter(self, submit: int, least: int, seconds: float) -> None:
+        """Submit what is queued, and wait until at least so many are done. Raises TimeoutError."""
+        self._seconds[:] = int(seconds), int(seconds % 1 * 1e9)
         while True:
             try:
                 taken = self._call(
                     _ENTER, ctypes.c_int(self._fd), ctypes.c_uint(submit), ctypes.c_uint(least),
-                    ctypes.c_uint(_GETEVENTS), None, ctypes.c_size_t(0),
+                    ctypes.c_uint(_GETEVENTS | _WITH_TIMEOUT),
+                    ctypes.c_void_p(self._waiting.ctypes.data),
+                    ctypes.c_size_t(self._waiting.nbytes),
                 )  # fmt: skip
             except OSError as error:
-                if error.errno == errno.EINTR:
-                    continue
-                time.sleep(_PAUSE_SECONDS)
+                if error.errno == errno.ETIME and self._head_done[0] == self._tail_done[0]:
+                    raise TimeoutError from error
+                if error.errno not in (errno.ETIME, errno.EINTR, errno.EAGAIN, errno.EBUSY):
+                    raise
                 if error.errno in (errno.EAGAIN, errno.EBUSY):  # the kernel is short of memory
-                    continue
-                while self._head[0] != self._tail_done[0]:  # what it has taken is still coming
                     time.sleep(_PAUSE_SECONDS)
-                raise
+                taken = 0
+                submit = (int(self._tail[0]) - int(self._head[0])) & 0xFFFFFFFF
             submit -= taken
             if submit <= 0:
                 return
@@ -139,6 +170,25 @@ class Ring:
         results[done["user_data"].astype(np.int64)] = done["result"]
         self._head_done[0] = tail
         return count
+
+    def _in_flight(self) -> int:
+        """What the kernel has taken and not ended."""
+        return (int(self._head[0]) - int(self._tail_done[0])) & 0xFFFFFFFF
+
+    def _abandon(self, keep: object) -> Future[None]:
+        """Done when nothing is in flight. Until then a thread holds on to `keep`."""
+        ended: Future[None] = Future()
+        if not self._in_flight():
+            ended.set_result(None)
+            return ended
+
+        def wait(kept: object) -> None:
+            while self._in_flight():
+                time.sleep(_PATIENCE_SECONDS)
+            ended.set_result(None)
+
+        threading.Thread(target=wait, args=(keep,), name="hpstore-late", daemon=True).start()
+        return ended
 
     def close(self) -> None:
         """Give it back. Nothing is in flight."""
@@ -166,7 +216,10 @@ def problem() -> str:
     return _problem[0] if _problem else ""
 
 
-def read_batch(files: Int64s, offsets: Int64s, addresses: Int64s, lengths: Int64s) -> Int64s | None:
+def read_batch(
+    files: Int64s, offsets: Int64s, addresses: Int64s, lengths: Int64s, *, seconds: float,
+    keep: object,
+) -> Batch | None:  # fmt: skip
     """As Ring.read, with the ring of the calling thread; None where there are none.
 
     Why is logged once and stands in problem().
@@ -181,12 +234,11 @@ def read_batch(files: Int64s, offsets: Int64s, addresses: Int64s, lengths: Int64
         except OSError as error:
             _give_up(error)
             return None
-    try:
-        return _own.ring.read(files, offsets, addresses, lengths)
-    except OSError as error:
-        _own.ring = None
-        _give_up(error)
-        return None
+    ring, _own.ring = _own.ring, None  # back when it has ended well
+    found = ring.read(files, offsets, addresses, lengths, seconds=seconds, keep=keep)
+    if found.late is None:
+        _own.ring = ring
+    return found
 
 
 def _give_up(error: OSError) -> None:
@@ -194,4 +246,4 @@ def _give_up(error: OSError) -> None:
     _log.warning("small reads are made one by one: %s", _problem[0])
 
 
-__all__ = ["ENTRIES", "Ring", "problem", "read_batch"]
+__all__ = ["ENTRIES", "LATE", "Batch", "Ring", "problem", "read_batch"]

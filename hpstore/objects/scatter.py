@@ -19,7 +19,7 @@ import numpy.typing as npt
 from hpstore.buffers import Lease
 from hpstore.codec import address_of
 from hpstore.codec.galois import Bytes
-from hpstore.devices.ring import read_batch
+from hpstore.devices.ring import LATE, read_batch
 from hpstore.errors import BudgetExceeded, HpstoreError
 from hpstore.geometry import ALIGNMENT_BYTES, Geometry
 from hpstore.header import HEADER_BYTES
@@ -166,21 +166,34 @@ class Scatter:
         )  # fmt: skip
 
     def run(self, store: Store) -> Scattered:
-        """Read all. What is not good is to be read in another way."""
+        """Read all. What is not good is to be read in another way.
+
+        From devices that allow it all reads are one batch, made by the calling thread; from others
+        on their lanes.
+        """
         lease = self._take_scratch(store)
         memory = _NOTHING if lease is None else lease.array
+        at_once = {
+            device: parts for device, parts in self._parts.items()
+            if all(part.held.descriptor >= 0 for part in parts) and store.scheduler.answers(device)
+        }  # fmt: skip
+        late = self._read_batch(store, at_once, memory)
+        if late is None:
+            at_once, late = {}, []
         futures = [
-            store.scheduler.submit(device, partial(self._read, parts, memory))
-            for device, mine in self._parts.items()
-            for parts in _jobs(mine, store.settings.workers_per_device)
+            store.scheduler.submit(device, partial(self._read, share, memory))
+            for device in self._parts.keys() - at_once.keys()
+            for share in _shares(self._parts[device], store.settings.workers_per_device)
         ]
+        for parts in at_once.values():
+            self._settle(parts, memory)
         wait(futures, timeout=store.settings.device_deadline_seconds)
-        late = tuple(future for future in futures if not future.done())
+        late += [future for future in futures if not future.done()]
         for lost in self._lost:
             self._decode(store, lost, memory)
         if lease is not None and not late:
             lease.release()
-        return Scattered(self._good, late)
+        return Scattered(self._good, tuple(late))
 
     def _take_scratch(self, store: Store) -> Lease | None:
         """Memory for what does not go straight into targets; without it, that is left out."""
@@ -195,23 +208,17 @@ class Scatter:
                 self._parts[device] = [part for part in straight if len(part.low)]
             return None
 
-    def _read(self, parts: Sequence[_Part], memory: Bytes) -> None:
-        """Reads of one device, on a thread of it."""
-        if not self._read_at_once(parts, memory):
-            for part in parts:
-                self._read_one_by_one(part, memory)
-        for part in parts:
-            if part.number is not None:
-                self._settle(part, memory)
-
-    def _read_at_once(self, parts: Sequence[_Part], memory: Bytes) -> bool:
-        files = [part.held.descriptor for part in parts]
-        if min(files) < 0:
-            return False
+    def _read_batch(
+        self, store: Store, devices: dict[str, list[_Part]], memory: Bytes
+    ) -> list[Future[None]] | None:
+        """What is late of one batch of reads; None where no batches are made."""
+        parts = [part for mine in devices.values() for part in mine]
+        if not parts:
+            return []
         base = address_of(memory) if len(memory) else 0
         sizes = np.concatenate([part.size for part in parts])
-        found = read_batch(
-            np.repeat(files, [len(part.low) for part in parts]),
+        batch = read_batch(
+            np.repeat([part.held.descriptor for part in parts], [len(p.low) for p in parts]),
             np.concatenate([part.low for part in parts]) + HEADER_BYTES,
             np.concatenate([
                 base + part.place if part.number is None
@@ -219,14 +226,27 @@ class Scatter:
                 for part in parts
             ]),
             sizes,
+            seconds=store.settings.device_deadline_seconds,
+            keep=(self, memory),
         )  # fmt: skip
-        if found is None:
-            return False
+        if batch is None:
+            return None
+        pending = batch.late is not None and not batch.late.done()
         at = 0
+        for device, mine in devices.items():
+            for part in mine:
+                found = batch.results[at : at + len(part.low)]
+                part.arrived[:] = found == part.size
+                at += len(part.low)
+                if pending and batch.late is not None and (found == LATE).any():
+                    store.scheduler.note_unanswered(device, batch.late)
+        return [batch.late] if pending and batch.late is not None else []
+
+    def _read(self, parts: Sequence[_Part], memory: Bytes) -> None:
+        """Reads of one device, on a thread of it."""
         for part in parts:
-            part.arrived[:] = (found == sizes)[at : at + len(part.low)]
-            at += len(part.low)
-        return True
+            self._read_one_by_one(part, memory)
+        self._settle(parts, memory)
 
     def _read_one_by_one(self, part: _Part, memory: Bytes) -> None:
         places = zip(part.low.tolist(), part.size.tolist(), part.place.tolist(), strict=True)
@@ -242,16 +262,19 @@ class Scatter:
                 continue
             part.arrived[index] = True
 
-    def _settle(self, part: _Part, memory: Bytes) -> None:
+    def _settle(self, parts: Sequence[_Part], memory: Bytes) -> None:
         """Check what has arrived."""
-        assert part.number is not None
-        found = np.flatnonzero(part.arrived)
-        starts = np.where(part.place < 0, -1, part.place + part.inside)[found].tolist()
-        for number, start in zip(part.number[found].tolist(), starts, strict=True):
-            target = self._targets[number]
-            if start >= 0:
-                target[:] = memory[start : start + len(target)]
-            self._good[number] = self._check(number, target)
+        targets, check, good = self._targets, self._check, self._good
+        for part in parts:
+            if part.number is None:
+                continue
+            found = np.flatnonzero(part.arrived)
+            starts = np.where(part.place < 0, -1, part.place + part.inside)[found].tolist()
+            for number, start in zip(part.number[found].tolist(), starts, strict=True):
+                target = targets[number]
+                if start >= 0:
+                    target[:] = memory[start : start + len(target)]
+                good[number] = check(number, target)
 
     def _decode(self, store: Store, lost: _Lost, memory: Bytes) -> None:
         """Lost ranges whose sources have all arrived."""
@@ -278,10 +301,8 @@ class Scatter:
 _NOTHING: Bytes = np.empty(0, np.uint8)
 
 
-def _jobs(parts: Sequence[_Part], workers: int) -> list[list[_Part]]:
-    """Reads of a device, by call: one for all where one can read them at once, else `workers`."""
-    if all(part.held.descriptor >= 0 for part in parts):
-        return [list(parts)] if parts else []
+def _shares(parts: Sequence[_Part], workers: int) -> list[list[_Part]]:
+    """Reads of a device, for so many of its threads."""
     shares = [[part.some(slice(w, None, workers)) for part in parts] for w in range(workers)]
     filled = ([part for part in share if len(part.low)] for share in shares)
     return [share for share in filled if share]

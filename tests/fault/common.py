@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import hpstore
 from hpstore.config import PoolConfig, Settings, find_config
 from hpstore.devices.base import Device
+from hpstore.devices.ring import Ring
 from hpstore.devices.wrappers import FaultyDevice
 from hpstore.errors import HpstoreError, ObjectNotFound
 from hpstore.keys import parse_column_name
@@ -113,6 +114,15 @@ def wrapping(config: PoolConfig, wrap: Wrap | None) -> Opener:
     """The ordinary opener with something round the devices."""
     plain = device_opener(config.settings)
     return plain if wrap is None else lambda url: wrap(url, plain(url))
+
+
+def rings() -> bool:
+    """Whether io_uring can be used here."""
+    try:
+        Ring(2).close()
+    except OSError:
+        return False
+    return True
 
 
 def value(pool: Pool, key: str) -> bytes | None:
@@ -251,5 +261,5 @@ def attempt(call: Callable[[], object]) -> bool:
 
 
 __all__ = ["Bench", "Call", "Hangs", "MakeDisks", "Wrap", "attempt", "column_number", "empty",
-           "exit_status", "flip", "forked", "payload", "poll", "tree", "value", "within",
+           "exit_status", "flip", "forked", "payload", "poll", "rings", "tree", "value", "within",
            "wrapping"]  # fmt: skip

@@ -17,7 +17,7 @@ import pytest
 
 import hpstore
 from hpstore.config import Settings
-from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, Mixture
+from hpstore.loaders import Cache, DataLoader, Dataset, DatasetWriter, Field, Mixture
 from hpstore.pool import Pool
 from hpstore.testing.fake_direct import FakeCuFile
 from hpstore.testing.fake_gpu import FakeGpu
@@ -218,8 +218,9 @@ def test_what_runs_on_samples_in_host_memory_keeps_its_batches_there(place: Path
             ("collate_fn", {"collate_fn": lambda samples: {"n": len(samples)}}),
             ("one by one", {"batch_size": None}),
             ('direct="off"', {"direct": "off"}),
+            ("a Cache", {"cache": Cache(memory_bytes=MIB)}),
         ):  # fmt: skip
-            loader = DataLoader(data, device=FakeGpu(), cache=0, **options)
+            loader = DataLoader(data, device=FakeGpu(), **{"cache": 0, **options})
             next(iter(loader))
             found = loader.stats()["direct"]
             assert found["state"] == "off"

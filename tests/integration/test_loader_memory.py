@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, Ragged
-from hpstore.loaders.native import HELD
+from hpstore.loaders.native import HELD, LEAST_AHEAD, RECORD_THREADS
 from hpstore.loaders.slots import Slots
 from hpstore.pool import Pool
 from hpstore.units import KIB, MIB
@@ -130,7 +130,8 @@ def test_a_list_of_the_loader_and_a_replay_buffer_of_all_epochs(
     assert all(still(marks, value) for batch in replay for marks, value in tensors(batch))
     assert loader.stats()["batches_in_ordinary_memory"] > 0
     # more than these 2 MiB: what a user who keeps nothing needs
-    assert loader.stats()["batch_memory_bytes"] == (2 + HELD) * len(data.streams) * MIB
+    ahead = RECORD_THREADS if mode == "records" else LEAST_AHEAD
+    assert loader.stats()["batch_memory_bytes"] == (ahead + HELD) * len(data.streams) * MIB
     assert len([r for r in caplog.records if "held by the user" in r.message]) == 1
     loader.close()
 

@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 
 from hpstore.buffers import aligned_array
 from hpstore.codec.galois import Bytes
-from hpstore.errors import ConfigError
+from hpstore.errors import ConfigError, DeviceTimeout
+from hpstore.objects import scatter as scatter_module
+from hpstore.objects.columns import ColumnReader
 from hpstore.pool import Pool
 from hpstore.pooled import PooledReader, Scatter, Scattered
 from hpstore.units import KIB
-from tests.fault.common import Bench, Hangs, column_number, flip, payload, within
+from tests.fault.common import Bench, Hangs, column_number, flip, payload, rings, within
 
 UNIT, DATA = 64 * KIB, 3
 STRIPE = UNIT * DATA
@@ -223,6 +225,54 @@ def test_reads_of_a_hung_device_are_late_and_end(tmp_path: Path) -> None:
             future.result(12)
         assert found.good.tolist() == [is_direct(*span) for span in SPANS]
         del targets
+
+
+@pytest.mark.skipif(not rings(), reason="no io_uring here")
+def test_reads_of_one_batch_that_do_not_end_are_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PROTOCOL 21, where all devices are read in one call: the silent one is named and not asked
+    again before it answers; all others are right.
+    """
+    made = filled(tmp_path, device_deadline_seconds=0.5, straggler_seconds=0.5)
+    silent, other = os.pipe()  # stands for a device that does not answer
+    plain = vars(ColumnReader)["descriptor"].fget
+
+    def descriptor(held: ColumnReader) -> int:
+        return silent if held.header.column == 2 else plain(held)
+
+    with made.open() as pool, pool.reader("x") as reader:
+        monkeypatch.setattr(ColumnReader, "descriptor", property(descriptor))
+        targets, found = read(reader, SPANS)
+        wanted = [is_direct(*span) and column_of(span[0]) != 2 for span in SPANS]
+        assert found.good.tolist() == wanted
+        assert len(found.late) == 1
+        device = reader._reader.columns[2].device_id
+        scheduler = reader._store.scheduler
+        assert not scheduler.answers(device)
+        with pytest.raises(DeviceTimeout):
+            scheduler.submit(device, lambda: None).result(5)
+        assert read(reader, SPANS)[1].good.tolist() == wanted  # at once
+        monkeypatch.undo()
+        os.write(other, b"x" * 65_000)
+        os.close(other)
+        found.late[0].result(20)
+        assert scheduler.answers(device)
+        assert read(reader, SPANS)[1].good.tolist() == [is_direct(*span) for span in SPANS]
+        del targets
+    os.close(silent)
+
+
+def test_without_batches_the_same_bytes_come_one_by_one(
+    made: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where io_uring is forbidden."""
+    monkeypatch.setattr(scatter_module, "read_batch", lambda *_, **__: None)
+    with made.open() as pool, pool.reader("x") as reader:
+        targets, found = read(reader, SPANS)
+    assert found.good.tolist() == [is_direct(*span) for span in SPANS]
+    for (start, length), target, good in zip(SPANS, targets, found.good, strict=True):
+        assert not good or target.tobytes() == BODY[start : start + length]
 
 
 def test_a_closed_reader_says_so(open_pool: Pool) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,21 +20,13 @@ from hypothesis import strategies as st
 from hpstore.buffers import aligned_array
 from hpstore.codec import address_of
 from hpstore.devices import ring
-from hpstore.devices.ring import Ring, read_batch
-from tests.fault.common import exit_status, forked
+from hpstore.devices.ring import LATE, Batch, Ring, read_batch
+from tests.fault.common import exit_status, forked, poll, rings
 
 SIZE = 1 << 20
 BODY = np.random.default_rng(3).integers(0, 256, SIZE, dtype=np.uint8)
 
 Spans = list[tuple[int, int]]
-
-
-def rings() -> bool:
-    try:
-        Ring(2).close()
-    except OSError:
-        return False
-    return True
 
 
 pytestmark = pytest.mark.skipif(not rings(), reason="no io_uring here")
@@ -59,11 +53,13 @@ def ask(
         np.array(files, np.int64), np.array([offset for offset, _ in spans], np.int64),
         address_of(memory) + ends - lengths, lengths,
     )  # fmt: skip
-    found = read_batch(*arguments) if used is None else used.read(*arguments)
+    read = read_batch if used is None else used.read
+    found = read(*arguments, seconds=20.0, keep=memory)
     assert found is not None
+    assert found.late is None
     assert memory[-1] == 0xEE
     bounds = zip((ends - lengths).tolist(), ends.tolist(), strict=True)
-    return [memory[a:b] for a, b in bounds], found.tolist()
+    return [memory[a:b] for a, b in bounds], found.results.tolist()
 
 
 def same(got: npt.NDArray[np.uint8], span: tuple[int, int]) -> bool:
@@ -148,16 +144,16 @@ def test_where_there_is_none_it_says_why_once(
     monkeypatch.setattr(Ring, "_call", refuse)
     nothing = np.zeros(0, np.int64)
     with caplog.at_level(logging.WARNING):
-        assert read_batch(nothing, nothing, nothing, nothing) is None
-        assert read_batch(nothing, nothing, nothing, nothing) is None
+        assert read_batch(nothing, nothing, nothing, nothing, seconds=1.0, keep=None) is None
+        assert read_batch(nothing, nothing, nothing, nothing, seconds=1.0, keep=None) is None
     assert ring.problem() == "io_uring: Operation not permitted"
     assert len(caplog.records) == 1
 
 
 def test_a_ring_that_fails_is_used_no_more_and_nothing_stays_in_flight(
-    file: int, monkeypatch: pytest.MonkeyPatch
+    file: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """PROTOCOL 21: when it raises, no read owns the memory any more."""
+    """PROTOCOL 21: what was in flight is waited for before anybody may use the memory."""
     used = Ring(8)
     plain = used._call
     calls: list[int] = []
@@ -168,11 +164,85 @@ def test_a_ring_that_fails_is_used_no_more_and_nothing_stays_in_flight(
             raise OSError(errno.EBADF, "gone")
         return plain(number, *arguments)
 
+    monkeypatch.setattr(ring, "_problem", [])
     monkeypatch.setattr(used, "_call", fail_second)
-    with pytest.raises(OSError, match="gone"):
-        ask([file] * 20, [(i * 64, 64) for i in range(20)], used)
-    assert used._head[0] == used._tail_done[0]
-    used.close()
+    memory = aligned_array(20 * 64)
+    places = np.arange(20) * 64
+    with caplog.at_level(logging.WARNING):
+        found = used.read(
+            np.full(20, file), places, address_of(memory) + places, np.full(20, 64), seconds=20.0,
+            keep=memory,
+        )  # fmt: skip
+    assert found.late is not None
+    found.late.result(20)
+    assert not used._in_flight()
+    assert set(found.results[found.results != 64].tolist()) == {LATE}
+    assert ring.problem() == "io_uring: gone"
+
+
+class Kept:
+    """Something that lives as long as somebody holds on to it."""
+
+    def __init__(self) -> None:
+        self.memory = aligned_array(4096)
+
+
+@pytest.fixture
+def silent() -> Iterator[tuple[int, int]]:
+    """A pipe that has nothing to read, and its other end."""
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+def wait_for_pipe(silent: tuple[int, int], file: int, used: Ring, kept: Kept) -> Batch:
+    """A read that does not end, and one that does."""
+    at = address_of(kept.memory)
+    return used.read(
+        np.array([silent[0], file]), np.zeros(2, np.int64), np.array([at, at + 64]),
+        np.full(2, 64), seconds=0.2, keep=kept,
+    )  # fmt: skip
+
+
+def test_a_read_that_does_not_end_is_late_and_keeps_its_memory(
+    file: int, silent: tuple[int, int]
+) -> None:
+    """PROTOCOL 21: the others are there in time; the memory lives until the last has ended."""
+    kept = Kept()
+    alive, memory = weakref.ref(kept), kept.memory
+    found = wait_for_pipe(silent, file, Ring(4), kept)
+    assert found.results.tolist() == [LATE, 64]
+    assert (memory[64:128] == BODY[:64]).all()
+    del kept
+    gc.collect()
+    assert found.late is not None
+    assert not found.late.done()
+    assert alive() is not None
+    os.write(silent[1], b"x" * 64)
+    found.late.result(20)
+    assert memory[:64].tobytes() == b"x" * 64
+    poll(20, lambda: alive() is None)
+
+
+def test_an_interrupt_in_the_midst_of_it_keeps_the_memory_too(
+    file: int, silent: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C on the thread that reads: it goes on at once, the kernel may still write."""
+    used, kept = Ring(4), Kept()
+
+    def interrupt(results: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(used, "_collect", interrupt)
+    alive = weakref.ref(kept)
+    with pytest.raises(KeyboardInterrupt):
+        wait_for_pipe(silent, file, used, kept)
+    del kept
+    gc.collect()
+    assert alive() is not None
+    os.write(silent[1], b"x" * 64)
+    poll(20, lambda: alive() is None)
 
 
 def test_a_file_that_is_read_directly(tmp_path: Path) -> None:

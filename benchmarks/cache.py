@@ -1,0 +1,181 @@
+"""The cache's policy: hit ratios against Belady's MIN and other policies, and its own cost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpstore.benchmarks.cache_bars import CAPACITIES, share_of_min, to_best_peer
+from hpstore.benchmarks.cache_cost import BLOCKS as COST_BLOCKS
+from hpstore.benchmarks.cache_cost import measure_cost
+from hpstore.benchmarks.cache_peers import PeerRun, missing, packages_named
+from hpstore.benchmarks.cache_plots import plot_workload
+from hpstore.benchmarks.cache_traces import BLOCKS, TRACES, Trace, trace_named
+from hpstore.benchmarks.measure import Options
+from hpstore.errors import ConfigError
+from hpstore.loaders.policy import CacheReport, belady, simulate
+
+_log = logging.getLogger(__name__)
+
+SEED = 20261121
+BATCH = 64
+COST = "cost"
+QUICK_BLOCKS, QUICK_COST_BLOCKS = 2000, 500_000
+_REQUEST_COST = 1 << 40  # of "by count": every request costs the same, whatever its size
+# Any: JSON
+Found = dict[str, Any]
+
+
+def bench_cache(options: Options) -> dict[str, object]:
+    """Every workload at 10, 20 and 40 %, order unknown and known; then the cost of a sample.
+
+    `options.cases`: names of workloads, or "cost"; all unless given. `quick`: a fifth of the
+    blocks, which shows that all works; the bars are meant for the whole. Results are handed to
+    `options.keep` after each workload, so that a run that is cut leaves what it has.
+    """
+    chosen = _cases(options.cases)
+    packages = packages_named(options.peers)
+    absent = missing(packages)
+    present = [name for name in packages if name not in absent]
+    blocks = QUICK_BLOCKS if options.quick else BLOCKS
+    workloads: Found = {}
+    failed: dict[str, str] = dict(absent)
+    results: dict[str, object] = {
+        "configuration": {"seed": SEED, "blocks": blocks, "batch": BATCH, "peers": present,
+                          "quick": options.quick},
+        "workloads": workloads, "failed": failed,
+    }  # fmt: skip
+    for name in chosen:
+        if name == COST:
+            results[COST] = measure_cost(
+                blocks=QUICK_COST_BLOCKS if options.quick else COST_BLOCKS,
+                repeats=options.repeats,
+            )
+        else:
+            workloads[name], problems = _workload(name, blocks, present)
+            failed |= {f"{name}: {who}": why for who, why in problems.items()}
+            if options.plots is not None:
+                failed |= _plotted(options.plots, name, workloads[name])
+        results["not_met"] = list(unmet(results))
+        options.keep(results)
+        _log.info("bench cache: %s done", name)
+    return results
+
+
+def unmet(results: Mapping[str, Any], path: str = "") -> list[str]:
+    """Where a figure misses its bar: the path of every "met" that is False."""
+    found = []
+    for key, value in results.items():
+        here = f"{path}/{key}" if path else str(key)
+        if isinstance(value, Mapping):
+            found += unmet(value, here)
+        elif (key == "met" or key.endswith("_met")) and key != "not_met" and value is False:
+            found.append(here)
+    return found
+
+
+def _cases(named: str) -> list[str]:
+    known = [*TRACES, COST]
+    chosen = [name.strip() for name in named.split(",") if name.strip()] or known
+    for name in chosen:
+        if name not in known:
+            raise ConfigError(f"no case is called {name!r}; there are {', '.join(known)}")
+    return chosen
+
+
+def _workload(name: str, blocks: int, packages: list[str]) -> tuple[Found, dict[str, str]]:
+    """One trace at all capacities. Peers run beside ours: neither is timed."""
+    trace = trace_named(name, SEED, blocks)
+    whole = trace.blocks if trace.sizes is None else int(trace.sizes.sum())
+    rooms = [int(share * whole) for share in CAPACITIES]
+    peers = PeerRun(trace, rooms, packages)
+    try:
+        ours = [_ours(trace, at, room) for at, room in enumerate(rooms)]
+        theirs, failed = peers.collect()
+    finally:
+        peers.close()
+    ratio = "hit_ratio" if trace.sizes is None else "byte_hit_ratio"
+    rows: Found = {}
+    for at, (share, room) in enumerate(zip(CAPACITIES, rooms, strict=True)):
+        rivals = theirs.get(room, {})
+        rows[f"{100 * share:g}"] = _row(name, trace, at, ours[at], rivals, ratio)
+    return rows, failed
+
+
+def _ours(trace: Trace, at: int, room: int) -> dict[str, CacheReport]:
+    """Simulations by name. One job's order is unknown in every respect: no epochs are told."""
+    sized: Found = {"sizes": trace.sizes, "capacity_bytes": room} if trace.sizes is not None else {}
+    facts: Found = {"batch": BATCH, "jobs": trace.jobs, "blocks": trace.blocks, **sized}
+    starts = trace.starts
+    horizon = trace.horizons[at]
+    found = {
+        "hpstore": simulate(
+            trace.requests, room, epoch_starts=starts if trace.jobs is not None else None, **facts
+        ),
+        "hpstore, order known": simulate(
+            trace.requests, room, known_order=True, horizon_epochs=horizon, epoch_starts=starts,
+            **facts,
+        ),
+    }  # fmt: skip
+    if trace.sizes is not None:
+        found["hpstore, by count"] = simulate(
+            trace.requests, room, request_cost_bytes=_REQUEST_COST, **facts
+        )
+    return found
+
+
+def _row(
+    name: str, trace: Trace, at: int, ours: Mapping[str, CacheReport],
+    rivals: Mapping[str, Mapping[str, float]], ratio: str,
+) -> Found:  # fmt: skip
+    ratios: dict[str, dict[str, float]] = {}
+    row: Found = {}
+    if trace.sizes is None:
+        best = belady(trace.requests, ours["hpstore"].capacity_bytes)[trace.counted :]
+        ratios["MIN"] = {"hit_ratio": float(best.mean())}
+    for who, report in ours.items():
+        ratios[who] = _ratios(trace, report)
+    ratios |= {who: dict(found) for who, found in rivals.items()}
+    if trace.sizes is None:
+        for mode, who in (("unknown", "hpstore"), ("known", "hpstore, order known")):
+            row[f"{mode} to MIN"] = share_of_min(
+                name, mode, at, ratios[who]["hit_ratio"], ratios["MIN"]["hit_ratio"]
+            )
+    row["unknown to best peer"] = to_best_peer(ratios["hpstore"][ratio], rivals, ratio)
+    row["known to best peer"] = to_best_peer(ratios["hpstore, order known"][ratio], rivals, ratio)
+    if trace.sizes is not None:
+        row["by count to best peer"] = to_best_peer(
+            ratios["hpstore, by count"]["hit_ratio"], rivals, "hit_ratio"
+        )
+    row["expert"] = ours["hpstore"].expert
+    row["hit_ratios"] = {
+        who: {key: round(value, 4) for key, value in found.items()}
+        for who, found in ratios.items()
+    }  # fmt: skip
+    return row
+
+
+def _ratios(trace: Trace, report: CacheReport) -> dict[str, float]:
+    hits = report.hit[trace.counted :]
+    found = {"hit_ratio": float(hits.mean())}
+    if trace.sizes is not None:
+        weights = trace.sizes[trace.requests[trace.counted :]].astype(np.float64)
+        found["byte_hit_ratio"] = float(weights @ hits / weights.sum())
+    return found
+
+
+def _plotted(directory: Path, name: str, rows: Mapping[str, Any]) -> dict[str, str]:
+    """Draws a workload; what failed, with its reason."""
+    ratio = "byte_hit_ratio" if name == "sizes" else "hit_ratio"
+    try:
+        plot_workload(directory, name, rows, ratio)
+    except ImportError as error:
+        return {"plots": f"matplotlib cannot be used here: {error}; pip install 'hpstore[bench]'"}
+    return {}
+
+
+__all__ = ["bench_cache", "unmet"]

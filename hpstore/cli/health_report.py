@@ -1,0 +1,129 @@
+"""What `health report` shows: of files, or of this machine's disks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+
+from hpstore.cli.output import emit_json, table
+from hpstore.health.forecast import record as records
+from hpstore.health.forecast.attributes import COUNTERS, family_of
+from hpstore.health.forecast.drive_stats import BadRows
+from hpstore.health.forecast.drives import DriveHistory, Gathered, history, load_histories
+from hpstore.health.forecast.forecaster import FailureForecaster, Forecast, Risk
+from hpstore.health.smart import Readout, SmartReading, disks, read_disk, read_diskstats
+
+_RECORD_BYTES = 256 << 20  # of memory, for rows of this machine's own record
+_ORDER = list(Risk)
+
+
+def report_files(
+    forecaster: FailureForecaster, gathered: Gathered, bad: BadRows, *, everything: bool,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Drives of files on their last day; those that have failed are only counted."""
+    living = [h for h in gathered.histories if h.failed_day is None]
+    found = [forecaster.judge(h) for h in living]
+    found.sort(key=lambda f: (-_ORDER.index(f.risk), -(f.rule_score or 0.0), f.serial))
+    failed = len(gathered.histories) - len(living)
+    if as_json:
+        emit_json({"drives": [f.as_dict() for f in found], "failed": failed,
+                   "bad_rows": bad.as_dict()})  # fmt: skip
+        return
+    shown = [f for f in found if everything or f.risk is not Risk.NONE]
+    if shown:
+        _show([(f.serial, f) for f in shown])
+    counts = Counter(f.risk for f in found)
+    said = ", ".join(f"{counts[risk]} {risk}" for risk in reversed(_ORDER) if counts[risk])
+    sys.stdout.write(f"{len(found)} drives: {said or 'none'}; {failed} have failed before\n")
+    _show_refusals(found)
+
+
+def report_machine(
+    forecaster: FailureForecaster, record: Path | None, timeout_seconds: float, *, as_json: bool
+) -> None:
+    """The disks of this machine, now."""
+    today = datetime.now(UTC).date().toordinal()
+    readings = [read_disk(device, timeout_seconds=timeout_seconds) for device in disks()]
+    answered = [r for r in readings if r.readout is Readout.OK and r.serial]
+    before: dict[str, DriveHistory] = {}
+    if record is not None:
+        before = _recorded(record)
+        new = [r for r in answered
+               if r.serial not in before or int(before[r.serial].days[-1]) != today]  # fmt: skip
+        records.append(str(record), today, new)
+    activity = read_diskstats()
+    judged = [(r, _judge(forecaster, r, before.get(r.serial), today)) for r in readings]
+    if as_json:
+        emit_json([
+            {**r.as_dict(), "forecast": None if f is None else f.as_dict(),
+             "activity": asdict(activity[name]) if (name := os.path.basename(r.device)) in activity
+             else None}
+            for r, f in judged
+        ])  # fmt: skip
+        return
+    if not readings:
+        sys.stdout.write("no disk in /sys/block\n")
+        return
+    if answered:
+        _show([(r.device, f) for r, f in judged])
+    for reading, _ in judged:
+        if reading.readout is not Readout.OK:
+            sys.stdout.write(f"{reading.device}: {reading.readout}: {reading.problem}\n")
+        for note in reading.notes:
+            sys.stdout.write(f"{reading.device}: note: {note}\n")
+    _show_refusals([f for _, f in judged if f is not None])
+
+
+def _recorded(record: Path) -> dict[str, DriveHistory]:
+    if not record.exists() or not record.stat().st_size:
+        return {}
+    bad = BadRows()
+    gathered = load_histories([record], bad=bad, salt="", memory_bytes=_RECORD_BYTES, empty_ok=True)
+    for line in bad.named:
+        sys.stderr.write(f"LEFT OUT {line}\n")
+    return {found.serial: found for found in gathered.histories}
+
+
+def _judge(
+    forecaster: FailureForecaster, reading: SmartReading, before: DriveHistory | None, today: int
+) -> Forecast | None:
+    """A verdict on what the disk says now, after what is recorded of it; None without an answer."""
+    if reading.readout is not Readout.OK:
+        return None
+    days = np.array([today], np.int64)
+    values = np.array([reading.values], np.float64).reshape(1, len(COUNTERS))
+    if before is not None:
+        days = np.concatenate([before.days, days])
+        values = np.concatenate([before.values, values])
+    made = history(reading.serial, family_of(reading.model), days, values)
+    return forecaster.judge(made, flags=reading.flags)
+
+
+def _show(rows: Sequence[tuple[str, Forecast | None]]) -> None:
+    table(
+        "", ("drive", "family", "day", "risk", "rule score", "forecast", "because"),
+        [(name, f.family, f.day, f.risk, "" if f.rule_score is None else f"{f.rule_score:.1f}",
+          _said(f), "; ".join(f.reasons)) for name, f in rows if f is not None],
+    )  # fmt: skip
+
+
+def _said(found: Forecast) -> str:
+    if found.model_score is None:
+        return "unknown"
+    return f"{'alarm' if found.model_alarm else 'none'} ({found.model_score:.1f})"
+
+
+def _show_refusals(found: Sequence[Forecast]) -> None:
+    for reason, count in Counter(f.refusal for f in found if f.refusal).most_common(8):
+        sys.stdout.write(f"no forecast for {count} drives: {reason}\n")
+
+
+__all__ = ["report_files", "report_machine"]

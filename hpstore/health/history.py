@@ -1,0 +1,211 @@
+"""A bounded history of samples and decisions: one SQLite file on the node, never on a device.
+
+It is for people and for the forecast; nothing that keeps data safe depends on it. So a file that is
+damaged, locked or not writable is counted and told once, and everything goes on without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TypeVar
+
+from hpstore.health.recorder import Operation
+from hpstore.health.states import Decision, Role
+from hpstore.health.telemetry import Tick
+from hpstore.health.verdicts import HealthState
+from hpstore.metrics import Metrics
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+SCHEMA = 1
+_WAIT_SECONDS = 2.0  # for another process that writes
+_TABLES = """
+CREATE TABLE IF NOT EXISTS samples (
+    id INTEGER PRIMARY KEY, at REAL NOT NULL, device TEXT NOT NULL, operation TEXT NOT NULL,
+    ios INTEGER NOT NULL, score REAL NOT NULL, reference REAL NOT NULL
+);
+CREATE INDEX IF NOT EXISTS samples_at ON samples (at);
+CREATE TABLE IF NOT EXISTS decisions (
+    id INTEGER PRIMARY KEY, at REAL NOT NULL, device TEXT NOT NULL, was TEXT NOT NULL,
+    becomes TEXT NOT NULL, reason TEXT NOT NULL, role TEXT NOT NULL, dry_run INTEGER NOT NULL
+);
+CREATE INDEX IF NOT EXISTS decisions_at ON decisions (at);
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PastSample:
+    """One device and operation in one tick."""
+
+    at_seconds: float
+    device: str
+    operation: Operation
+    ios: int
+    score: float  # mean time to what is usual
+    reference_seconds: float
+
+
+class History:
+    """Samples and decisions of one node, oldest dropped first.
+
+    Owned by one thread; others open their own, `read_only`. At most `rows_most` rows a table, none
+    older than `age_most_seconds`. `problem` says why the last call did nothing, "" if it did.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], metrics: Metrics, *, read_only: bool = False,
+        rows_most: int = 200_000, age_most_seconds: float = 90 * 86400.0,
+    ) -> None:  # fmt: skip
+        self.path, self.problem = os.fspath(path), ""
+        self._metrics, self._read_only = metrics, read_only
+        self._rows_most, self._age_most_seconds = rows_most, age_most_seconds
+        self._file: sqlite3.Connection | None = None
+        self._given_up = False
+
+    def add_tick(self, tick: Tick, at_seconds: float) -> None:
+        """Note a tick's samples; `at_seconds` since 1970."""
+        rows = [
+            (at_seconds, device, operation.name, sample.counts[operation], score,
+             tick.reference_seconds)
+            for device, sample in tick.samples.items()
+            for operation, score in sample.scores.items()
+        ]  # fmt: skip
+        self._add("samples", "at, device, operation, ios, score, reference", rows, at_seconds)
+
+    def add_decisions(self, decisions: Iterable[Decision]) -> None:
+        """Note what was decided."""
+        rows = [
+            (d.at_seconds, d.device, d.was.value, d.becomes.value, d.reason, d.role.value,
+             int(d.dry_run))
+            for d in decisions
+        ]  # fmt: skip
+        if rows:
+            names = "at, device, was, becomes, reason, role, dry_run"
+            self._add("decisions", names, rows, max(float(row[0]) for row in rows))
+
+    def samples(self, device: str, since_seconds: float) -> list[PastSample]:
+        """A device's samples, oldest first; none when the file cannot be read."""
+        query = (
+            "SELECT at, device, operation, ios, score, reference FROM samples "
+            "WHERE device = ? AND at >= ? ORDER BY at, id"
+        )
+        return [
+            PastSample(
+                at_seconds=row[0], device=row[1], operation=Operation[row[2]], ios=row[3],
+                score=row[4], reference_seconds=row[5],
+            )
+            for row in self._try(lambda file: file.execute(query, (device, since_seconds)), ())
+        ]  # fmt: skip
+
+    def decisions(self, count: int) -> list[Decision]:
+        """The last `count` decisions, newest first; none when the file cannot be read."""
+        query = (
+            "SELECT at, device, was, becomes, reason, role, dry_run FROM decisions "
+            "ORDER BY at DESC, id DESC LIMIT ?"
+        )
+        return [
+            Decision(
+                at_seconds=row[0], device=row[1], was=HealthState(row[2]),
+                becomes=HealthState(row[3]), reason=row[4], role=Role(row[5]),
+                dry_run=bool(row[6]),
+            )
+            for row in self._try(lambda file: file.execute(query, (count,)), ())
+        ]  # fmt: skip
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    def _add(
+        self, table: str, names: str, rows: Sequence[Sequence[object]], now_seconds: float
+    ) -> None:
+        marks = ", ".join("?" * len(names.split(",")))
+
+        def write(file: sqlite3.Connection) -> Iterable[Sequence[object]]:
+            with file:  # one transaction: all of it, or nothing
+                file.executemany(f"INSERT INTO {table} ({names}) VALUES ({marks})", rows)
+                file.execute(
+                    f"DELETE FROM {table} WHERE at < ?", (now_seconds - self._age_most_seconds,)
+                )
+                # ids ascend and nothing is deleted from the middle
+                file.execute(
+                    f"DELETE FROM {table} WHERE id <= (SELECT MAX(id) FROM {table}) - ?",
+                    (self._rows_most,),
+                )
+            return ()
+
+        if rows:
+            self._try(write, ())
+
+    def _try(
+        self, action: Callable[[sqlite3.Connection], Iterable[Sequence[T]]],
+        otherwise: Iterable[Sequence[T]],
+    ) -> list[Sequence[T]]:  # fmt: skip
+        """Run an action on the file; what goes wrong is counted, and told once."""
+        if self._given_up:
+            return list(otherwise)
+        try:
+            if self._file is None:
+                self._file = self._open()
+            result = list(action(self._file))
+        except sqlite3.Error as error:
+            self._metrics.count("health_history_error_total")
+            # busy, full or read-only may pass; a file that is no database will not
+            self._given_up = not isinstance(error, sqlite3.OperationalError)
+            if not self.problem:
+                _log.warning(
+                    "health history %s cannot be used: %s. Health goes on without it; if it is "
+                    "damaged, move it away and a new one is made", self.path, error,
+                )  # fmt: skip
+            self.problem = str(error)
+            if self._given_up:
+                self.close()
+            return list(otherwise)
+        self.problem = ""
+        return result
+
+    def _open(self) -> sqlite3.Connection:
+        if self._read_only:
+            file = sqlite3.connect(
+                f"file:{_quoted(self.path)}?mode=ro", uri=True, timeout=_WAIT_SECONDS
+            )
+        else:
+            _make(self.path)
+            file = sqlite3.connect(self.path, timeout=_WAIT_SECONDS)
+        try:
+            with closing(file.execute("PRAGMA user_version")) as cursor:
+                (version,) = cursor.fetchone()
+            if version > SCHEMA:
+                raise sqlite3.DatabaseError(f"schema {version}, this hpstore knows {SCHEMA}")
+            if not self._read_only:
+                file.execute("PRAGMA journal_mode = WAL")
+                file.execute("PRAGMA synchronous = NORMAL")
+                if version == 0:
+                    file.executescript(_TABLES + f"PRAGMA user_version = {SCHEMA};")
+        except sqlite3.Error:
+            file.close()
+            raise
+        return file
+
+
+def _make(path: str) -> None:
+    """Create the file for its owner alone; sqlite would ask the umask."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
+    except OSError as error:
+        raise sqlite3.OperationalError(str(error)) from error
+
+
+def _quoted(path: str) -> str:
+    return path.replace("%", "%25").replace("?", "%3f").replace("#", "%23")
+
+
+__all__ = ["SCHEMA", "History", "PastSample"]

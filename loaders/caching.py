@@ -1,0 +1,153 @@
+"""A cache between a loader and its data set: records through it, and the order that is to come."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hpstore.closing import Closing
+from hpstore.codec.galois import Bytes
+from hpstore.loaders.cache import Attached, Cache, MemoryLost, SharedAttached
+from hpstore.loaders.cache.records import RecordSource
+from hpstore.loaders.dataset import Dataset
+from hpstore.loaders.draws import Indices
+from hpstore.loaders.known import foretell, foretell_own
+from hpstore.loaders.layout import Int64s
+from hpstore.loaders.order import Order
+from hpstore.loaders.slices import Slices
+from hpstore.loaders.stream import Stream
+
+_log = logging.getLogger(__name__)
+MOST_TOLD = 20_000_000  # requests: 16 bytes each are kept, and computed before the first batch
+LEAST_EPOCHS, MOST_EPOCHS = 2, 16  # told ahead
+
+
+class CachedReads(Closing):
+    """Records of one data set through a cache, for one loader. read() is for many threads."""
+
+    def __init__(self, cache: Cache, data: Dataset, *, batch_rows: int) -> None:
+        self._data, self._attached = data, dict[int, Attached | SharedAttached]()
+        for stream in data.streams:
+            source = RecordSource(data, stream)
+            if np.min(source.sizes, initial=1) > 0:
+                self._attached[stream.number] = cache.attach(source, batch_blocks=batch_rows)
+                continue
+            data.pool.metrics.count("stream_uncached_total")
+            _log.warning("%s has empty records: it is read without the cache", source.name)
+        self._following: _Following | None = None
+
+    def read(self, stream: Stream, indices: Int64s, targets: Sequence[Bytes] | Bytes) -> bool:
+        """As StoredData.read_rows."""
+        attached = self._attached.get(stream.number)
+        if attached is None:
+            return self._data.read_rows(stream, indices, list(targets))
+        try:
+            attached.read(indices, targets)
+        except MemoryLost:
+            return False
+        return True
+
+    def follow(self, order: Order | None, slices: Slices | None, epoch: int, position: int) -> None:
+        """Requests come in this order from here on; before the first of them."""
+        self.leave()
+        self._begin(None)
+        if order is None or slices is None:
+            return
+        share = max(1, order.length // max(1, slices.world_size))
+        if order.length > MOST_TOLD:
+            _log.info("an order of %d samples is not foretold to the cache", order.length)
+            return
+        ahead = min(MOST_EPOCHS, max(LEAST_EPOCHS, 2 * slices.world_size), MOST_TOLD // share)
+        self._following = _Following(self, order, slices, epoch, position, max(1, ahead))
+
+    def follow_sampler(self, sampler: Any, mapping: Indices | None, epoch: int, skip: int) -> None:
+        """Requests come as a sampler of the user's yields them, from its batch `skip` on."""
+        self.leave()
+        self._begin(None)
+        told = foretell(sampler)
+        if not told:
+            return
+        size = getattr(sampler, "batch_size", 1) or 1
+        samples = np.asarray(told[0], np.int64)[skip * size :]
+        self.expect(epoch, samples if mapping is None else mapping[samples])
+
+    def reached(self, epoch: int) -> None:
+        """The first batch of an epoch is made."""
+        if self._following is not None and self._following.reached(epoch):
+            self._begin(None)
+
+    def _begin(self, requests: int | None) -> None:
+        for attached in self._attached.values():
+            attached.begin_epoch(requests)
+
+    def expect(self, epoch: int, blocks: Int64s | None) -> None:
+        """Of all streams: a sample is a record in each."""
+        for attached in self._attached.values():
+            attached.expect(epoch, blocks)
+
+    def leave(self) -> None:
+        """What was told does not hold any more. Idempotent."""
+        following, self._following = self._following, None
+        if following is not None:
+            following.stop()
+        self.expect(0, None)
+
+    def close(self) -> None:
+        """This loader is gone; what it brought into the cache stays. Idempotent."""
+        following, self._following = self._following, None
+        if following is not None:
+            following.stop()
+        for attached in self._attached.values():
+            attached.close()
+
+
+class _Following:
+    """Tells epochs ahead: the first ones at once, others on a thread as the run goes on."""
+
+    def __init__(
+        self, reads: CachedReads, order: Order, slices: Slices, epoch: int, position: int,
+        ahead: int,
+    ) -> None:  # fmt: skip
+        self._reads, self._order, self._slices = reads, order, slices
+        self._epoch, self._ahead, self._stopped = epoch, ahead, False
+        self._moved = threading.Condition()  # guards _epoch and _stopped
+        self._tell(epoch, position)
+        self._thread = threading.Thread(target=self._run, name="hpstore-order", daemon=True)
+        self._thread.start()
+
+    def _tell(self, epoch: int, position: int = 0) -> None:
+        self._reads.expect(epoch, foretell_own(self._order, self._slices, epoch, position))
+
+    def _run(self) -> None:
+        told = self._epoch
+        while True:
+            with self._moved:
+                self._moved.wait_for(
+                    lambda: self._stopped or told < self._epoch + self._ahead - 1  # noqa: B023
+                )
+                if self._stopped:
+                    return
+            told += 1
+            self._tell(told)
+
+    def reached(self, epoch: int) -> bool:
+        """True for an epoch that is new."""
+        with self._moved:
+            new = epoch > self._epoch
+            self._epoch = max(epoch, self._epoch)
+            self._moved.notify()
+        return new
+
+    def stop(self) -> None:
+        """Tell no more. Waits for what is being told."""
+        with self._moved:
+            self._stopped = True
+            self._moved.notify()
+        self._thread.join()
+
+
+__all__ = ["CachedReads"]

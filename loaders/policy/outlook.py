@@ -1,0 +1,255 @@
+"""When blocks are needed next: foretold where an order is known, learned where it is not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from hpstore.loaders.policy.experts import BEYOND, EXPERTS, Expert, Shadows
+from hpstore.loaders.policy.future import NEVER, Future
+from hpstore.loaders.policy.learner import Learner
+from hpstore.loaders.policy.phases import JOBS, Phases
+from hpstore.loaders.policy.plans import Bools, Floats, Int64s
+from hpstore.loaders.policy.residents import Int32s
+
+Arrays = dict[str, npt.NDArray[np.generic]]
+
+_BATCHES = 16  # at least so many batches decide how fast jobs go
+_PART = 1 / 32  # of an epoch, if that is more
+
+
+class Outlook:
+    """Expected next use of blocks, as ln of requests of all jobs from now. inf: never.
+
+    Jobs go at different speeds, measured in requests: the use that job j makes after d of its own
+    requests comes after d / share_j of all. A block is needed when the first job needs it.
+    """
+
+    def __init__(self, blocks: int, jobs: int, *, capacity_share: float, seed: int) -> None:
+        self.blocks, self.jobs = blocks, jobs
+        self._share, self._seed = capacity_share, seed
+        self.learner = Learner(blocks)
+        self.phases = Phases(blocks)
+        self._shadows: Shadows | None = None  # until a request of unknown order
+        self._sampled = np.empty(0, np.bool_)
+        self._past = np.empty((0, 0), np.float32)  # keys of the sample at the last step
+        self._stepped = 0.0
+        self.futures = [Future(blocks) for _ in range(jobs)]
+        # of every job: faded count of requests, requests of this epoch, requests of an epoch
+        self._rates, self._made = [0.0] * jobs, [0.0] * jobs
+        self._period = [float(blocks)] * jobs
+        self._shares = [1 / jobs] * jobs
+        self._per_epoch = float(blocks)  # requests of all jobs
+        self.mismatches = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays that grow with the number of blocks."""
+        return (
+            self.learner.keys.nbytes + self.phases.seen.nbytes + self._sampled.nbytes
+            + sum(future.nbytes for future in self.futures)
+        )  # fmt: skip
+
+    @property
+    def switches(self) -> int:
+        """How often another expert took over."""
+        return self._shadows.switches if self._shadows else 0
+
+    @property
+    def expert(self) -> Expert:
+        """Who judges blocks of unknown order now."""
+        return EXPERTS[self._shadows.active] if self._shadows else BEYOND
+
+    def begin_epoch(self, job: int, requests: int | None) -> None:
+        """As CachePolicy.begin_epoch."""
+        self._period[job] = requests or self._made[job] or self.blocks
+        self._made[job] = 0
+        self.phases.begin(job, requests)
+
+    def expect(self, job: int, blocks: Int64s | None) -> None:
+        """As CachePolicy.expect; blocks have been checked."""
+        future = self.futures[job]
+        if blocks is None:
+            future.forget()
+            future.mismatched = False
+        elif not future.mismatched:
+            future.append(blocks)
+
+    def observe(
+        self, job: int, asked: Int64s, distinct: Int64s, counts: Int64s
+    ) -> tuple[Floats, Floats]:  # fmt: skip
+        """A batch of requests; returns the learner's keys of `distinct` before and after."""
+        requests = len(asked)
+        self._follow(job, asked)
+        window = max(self._period[job] * _PART, _BATCHES * requests)
+        fade = math.exp(-requests / window)
+        self._rates = [rate * fade for rate in self._rates]
+        self._rates[job] += requests
+        self._share_out()
+        self._made[job] += requests
+        before, after = self.learner.touch(distinct, counts, requests / self._period[job])
+        self.phases.touch(job, distinct, requests)
+        if self._shadows is not None:
+            sampled = asked[self._sampled[asked]]
+            if len(sampled) and self._shadows.record(sampled):
+                self._step(self._shadows)
+        return before, after
+
+    def waits(self, blocks: Int64s | Int32s) -> Floats:
+        """float32[n]: of blocks that are not being asked for right now."""
+        return self._merged(blocks, None)
+
+    def newcomers(self, blocks: Int64s, missed: Bools, before: Floats, after: Floats) -> Floats:
+        """float32[n]: of missed blocks, with the margin.
+
+        `before`, `after`: keys as observe() returned them; `missed`: which of them are meant.
+        """
+        expert = self.expert
+        if expert.column is None:
+            learned = self._learned(blocks)
+        else:
+            keys = after if expert.fresh else before
+            learned = self._offset(expert.column) - keys[:, expert.column][missed]
+        return self._merged(blocks, learned + np.float32(expert.margin))
+
+    def state(self) -> Arrays:
+        """Arrays by name, not copied."""
+        found: Arrays = {f"learner_{k}": v for k, v in self.learner.state().items()}
+        found |= {f"phases_{k}": v for k, v in self.phases.state().items()}
+        found |= {
+            "rates": np.array(self._rates), "made": np.array(self._made),
+            "period": np.array(self._period),
+        }  # fmt: skip
+        if self._shadows is not None:
+            found |= {f"shadows_{k}": v for k, v in self._shadows.state().items()}
+            found |= {"past": self._past, "stepped": np.array([self._stepped])}
+        return found
+
+    def load(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
+        """The opposite of state(); names and shapes have been checked. Futures are empty."""
+        parts = {
+            part: {k.removeprefix(part): v for k, v in arrays.items() if k.startswith(part)}
+            for part in ("learner_", "phases_", "shadows_")
+        }
+        self.learner.load(parts["learner_"])
+        self.phases.load(parts["phases_"])
+        self._rates, self._made, self._period = (
+            arrays[name].astype(np.float64).tolist() for name in ("rates", "made", "period")
+        )
+        self._share_out()
+        self._shadows = None
+        if parts["shadows_"]:
+            self._begin_shadows().load(parts["shadows_"])
+            self._past = arrays["past"].astype(np.float32)
+            self._stepped = float(arrays["stepped"].astype(np.float64)[0])
+        for future in self.futures:
+            future.forget()
+            future.mismatched = False
+
+    def _follow(self, job: int, asked: Int64s) -> None:
+        """Checks what was foretold; a job without is learned about from now on."""
+        future = self.futures[job]
+        if future.queued and not future.advance(asked):
+            future.forget()
+            future.mismatched = True
+            self.mismatches += 1
+        elif future.queued:
+            return
+        elif future.head:
+            future.forget()
+        if self._shadows is None:
+            self.learner.widen()
+            self._begin_shadows()
+
+    def _begin_shadows(self) -> Shadows:
+        self._shadows = Shadows(self.blocks, self._share, self._seed)
+        self._sampled = np.zeros(self.blocks, np.bool_)
+        self._sampled[self._shadows.sample] = True
+        self._past = self.learner.keys[self._shadows.sample]
+        self._stepped = self.learner.epochs
+        return self._shadows
+
+    def _step(self, shadows: Shadows) -> None:
+        """All experts' judgement of the sample, for their shadow caches to be played on."""
+        keys = self.learner.keys[shadows.sample]
+        offsets = self.learner.offsets(self._per_epoch)
+        jobs = self._phased()
+        waits = np.empty((len(EXPERTS), len(shadows.sample)), np.float32)
+        newcomers = np.empty_like(waits)
+        for row, expert in enumerate(EXPERTS):
+            if expert.column is None:
+                waits[row] = self.phases.waits(shadows.sample, jobs, self._shares) if jobs else 0
+                newcomers[row] = waits[row] + expert.margin
+            else:
+                waits[row] = offsets[expert.column] - keys[:, expert.column]
+                known = keys if expert.fresh else self._past
+                newcomers[row] = offsets[expert.column] - known[:, expert.column] + expert.margin
+        shadows.step(waits, newcomers, self.learner.epochs - self._stepped, phases=bool(jobs))
+        self._past, self._stepped = keys, self.learner.epochs
+
+    def _phased(self) -> tuple[int, ...]:
+        """Jobs of unknown order that have begun epochs."""
+        return tuple(
+            job for job in range(min(self.jobs, JOBS))
+            if self.phases.length[job] and self._rates[job] > 0 and not self.futures[job].queued
+        )  # fmt: skip
+
+    def _share_out(self) -> None:
+        """Of all requests, by job. A job that has asked for nothing yet counts as an even one."""
+        total = sum(self._rates)
+        self._shares = [
+            max(rate / total, 1e-9) if rate > 0 else 1 / self.jobs for rate in self._rates
+        ]
+
+        if total:
+            pace = sum(rate / one for rate, one in zip(self._rates, self._period, strict=True))
+            self._per_epoch = total / pace
+
+    def _offset(self, column: int) -> np.float32:
+        return np.float32(self.learner.offset(column, self._per_epoch))
+
+    def _learned(self, blocks: Int64s | Int32s) -> Floats:
+        column = self.expert.column
+        if column is None:
+            jobs = self._phased()
+            if jobs:
+                return self.phases.waits(blocks.astype(np.int64, copy=False), jobs, self._shares)
+            column = BEYOND.column
+        assert column is not None
+        return self._offset(column) - self.learner.column(blocks, column)
+
+    def _merged(self, blocks: Int64s | Int32s, learned: Floats | None) -> Floats:
+        """The soonest of what is foretold by each job, and of what was learned of the others.
+
+        `learned`: if it is not what the expert says.
+        """
+        known = [job for job in range(self.jobs) if self.futures[job].queued]
+        others = any(rate > 0 and job not in known for job, rate in enumerate(self._rates))
+        best: Floats | None = None
+        if others or not known:
+            best = self._learned(blocks) if learned is None else learned
+        for job in known:
+            found = self._foretold(job, blocks, best if learned is None else learned)
+            best = found if best is None else np.minimum(best, found)
+        assert best is not None
+        return best
+
+    def _foretold(self, job: int, blocks: Int64s | Int32s, learned: Floats | None) -> Floats:
+        """Behind the horizon: when it comes, and then as long as was learned."""
+        future, share = self.futures[job], self._shares[job]
+        use = future.next_use(blocks)
+        gap = (use - np.int32(future.head)).astype(np.float32)
+        found: Floats = np.log(np.maximum(gap, 1.0, out=gap), out=gap)
+        if share < 1:
+            found -= np.float32(math.log(share))
+        beyond = use == NEVER
+        if beyond.any():
+            after = self._learned(blocks[beyond]) if learned is None else learned[beyond]
+            found[beyond] = np.logaddexp(np.float32(math.log(future.queued / share)), after)
+        return found
+
+
+__all__ = ["Outlook"]
