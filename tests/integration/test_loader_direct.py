@@ -212,14 +212,15 @@ def test_what_runs_on_samples_in_host_memory_keeps_its_batches_there(place: Path
     """transform, collate_fn, batch_transform, direct="off", a mixture: pinned, and told why."""
     with hpstore.open(place / "pool.toml") as pool:
         data = Dataset(pool, "records")
-        for said, options in (
+        cases: tuple[tuple[str, dict[str, Any]], ...] = (
             ("transform", {"transform": lambda sample: sample}),
             ("batch_transform", {"batch_transform": lambda batch: batch}),
             ("collate_fn", {"collate_fn": lambda samples: {"n": len(samples)}}),
             ("one by one", {"batch_size": None}),
             ('direct="off"', {"direct": "off"}),
             ("a Cache", {"cache": Cache(memory_bytes=MIB)}),
-        ):  # fmt: skip
+        )  # fmt: skip
+        for said, options in cases:
             loader = DataLoader(data, device=FakeGpu(), **{"cache": 0, **options})
             next(iter(loader))
             found = loader.stats()["direct"]
