@@ -19,6 +19,7 @@ from hpstore.units import GIB, round_up
 
 PREFIX = "bench"
 _ALIGNMENT = 4096
+PREPARE_SECONDS = 120.0
 
 
 def make_checkpointer(pool: hpstore.Pool, **options: Any) -> Checkpointer:
@@ -33,6 +34,9 @@ def open_or_make(directory: Path) -> hpstore.Pool:
     return make_pool(directory, recycle_bytes=2 * GIB)
 
 
+PREPARE_SECONDS = 120.0
+
+
 class Ours(Peer):
     """Checkpointer.save and restore."""
 
@@ -41,7 +45,8 @@ class Ours(Peer):
     syncs_itself = True
     last_step = KEPT_STEPS + 2  # the first into files that retention gave up
     configuration: ClassVar[str] = (
-        f"{DATA}+{PARITY} over six directories, keep_last={KEPT_STEPS}, files recycled"
+        f"{DATA}+{PARITY} over six directories, keep_last={KEPT_STEPS}, files recycled; those of "
+        "the first saves written before them (prepare=True), which is not in their time"
     )
 
     @classmethod
@@ -54,6 +59,8 @@ class Ours(Peer):
     def prepare(self, state: State) -> None:
         self.pool = open_or_make(self.directory)
         self.checkpointer = make_checkpointer(self.pool, keep_last=KEPT_STEPS, example=state)
+        if not self.checkpointer.wait_prepared(PREPARE_SECONDS):
+            raise RuntimeError(f"files were not prepared within {PREPARE_SECONDS:.0f} s")
 
     def save(self, state: State, step: int) -> Timing:
         """save() to its return, and to result(), in which retention has deleted an older step."""

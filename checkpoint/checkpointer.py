@@ -18,13 +18,15 @@ from hpstore.checkpoint.codecs import checked_codec
 from hpstore.checkpoint.collecting import collector_paused
 from hpstore.checkpoint.draining import Draining
 from hpstore.checkpoint.handles import SaveHandle, SaveReport, guarded
-from hpstore.checkpoint.manifest import Manifest, checked_step
+from hpstore.checkpoint.keeping import Keeping
+from hpstore.checkpoint.manifest import checked_step
 from hpstore.checkpoint.options import VerifyReport, require_options
 from hpstore.checkpoint.pacing import checked_background, pace
 from hpstore.checkpoint.packing import Key, Known, known_items
-from hpstore.checkpoint.planner import Planner, Prepared
+from hpstore.checkpoint.planner import Planner, Prepared, sizes_of_all
+from hpstore.checkpoint.preparing import SpaceMaker
 from hpstore.checkpoint.ranks import Channel, Ranks
-from hpstore.checkpoint.reading import Warm, check_items
+from hpstore.checkpoint.reading import Warm
 from hpstore.checkpoint.restorer import restore_together
 from hpstore.checkpoint.restoring import (
     RestoreOptions,
@@ -37,10 +39,9 @@ from hpstore.checkpoint.retention import Best, Retention
 from hpstore.checkpoint.saving import SaveJob, SaveOptions
 from hpstore.checkpoint.stager import Stage, checked_staging
 from hpstore.checkpoint.steps import Steps
-from hpstore.checkpoint.streaming import ByteProgress, counted, counting
+from hpstore.checkpoint.streaming import ByteProgress, counting
 from hpstore.checkpoint.training import State, require_state
 from hpstore.checkpoint.tree import Decoding, PerRank, decode_tree
-from hpstore.closing import Closing
 from hpstore.errors import CheckpointError
 from hpstore.pool import Pool
 from hpstore.units import parse_bytes
@@ -49,7 +50,7 @@ _log = logging.getLogger(__name__)
 ON_BUSY = ("wait", "skip", "error")
 
 
-class Checkpointer(Closing):
+class Checkpointer(Keeping):
     """Checkpoints of one training run under a key prefix. See docs/checkpoints.md.
 
     save() stops the trainer for one copy into a reused arena (as large as the state of this rank);
@@ -69,8 +70,10 @@ class Checkpointer(Closing):
     "fast", or "gentle": written at a rate that leaves the step its cores. compression: "lz4",
     "zstd" or "shuffle-lz4". reuse: what the step before holds unchanged is referenced, not written
     again. warm: restore from the arena while it still holds the step, hashes compared. example: a
-    state like those to come, whose arena is made now. accelerator: what copies from devices, for
-    tests and for other back ends (default: CUDA when there is one).
+    state like those to come, whose arena is made now. prepare: with keep_last, files for the first
+    saves to overwrite are written in the background before they come, of the size of `example` or
+    of the newest step (docs/checkpoints.md). accelerator: what copies from devices, for tests and
+    for other back ends (default: CUDA when there is one).
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class Checkpointer(Closing):
         warm: bool = True,
         allow_pickle: bool = False,
         example: State | None = None,
+        prepare: bool = True,
         lineage: Mapping[str, Any] | None = None,
         commit_seconds: float = 1800.0,
         drain_seconds: float = 60.0,
@@ -118,6 +122,7 @@ class Checkpointer(Closing):
         self._planner = Planner(self._ranks, budget, rng=rng, allow_pickle=allow_pickle)
         self._session, self._fenced = secrets.token_hex(8), False
         self._known: dict[Key, Known] = {}
+        self._all_change = False  # the save before referred to nothing
         self._flying: SaveHandle | None = None
         self._thread: threading.Thread | None = None
         self._tidied: Future[None] = Future()  # what comes after a commit
@@ -127,11 +132,17 @@ class Checkpointer(Closing):
         self.counters = {"saves_skipped_total": 0, "stalls_over_limit_total": 0,
                          "overlap_without_optimizer_total": 0, "sliced_saves_total": 0,
                          "saves_with_differing_values_total": 0}  # fmt: skip
+        sizes: list[int] = []
         if example is not None:
-            self._stage.arena.reserve(self._planner.prepare(0, example).largest_bytes)
+            prepared = self._planner.prepare(0, example)
+            self._stage.arena.reserve(prepared.largest_bytes)
+            sizes = sizes_of_all(self._ranks, prepared)
         self._draining = Draining(self, drain_seconds) if not pool.read_only else None
+        self._space = SpaceMaker(pool, self._steps, keep_last or 0, self.background)
         if not pool.read_only and self._ranks.leads:
             self.collect_garbage()
+            if prepare and keep_last is not None:
+                self._space.start([] if self.compression else sizes)
 
     # --- saving -----------------------------------------------------------------------------
 
@@ -174,33 +185,49 @@ class Checkpointer(Closing):
             _log.warning("the save of step %s is skipped: one is still under way", step)
             return SaveHandle.of_skipped(step)
         waited = time.perf_counter() - began
+        with self._space.held():
+            return self._save(step, state, overwrite, metrics, progress, began, waited)
+
+    def _save(
+        self, step: int, state: State, overwrite: bool, metrics: Mapping[str, float] | None,
+        progress: ByteProgress | None, began: float, waited: float,
+    ) -> SaveHandle:  # fmt: skip
+        """Stage, and begin to write."""
         with collector_paused():
             require = None if overwrite else self._steps.require_new
             prepared = self._planner.prepare(step, state, require)
         options = self._options(checked_step(step), prepared, overwrite, metrics, began, progress)
         job = SaveJob(self.pool, self.prefix, self._ranks, options, self._known)
-        try:
-            late = self._stage.begin(
-                prepared, state, self.counters, lambda p: self._write_part(job, p)
-            )  # fmt: skip
-        except BaseException as error:
-            self._give_up(job, error)
-            raise
-        staged = time.perf_counter() - began
-        self._warn_of_stall(staged, waited)
-        future: Future[SaveReport] = Future()
-        self._flying = handle = SaveHandle(step, staged, future, late_seconds=late)
-        self._thread = threading.Thread(
-            target=self._run, args=(job, prepared, future, staged), name="hpstore-save",
+        future, stall = Future[SaveReport](), Future[float]()
+        thread = threading.Thread(
+            target=self._run, args=(job, prepared, future, stall), name="hpstore-save",
             daemon=True,  # Draining waits for it at the end, with a limit
         )  # fmt: skip
         try:
-            self._thread.start()
-        except RuntimeError as error:  # no more threads, or the interpreter is ending
-            self._flying = self._thread = None
-            self._give_up(job, error)
+            late = self._stage.begin(
+                prepared, state, self.counters, lambda p: self._write_part(job, p),
+                thread.start if self._writes_ahead(prepared, options) else None,
+            )  # fmt: skip
+            staged = time.perf_counter() - began
+            if not thread.ident:
+                thread.start()
+        except BaseException as error:  # RuntimeError: no more threads, the interpreter ends
+            if thread.ident:
+                stall.set_exception(error)
+                self._thread = thread  # it tells the other ranks
+            else:
+                self._give_up(job, error)
             raise
+        stall.set_result(staged)
+        self._warn_of_stall(staged, waited)
+        self._thread = thread
+        self._flying = handle = SaveHandle(step, staged, future, late_seconds=late)
         return handle
+
+    def _writes_ahead(self, prepared: Prepared, options: SaveOptions) -> bool:
+        """Whether writing may begin before all is staged: fast, and nothing will be moved."""
+        plain = options.rate_bytes_per_second is None and not options.codec
+        return plain and len(prepared.slices) == 1 and (self._all_change or not self._known)
 
     def _may_begin(self) -> bool:
         """Wait for the save under way, or say that this one is not to be; raises for "error"."""
@@ -254,10 +281,10 @@ class Checkpointer(Closing):
         """One slice of several, written while the trainer waits."""
         if part == 0:
             self._begin_job(job)
-        self._stage.write(job, part)
+        self._stage.write(job, part, lambda: None)
 
     def _run(
-        self, job: SaveJob, prepared: Prepared, future: Future[SaveReport], staged: float
+        self, job: SaveJob, prepared: Prepared, future: Future[SaveReport], stall: Future[float]
     ) -> None:
         """The background of one save."""
         committed: list[SaveReport] = []
@@ -267,14 +294,15 @@ class Checkpointer(Closing):
             if last <= 0:
                 self._begin_job(job)
             if last >= 0:
-                self._stage.write(job, last)
+                self._stage.write(job, last, stall.result)
             self._known = {}
             report = job.commit()
             self._note_differing(job.differing)
             self._known = job.next_known if self.reuse else {}
+            self._all_change = not report.referenced_bytes
             committed.append(report)
             self._steps.committed(report.step)
-            return report.with_stall(staged)
+            return report.with_stall(stall.result())
 
         def tidy() -> None:
             """What the handle does not wait for: older steps go when the newer has no debt."""
@@ -291,6 +319,7 @@ class Checkpointer(Closing):
 
         guarded(finish, future)
         guarded(tidy, self._tidied)
+        self._space.release()
 
     def forget_interval(self) -> None:
         """The time since the save before says nothing of the next one's: "gentle" then takes its
@@ -356,63 +385,19 @@ class Checkpointer(Closing):
         try:
             self.wait()
         finally:
+            self._space.close()
             self._stage.close()
+
+    def wait_prepared(self, seconds: float | None = None) -> bool:
+        """Wait until what `prepare` writes in the background is there; False when it takes longer.
+
+        Nobody has to: saves that come sooner go first, and write into new blocks.
+        """
+        return self._space.wait(seconds)
 
     def _usable(self) -> None:
         if self._closed:
             raise CheckpointError("the checkpointer is closed")
-
-    # --- finding and keeping ----------------------------------------------------------------
-
-    def steps(self) -> list[int]:
-        """Committed steps, ascending. Whether they can be read is verify()'s to say."""
-        self._let_tidy()
-        return self._steps.all()
-
-    def manifest(self, step: int) -> Manifest:
-        """A step's manifest. Raises CheckpointError when there is none, IntegrityError."""
-        return self._steps.manifest(step)
-
-    def latest_valid(self) -> int | None:
-        """The newest step whose manifest and segments can be read; None when there is none.
-
-        Walks back past damaged ones, and logs why each was passed over.
-        """
-        return self._steps.latest_valid()
-
-    def verify(self, step: int, *, progress: ByteProgress | None = None) -> VerifyReport:
-        """Read every byte of a step and compare every item with its hash.
-
-        `progress(done, total)` is called now and then with bytes of items, by this thread.
-        """
-        manifest = self.manifest(step)
-        seen = counted(progress, manifest.items) if progress is not None else None
-        wrong = check_items(self.pool, manifest.segments, manifest.items, seen)
-        return VerifyReport(
-            step=step, items=len(manifest.items), bytes=manifest.total_bytes, damaged=tuple(wrong)
-        )
-
-    def delete(self, step: int, *, force: bool = False) -> None:
-        """Delete a step: its manifest first, then what it alone names. Not a protected one."""
-        self._let_tidy()
-        self._steps.delete(step, force=force)
-
-    def protect(self, step: int, name: str) -> None:
-        """Keep a step under a name, whatever retention says. Durable on return."""
-        self._steps.protect(step, name)
-
-    def unprotect(self, name: str) -> None:
-        """Let retention have a protected step again."""
-        self._steps.unprotect(name)
-
-    def protected(self) -> dict[str, int]:
-        """Protected steps by name."""
-        return self._steps.protected()
-
-    def collect_garbage(self) -> int:
-        """Remove segments that no manifest and no living save names; returns how many."""
-        self._let_tidy()
-        return self._steps.collect_garbage()
 
     # --- restoring --------------------------------------------------------------------------
 
@@ -441,6 +426,7 @@ class Checkpointer(Closing):
         manifest, self.last_restore = found
         if self.reuse:
             self._known = known_items(manifest.segments, manifest.items)
+            self._all_change = False
         return manifest.step
 
     @property

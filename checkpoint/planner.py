@@ -41,6 +41,13 @@ class Prepared:
         return max((part.size for part in self.slices), default=0)
 
 
+def sizes_of_all(ranks: Ranks, prepared: Prepared) -> list[int]:
+    """Bytes of every slice of every rank. Collective."""
+    mine = json.dumps([part.size for part in prepared.slices])
+    heard = ranks.all_gather(mine.encode(), Channel.TRAINER)
+    return [int(size) for sizes in heard for size in json.loads(sizes)]
+
+
 class Planner:
     """Plans the saves of one checkpointer. The other ranks' part is asked for again only when what
     a rank holds has changed."""
@@ -136,4 +143,4 @@ def require_replicas(step: int, lists: Sequence[Sequence[Sequence[Any]]]) -> Non
                 )
 
 
-__all__ = ["Planner", "Prepared", "require_replicas"]
+__all__ = ["Planner", "Prepared", "require_replicas", "sizes_of_all"]

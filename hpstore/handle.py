@@ -255,6 +255,12 @@ class PoolHandle(Closing):
         self._repairs, self._repairer, self._wake = RepairQueue(), None, threading.Event()
         renew_after_fork(self._store)
 
+    @property
+    def recycles(self) -> bool:
+        """Whether a device keeps files for new columns to overwrite."""
+        modes = {device.mode for device in self._store.view.devices.values()}
+        return self.config.settings.recycle_bytes > 0 and not modes <= {"memory", "remote"}
+
     def close(self) -> None:
         """Stop threads and release devices. Idempotent; nothing durable depends on it."""
         if self._closed:

@@ -72,11 +72,21 @@ class ColumnHeader:
     @property
     def table_bytes(self) -> int:
         """Table, root and padding."""
-        return round_up(self.geometry.block_count * DIGEST_BYTES + ROOT_BYTES, ALIGNMENT_BYTES)
+        return table_bytes(self.geometry)
 
     @property
     def file_bytes(self) -> int:
-        return self.table_offset + self.table_bytes
+        return column_file_bytes(self.geometry)
+
+
+def table_bytes(geometry: Geometry) -> int:
+    """Checksum table, root and padding of one column."""
+    return round_up(geometry.block_count * DIGEST_BYTES + ROOT_BYTES, ALIGNMENT_BYTES)
+
+
+def column_file_bytes(geometry: Geometry) -> int:
+    """Size of the file of one column: header, units, table."""
+    return HEADER_BYTES + geometry.column_bytes + table_bytes(geometry)
 
 
 def encode_metadata(metadata: Metadata) -> bytes:
@@ -203,9 +213,11 @@ __all__ = [
     "MAX_METADATA_BYTES",
     "ColumnHeader",
     "Metadata",
+    "column_file_bytes",
     "decode_header",
     "decode_table",
     "encode_header",
     "encode_metadata",
     "encode_table",
+    "table_bytes",
 ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from hpstore.config import Settings
-from hpstore.devices.base import DIRECTORIES, Device
+from hpstore.devices.base import DIRECTORIES, Device, Usage
 from hpstore.devices.local import LocalDevice
 from hpstore.devices.remote import RemoteDevice
 from hpstore.errors import (
@@ -206,8 +206,13 @@ def shares_filesystem(urls: list[str]) -> list[str]:
 def below_reserve(device: Device) -> bool:
     """Whether a device is too full for new columns: less than 1 % or 1 GiB left, the smaller."""
     usage = device.usage()
-    return usage.free < min(usage.total // 100, GIB)
+    return usage.free < reserve_bytes(usage)
+
+
+def reserve_bytes(usage: Usage) -> int:
+    """Space that new columns leave on a device."""
+    return min(usage.total // 100, GIB)
 
 
 __all__ = ["OpenedDevice", "Opener", "below_reserve", "claim", "device_opener", "identify",
-           "identify_all", "make_place", "prove", "shares_filesystem"]  # fmt: skip
+           "identify_all", "make_place", "prove", "reserve_bytes", "shares_filesystem"]  # fmt: skip

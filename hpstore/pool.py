@@ -37,6 +37,7 @@ from hpstore.objects.info import ObjectInfo, object_info
 from hpstore.objects.read import Changed, ObjectReader, open_object
 from hpstore.objects.repair import Action, repair_object
 from hpstore.objects.source import as_source
+from hpstore.objects.space import prepare_space
 from hpstore.objects.write import delete_object, put_object
 from hpstore.opening import device_opener, make_place
 from hpstore.pooled import READ_TRIES, PooledReader, writable_bytes
@@ -129,6 +130,34 @@ class Pool(PoolHandle):
                 throttle=throttle,
                 unit_bytes=unit_bytes,
             )
+
+    def prepare_space(
+        self,
+        sizes: Sequence[int],
+        copies: int = 1,
+        *,
+        proceed: Callable[[], bool] | None = None,
+        rate_bytes_per_second: float | None = None,
+    ) -> int:
+        """Write files that `copies` puts of objects of these `sizes` will overwrite, if they come.
+
+        Overwriting is faster than writing into new blocks. Costs one more write of those objects'
+        k + m columns; what is kept already counts. Returns how many files were written: none beyond
+        `recycle_bytes` a device or into its reserve, none where overwriting is no faster. They
+        count as free space and go first when a device is full. `proceed` is asked before every few
+        MiB a device, may wait, and says False to stop. `rate_bytes_per_second`: of all devices.
+        Failing devices are logged and counted. A crash leaves nothing that is not freed by itself.
+        """
+        self._writable()
+        limit = RateLimit(rate_bytes_per_second, self._store.clock)
+
+        def go_on(count: int) -> bool:
+            if self._closed or not (proceed is None or proceed()):
+                return False
+            limit(count)
+            return not self._closed
+
+        return prepare_space(self._store.pinned(), sizes, copies, go_on)
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         """Bytes [start, end) of the newest version, verified; decoded when units are lost.

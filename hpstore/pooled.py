@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,14 @@ from hpstore.objects.store import Store
 
 READ_TRIES = 8
 T = TypeVar("T")
+Int64s = npt.NDArray[np.int64]
+
+
+class RangeReads(Protocol):
+    """What takes ranges of many open objects, to read them at once: Scatter, UnitFill, others."""
+
+    def add(self, reader: ObjectReader, starts: Int64s, numbers: Int64s) -> None:
+        """Range numbers[i] begins at byte starts[i] of an open object."""
 
 
 class PooledReader(Closing):
@@ -77,16 +85,11 @@ class PooledReader(Closing):
 
         self._again(read)
 
-    def add_to(
-        self,
-        reads: Scatter | UnitFill,
-        starts: npt.NDArray[np.int64],
-        numbers: npt.NDArray[np.int64],
-    ) -> None:
+    def add_to(self, reads: RangeReads, starts: Int64s, numbers: Int64s) -> None:
         """As Scatter.add or UnitFill.add, for this object.
 
-        Then `run_scatter` or `run_fill`. What is not good after it is to be read again by read_into
-        or read_ranges, which verify by blocks, decode and repair.
+        Then `run_scatter`, `run_fill` or what else runs it. What is not good after it is to be read
+        again by read_into or read_ranges, which verify by blocks, decode and repair.
         """
         if self._closed:
             raise ConfigError(f"the reader of {self._key!r} is closed")
@@ -127,5 +130,5 @@ def writable_bytes(buffer: object) -> Bytes:
     return np.frombuffer(view.cast("B"), np.uint8)
 
 
-__all__ = ["READ_TRIES", "Filled", "PooledReader", "Scatter", "Scattered", "UnitFill",
+__all__ = ["READ_TRIES", "Filled", "PooledReader", "RangeReads", "Scatter", "Scattered", "UnitFill",
            "writable_bytes"]  # fmt: skip

@@ -27,6 +27,7 @@ class DeviceStatus:
     domain: str
     total_bytes: int
     free_bytes: int
+    kept_bytes: int  # of it in files that are kept for overwriting
     waiting: int  # calls queued for it in this process
     problem: str
 
@@ -87,6 +88,7 @@ def device_status(store: Store, problems: Mapping[str, str]) -> list[DeviceStatu
                 domain=member.domain,
                 total_bytes=found.total if isinstance(found, Usage) else 0,
                 free_bytes=found.free if isinstance(found, Usage) else 0,
+                kept_bytes=found.kept if isinstance(found, Usage) else 0,
                 waiting=store.scheduler.queued(member.device_id),
                 problem=problem,
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from hpstore.loaders.slots import Slots
 from hpstore.loaders.stored import ReadRows
 from hpstore.loaders.stream import Locations, Stream
 from hpstore.units import round_up
+
+if TYPE_CHECKING:
+    from hpstore.loaders.direct.access import DirectAccess
 
 _ALIGNMENT = 64
 
@@ -86,10 +89,13 @@ class Assembler:
 
     def __init__(
         self, data: Dataset, slots: Slots, slabs: Mapping[int, Slab], counts: Counts,
-        cached: ReadRows | None = None,
+        cached: ReadRows | None = None, direct: DirectAccess | None = None,
     ) -> None:  # fmt: skip
-        """`cached`: reads records in the place of the data set."""
+        """`cached`: reads records in the place of the data set. `direct`: for what is in no slab,
+        straight to a GPU where that works.
+        """
         self._data, self._slots, self._slabs, self._cached = data, slots, slabs, cached
+        self._direct = direct
         self._scalars = [n for n, f in data.fields.items() if f.kind is FieldKind.SCALAR]
         self._counts = counts
 
@@ -109,13 +115,33 @@ class Assembler:
             if awaited and stream.number in self._slabs:
                 ahead = places.page[:awaited]
                 self._slabs[stream.number].wait(ahead[ahead >= 0], urgent)
-            if stream.fixed is not None:
-                found.update(self._fixed(stream, indices, places))
-            else:
+            if stream.fixed is None:
                 found.update(self._ragged(stream, indices, places))
+            elif self._direct is not None and stream.number not in self._slabs:
+                found.update(self._on_gpu(self._direct, stream, indices, places))
+            else:
+                found.update(self._fixed(stream, indices, places))
         return {name: found[name] for name in self._data.fields}
 
-    def _fixed(self, stream: Stream, indices: Int64s, places: Locations) -> Batch:
+    def _on_gpu(
+        self, direct: DirectAccess, stream: Stream, indices: Int64s, places: Locations
+    ) -> dict[str, torch.Tensor]:
+        """Records of one size as direct.batch makes them."""
+        record, names = stream.record, [n for n in stream.record.fixed if n in self._data.fields]
+
+        def host(rows: Int64s) -> dict[str, torch.Tensor]:
+            return self._fixed(stream, indices[rows], chosen(places, rows))
+
+        def fields(rows: torch.Tensor) -> dict[str, torch.Tensor]:
+            starts = {n: record.offsets[n] for n in names}
+            return {
+                n: record.fields[n].as_rows(rows[:, a : a + record.fields[n].row_bytes])
+                for n, a in starts.items()
+            }
+
+        return direct.batch(self._data, stream, indices, places, host, fields)
+
+    def _fixed(self, stream: Stream, indices: Int64s, places: Locations) -> dict[str, torch.Tensor]:
         """Records of one size: gathered as rows, taken apart where there are several fields."""
         assert stream.fixed is not None
         slab = self._slabs.get(stream.number)
@@ -177,7 +203,8 @@ class Assembler:
         length = stream.fixed.length
         targets = [rows[row, :length] for row in which.tolist()]
         if self._cached is not None:
-            good = self._cached(stream, indices[which], targets)
+            whole = len(which) == len(rows) and rows.shape[1] == length
+            good = self._cached(stream, indices[which], rows if whole else targets)
         else:
             addresses = address_of(rows.reshape(-1)) + which * rows.shape[1]
             good = self._data.read_rows(stream, indices[which], targets, addresses)

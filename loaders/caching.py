@@ -11,7 +11,7 @@ import numpy as np
 
 from hpstore.closing import Closing
 from hpstore.codec.galois import Bytes
-from hpstore.loaders.cache import Cache, MemoryLost
+from hpstore.loaders.cache import Attached, Cache, MemoryLost, SharedAttached
 from hpstore.loaders.cache.records import RecordSource
 from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.draws import Indices
@@ -30,10 +30,16 @@ class CachedReads(Closing):
     """Records of one data set through a cache, for one loader. read() is for many threads."""
 
     def __init__(self, cache: Cache, data: Dataset, *, batch_rows: int) -> None:
-        self._attached = {
-            stream.number: cache.attach(RecordSource(data, stream), batch_blocks=batch_rows)
-            for stream in data.streams
-        }
+        self._attached: dict[int, Attached | SharedAttached] = {}
+        try:
+            for stream in data.streams:
+                self._attached[stream.number] = cache.attach(
+                    RecordSource(data, stream), batch_blocks=batch_rows
+                )
+        except BaseException:
+            for attached in self._attached.values():
+                attached.close()
+            raise
         self._following: _Following | None = None
 
     def read(self, stream: Stream, indices: Int64s, targets: Sequence[Bytes] | Bytes) -> bool:
@@ -107,7 +113,8 @@ class _Following:
     ) -> None:  # fmt: skip
         self._reads, self._order, self._slices = reads, order, slices
         self._epoch, self._ahead, self._stopped = epoch, ahead, False
-        self._moved = threading.Condition()  # guards _epoch and _stopped
+        self._told = epoch
+        self._moved = threading.Condition()  # guards _epoch, _told and _stopped
         self._tell(epoch, position)
         self._thread = threading.Thread(target=self._run, name="hpstore-order", daemon=True)
         self._thread.start()
@@ -116,30 +123,32 @@ class _Following:
         self._reads.expect(epoch, foretell_own(self._order, self._slices, epoch, position))
 
     def _run(self) -> None:
-        told = self._epoch
         while True:
             with self._moved:
                 self._moved.wait_for(
-                    lambda: self._stopped or told < self._epoch + self._ahead - 1  # noqa: B023
+                    lambda: self._stopped or self._told < self._epoch + self._ahead - 1
                 )
                 if self._stopped:
                     return
-            told += 1
-            self._tell(told)
+            self._tell(self._told + 1)
+            with self._moved:
+                self._told += 1
+                self._moved.notify_all()
 
     def reached(self, epoch: int) -> bool:
-        """True for an epoch that is new."""
+        """True for an epoch that is new. Waits until it has been told."""
         with self._moved:
             new = epoch > self._epoch
             self._epoch = max(epoch, self._epoch)
-            self._moved.notify()
+            self._moved.notify_all()
+            self._moved.wait_for(lambda: self._stopped or self._told >= epoch)
         return new
 
     def stop(self) -> None:
         """Tell no more. Waits for what is being told."""
         with self._moved:
             self._stopped = True
-            self._moved.notify()
+            self._moved.notify_all()
         self._thread.join()
 
 

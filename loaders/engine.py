@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,15 +28,23 @@ from hpstore.loaders.filling import (
     page_bounds,
     stripes_kept,
 )
+from hpstore.loaders.gpu import Cuda, Gpu
 from hpstore.loaders.order import Order
 from hpstore.loaders.progress import Piece
 from hpstore.loaders.slab import Slab
 from hpstore.loaders.slots import Slots
-from hpstore.loaders.windows import WindowOrder
-from hpstore.units import MIB, parse_bytes
+from hpstore.loaders.stream import Stream
+from hpstore.loaders.windows import windows_of
+from hpstore.units import KIB, MIB, parse_bytes
+
+if TYPE_CHECKING:
+    from hpstore.loaders.direct.access import DirectAccess
 
 CACHE_SHARE = 0.25  # of the memory that is available, for pages, unless the user says
 PREFETCH_BYTES = 256 * MIB
+SINGLE_BYTES = 23 * KIB
+"""What a read of one record costs beyond its bytes, as bytes of sequential reading. From 43,000
+records of 12 KiB a second read one by one and 124,000 by windows (docs/data.md)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -120,14 +128,17 @@ class Engine(Closing):
     """Batches of `data` in `order`. start() and close() are for one thread.
 
     Data sets that fit `cache_bytes` are kept in memory as they are read; with a window shuffle the
-    windows to come are; otherwise records are read as they are needed. `batch_rows`: samples of
-    the largest batch. With a `cache` records are read through it.
+    windows to come are, if the part of their samples that this loader uses (`share`) makes that
+    cheaper than record by record; otherwise records are read as they are needed. `batch_rows`:
+    samples of the largest batch. With a `cache` records are read through it.
     """
 
     def __init__(
         self, data: Dataset, order: Order | None, *, batch_rows: int, cache_bytes: int,
         prefetch_bytes: int, pin: Callable[[Any], None] | None = None, cache: Cache | None = None,
+        direct: DirectAccess | None = None, share: float = 1.0,
     ) -> None:  # fmt: skip
+        self.direct = direct  # reads straight to the GPU, where they are possible
         self._data, self.order, self._batch_rows = data, order, batch_rows
         self.pid = os.getpid()  # its threads live in this process
         self._slots = Slots(prefetch_bytes, pin)
@@ -143,38 +154,43 @@ class Engine(Closing):
             self.cached = CachedReads(cache, data, batch_rows=batch_rows)
         elif needed <= cache_bytes:
             self.mode = "resident"
-        elif isinstance(order, WindowOrder):
+        elif windows_of(order) is not None and share >= worth_reading(_record_bytes(self._paged)):
             self.mode = "window"
         else:
             self.mode = "records"
 
+    def expect(self, batches: int) -> None:
+        """So many are made ahead or held at a time by a user who keeps none."""
+        self._slots.least = batches * max(1, len(self._data.streams))
+
     def start(self, epoch: int, position: int) -> Session:
         """Get ready for the pieces from a position on. leave() the session when it is over."""
-        data, order = self._data, self.order
+        data, order, windows = self._data, self.order, windows_of(self.order)
         fresh = self.mode == "resident" and self._filler is None
         if fresh:
             self._slabs = {s.number: Slab(data, s, int(s.page_starts[-1])) for s in self._paged}
             fills = everything(self._slabs)
-            if isinstance(order, WindowOrder):
-                fills = everything_in_windows(data, order, self._slabs, epoch, position)
-            held = not isinstance(order, WindowOrder)  # then the first batch goes first
+            if windows is not None:
+                fills = everything_in_windows(data, windows, self._slabs, epoch, position)
+            held = windows is None  # then the first batch goes first
             self._filler = Filler(self._slabs, fills, held=held)
         slabs, filler, own = self._slabs, self._filler, False
-        ordered = fresh and isinstance(order, WindowOrder)
-        if self.mode == "window" and isinstance(order, WindowOrder):
-            stripes = data.stripes()
-            kept = stripes_kept(np.diff(stripes), order.window_stripes, self._batch_rows)
+        ordered = fresh and windows is not None
+        if self.mode == "window" and windows is not None:
+            stripes, counts = data.stripes(), windows.samples_by_stripe
+            kept = stripes_kept(counts[counts > 0], windows.window_stripes, self._batch_rows)
             slabs = {}
             for stream in self._paged:
                 low, high = page_bounds(data.pages(stream).first_sample, stripes)
                 pages = int(np.sort(high - low)[::-1][:kept].sum())
                 slabs[stream.number] = Slab(data, stream, pages)
-            filler = Filler(slabs, in_windows(data, order, slabs, epoch, position))
+            filler = Filler(slabs, in_windows(data, windows, slabs, epoch, position))
             own = ordered = True
         cached = self.cached
         assembler = Assembler(
-            data, self._slots, slabs, self.counts, None if cached is None else cached.read
-        )
+            data, self._slots, slabs, self.counts, None if cached is None else cached.read,
+            self.direct if cached is None else None,
+        )  # fmt: skip
         return Session(
             order,
             data.fields,
@@ -187,9 +203,10 @@ class Engine(Closing):
             cached=cached,
         )
 
-    def stats(self) -> dict[str, float | int | str]:
+    def stats(self) -> dict[str, Any]:
         """Counters since the start."""
-        return {
+        direct = {} if self.direct is None else {"direct": self.direct.stats()}
+        return direct | {
             "mode": self.mode,
             "assemble_seconds": self.counts.make_seconds,
             "records_gathered": self.counts.gathered_total,
@@ -200,15 +217,34 @@ class Engine(Closing):
 
     def stop(self) -> None:
         """Stop filling, without waiting. Idempotent."""
-        if self._filler is not None and self.pid == os.getpid():
+        if self.pid != os.getpid():
+            return
+        if self._filler is not None:
             self._filler.stop()
+        if self.direct is not None:
+            self.direct.stop()
 
     def close(self) -> None:
         """Stop filling. Batches that were handed out stay good. Idempotent."""
         if self.cached is not None:
             self.cached.close()
-        if self._filler is not None and self.pid == os.getpid():
+        if self.pid != os.getpid():
+            return
+        if self._filler is not None:
             self._filler.close()
+        if self.direct is not None:
+            self.direct.close()
+
+
+def worth_reading(record_bytes: float) -> float:
+    """Share of the samples of whole pages from which on these are cheaper than records. Pure."""
+    return record_bytes / (record_bytes + SINGLE_BYTES)
+
+
+def _record_bytes(streams: Sequence[Stream]) -> float:
+    """Mean of what is read of a sample."""
+    rows = max((int(s.rows.sum()) for s in streams), default=0)
+    return sum(int(s.payload_bytes.sum()) for s in streams) / max(1, rows)
 
 
 def cache_budget(cache: object) -> int:
@@ -226,22 +262,19 @@ def cache_budget(cache: object) -> int:
     return parse_bytes(cache)
 
 
-def pinner(device: torch.device | None, pin_memory: bool) -> Callable[[Any], None] | None:
-    """What page-locks batch memory; None where there is no CUDA to copy it."""
-    wanted = pin_memory or (device is not None and device.type == "cuda")
-    if not wanted or not torch.cuda.is_available():
-        return None
-
-    def pin(memory: Any) -> None:
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch's
-        error = runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
-        if int(error):
-            raise ConfigError(
-                f"{memory.nbytes} bytes of batch memory could not be page-locked "
-                f"(cudaHostRegister: {error}); lower prefetch_bytes"
-            )
-
-    return pin
+def pinner(gpu: Gpu | None, pin_memory: bool) -> Callable[[Any], None] | None:
+    """What page-locks batch memory; None where there is no GPU to copy it."""
+    if gpu is None and pin_memory and torch.cuda.is_available():
+        gpu = Cuda(torch.device("cuda"))
+    return None if gpu is None else gpu.pin
 
 
-__all__ = ["CACHE_SHARE", "PREFETCH_BYTES", "Engine", "Session", "cache_budget", "pinner"]
+__all__ = [
+    "CACHE_SHARE",
+    "PREFETCH_BYTES",
+    "Engine",
+    "Session",
+    "cache_budget",
+    "pinner",
+    "worth_reading",
+]

@@ -115,6 +115,12 @@ class Field:
         lead = (-1,) if self.is_ragged and len(raw) else (0,) if self.is_ragged else ()
         return self.as_tensor(raw.view(self.storage).reshape(*lead, *self.inner_shape))
 
+    def as_rows(self, raw: torch.Tensor) -> torch.Tensor:
+        """Fixed values from their stored bytes, (n, row_bytes) uint8 on any device; copies."""
+        kind = torch.bfloat16 if self.dtype == BFLOAT16 else getattr(torch, self.dtype)
+        made: torch.Tensor = raw.contiguous().view(kind).reshape(-1, *self.inner_shape)
+        return made
+
     def as_tensor(self, value: Array) -> torch.Tensor:
         """A tensor over a numpy value of this field; no copy."""
         tensor = torch.from_numpy(value)

@@ -16,6 +16,7 @@ from torch.utils.data import default_collate
 from hpstore.errors import ConfigError, IntegrityError, TooManyErasures
 from hpstore.loaders.batches import Batch
 from hpstore.loaders.draws import Indices
+from hpstore.loaders.gpu import Gpu, gpu_of
 from hpstore.loaders.mixture import AnySession
 from hpstore.loaders.progress import Piece
 from hpstore.loaders.transfer import Arriving, Transfer
@@ -38,19 +39,25 @@ class Finish:
 
     def __init__(
         self, *, collate_fn: Any, transform: Any, batch_transform: Any,
-        device: str | torch.device | None, seed: int, on_error: str,
+        device: str | torch.device | Gpu | None, seed: int, on_error: str,
     ) -> None:  # fmt: skip
         if on_error not in ("raise", "skip"):
             raise ConfigError(f'on_error {on_error!r} is neither "raise" nor "skip"')
         self._collate, self._seed, self._skip = collate_fn, seed, on_error == "skip"
         self._transform = _with_rng(transform)
         self._batch_transform = _with_rng(batch_transform)
-        self.device = None if device is None else torch.device(device)
-        away = self.device is not None and self.device.type != "cpu"
-        self._transfer = Transfer(self.device) if away and self.device is not None else None
+        self.gpu = gpu_of(device)
+        self._transfer = None if self.gpu is None else Transfer(self.gpu)
         self.batches_total = self.skipped_total = 0  # handed out, or skipped there
         self._said = False  # that samples are skipped
         self.transform_seconds = 0.0
+
+    @property
+    def on_host(self) -> str:
+        """What of the user's works on samples in host memory, by name; "" for nothing."""
+        given = {"collate_fn": self._collate, "transform": self._transform,
+                 "batch_transform": self._batch_transform}  # fmt: skip
+        return ", ".join(name for name, function in given.items() if function is not None)
 
     def make(self, session: AnySession, piece: Piece) -> Made:
         """Read and finish a piece."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.data
@@ -16,6 +17,7 @@ from hpstore.loaders.cache import Cache
 from hpstore.loaders.engine import PREFETCH_BYTES, Engine, cache_budget, pinner
 from hpstore.loaders.finishing import Finish
 from hpstore.loaders.foreign import ForeignIterator, PositionSampler
+from hpstore.loaders.gpu import Gpu
 from hpstore.loaders.mixture import AnyEngine, MixedEngine, Mixture, fingerprints
 from hpstore.loaders.native import NativeIterator, Run, native_of, order_for
 from hpstore.loaders.order import Order
@@ -23,8 +25,13 @@ from hpstore.loaders.rank_sampler import RankSampler, agree_on_epoch
 from hpstore.loaders.ranks import Shares
 from hpstore.loaders.slices import Even, Slices
 from hpstore.loaders.state import LoaderState, order_text
-from hpstore.units import parse_bytes
+from hpstore.units import MIB, parse_bytes
 
+if TYPE_CHECKING:
+    from hpstore.loaders.direct.access import DirectAccess
+
+DIRECT_BYTES = 256 * MIB  # two batches of 38 MB with the sources of half of their records
+_log = logging.getLogger(__name__)
 HANDED_KEPT = 1024  # batches back to which consumed() may be called for the first time
 
 
@@ -42,7 +49,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     every batch. `batch_size` is per rank. `rank` and `world_size` are data-parallel coordinates,
     by default those of torch.distributed, or a `mesh`; `shard=False` reads everything on each
     rank. An explicit sampler, batch_sampler or IterableDataset is never sharded. `even`: how the
-    last global batch is dealt out (slices.Even). `device`: batches arrive there. `cache`: bytes
+    last global batch is dealt out (slices.Even). `device`: batches arrive there. `direct`:
+    records go straight to it where cuFile works and was measured to be faster ("auto"), wherever
+    it works ("always"), never ("off"); `direct_bytes` of GPU memory are for that. `cache`: bytes
     for keeping pages in memory (None: a quarter of what is available; 0: none), or a Cache, through
     which records are read then; it is told the order.
     `prefetch_bytes`: memory for batches that are made ahead or held by you. `window_bytes`: of a
@@ -80,7 +89,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         pin_memory_device: str = "",
         in_order: bool = True,
         seed: int = 0,
-        device: str | torch.device | None = None,
+        device: str | torch.device | Gpu | None = None,
+        direct: str = "auto",
+        direct_bytes: int | str = DIRECT_BYTES,
         cache: Cache | int | str | None = None,
         prefetch_bytes: int | str = PREFETCH_BYTES,
         window_bytes: int | str | None = None,
@@ -93,7 +104,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         batch_transform: Any = None,
         on_error: str = "raise",
     ) -> None:
-        self.shuffle, self.seed, self.device = shuffle, seed, device
+        self.shuffle, self.seed = shuffle, seed
+        self.device, self.direct, self.direct_bytes = device, direct, direct_bytes
         self.cache, self.prefetch_bytes, self.window_bytes = cache, prefetch_bytes, window_bytes
         self.rank, self.world_size, self.mesh, self.shard = rank, world_size, mesh, shard
         self.even: Even = even
@@ -121,6 +133,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def _prepare(self, dataset: Any, batch_size: int | None, drop_last: bool) -> None:
         """Order, slices and counters. Raises ConfigError."""
+        if self.direct not in ("auto", "always", "off"):
+            raise ConfigError(f'direct {self.direct!r} is none of "auto", "always", "off"')
         if self._by_user and self.shuffle:
             raise ConfigError("a sampler decides the order: shuffle must be left out with it")
         self.order: Order | None = None
@@ -157,6 +171,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """torch's constructor; attributes keep what the user gave: wrappers rebuild from them."""
         given = dict(options)
         if self._native is not None:  # threads of ours, no workers of torch's
+            if options["worker_init_fn"] is not None:
+                _log.warning(
+                    "worker_init_fn is not called: batches of a hpstore data set are made by "
+                    "threads of this process. Random numbers of transforms come from their rng."
+                )
             options |= dict.fromkeys(("multiprocessing_context", "prefetch_factor"))
             options |= {"num_workers": 0, "persistent_workers": False}
         if self.positions is not None and options["batch_size"] is None:
@@ -252,16 +271,47 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             data, order = self._native.data, self.order
             options: dict[str, Any] = {
                 "cache_bytes": cache_budget(self.cache), "prefetch_bytes": self.batch_memory_bytes,
-                "pin": pinner(self.finish.device, self.pin_memory),
+                "pin": pinner(self.finish.gpu, self.pin_memory),
                 "batch_rows": self.batch_size or 1,
                 "cache": self.cache if isinstance(self.cache, Cache) else None,
             }  # fmt: skip
             if isinstance(data, Mixture):
                 self._engine = MixedEngine(data, order, **options)
             else:
-                self._engine = Engine(data, order, **options)
+                self._engine = Engine(
+                    data, order, **options, direct=self._direct_access(), share=self._share()
+                )
             weakref.finalize(self, self._engine.stop).atexit = False
         return self._engine
+
+    def _share(self) -> float:
+        """The part of the data set's samples that this rank reads in an epoch."""
+        assert self._native is not None
+        world = 1 if self.slices is None else self.slices.world_size
+        return len(self._native) / max(1, len(self._native.data)) / world
+
+    def _no_direct(self) -> str:
+        """Why no record may be read straight to the GPU, whatever the machine can; or ""."""
+        if self.direct == "off":
+            return 'direct="off"'
+        if isinstance(self.cache, Cache):
+            return "records come through a Cache"
+        if self._native is None or isinstance(self._native.data, Mixture):
+            return "batches are put together in host memory (a mixture, or a foreign data set)"
+        if self.finish.on_host or self.batch_size is None:
+            return f"samples are worked on in host memory ({self.finish.on_host or 'one by one'})"
+        return ""
+
+    def _direct_access(self) -> DirectAccess | None:
+        if self.finish.gpu is None or self._no_direct():
+            return None
+        from hpstore.loaders.direct.access import DirectAccess
+
+        return DirectAccess(
+            self.finish.gpu,
+            always=self.direct == "always",
+            arena_bytes=parse_bytes(self.direct_bytes),
+        )
 
     # --- state ------------------------------------------------------------------------------
 
@@ -332,6 +382,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                                  "wait_seconds": self.wait_seconds,
                                  "transform_seconds": self.finish.transform_seconds,
                                  "skipped_samples": self.finish.skipped_total}  # fmt: skip
+        if self.finish.gpu is not None and self._no_direct():
+            found["direct"] = {"state": "off", "reason": self._no_direct()}
         if self._engine is not None:
             found.update(self._engine.stats())
         if isinstance(self.cache, Cache):

@@ -16,15 +16,17 @@ from hpstore.loaders.draws import Indices
 from hpstore.loaders.engine import Engine
 from hpstore.loaders.mixture import AnySession, Mixture, stored_bytes
 from hpstore.loaders.order import GlobalOrder, Order, SequentialOrder, SubsetOrder
-from hpstore.loaders.pipeline import Pipeline
+from hpstore.loaders.pipeline import BatchTimeout, Pipeline
 from hpstore.loaders.progress import Piece, endless, listed
 from hpstore.loaders.slices import Slices
+from hpstore.loaders.slots import slot_bytes
 from hpstore.loaders.windows import WindowOrder, subset_stripes
 
 if TYPE_CHECKING:
     from hpstore.loaders.loader import DataLoader
 
 LEAST_AHEAD, MOST_AHEAD = 2, 16  # batches, unless prefetch_factor says
+HELD = 3  # by a user who keeps none: the last one, the next one, one on its way to a GPU
 RECORD_THREADS = 4  # where batches are read record by record they wait for devices
 
 
@@ -130,6 +132,8 @@ class Run:
         depth = loader.prefetch_factor
         depth = depth * threads if depth else _depth(loader, native, threads)
         self._pid, self.slices = os.getpid(), slices
+        self._timeout = loader.timeout or None
+        engine.expect(depth + HELD)
         self._session = session = engine.start(epoch, position)
         if isinstance(engine, Engine) and engine.cached is not None:
             if slices is not None:
@@ -160,12 +164,22 @@ class Run:
                 "iterate over the loader anew"
             )
         try:
-            taken = self._pipeline.take()
+            taken = self._pipeline.take(self._timeout)
+        except BatchTimeout as error:  # as torch has it; the next call waits for the same batch
+            raise RuntimeError(
+                f"DataLoader timed out after {self._timeout} seconds. The batch is still being "
+                "made: next() waits for it again."
+            ) from error
         except Exception:
             self.abandon()
             raise
         self._session.needed_from(self._pipeline.peek())
         return taken
+
+    @property
+    def going(self) -> bool:
+        """Whether it was not abandoned."""
+        return self._leave.alive
 
     def begins_at(self, slices: Slices | None, epoch: int) -> bool:
         """Whether this goes on at the start of an epoch, with these slices, in this process."""
@@ -193,9 +207,21 @@ def _leave(session: AnySession, pid: int) -> None:
 
 def _depth(loader: DataLoader, native: Native, threads: int) -> int:
     """Batches ahead: half of the memory for batches, the other half is the user's."""
-    batch = stored_bytes(native.data) * (loader.batch_size or 1)
-    fitting = int(loader.batch_memory_bytes // 2 // max(batch, 1))
+    fitting = loader.batch_memory_bytes // 2 // batch_bytes(native.data, loader.batch_size or 1)
     return max(LEAST_AHEAD, threads, min(MOST_AHEAD, fitting))
+
+
+def batch_bytes(data: Dataset | Mixture, rows: int) -> int:
+    """Memory for a batch of so many samples: a slot for each stream of a data set."""
+    if isinstance(data, Mixture):
+        return max(1, int(stored_bytes(data) * rows))
+    per_row = [int(s.payload_bytes.sum()) / max(1, len(data)) for s in data.streams]
+    # rows with several fields are read as they lie, then taken apart beside it
+    parts = [2 if len(s.record.fields) > 1 else 1 for s in data.streams]
+    return max(
+        1,
+        sum(slot_bytes(int(size * rows * part)) for size, part in zip(per_row, parts, strict=True)),
+    )
 
 
 class NativeIterator:
@@ -222,7 +248,8 @@ class NativeIterator:
             try:
                 piece, made = run.take()
             except Exception:
-                self._run = None
+                if not run.going:
+                    self._run = None
                 raise
             self._loader.wait_seconds = self._waited + run.wait_seconds
             self._loader.moved(piece.after)

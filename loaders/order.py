@@ -136,6 +136,7 @@ class SubsetOrder:
 
     `order` runs over 0 .. len(mapping) - 1, `mapping` int64[n] gives the sample of the data set
     (n times 8 bytes, kept, not copied; not to be changed). `samples` is the data set's size.
+    `inner`: that order; a position of it is the same position here.
     """
 
     def __init__(self, order: Order, mapping: Indices, *, samples: int) -> None:
@@ -148,18 +149,18 @@ class SubsetOrder:
             raise ConfigError(
                 f"a subset with indices {mapping.min()} .. {mapping.max()} of {samples} samples"
             )
-        self._order, self._mapping = order, mapping
+        self.inner, self._mapping = order, mapping
         self._digest = digest(mapping)
 
     def indices(self, epoch: int, start: int, stop: int) -> Indices:
         """See Order."""
-        return self._mapping[self._order.indices(epoch, start, stop)]
+        return self._mapping[self.inner.indices(epoch, start, stop)]
 
     def describe(self) -> dict[str, object]:
         """See Order."""
         return {
             "kind": "subset", "samples": self.samples, "mapping": self._digest,
-            "order": self._order.describe(),
+            "order": self.inner.describe(),
         }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Generic, TypeVar
 
 from hpstore.closing import Closing
@@ -18,6 +18,10 @@ from hpstore.loaders.progress import Piece
 T = TypeVar("T")
 _Jobs = queue.SimpleQueue["tuple[Piece, Future[T]] | None"]
 JOIN_SECONDS = 5.0  # for threads at the end of the process
+
+
+class BatchTimeout(Exception):
+    """The next batch was not made in time."""
 
 
 class Pipeline(Closing, Generic[T]):
@@ -55,10 +59,11 @@ class Pipeline(Closing, Generic[T]):
         """What comes next; None when nothing does."""
         return self._flying[0][0] if self._flying else None
 
-    def take(self) -> tuple[Piece, T]:
+    def take(self, timeout_seconds: float | None = None) -> tuple[Piece, T]:
         """The next one, waited for. Raises what making it raised (it is then over), StopIteration.
 
-        An interrupt while it waits loses nothing: the next call takes the same one.
+        BatchTimeout when it is not there in time. That and an interrupt while it waits lose
+        nothing: the next call takes the same one.
         """
         if not self._flying:
             raise StopIteration
@@ -67,6 +72,9 @@ class Pipeline(Closing, Generic[T]):
             began = time.perf_counter()
             try:
                 self.waiting = True
+                wait([future], timeout_seconds)
+                if not future.done():
+                    raise BatchTimeout
                 made = future.result()
             finally:
                 self.waiting = False
@@ -128,4 +136,4 @@ def _stop(
             thread.join(max(0.0, until - time.monotonic()))
 
 
-__all__ = ["Pipeline"]
+__all__ = ["BatchTimeout", "Pipeline"]

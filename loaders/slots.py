@@ -73,15 +73,18 @@ class Slots:
     """Slots up to `limit_bytes` in all. Thread-safe; take() never waits.
 
     `pin` is given fresh memory, to page-lock it. `ordinary_total` counts batches for which no slot
-    was free.
+    was free. `least`: so many there may always be, whatever they take: those that are made ahead
+    and a few that the user has. Without them the same bytes would be ordinary memory.
     """
 
     def __init__(self, limit_bytes: int, pin: Callable[[Bytes], None] | None = None) -> None:
         self.limit_bytes, self._pin = limit_bytes, pin
         self.made_bytes = self.ordinary_total = 0
+        self.least = 0
+        self._count = 0  # slots that there are
         self._free: list[Slot] = []
         self._returned: deque[Slot] = deque()
-        self._lock = threading.Lock()  # guards _free, made_bytes, ordinary_total
+        self._lock = threading.Lock()  # guards all of the above but the returned ones
 
     def take(self, nbytes: int) -> Slot:
         """A slot of at least `nbytes`, contents undefined; ordinary memory when all are out."""
@@ -92,20 +95,20 @@ class Slots:
                 best = min(fitting, key=lambda slot: len(slot.memory))
                 self._free.remove(best)
                 return best
-            # room for batches that are a little larger: records of many sizes
-            size = round_up(nbytes + nbytes // 8, MIB) if nbytes >= MIB else MIB
+            size = slot_bytes(nbytes)
             while self._free and self.made_bytes + size > self.limit_bytes:
-                self.made_bytes -= len(self._free.pop(0).memory)  # too small for today's batches
-            if self.made_bytes + size > self.limit_bytes:
+                self._gone(self._free.pop(0))  # too small for today's batches
+            if self.made_bytes + size > self.limit_bytes and self._count >= self.least:
                 self.ordinary_total += 1
                 if self.ordinary_total == 1:
                     _log.warning(
-                        "all %d MiB of batch memory are held by the user: further batches are made "
+                        "%d batches of %d MiB in all are held by the user: further ones are made "
                         "in ordinary memory, which is slower. Drop batches, or raise "
-                        "prefetch_bytes.", self.limit_bytes // MIB,
+                        "prefetch_bytes.", self._count, self.made_bytes // MIB,
                     )  # fmt: skip
                 return Slot(np.empty(nbytes, np.uint8), None)
             self.made_bytes += size
+            self._count += 1
         memory = aligned_array(size, populate=True)
         if self._pin is not None:
             self._pin(memory)
@@ -114,7 +117,11 @@ class Slots:
     def forget(self, slot: Slot) -> None:
         """A slot that does not come back: its memory goes when the last writer is done."""
         with self._lock:
-            self.made_bytes -= len(slot.memory)
+            self._gone(slot)
+
+    def _gone(self, slot: Slot) -> None:
+        self.made_bytes -= len(slot.memory)
+        self._count -= 1
 
     def _collect(self) -> None:
         """What finalizers have noted since the last call."""
@@ -124,4 +131,9 @@ class Slots:
                 self._free.append(slot)
 
 
-__all__ = ["Slot", "Slots"]
+def slot_bytes(nbytes: int) -> int:
+    """Of the slot for so many: room for batches that are a little larger, as of many sizes."""
+    return round_up(nbytes + nbytes // 8, MIB) if nbytes >= MIB else MIB
+
+
+__all__ = ["Slot", "Slots", "slot_bytes"]

@@ -45,7 +45,7 @@ from hpstore.pool import Pool
 from hpstore.pooled import PooledReader, Scatter
 from hpstore.units import div_ceil
 
-ReadRows = Callable[[Stream, Int64s, Sequence[Bytes]], bool]
+ReadRows = Callable[[Stream, Int64s, Sequence[Bytes] | Bytes], bool]
 
 
 class StoredData(Closing):

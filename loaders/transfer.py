@@ -4,82 +4,77 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from hpstore.loaders.batches import Ragged
+from hpstore.loaders.gpu import Gpu, Mark
 
 
-# Any below: torch.cuda's streams and events are untyped, batches are the user's
+# Any below: batches are the user's
 class Arriving:
     """A batch whose copies were enqueued."""
 
-    def __init__(self, batch: Any, event: Any, device: torch.device) -> None:
-        self._batch, self._event, self._device = batch, event, device
+    def __init__(self, batch: Any, mark: Mark) -> None:
+        self._batch, self._mark = batch, mark
 
     def wait(self) -> Any:
         """The batch; what is enqueued on the current stream from now on comes after its copies."""
-        stream: Any = torch.cuda.current_stream(self._device)
-        stream.wait_event(self._event)
-        _each(self._batch, lambda tensor: tensor.record_stream(stream))
+        self._mark.order(_tensors(self._batch))
         return self._batch
 
 
 class Transfer:
-    """Copies batches to `device` on a stream of its own. Thread-safe.
+    """Copies batches to a GPU on a stream of its own. Thread-safe.
 
     The memory that a batch is copied from is kept until its copies are through.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: Any = None
-        self._sent: deque[tuple[Any, Any]] = deque()
-        self._lock = threading.Lock()  # guards all of the above
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._sent: deque[tuple[Mark, Any]] = deque()
+        self._lock = threading.Lock()  # guards _sent, and the order in which marks are made
 
     def send(self, batch: Any) -> Arriving:
         """Enqueue the copies; does not wait for them."""
         with self._lock:
-            if self._stream is None:
-                self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(self._stream):
-                there = _mapped(batch, self._device)
-                event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record(self._stream)
-            self._sent.append((event, batch))
-            while self._sent and self._sent[0][0].query():
+            with self._gpu.side():
+                there = _mapped(batch, self._gpu)
+                mark = self._gpu.mark()
+            self._sent.append((mark, batch))
+            while self._sent and self._sent[0][0].done():
                 self._sent.popleft()
-        return Arriving(there, event, self._device)
+        return Arriving(there, mark)
 
 
-def _mapped(value: Any, device: torch.device) -> Any:
-    """The same nest with its tensors on the device."""
+def _mapped(value: Any, gpu: Gpu) -> Any:
+    """The same nest with its tensors on the GPU."""
     if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
+        return gpu.upload(value)
     if isinstance(value, Ragged):
-        return Ragged(_mapped(value.values, device), _mapped(value.offsets, device))
+        return Ragged(gpu.upload(value.values), gpu.upload(value.offsets))
     if isinstance(value, dict):
-        return {key: _mapped(one, device) for key, one in value.items()}
+        return {key: _mapped(one, gpu) for key, one in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(one, device) for one in value))
+        return type(value)(*(_mapped(one, gpu) for one in value))
     if isinstance(value, list | tuple):
-        return type(value)(_mapped(one, device) for one in value)
+        return type(value)(_mapped(one, gpu) for one in value)
     return value
 
 
-def _each(value: Any, act: Any) -> None:
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        act(value)
+        yield value
     elif isinstance(value, Ragged):
-        act(value.values)
-        act(value.offsets)
+        yield from (value.values, value.offsets)
     elif isinstance(value, dict):
         for one in value.values():
-            _each(one, act)
+            yield from _tensors(one)
     elif isinstance(value, list | tuple):
         for one in value:
-            _each(one, act)
+            yield from _tensors(one)
 
 
 __all__ = ["Arriving", "Transfer"]

@@ -19,7 +19,14 @@ import numpy as np
 from hpstore.errors import ConfigError
 from hpstore.loaders.ahead import Recent
 from hpstore.loaders.draws import DRAWS_VERSION, Indices, Purpose, check_seed, shuffled
-from hpstore.loaders.order import EPOCHS_KEPT, check_length, check_range, digest
+from hpstore.loaders.order import (
+    EPOCHS_KEPT,
+    Order,
+    SubsetOrder,
+    check_length,
+    check_range,
+    digest,
+)
 from hpstore.units import div_ceil
 
 _WINDOWS_KEPT = 4
@@ -97,6 +104,7 @@ class WindowOrder:
         self._filled = np.flatnonzero(np.diff(stripes))
         self._starts = stripes[:-1][self._filled]
         self._counts = np.diff(stripes)[self._filled]
+        self.samples_by_stripe = np.diff(stripes)
         self._edges = window_edges(len(self._filled), window_stripes=window_stripes, first=first)
         self._epochs: Recent[int, _Epoch] = Recent(EPOCHS_KEPT)
         self._windows: Recent[tuple[int, int], Indices] = Recent(_WINDOWS_KEPT)
@@ -162,6 +170,13 @@ class WindowOrder:
         return mixed
 
 
+def windows_of(order: Order | None) -> WindowOrder | None:
+    """The windows behind an order: its own, or those of the subset that it is over."""
+    if isinstance(order, SubsetOrder):
+        order = order.inner
+    return order if isinstance(order, WindowOrder) else None
+
+
 def subset_stripes(stripes: Indices, mapping: Indices) -> Indices:
     """Stripes of a subset: first position in `mapping` (sample numbers, rising) of every stripe.
 
@@ -172,4 +187,4 @@ def subset_stripes(stripes: Indices, mapping: Indices) -> Indices:
     return np.searchsorted(mapping, stripes).astype(np.int64)
 
 
-__all__ = ["Window", "WindowOrder", "design_effect", "subset_stripes", "window_edges"]
+__all__ = ["Window", "WindowOrder", "design_effect", "subset_stripes", "window_edges", "windows_of"]

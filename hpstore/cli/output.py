@@ -147,10 +147,10 @@ def show_status(status: PoolStatus) -> None:
     """A pool's status for people."""
     rows = [
         (d.device[:8], d.url, d.state, d.mode, d.domain, format_bytes(d.free_bytes),
-         format_bytes(d.total_bytes), d.problem)
+         format_bytes(d.kept_bytes), format_bytes(d.total_bytes), d.problem)
         for d in status.devices
     ]  # fmt: skip
-    table("", ("device", "url", "state", "I/O", "domain", "free", "of", "problem"), rows)
+    table("", ("device", "url", "state", "I/O", "domain", "free", "kept", "of", "problem"), rows)
     shape = f"{status.data}+{status.parity}"
     now = f"{status.effective_data}+{status.parity}"
     lines = [

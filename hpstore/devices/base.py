@@ -13,6 +13,7 @@ name by `publish`; nothing is durable before `sync` (bytes) and `sync_directory`
 from __future__ import annotations
 
 import errno
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
@@ -48,7 +49,8 @@ class Usage:
     """Space on a device, in bytes."""
 
     total: int
-    free: int
+    free: int  # what new files may take, kept ones given up
+    kept: int = 0  # of it in files that are kept for overwriting
 
 
 class ReadHandle(Protocol):
@@ -77,6 +79,10 @@ class ReadHandle(Protocol):
 
 class WriteHandle(Protocol):
     """A new file in tmp/. One thread at a time."""
+
+    @property
+    def recycled(self) -> bool:
+        """It overwrites a file that was kept for that."""
 
     def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
         """Write `buffers` back to back at `offset`, whole or DeviceError.
@@ -119,6 +125,13 @@ class Device(Protocol):
 
     def create(self, size_bytes: int) -> WriteHandle:
         """A new file of that size in tmp/, space reserved first, locked by this process."""
+
+    def create_spare(self, size_bytes: int) -> WriteHandle | None:
+        """A new file of new blocks, to be written and then published as recycled_path(size_bytes).
+
+        create() may take it from then on. Kept files are neither taken nor freed for it (DeviceFull
+        instead). None where overwriting is no faster than writing anew.
+        """
 
     def open(self, path: str) -> ReadHandle:
         """Open for reading under a shared lock. FileNotFoundError when absent or being recycled."""
@@ -163,6 +176,17 @@ class Device(Protocol):
         """Release descriptors. Idempotent."""
 
 
+def recycled_path(size_bytes: int) -> str:
+    """A new name for a file of that size to overwrite."""
+    return f"{RECYCLE}/{size_bytes}-{secrets.token_hex(8)}"
+
+
+def recycled_bytes(name: str) -> int | None:
+    """Size of a file in recycle/ by its name; None for a name that is not ours."""
+    size = name.split("-")[0]
+    return int(size) if size.isdigit() else None
+
+
 _BY_ERRNO = {
     errno.ENOSPC: DeviceFull,
     errno.EDQUOT: DeviceFull,
@@ -199,4 +223,6 @@ __all__ = [
     "Usage",
     "WriteHandle",
     "raise_device_error",
+    "recycled_bytes",
+    "recycled_path",
 ]

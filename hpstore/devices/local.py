@@ -26,9 +26,18 @@ from hpstore.devices.base import (
     Stamp,
     Usage,
     raise_device_error,
+    recycled_bytes,
+    recycled_path,
 )
 from hpstore.devices.direct import statx_alignment
-from hpstore.devices.local_io import LocalReader, LocalWriter, gone, unlock_and_close
+from hpstore.devices.local_io import (
+    LocalReader,
+    LocalWriter,
+    allocate,
+    gone,
+    names_fold,
+    unlock_and_close,
+)  # fmt: skip
 from hpstore.errors import DeviceError, DeviceMissing
 from hpstore.geometry import ALIGNMENT_BYTES
 from hpstore.keys import OBJECTS
@@ -126,19 +135,25 @@ class LocalDevice:
 
     def create(self, size_bytes: int) -> LocalWriter:
         with self._guard("create", absent_is_gone=True) as root:
-            name = f"{TMP}/{time.time_ns():020d}-{os.getpid()}-{secrets.token_hex(6)}"
+            name = _temporary()
             fd = self._reuse(root, name, size_bytes)
-            if fd is None:
-                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-                fd = self._open(name, flags, self._file_mode)
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            writer = LocalWriter(self, fd, name)
-            try:
-                self._reserve(root, fd, size_bytes)
-            except OSError:
-                writer.abort()
-                raise
+            writer = self._new(name) if fd is None else LocalWriter(self, fd, name, recycled=True)
+            with writer.aborted_on_error():
+                self._reserve(root, writer.fileno(), size_bytes)
             return writer
+
+    def create_spare(self, size_bytes: int) -> LocalWriter:
+        with self._guard("create of a spare file", absent_is_gone=True):
+            writer = self._new(_temporary())
+            with writer.aborted_on_error():
+                allocate(writer.fileno(), size_bytes)
+            return writer
+
+    def _new(self, name: str) -> LocalWriter:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        fd = self._open(name, flags, self._file_mode)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return LocalWriter(self, fd, name)
 
     def _open(self, name: str, flags: int, mode: int = 0o600) -> int:
         if self.mode != "direct":
@@ -156,14 +171,11 @@ class LocalDevice:
         if not size_bytes:
             return
         try:
-            os.posix_fallocate(fd, 0, size_bytes)
+            allocate(fd, size_bytes)
         except OSError as error:
-            if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):
-                os.ftruncate(fd, size_bytes)
-            elif error.errno in (errno.ENOSPC, errno.EDQUOT) and self._free_recycled(root):
-                os.posix_fallocate(fd, 0, size_bytes)
-            else:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._free_recycled(root):
                 raise
+            allocate(fd, size_bytes)
         if os.fstat(fd).st_size > size_bytes:
             os.ftruncate(fd, size_bytes)
 
@@ -193,7 +205,7 @@ class LocalDevice:
     def _recycled(self, root: int) -> list[tuple[int, str]]:
         """(size, name) of files in recycle/; the name starts with the size."""
         names = [entry.name for entry in self._scan(RECYCLE)]
-        return [(int(n.split("-")[0]), n) for n in names if n.split("-")[0].isdigit()]
+        return [(size, name) for name in names if (size := recycled_bytes(name)) is not None]
 
     def _free_recycled(self, root: int) -> bool:
         """Delete recycled files; True when there was one."""
@@ -214,7 +226,7 @@ class LocalDevice:
 
     def write_small(self, path: str, data: bytes) -> None:
         with self._guard(f"write of {path}", absent_is_gone=True) as root:
-            name = f"{TMP}/{time.time_ns():020d}-{os.getpid()}-{secrets.token_hex(6)}"
+            name = _temporary()
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             fd = os.open(name, flags, self._file_mode, dir_fd=root)
             try:
@@ -334,7 +346,7 @@ class LocalDevice:
                 if not self._may_recycle(root, fd, size):
                     os.unlink(path, dir_fd=root)
                 else:
-                    new = f"{RECYCLE}/{size}-{secrets.token_hex(8)}"
+                    new = recycled_path(size)
                     os.rename(path, new, src_dir_fd=root, dst_dir_fd=root)
                     self._sync_directory(path)
                     self._sync_directory(new)
@@ -368,8 +380,7 @@ class LocalDevice:
         with self._guard("sweep", absent_is_gone=True) as root:
             removed = 0
             os.stat(TMP, dir_fd=root)
-            for entry in self._scan(TMP):
-                name = f"{TMP}/{entry.name}"
+            for name in (f"{TMP}/{entry.name}" for entry in self._scan(TMP)):
                 try:
                     status = os.stat(name, dir_fd=root, follow_symlinks=False)
                     if time.time() - status.st_mtime < ORPHAN_SECONDS:
@@ -419,12 +430,12 @@ class LocalDevice:
             found = os.fstatvfs(root)
             kept = sum(size for size, _ in self._recycled(root))  # given up when space is short
             free = found.f_bavail * found.f_frsize + kept
-            return Usage(total=found.f_blocks * found.f_frsize, free=free)
+            return Usage(total=found.f_blocks * found.f_frsize, free=free, kept=kept)
 
     def probe(self, *, write: bool) -> None:
         self.check_mounted()
         with self._guard("probe", absent_is_gone=True) as root:
-            self.folds_names = self._names_fold(root)
+            self.folds_names = names_fold(root)
         if not write:
             self._require_objects()
             return
@@ -475,19 +486,15 @@ class LocalDevice:
         self.mode, self.memory_alignment = "buffered", 1
         _log.warning("device %s: O_DIRECT does not work (%s); buffered I/O", self.url, reason)
 
-    def _names_fold(self, root: int) -> bool:
-        """Whether `objects` is found under another case: told without writing."""
-        own = os.stat(OBJECTS, dir_fd=root)
-        try:
-            other = os.stat(OBJECTS.upper(), dir_fd=root)
-        except FileNotFoundError:
-            return False
-        return (other.st_dev, other.st_ino) == (own.st_dev, own.st_ino)
-
     def close(self) -> None:
         fd = self._roots.pop(os.getpid(), -1)
         if fd >= 0:
             os.close(fd)
+
+
+def _temporary() -> str:
+    """A new name in tmp/."""
+    return f"{TMP}/{time.time_ns():020d}-{os.getpid()}-{secrets.token_hex(6)}"
 
 
 __all__ = ["LocalDevice"]

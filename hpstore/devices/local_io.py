@@ -6,7 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from hpstore.buffers import aligned_array
@@ -14,6 +14,7 @@ from hpstore.codec.galois import Bytes
 from hpstore.devices.base import raise_device_error
 from hpstore.errors import DeviceError, DeviceMissing
 from hpstore.geometry import ALIGNMENT_BYTES
+from hpstore.keys import OBJECTS
 from hpstore.units import round_down, round_up
 
 _MAX_IOV = 256  # below Linux's UIO_MAXIOV of 1024
@@ -53,8 +54,22 @@ def unlock_and_close(fd: int) -> None:
 class LocalWriter:
     """A file in tmp/ under an exclusive lock."""
 
-    def __init__(self, device: LocalRoot, fd: int, name: str) -> None:
+    def __init__(self, device: LocalRoot, fd: int, name: str, *, recycled: bool = False) -> None:
         self._device, self._file, self._name = device, fd, name
+        self.recycled = recycled
+
+    def fileno(self) -> int:
+        """The descriptor, for calls while it is being made."""
+        return self._file
+
+    @contextlib.contextmanager
+    def aborted_on_error(self) -> Iterator[None]:
+        """Nothing is left of the file when making it fails."""
+        try:
+            yield
+        except OSError:
+            self.abort()
+            raise
 
     def _call(self, operation: str, act: Callable[[], None]) -> None:
         try:
@@ -133,10 +148,38 @@ class LocalReader:
         unlock_and_close(fd)
 
 
+def allocate(fd: int, size_bytes: int) -> None:
+    """Reserve the blocks of a file, or give it its size where the filesystem reserves none."""
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        os.ftruncate(fd, size_bytes)
+
+
+def names_fold(root: int) -> bool:
+    """Whether `objects` is found under another case: told without writing."""
+    own = os.stat(OBJECTS, dir_fd=root)
+    try:
+        other = os.stat(OBJECTS.upper(), dir_fd=root)
+    except FileNotFoundError:
+        return False
+    return (other.st_dev, other.st_ino) == (own.st_dev, own.st_ino)
+
+
 def aligned_copy(buffer: Bytes) -> Bytes:
     copy = aligned_array(round_up(len(buffer), ALIGNMENT_BYTES))[: len(buffer)]
     copy[:] = buffer
     return copy
 
 
-__all__ = ["LocalReader", "LocalWriter", "aligned_copy", "gone", "unlock_and_close"]
+__all__ = [
+    "LocalReader",
+    "LocalWriter",
+    "aligned_copy",
+    "allocate",
+    "gone",
+    "names_fold",
+    "unlock_and_close",
+]

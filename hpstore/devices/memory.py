@@ -59,14 +59,17 @@ class MemoryDevice:
     def create(self, size_bytes: int) -> MemoryWriter:
         self._check()
         with self._lock:
-            file = self._reuse(size_bytes)
+            old = file = self._reuse(size_bytes)
             if file is None:
                 if self.usage().free < size_bytes:
                     raise DeviceFull(f"device {self.url} is full", device=self.url)
                 file = _File(size_bytes, next(self._numbers))
             name = f"{TMP}/{file.number}-{next(self._numbers)}"
             self.files[name] = file
-            return MemoryWriter(self, file, name)
+            return MemoryWriter(self, file, name, recycled=old is not None)
+
+    def create_spare(self, size_bytes: int) -> None:
+        """Memory is as fast the first time."""
 
     def _reuse(self, size_bytes: int) -> _File | None:
         for name, file in list(self.files.items()):
@@ -205,8 +208,9 @@ class MemoryDevice:
 class MemoryWriter:
     """A file being made."""
 
-    def __init__(self, device: MemoryDevice, file: _File, name: str) -> None:
+    def __init__(self, device: MemoryDevice, file: _File, name: str, *, recycled: bool) -> None:
         self._device, self._made, self._name = device, file, name
+        self.recycled = recycled
 
     def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
         self._device._check()

@@ -152,6 +152,9 @@ class RemoteDevice:
         except OSError as error:
             raise_device_error(error, self.url, "delete")
 
+    def create_spare(self, size_bytes: int) -> None:
+        """Nothing is overwritten in a store."""
+
     def retire(self, path: str) -> None:
         self.delete(path)
 
@@ -191,6 +194,8 @@ class RemoteDevice:
 
 class RemoteWriter:
     """Collects a column until its PUT."""
+
+    recycled = False
 
     def __init__(self, device: RemoteDevice, size_bytes: int) -> None:
         self._device = device

@@ -60,6 +60,10 @@ class DeviceWrapper:
         handle = self.around("create", size_bytes, lambda: self.inner.create(size_bytes))
         return WrappedWriter(self, handle)
 
+    def create_spare(self, size_bytes: int) -> WriteHandle | None:
+        handle = self.around("create", size_bytes, lambda: self.inner.create_spare(size_bytes))
+        return None if handle is None else WrappedWriter(self, handle)
+
     def open(self, path: str) -> ReadHandle:
         return WrappedReader(self, self.around("open", 0, lambda: self.inner.open(path)))
 
@@ -105,6 +109,10 @@ class WrappedWriter:
 
     def __init__(self, device: DeviceWrapper, inner: WriteHandle) -> None:
         self._device, self._inner = device, inner
+
+    @property
+    def recycled(self) -> bool:
+        return self._inner.recycled
 
     def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
         nbytes = sum(len(buffer) for buffer in buffers)

@@ -34,6 +34,11 @@ class ColumnReader:
         self._lock = threading.Lock()  # guards _users and the first read of _table
 
     @property
+    def url(self) -> str:
+        """Of its device."""
+        return self._device.url
+
+    @property
     def where(self) -> str:
         """For messages."""
         return f"column {self.header.column} of {self.header.key!r} on {self._device.url}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 
@@ -38,6 +38,11 @@ class ColumnWriter:
         self.published = False
         self.flying: list[Future[None]] = []  # calls that may still use the handle
         self._handle: WriteHandle | None = None
+
+    @property
+    def recycled(self) -> bool:
+        """It overwrites a kept file."""
+        return self._handle is not None and self._handle.recycled
 
     @property
     def path(self) -> str:
@@ -106,11 +111,15 @@ class ColumnSet:
         return {c.device_id: c.failed for c in self.columns.values() if c.failed is not None}
 
     def submit(
-        self, call: Callable[[ColumnWriter], Callable[[], None]]
-    ) -> dict[int, Future[None]]:  # fmt: skip
-        """Start `call(column)` on the lane of every column that is alive."""
+        self,
+        call: Callable[[ColumnWriter], Callable[[], None]],
+        numbers: Container[int] | None = None,
+    ) -> dict[int, Future[None]]:
+        """Start `call(column)` on the lane of every column that is alive, or of those `numbers`."""
         futures = {}
         for column in self.alive():
+            if numbers is not None and column.header.column not in numbers:
+                continue
             future = self._store.scheduler.submit(column.device_id, call(column))
             column.flying = [f for f in column.flying if not f.done()] + [future]
             futures[column.header.column] = future
@@ -168,6 +177,8 @@ class ColumnSet:
     def create(self) -> None:
         """Reserve space for all columns, side by side."""
         self.settle(self.submit(lambda column: column.create))
+        recycled = sum(column.recycled for column in self.alive())
+        self._store.metrics.count("column_recycled_total", recycled)
 
     def finish(self) -> None:
         """Seal and publish every column that is alive. Raises MembershipMoved."""

@@ -16,6 +16,7 @@ from hpstore.buffers import aligned_array
 from hpstore.closing import Closing
 from hpstore.codec.galois import Bytes
 from hpstore.loaders.cache.core import Core, Fetched
+from hpstore.loaders.cache.pages import pages_needed
 from hpstore.loaders.cache.source import MemoryLost, bytes_of, sizes_of
 from hpstore.loaders.cache.stock import Flight, Job, Room, Stock
 from hpstore.loaders.layout import Int64s
@@ -120,7 +121,7 @@ def next_work(core: Core) -> Work | None:
 
 def _wanted(core: Core, stock: Stock, job: Job) -> Work | None:
     pages = core.room.pages
-    largest = -(-stock.largest_bytes // pages.page_bytes) * pages.page_bytes
+    largest = pages_needed(stock.largest_bytes, pages.page_bytes) * pages.page_bytes
     room = pages.page_count * pages.page_bytes
     window = min(stock.pace.window_bytes(), room // WINDOW_SHARE)
     window = max(window, min(stock.batch_bytes, room // MOST_WINDOW_SHARE), largest)

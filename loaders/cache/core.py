@@ -15,14 +15,14 @@ from hpstore.codec.galois import Bytes
 from hpstore.loaders.cache.counts import Tally
 from hpstore.loaders.cache.deciding import Bools, Floats, Plan
 from hpstore.loaders.cache.disk import DiskPart, Taken
-from hpstore.loaders.cache.pages import NO_PAGE, Found, Int32s
+from hpstore.loaders.cache.pages import NO_PAGE, Found, Int32s, pages_needed
 from hpstore.loaders.cache.source import BlockSource, bytes_of, sizes_of
 from hpstore.loaders.cache.stock import AHEAD, FETCHED, Asked, Flight, Job, Room, Stock
 from hpstore.loaders.layout import Int64s
 from hpstore.units import MIB
 
 _NONE: Int64s = np.empty(0, np.int64)
-TURN_SECONDS = 1.0  # that a batch waits for one which should have come before it
+TURN_SECONDS = 5.0  # that a batch waits for one which should have come before it
 MOST_COPIES_BYTES = 16 * MIB  # of blocks that memory had no room for, on their way to the disk
 REST_SECONDS = 1.0  # that a fetched block waits for pages which others still copy
 LATE_SECONDS = 30.0  # that a request waits for somebody else's fetch
@@ -246,7 +246,7 @@ class Core:
 
     def _await_pages(self, room: Room, kept: Sequence[Fetched]) -> None:
         """Until copies of evicted blocks are over, whose pages are needed."""
-        need = sum(-(-len(one.data) // room.pages.page_bytes) for one in kept)
+        need = sum(pages_needed(len(one.data), room.pages.page_bytes) for one in kept)
         if room.free.ready_count < need <= room.free.free_count:
             self._short += 1
             self.landed.wait_for(lambda: room.free.ready_count >= need, REST_SECONDS)

@@ -28,7 +28,7 @@ from hpstore.closing import Closing
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError
 from hpstore.loaders.cache.counts import Tally
-from hpstore.loaders.cache.disk_file import PLACE_BYTES, DiskFile, punch
+from hpstore.loaders.cache.disk_file import PLACE_BYTES, DiskFile, places, punch
 from hpstore.loaders.cache.source import BlockSource, sizes_of
 from hpstore.loaders.layout import Int64s
 from hpstore.scheduler import Scheduler
@@ -307,7 +307,7 @@ class DiskPart:
         return Taken(take, drop)
 
     def _rounded(self, blocks: Int64s) -> Int64s:
-        return -(-sizes_of(self.file.sizes, blocks) // PLACE_BYTES) * PLACE_BYTES
+        return places(sizes_of(self.file.sizes, blocks))
 
     def _victims(self, count: int, uses_of: UsesOf) -> tuple[Int64s, Floats]:
         """Some of the blocks here, the one needed last first: eight are looked at for each."""

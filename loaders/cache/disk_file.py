@@ -96,7 +96,7 @@ class DiskFile(Closing):
     def bytes_of(self, blocks: Int64s) -> int:
         """Bytes that blocks take on the disk."""
         sizes = sizes_of(self.sizes, blocks)
-        return int((-(-sizes // PLACE_BYTES) * PLACE_BYTES).sum())
+        return int(places(sizes).sum())
 
     def gone(self) -> bool:
         """Whether somebody has deleted a file of this."""
@@ -105,7 +105,7 @@ class DiskFile(Closing):
     def read(self, blocks: Int64s) -> list[Bytes | None]:
         """Bytes of blocks, views of fresh memory; None for those that do not match."""
         sizes = sizes_of(self.sizes, blocks)
-        ends = np.cumsum(-(-sizes // PLACE_BYTES) * PLACE_BYTES)
+        ends = np.cumsum(places(sizes))
         memory = aligned_array(int(ends[-1]) if len(ends) else 0)
         found: list[Bytes | None] = []
         at = 0
@@ -155,11 +155,16 @@ class DiskFile(Closing):
                 os.close(fd)
 
 
+def places(sizes: Int64s) -> Int64s:
+    """Room that blocks take; an empty one has a place, too."""
+    return -(-np.maximum(sizes, 1) // PLACE_BYTES) * PLACE_BYTES
+
+
 def _starts(sizes: Sizes, count: int) -> int | Int64s:
     """Where blocks begin, or the distance between two."""
     if isinstance(sizes, int):
-        return round_up(sizes, PLACE_BYTES)
-    ends = np.cumsum(-(-sizes // PLACE_BYTES) * PLACE_BYTES)
+        return round_up(max(sizes, 1), PLACE_BYTES)
+    ends = np.cumsum(places(sizes))
     return np.concatenate([np.zeros(1, np.int64), ends])
 
 
@@ -204,4 +209,4 @@ def punch(fd: int, start: int, length: int) -> None:
         raise OSError(number, f"cannot punch a hole: {os.strerror(number)}")
 
 
-__all__ = ["DiskFile", "PLACE_BYTES", "punch"]
+__all__ = ["DiskFile", "PLACE_BYTES", "places", "punch"]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,10 +19,9 @@ from hpstore.loaders.cache.deciding import Arrays, MakePolicy, Policy
 from hpstore.loaders.cache.disk import DiskTier
 from hpstore.loaders.cache.learned import load_learned, save_learned
 from hpstore.loaders.cache.memory import Memory
-from hpstore.loaders.cache.pages import NO_PAGE, FreePages, Pages, choose_page_bytes
-from hpstore.loaders.cache.source import BlockSource, check_source, sizes_of, total_bytes
+from hpstore.loaders.cache.pages import NO_PAGE, FreePages, Pages, choose_page_bytes, pages_needed
+from hpstore.loaders.cache.source import BlockSource, Sizes, check_source, sizes_of
 from hpstore.loaders.cache.stock import AHEAD, MOST_JOBS, Job, Room, Stock
-from hpstore.loaders.layout import Int64s
 from hpstore.loaders.policy import SampledLog
 from hpstore.units import format_bytes
 
@@ -95,14 +96,10 @@ class Division:
         Raises ConfigError, with the least memory that would do.
         """
         others = [s for s in self._core.stocks.values() if s.jobs and s.name != source.name]
-        shares = [(s.sizes, s.block_count, s.batch_blocks) for s in others]
-        shares.append((source.sizes, source.block_count, batch_blocks))
-        page = choose_page_bytes((sizes, count) for sizes, count, _ in shares)
-        weights = [total_bytes(sizes, count) for sizes, count, _ in shares]
-        needs = [_least_bytes(sizes, count, batch, page) for sizes, count, batch in shares]
-        least = max(
-            -(-need * sum(weights) // weight) for need, weight in zip(needs, weights, strict=True)
-        )
+        sharing = [(s.sizes, s.block_count, s.batch_blocks) for s in others]
+        sharing.append((source.sizes, source.block_count, batch_blocks))
+        page = choose_page_bytes((sizes, count) for sizes, count, _ in sharing)
+        least = page * sum(claim(*one, page).least for one in sharing)
         least = -(-least * MOST_SPARE_SHARE // (MOST_SPARE_SHARE - 1)) + 2 * page
         have = len(self._memory.data)
         if have < least:
@@ -159,12 +156,15 @@ class Division:
         core.room = Room(pages, FreePages(pages.page_count))
         spare = _spare_pages(pages, stocks)
         core.spill_limit = spare * page
-        weights = {s.name: total_bytes(s.sizes, s.block_count) for s in stocks}
-        for stock in stocks:
-            share = (pages.page_count - spare) * weights[stock.name] // sum(weights.values())
+        claims = [claim(s.sizes, s.block_count, s.batch_blocks, page) for s in stocks]
+        for stock, share in zip(stocks, divided(claims, pages.page_count - spare), strict=True):
             kept = learned if stock is made else stock.policy.state_arrays()
             self._renew(stock, pages, share * page, kept)
-        return {s.disk.file.stem: weights[s.name] for s in stocks if s.disk is not None}
+        return {
+            s.disk.file.stem: one.pages
+            for s, one in zip(stocks, claims, strict=True)
+            if s.disk is not None
+        }
 
     def _renew(
         self, stock: Stock, pages: Pages, capacity_bytes: int, learned: Arrays | None
@@ -189,11 +189,7 @@ class Division:
             stock.warming = True
 
     def _make(self, stock: Stock, pages: Pages, capacity_bytes: int) -> Policy:
-        sizes: int | Int64s
-        if isinstance(stock.sizes, int):
-            sizes = -(-stock.sizes // pages.page_bytes) * pages.page_bytes
-        else:
-            sizes = pages.pages_each(stock.sizes) * pages.page_bytes
+        sizes = pages_needed(stock.sizes, pages.page_bytes) * pages.page_bytes
         return self._make_policy(sizes, stock.block_count, capacity_bytes, jobs=MOST_JOBS)
 
 
@@ -204,10 +200,25 @@ def _spare_pages(pages: Pages, stocks: list[Stock]) -> int:
     return max(1, wanted, pages.page_count // SPARE_SHARE)
 
 
-def _least_bytes(sizes: int | Int64s, count: int, batch_blocks: int, page: int) -> int:
-    """For a batch: its largest block, and as many more of the mean size."""
-    each = -(-sizes_of(sizes, np.arange(count if not isinstance(sizes, int) else 1)) // page) * page
-    return max(int(each.max()), int(min(batch_blocks, count) * each.mean()))
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Pages of all blocks of a source, and the least that hold a batch of them."""
+
+    pages: int
+    least: int
 
 
-__all__ = ["Division"]
+def claim(sizes: Sizes, count: int, batch_blocks: int, page_bytes: int) -> Claim:
+    """For a batch: its largest block, or as many of the mean size."""
+    each = np.asarray(pages_needed(sizes, page_bytes))
+    total = int(each.sum()) if each.ndim else int(each) * count
+    return Claim(total, max(int(each.max()), -(-min(batch_blocks, count) * total // count)))
+
+
+def divided(claims: Sequence[Claim], pages: int) -> list[int]:
+    """Pages for each: a batch first, the rest by their bytes."""
+    rest, total = pages - sum(one.least for one in claims), sum(one.pages for one in claims)
+    return [one.least + rest * one.pages // total for one in claims]
+
+
+__all__ = ["Claim", "Division", "claim", "divided"]

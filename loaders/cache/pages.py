@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -57,8 +58,20 @@ def choose_page_bytes(sources: Iterable[tuple[Sizes, int]]) -> int:
 def _sampled(sizes: Sizes, count: int) -> tuple[npt.NDArray[np.float64], int]:
     """Some of the sizes, and the bytes that they stand for."""
     if isinstance(sizes, int):
-        return np.array([sizes], np.float64), sizes * count
-    return sizes[:: max(1, count // 4096)].astype(np.float64), int(sizes.sum())
+        return np.array([max(sizes, 1)], np.float64), max(sizes, 1) * count
+    some = np.maximum(sizes[:: max(1, count // 4096)], 1)
+    return some.astype(np.float64), max(int(sizes.sum()), 1)
+
+
+@overload
+def pages_needed(sizes: int, page_bytes: int) -> int: ...
+@overload
+def pages_needed(sizes: Int64s, page_bytes: int) -> Int64s: ...
+def pages_needed(sizes: int | Int64s, page_bytes: int) -> int | Int64s:
+    """Pages of blocks; an empty one has one, too, so that it can be somewhere."""
+    if isinstance(sizes, int):
+        return max(1, -(-sizes // page_bytes))
+    return np.maximum(-(-sizes // page_bytes), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +99,8 @@ class Pages:
 
     def pages_each(self, sizes: Int64s) -> Int64s:
         """Pages that blocks of these sizes take."""
-        return -(-sizes // self.page_bytes)
+        found: Int64s = pages_needed(sizes, self.page_bytes)
+        return found
 
     # --- reading: any thread, any process ----------------------------------------------------
 
@@ -122,6 +136,7 @@ class Pages:
         """Whether all targets are whole pages side by side: then one call copies them."""
         return (
             targets.ndim == 2
+            and targets.shape[1] > 0
             and targets.flags.c_contiguous
             and targets.shape[1] % self.page_bytes == 0
             and bool((sizes == targets.shape[1]).all())
@@ -244,4 +259,4 @@ class FreePages:
 
 
 __all__ = ["LEAST_PAGE_BYTES", "NO_PAGE", "TABLE_BYTES", "Found", "FreePages", "Int32s", "Pages",
-           "choose_page_bytes"]  # fmt: skip
+           "choose_page_bytes", "pages_needed"]  # fmt: skip

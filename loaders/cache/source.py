@@ -24,7 +24,7 @@ class BlockSource(Protocol):
 
     `name` says what it is (data set and stream), `identity` which bytes it holds: fingerprint,
     stream, generation. Equal identities mean equal bytes in every process. `sizes`: bytes of
-    each block, or of all; none is empty.
+    each block, or of all.
     """
 
     @property
@@ -50,13 +50,13 @@ def check_source(source: BlockSource) -> None:
     """Raises ConfigError for sizes that no cache can hold."""
     sizes = np.atleast_1d(np.asarray(source.sizes, np.int64))
     if isinstance(source.sizes, int):
-        good = source.sizes > 0
+        good = source.sizes >= 0
     else:
-        good = sizes.shape == (source.block_count,) and bool((sizes > 0).all())
-    if not good or source.block_count >= 1 << 31:
+        good = sizes.shape == (source.block_count,) and bool((sizes >= 0).all())
+    if not good or not 0 < source.block_count < 1 << 31:
         raise ConfigError(
             f"{source.name!r} cannot be cached: {source.block_count} blocks of {sizes.shape} sizes "
-            "(every block needs a size above 0, and there may be fewer than 2**31)"
+            "(every block needs a size, and there may be 1 to 2**31 - 1)"
         )
 
 

@@ -85,7 +85,7 @@ class Job:
 
     def seconds_ahead(self, stock: Stock) -> float:
         """How long what was prefetched will last, about."""
-        mean = total_bytes(stock.sizes, stock.block_count) / stock.block_count
+        mean = max(1.0, total_bytes(stock.sizes, stock.block_count) / stock.block_count)
         return stock.ahead_bytes / (max(self._rate, 1e-3) * mean)
 
     def tell(self, blocks: Int64s) -> None:

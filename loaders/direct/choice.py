@@ -127,8 +127,11 @@ class PathChoice:
         if not state.refused:
             self._decide(state, way)
 
-    def fail(self, device: str, reason: str) -> None:
-        """A direct batch failed, and was read over pinned memory instead."""
+    def fail(self, device: str, reason: str) -> bool:
+        """A direct batch failed, and was read over pinned memory instead.
+
+        True when that ends the direct way for the device.
+        """
         state = self._state(device)
         state.failures += 1
         state.failures_in_a_row += 1
@@ -136,6 +139,8 @@ class PathChoice:
             state.refused = f"{state.failures_in_a_row} failures in a row, the last: {reason}"
             state.changes += state.chosen is Way.DIRECT
             state.chosen = Way.PINNED
+            return True
+        return False
 
     def figures(self) -> tuple[Figures, ...]:
         """What is known, by device."""

@@ -26,12 +26,17 @@ from hpstore.loaders.direct.verify import Blocks
 class DirectColumn(Closing):
     """One column file, locked against recycling until close(). Thread-safe.
 
-    Raises FileNotFoundError when it is gone, IntegrityError when header or table is damaged,
+    `file`: its path, or a descriptor that leads to it, which is only used in here. Raises
+    FileNotFoundError when it is gone, IntegrityError when header or table is damaged,
     DirectUnavailable when it is being recycled or the driver does not take it.
     """
 
-    def __init__(self, engine: DirectEngine, path: str) -> None:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    def __init__(self, engine: DirectEngine, file: str | int) -> None:
+        if isinstance(file, str):
+            path, fd = file, os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        else:  # anew: a copy of the descriptor would share its lock and its flags
+            path = f"/proc/self/fd/{file}"
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             self.header: ColumnHeader = decode_header(os.pread(fd, HEADER_BYTES, 0), where=path)
@@ -46,7 +51,9 @@ class DirectColumn(Closing):
             unlock_and_close(fd)
         self._engine, self.path = engine, path
 
-    def read(self, start: int, end: int, arena: DirectArena, arena_offset: int) -> Future[int]:
+    def read(
+        self, start: int, end: int, arena: DirectArena, arena_offset: int, *, lane: str = ""
+    ) -> Future[int]:
         """Read column bytes [start, end) into the arena, not verified; see DirectEngine.read.
 
         `geometry.block_span` gives ranges that can be verified.
@@ -56,8 +63,8 @@ class DirectColumn(Closing):
                 f"[{start}, {end}) of a column of {self.header.geometry.column_bytes} bytes"
             )
         return self._engine.read(
-            self._file, HEADER_BYTES + start, end - start, arena, arena_offset
-        )  # fmt: skip
+            self._file, HEADER_BYTES + start, end - start, arena, arena_offset, lane=lane
+        )
 
     def blocks(self, start: int, end: int, arena_offset: int) -> Blocks:
         """What to check of column bytes [start, end), whole blocks, that lie at `arena_offset`."""

@@ -11,10 +11,10 @@ import fcntl
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -30,6 +30,7 @@ CLOSE_SECONDS = 10.0
 THREADS = 16  # cuFile is bound by submission: one thread gets half of what many get
 MAX_PENDING = 256
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -94,7 +95,7 @@ class DirectDriver(Protocol):
         """Undo open. No reads are under way."""
 
 
-class _Held:
+class Held:
     """Something that reads use: it is let go when its owner closed it and the last read ended."""
 
     def __init__(self) -> None:
@@ -130,7 +131,7 @@ class DirectFile(Closing):
 
     def __init__(self, engine: DirectEngine, fd: int, handle: int, name: str) -> None:
         self._engine, self._file, self.handle = engine, fd, handle
-        self.held = _Held()
+        self.held = Held()
         self.name = name
 
     def close(self) -> None:
@@ -151,7 +152,7 @@ class DirectArena(Closing):
     def __init__(self, engine: DirectEngine, address: int, nbytes: int, room_bytes: int) -> None:
         self._engine, self.address, self.nbytes = engine, address, nbytes
         self._room_bytes = room_bytes
-        self.held = _Held()
+        self.held = Held()
         self.tensor = engine.driver.view(address, nbytes)
 
     def close(self) -> None:
@@ -179,7 +180,7 @@ def _reopen(fd: int, flags: int) -> int:
 
 
 class DirectEngine(Closing):
-    """Reads ranges of files into arenas, `threads` at a time. Thread-safe.
+    """Reads ranges of files into arenas, `threads` at a time on each lane. Thread-safe.
 
     It belongs to the process that made it: neither CUDA nor cuFile lives through a fork, so a
     child's calls raise DirectUnavailable (PROTOCOL 22). Metrics: `gpu_direct_read_bytes`,
@@ -244,16 +245,29 @@ class DirectEngine(Closing):
             self._open = [kept for kept in self._open if not kept.held.closed]
             self._open.append(item)
 
+    def submit(self, lane: str, call: Callable[[], T]) -> Future[T]:
+        """Run `call` on a thread of a lane, such as one that opens files of a device.
+
+        Lanes have `threads` threads each, so that what hangs in one holds up no other. Raises
+        DirectUnavailable after close() or a fork.
+        """
+        self._check_usable()
+        return self._scheduler.submit(lane, call)
+
     def read(
-        self, file: DirectFile, file_offset: int, length: int, arena: DirectArena, arena_offset: int
-    ) -> Future[int]:
+        self, file: DirectFile, file_offset: int, length: int, arena: DirectArena,
+        arena_offset: int, *, lane: str = "",
+    ) -> Future[int]:  # fmt: skip
         """Read a range of a file into the arena; the future holds `length`.
+
+        It runs on a thread of `lane`, by default of one for all files.
 
         Offsets and length are multiples of 4 KiB. Cancelling the future of a read that runs does
         not stop it. The future raises DirectError when the file ends before, or the driver fails:
         the range is undefined then. Bytes are not verified here. Raises ValueError for a range that
         is not aligned or not inside the arena, DirectUnavailable after close() or a fork.
-        DeviceTimeout, in the future: `max_pending` reads wait already, or all threads hang.
+        DeviceTimeout, in the future: `max_pending` reads of the lane wait already, or all of its
+        threads hang.
         """
         self._check_usable()
         odd = [n for n in (file_offset, length, arena_offset) if n % ALIGNMENT_BYTES]
@@ -271,7 +285,7 @@ class DirectEngine(Closing):
             count = self.driver.read(file.handle, file_offset, length, arena.address, arena_offset)
             return self._checked(count, file, file_offset, length)
 
-        future = self._scheduler.submit(self.driver.kind, call)
+        future = self._scheduler.submit(lane or self.driver.kind, call)
 
         def over(_: object) -> None:
             file.held.leave()
@@ -316,7 +330,7 @@ class DirectEngine(Closing):
         if self._closed:
             raise DirectUnavailable("the engine is closed: nothing was read")
 
-    def let_go(self, held: _Held, what: str) -> bool:
+    def let_go(self, held: Held, what: str) -> bool:
         """Shut it; whether its owner may free it now. In a forked child: never."""
         if os.getpid() != self._pid:
             return False

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from hpstore.errors import DirectUnavailable
-from hpstore.geometry import BLOCK_BYTES
 
 STEP_BYTES = 1024  # lengths are multiples: all blocks of a column are, of 4 KiB
+MAX_LENGTH_BYTES = 64 << 20  # of a unit, and with it of a record; blocks of a column are smaller
 _WORD_BYTES = 8
 
 # xxHash's default secret, XXH3_kSecret, and its primes (doc/xxhash_spec.md)
@@ -42,8 +42,9 @@ def _table() -> NDArray[np.int64]:
 class Blocks:
     """Ranges of one arena with what their checksums must be; arrays of one length.
 
-    `starts` int64 byte offsets, multiples of 8; `lengths` int64, multiples of 1 KiB up to 64 KiB;
-    `seeds` and `expected` uint64.
+    `starts` int64 byte offsets, multiples of 8; `lengths` int64, multiples of 1 KiB up to 64 MiB
+    (records of a data set are checked like blocks of a column, with seed 0); `seeds` and
+    `expected` uint64.
     """
 
     starts: NDArray[np.int64]
@@ -59,8 +60,8 @@ class Blocks:
             return
         if (self.starts % _WORD_BYTES).any() or (self.lengths % STEP_BYTES).any():
             raise ValueError("blocks begin at multiples of 8 and are multiples of 1 KiB long")
-        if self.lengths.min() < STEP_BYTES or self.lengths.max() > BLOCK_BYTES:
-            raise ValueError(f"blocks have from {STEP_BYTES} to {BLOCK_BYTES} bytes")
+        if self.lengths.min() < STEP_BYTES or self.lengths.max() > MAX_LENGTH_BYTES:
+            raise ValueError(f"blocks have from {STEP_BYTES} to {MAX_LENGTH_BYTES} bytes")
         if self.starts.min() < 0 or (self.starts + self.lengths).max() > nbytes:
             raise ValueError(f"blocks are not inside {nbytes} bytes")
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hpstore.loaders.policy.plans import Floats, Int64s
+from hpstore.loaders.policy.residents import Int32s
 
 JOBS = 8
 """Jobs that have a bit."""
@@ -50,7 +51,9 @@ class Phases:
             self.made[job] += requests
             self._stale += requests / self.length[job]
 
-    def waits(self, blocks: Int64s, jobs: tuple[int, ...], shares: Sequence[float]) -> Floats:
+    def waits(
+        self, blocks: Int64s | Int32s, jobs: tuple[int, ...], shares: Sequence[float]
+    ) -> Floats:
         """float32[n]: ln of requests until one of `jobs`, who have begun epochs, needs a block.
 
         `shares`: of all requests, by job.

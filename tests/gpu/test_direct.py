@@ -86,7 +86,7 @@ def test_compiled_kernels_agree_with_the_reference() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     answers = json.loads(done.stdout)
-    assert len(answers) == 7
+    assert len(answers) == 8
     assert set(answers.values()) == {""}
 
 

@@ -9,17 +9,28 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import tempfile
+import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 
+import hpstore
 from hpstore.codec import ErasureCode, choose_backend
 from hpstore.codec.galois import Bytes
 from hpstore.geometry import Code
+from hpstore.loaders import Dataset
 from hpstore.loaders.direct.decode import DecodeJobs, decode
 from hpstore.loaders.direct.verify import Blocks, verify
+from hpstore.loaders.gpu import Cuda
+from hpstore.testing.fake_gpu import FakeGpu
+from hpstore.units import KIB
+from tests.integration.direct_cases import cpu_epoch, gpu_epoch, holders, write_direct
+from tests.integration.loader_cases import same
 
 UNIT = 4096 + 520  # two programs a unit, the second one almost empty
 GUARD = 64
@@ -110,11 +121,14 @@ def several_jobs() -> str:
 
 
 def noise_blocks() -> tuple[Bytes, Blocks]:
-    """Blocks of many lengths and seeds in 400 KB of noise, with xxhash's answers."""
-    memory = RNG.integers(0, 256, 400_000, np.uint8)
-    starts = np.array([0, 8, 65536, 131072 + 4096, 200000, 334464])
-    lengths = np.array([1024, 4096, 65536, 2048, 65536 - 4096, 65536])
-    seeds = RNG.integers(0, 2**64, 6, np.uint64)
+    """Blocks of many lengths and seeds in 600 KB of noise, with xxhash's answers.
+
+    The last one has the length of a record of 147 KiB.
+    """
+    memory = RNG.integers(0, 256, 600_000, np.uint8)
+    starts = np.array([0, 8, 65536, 131072 + 4096, 200000, 334464, 400000])
+    lengths = np.array([1024, 4096, 65536, 2048, 65536 - 4096, 65536, 147 * 1024])
+    seeds = RNG.integers(0, 2**64, 7, np.uint64)
     seeds[0], seeds[3] = 0, 2**64 - 1
     expected = [
         xxhash.xxh3_64_intdigest(memory[start : start + length].tobytes(), int(seed))
@@ -143,8 +157,43 @@ def flips() -> str:
             damaged = memory.copy()
             damaged[at] ^= 1 << int(RNG.integers(8))
             good = checked(damaged, blocks)
-            if good != [n != number for n in range(6)]:
+            if good != [n != number for n in range(7)]:
                 return f"byte {at} of block {number}: {good}"
+    return ""
+
+
+class KernelGpu(FakeGpu):
+    """The stand-in with the kernels of the GPU, which the interpreter runs one at a time."""
+
+    one = threading.Lock()
+
+    def decode(self, memory: torch.Tensor, jobs: DecodeJobs) -> None:
+        with self.one:
+            decode(memory, jobs)
+
+    def verify(self, memory: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+        with self.one:
+            self.verified += len(blocks.starts)
+            return verify(memory, blocks)
+
+
+def an_epoch() -> str:
+    """Through DataLoader with a device missing: as the loader of the CPU, decoded and checked."""
+    for kind, count in (("records", 22), ("blocks", 14)):  # two whole stripes of each
+        with tempfile.TemporaryDirectory() as directory:
+            root = Path(directory)
+            places, config = [root / f"d{i}" for i in range(3)], root / "pool.toml"
+            with hpstore.create(places, data=2, parity=1, config=config) as pool:
+                lost = holders(root, write_direct(pool, kind, count, 64 * KIB), 1)
+            lost[0].rename(root / "away")
+            with hpstore.open(config) as pool:
+                data = Dataset(pool, kind)
+                gpu: Any = Cuda(torch.device("cuda")) if DEVICE == "cuda" else KernelGpu()
+                found, stats = gpu_epoch(data, gpu)
+                if not same(found, cpu_epoch(data)):
+                    return f"an epoch of {kind} differs"
+                if DEVICE != "cuda" and not (stats["units_decoded"] and gpu.verified):
+                    return f"nothing of {kind} went through the kernels: {stats}"
     return ""
 
 
@@ -156,6 +205,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "decode-jobs": several_jobs,
     "digests": digests,
     "flips": flips,
+    "epoch": an_epoch,
 }
 
 if __name__ == "__main__":

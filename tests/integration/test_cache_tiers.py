@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ import pytest
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError
 from hpstore.loaders.cache import Attached, Cache, MemoryLost
+from hpstore.loaders.cache import core as core_module
 from hpstore.loaders.cache.ahead import MOST_WINDOW_SHARE, next_work
 from hpstore.loaders.cache.core import Core, Fetched
 from hpstore.loaders.cache.counts import Tally
@@ -93,9 +93,10 @@ def test_who_waited_for_a_fetch_that_failed_fetches_himself(
 
 
 def test_who_leaves_the_foretold_order_waits_for_nobody(
-    source: NumberedSource, still: tuple[Cache, Attached]
+    source: NumberedSource, still: tuple[Cache, Attached], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reader that skips ahead waits for its turn once; from then on its order is unknown."""
+    monkeypatch.setattr(core_module, "TURN_SECONDS", 0.1)
     cache, reader = still
     reader.expect(0, np.arange(COUNT))
     read_epoch(reader, source, np.arange(50, 150), 10)
@@ -397,34 +398,7 @@ def test_a_full_disk_gives_up_a_block_only_for_one_that_is_needed_sooner(
         assert np.count_nonzero(part.file.checks) == 40
 
 
-# --- how small a budget may be ----------------------------------------------------------------
-
-
-def test_a_budget_below_a_batch_is_refused_with_the_least_that_would_do() -> None:
-    """The number in the message works, at blocks of one size and of many; half of it does not."""
-    sizes = np.random.default_rng(0).integers(100, 20_000, COUNT).astype(np.int64)
-    for source in (NumberedSource(COUNT, SIZE), NumberedSource(COUNT, sizes)):
-        with Cache(20_000) as cache, pytest.raises(ConfigError, match="need at least") as told:
-            cache.attach(source, batch_blocks=32)
-        found = re.search(r"need at least (\d+)", str(told.value))
-        assert found is not None
-        least = int(found.group(1))
-        with Cache(least) as cache, cache.attach(source, batch_blocks=32) as reader:
-            read_epoch(reader, source, np.arange(COUNT), 32)
-            read_epoch(reader, source, np.arange(COUNT), 32)
-        with Cache(least // 2) as cache, pytest.raises(ConfigError, match=r"Nothing was changed"):
-            cache.attach(source, batch_blocks=32)
-
-
-def test_a_budget_that_cannot_be_is_refused_when_the_cache_is_made() -> None:
-    """No bytes, more than there are, half of a disk tier: an error, and nothing reserved."""
-    for wrong in (0, -5, 1 << 50):
-        with pytest.raises(ConfigError, match="memory_bytes"):
-            Cache(wrong)
-        with pytest.raises(ConfigError, match="memory_bytes"):
-            Cache(wrong, share=f"test {wrong}")
-    with pytest.raises(ConfigError, match="disk_path and disk_bytes"):
-        Cache(1 << 20, disk_bytes=5)
+# --- sources, and the end ----------------------------------------------------------------------
 
 
 def test_the_share_of_the_best_possible_is_measured(source: NumberedSource) -> None:

@@ -63,6 +63,7 @@ def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
         "decode-jobs",
         "digests",
         "flips",
+        "epoch",
     ],
 )
 def test_interpreted_kernels_agree_with_the_reference(answers: dict[str, Any], check: str) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, Ragged
+from hpstore.loaders.native import HELD, LEAST_AHEAD, RECORD_THREADS
 from hpstore.loaders.slots import Slots
 from hpstore.pool import Pool
 from hpstore.units import KIB, MIB
@@ -128,8 +129,20 @@ def test_a_list_of_the_loader_and_a_replay_buffer_of_all_epochs(
     assert len(replay) == 5 * COUNT // BATCH
     assert all(still(marks, value) for batch in replay for marks, value in tensors(batch))
     assert loader.stats()["batches_in_ordinary_memory"] > 0
-    assert loader.stats()["batch_memory_bytes"] == 2 * MIB
+    # more than these 2 MiB: what a user who keeps nothing needs
+    ahead = RECORD_THREADS if mode == "records" else LEAST_AHEAD
+    assert loader.stats()["batch_memory_bytes"] == (ahead + HELD) * len(data.streams) * MIB
     assert len([r for r in caplog.records if "held by the user" in r.message]) == 1
+    loader.close()
+
+
+def test_a_user_who_keeps_no_batch_never_hears_that_he_holds_memory(data: Dataset) -> None:
+    """Batches that are larger than all of prefetch_bytes: each is made in a slot, none in vain."""
+    loader = DataLoader(data, 3 * BATCH, shuffle=True, cache=0, prefetch_bytes="64KiB")
+    for _ in range(3):
+        for batch in loader:
+            assert batch
+    assert loader.stats()["batches_in_ordinary_memory"] == 0
     loader.close()
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -167,6 +170,33 @@ def test_an_iterable_is_resumed_by_reading_again() -> None:
     assert again.state_dict()["epoch"] == 2
 
 
+class Shared(Stream):
+    """As Stream, dealt out to torch's workers: each has every other sample."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        worker = torch.utils.data.get_worker_info()
+        number, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return iter([{"label": torch.tensor(i)} for i in range(number, 23, count)])
+
+
+def test_an_iterable_with_workers_is_resumed_by_reading_again() -> None:
+    """Two workers read ahead; the state counts what was handed out; no sample twice or never."""
+    options: dict[str, Any] = {"batch_size": 3, "num_workers": 2, "prefetch_factor": 2}
+    whole = flat(DataLoader(Shared(), **options))
+    assert sorted(whole) == list(range(23))
+    for cut in (1, 5):
+        first = DataLoader(Shared(), **options)
+        run = iter(first)
+        found = [label for _ in range(cut) for label in labels(next(run))]
+        state = json.loads(json.dumps(first.state_dict()))
+        assert (state["epoch"], state["samples"]) == (0, cut)
+        second = DataLoader(Shared(), **options)
+        second.load_state_dict(state)
+        assert found + flat(second) == whole
+        assert second.skipped_batches_total == cut
+        assert position(second) == (1, 0)
+
+
 def position(loader: DataLoader) -> tuple[int, int]:
     state = loader.state_dict()
     return state["epoch"], state["samples"]
@@ -272,3 +302,34 @@ def test_states_are_json_and_shared_with_nobody(data: Dataset) -> None:
     state["fingerprints"].clear()
     assert loader.state_dict()["fingerprints"] == [data.fingerprint]
     assert json.loads(json.dumps(loader.state_dict())) == loader.state_dict()
+
+
+KILLED = """
+import sys, hpstore
+from hpstore.loaders import DataLoader, Dataset
+pool = hpstore.open(sys.argv[1])
+loader = DataLoader(Dataset(pool, "a"), 8, shuffle=True, num_workers=2, cache=0)
+run = iter(loader)
+print(len(next(run)), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_loader_leaves_nothing_in_shared_memory(data: Dataset) -> None:
+    """It never had any: no map and no descriptor of it leads there when SIGKILL comes."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(data.pool.config.path)], stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert child.stdout is not None
+    assert child.stdin is not None
+    assert child.stdout.readline().strip()
+    process = Path(f"/proc/{child.pid}")
+    maps = (process / "maps").read_text()
+    files = [os.readlink(path) for path in (process / "fd").iterdir()]
+    child.kill()
+    child.wait(30)
+    child.stdin.close()
+    child.stdout.close()
+    assert "/dev/shm" not in maps
+    assert not [name for name in files if name.startswith("/dev/shm")]

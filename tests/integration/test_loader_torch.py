@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import signal
@@ -427,6 +428,42 @@ def test_jumping_about_never_waits_for_what_is_not_read(data: Dataset, mode: str
     loader.set_epoch(3)
     assert within(LIMIT, lambda: flat(loader)) == whole[3]  # closed: starts again
     within(LIMIT, loader.close)
+
+
+def test_a_timeout_of_next_is_as_torchs_and_loses_nothing(data: Dataset) -> None:
+    """A transform that waits: RuntimeError; the next call gets the same batch."""
+    go = threading.Event()
+
+    def slow(batch: Any) -> Any:
+        go.wait(LIMIT)
+        return batch
+
+    whole = flat(DataLoader(data, 10))
+    loader = DataLoader(data, 10, timeout=0.05, batch_transform=slow)
+    run = iter(loader)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"timed out after 0\.05 seconds"):
+            next(run)
+    assert loader.state_dict()["samples"] == 0
+    go.set()
+    loader.timeout = 60
+    assert flat(run) + flat(loader) == [*whole, *whole]
+    loader.close()
+
+
+def test_a_worker_init_fn_that_is_not_called_is_said_so(
+    data: Dataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Threads are no workers; torch's own data sets still have theirs."""
+    with caplog.at_level(logging.WARNING):
+        loader = DataLoader(data, 10, num_workers=2, worker_init_fn=print)
+        assert loader.worker_init_fn is print
+        assert len(flat(loader)) == COUNT
+    assert [r.message for r in caplog.records if "worker_init_fn is not called" in r.message]
+    loader.close()
+    caplog.clear()
+    DataLoader(Rows(), 10, num_workers=2, worker_init_fn=print)
+    assert not caplog.records
 
 
 def test_wrong_arguments_are_named(data: Dataset) -> None:

@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
+from hpstore.loaders.engine import worth_reading
 from hpstore.loaders.filling import page_bounds, stripes_kept
 from hpstore.loaders.slab import Places, Slab
 from hpstore.pool import Pool
@@ -53,7 +55,7 @@ def test_the_room_is_a_fraction_of_the_data(data: Dataset) -> None:
     assert stripes_kept(np.diff(stripes), 1, 3) < 10
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("batch", [2, 11, 200])
 def test_ranks_share_epochs(data: Dataset, world: int, batch: int) -> None:
     """Batches over many windows; ranks far from each other, with many windows between."""
@@ -189,3 +191,51 @@ def test_bounds_of_pages() -> None:
     assert stripes_kept(np.array([5, 1, 1, 5]), 1, 1) == 1 + 3
     assert stripes_kept(np.array([5, 1, 1, 5]), 2, 7) == 3 + 6
     assert stripes_kept(np.array([5, 1, 1, 5]), 1, 1000) == 5 + 3
+
+
+def test_windows_of_a_subset_are_read_by_pages_when_most_of_them_is_wanted(data: Dataset) -> None:
+    """Nine of ten samples: all out of memory; one of ten: record by record. The same samples."""
+    most, few = list(range(COUNT - 9)), list(range(0, COUNT, 10))
+    for chosen, mode in ((most, "window"), (few, "records")):
+        loader = DataLoader(torch.utils.data.Subset(data, chosen), 7, **WINDOW)
+        for _ in range(2):
+            found = within(LIMIT, lambda: list(loader))  # noqa: B023
+            assert sorted(flat(found)) == chosen
+            for batch in found:
+                check(batch, FIELDS)
+        stats = loader.stats()
+        assert stats["mode"] == mode
+        assert (stats["records_gathered"] > 0) == (mode == "window")
+        assert (stats["records_read"] > 0) == (mode == "records")
+        within(LIMIT, loader.close)
+
+
+def test_a_subset_in_windows_resumes_anywhere(data: Dataset) -> None:
+    """In any order of its indices; cut in mid-window, the rest of the epoch is the same."""
+    chosen = list(reversed(range(5, COUNT)))
+    options = {"batch_size": 7, **WINDOW}
+    whole = flat(DataLoader(torch.utils.data.Subset(data, chosen), **options))
+    first = DataLoader(torch.utils.data.Subset(data, chosen), **options)
+    run = iter(first)
+    found = labels(next(run)) + labels(next(run)) + labels(next(run))
+    second = DataLoader(torch.utils.data.Subset(data, chosen), **options)
+    second.load_state_dict(first.state_dict())
+    assert found + within(LIMIT, lambda: flat(second)) == whole
+
+
+def test_ranks_of_a_large_world_read_their_records_alone(data: Dataset) -> None:
+    """Where a rank uses little of a page it does not read it: no more bytes than it needs."""
+    for world, mode in ((2, "window"), (8, "records")):
+        loaders = ranks(data, world, batch_size=4, **WINDOW)
+        found = [within(LIMIT, lambda: flat(loader)) for loader in loaders]  # noqa: B023
+        assert sorted(label for part in found for label in part) == list(range(COUNT))
+        for loader in loaders:
+            assert loader.stats()["mode"] == mode
+            within(LIMIT, loader.close)
+
+
+def test_the_border_between_pages_and_records() -> None:
+    """Large records are read alone unless nearly all of a page is wanted, small ones seldom."""
+    assert worth_reading(12 * KIB) == pytest.approx(12 / 35)
+    assert worth_reading(150 * KIB) > 0.85
+    assert worth_reading(100) < 0.01

@@ -147,14 +147,14 @@ def test_a_restored_policy_goes_on_as_if_nothing_had_been(
 ) -> None:
     """Equal plans for all that follows, experts and their shadow caches included."""
     rng = np.random.default_rng(seed)
-    requests = rng.zipf(1.3, (40, 16)) % 300
+    requests = rng.zipf(1.3, (40, 10)) % 300
     policy = CachePolicy(1, 300, 20)
 
     def play(part: Int64s, one: CachePolicy) -> list[list[int]]:
         plans = []
         for number, batch in enumerate(part):
             if phases and number % 7 == 0:
-                one.begin_epoch(0, 112)
+                one.begin_epoch(0, 70)
             plan = one.access(0, batch)
             plans.append([*plan.hit.tolist(), *plan.admit.tolist(), -1, *plan.evict.tolist()])
         return plans

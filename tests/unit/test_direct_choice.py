@@ -85,12 +85,12 @@ def test_failures_in_a_row_end_the_direct_way() -> None:
     choice = PathChoice(CONFIG)
     run(choice, steady(8, 5), 8)
     for _ in range(2):
-        choice.fail("a", "no such thing")
+        assert not choice.fail("a", "no such thing")
     choice.record("a", Way.DIRECT, 1, 1.0)
     for _ in range(2):
-        choice.fail("a", "no such thing")
+        assert not choice.fail("a", "no such thing")
     assert choice.choose("a") is Way.DIRECT
-    choice.fail("a", "IO_NOT_SUPPORTED")
+    assert choice.fail("a", "IO_NOT_SUPPORTED")
     assert set(run(choice, steady(8, 5), 100)) == {Way.PINNED}
     (figures,) = choice.figures()
     assert (figures.chosen, figures.changes, figures.direct_failures) == (Way.PINNED, 1, 5)

@@ -1,0 +1,134 @@
+"""A stand-in for a GPU under the loader: CPU tensors, copies that run late, FakeCuFile below.
+
+It satisfies loaders' `Gpu` by its shape alone; testing lies below loaders.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from hpstore.codec import ErasureCode, choose_backend
+from hpstore.codec.galois import Bytes
+from hpstore.geometry import Code
+from hpstore.testing.fake_direct import FakeCuFile
+
+
+# Any below: DecodeJobs and Blocks of loaders
+class FakeMark:
+    """Copies that have not run. They read their sources when they do, as those of a stream do."""
+
+    def __init__(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._pairs = pairs
+        self._lock = threading.Lock()  # guards _pairs
+
+    def done(self) -> bool:
+        """Whether they have run: only when somebody waited."""
+        with self._lock:
+            return not self._pairs
+
+    def wait_on_host(self) -> None:
+        """Run them, unless they have."""
+        with self._lock:
+            pairs, self._pairs = self._pairs, []
+            for target, source in pairs:
+                target.copy_(source)
+
+    def order(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Run them: what the caller does next is later work of the stream."""
+        self.wait_on_host()
+        list(tensors)
+
+
+class FakeGpu:
+    """`driver_of_all` is what direct reads go through. `obstacles`: by directory, "" for all.
+
+    A copy runs when its mark is waited for or ordered, so that memory that is used again too early
+    shows. `decoded`, `verified`: how many units and blocks were.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(
+        self, driver: FakeCuFile | None = None, *, obstacles: dict[str, str] | None = None,
+        kernels: bool = True,
+    ) -> None:  # fmt: skip
+        self.driver_of_all = FakeCuFile() if driver is None else driver
+        self.pinned: set[int] = set()
+        self.asked: list[str] = []
+        self.decoded = self.verified = 0
+        self._obstacles = {} if obstacles is None else obstacles
+        self._kernels = kernels
+        self._pending = threading.local()
+        self._lock = threading.Lock()  # guards the counters
+        self._code = ErasureCode(choose_backend())
+
+    def pin(self, memory: Bytes) -> None:
+        """Notes its address."""
+        self.pinned.add(memory.ctypes.data)
+
+    def side(self) -> AbstractContextManager[object]:
+        """Every thread has a side stream of its own."""
+        self._pending.pairs = []
+        return nullcontext()
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """New memory, filled when the mark behind it is waited for."""
+        made = torch.full_like(tensor, 1)
+        self._pending.pairs.append((made, tensor))
+        return made
+
+    def mark(self) -> FakeMark:
+        """Behind all uploads of this thread since side()."""
+        pairs, self._pending.pairs = self._pending.pairs, []
+        return FakeMark(pairs)
+
+    def obstacle(self, directory: str) -> str | None:
+        """What was given for the directory, or for all."""
+        self.asked.append(directory)
+        return self._obstacles.get(directory, self._obstacles.get(""))
+
+    def driver(self) -> FakeCuFile:
+        """The one that was given."""
+        return self.driver_of_all
+
+    def decode(self, memory: torch.Tensor, jobs: Any) -> None:
+        """By the codec of the host."""
+        self._need_kernels()
+        jobs.check(memory.numel())
+        held = memory.numpy()
+        for sources, targets in zip(jobs.sources.tolist(), jobs.targets.tolist(), strict=True):
+            self._code.reconstruct(
+                Code.RS_CAUCHY, jobs.data, jobs.parity, jobs.have, jobs.want,
+                [held[at : at + jobs.length] for at in sources],
+                [held[at : at + jobs.length] for at in targets],
+            )  # fmt: skip
+        with self._lock:
+            self.decoded += jobs.targets.size
+
+    def verify(self, memory: torch.Tensor, blocks: Any) -> torch.Tensor:
+        """By xxhash."""
+        self._need_kernels()
+        blocks.check(memory.numel())
+        held = memory.numpy()
+        rows = zip(blocks.starts, blocks.lengths, blocks.seeds, blocks.expected, strict=True)
+        good = [
+            xxhash.xxh3_64_intdigest(held[at : at + length].data, int(seed)) == int(wanted)
+            for at, length, seed, wanted in rows
+        ]
+        with self._lock:
+            self.verified += len(good)
+        return torch.from_numpy(np.array(good, bool))
+
+    def _need_kernels(self) -> None:
+        if not self._kernels:
+            raise RuntimeError("the fake GPU was told to have no kernels")
+
+
+__all__ = ["FakeGpu", "FakeMark"]

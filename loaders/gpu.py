@@ -1,0 +1,169 @@
+"""What the loader asks of a GPU: page-locked memory, a stream beside the step, direct reads.
+
+`Cuda` is NVIDIA's by torch. Tests have a stand-in (`hpstore.testing.fake_gpu`) with the same calls.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from hpstore.codec.galois import Bytes
+from hpstore.errors import ConfigError
+
+if TYPE_CHECKING:  # imported when they are used: most loaders never read directly
+    from hpstore.loaders.direct.decode import DecodeJobs
+    from hpstore.loaders.direct.engine import DirectDriver
+    from hpstore.loaders.direct.verify import Blocks
+
+
+class Mark(Protocol):
+    """A point in the side stream: everything that was enqueued on it before."""
+
+    def done(self) -> bool:
+        """Whether the GPU is past it. Does not wait."""
+
+    def wait_on_host(self) -> None:
+        """Block the calling thread until the GPU is past it."""
+
+    def order(self, tensors: Iterable[torch.Tensor]) -> None:
+        """What is enqueued on the caller's stream from now on comes after it.
+
+        `tensors` were made on the side stream; their memory is not used again before the caller's
+        stream is done with them.
+        """
+
+
+class Gpu(Protocol):
+    """One GPU, as the loader uses it. Thread-safe."""
+
+    device: torch.device
+
+    def pin(self, memory: Bytes) -> None:
+        """Page-lock host memory, for good. Raises ConfigError."""
+
+    def side(self) -> AbstractContextManager[object]:
+        """Inside, what the calling thread enqueues goes to the side stream."""
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Inside side(): the tensor on the GPU, its copy enqueued; itself when it is there.
+
+        Its host memory must not change before a mark() behind it is done.
+        """
+
+    def mark(self) -> Mark:
+        """Inside side(): a mark behind what was enqueued so far."""
+
+    def obstacle(self, directory: str) -> str | None:
+        """Why files of a directory cannot be read straight to this GPU; None when they can.
+
+        Makes sure by trying, which may take a minute the first time. Raises OSError.
+        """
+
+    def driver(self) -> DirectDriver:
+        """What reads files straight into memory of this GPU, not yet open."""
+
+    def decode(self, memory: torch.Tensor, jobs: DecodeJobs) -> None:
+        """As loaders.direct.decode."""
+
+    def verify(self, memory: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+        """As loaders.direct.verify."""
+
+
+# Any below: torch.cuda's streams and events are untyped
+class _Event:
+    def __init__(self, event: Any, device: torch.device) -> None:
+        self._event, self._device = event, device
+
+    def done(self) -> bool:
+        return bool(self._event.query())
+
+    def wait_on_host(self) -> None:
+        self._event.synchronize()
+
+    def order(self, tensors: Iterable[torch.Tensor]) -> None:
+        stream: Any = torch.cuda.current_stream(self._device)
+        stream.wait_event(self._event)
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+
+
+class Cuda:
+    """A Gpu by torch.cuda, cuFile and Triton. Touches nothing of CUDA before its first use."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream: Any = None
+        self._launch = threading.Lock()  # guards Triton's launcher, which compiles at first use
+
+    def pin(self, memory: Bytes) -> None:
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch's
+        error = runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
+        if int(error):
+            raise ConfigError(
+                f"{memory.nbytes} bytes of batch memory could not be page-locked "
+                f"(cudaHostRegister: {error}); lower prefetch_bytes"
+            )
+
+    def side(self) -> AbstractContextManager[object]:
+        if self._stream is None:  # two threads may make two; one of them is kept
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        made: AbstractContextManager[object] = torch.cuda.stream(self._stream)
+        return made
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+    def mark(self) -> Mark:
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return _Event(event, self.device)
+
+    @property
+    def _number(self) -> int:
+        return torch.cuda.current_device() if self.device.index is None else self.device.index
+
+    def obstacle(self, directory: str) -> str | None:
+        from hpstore.loaders.direct.detect import process_detector
+
+        found = process_detector().detect(directory, self._number)
+        return None if found.direct else f"{found.route}: {found.reason}"
+
+    def driver(self) -> DirectDriver:
+        from hpstore.loaders.direct.cufile import CuFile
+
+        return CuFile(self._number)
+
+    def decode(self, memory: torch.Tensor, jobs: DecodeJobs) -> None:
+        from hpstore.loaders.direct.decode import decode
+
+        with self._launch:
+            decode(memory, jobs)
+
+    def verify(self, memory: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+        from hpstore.loaders.direct.verify import verify
+
+        with self._launch:
+            return verify(memory, blocks)
+
+
+def gpu_of(device: str | torch.device | Gpu | None) -> Gpu | None:
+    """The GPU that batches go to; None for the CPU. Raises ConfigError for other devices."""
+    if device is None:
+        return None
+    if not isinstance(device, str | torch.device):
+        return device
+    found = torch.device(device)
+    if found.type == "cpu":
+        return None
+    if found.type != "cuda":
+        raise ConfigError(f"device {str(found)!r}: batches are sent to cpu or cuda")
+    return Cuda(found)
+
+
+__all__ = ["Cuda", "Gpu", "Mark", "gpu_of"]
