@@ -23,13 +23,13 @@ import hpstore
 from hpstore.benchmarks.cache_lru import Lru, LruData
 from hpstore.config import find_config
 from hpstore.devices import Device
-from hpstore.devices.wrappers import ThrottledDevice
+from hpstore.devices.wrappers import Bandwidth, ThrottledDevice
 from hpstore.loaders import Cache, DataLoader, Dataset, DatasetWriter, Field
 from hpstore.opening import device_opener
 from hpstore.pool import Pool
 
 NAME, BATCH, EPOCHS, SEED = "bench", 32, 2, 20261121
-DEVICES, PARITY, SHARDS = 4, 1, 16
+DEVICES, PARITY = 4, 1
 MEMORY_SHARE = 4  # the data are so many times the cache
 LAG = 0.37  # of an epoch, by which the second job comes later
 TO_NOTHING, TO_LRU, SHUFFLED = 0.7, 0.85, 1.02  # the bars
@@ -154,21 +154,20 @@ class Contender:
 
 
 def throttled(config: Path, scale: Scale) -> Callable[[str], Device]:
-    """Devices of a pool that share the bandwidth evenly."""
+    """Devices of a pool behind one link, as those of a file server."""
     opener = device_opener(find_config(config).settings)
-    return lambda url: ThrottledDevice(opener(url), scale.bytes_per_second / DEVICES)
+    link = Bandwidth(scale.bytes_per_second)
+    return lambda url: ThrottledDevice(opener(url), link)
 
 
 def _write(root: Path, scale: Scale) -> Path:
     """The data set, at full speed; where its pool is."""
     config, rng = root / "pool.toml", np.random.default_rng(SEED)
     places = [root / f"d{number}" for number in range(DEVICES)]
-    # several shards: each has its data on other devices
-    shard = scale.rows * scale.record_bytes // SHARDS
     fields = {"value": Field("uint8", (scale.record_bytes,)), "label": Field("int64")}
     with (
         hpstore.create(places, data=DEVICES - PARITY, parity=PARITY, config=config) as pool,
-        DatasetWriter(pool, NAME, fields, shard_bytes=shard) as writer,
+        DatasetWriter(pool, NAME, fields) as writer,
     ):
         for first in range(0, scale.rows, 128):
             labels = np.arange(first, min(first + 128, scale.rows))

@@ -172,23 +172,38 @@ class TimedDevice(DeviceWrapper):
                 self.metrics.count(f"device_{operation}_bytes", nbytes)
 
 
-class ThrottledDevice(DeviceWrapper):
-    """Reads and writes at no more than `bytes_per_second` together."""
+class Bandwidth:
+    """So many bytes a second, of all devices that are given it together. Thread-safe."""
 
-    def __init__(self, inner: Device, bytes_per_second: float, clock: Clock | None = None) -> None:
-        super().__init__(inner)
+    def __init__(self, bytes_per_second: float, clock: Clock | None = None) -> None:
         self._rate, self._clock = bytes_per_second, clock or SystemClock()
         self._free_at = 0.0
         self._lock = threading.Lock()  # guards _free_at
 
+    def wait(self, nbytes: int) -> None:
+        """Until so many more bytes are through; in the order of the calls."""
+        with self._lock:
+            now = self._clock.monotonic()
+            start = max(now, self._free_at)
+            self._free_at = start + nbytes / self._rate
+            pause = self._free_at - now
+        self._clock.wait(pause)
+
+
+class ThrottledDevice(DeviceWrapper):
+    """Reads and writes at no more than a bandwidth together: of its own, or a shared one."""
+
+    def __init__(
+        self, inner: Device, bandwidth: float | Bandwidth, clock: Clock | None = None
+    ) -> None:
+        super().__init__(inner)
+        if not isinstance(bandwidth, Bandwidth):
+            bandwidth = Bandwidth(bandwidth, clock)
+        self._bandwidth = bandwidth
+
     def around(self, operation: str, nbytes: int, call: Callable[[], T]) -> T:
         if operation in ("read", "write") and nbytes:
-            with self._lock:
-                now = self._clock.monotonic()
-                start = max(now, self._free_at)
-                self._free_at = start + nbytes / self._rate
-                pause = self._free_at - now
-            self._clock.wait(pause)
+            self._bandwidth.wait(nbytes)
         return call()
 
 
@@ -268,5 +283,5 @@ class CrashCounter(DeviceWrapper):
         return call()
 
 
-__all__ = ["CrashCounter", "DeviceWrapper", "FaultyDevice", "SimulatedCrash", "ThrottledDevice",
-           "TimedDevice"]  # fmt: skip
+__all__ = ["Bandwidth", "CrashCounter", "DeviceWrapper", "FaultyDevice", "SimulatedCrash",
+           "ThrottledDevice", "TimedDevice"]  # fmt: skip

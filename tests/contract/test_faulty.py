@@ -11,6 +11,7 @@ import pytest
 from hpstore.buffers import aligned_array
 from hpstore.devices.memory import MemoryDevice
 from hpstore.devices.wrappers import (
+    Bandwidth,
     CrashCounter,
     FaultyDevice,
     SimulatedCrash,
@@ -225,10 +226,19 @@ def test_timing_counts_bytes_and_operations() -> None:
     assert "device_open_error_total" not in found
 
 
+def test_devices_can_share_a_bandwidth() -> None:
+    """Two of them at 1 page a second together: 4 pages on each take 8 s."""
+    clock = ManualClock()
+    link = Bandwidth(PAGE, clock)
+    for device in [ThrottledDevice(MemoryDevice(), link) for _ in range(2)]:
+        device.create(4 * PAGE).write(0, [pattern(4 * PAGE)])
+    assert clock.monotonic() == pytest.approx(8.0)
+
+
 def test_timing_measures_with_its_clock() -> None:
     """A read that takes 2 s of the clock is in the bucket of 2 s."""
     metrics, clock = Metrics(), ManualClock()
-    slow = ThrottledDevice(MemoryDevice(), bytes_per_second=PAGE / 2, clock=clock)
+    slow = ThrottledDevice(MemoryDevice(), PAGE / 2, clock)
     device = TimedDevice(slow, metrics, clock)
     store(device, PATH, pattern(PAGE))
     assert 2.0 <= metrics.snapshot()["device_write_seconds_p50"] < 2.5
@@ -237,7 +247,7 @@ def test_timing_measures_with_its_clock() -> None:
 def test_a_throttle_spreads_bytes_over_time() -> None:
     """10 pages at 1 page a second take 10 s; calls without bytes take none; idle time is lost."""
     clock = ManualClock()
-    device = ThrottledDevice(MemoryDevice(), bytes_per_second=PAGE, clock=clock)
+    device = ThrottledDevice(MemoryDevice(), PAGE, clock)
     handle = device.create(10 * PAGE)
     for i in range(10):
         handle.write(i * PAGE, [pattern(PAGE)])

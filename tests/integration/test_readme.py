@@ -46,6 +46,17 @@ def test_the_checkpoint_page_runs(
     space["pool"].close()  # type: ignore[attr-defined]
 
 
+def test_the_cache_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its Python block works as printed, and the cache has hits."""
+    monkeypatch.chdir(tmp_path)
+    text = (README.parent / "docs/cache.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(code, "cache.md", "exec"), {})
+    assert float(capsys.readouterr().out) > 0.2
+
+
 @pytest.mark.parametrize("page", sorted(README.parent.glob("docs/**/*.md")), ids=lambda p: p.name)
 def test_links_of_the_pages_lead_somewhere(page: Path) -> None:
     """Every relative link names a file."""
