@@ -137,7 +137,7 @@ class Runner:
         ours = self.found.cases[case].get(OURS_BY_CASE[case][0], [])
         if not before or name in OURS_BY_CASE[case]:
             return False
-        return before[-1]["cut"] or FAR_BEHIND * before[-1]["rate"] < ours[-1]["rate"]
+        return bool(before[-1]["cut"] or FAR_BEHIND * before[-1]["rate"] < ours[-1]["rate"])
 
     def _limited(self) -> None:
         if self._spec.data.nbytes < 3 * LIMIT_BYTES * 0.95:
