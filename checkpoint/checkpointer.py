@@ -132,16 +132,20 @@ class Checkpointer(Keeping):
         self.counters = {"saves_skipped_total": 0, "stalls_over_limit_total": 0,
                          "overlap_without_optimizer_total": 0, "sliced_saves_total": 0,
                          "saves_with_differing_values_total": 0}  # fmt: skip
+        self._draining = Draining(self, drain_seconds) if not pool.read_only else None
+        self._space = SpaceMaker(pool, self._steps, keep_last or 0, self.background)
+        self._make_ready(example, prepare=prepare and keep_last is not None)
+
+    def _make_ready(self, example: State | None, *, prepare: bool) -> None:
+        """What the first save need not wait for: memory, what others left, files."""
         sizes: list[int] = []
         if example is not None:
             prepared = self._planner.prepare(0, example)
             self._stage.arena.reserve(prepared.largest_bytes)
             sizes = sizes_of_all(self._ranks, prepared)
-        self._draining = Draining(self, drain_seconds) if not pool.read_only else None
-        self._space = SpaceMaker(pool, self._steps, keep_last or 0, self.background)
-        if not pool.read_only and self._ranks.leads:
+        if not self.pool.read_only and self._ranks.leads:
             self.collect_garbage()
-            if prepare and keep_last is not None:
+            if prepare:
                 self._space.start([] if self.compression else sizes)
 
     # --- saving -----------------------------------------------------------------------------

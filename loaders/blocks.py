@@ -48,10 +48,11 @@ class BlockTable:
         self._hand = 0  # the slot that is taken next
         self._tables: list[Table] = []
         self._lock = threading.Lock()  # guards _slot, _holds, _hand, _tables
+        self._loading = threading.Lock()  # held while blocks are read
 
     def renew(self) -> None:
         """After a fork."""
-        self._lock = threading.Lock()
+        self._lock, self._loading = threading.Lock(), threading.Lock()
 
     def cut_of(self, rows: Int64s) -> Int64s:
         """The object that holds each row."""
@@ -84,16 +85,17 @@ class BlockTable:
 
     def _get(self, blocks: Int64s, inside: Int64s, wanted: Int64s) -> list[Table]:
         while True:
-            with self._lock:
-                missing = wanted[self._slot[wanted] < 0]
-                if not len(missing):
-                    return self._gather(self._slot[blocks], inside)
-            loaded = self._read(missing)
-            with self._lock:
-                for block, values in loaded:
-                    self._install(block, values)
-                if self._slot[wanted].min(initial=0) >= 0:
-                    return self._gather(self._slot[blocks], inside)
+            with self._loading:  # threads want the same blocks at first: one reads them
+                with self._lock:
+                    missing = wanted[self._slot[wanted] < 0]
+                    if not len(missing):
+                        return self._gather(self._slot[blocks], inside)
+                loaded = self._read(missing)
+                with self._lock:
+                    for block, values in loaded:
+                        self._install(block, values)
+                    if self._slot[wanted].min(initial=0) >= 0:
+                        return self._gather(self._slot[blocks], inside)
 
     def _gather(self, slots: Int64s, inside: Int64s) -> list[Table]:
         if not self._tables:

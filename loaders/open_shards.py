@@ -6,7 +6,7 @@ import os
 import resource
 import threading
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -20,24 +20,33 @@ LEAST_READERS = 4
 class _Own(threading.local):
     """What one thread has open, the one used longest ago first; closed when the thread ends."""
 
-    def __init__(self, everyone: weakref.WeakSet[_Shelf]) -> None:
-        self.shelf = _Shelf()
+    def __init__(self, everyone: weakref.WeakSet[_Shelf], closed: deque[str]) -> None:
+        self.shelf = _Shelf(closed)
         everyone.add(self.shelf)
 
 
 class _Shelf:
-    def __init__(self) -> None:
+    def __init__(self, closed: deque[str]) -> None:
         self.readers: OrderedDict[str, PooledReader] = OrderedDict()
-        finalizer = weakref.finalize(self, _close_all, self.readers, os.getpid())
+        finalizer = weakref.finalize(self, _close_all, self.readers, closed, os.getpid())
         finalizer.atexit = False
 
 
-def _close_all(readers: OrderedDict[str, PooledReader], pid: int) -> None:
+def _close_all(readers: OrderedDict[str, PooledReader], closed: deque[str], pid: int) -> None:
     """Not in a forked child: its descriptors share their locks with the parent's."""
     while readers:
-        _, reader = readers.popitem()
+        key, reader = readers.popitem()
         if pid == os.getpid():
             reader.close()
+            closed.append(key)
+
+
+class _First:
+    """The reader of an object of which those of all threads come, and how many these are."""
+
+    def __init__(self) -> None:
+        self.opened: Future[PooledReader] = Future()
+        self.users = 0
 
 
 class OpenShards(Closing):
@@ -52,8 +61,9 @@ class OpenShards(Closing):
         self.limit = max(LEAST_READERS, may_open // FILES_SHARE // files_each)
         self._pid = os.getpid()
         self._shelves: weakref.WeakSet[_Shelf] = weakref.WeakSet()
-        self._own = _Own(self._shelves)
-        self._first: OrderedDict[str, Future[PooledReader]] = OrderedDict()  # of which others come
+        self._closed: deque[str] = deque()  # keys of readers that threads have closed
+        self._own = _Own(self._shelves, self._closed)
+        self._first: dict[str, _First] = {}
         self._lock = threading.Lock()  # guards _first, and sharing of what is in it
 
     def get(self, key: str, make: Callable[[], PooledReader]) -> PooledReader:
@@ -67,48 +77,61 @@ class OpenShards(Closing):
             return readers[key]
         found = readers[key] = self._shared(key, make)
         if len(readers) > self.limit:
-            readers.popitem(last=False)[1].close()
+            old, reader = readers.popitem(last=False)
+            reader.close()
+            self._closed.append(old)
         return found
 
     def _shared(self, key: str, make: Callable[[], PooledReader]) -> PooledReader:
         with self._lock:
+            self._forget_unused()
             first = self._first.get(key)
             mine = first is None
             if first is None:
-                first = self._first[key] = Future()
-            self._first.move_to_end(key)
-        if mine:
-            self._open(key, first, make)
-        opened = first.result()
+                first = self._first[key] = _First()
+            first.users += 1
+        try:
+            if mine:
+                self._open(key, first, make)
+            opened = first.opened.result()
+        except BaseException:
+            self._closed.append(key)
+            raise
         with self._lock:
             if self._first.get(key) is first:
                 return opened.share()
         return make()  # it was closed meanwhile
 
-    def _open(
-        self, key: str, first: Future[PooledReader], make: Callable[[], PooledReader]
-    ) -> None:
+    def _open(self, key: str, first: _First, make: Callable[[], PooledReader]) -> None:
         try:
-            first.set_result(make())
+            first.opened.set_result(make())
         except BaseException as error:
             with self._lock:
                 del self._first[key]  # the next one tries again
-            first.set_exception(error)
+            first.opened.set_exception(error)
             raise
-        with self._lock:
-            done = [k for k, other in self._first.items() if other.done()]
-            for old in done[: max(0, len(done) - self.limit)]:
-                self._first.pop(old).result().close()
+
+    def _forget_unused(self) -> None:
+        """Close what no thread has open any more: what was replaced or deleted is then seen."""
+        while self._closed:
+            key = self._closed.popleft()
+            first = self._first.get(key)
+            if first is not None:
+                first.users -= 1
+                if first.users <= 0 and first.opened.done():
+                    del self._first[key]
+                    first.opened.result().close()
 
     def close(self) -> None:
         """Close what all threads have open; none of them reads now. Idempotent."""
         with self._lock:
             while self._first:
                 _, first = self._first.popitem()
-                if first.done() and first.exception() is None and self._pid == os.getpid():
-                    first.result().close()
+                opened = first.opened
+                if opened.done() and opened.exception() is None and self._pid == os.getpid():
+                    opened.result().close()
         for shelf in list(self._shelves):
-            _close_all(shelf.readers, self._pid)
+            _close_all(shelf.readers, self._closed, self._pid)
 
 
 __all__ = ["OpenShards"]

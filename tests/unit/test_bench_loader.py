@@ -223,10 +223,10 @@ def test_run_reports_both_data_sets_with_verdicts(tmp_path: Path) -> None:
 
 
 class Scripted(Sessions):
-    """Sessions of which those of one contender fail, and those of another do not finish."""
+    """Sessions of which those of one contender fail; others do not finish, or are far behind."""
 
-    def __init__(self, fails: str, slow: str = "") -> None:
-        self._fails, self._slow = fails, slow
+    def __init__(self, fails: str, slow: str = "", far: str = "") -> None:
+        self._fails, self._slow, self._far = fails, slow, far
         self.asked: list[str] = []
 
     def run(self, session: Session, spec: object) -> Found:
@@ -234,17 +234,20 @@ class Scripted(Sessions):
         self.asked.append(spec.contender)
         if spec.contender == self._fails:
             raise SessionFailed("OSError: no space\nTraceback ...")
-        return {"cut": spec.contender == self._slow}
+        rate = 9.0 if spec.contender == self._far else 100.0
+        return {"cut": spec.contender == self._slow, "rate": rate}
 
 
-def test_who_does_not_finish_is_measured_once(spec: Spec) -> None:
+def test_who_does_not_finish_or_is_far_behind_is_measured_once(spec: Spec) -> None:
     """Others in every repetition; ratios are of the repetitions that both have."""
     with progress(1) as bar:
-        sessions = Scripted("", slow="torch files")
-        runner = loader.Runner(spec, sessions, bar, ["torch files", "torch memmap"], ["cold"])
+        sessions = Scripted("", slow="torch files", far="torch memmap getitems")
+        peers = ["torch files", "torch memmap", "torch memmap getitems"]
+        runner = loader.Runner(spec, sessions, bar, peers, ["cold"])
         for _ in range(3):
             runner._case("cold", spec)
     assert sessions.asked.count("torch files") == 1
+    assert sessions.asked.count("torch memmap getitems") == 1
     assert sessions.asked.count("torch memmap") == 3
     found = defaultdict(list, {
         "hpstore": [session(10.0), session(99.0)], "torch files": [session(5.0, cut=True)],
