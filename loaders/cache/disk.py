@@ -306,6 +306,10 @@ class DiskPart:
             self.file.checks[drop] = 0
         return Taken(take, drop)
 
+    def _here(self) -> Int64s:
+        """Blocks on the disk, ascending. Of a copy: nonzero refuses what changes under it."""
+        return np.flatnonzero(self.file.checks != 0)
+
     def _rounded(self, blocks: Int64s) -> Int64s:
         return places(sizes_of(self.file.sizes, blocks))
 
@@ -314,7 +318,7 @@ class DiskPart:
         self._changes += count
         stale = max(64, len(self._known) // 8, self.file.block_count // 4096)
         if self._changes > stale or not len(self._known):
-            self._known, self._changes = np.flatnonzero(self.file.checks), 0
+            self._known, self._changes = self._here(), 0
         if not len(self._known) or self.used_bytes < self.limit_bytes * 7 // 8:
             return np.empty(0, np.int64), np.empty(0, np.float32)
         drawn = np.unique(self._rng.choice(self._known, 8 * count))
@@ -353,7 +357,7 @@ class DiskPart:
         excess = self.used_bytes - self.limit_bytes
         if excess <= 0:
             return
-        there = np.flatnonzero(self.file.checks)[::-1]
+        there = self._here()[::-1]
         count = int(np.searchsorted(np.cumsum(self._rounded(there)), excess)) + 1
         self.drop(there[:count].tolist())
 
