@@ -191,10 +191,11 @@ def _fetch(core: Core, work: Work, memory: Bytes) -> Bytes:
     landed: list[int] = []
     try:
         left = core.from_disk(stock, blocks, targets)
-        if left:
-            assert stock.source is not None
-            core.read_source(stock, stock.source, blocks[left], [targets[i] for i in left])
-        landed = list(range(len(blocks)))
+        source = stock.source  # None: its last reader has gone meanwhile
+        if left and source is not None:
+            core.read_source(stock, source, blocks[left], [targets[i] for i in left])
+        if not left or source is not None:
+            landed = list(range(len(blocks)))
     except MemoryLost:  # somebody may still write into it
         memory = aligned_array(0)
         core.tally.add(prefetch_abandoned_total=1)

@@ -1,4 +1,4 @@
-"""The cache's disk tier while its thread writes: whoever decides sees one state or the other."""
+"""The cache while others change what is looked at: one state or the other is seen."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hpstore.buffers import aligned_array
+from hpstore.loaders.cache import Cache
+from hpstore.loaders.cache.ahead import _fetch, next_work
 from hpstore.loaders.cache.counts import Tally
 from hpstore.loaders.cache.disk import DiskTier
+from hpstore.units import KIB
 from tests.integration.cache_sources import NumberedSource
 
 
@@ -40,3 +44,27 @@ def test_blocks_may_come_and_go_while_room_is_looked_for(tmp_path: Path, action:
         done.set()
         thread.join()
         tier.close()
+
+
+def test_a_prefetch_whose_reader_has_gone_is_no_error() -> None:
+    """The last reader leaves between the decision and the read: given up, no word, no flight."""
+    source = NumberedSource(100, 512)
+    with Cache(64 * KIB, prefetch_threads=0) as cache:
+        reader = cache.attach(source)
+        reader.expect(0, np.arange(100))
+        assert cache._owned is not None
+        core = cache._owned.core
+        with core.lock:
+            work = next_work(core)
+        assert work is not None
+        reader.close()
+        _fetch(core, work, aligned_array(0))
+        assert cache.stats().get("prefetch_error_total", 0) == 0
+        assert source.calls == []
+        assert work.stock.flights == {}
+        assert work.stock.ahead_bytes == 0
+        again = cache.attach(source)
+        target = np.empty((1, 512), np.uint8)
+        again.read(work.blocks[:1], target)
+        assert np.array_equal(target[0], source.bytes_of(int(work.blocks[0])))
+        again.close()
