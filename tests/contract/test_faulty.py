@@ -226,13 +226,14 @@ def test_timing_counts_bytes_and_operations() -> None:
     assert "device_open_error_total" not in found
 
 
-def test_devices_can_share_a_bandwidth() -> None:
-    """Two of them at 1 page a second together: 4 pages on each take 8 s."""
-    clock = ManualClock()
+def test_devices_can_share_a_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 pages each at the same moment, at 1 page a second together: 4 s and 8 s."""
+    clock, waits = ManualClock(), []
+    monkeypatch.setattr(clock, "wait", waits.append)
     link = Bandwidth(PAGE, clock)
     for device in [ThrottledDevice(MemoryDevice(), link) for _ in range(2)]:
         device.create(4 * PAGE).write(0, [pattern(4 * PAGE)])
-    assert clock.monotonic() == pytest.approx(8.0)
+    assert waits == pytest.approx([4.0, 8.0])
 
 
 def test_timing_measures_with_its_clock() -> None:
