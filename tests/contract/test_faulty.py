@@ -228,7 +228,8 @@ def test_timing_counts_bytes_and_operations() -> None:
 
 def test_devices_can_share_a_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     """4 pages each at the same moment, at 1 page a second together: 4 s and 8 s."""
-    clock, waits = ManualClock(), []
+    clock = ManualClock()
+    waits: list[float] = []
     monkeypatch.setattr(clock, "wait", waits.append)
     link = Bandwidth(PAGE, clock)
     for device in [ThrottledDevice(MemoryDevice(), link) for _ in range(2)]:
