@@ -24,36 +24,83 @@ from hpstore.loaders.stream import Stream
 _log = logging.getLogger(__name__)
 MOST_TOLD = 20_000_000  # requests: 16 bytes each are kept, and computed before the first batch
 LEAST_EPOCHS, MOST_EPOCHS = 2, 16  # told ahead
+SETTLE_SECONDS = 30.0  # for reads of a run that was left
 
 
 class CachedReads(Closing):
-    """Records of one data set through a cache, for one loader. read() is for many threads."""
+    """Records of one data set through a cache, for one loader: one run after the other."""
 
     def __init__(self, cache: Cache, data: Dataset, *, batch_rows: int) -> None:
-        self._attached: dict[int, Attached | SharedAttached] = {}
+        self.data = data
+        self.attached: dict[int, Attached | SharedAttached] = {}
         try:
             for stream in data.streams:
-                self._attached[stream.number] = cache.attach(
+                self.attached[stream.number] = cache.attach(
                     RecordSource(data, stream), batch_blocks=batch_rows
                 )
         except BaseException:
-            for attached in self._attached.values():
-                attached.close()
+            self._detach()
             raise
+        self._run: CachedRun | None = None
+
+    def begin(self) -> CachedRun:
+        """A run; the one before is left, and what it has asked for comes before what this tells."""
+        before = self._run
+        if before is not None:
+            before.leave()
+            before.settle()
+        self._run = CachedRun(self)
+        for attached in self.attached.values():
+            attached.begin_epoch(None)
+        return self._run
+
+    def expect(self, epoch: int, blocks: Int64s | None) -> None:
+        """Of all streams: a sample is a record in each."""
+        for attached in self.attached.values():
+            attached.expect(epoch, blocks)
+
+    def close(self) -> None:
+        """This loader is gone; what it brought into the cache stays. Idempotent."""
+        if self._run is not None:
+            self._run.leave()
+        self._detach()
+
+    def _detach(self) -> None:
+        for attached in self.attached.values():
+            attached.close()
+
+
+class CachedRun:
+    """One run of a loader through its cache. read() and reached() are for many threads.
+
+    Once it is left its reads pass the cache by: they are no part of the next run's order.
+    """
+
+    def __init__(self, reads: CachedReads) -> None:
+        self._reads = reads
         self._following: _Following | None = None
+        self._left, self._reading = False, 0
+        self._moved = threading.Condition()  # guards both
 
     def read(self, stream: Stream, indices: Int64s, targets: Sequence[Bytes] | Bytes) -> bool:
         """As StoredData.read_rows."""
+        with self._moved:
+            left = self._left
+            self._reading += not left
+        if left:
+            return self._reads.data.read_rows(stream, indices, list(targets))
         try:
-            self._attached[stream.number].read(indices, targets)
+            self._reads.attached[stream.number].read(indices, targets)
         except MemoryLost:
             return False
+        finally:
+            with self._moved:
+                self._reading -= 1
+                self._moved.notify_all()
         return True
 
     def follow(self, order: Order | None, slices: Slices | None, epoch: int, position: int) -> None:
         """Requests come in this order from here on; before the first of them."""
-        self.leave()
-        self._begin(None)
         if order is None or slices is None:
             return
         share = max(1, order.length // max(1, slices.world_size))
@@ -61,47 +108,38 @@ class CachedReads(Closing):
             _log.info("an order of %d samples is not foretold to the cache", order.length)
             return
         ahead = min(MOST_EPOCHS, max(LEAST_EPOCHS, 2 * slices.world_size), MOST_TOLD // share)
-        self._following = _Following(self, order, slices, epoch, position, max(1, ahead))
+        self._following = _Following(self._reads, order, slices, epoch, position, max(1, ahead))
 
     def follow_sampler(self, sampler: Any, mapping: Indices | None, epoch: int, skip: int) -> None:
         """Requests come as a sampler of the user's yields them, from its batch `skip` on."""
-        self.leave()
-        self._begin(None)
         told = foretell(sampler)
         if not told:
             return
         size = getattr(sampler, "batch_size", 1) or 1
         samples = np.asarray(told[0], np.int64)[skip * size :]
-        self.expect(epoch, samples if mapping is None else mapping[samples])
+        self._reads.expect(epoch, samples if mapping is None else mapping[samples])
 
     def reached(self, epoch: int) -> None:
-        """The first batch of an epoch is made."""
+        """A batch of an epoch is about to be made. Waits until it has been told."""
         if self._following is not None and self._following.reached(epoch):
-            self._begin(None)
-
-    def _begin(self, requests: int | None) -> None:
-        for attached in self._attached.values():
-            attached.begin_epoch(requests)
-
-    def expect(self, epoch: int, blocks: Int64s | None) -> None:
-        """Of all streams: a sample is a record in each."""
-        for attached in self._attached.values():
-            attached.expect(epoch, blocks)
+            for attached in self._reads.attached.values():
+                attached.begin_epoch(None)
 
     def leave(self) -> None:
-        """What was told does not hold any more. Idempotent."""
-        following, self._following = self._following, None
-        if following is not None:
-            following.stop()
-        self.expect(0, None)
+        """Nothing more is read, and what was told does not hold any more. Idempotent."""
+        with self._moved:
+            before, self._left = self._left, True
+        if before:
+            return
+        if self._following is not None:
+            self._following.stop()
+        self._reads.expect(0, None)
 
-    def close(self) -> None:
-        """This loader is gone; what it brought into the cache stays. Idempotent."""
-        following, self._following = self._following, None
-        if following is not None:
-            following.stop()
-        for attached in self._attached.values():
-            attached.close()
+    def settle(self) -> None:
+        """Wait until its reads have ended."""
+        with self._moved:
+            if not self._moved.wait_for(lambda: not self._reading, SETTLE_SECONDS):
+                _log.warning("reads of an earlier run do not end: the next order counts as left")
 
 
 class _Following:
@@ -152,4 +190,4 @@ class _Following:
         self._thread.join()
 
 
-__all__ = ["CachedReads"]
+__all__ = ["CachedReads", "CachedRun"]

@@ -16,7 +16,7 @@ from hpstore.closing import Closing
 from hpstore.errors import ConfigError
 from hpstore.loaders.batches import Assembler, Batch, Counts, samples_of
 from hpstore.loaders.cache import Cache
-from hpstore.loaders.caching import CachedReads
+from hpstore.loaders.caching import CachedReads, CachedRun
 from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.draws import Indices
 from hpstore.loaders.fields import Field
@@ -59,7 +59,7 @@ class Session:
     filler: Filler | None
     own: bool  # slabs and filler are of this run alone
     ordered: bool  # pages come in its order
-    cached: CachedReads | None = None
+    cached: CachedRun | None = None
     _head: Piece | None = None  # what the trainer gets next
     _left: bool = False
 
@@ -186,7 +186,7 @@ class Engine(Closing):
                 slabs[stream.number] = Slab(data, stream, pages)
             filler = Filler(slabs, in_windows(data, windows, slabs, epoch, position))
             own = ordered = True
-        cached = self.cached
+        cached = None if self.cached is None else self.cached.begin()
         assembler = Assembler(
             data, self._slots, slabs, self.counts, None if cached is None else cached.read,
             self.direct if cached is None else None,

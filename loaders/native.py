@@ -13,7 +13,7 @@ import torch.utils.data
 from hpstore.errors import ConfigError
 from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.draws import Indices
-from hpstore.loaders.engine import Engine
+from hpstore.loaders.engine import Session
 from hpstore.loaders.mixture import AnySession, Mixture, stored_bytes
 from hpstore.loaders.order import GlobalOrder, Order, SequentialOrder, SubsetOrder
 from hpstore.loaders.pipeline import BatchTimeout, Pipeline
@@ -135,11 +135,11 @@ class Run:
         self._timeout = loader.timeout or None
         engine.expect(depth + HELD)
         self._session = session = engine.start(epoch, position)
-        if isinstance(engine, Engine) and engine.cached is not None:
+        if isinstance(session, Session) and session.cached is not None:
             if slices is not None:
-                engine.cached.follow(loader.order, slices, epoch, position)
+                session.cached.follow(loader.order, slices, epoch, position)
             else:
-                engine.cached.follow_sampler(_sampler(loader), native.mapping, epoch, position)
+                session.cached.follow_sampler(_sampler(loader), native.mapping, epoch, position)
         self._pipeline = Pipeline(
             todo, lambda piece: finish.make(session, piece), depth=depth, threads=threads
         )

@@ -49,6 +49,13 @@ class _First:
         self.users = 0
 
 
+def _close_first(first: dict[str, _First], pid: int) -> None:
+    while first:
+        opened = first.popitem()[1].opened
+        if opened.done() and opened.exception() is None and pid == os.getpid():
+            opened.result().close()
+
+
 class OpenShards(Closing):
     """Readers by key. Thread-safe: no two threads share one. In a forked child, made anew.
 
@@ -65,6 +72,7 @@ class OpenShards(Closing):
         self._own = _Own(self._shelves, self._closed)
         self._first: dict[str, _First] = {}
         self._lock = threading.Lock()  # guards _first, and sharing of what is in it
+        weakref.finalize(self, _close_first, self._first, self._pid).atexit = False
 
     def get(self, key: str, make: Callable[[], PooledReader]) -> PooledReader:
         """The calling thread's reader of a key, made if need be.
@@ -125,11 +133,7 @@ class OpenShards(Closing):
     def close(self) -> None:
         """Close what all threads have open; none of them reads now. Idempotent."""
         with self._lock:
-            while self._first:
-                _, first = self._first.popitem()
-                opened = first.opened
-                if opened.done() and opened.exception() is None and self._pid == os.getpid():
-                    opened.result().close()
+            _close_first(self._first, self._pid)
         for shelf in list(self._shelves):
             _close_all(shelf.readers, self._closed, self._pid)
 

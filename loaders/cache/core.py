@@ -119,6 +119,7 @@ class Core:
             if blocks is None or not next_one or stock.policy.mismatched(job.number):
                 stock.policy.expect(job.number, None)
                 job.forget()
+                self.landed.notify_all()
             if blocks is not None:
                 stock.policy.expect(job.number, blocks)
                 job.tell(blocks)
@@ -139,7 +140,9 @@ class Core:
             return
         job.early += 1
         turn = at
-        came = self.landed.wait_for(lambda: job.position >= turn or self.closed, TURN_SECONDS)
+        came = self.landed.wait_for(
+            lambda: job.position >= turn or self.closed or not job.foretold, TURN_SECONDS
+        )
         job.early -= 1
         if not came:
             self.tally.add(turn_missed_total=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -203,6 +204,26 @@ def test_a_shard_that_could_not_be_opened_is_tried_again(
     data.close()
 
 
+def test_a_data_set_that_is_dropped_closes_its_files(pool: Pool, tmp_path: Path) -> None:
+    """Also what other threads had opened, and without close()."""
+    data = write_samples(pool, "a", range(COUNT))
+    thread = threading.Thread(target=read_all, args=(data, 0))
+    thread.start()
+    thread.join(60)
+    check_sample(data[0], 0)
+    assert descriptors(tmp_path) > 0
+    del data, thread
+    gc.collect()
+    assert descriptors(tmp_path) == 0
+
+
+def descriptors(root: Path) -> int:
+    """Open files of records under a directory."""
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    paths = [os.readlink(link) for link in links if os.path.exists(link)]
+    return sum(path.startswith(str(root)) and "stream-0" in path for path in paths)
+
+
 def test_open_shards_are_few_and_closed_with_their_thread(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,32 +234,27 @@ def test_open_shards_are_few_and_closed_with_their_thread(
     stream = data.streams[0]
     assert stream.shard_count > 4
 
-    def descriptors() -> int:
-        links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-        paths = [os.readlink(link) for link in links if os.path.exists(link)]
-        return sum(path.startswith(str(tmp_path)) and "stream-0" in path for path in paths)
-
     for shard in range(stream.shard_count):
         data.reader(stream, shard)
-    here = descriptors()
+    here = descriptors(tmp_path)
     assert 0 < here <= 2 * (pool.data + pool.parity)
     counts: list[int] = []
 
     def read() -> None:
         for shard in range(stream.shard_count):
             data.reader(stream, shard)
-        counts.append(descriptors())
+        counts.append(descriptors(tmp_path))
 
     left: list[int] = []
     for _ in range(3):
         thread = threading.Thread(target=read)
         thread.start()
         thread.join(60)
-        left.append(descriptors())
+        left.append(descriptors(tmp_path))
     assert max(counts) <= 6 * (pool.data + pool.parity)
     assert left[0] == left[1] == left[2] <= 4 * (pool.data + pool.parity)
     data.close()
-    assert descriptors() == 0
+    assert descriptors(tmp_path) == 0
     with pytest.raises(ConfigError, match="is closed"):
         data.reader(stream, 0)
 
