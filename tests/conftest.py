@@ -20,7 +20,7 @@ pytest.register_assert_rewrite("hpstore.testing.device_contract", "hpstore.testi
 _SLOW = [HealthCheck.too_slow]
 settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=_SLOW)
 settings.register_profile(
-    "ci", max_examples=100, derandomize=True, deadline=None, suppress_health_check=_SLOW
+    "ci", max_examples=40, derandomize=True, deadline=None, suppress_health_check=_SLOW
 )
 settings.register_profile(
     "nightly", max_examples=2000, print_blob=True, deadline=None, suppress_health_check=_SLOW
