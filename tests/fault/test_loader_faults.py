@@ -55,9 +55,10 @@ def filled(bench: Bench, kinds: list[str], **settings: Any) -> Bench:
 
 
 @pytest.fixture
-def made(bench: Bench) -> Bench:
-    """With patience: a busy machine is no fault."""
-    return filled(bench, FEW)
+def made(bench: Bench, request: pytest.FixtureRequest) -> Bench:
+    """With patience: a busy machine is no fault. Only what the test is about is written."""
+    case = getattr(request.node, "callspec", None)
+    return filled(bench, [case.params.get("kind", "rows") if case is not None else "rows"])
 
 
 @pytest.fixture
