@@ -16,7 +16,7 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -27,7 +27,7 @@ check: $(READY)
 	$(BIN)/python -m pytest -q -n 2 tests/unit tests/property tests/contract
 
 test-fault: $(READY)
-	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest tests/fault
+	HYPOTHESIS_PROFILE=ci HPSTORE_LONG_TESTS=1 $(BIN)/python -m pytest tests/fault
 
 # Triton is 200 MB and not in [dev]: docs/decisions/0013. The version that the pinned torch wants.
 test-kernels: $(READY)
