@@ -35,7 +35,7 @@ from hpstore.scheduler import outcome
 from hpstore.units import MIB, div_ceil
 
 _log = logging.getLogger(__name__)
-CHUNK_BYTES = 4 * MIB
+CHUNK_BYTES = MIB
 Proceed = Callable[[int], bool]  # told the bytes about to be written; waits as it likes; or stop
 
 
