@@ -26,7 +26,8 @@ from hpstore.opening import device_opener
 from hpstore.testing import PAGE, pattern
 from hpstore.units import GIB, MIB
 
-SIZE = 9 * MIB  # 4.5 MiB a column of 2+1: two chunks a file
+SIZE = 9 * MIB  # 4.5 MiB a column of 2+1
+CHUNKS = 5  # of a file
 WIDTH = 3
 
 
@@ -176,14 +177,14 @@ def test_a_spare_file_is_taken_by_create_through_wrappers(
     assert device.entries("recycle") == device.entries("tmp") == []
 
 
-@pytest.mark.parametrize("rounds", range(3))
+@pytest.mark.parametrize("rounds", range(CHUNKS + 1))
 def test_stopping_leaves_nothing_half_written(
     pool: hpstore.Pool, tmp_path: Path, rounds: int
 ) -> None:
     """At every chunk: what is whole stays, what is not goes."""
     asked = iter(range(100))
     written = pool.prepare_space([SIZE], proceed=lambda: next(asked) < rounds)
-    assert written == (WIDTH if rounds == 2 else 0)
+    assert written == (WIDTH if rounds == CHUNKS else 0)
     assert len(files(tmp_path, "recycle")) == written
     assert files(tmp_path, "tmp") == []
 
