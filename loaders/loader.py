@@ -396,7 +396,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         for name in ("_engine", "_ready", "_iterator", "finish"):
             state[name] = None
         if isinstance(self.cache, Cache):
-            state["cache"] = None  # it stays in its process
+            state["cache"] = None
+            _log.warning(
+                "a Cache stays in its process: the copy of this loader keeps pages of its own. "
+                'Give it Cache(..., share="name") there to share one.'
+            )
         if isinstance(self.sampler, RankSampler):
             del state["sampler"]
             state.pop("batch_sampler" if self._native is not None else "", None)

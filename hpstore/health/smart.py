@@ -12,17 +12,15 @@ import logging
 import math
 import os
 import shutil
-import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from hpstore.children import output_of
 from hpstore.health.forecast.attributes import COUNTERS, INDEX, SPEC_FLAG, decode
 
 TIMEOUT_SECONDS = 20.0  # a sleeping SATA disk was seen to take 1.6 s
-_KILL_SECONDS = 2.0
 _MAX_OUTPUT_BYTES = 4 << 20
 _ASLEEP_STATUS = 3  # asked for with -n: no other outcome has it
 # bits of smartctl's exit status
@@ -161,30 +159,11 @@ def _no_answer(device: str, tool: str, timeout_seconds: float) -> SmartReading:
 
 
 def _call(command: Sequence[str], timeout_seconds: float) -> tuple[int | None, str]:
-    """Exit status and output; None when it took too long, and all its session was killed."""
-    with tempfile.TemporaryFile() as output:
-        child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True, env={**os.environ, "LC_ALL": "C"},
-        )  # fmt: skip
-        code: int | None = None
-        try:
-            code = child.wait(timeout_seconds)
-        except subprocess.TimeoutExpired:
-            _kill(child)
-        except BaseException:
-            _kill(child)
-            raise
-        output.seek(0)
-        return code, output.read(_MAX_OUTPUT_BYTES).decode(errors="replace")
-
-
-def _kill(child: subprocess.Popen[bytes]) -> None:
-    os.killpg(child.pid, 9)
-    try:
-        child.wait(_KILL_SECONDS)
-    except subprocess.TimeoutExpired:
-        _log.warning("process %d does not die: it hangs in the kernel with its disk", child.pid)
+    """As children.output_of, in English."""
+    return output_of(
+        command, timeout_seconds, max_bytes=_MAX_OUTPUT_BYTES,
+        environment={**os.environ, "LC_ALL": "C"},
+    )  # fmt: skip
 
 
 def parse_smartctl(device: str, status: int, text: str) -> SmartReading:

@@ -8,7 +8,7 @@ did not match again through ObjectReader, which verifies, decodes and repairs.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -177,16 +177,14 @@ class Scatter:
             device: parts for device, parts in self._parts.items()
             if all(part.held.descriptor >= 0 for part in parts) and store.scheduler.answers(device)
         }  # fmt: skip
+        futures = self._submit(store, self._parts.keys() - at_once.keys(), memory)
         late = self._read_batch(store, at_once, memory)
         if late is None:
-            at_once, late = {}, []
-        futures = [
-            store.scheduler.submit(device, partial(self._read, share, memory))
-            for device in self._parts.keys() - at_once.keys()
-            for share in _shares(self._parts[device], store.settings.workers_per_device)
-        ]
-        for parts in at_once.values():
-            self._settle(parts, memory)
+            futures += self._submit(store, at_once.keys(), memory)
+            late = []
+        else:
+            for parts in at_once.values():
+                self._settle(parts, memory)
         wait(futures, timeout=store.settings.device_deadline_seconds)
         late += [future for future in futures if not future.done()]
         for lost in self._lost:
@@ -194,6 +192,14 @@ class Scatter:
         if lease is not None and not late:
             lease.release()
         return Scattered(self._good, tuple(late))
+
+    def _submit(self, store: Store, devices: Collection[str], memory: Bytes) -> list[Future[None]]:
+        """Reads of these devices on their lanes."""
+        return [
+            store.scheduler.submit(device, partial(self._read, share, memory))
+            for device in devices
+            for share in _shares(self._parts[device], store.settings.workers_per_device)
+        ]
 
     def _take_scratch(self, store: Store) -> Lease | None:
         """Memory for what does not go straight into targets; without it, that is left out."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -22,6 +21,7 @@ from enum import StrEnum
 from functools import cache
 from typing import Any
 
+from hpstore.children import output_of
 from hpstore.loaders.direct.facts import (
     MachineFacts,
     MountFacts,
@@ -33,7 +33,6 @@ from hpstore.loaders.direct.facts import (
 )
 
 TIMEOUT_SECONDS = 60.0  # importing torch from a cold disk is most of it
-_KILL_SECONDS = 5.0
 _MAX_OUTPUT_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
@@ -125,29 +124,12 @@ def run_child(command: Sequence[str], timeout_seconds: float) -> ChildReport:
     A child that cannot even be killed is left behind: this returns all the same.
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryDirectory() as here:
-        child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=here,
-            env=environment, start_new_session=True,
+    with tempfile.TemporaryDirectory() as here:
+        code, text = output_of(
+            command, timeout_seconds, max_bytes=_MAX_OUTPUT_BYTES, environment=environment,
+            directory=here,
         )  # fmt: skip
-        code: int | None = None
-        try:
-            code = child.wait(timeout_seconds)
-        except subprocess.TimeoutExpired:
-            _kill(child)
-        except BaseException:
-            _kill(child)
-            raise
-        output.seek(0)
-        return parse_output(output.read(_MAX_OUTPUT_BYTES).decode(errors="replace"), code)
-
-
-def _kill(child: subprocess.Popen[bytes]) -> None:
-    os.killpg(child.pid, 9)
-    try:
-        child.wait(_KILL_SECONDS)
-    except subprocess.TimeoutExpired:
-        _log.warning("probe process %d does not die: it hangs in the kernel", child.pid)
+    return parse_output(text, code)
 
 
 def parse_output(text: str, code: int | None) -> ChildReport:
