@@ -105,7 +105,11 @@ class CachedRun:
             return
         share = max(1, order.length // max(1, slices.world_size))
         if order.length > MOST_TOLD:
-            _log.info("an order of %d samples is not foretold to the cache", order.length)
+            self._reads.data.pool.metrics.count("order_not_told_total")
+            _log.warning(
+                "an order of %d samples is too long to be told to the cache (%d), which learns "
+                "instead", order.length, MOST_TOLD,
+            )  # fmt: skip
             return
         ahead = min(MOST_EPOCHS, max(LEAST_EPOCHS, 2 * slices.world_size), MOST_TOLD // share)
         self._following = _Following(self._reads, order, slices, epoch, position, max(1, ahead))

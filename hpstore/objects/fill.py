@@ -120,6 +120,7 @@ class UnitFill:
             try:
                 leases = {c: store.buffers.lease(unit, 0.0) for c in spare}
             except BudgetExceeded:
+                store.metrics.count("fill_without_memory_total")
                 group, leases = None, {}
             else:
                 group = stripe

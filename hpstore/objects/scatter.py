@@ -208,6 +208,7 @@ class Scatter:
         try:
             return store.buffers.lease(self._scratch_bytes, 0.0)
         except BudgetExceeded:
+            store.metrics.count("scatter_without_memory_total")
             self._lost = []
             for device, parts in self._parts.items():
                 straight = [part.some(np.flatnonzero(part.place < 0)) for part in parts]

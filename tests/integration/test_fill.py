@@ -117,6 +117,7 @@ def test_without_memory_for_spare_units_only_the_lost_are_left(made: Bench) -> N
         finally:
             budget.release(taken)
         assert good.tolist() == [unit < 12 and unit % DATA != 0 for unit in ALL]
+        assert pool.metrics.value("fill_without_memory_total") > 0
         assert read(reader, ALL)[1].good[0]
 
 
