@@ -1,4 +1,4 @@
-"""Devices that take their time: so many seconds a call, by a clock that tests move or a real one."""
+"""Devices that take their time: seconds a call, by a clock that tests move or a real one."""
 
 from __future__ import annotations
 

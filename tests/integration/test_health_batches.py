@@ -1,4 +1,4 @@
-"""Health on real files: batches of reads are noted and go round devices; threads, forks, history."""
+"""Health on real files: batches are noted and go round devices; threads, forks, history."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from hpstore.codec.galois import Bytes
-from hpstore.devices.ring import LATE, Batch
+from hpstore.devices.ring import LATE, Batch, read_batch
 from hpstore.health import monitor as monitor_module
 from hpstore.health.monitor import history_path
 from hpstore.health.recorder import Operation, Outcome
@@ -33,7 +33,7 @@ UNIT, DATA = 64 * KIB, 3
 SIZE = 8 * UNIT * DATA
 BODY = payload("x", SIZE)
 RECORD = 12 * KIB
-STARTS = np.arange(0, SIZE - RECORD, UNIT // 2, np.int64)
+STARTS = np.arange(0, SIZE - RECORD, UNIT // 2, dtype=np.int64)
 STARTS = STARTS[STARTS % UNIT + RECORD <= UNIT]
 
 with_rings = pytest.mark.skipif(not rings(), reason="no io_uring here")
@@ -94,7 +94,7 @@ def test_batches_go_round_a_device_that_reads_keep_off(
 ) -> None:
     """None of its file's bytes is asked for; every record is right; later it is asked again."""
     asked: set[int] = set()
-    plain = scatter_module.read_batch
+    plain = read_batch
 
     def spy(files: Any, *arguments: Any, **more: Any) -> Any:  # Any: passed on
         asked.update(files.tolist())
@@ -221,7 +221,8 @@ def test_the_thread_starts_with_the_first_call_and_ends_with_the_pool(
     bench.create(5, data=DATA, parity=2).close()
     poll(LIMIT, lambda: health_threads() == 0)
     opened = bench.open()
-    poll(LIMIT, lambda: opened.metrics.value("health_tick_total") > 1)
+    metrics = opened.metrics
+    poll(LIMIT, lambda: metrics.value("health_tick_total") > 1)
     if closed:
         opened.close()
     alive = weakref.ref(opened.health)

@@ -17,6 +17,7 @@ import pytest
 from hpstore.devices.base import Device
 from hpstore.devices.wrappers import FaultyDevice
 from hpstore.health.verdicts import HealthState
+from hpstore.objects import hedging
 from hpstore.pool import Pool
 from hpstore.pooled import PooledReader
 from hpstore.testing import ManualClock
@@ -44,17 +45,16 @@ class Late:
         columns = self.reader._reader.columns
         self.held = [columns[c].device_id for c in sorted(columns)]
         self.urls = [columns[c].url for c in sorted(columns)]
-        store = self.pool._store
-        # as if peers had always answered at once
-        store.routing.deadlines = {d: (1e-4,) * 16 for d in store.view.devices}
 
     def _wrap(self, url: str, device: Device) -> Device:
         self.devices[url] = FaultyDevice(device)
         return self.devices[url]
 
     def hang(self, *columns: int) -> None:
+        """From now on, and as if peers of these devices, and no others, had answered at once."""
         for column in columns:
             self.devices[self.urls[column]].plan = "H*"
+        self.pool._store.routing.deadlines = {self.held[c]: (1e-4,) * 16 for c in columns}
 
     def release(self) -> None:
         for device in self.devices.values():
@@ -115,15 +115,24 @@ def test_a_spare_that_was_opened_serves_the_next_reads(tmp_path: Path) -> None:
         assert late.count("read_hedge_won_total") == 2
 
 
-def test_three_late_reads_are_waited_for(tmp_path: Path) -> None:
+def test_three_late_reads_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most two spares a window: what is later than that is not one device's fault."""
+    monkeypatch.setattr(hedging, "_LOOK_SECONDS", 0.001)
+    looks: list[tuple[int, str]] = []
+    due = hedging._Race._due
+
+    def look(race: hedging._Race, late: list[int]) -> str:
+        looks.append((len(late), due(race, late)))
+        return looks[-1][1]
+
+    monkeypatch.setattr(hedging._Race, "_due", look)
     with late_pool(tmp_path) as late, ThreadPoolExecutor(1) as threads:
         late.hang(0, 1, 2)
         reading = threads.submit(late.read)
-        poll(LIMIT, lambda: all(late.pool._store.scheduler.queued(d) for d in late.held))
+        poll(LIMIT, lambda: len(looks) > 20)
+        assert set(looks) == {(3, "")}
         late.release()
         assert reading.result(LIMIT) == BODY
-        assert late.count("read_hedged_total") == 0
 
 
 @pytest.mark.parametrize("percent", [0.0, 5.0])
@@ -134,15 +143,15 @@ def test_without_budget_no_spare_is_read(tmp_path: Path, percent: float) -> None
         late.hang(0)
         assert within(LIMIT, late.read) == BODY
         assert late.count("read_hedged_total") == 0
-        assert late.count("read_hedge_refused_total") == 1
+        assert late.count("read_hedge_refused_total") > 0
         assert late.count("read_degraded_total") == 1
 
 
 def test_without_deadlines_of_peers_nothing_is_hedged(tmp_path: Path) -> None:
     """Before peers have read as much, or of other sizes: nobody knows what late is."""
     with late_pool(tmp_path, device_deadline_seconds=0.3) as late:
-        late.pool._store.routing.deadlines = {}
         late.hang(0)
+        late.pool._store.routing.deadlines = {}
         assert within(LIMIT, late.read) == BODY
         assert late.count("read_hedged_total") == 0
 
@@ -171,8 +180,8 @@ def test_a_hung_device_is_found_and_reads_under_way_go_round_it(tmp_path: Path) 
         late_pool(tmp_path, clock, hedge_percent=0.0) as late,
         ThreadPoolExecutor(1) as threads,
     ):
-        late.pool._store.routing.deadlines = {}
         late.hang(1)
+        late.pool._store.routing.deadlines = {}
         reading = threads.submit(late.read)
         recorder = late.pool.health.telemetry.recorder(late.held[1])
         poll(LIMIT, lambda: recorder.oldest_seconds(clock.monotonic() + 1.0) > 0)

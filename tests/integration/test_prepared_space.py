@@ -21,7 +21,6 @@ from hpstore.config import Settings
 from hpstore.devices.base import Device, Usage, recycled_path
 from hpstore.devices.local import LocalDevice
 from hpstore.devices.wrappers import FaultyDevice
-from hpstore.metrics import Metrics
 from hpstore.opening import device_opener
 from hpstore.testing import PAGE, pattern
 from hpstore.units import GIB, MIB

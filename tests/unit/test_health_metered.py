@@ -18,6 +18,7 @@ from hpstore.health.metered import DeviceMeter, MeteredDevice
 from hpstore.health.recorder import Operation, Outcome, Recorder
 from hpstore.health.signs import Media, Traits
 from hpstore.testing import PAGE, ManualClock, fetch, pattern, store
+from tests.fault.common import poll
 
 PATH = "objects/a/@0"
 READ, WRITE, SYNC, META = Operation.READ, Operation.WRITE, Operation.SYNC, Operation.META
@@ -35,8 +36,10 @@ def test_every_call_is_noted_with_its_operation_and_bytes() -> None:
     assert fetch(device, PATH) == pattern(3 * PAGE).tobytes()
     rows = recorder.drain()
     found = list(zip(rows.operation.tolist(), rows.nbytes.tolist(), strict=True))
-    assert found == [(META, 0), (WRITE, 3 * PAGE), (SYNC, 0), (META, 0), (SYNC, 0), (META, 0),
-                     (READ, 3 * PAGE)]  # fmt: skip
+    size = 3 * PAGE
+    assert found == [
+        (META, size), (WRITE, size), (SYNC, 0), (META, 0), (SYNC, 0), (META, 0), (READ, size)
+    ]  # fmt: skip
     assert set(rows.outcome) == {Outcome.OK}
     assert set(rows.in_flight) == {1}
 
@@ -80,8 +83,7 @@ def test_a_late_call_is_seen_in_flight_and_timed_when_it_ends() -> None:
     device, recorder = metered(inner, clock)
     thread = threading.Thread(target=device.stamp, args=(PATH,), daemon=True)
     thread.start()
-    while not recorder.oldest_seconds(clock.monotonic() + 1):
-        pass
+    poll(20, lambda: recorder.oldest_seconds(clock.monotonic() + 1) > 0)
     clock.advance(7.0)
     assert recorder.oldest_seconds(clock.monotonic()) == 7.0
     inner.released.set()
