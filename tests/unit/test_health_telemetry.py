@@ -335,7 +335,7 @@ def test_deadlines_are_those_of_the_others_by_size() -> None:
         telemetry.recorder(device).record(READ, 64 * KIB, 1, seconds)
         telemetry.recorder(device).record(WRITE, 4 * MIB, 1, seconds, count=99)
     telemetry.tick(1.0)
-    found = telemetry.deadlines(0.75)
+    found = telemetry.deadlines(0.9)
     large = size_class(4 * MIB)
     assert 1e-3 <= found["d0"][large] <= 1e-3 * 2**0.25
     assert telemetry.deadlines(0.95)["d1"][large] >= 0.5
