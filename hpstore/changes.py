@@ -328,7 +328,7 @@ def here_store(store: Store, view: View) -> Store:
     return Store(
         view=view, scheduler=store.scheduler, code=store.code, buffers=store.buffers,
         metrics=store.metrics, clock=store.clock, counter=store.counter, settings=store.settings,
-        read_only=store.read_only,
+        read_only=store.read_only, routing=store.routing,
     )  # fmt: skip
 
 

@@ -42,6 +42,8 @@ class Settings:
     queue_depth: int = 256  # calls that may wait for one device
     compute_threads: int = 2  # encode and checksum: 14 GB/s on one thread, 20 on two
     direct: bool = True  # O_DIRECT on local devices
+    health: bool = True  # slow devices are looked for, and kept off the path of reads
+    hedge_percent: float = 5.0  # of the bytes read, for spares of reads that are late; 0: none
     file_mode: int = 0o600
     directory_mode: int = 0o700
     run_directory: str = ""  # locks; "" means hpstore-<uid> in the machine's temporary directory
@@ -59,6 +61,8 @@ class Settings:
         for name in ("file_mode", "directory_mode"):
             if not 0o400 <= getattr(self, name) <= 0o777:
                 raise ConfigError(f"setting {name} must be from 0o400 to 0o777")
+        if not 0 <= self.hedge_percent <= 100:
+            raise ConfigError("setting hedge_percent must be from 0 to 100")
         if self.recycle_bytes < 0:
             raise ConfigError("setting recycle_bytes must not be negative")
         if self.workers_per_device > 64 or self.compute_threads > 256:

@@ -22,6 +22,7 @@ from hpstore.errors import (
     LockTimeout,
     MembershipError,
 )
+from hpstore.health.monitor import Monitor
 from hpstore.locks import file_lock, key_lock_name
 from hpstore.membership import (
     belongs,
@@ -56,7 +57,10 @@ class PoolHandle(Closing):
         clock: Clock | None = None,
         threads: bool = True,
         erasure_backend: str | None = None,
+        monitor: bool | None = None,
     ) -> None:
+        """`monitor`: whether devices' health is watched; by the settings, where there are threads,
+        unless given."""
         self.config, self.read_only = config, read_only
         self._opener = opener or device_opener(config.settings)
         self._options = (threads, erasure_backend)
@@ -74,6 +78,12 @@ class PoolHandle(Closing):
             opened.view, config.settings, choose_backend(erasure_backend), clock, scheduler,
             read_only=read_only,
         )  # fmt: skip
+        watched = config.settings.health and threads if monitor is None else monitor
+        self.health = Monitor(self._store, enabled=watched)
+        if not threads:
+            self.health.pause()
+        view = self._store.view
+        self._store.view = replace(view, devices=self.health.metered(view.devices))
         self._store.refresh = self.refresh
         self._store.damage = self._damage
         self._store.key_lock = self._repair_lock
@@ -147,7 +157,12 @@ class PoolHandle(Closing):
             opened.pop(url)
         devices = make_view(record, opened.values(), problems).devices
         self._problems = problems
-        return dict(devices)
+        return self.health.metered(devices)
+
+    def _let_sit_out(self, devices: frozenset[str]) -> None:
+        """Keep reads and new columns off these devices; open readers heed it, too."""
+        self._store.view = replace(self._store.view, sitting_out=devices)
+        self._store.routing.changed()
 
     def _find_device(self, member: Member) -> OpenedDevice:
         """Open a device that is no member now, where it was or anywhere in the settings."""
@@ -254,6 +269,7 @@ class PoolHandle(Closing):
         self._renew = threading.RLock()
         self._repairs, self._repairer, self._wake = RepairQueue(), None, threading.Event()
         renew_after_fork(self._store)
+        self.health.after_fork()
 
     @property
     def recycles(self) -> bool:
@@ -266,6 +282,7 @@ class PoolHandle(Closing):
         if self._closed:
             return
         self._closed = True
+        self.health.close()
         self._wake.set()
         if self._repairer is not None:
             self._repairer.join(10.0)

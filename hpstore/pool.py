@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -285,7 +284,7 @@ class Pool(TendedPool):
         """Devices with their states, objects, what is degraded, space, counters. Walks all keys."""
         self._usable()
         self.refresh()
-        return pool_status(self._store, self.config.name, self._problems)
+        return pool_status(self._store, self.config.name, self._problems, self.health)
 
     def scrub(
         self,
@@ -404,9 +403,8 @@ class Pool(TendedPool):
         self._writable()
         with self._change():
             member = self._member(device)
-            self._store.view = replace(
-                self._store.view, sitting_out=self._store.view.sitting_out - {member.device_id}
-            )
+            self._let_sit_out(self._store.view.sitting_out - {member.device_id})
+            self.health.forgive(member.device_id)
             if member.state is DeviceState.ONLINE:
                 return None
             if member.state is DeviceState.DRAINING:
@@ -432,7 +430,7 @@ class Pool(TendedPool):
                 f"{len(out)} devices would sit out; parity replaces only "
                 f"{self._store.view.record.parity}"
             )
-        self._store.view = replace(self._store.view, sitting_out=out)
+        self._let_sit_out(out)
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_reopen, (self.config, self.read_only))

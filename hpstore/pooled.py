@@ -93,7 +93,7 @@ class PooledReader(Closing):
         """
         if self._closed:
             raise ConfigError(f"the reader of {self._key!r} is closed")
-        self._reader.open_enough()
+        self._again(lambda: self._reader.open_enough())
         reads.add(self._reader, starts, numbers)
 
     def run_scatter(self, scatter: Scatter) -> Scattered:

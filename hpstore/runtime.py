@@ -10,6 +10,7 @@ from hpstore.clock import Clock, HybridCounter
 from hpstore.codec import Backend, ErasureCode
 from hpstore.config import Settings
 from hpstore.metrics import Metrics
+from hpstore.objects.routing import Routing
 from hpstore.objects.store import Store, View
 from hpstore.scheduler import Scheduler
 
@@ -40,6 +41,7 @@ def make_store(
         counter=HybridCounter(clock),
         settings=settings,
         read_only=read_only,
+        routing=Routing(settings.hedge_percent / 100),
     )
 
 

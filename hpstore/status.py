@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from hpstore.condition import survey_condition
 from hpstore.devices.base import Device, Usage
 from hpstore.devices.ring import problem as ring_problem
+from hpstore.health.history import History
+from hpstore.health.monitor import Monitor, history_path
+from hpstore.health.sight import DeviceSight
+from hpstore.health.states import Decision
 from hpstore.objects.debts import read_debts
 from hpstore.objects.store import Store
 from hpstore.records import Member
@@ -27,6 +32,9 @@ class DeviceStatus:
     kept_bytes: int  # of it in files that are kept for overwriting
     waiting: int  # calls queued for it in this process
     problem: str
+    health: str  # as this process judges it: online, suspect, sitout ...; "" when it does not judge
+    score: float  # of its slowness: above 10 it is suspect
+    reason: str  # of what is held against it now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +59,7 @@ class PoolStatus:
     usable_bytes: int  # object bytes that still fit, at the geometry of now
     can_shrink_by: int  # devices that may go before new data loses its full parity
     read_only: bool
+    decisions: tuple[str, ...]  # about devices, of all processes of this node; the newest last
     counters: Mapping[str, float]
 
     def as_dict(self) -> dict[str, object]:
@@ -58,7 +67,12 @@ class PoolStatus:
         return asdict(self)
 
 
-def device_status(store: Store, problems: Mapping[str, str]) -> list[DeviceStatus]:
+_DECISIONS = 10  # that a status shows
+
+
+def device_status(
+    store: Store, problems: Mapping[str, str], sights: Mapping[str, DeviceSight]
+) -> list[DeviceStatus]:
     """Every member and evicted device."""
 
     def usage(device_id: str, device: Device) -> Usage:
@@ -71,7 +85,7 @@ def device_status(store: Store, problems: Mapping[str, str]) -> list[DeviceStatu
     rows = []
     for member in (*store.view.record.members, *store.view.record.evicted):
         device = store.view.devices.get(member.device_id)
-        found = space.get(member.device_id)
+        found, sight = space.get(member.device_id), sights.get(member.device_id)
         url = device.url if device is not None else member.url
         problem = problems.get(member.url, "") or problems.get(url, "")
         if isinstance(found, Exception):
@@ -88,6 +102,9 @@ def device_status(store: Store, problems: Mapping[str, str]) -> list[DeviceStatu
                 kept_bytes=found.kept if isinstance(found, Usage) else 0,
                 waiting=store.scheduler.queued(member.device_id),
                 problem=problem,
+                health="" if sight is None else sight.state.value,
+                score=0.0 if sight is None else sight.score,
+                reason="" if sight is None else sight.reason,
             )
         )
     return rows
@@ -103,14 +120,38 @@ def _state(store: Store, member: Member, found: object) -> str:
     return member.state.value
 
 
-def pool_status(store: Store, name: str, problems: Mapping[str, str]) -> PoolStatus:
+def recent_decisions(store: Store) -> tuple[str, ...]:
+    """Lines of what was decided about devices on this node, by any process, the newest last."""
+    path = history_path(store.settings, store.view.record.pool_id)
+    if not path.exists():
+        return ()
+    history = History(path, store.metrics, read_only=True)
+    found = history.decisions(_DECISIONS)
+    history.close()
+    urls = {device_id: device.url for device_id, device in store.view.devices.items()}
+    return tuple(_line(decision, urls) for decision in reversed(found))
+
+
+def _line(decision: Decision, urls: Mapping[str, str]) -> str:
+    when = time.strftime("%F %T", time.localtime(decision.at_seconds))
+    where = urls.get(decision.device, decision.device[:8])
+    step = f"{decision.was} -> {decision.becomes}"
+    if decision.was is decision.becomes:
+        step = f"stays {decision.was}"
+    return f"{when} {where} {step}: {decision.reason}"
+
+
+def pool_status(
+    store: Store, name: str, problems: Mapping[str, str], health: Monitor
+) -> PoolStatus:
     """Gather a status; walks all keys."""
     record = store.view.record
     candidates = store.candidates()
     effective = max(0, min(record.data, len(candidates) - record.parity))
     found = survey_condition(store)
     tolerated = found.losses_tolerated if effective else 0
-    devices = device_status(store, problems)
+    sights = health.snapshot().devices if health.enabled else {}
+    devices = device_status(store, problems, sights)
     silent = set(found.silent) | {d.device for d in devices if d.state == "missing"}
     free = sum(d.free_bytes for d in devices if d.state == "online")
     width = effective + record.parity
@@ -133,6 +174,7 @@ def pool_status(store: Store, name: str, problems: Mapping[str, str]) -> PoolSta
         usable_bytes=free * effective // width if effective else 0,
         can_shrink_by=max(0, len(candidates) - record.parity - 1),
         read_only=store.read_only,
+        decisions=recent_decisions(store),
         counters=store.metrics.snapshot(),
     )
 

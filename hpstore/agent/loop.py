@@ -25,12 +25,13 @@ from hpstore.agent.orders import read_orders
 from hpstore.agent.pace import scrub_rate
 from hpstore.agent.settings import AgentConfig
 from hpstore.agent.status import AgentStatus, make_status, publish
-from hpstore.agent.watch import NoWatch, Watch
+from hpstore.agent.watch import MonitorWatch, Watch
 from hpstore.closing import Closing
 from hpstore.errors import HpstoreError, IntegrityError, MembershipError
 from hpstore.health.forecast.forecaster import FailureForecaster
 from hpstore.health.forecast.model import load_model
 from hpstore.health.history import History
+from hpstore.health.monitor import history_path
 from hpstore.health.overrides import command
 from hpstore.health.policy import decide
 from hpstore.health.states import Action, ActionKind, Decision, Outcome, PoolFacts
@@ -39,7 +40,6 @@ from hpstore.pool import Pool
 from hpstore.rebuild import RebuildReport
 
 _log = logging.getLogger(__name__)
-HISTORY_FILE = "health.sqlite"
 LOCK_FILE = "agent.lock"
 _LOCK_SECONDS = 1.0
 _DAY_MS = 86_400_000
@@ -77,12 +77,11 @@ class Agent(Closing):
             ))  # fmt: skip
             self.memory = self._saved = load_memory(self._directory)
             disks = disks or self._make_disks()
-            self.history = History(
-                self.run_directory / HISTORY_FILE, pool.metrics, read_only=self.dry_run
-            )
+            path = history_path(pool.config.settings, pool.record.pool_id)
+            self.history = History(path, pool.metrics, read_only=self.dry_run)
             stack.callback(self.history.close)
             self._stack = stack.pop_all()
-        self.watch = watch or NoWatch()
+        self.watch = watch or MonitorWatch(pool.health)
         self._threads = ThreadPoolExecutor(3, "hpstore-agent") if threads else None
         self.eyes = Eyes(
             pool, config, disks, foreground or Foreground(), self._threads,
@@ -326,4 +325,4 @@ class Agent(Closing):
         self._stack.close()
 
 
-__all__ = ["HISTORY_FILE", "LOCK_FILE", "Agent"]
+__all__ = ["LOCK_FILE", "Agent"]

@@ -1,4 +1,4 @@
-"""What this process' own monitor says, as far as there is one."""
+"""What this process' own monitor says."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from hpstore.health.monitor import Monitor
+from hpstore.health.sight import Round
 from hpstore.health.verdicts import HealthState, Verdict
 
 
@@ -14,6 +16,8 @@ class Watched:
     """A device by this process' own I/O."""
 
     state: HealthState
+    reason: str  # what is held against it now
+    latency_seconds: tuple[float, ...]  # means of the last ticks, normalised, oldest first
     read_seconds_p50: float  # 0 when there were no reads
     read_seconds_p99: float
 
@@ -37,23 +41,38 @@ class Watch(Protocol):
         """Listen no more."""
 
 
-class NoWatch:
-    """Says nothing."""
+class MonitorWatch:
+    """Listens to the monitor of a pool that is open in this process."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+        self._last: tuple[Verdict, ...] = ()  # replaced whole, by the monitor's thread
+        self._stop = monitor.listen(self._heard)
+        monitor.start()
+
+    def _heard(self, found: Round) -> None:
+        self._last = found.verdicts
 
     def verdicts(self) -> list[Verdict]:
-        return []
+        return list(self._last)
 
     def devices(self) -> Mapping[str, Watched]:
-        return {}
+        return {
+            device: Watched(
+                state=sight.state, reason=sight.reason, latency_seconds=sight.latency_seconds,
+                read_seconds_p50=sight.read_seconds_p50, read_seconds_p99=sight.read_seconds_p99,
+            )
+            for device, sight in self._monitor.snapshot().devices.items()
+        }  # fmt: skip
 
     def forgive(self, device: str) -> None:
-        pass
+        self._monitor.forgive(device)
 
     def accept(self, device: str) -> None:
-        pass
+        self._monitor.accept(device)
 
     def close(self) -> None:
-        pass
+        self._stop()
 
 
-__all__ = ["NoWatch", "Watch", "Watched"]
+__all__ = ["MonitorWatch", "Watch", "Watched"]

@@ -26,7 +26,7 @@ from rich.table import Table
 from hpstore.errors import ConfigError
 from hpstore.rebuild import Progress as Step
 from hpstore.rebuild import ProgressCallback, RebuildReport
-from hpstore.status import PoolStatus
+from hpstore.status import DeviceStatus, PoolStatus
 from hpstore.units import format_bytes
 
 UNMENDED_EXIT_CODE = 50
@@ -146,7 +146,7 @@ def output_file(path: Path) -> Iterator[BinaryIO]:
 def show_status(status: PoolStatus) -> None:
     """A pool's status for people."""
     rows = [
-        (d.device[:8], d.url, d.state, d.mode, d.domain, format_bytes(d.free_bytes),
+        (d.device[:8], d.url, _device_state(d), d.mode, d.domain, format_bytes(d.free_bytes),
          format_bytes(d.kept_bytes), format_bytes(d.total_bytes), d.problem)
         for d in status.devices
     ]  # fmt: skip
@@ -163,7 +163,15 @@ def show_status(status: PoolStatus) -> None:
     ]
     if status.effective_data == 0:
         lines.append("too few devices for new data: reads only")
+    lines += status.decisions
     sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _device_state(device: DeviceStatus) -> str:
+    """What the pool says of a device, and this process where it thinks less of it."""
+    if device.health in ("", "online"):
+        return device.state
+    return f"{device.state}, {device.health}"
 
 
 def show_report(what: str, report: RebuildReport) -> None:

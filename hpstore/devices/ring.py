@@ -16,6 +16,7 @@ import os
 import platform
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ import numpy.typing as npt
 
 _log = logging.getLogger(__name__)
 Int64s = npt.NDArray[np.int64]
+Float64s = npt.NDArray[np.float64]
 ENTRIES = 256  # reads that one thread has in flight
 LATE = -(1 << 40)
 _SETUP, _ENTER = 425, 426  # system calls, the same number on all machines
@@ -32,6 +34,8 @@ _SQES_OFFSET = 0x10000000
 _GETEVENTS, _WITH_TIMEOUT, _OP_READ = 1, 8, 22
 _FEATURES_WORD, _FEATURE_TIMEOUT = 5, 1 << 8
 _PAUSE_SECONDS, _PATIENCE_SECONDS = 0.001, 0.05
+_SILENT_SECONDS = 1.0  # without an end of any read, until somebody is asked whether to go on
+_LOOKS = 16  # a timed batch's end is looked at in steps down to so small a part of it
 _PARAMS_WORDS, _SQ_WORDS, _CQ_WORDS = 30, slice(10, 20), slice(20, 30)  # struct io_uring_params
 _SQE = np.dtype(
     [("opcode", "u1"), ("flags", "u1"), ("ioprio", "<u2"), ("fd", "<i4"), ("offset", "<u8"),
@@ -45,11 +49,13 @@ _CQE = np.dtype([("user_data", "<u8"), ("result", "<i4"), ("flags", "<u4")])
 class Batch:
     """Bytes that were read, or minus the error's number, by read; LATE for those in flight.
 
-    `late` is done when none is any more.
+    `late` is done when none is any more. `seconds`: from submission to the first look after the
+    end of each read, where that was asked for; half of what is left is waited for at each look.
     """
 
     results: Int64s
     late: Future[None] | None
+    seconds: Float64s | None = None
 
 
 class Ring:
@@ -98,12 +104,13 @@ class Ring:
 
     def read(
         self, files: Int64s, offsets: Int64s, addresses: Int64s, lengths: Int64s, *,
-        seconds: float, keep: object,
+        seconds: float, keep: object, timed: bool = False,
+        hopeless: Callable[[Int64s], bool] | None = None,
     ) -> Batch:  # fmt: skip
         """Read lengths[i] bytes at offsets[i] of descriptor files[i] to addresses[i], all int64.
 
-        Gives up when none has ended for `seconds`, or the kernel refuses; the ring is then of no
-        further use. `keep` is what keeps the memory and the files alive: it is held until nothing
+        Gives up when none has ended for `seconds`, when `hopeless(results)`, asked after each
+        silent second, says so, or when the kernel refuses; the ring is then of no further use. `keep` is what keeps the memory and the files alive: it is held until nothing
         is in flight any more, whatever happens here.
         """
         total, begun, ended = len(files), 0, 0
@@ -112,24 +119,46 @@ class Ring:
         asked["opcode"], asked["fd"], asked["offset"] = _OP_READ, files, offsets
         asked["address"], asked["length"] = addresses, lengths
         asked["user_data"] = np.arange(total)
+        times = np.zeros(total) if timed else None
         try:
             while ended < total:
                 count = min(total - begun, self.entries - (begun - ended))
                 self._queue(asked[begun : begun + count])
+                if times is not None:
+                    times[begun : begun + count] = time.monotonic()
                 begun += count
+                flying = begun - ended
                 # half of them at a time, so that the devices never run dry
-                least = begun - ended if begun == total else (begun - ended + 1) // 2
-                self._enter(count, least, seconds)
-                ended += self._collect(results)
+                least = flying if begun == total else (flying + 1) // 2
+                if timed and flying > total // _LOOKS:
+                    least = (flying + 1) // 2
+                self._enter_patiently(count, least, seconds, hopeless, results)
+                ended += self._collect(results, times)
         except OSError as error:
             if not isinstance(error, TimeoutError):
                 _give_up(error)
-            self._collect(results)
-            return Batch(results, self._abandon(keep))
+            self._collect(results, times)
+            return Batch(results, self._abandon(keep), times)
         except BaseException:
             self._abandon(keep)
             raise
-        return Batch(results, None)
+        return Batch(results, None, times)
+
+    def _enter_patiently(
+        self, submit: int, least: int, seconds: float,
+        hopeless: Callable[[Int64s], bool] | None, results: Int64s,
+    ) -> None:  # fmt: skip
+        """As _enter, in steps of silence. Raises TimeoutError."""
+        until, step = time.monotonic() + seconds, min(seconds, _SILENT_SECONDS)
+        while True:
+            try:
+                self._enter(submit, least, step)
+            except TimeoutError:
+                if time.monotonic() >= until or (hopeless is not None and hopeless(results)):
+                    raise
+                submit = (int(self._tail[0]) - int(self._head[0])) & 0xFFFFFFFF
+            else:
+                return
 
     def _queue(self, asked: npt.NDArray[np.void]) -> None:
         tail = int(self._tail[0])
@@ -163,11 +192,15 @@ class Ring:
             if submit <= 0:
                 return
 
-    def _collect(self, results: Int64s) -> int:
+    def _collect(self, results: Int64s, times: Float64s | None = None) -> int:
+        """Take the results of what has ended; what `times` has of it becomes a duration."""
         head, tail = int(self._head_done[0]), int(self._tail_done[0])
         count = (tail - head) & 0xFFFFFFFF
         done = self._cqes[np.arange(head, head + count) % len(self._cqes)]
-        results[done["user_data"].astype(np.int64)] = done["result"]
+        numbers = done["user_data"].astype(np.int64)
+        results[numbers] = done["result"]
+        if times is not None:
+            times[numbers] = time.monotonic() - times[numbers]
         self._head_done[0] = tail
         return count
 
@@ -218,7 +251,7 @@ def problem() -> str:
 
 def read_batch(
     files: Int64s, offsets: Int64s, addresses: Int64s, lengths: Int64s, *, seconds: float,
-    keep: object,
+    keep: object, timed: bool = False, hopeless: Callable[[Int64s], bool] | None = None,
 ) -> Batch | None:  # fmt: skip
     """As Ring.read, with the ring of the calling thread; None where there are none.
 
@@ -235,7 +268,10 @@ def read_batch(
             _give_up(error)
             return None
     ring, _own.ring = _own.ring, None  # back when it has ended well
-    found = ring.read(files, offsets, addresses, lengths, seconds=seconds, keep=keep)
+    found = ring.read(
+        files, offsets, addresses, lengths, seconds=seconds, keep=keep, timed=timed,
+        hopeless=hopeless,
+    )  # fmt: skip
     if found.late is None:
         _own.ring = ring
     return found

@@ -42,18 +42,20 @@ OPERATIONS = {
 }  # fmt: skip
 """By the names that device wrappers give; every other one is META."""
 
-_Row = tuple[int, int, int, int, float]
+_Row = tuple[int, int, float, int, float, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """I/Os of one device, one an index."""
+    """I/Os of one device. An index is one I/O, or `count` alike that were made in one batch: then
+    bytes and seconds are their means."""
 
     operation: FloatArray
     outcome: FloatArray
     nbytes: FloatArray
     in_flight: FloatArray  # at submit, this one included
     seconds: FloatArray
+    count: FloatArray
 
 
 class Recorder:
@@ -88,16 +90,24 @@ class Recorder:
             began, in_flight = flight
             self.record(operation, nbytes, in_flight, now_seconds - began, outcome)
 
+    def leave(self, ticket: int) -> None:
+        """The call of that ticket is over, and nobody knows how long its parts took."""
+        self._flights.pop(ticket, None)
+
     def record(
-        self, operation: int, nbytes: int, in_flight: int, seconds: float, outcome: int = 0
-    ) -> None:
-        """Note one I/O that is over: `seconds` of the device call, without queue and codec."""
+        self, operation: int, nbytes: float, in_flight: int, seconds: float, outcome: int = 0,
+        count: int = 1,
+    ) -> None:  # fmt: skip
+        """Note an I/O that is over: `seconds` of the device call, without queue and codec.
+
+        `count` alike of one batch are noted at once: their mean bytes and seconds.
+        """
         rows = self._rows
         if len(rows) < ROWS_MOST:
-            rows.append((operation, outcome, nbytes, in_flight, seconds))
+            rows.append((operation, outcome, nbytes, in_flight, seconds, count))
         else:
             with self._dropping:
-                self._dropped += 1
+                self._dropped += count
 
     @property
     def dropped(self) -> int:
@@ -114,10 +124,10 @@ class Recorder:
         rows = self._rows
         taken = [rows.popleft() for _ in range(len(rows))]  # others append at the other end
         flat = itertools.chain.from_iterable(taken)
-        table = np.fromiter(flat, np.float64, 5 * len(taken)).reshape(-1, 5)
-        operation, outcome, nbytes, in_flight, seconds = table.T.copy()
+        table = np.fromiter(flat, np.float64, 6 * len(taken)).reshape(-1, 6)
+        operation, outcome, nbytes, in_flight, seconds, count = table.T.copy()
         return Rows(operation=operation, outcome=outcome, nbytes=nbytes, in_flight=in_flight,
-                    seconds=seconds)  # fmt: skip
+                    seconds=seconds, count=count)  # fmt: skip
 
 
 __all__ = ["OPERATIONS", "ROWS_MOST", "Operation", "Outcome", "Recorder", "Rows"]

@@ -16,7 +16,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from hpstore.health.histogram import FloatArray, LogHistogram
+from hpstore.health.histogram import (
+    BUCKETS,
+    FloatArray,
+    LogHistogram,
+    buckets_of,
+    upper_edges,
+)
 from hpstore.health.recorder import Operation, Outcome, Recorder, Rows
 from hpstore.health.signs import Signs
 from hpstore.units import KIB, MIB
@@ -29,6 +35,7 @@ _SHAPE = (len(_JUDGED), _SIZES, _BANDS)
 _CELL_DEVICES = 3  # whose median one of them cannot move alone
 _CELL_IOS = 4.0
 _LARGE_BYTES = MIB
+_PEER_IOS = 20.0  # of a size, before their quantile is a deadline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +108,7 @@ class _Device:
         self.cell_in_flight = np.zeros(_SHAPE)
         self.recent = {operation: LogHistogram() for operation in Operation}
         self.before = {operation: LogHistogram() for operation in Operation}
+        self.reads = np.zeros((2, _SIZES, BUCKETS))  # judged ones: recent, before
         self.pending = _Pending(0.0)
         self.dropped = 0
 
@@ -161,6 +169,21 @@ class Telemetry:
             merged.merge(other.histogram(operation))
         return merged.quantile(share)
 
+    def deadlines(self, share: float) -> dict[str, tuple[float, ...]]:
+        """By device and `size_class`: seconds in which `share` of the *other* devices' reads of
+        that size are done; 0 where those were too few to tell."""
+        with self._lock:
+            devices = dict(self._devices)
+        if not devices:
+            return {}
+        own = np.stack([device.reads.sum(0) for device in devices.values()])
+        peers = own.sum(0) - own  # (device, size, bucket)
+        totals = peers.sum(2)
+        reached = np.cumsum(peers, 2) >= np.maximum(share * totals, 1.0)[..., None]
+        edges = upper_edges(reached.argmax(2))
+        table = np.where(totals >= _PEER_IOS, edges, 0.0).tolist()
+        return {name: tuple(row) for name, row in zip(devices, table, strict=True)}
+
     def tick(self, now_seconds: float) -> Tick:
         """Take what was recorded since the last tick, and judge it by what is usual."""
         with self._lock:
@@ -180,8 +203,8 @@ class Telemetry:
             signs[name] = Signs(
                 oldest_seconds=device.recorder.oldest_seconds(now_seconds),
                 usual_seconds_p999=_usual(device),
-                io_errors=int((rows.outcome == Outcome.ERROR).sum()),
-                checksum_errors=int((rows.outcome == Outcome.CHECKSUM).sum()),
+                io_errors=_ended(rows, Outcome.ERROR),
+                checksum_errors=_ended(rows, Outcome.CHECKSUM),
             )
         return Tick(now_seconds=now_seconds, reference_seconds=_reference(devices.values(),
                     expected), samples=samples, signs=signs)  # fmt: skip
@@ -201,6 +224,7 @@ class Telemetry:
             if turn:
                 device.before = device.recent
                 device.recent = {operation: LogHistogram() for operation in Operation}
+                device.reads = np.stack([np.zeros_like(device.reads[0]), device.reads[0]])
 
     def _score(self, device: _Device, rows: Rows, expected: FloatArray, now_seconds: float) -> None:
         pending = device.pending
@@ -210,11 +234,12 @@ class Telemetry:
         cells, operations = _cells(rows, judged), rows.operation[judged].astype(np.intp)
         usual = expected.reshape(_SHAPE)[cells]
         scores = np.minimum(rows.seconds[judged] / usual, self.config.score_most)
-        pending.counts += np.bincount(operations, minlength=len(_JUDGED))
-        pending.scores += np.bincount(operations, scores, minlength=len(_JUDGED))
-        pending.seconds += float(rows.seconds[judged].sum())
-        pending.nbytes += int(rows.nbytes[judged].sum())
-        pending.large += int((rows.nbytes[judged] >= _LARGE_BYTES).sum())
+        count = rows.count[judged]
+        pending.counts += np.bincount(operations, count, minlength=len(_JUDGED))
+        pending.scores += np.bincount(operations, scores * count, minlength=len(_JUDGED))
+        pending.seconds += float((rows.seconds[judged] * count).sum())
+        pending.nbytes += int((rows.nbytes[judged] * count).sum())
+        pending.large += int(count[rows.nbytes[judged] >= _LARGE_BYTES].sum())
 
     def _sample(self, device: _Device, rows: Rows, now_seconds: float) -> Sample | None:
         """The sample that is due, if it is."""
@@ -230,7 +255,7 @@ class Telemetry:
         return Sample(
             ios=ios,
             nbytes=pending.nbytes,
-            errors=int((rows.outcome == Outcome.ERROR).sum()),
+            errors=_ended(rows, Outcome.ERROR),
             dropped=dropped,
             seconds_mean=pending.seconds / ios,
             scores={op: float(pending.scores[op] / pending.counts[op]) for op in used},
@@ -248,6 +273,16 @@ def _judged(device: _Device, rows: Rows) -> npt.NDArray[np.bool_]:
     return judged
 
 
+def _ended(rows: Rows, outcome: Outcome) -> int:
+    """I/Os that ended so."""
+    return int(rows.count[rows.outcome == outcome].sum())
+
+
+def size_class(nbytes: int) -> int:
+    """Of an I/O: up to 4 KiB, 8, 16, ..."""
+    return min(((max(nbytes, 1) - 1) // (4 * KIB)).bit_length(), _SIZES - 1)
+
+
 def _cells(rows: Rows, judged: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.intp], ...]:
     """Indices into an array of cells."""
     pages = np.ceil(np.maximum(rows.nbytes[judged], 1) / (4 * KIB))
@@ -261,12 +296,14 @@ def _learn(device: _Device, rows: Rows) -> None:
     for operation in Operation:
         mine = rows.operation == operation
         if mine.any():
-            device.recent[operation].add(rows.seconds[mine])
+            device.recent[operation].add(rows.seconds[mine], rows.count[mine])
     judged = _judged(device, rows)
-    cells = _cells(rows, judged)
-    np.add.at(device.cell_ios, cells, 1.0)
-    np.add.at(device.cell_seconds, cells, rows.seconds[judged])
-    np.add.at(device.cell_in_flight, cells, rows.in_flight[judged])
+    cells, count, seconds = _cells(rows, judged), rows.count[judged], rows.seconds[judged]
+    np.add.at(device.cell_ios, cells, count)
+    np.add.at(device.cell_seconds, cells, seconds * count)
+    np.add.at(device.cell_in_flight, cells, rows.in_flight[judged] * count)
+    reads = cells[0] == Operation.READ
+    np.add.at(device.reads[0], (cells[1][reads], buckets_of(seconds[reads])), count[reads])
 
 
 def _expected(devices: list[_Device]) -> FloatArray:
@@ -314,4 +351,4 @@ def _usual(device: _Device) -> float:
     return max(device.histogram(op).quantile(0.999) for op in (Operation.READ, Operation.WRITE))
 
 
-__all__ = ["Sample", "Telemetry", "Tick", "TickConfig"]
+__all__ = ["Sample", "Telemetry", "Tick", "TickConfig", "size_class"]

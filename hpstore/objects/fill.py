@@ -97,7 +97,7 @@ class UnitFill:
             self._add_stripe(reader, stripe, dict(pairs))
 
     def _add_stripe(self, reader: ObjectReader, stripe: int, wanted: dict[int, int]) -> None:
-        geometry, columns = reader.header.geometry, reader.columns
+        geometry, columns = reader.header.geometry, reader.usable()
         offset = stripe * geometry.unit_bytes
         there = {c: n for c, n in wanted.items() if c in columns}
         lost = {c: n for c, n in wanted.items() if c not in columns}

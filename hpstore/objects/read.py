@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import wait
+from functools import partial
 
-from hpstore.buffers import Lease
 from hpstore.codec.galois import Bytes
 from hpstore.errors import BudgetExceeded, IntegrityError, ObjectNotFound, TooManyErasures
 from hpstore.header import ColumnHeader
 from hpstore.keys import Kind, Version
 from hpstore.objects.columns import ColumnReader, open_column
+from hpstore.objects.flights import Flight, RebuiltRun, read_held
+from hpstore.objects.hedging import overtake, probe_avoided
+from hpstore.objects.routing import well_placed
 from hpstore.objects.store import Store
 from hpstore.objects.survey import (
     Found,
@@ -45,53 +48,15 @@ class Changed(Exception):
     """The object was replaced or deleted under the reader: resolve the key again."""
 
 
-class _Flight:
-    """The reads of one window, on their way into one lease.
-
-    One lease for all of a window, taken at once: two readers that each hold half of what they
-    need can then not wait for each other.
-    """
-
-    def __init__(self, plan: WindowPlan, lease: Lease) -> None:
-        self.plan, self._lease = plan, lease
-        self.arrays: dict[int, Bytes] = {}
-        self.starts: dict[int, int] = {}
-        self.futures: dict[int, Future[None]] = {}
-        at = 0
-        for column, (low, high) in (*plan.reads.items(), *plan.lost.items()):
-            self.arrays[column] = lease.array[at : at + high - low]
-            self.starts[column] = low
-            at += high - low
-
-    def drop(self) -> None:
-        """Give the memory back, now or when the last device has answered (PROTOCOL 21)."""
-        late = [future for future in self.futures.values() if not future.done()]
-        if not late:
-            self._lease.release()
-        arrivals = itertools.count(1)  # next() is atomic
-
-        def arrived(_: Future[None]) -> None:
-            if next(arrivals) == len(late):
-                self._lease.release()
-
-        for future in late:
-            future.add_done_callback(arrived)
-
-
-class RebuiltRun:
-    """Rebuilt column bytes in a lease that belongs to the holder until release()."""
-
-    def __init__(self, rows: dict[int, Bytes], release: Callable[[], None]) -> None:
-        self.rows, self.release = rows, release
-
-
 class ObjectReader:
     """One version of an object, open for reading. One thread at a time; close() when done."""
 
     def __init__(
         self, store: Store, layout: Layout, key: str, *, unknown: frozenset[str] = frozenset()
     ) -> None:
-        self._store, self.layout, self.key = store, layout, key
+        self.store, self.layout, self.key = store, layout, key
+        self.judging = True  # damage counts against devices; not what a scrub comes upon
+        self._routed = -1  # the version of the routing that open columns are in accord with
         self.unknown = unknown  # members that did not answer when it was looked up
         self.columns: dict[int, ColumnReader] = {}
         self.damaged: dict[int, Exception] = {}  # column -> what is wrong with it
@@ -107,7 +72,8 @@ class ObjectReader:
 
     def share(self) -> ObjectReader:
         """Another reader of the same open columns, for another thread. Call by this one's."""
-        made = ObjectReader(self._store, self.layout, self.key, unknown=self.unknown)
+        made = ObjectReader(self.store, self.layout, self.key, unknown=self.unknown)
+        made._routed = self._routed
         made.columns = {column: reader.retain() for column, reader in self.columns.items()}
         made.damaged, made._header = dict(self.damaged), self._header
         made._untried = {column: deque(files) for column, files in self._untried.items()}
@@ -125,17 +91,17 @@ class ObjectReader:
                 batch[column] = files.popleft()
         if not batch:
             return
-        devices = self._store.view.devices
+        devices = self.store.view.devices
         futures = {
-            column: self._store.scheduler.submit(
+            column: self.store.scheduler.submit(
                 found.device,
                 lambda f=found: open_column(  # type: ignore[misc]
-                    f.device, devices[f.device], self._store.view.record.pool_id, self.key, f.name
+                    f.device, devices[f.device], self.store.view.record.pool_id, self.key, f.name
                 ),
             )
             for column, found in batch.items()
         }
-        deadline = self._store.settings.device_deadline_seconds
+        deadline = self.store.settings.device_deadline_seconds
         wait(futures.values(), timeout=deadline)
         changed = False
         for column, future in futures.items():
@@ -160,31 +126,81 @@ class ObjectReader:
         self.columns[column] = reader
         self.damaged.pop(column, None)
 
-    def open_enough(self, *, more: int = 0) -> bool:
-        """Open k columns, data columns on devices in good standing first; True when k are open."""
-        need = self.layout.data + more
-        away = self._store.view.sitting_out
-        order = sorted(
-            self._untried,
-            key=lambda c: (all(f.device in away for f in self._untried[c]), c),
-        )
-        for _ in range(len(order) + 1):
-            missing = need - len(self.columns)
-            rest = [c for c in order if c not in self.columns and self._untried[c]]
-            if missing <= 0 or not rest:
+    def open_enough(self) -> bool:
+        """Open k columns on devices in good standing, data columns first; others only as far as
+        these are too few. True when k are open.
+
+        Once more when the routing has changed: then also data columns of devices that are back.
+        """
+        version, need = self.store.routing.version, self.layout.data
+        if self._routed == version and len(self.columns) >= need:
+            return True
+        back = self.columns and self._routed not in (-1, version)
+        away = self.store.kept_off()
+        if back:
+            self.open_columns([c for c in self._closed(away) if c < need])
+        while True:
+            sound = sum(reader.device_id not in away for reader in self.columns.values())
+            wanted = self._closed(away)[: max(0, need - sound)]
+            if not wanted and len(self.columns) < need:
+                wanted = self._closed(())[: need - len(self.columns)]
+            if not wanted:
                 break
-            self.open_columns(rest[:missing])
-        return len(self.columns) >= self.layout.data
+            self.open_columns(wanted)
+        self._routed = version
+        return len(self.columns) >= need
+
+    def _closed(self, away: Iterable[str]) -> list[int]:
+        """Columns that can be opened, but for those on devices that are `away`."""
+        return [
+            column for column, files in sorted(self._untried.items())
+            if column not in self.columns and files and files[0].device not in away
+        ]  # fmt: skip
+
+    def closed_columns(self) -> dict[int, Found]:
+        """Files of columns that are not open, on devices in good standing; for spare reads."""
+        return {column: self._untried[column][0] for column in self._closed(self.store.kept_off())}
+
+    def file_on(self, device: str) -> Found | None:
+        """A file of the object on a device."""
+        return next((f for files in self.layout.columns.values() for f in files
+                     if f.device == device), None)  # fmt: skip
+
+    def adopt(self, column: int, opened: ColumnReader | Exception) -> None:
+        """Take what a spare read has opened, or what went wrong with it. By this one's thread."""
+        if column in self.columns or not self._untried.get(column):
+            if isinstance(opened, ColumnReader):
+                opened.close()
+            return
+        self._untried[column].popleft()
+        if isinstance(opened, ColumnReader):
+            self._accept(column, opened)
+        else:
+            self._note(column, opened)
+
+    def usable(self) -> Mapping[int, ColumnReader]:
+        """Open columns to read from now: without those of avoided devices, as far as k are left.
+
+        What is not among them is decoded from others, as if it were lost.
+        """
+        avoided = self.store.avoided()
+        if not avoided or not any(r.device_id in avoided for r in self.columns.values()):
+            return self.columns
+        devices = {column: reader.device_id for column, reader in self.columns.items()}
+        chosen = well_placed(devices, avoided, self.header.geometry.data)
+        if len(chosen) < len(devices):
+            self.store.metrics.count("read_avoided_total")
+        return {column: self.columns[column] for column in sorted(chosen)}
 
     def _note(self, column: int, error: Exception) -> None:
         """Remember what is wrong with a column; count it, and queue a repair for damage."""
         self.damaged[column] = error
         if isinstance(error, IntegrityError):
-            self._store.metrics.count("column_mismatch_total")
-            self._store.damage(self.key)
+            self.store.metrics.count("column_mismatch_total")
+            self.store.damage(self.key)
             _log.warning("%s", error)
         else:
-            self._store.metrics.count("column_read_error_total")
+            self.store.metrics.count("column_read_error_total")
 
     def read_into(self, start: int, out: Bytes) -> None:
         """Fill `out` with verified object bytes from `start`; decodes where columns are lost.
@@ -204,9 +220,9 @@ class ObjectReader:
         returns. Windows of all ranges are read ahead alike. Raises TooManyErasures, Changed.
         """
         geometry = self.header.geometry
-        run = run_bytes(geometry.width, self._store.buffers.budget.limit_bytes)
+        run = run_bytes(geometry.width, self.store.buffers.budget.limit_bytes)
         cut = itertools.chain.from_iterable(windows(geometry, a, b, run) for a, b in ranges)
-        flying: deque[tuple[tuple[int, int], _Flight]] = deque()
+        flying: deque[tuple[tuple[int, int], Flight]] = deque()
         window = next(cut, None)
         try:
             while window or flying:
@@ -227,15 +243,20 @@ class ObjectReader:
 
     def _plan(self, plan: Callable[[frozenset[int]], WindowPlan | None]) -> WindowPlan:
         """Plan with the columns that are open, opening spare ones when they are too few."""
-        while True:
-            usable = frozenset(self.columns)
-            found = plan(usable)
-            if found is not None:
-                return found
+        if self._routed != self.store.routing.version:
             self.open_enough()
-            if frozenset(self.columns) == usable:
+        while True:
+            opened = frozenset(self.columns)
+            found = plan(frozenset(self.usable()))
+            if found is not None:
+                if self.store.routing.avoided and found.reads:
+                    probe_avoided(self, *next(iter(found.reads.values())))
+                return found
+            self._routed = -1
+            self.open_enough()
+            if frozenset(self.columns) == opened:
                 raise TooManyErasures(
-                    f"object {self.key!r} version {self.layout.version}: only {len(usable)} of "
+                    f"object {self.key!r} version {self.layout.version}: only {len(opened)} of "
                     f"{self.header.geometry.data} units needed are readable: "
                     + "; ".join(str(error) for error in self.damaged.values())
                     + ". Nothing was deleted.",
@@ -261,7 +282,7 @@ class ObjectReader:
 
     def verify_column(self, column: int, throttle: Callable[[int], None]) -> bool:
         """Read all of a column; False, and noted in `damaged`, when a block does not match."""
-        run = run_bytes(1, self._store.buffers.budget.limit_bytes)
+        run = run_bytes(1, self.store.buffers.budget.limit_bytes)
         total = self.header.geometry.column_bytes
         for low in range(0, max(total, 1), run):
             span = (low, min(low + run, total))
@@ -276,28 +297,32 @@ class ObjectReader:
                 flight.drop()
         return True
 
-    def _launch(self, plan: WindowPlan, *, block: bool) -> _Flight | None:
+    def _launch(self, plan: WindowPlan, *, block: bool) -> Flight | None:
         """Start the reads of a window; None when memory is short and we shall not wait for it."""
-        patience = self._store.settings.device_deadline_seconds
+        patience = self.store.settings.device_deadline_seconds
         try:
-            lease = self._store.buffers.lease(plan.bytes, patience if block else 0.0)
+            lease = self.store.buffers.lease(plan.bytes, patience if block else 0.0)
         except BudgetExceeded:
             if block:
                 raise
             return None
-        flight = _Flight(plan, lease)
+        flight = Flight(plan, lease)
         for column, (low, _) in plan.reads.items():
             reader, array = self.columns[column], flight.arrays[column]
-            flight.futures[column] = self._store.scheduler.submit(
-                reader.device_id,
-                lambda r=reader, a=low, x=array: r.read_into(a, x),  # type: ignore[misc]
+            patience = self.store.patience_seconds(reader.device_id, len(array))
+            if patience is not None:
+                flight.patience[column] = patience
+            flight.futures[column] = self.store.scheduler.submit(
+                reader.device_id, partial(read_held, reader, low, array)
             )
+            self.store.routing.budget.earn(len(array))
         return flight
 
-    def _land(self, window: tuple[int, int], flight: _Flight, deliver: Deliver) -> None:
+    def _land(self, window: tuple[int, int], flight: Flight, deliver: Deliver) -> None:
         """Wait for a window, replace what failed, decode, hand out."""
         while True:
             try:
+                flight = overtake(self, window, flight)
                 if self._arrived(flight):
                     self._decode(flight)
                     for piece in flight.plan.pieces:
@@ -311,9 +336,9 @@ class ObjectReader:
             assert again is not None  # it waited
             flight = again
 
-    def _arrived(self, flight: _Flight) -> bool:
+    def _arrived(self, flight: Flight) -> bool:
         """True when all reads arrived; columns that failed are given up and noted."""
-        deadline = self._store.settings.device_deadline_seconds
+        deadline = self.store.settings.device_deadline_seconds
         wait(flight.futures.values(), timeout=deadline)
         good = True
         for column, future in flight.futures.items():
@@ -324,40 +349,45 @@ class ObjectReader:
             good = False
             if reader is None:
                 continue  # an earlier window already gave this column up
-            if isinstance(result, IntegrityError) and self._replaced(reader):
-                raise Changed(self.key)
+            if isinstance(result, IntegrityError):
+                if self._replaced(reader):
+                    raise Changed(self.key)
+                if self.judging:
+                    self.store.note_damage(reader.device_id)
             self._note(column, result)
             del self.columns[column]
+            if self.store.routing.version:
+                self._routed = -1  # another one may be wanted in its place
             future.add_done_callback(lambda _, r=reader: r.close())  # type: ignore[misc]
         return good
 
     def _replaced(self, reader: ColumnReader) -> bool:
         """PROTOCOL 10: after a mismatch, is the file still the object that we opened?"""
-        view, name = self._store.view, reader.header.name
+        view, name = self.store.view, reader.header.name
         device = view.devices.get(reader.device_id)
         if device is None:
             return False
-        future = self._store.scheduler.submit(
+        future = self.store.scheduler.submit(
             reader.device_id,
             lambda: open_column(reader.device_id, device, view.record.pool_id, self.key, name),
         )
-        deadline = self._store.settings.device_deadline_seconds
+        deadline = self.store.settings.device_deadline_seconds
         wait([future], timeout=deadline)
         found = outcome(future, reader.device_id, deadline)
         if isinstance(found, ColumnReader):
             found.close()
         return isinstance(found, FileNotFoundError)
 
-    def _decode(self, flight: _Flight) -> None:
+    def _decode(self, flight: Flight) -> None:
         """Decode the lost columns of a window."""
         plan, geometry = flight.plan, self.header.geometry
         if not plan.lost:
             return
-        self._store.metrics.count("read_degraded_total")
+        self.store.metrics.count("read_degraded_total")
         low, high = next(iter(plan.lost.values()))
         starts = flight.starts
         sources = [flight.arrays[c][low - starts[c] : high - starts[c]] for c in plan.have]
-        self._store.code.reconstruct(
+        self.store.code.reconstruct(
             geometry.code,
             geometry.data,
             geometry.parity,

@@ -153,6 +153,7 @@ class _Repairer:
         self._exclude = exclude
         self._alive = 0  # losses that a new layout tolerates
         self._store, self._survey, self._reader = store, survey, reader
+        reader.judging = False  # what a scrub or repair comes upon is no new sign
         self._throttle, self._include_missing = throttle, include_missing
         self._geometry: Geometry = reader.header.geometry
         self._states = {m.device_id: m.state for m in store.view.record.members}

@@ -8,7 +8,7 @@ did not match again through ObjectReader, which verifies, decodes and repairs.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +24,8 @@ from hpstore.errors import BudgetExceeded, HpstoreError
 from hpstore.geometry import ALIGNMENT_BYTES, Geometry
 from hpstore.header import HEADER_BYTES
 from hpstore.objects.columns import ColumnReader
+from hpstore.objects.hedging import probe_avoided
+from hpstore.objects.metering import BatchMeter
 from hpstore.objects.read import ObjectReader
 from hpstore.objects.store import Store
 
@@ -108,10 +110,10 @@ class Scatter:
         """Ranges of an open object: range numbers[i] begins at byte starts[i] of it.
 
         Ranges that cross a unit, lie in the shrunk last stripe, or for which too few columns are
-        open are left to the caller. With columns lost a range is decoded from the same bytes of k
-        others.
+        open are left to the caller. With columns lost, or on devices that reads keep off, a range
+        is decoded from the same bytes of k others.
         """
-        geometry = reader.header.geometry
+        geometry, usable = reader.header.geometry, reader.usable()
         unit, lengths = geometry.unit_bytes, self._lengths[numbers]
         inside = starts % unit
         whole = geometry.full_stripe_count * geometry.stripe_bytes
@@ -123,12 +125,14 @@ class Scatter:
         chosen = numbers[fits].astype(np.int64)
         for one in np.unique(column).tolist():
             mine = np.flatnonzero(column == one)
-            held = reader.columns.get(one)
+            held = usable.get(one)
             reads = (low[mine], size[mine], chosen[mine], (offset - low)[mine])
             if held is not None:
                 self._add_held(held, *reads)
             else:
-                self._add_lost(reader, one, *reads)
+                self._add_lost(geometry, usable, one, *reads)
+        if reader.store.routing.avoided and len(fits):
+            probe_avoided(reader, int(low[0]), int(low[0] + size[0]))
 
     def _add_held(
         self, held: ColumnReader, low: Int64s, size: Int64s, number: Int64s, inside: Int64s
@@ -143,11 +147,10 @@ class Scatter:
         )  # fmt: skip
 
     def _add_lost(
-        self, reader: ObjectReader, column: int, low: Int64s, size: Int64s, number: Int64s,
-        inside: Int64s,
+        self, geometry: Geometry, usable: Mapping[int, ColumnReader], column: int, low: Int64s,
+        size: Int64s, number: Int64s, inside: Int64s,
     ) -> None:  # fmt: skip
-        geometry = reader.header.geometry
-        sources = sorted(reader.columns.items())[: geometry.data]
+        sources = sorted(usable.items())[: geometry.data]
         if len(sources) < geometry.data:
             return
         first, total = self._scratch_bytes, int(size.sum())
@@ -224,6 +227,8 @@ class Scatter:
             return []
         base = address_of(memory) if len(memory) else 0
         sizes = np.concatenate([part.size for part in parts])
+        counts = {device: sum(len(p.low) for p in mine) for device, mine in devices.items()}
+        meter = BatchMeter(store, {device: count for device, count in counts.items() if count})
         batch = read_batch(
             np.repeat([part.held.descriptor for part in parts], [len(p.low) for p in parts]),
             np.concatenate([part.low for part in parts]) + HEADER_BYTES,
@@ -235,7 +240,10 @@ class Scatter:
             sizes,
             seconds=store.settings.device_deadline_seconds,
             keep=(self, memory),
+            timed=meter.timed,
+            hopeless=meter.hopeless,
         )  # fmt: skip
+        meter.end(batch, sizes)
         if batch is None:
             return None
         pending = batch.late is not None and not batch.late.done()

@@ -17,6 +17,7 @@ from hpstore.devices.base import Device, Stamp
 from hpstore.errors import DeviceMissing, IntegrityError
 from hpstore.keys import MAX_COUNTER, Version
 from hpstore.metrics import Metrics
+from hpstore.objects.routing import Routing
 from hpstore.opening import below_reserve
 from hpstore.placement import Candidate
 from hpstore.records import MAX_RECORD_BYTES, POOL_FILE, DeviceState, Member, PoolRecord
@@ -65,6 +66,7 @@ class Store:
     counter: HybridCounter
     settings: Settings
     read_only: bool = False
+    routing: Routing = field(default_factory=Routing)
     refresh: Callable[[], None] = field(default=lambda: None)  # reads the membership anew
     damage: Callable[[str], None] = field(default=lambda key: None)  # a key that needs repair
     key_lock: Callable[[str], AbstractContextManager[None]] = field(default=_no_lock)
@@ -85,6 +87,34 @@ class Store:
             {d: lambda d=d: call(d, found[d]) for d in devices if d in found},  # type: ignore[misc]
             self.settings.device_deadline_seconds,
         )
+
+    def kept_off(self) -> tuple[str, ...]:
+        """Devices that get no ordinary reads at all now, the worst first."""
+        routed = (device for device, share in self.routing.avoided.items() if not share)
+        return (*self.view.sitting_out, *routed)
+
+    def patience_seconds(self, device: str, nbytes: int) -> float | None:
+        """How long a read that is submitted now may take; None when that is not known.
+
+        What peers need, for each call that is before it; a millisecond for what is not the device.
+        """
+        seconds = self.routing.patience_seconds(device, nbytes)
+        if seconds is None:
+            return None
+        rounds = 1 + self.scheduler.queued(device) // self.settings.workers_per_device
+        return rounds * seconds + 0.001
+
+    def note_damage(self, device: str) -> None:
+        """A read of a device brought other bytes than were written there."""
+        meter = self.routing.meter(device)
+        if meter is not None:
+            meter.note_damage()
+
+    def avoided(self) -> tuple[str, ...]:
+        """Devices that the next read keeps off, the worst first: an operator's, the monitor's."""
+        found = self.routing.avoided_now()
+        manual = self.view.sitting_out
+        return found if not manual else (*manual, *(d for d in found if d not in manual))
 
     def new_version(self, seen: Iterable[Version] = ()) -> Version:
         """A version above all that were seen (PROTOCOL 1)."""
@@ -131,11 +161,21 @@ class Store:
             if m.device_id not in left_out and m.state is DeviceState.ONLINE and m.weight > 0
         ]
         full = self.each((m.device_id for m in asked), lambda _, device: below_reserve(device))
-        return [
+        found = [
             Candidate(device=m.device_id, domain=m.domain, weight=m.weight)
             for m in asked
             if full[m.device_id] is False
         ]
+        return self._without_slow(found)
+
+    def _without_slow(self, found: list[Candidate]) -> list[Candidate]:
+        """Without devices that are slow: at most m of them, and never so many that no new object
+        could be placed. A slow device is better than none."""
+        parity = self.view.record.parity
+        spare = min(parity, len(found) - parity - 1)
+        slow = [d for d in self.routing.no_new if any(c.device == d for c in found)]
+        left_out = frozenset(slow[: max(0, spare)])
+        return [c for c in found if c.device not in left_out]
 
     def domains(self, devices: Iterable[str]) -> list[str]:
         """Failure domains of devices."""

@@ -231,7 +231,7 @@ def test_an_interrupt_in_the_midst_of_it_keeps_the_memory_too(
     """Ctrl-C on the thread that reads: it goes on at once, the kernel may still write."""
     used, kept = Ring(4), Kept()
 
-    def interrupt(results: object) -> int:
+    def interrupt(*_: object) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(used, "_collect", interrupt)

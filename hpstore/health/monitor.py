@@ -1,0 +1,418 @@
+"""Looks at a pool's devices once a second, in each process for its own reads (PROTOCOL 16).
+
+Ticks of the telemetry go to the detector, its verdicts to the policy, and the policy's states to
+the routing: what reads and new columns keep off. No agent is needed. Draining, evicting and healing
+are the agent's or an operator's; a process writes what it would want into the node's history.
+
+The thread starts at the first call on a device, ends with the pool, and is made anew in the child
+of a fork (PROTOCOL 22). A child judges for itself: it begins with all devices online.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from hpstore.config import Settings
+from hpstore.devices.base import Device
+from hpstore.health.history import History
+from hpstore.health.media import traits_of
+from hpstore.health.metered import DeviceMeter, MeteredDevice
+from hpstore.health.overrides import Command, command
+from hpstore.health.policy import decide
+from hpstore.health.recorder import Operation
+from hpstore.health.routes import no_new_columns, read_shares
+from hpstore.health.sight import DeviceSight, HealthSnapshot, Round
+from hpstore.health.signs import Signs, Traits
+from hpstore.health.slow import SlowDetector
+from hpstore.health.stalls import Stalls
+from hpstore.health.states import (
+    Action,
+    ActionKind,
+    Decision,
+    DeviceFacts,
+    PolicyConfig,
+    PolicyState,
+    PoolFacts,
+)
+from hpstore.health.telemetry import Telemetry, Tick, size_class
+from hpstore.health.verdicts import HealthState, Verdict
+from hpstore.objects.store import Store
+
+_log = logging.getLogger(__name__)
+TICK_SECONDS = 1.0
+HEDGE_SHARE = 0.95  # a read later than so many of its peers' is late
+_TIMED_SECONDS = 0.02  # between batches of reads that are timed
+_PROBE_SECONDS = 0.25  # between two probes of a device
+_IDLE_PROBE_SECONDS = 5.0  # without one by a reader, until the monitor probes
+_LATENCIES, _DECISIONS = 60, 100  # that a snapshot has
+_CLOSE_SECONDS = 5.0
+
+
+def history_path(settings: Settings, pool_id: str) -> Path:
+    """Where this node's history of a pool is: never on a device of the pool."""
+    return settings.run_path(pool_id) / "health.sqlite"
+
+
+class Monitor:
+    """The health of one pool's devices, as this process sees it.
+
+    All methods are for any thread. Not `enabled`, it does nothing: no device is metered, no read is
+    planned round any. `pause()` leaves ticks to the caller.
+    """
+
+    def __init__(self, store: Store, *, enabled: bool) -> None:
+        self.enabled, self.telemetry = enabled, Telemetry()
+        self._store, self._automatic = store, enabled
+        self._listeners: list[Callable[[Round], None]] = []
+        self._meters: dict[str, DeviceMeter] = {}
+        self._timed_until = 0.0
+        self._begin_anew()
+        if enabled:
+            routing = store.routing
+            routing.meter, routing.size_class = self._meters.get, size_class
+            routing.timed, routing.probe, routing.probed = self._timed, self._probe, self._probed
+
+    def _begin_anew(self) -> None:
+        """Know nothing; also of threads and locks, which may be another process'."""
+        self._ticking = threading.Lock()  # guards all below but for the thread
+        self._starting = threading.Lock()  # guards _thread and _stop
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._detector, self._writes = SlowDetector(), SlowDetector()
+        self._policy, self._config = PolicyState(), PolicyConfig()
+        self._stalls = Stalls(TICK_SECONDS)
+        self._traits: dict[str, Future[Traits]] = {}
+        self._probing: dict[str, float] = {}  # device -> when its probe began
+        self._next_probe: dict[str, float] = {}
+        self._probes: Counter[str] = Counter()  # that went well, since a sit-out began
+        self._probe_scores: dict[str, tuple[float, int]] = {}
+        self._counts: dict[str, Counter[str]] = {}
+        self._latencies: dict[str, deque[float]] = {}
+        self._verdicts: dict[str, Verdict] = {}
+        self._decisions: deque[Decision] = deque(maxlen=_DECISIONS)
+        self._ticks, self._at_seconds, self._ticked = 0, 0.0, 0.0
+
+    # --- devices ----------------------------------------------------------------------------
+
+    def metered(self, devices: Mapping[str, Device]) -> dict[str, Device]:
+        """The devices with their calls noted, by device id."""
+        if not self.enabled:
+            return dict(devices)
+        return {device_id: self._metered(device_id, x) for device_id, x in devices.items()}
+
+    def _metered(self, device_id: str, device: Device) -> Device:
+        if isinstance(device, MeteredDevice):
+            return device
+        # what a page cache answers is not the device's work
+        recorder = self.telemetry.recorder(device_id, judge_reads=device.mode != "buffered")
+        meter = DeviceMeter(recorder, self._store.clock.monotonic, self._wake)
+        self._meters[device_id] = meter
+        return MeteredDevice(device, meter)
+
+    # --- the thread -------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        if self._thread is None and self._automatic:
+            self.start()
+
+    def start(self) -> None:
+        """Begin to tick; otherwise the first call on a device does."""
+        with self._starting:
+            if self._thread is None and self._automatic:
+                self._stop = threading.Event()
+                self._thread = threading.Thread(
+                    target=_run, args=(weakref.ref(self), self._stop), name="hpstore-health",
+                    daemon=True,
+                )  # fmt: skip
+                self._thread.start()
+
+    def pause(self) -> None:
+        """Tick no more but by `tick_now`. Joins the thread."""
+        self._automatic = False
+        with self._starting:
+            thread, self._thread = self._thread, None
+            self._stop.set()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_CLOSE_SECONDS)
+            if thread.is_alive():
+                _log.warning("the health monitor's thread has not ended")
+
+    close = pause
+
+    def after_fork(self) -> None:
+        """In the child: nothing is known, no thread runs. Takes no lock, does no I/O."""
+        self.telemetry.after_fork()
+        self._begin_anew()
+        self._store.routing.after_fork()
+
+    # --- ticks ------------------------------------------------------------------------------
+
+    def listen(self, callback: Callable[[Round], None]) -> Callable[[], None]:
+        """Have `callback` called after each tick, on the thread that ticks; returns what ends it."""
+        self._listeners.append(callback)
+
+        def stop() -> None:
+            if callback in self._listeners:
+                self._listeners.remove(callback)
+
+        return stop
+
+    def tick_now(self) -> Round:
+        """One round: judge, decide, route, tell. Waits for no device."""
+        with self._ticking:
+            found, decisions = self._tick()
+        self._store.metrics.count("health_tick_total")
+        self._tell(decisions)
+        for callback in list(self._listeners):
+            callback(found)
+        return found
+
+    def _tick(self) -> tuple[Round, list[Decision]]:
+        clock = self._store.clock
+        now, wall = clock.monotonic(), clock.wall_ms() / 1000
+        self._learn_traits()
+        tick = self.telemetry.tick(now)
+        self._stalls.note(now)
+        members = self._store.view.record.members
+        signs = self._stalls.excused(tick.signs, now, len(members), self._store.view.record.parity)
+        watched = self._in_state(HealthState.PROBATION)
+        verdicts = self._detector.tick(now, tick.means(), signs=signs, watched=watched)
+        slow_writes = self._writes.tick(now, tick.means((Operation.WRITE, Operation.SYNC)))
+        self._keep(tick, verdicts)
+        facts = self._facts({verdict.device for verdict in slow_writes})
+        outcome = decide(self._policy, verdicts, facts, wall, self._config)
+        self._policy = outcome.state
+        decisions = [*outcome.decisions, *self._obey(outcome.actions, wall)]
+        self._route()
+        self._probe_idle(now)
+        self._decisions.extend(decisions)
+        self._ticks, self._at_seconds, self._ticked = self._ticks + 1, wall, now
+        found = Round(tick=tick, verdicts=tuple(verdicts), now_seconds=now, at_seconds=wall)
+        return found, decisions
+
+    def _in_state(self, *states: HealthState) -> list[str]:
+        return [d for d, health in self._policy.devices.items() if health.state in states]
+
+    def _learn_traits(self) -> None:
+        """What kinds of device there are; asked on their lanes, as it may wait for them."""
+        for device_id, device in self._store.view.devices.items():
+            asked = self._traits.get(device_id)
+            if asked is None:
+                ask = partial(traits_of, device.url)
+                self._traits[device_id] = self._store.scheduler.submit(device_id, ask, bulk=True)
+            elif asked.done() and asked.exception() is None:
+                traits = asked.result()
+                self._detector.traits[device_id] = self._writes.traits[device_id] = traits
+
+    def _keep(self, tick: Tick, verdicts: Iterable[Verdict]) -> None:
+        """Remember what snapshots and the policy ask for."""
+        self._verdicts = {verdict.device: verdict for verdict in verdicts}
+        for device, mean in tick.means().items():
+            self._latencies.setdefault(device, deque(maxlen=_LATENCIES)).append(mean)
+        sitting = self._in_state(HealthState.SITOUT)
+        for device, signs in tick.signs.items():
+            counts = self._counts.setdefault(device, Counter())
+            counts["io_errors"] += signs.io_errors
+            counts["checksum_errors"] += signs.checksum_errors
+            if device not in sitting:
+                self._probes.pop(device, None)
+                self._probe_scores.pop(device, None)
+        for device, sample in tick.samples.items():
+            self._counts[device]["ios"] += sample.ios
+            reads = sample.counts.get(Operation.READ, 0)
+            if reads and device in sitting:
+                total, count = self._probe_scores.get(device, (0.0, 0))
+                score = sample.scores[Operation.READ]
+                self._probe_scores[device] = (total + reads * score, count + reads)
+
+    def _facts(self, slow_writers: set[str]) -> PoolFacts:
+        view = self._store.view
+        devices = {}
+        for member in view.record.members:
+            device = member.device_id
+            total, count = self._probe_scores.get(device, (0.0, 0))
+            devices[device] = DeviceFacts(
+                present=device in view.devices, domain=member.domain, pool_state=member.state,
+                probes=self._probes[device], probe_ratio=total / count if count else 1.0,
+                writes_slow=device in slow_writers,
+                reconciled=True,  # it never left: each read is judged by its checksums
+            )  # fmt: skip
+        return PoolFacts(parity=view.record.parity, devices=devices)
+
+    def _obey(self, actions: Iterable[Action], wall: float) -> list[Decision]:
+        """What the policy asks of a process; what it asks of the agent is written down."""
+        reports = []
+        for action in actions:
+            if action.kind is ActionKind.FORGIVE:
+                self._detector.forgive(action.device)
+                self._writes.forgive(action.device)
+            elif action.kind is ActionKind.ACCEPT:
+                self._detector.accept(action.device)
+            elif action.kind is not ActionKind.RECONCILE and action.device:
+                state = self._policy.health(action.device).state
+                reason = f"{action.kind}: {action.reason}"
+                reports.append(
+                    Decision(at_seconds=wall, device=action.device, was=state, becomes=state,
+                             reason=reason, role=self._config.role)
+                )  # fmt: skip
+            elif action.kind is ActionKind.ALARM:
+                _log.warning("pool health: %s", action.reason)
+        return reports
+
+    def _route(self) -> None:
+        routing, shares = self._store.routing, self._config.probation_shares
+        routing.set_avoided(read_shares(self._policy, shares))
+        routing.no_new = no_new_columns(self._policy)
+        routing.deadlines = self.telemetry.deadlines(HEDGE_SHARE)
+
+    def _tell(self, decisions: list[Decision]) -> None:
+        """Log, count, and write into the node's history. What fails there is counted and told."""
+        if not decisions:
+            return
+        store = self._store
+        for decision in decisions:
+            device = store.view.devices.get(decision.device)
+            where = decision.device[:8] if device is None else device.url
+            store.metrics.count("health_decision_total")
+            if decision.was is decision.becomes:
+                _log.warning("device %s stays %s: %s", where, decision.was, decision.reason)
+            else:
+                _log.warning("device %s: %s -> %s: %s", where, decision.was, decision.becomes,
+                             decision.reason)  # fmt: skip
+        path = history_path(store.settings, store.view.record.pool_id)
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            store.metrics.count("health_history_error_total")
+            _log.warning("health history %s cannot be made: %s", path, error)
+            return
+        history = History(path, store.metrics)  # opened for this alone: no fork finds it open
+        history.add_decisions(decisions)
+        history.close()
+
+    # --- probes -----------------------------------------------------------------------------
+
+    def _timed(self) -> bool:
+        """Whether to time a batch of reads now."""
+        now = self._store.clock.monotonic()
+        if now < self._timed_until:
+            return False
+        self._timed_until = now + _TIMED_SECONDS
+        return True
+
+    def _probe(self, device: str) -> bool:
+        """Whether a probe of a device is due; then it is under way until `_probed`."""
+        now = self._store.clock.monotonic()
+        if now < self._next_probe.get(device, 0.0):
+            return False
+        # setdefault is one step: of two threads one probes
+        if self._probing.setdefault(device, now) != now:
+            return False
+        self._next_probe[device] = now + _PROBE_SECONDS
+        return True
+
+    def _probed(self, device: str, well: bool) -> None:
+        self._probing.pop(device, None)
+        self._probes[device] += well
+
+    def _probe_idle(self, now: float) -> None:
+        """Probe devices that no reader has probed: where nothing is read, sit-outs end, too."""
+        store = self._store
+        for device_id in self._in_state(HealthState.SITOUT):
+            device = store.view.devices.get(device_id)
+            if device is None or now < self._next_probe.get(device_id, now) + _IDLE_PROBE_SECONDS:
+                self._next_probe.setdefault(device_id, now)
+                continue
+            if not self._probe(device_id):
+                continue
+            probe = partial(device.probe, write=not store.read_only)
+            future = store.scheduler.submit(device_id, probe, bulk=True)
+            future.add_done_callback(partial(self._idle_probed, device_id))
+
+    def _idle_probed(self, device: str, future: Future[None]) -> None:
+        self._probed(device, future.exception() is None)
+
+    # --- people -----------------------------------------------------------------------------
+
+    def snapshot(self) -> HealthSnapshot:
+        """What is known now. No I/O."""
+        with self._ticking:
+            devices = {
+                member.device_id: self._sight(member.device_id)
+                for member in self._store.view.record.members
+            }
+            return HealthSnapshot(
+                at_seconds=self._at_seconds, ticks=self._ticks, devices=devices,
+                shared_slow=self._detector.shared_slow + self._stalls.shared,
+                decisions=tuple(self._decisions),
+            )  # fmt: skip
+
+    def _sight(self, device: str) -> DeviceSight:
+        health, verdict = self._policy.health(device), self._verdicts.get(device)
+        counts = self._counts.get(device, Counter())
+        reads = self.telemetry.histogram(device, Operation.READ)
+        return DeviceSight(
+            device=device, state=health.state, since_seconds=health.since_seconds,
+            until_seconds=health.until_seconds if health.state is HealthState.SITOUT else 0.0,
+            score=self._detector.score(device),
+            reason=verdict.reason if verdict is not None else "",
+            read_share=self._store.routing.avoided.get(device, 1.0),
+            ios=counts["ios"], io_errors=counts["io_errors"],
+            checksum_errors=counts["checksum_errors"],
+            read_seconds_p50=reads.quantile(0.5), read_seconds_p99=reads.quantile(0.99),
+            write_seconds_p99=self.telemetry.histogram(device, Operation.WRITE).quantile(0.99),
+            sync_seconds_p99=self.telemetry.histogram(device, Operation.SYNC).quantile(0.99),
+            latency_seconds=tuple(self._latencies.get(device, ())),
+        )  # fmt: skip
+
+    def forgive(self, device: str) -> None:
+        """An operator takes a device back: it starts anew. Nothing for one that is not known."""
+        self._say(Command.READMIT, device)
+
+    def accept(self, device: str) -> None:
+        """An operator says that what a device does now is normal for it."""
+        self._say(Command.ACCEPT, device)
+
+    def _say(self, word: Command, device: str) -> None:
+        if not self.enabled:
+            return
+        with self._ticking:
+            facts = self._facts(set())
+            if device not in facts.devices or device not in self._policy.devices:
+                return
+            wall = self._store.clock.wall_ms() / 1000
+            outcome = command(self._policy, word, device, facts, wall, self._config)
+            self._policy = outcome.state
+            mine = (ActionKind.FORGIVE, ActionKind.ACCEPT)
+            self._obey([a for a in outcome.actions if a.kind in mine], wall)
+            self._route()
+            self._decisions.extend(outcome.decisions)
+        self._tell(list(outcome.decisions))
+
+
+def _run(reference: weakref.ref[Monitor], stop: threading.Event) -> None:
+    """Tick until the monitor is closed or gone."""
+    told = False
+    while not stop.wait(TICK_SECONDS):
+        monitor = reference()
+        if monitor is None:
+            return
+        try:
+            monitor.tick_now()
+        except Exception:  # noqa: BLE001 (health must not end with one bad tick; it is counted)
+            monitor._store.metrics.count("health_tick_error_total")
+            if not told:
+                _log.exception("a tick of the health monitor failed; it goes on")
+            told = True
+        del monitor
+
+
+__all__ = ["HEDGE_SHARE", "TICK_SECONDS", "Monitor", "history_path"]

@@ -1,0 +1,224 @@
+"""Reads that do not wait: a spare for a read that is late, and probes of devices that are spared.
+
+When reads of a window are later than peers would be, the same bytes are read from other columns and
+decoded; whichever is there first is used (Dean and Barroso, The Tail at Scale). At most two late
+columns of a window, within a budget of extra bytes. Reads that a device was asked for before the
+monitor began to spare it are overtaken, too: that is planning round it, and has no budget.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
+from typing import TYPE_CHECKING
+
+from hpstore.buffers import Lease
+from hpstore.codec.galois import Bytes
+from hpstore.errors import BudgetExceeded
+from hpstore.objects.columns import ColumnReader, open_column
+from hpstore.objects.flights import Flight, read_held, spare_bytes
+from hpstore.objects.routing import HEDGE_COLUMNS, well_placed
+from hpstore.objects.store import Store
+from hpstore.objects.survey import Found
+from hpstore.objects.windows import WindowPlan, plan_window
+
+if TYPE_CHECKING:
+    from hpstore.objects.read import ObjectReader
+
+_LOOK_SECONDS = 0.25  # how often is looked whether a late device is spared by now
+
+
+def overtake(reader: ObjectReader, window: tuple[int, int], flight: Flight) -> Flight:
+    """The flight, or one that landed before its late reads. Drop what is returned.
+
+    Waits until reads have ended, failed, or the device deadline is over. By the reader's thread.
+    """
+    if not flight.late():
+        return flight
+    deadline = reader.store.settings.device_deadline_seconds
+    patience = min(deadline, max(0.0, flight.overdue_in(flight.futures, deadline)))
+    wait(flight.futures.values(), timeout=min(patience, _LOOK_SECONDS))
+    race = _Race(reader, window, flight)
+    try:
+        return race.run(time.monotonic() + deadline)
+    finally:
+        race.stop()
+
+
+class _Race:
+    """A flight with late reads, and at most one spare flight at a time."""
+
+    def __init__(self, reader: ObjectReader, window: tuple[int, int], flight: Flight) -> None:
+        self._reader, self._window, self._flight = reader, window, flight
+        self._store = reader.store
+        self._spare: Flight | None = None
+        self._tries = {"hedged", "rerouted"}  # each once
+
+    def run(self, until: float) -> Flight:
+        """Wait for either."""
+        flight = self._flight
+        while (late := flight.late()) and not flight.failed():
+            now = time.monotonic()
+            if now >= until:
+                break
+            if self._spare is not None and not self._spare.late():
+                if self._landed(self._spare):
+                    self._store.metrics.count("read_hedge_won_total")
+                    spare, self._spare = self._spare, None
+                    return spare
+                self.stop()
+            if self._spare is None and (kind := self._due(late)):
+                self._tries.discard(kind)
+                self._spare = self._begin(late, kind)
+            self._wait(late, until - now)
+        return flight
+
+    def stop(self) -> None:
+        """The spare flight is not needed."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.abandon()
+
+    def _due(self, late: list[int]) -> str:
+        """What to try now; "" for nothing yet."""
+        away = self._store.kept_off()
+        held = [self._reader.columns.get(column) for column in late]
+        if "rerouted" in self._tries and all(r is not None and r.device_id in away for r in held):
+            return "rerouted"
+        known = len(late) <= HEDGE_COLUMNS and all(c in self._flight.patience for c in late)
+        if "hedged" in self._tries and known and self._flight.overdue_in(late, 0.0) <= 0:
+            return "hedged"
+        return ""
+
+    def _wait(self, late: list[int], left: float) -> None:
+        spare = self._spare
+        pause = min(left, _LOOK_SECONDS)
+        if spare is None and "hedged" in self._tries:
+            pause = min(pause, max(0.001, self._flight.overdue_in(late, left)))
+        futures = [self._flight.futures[column] for column in late]
+        if spare is not None:
+            futures += [future for future in spare.futures.values() if not future.done()]
+        wait(futures, timeout=pause, return_when=FIRST_COMPLETED)
+
+    def _begin(self, late: list[int], kind: str) -> Flight | None:
+        """Start reading what replaces the late columns; None when that is not possible now."""
+        reader, store = self._reader, self._store
+        closed = reader.closed_columns()
+        plan = self._plan(late, closed)
+        if plan is None:
+            return None
+        nbytes, memory = spare_bytes(plan, self._flight)
+        if kind == "hedged" and not store.routing.budget.spend(nbytes):
+            store.metrics.count("read_hedge_refused_total")
+            return None
+        try:
+            lease = store.buffers.lease(memory, 0.0)
+        except BudgetExceeded:
+            store.metrics.count("read_hedge_without_memory_total")
+            return None
+        store.metrics.count(f"read_{kind}_total")
+        spare = Flight(plan, lease, self._flight)
+        for column, (low, _) in plan.reads.items():
+            if column in spare.shared:
+                continue
+            held, array = reader.columns.get(column), spare.arrays[column]
+            device = closed[column].device if held is None else held.device_id
+            call = partial(_read, reader, held, closed.get(column), low, array)
+            spare.futures[column] = store.scheduler.submit(device, call)
+        return spare
+
+    def _plan(self, late: list[int], closed: Mapping[int, Found]) -> WindowPlan | None:
+        """The window as if the late columns were lost; from open columns where there are k."""
+        reader, store = self._reader, self._store
+        devices = {c: held.device_id for c, held in reader.columns.items() if c not in late}
+        geometry = reader.header.geometry
+        sound = [c for c, device in devices.items() if device not in store.kept_off()]
+        for column, found in closed.items():
+            if len(sound) >= geometry.data:
+                break
+            if column not in late and store.scheduler.answers(found.device):
+                devices[column] = found.device
+                sound.append(column)
+        available = well_placed(devices, store.kept_off(), geometry.data)
+        return plan_window(geometry, *self._window, available)
+
+    def _landed(self, spare: Flight) -> bool:
+        """Whether all of it is right. Its files are the reader's from now on."""
+        good = True
+        for column, future in spare.futures.items():
+            error = future.exception()
+            good &= error is None
+            opened = future.result() if error is None else None
+            if opened is not None:
+                self._reader.adopt(column, opened)
+            elif column not in self._reader.columns and isinstance(error, Exception):
+                self._reader.adopt(column, error)
+        spare.adopted()
+        return good
+
+
+def _read(
+    reader: ObjectReader, held: ColumnReader | None, found: Found | None, low: int, array: Bytes
+) -> ColumnReader | None:
+    """Read verified bytes of a column; returns it when it was opened for that. On a lane."""
+    if held is not None:
+        return read_held(held, low, array)
+    assert found is not None
+    opened = _open(reader, found)
+    try:
+        opened.read_into(low, array)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
+
+
+def _open(reader: ObjectReader, found: Found) -> ColumnReader:
+    view = reader.store.view
+    device = view.devices[found.device]
+    return open_column(found.device, device, view.record.pool_id, reader.key, found.name)
+
+
+def probe_avoided(reader: ObjectReader, low: int, high: int) -> None:
+    """Read column bytes [low, high) from devices that reads keep off, if a probe of them is due.
+
+    Nobody waits for it and nothing uses it: it shows the monitor how such a read fares now. On the
+    device's lane, after all that somebody waits for.
+    """
+    store = reader.store
+    for device, share in store.routing.avoided.items():
+        if share or device not in store.view.devices or not store.routing.probe(device):
+            continue
+        found = reader.file_on(device)
+        try:
+            lease = None if found is None else store.buffers.lease(high - low, 0.0)
+        except BudgetExceeded:
+            lease = None
+        if found is None or lease is None:
+            store.routing.probed(device, False)
+            continue
+        store.metrics.count("read_probe_total")
+        probe = partial(_probe, reader, found, low, lease.array[: high - low])
+        future = store.scheduler.submit(device, probe, bulk=True)
+        future.add_done_callback(partial(_probed, store, device, lease))
+
+
+def _probe(reader: ObjectReader, found: Found, low: int, array: Bytes) -> None:
+    opened = _open(reader, found)
+    try:
+        opened.read_raw(low, array)
+    finally:
+        opened.close()
+
+
+def _probed(store: Store, device: str, lease: Lease, future: Future[None]) -> None:
+    lease.release()
+    well = future.exception() is None
+    store.routing.probed(device, well)
+    if not well:
+        store.metrics.count("read_probe_error_total")
+
+
+__all__ = ["overtake", "probe_avoided"]
