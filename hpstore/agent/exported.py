@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from hpstore.agent.status import AgentStatus, DeviceSight
+from hpstore.agent.status import AgentStatus, DeviceView
 from hpstore.health.verdicts import HealthState
 
 _NAME = re.compile(r"[^a-zA-Z0-9_]")
@@ -81,7 +81,7 @@ def _device_metrics(status: AgentStatus) -> Iterator[Metric]:
         for known in HealthState:
             state.add_metric([device.device, device.url, known], float(device.state == known))
     yield state
-    figures: dict[str, tuple[str, Callable[[DeviceSight], float]]] = {
+    figures: dict[str, tuple[str, Callable[[DeviceView], float]]] = {
         "present": ("Whether it answers.", lambda d: float(d.present)),
         "score": ("Level of its leaky bucket.", lambda d: d.score),
         "total_bytes": ("Its size.", lambda d: d.total_bytes),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from html import escape
 
-from hpstore.agent.status import AgentStatus, DeviceSight
+from hpstore.agent.status import AgentStatus, DeviceView
 from hpstore.units import format_bytes
 
 _WIDTH, _HEIGHT = 160, 32
@@ -74,8 +74,8 @@ def _summary(status: AgentStatus) -> str:
     )
 
 
-def _devices(devices: Sequence[DeviceSight]) -> str:
-    head = ("device", "state", "since", "probe (write, sync, read)", "reads p50 / p99", "full",
+def _devices(devices: Sequence[DeviceView]) -> str:
+    head = ("device", "state", "since", "latency", "probe (write, sync, read)", "reads p50 / p99", "full",
             "of", "why", "disks")  # fmt: skip
     rows = []
     for device in devices:
@@ -83,7 +83,8 @@ def _devices(devices: Sequence[DeviceSight]) -> str:
         reads = ""
         if device.read_seconds_p99:
             reads = f"{device.read_seconds_p50 * 1e3:.3g} / {device.read_seconds_p99 * 1e3:.3g} ms"
-        said = "; ".join(filter(None, (device.problem, device.refused)))
+        line = device.latency_seconds if len(device.latency_seconds) > 1 else device.probe_seconds
+        said = "; ".join(filter(None, (device.problem, device.reason, device.refused)))
         disks = ", ".join(
             f"{d.disk}: {d.risk or d.readout}" + (f" ({'; '.join(d.reasons)})" if d.reasons else "")
             for d in device.disks
@@ -91,20 +92,20 @@ def _devices(devices: Sequence[DeviceSight]) -> str:
         rows.append(
             f"<tr><td title='{escape(device.device)}'>{escape(device.url)}</td>"
             f"<td>{_badge(device)}</td><td>{_when(int(device.since_seconds * 1000))}</td>"
-            f"<td>{sparkline(device.probe_seconds)}{last}</td><td>{reads}</td>"
+            f"<td>{sparkline(line)}</td><td>{last}</td><td>{reads}</td>"
             f"<td>{_fullness(device)}</td><td class=n>{_size(device.total_bytes)}</td>"
             f"<td>{escape(said)}</td><td>{escape(disks)}</td></tr>"
         )
     return _table(head, rows)
 
 
-def _badge(device: DeviceSight) -> str:
+def _badge(device: DeviceView) -> str:
     kind = "good" if device.state in _GOOD else "bad" if device.state in _BAD else ""
     pool = "" if device.pool_state in ("online", device.state) else f" ({device.pool_state})"
     return f"<span class='s {kind}'>{escape(device.state)}</span>{escape(pool)}"
 
 
-def _fullness(device: DeviceSight) -> str:
+def _fullness(device: DeviceView) -> str:
     if not device.total_bytes:
         return ""
     share = 1 - device.free_bytes / device.total_bytes

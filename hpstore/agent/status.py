@@ -24,7 +24,7 @@ _SHOWN = 50  # decisions and events
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceSight:
+class DeviceView:
     """One member or evicted device. `state` is the agent's, `pool_state` what the pool decided."""
 
     device: str
@@ -37,9 +37,11 @@ class DeviceSight:
     problem: str
     score: float
     refused: str  # why what should be done is not
+    reason: str  # what this process holds against it now
     total_bytes: int
     free_bytes: int
     probe_seconds: tuple[float, ...]  # write + sync + read of the last probes, oldest first
+    latency_seconds: tuple[float, ...]  # of this process, normalised means of ticks, oldest first
     read_seconds_p50: float  # of this process; 0 when there were none
     read_seconds_p99: float
     disks: tuple[DiskSight, ...]
@@ -59,7 +61,7 @@ class AgentStatus:
     generation: int
     data: int
     parity: int
-    devices: tuple[DeviceSight, ...]
+    devices: tuple[DeviceView, ...]
     condition: Condition | None
     condition_at_ms: int
     job: JobSight | None
@@ -110,18 +112,19 @@ def make_status(agent: Agent, decisions: Sequence[Decision]) -> AgentStatus:
     )  # fmt: skip
 
 
-def _device(agent: Agent, member: Member) -> DeviceSight:
+def _device(agent: Agent, member: Member) -> DeviceView:
     device = member.device_id
     health = agent.memory.policy.health(device)
     seen, watched = agent.eyes.seen().get(device), agent.watch.devices().get(device)
-    return DeviceSight(
+    return DeviceView(
         device=device, url=agent.url(device), domain=member.domain, state=health.state,
         since_seconds=health.since_seconds, pool_state=member.state,
         present=device in agent.present, problem="" if seen is None else seen.problem,
-        score=health.score, refused=health.refused,
+        score=health.score, refused=health.refused, reason="" if watched is None else watched.reason,
         total_bytes=0 if seen is None else seen.total_bytes,
         free_bytes=0 if seen is None else seen.free_bytes,
         probe_seconds=() if seen is None else seen.probe_seconds,
+        latency_seconds=() if watched is None else watched.latency_seconds,
         read_seconds_p50=0.0 if watched is None else watched.read_seconds_p50,
         read_seconds_p99=0.0 if watched is None else watched.read_seconds_p99,
         disks=tuple(agent.eyes.disks.get(device, ())),
@@ -147,5 +150,5 @@ def read_status(directory: Path, now_ms: int) -> dict[str, object] | None:
     return found if now_ms - found["at_ms"] <= STALE_SECONDS * 1000 else None
 
 
-__all__ = ["STALE_SECONDS", "STATUS_FILE", "AgentStatus", "DeviceSight", "make_status", "publish",
+__all__ = ["STALE_SECONDS", "STATUS_FILE", "AgentStatus", "DeviceView", "make_status", "publish",
            "read_status"]  # fmt: skip

@@ -51,7 +51,7 @@ class MonitorWatch:
         monitor.start()
 
     def _heard(self, found: Round) -> None:
-        self._last = found.verdicts
+        self._last = tuple(found.verdicts)
 
     def verdicts(self) -> list[Verdict]:
         return list(self._last)
