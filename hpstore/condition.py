@@ -58,8 +58,6 @@ def survey_condition(store: Store) -> Condition:
         objects += 1
         holding |= {files[0].device for files in layout.columns.values() if len(files) == 1}
         needed |= needed_by(layout, {file.device for file in layout.files} - needed)
-|= held
-        needed |= needed_by(layout, held - needed)
         spare = spare_losses(view, layout)
         short = spare < layout.parity
         tolerated = max(0, min(tolerated, spare))

@@ -47,7 +47,9 @@ class Settings:
     file_mode: int = 0o600
     directory_mode: int = 0o700
     run_directory: str = ""  # locks; "" means hpstore-<uid> in the machine's temporary directory
-    state_directory: str = ""  # what the agent remembers; "" means the run directory if that is set,
+    state_directory: str = (
+        ""  # what the agent remembers; "" means the run directory if that is set,
+    )
     # else ~/.local/state/hpstore: it must outlive a restart of the machine
 
     def __post_init__(self) -> None:
@@ -239,5 +241,5 @@ def find_config(where: str | os.PathLike[str]) -> PoolConfig:
     return load_config(text)
 
 
-__all__ = ["PoolConfig", "Settings", "find_config", "load_config", "parse_settings", "parse_table", "register",
-           "registry_path", "save_config", "write_atomically"]  # fmt: skip
+__all__ = ["PoolConfig", "Settings", "find_config", "load_config", "parse_settings",
+           "parse_table", "register", "registry_path", "save_config", "write_atomically"]  # fmt: skip

@@ -297,7 +297,7 @@ class Pool(TendedPool):
     ) -> RebuildReport:
         """Read and verify every block, mend what is damaged. Goes on where it was stopped.
 
-        One scrub or rebuild at a time on a host (LockTimeout). A `pace` takes the place of the rate.
+        One scrub or rebuild at a time on a host (LockTimeout). A `pace` replaces the rate.
         """
         self._writable()
         with self._lock("repair.lock", "scrub"):

@@ -71,9 +71,7 @@ class RebuildReport:
     @property
     def whole(self) -> bool:
         """Every object has its full stripe now."""
-        return not (
-            self.unreadable or self.failed or self.waiting or self.stuck or self.stopped
-        )
+        return not (self.unreadable or self.failed or self.waiting or self.stuck or self.stopped)
 
     @property
     def clean(self) -> bool:

@@ -64,8 +64,8 @@ def scrub_all(
 ) -> RebuildReport:
     """Verify every block of every object under `prefix`, and repair as new column files.
 
-    With a `pace` the rate is not looked at; stopped by it, the position is kept. An object with more
-    damage than parity is reported and left as it is.
+    With a `pace` the rate is not looked at; stopped by it, the position is kept. An object with
+    more damage than parity is reported and left as it is.
     """
     tally, pace = Tally(store.clock), pace or RateLimit(rate_bytes_per_second, store.clock)
     catalog = walk(store, prefix)

@@ -106,7 +106,7 @@ class TendedPool(PoolHandle):
         return {url: self._store.scheduler.submit(f"away {url}", look(url)) for url in urls}
 
     def find(self, device: str) -> Member:
-        """A member or evicted device by URL, path, id or a beginning of it. Raises MembershipError."""
+        """A member or evicted device by URL, path or beginning of its id; else MembershipError."""
         return self._member(device)
 
     def condition(self) -> Condition:

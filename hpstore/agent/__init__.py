@@ -1,4 +1,4 @@
-"""One process on each node that looks after a pool: it drains, heals, takes back, scrubs, and tells.
+"""One process on each node that looks after a pool: drains, heals, takes back, scrubs, and tells.
 
 Without it each process routes its own reads around slow devices, and rebuilding waits for
 `hpstore rebuild`.

@@ -94,7 +94,9 @@ class DiskWatch:
         if not disks:
             return {}
         with ThreadPoolExecutor(_AT_ONCE, "hpstore-smart") as pool:
-            futures: dict[str, Future[SmartReading]] = {d: pool.submit(self._read, d) for d in disks}
+            futures: dict[str, Future[SmartReading]] = {
+                d: pool.submit(self._read, d) for d in disks
+            }
             wait(futures.values())
         found = {}
         for disk, future in futures.items():

@@ -55,10 +55,10 @@ class Eyes:
         self._walk: Slot[Condition] = Slot(threads)
         self._smart: Slot[dict[str, list[DiskSight]]] = Slot(threads)
         self._blocks: Slot[frozenset[str | None]] = Slot(threads)
-        self._block_names: tuple[frozenset[str], frozenset[str | None]] |        self.walked: Walked | None = None  # the last one
-        self._current = False  # no other has begun since
+        self._block_names: tuple[frozenset[str], frozenset[str | None]] | None = None
         self._blocks_of: frozenset[str] = frozenset()
-        self.walked: Walked | None = None
+        self.walked: Walked | None = None  # the last one
+        self._current = False  # no other has begun since
         self._walking = Shape(generation=0, there=frozenset())
         self._walk_seconds = self._smart_seconds = -1e18
         self.disks: dict[str, list[DiskSight]] = {}

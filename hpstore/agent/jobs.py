@@ -94,8 +94,8 @@ class Effort:
 class Jobs:
     """A queue and the one thread that works it off; with `threads=False` `run_all` does.
 
-    On the working thread `started(job)` is called before each job, `finished(job, report)` after one
-    that ran to its end; `report` is that of a rebuild or scrub, None when it failed.
+    On the working thread `started(job)` is called before each job, `finished(job, report)` after
+    one that ran to its end; `report` is that of a rebuild or scrub, None when it failed.
     """
 
     def __init__(
@@ -238,7 +238,8 @@ class Jobs:
         if job.kind is JobKind.READMIT:
             found = self._pool.readmit(job.device)
             judged = "" if found is None else (
-                f": {found.kept} files kept, {found.removed} removed, {found.quarantined} in quarantine"
+                f": {found.kept} files kept, {found.removed} removed, {found.quarantined} in "
+                "quarantine"
             )  # fmt: skip
             self.note(f"{self._named(job)} is done{judged}")
         elif member is None and job.kind is not JobKind.HEAL:
@@ -304,7 +305,8 @@ class Jobs:
         if report.damaged_columns or report.unreadable or report.failed:
             self.note(
                 f"scrub: {report.damaged_columns} damaged columns found, {report.columns_written} "
-                f"written, {len(report.unreadable)} objects unreadable, {len(report.failed)} failed",
+                f"written, {len(report.unreadable)} objects unreadable, {len(report.failed)} "
+                "failed",
                 ok=not (report.unreadable or report.failed),
             )
         return report

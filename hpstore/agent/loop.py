@@ -92,7 +92,6 @@ class Agent(Closing):
         self._rebuild_saw: frozenset[str] = frozenset()  # who answered when it began
         self._rebuilt_shape: Shape | None = None  # of the pool when one had ended
         self._fruitless_todo: int | None = None  # objects that it could do nothing about
-| None = None  # what a rebuild could do nothing about
         self._rebuilt_seconds = -1e18
         self._scrubbed_ms = 0
         self.present: frozenset[str] = frozenset()
@@ -142,6 +141,8 @@ class Agent(Closing):
         with self._lock:
             self._reconciled &= self.present
         outcomes = self._obey(facts, at)
+        if outcomes:  # what was said before an order counts no more
+            facts = pool_facts(self._sighting(at), self.config.policy)
         verdicts = self.watch.verdicts()
         outcomes.append(decide(self.memory.policy, verdicts, facts, at, self.config.policy))
         self._remember(outcomes[-1])
@@ -254,7 +255,9 @@ class Agent(Closing):
             fruitless = self._fruitless_todo
         if condition is not None and condition.todo:
             config = self.config
-            patience = config.again_seconds if fruitless == condition.todo else config.survey_seconds
+            patience = (
+                config.again_seconds if fruitless == condition.todo else config.survey_seconds
+            )
             if shape != before or waited >= patience:
                 reason = f"{condition.todo} objects are not as they should be"
                 self.jobs.submit(Job(kind=JobKind.REBUILD, reason=reason))

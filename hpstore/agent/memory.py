@@ -5,7 +5,7 @@ A damaged file is refused, never taken for an empty one: that would reset the gu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hpstore.config import write_atomically
@@ -20,7 +20,7 @@ MEMORY_FILE = "agent.json"
 class Memory:
     """All of it. Times in milliseconds since 1970, 0 for never."""
 
-    policy: PolicyState = PolicyState()
+    policy: PolicyState = field(default_factory=PolicyState)
     scrub_began_ms: int = 0  # of the last pass
     scrub_ended_ms: int = 0  # of the last whole one
     orders_done: int = 0  # number of the last order obeyed

@@ -12,16 +12,21 @@ from hpstore.units import format_bytes
 _WIDTH, _HEIGHT = 160, 32
 _GOOD, _BAD = ("online",), ("faulted", "removed", "evicted")
 _STYLE = """
-body{font:14px/1.45 system-ui,sans-serif;margin:2em auto;max-width:76em;padding:0 1em;color:#1b1f24;background:#fff}
+body{font:14px/1.45 system-ui,sans-serif;margin:2em auto;max-width:76em;padding:0 1em;
+color:#1b1f24;background:#fff}
 h1{font-size:1.3em}h2{font-size:1.05em;margin-top:1.8em}
-table{border-collapse:collapse;width:100%}th,td{text-align:left;padding:.3em .7em;border-bottom:1px solid #ddd;vertical-align:middle}
+table{border-collapse:collapse;width:100%}
+th,td{text-align:left;padding:.3em .7em;border-bottom:1px solid #ddd;vertical-align:middle}
 th{font-weight:600;color:#555}td.n{text-align:right;font-variant-numeric:tabular-nums}
-.s{display:inline-block;padding:0 .5em;border-radius:.7em;background:#fbe3b5}.good{background:#cdeccd}.bad{background:#f6c5c0}
-.bar{background:#eee;width:8em;height:.7em;border-radius:.35em;overflow:hidden}.bar div{background:#5b8def;height:100%}
-.full div{background:#d9534f}.warn{background:#f6c5c0;padding:.5em .8em;border-radius:.3em;margin:.3em 0}
+.s{display:inline-block;padding:0 .5em;border-radius:.7em;background:#fbe3b5}
+.good{background:#cdeccd}.bad{background:#f6c5c0}
+.bar{background:#eee;width:8em;height:.7em;border-radius:.35em;overflow:hidden}
+.bar div{background:#5b8def;height:100%}.full div{background:#d9534f}
+.warn{background:#f6c5c0;padding:.5em .8em;border-radius:.3em;margin:.3em 0}
 .quiet{color:#777}svg{display:block}polyline{fill:none;stroke:#5b8def;stroke-width:1.5}
-@media(prefers-color-scheme:dark){body{color:#dde;background:#16181c}th,td{border-color:#333}th{color:#aab}
-.s{background:#6b5420}.good{background:#235a2b}.bad,.warn{background:#73302b}.bar{background:#333}}
+@media(prefers-color-scheme:dark){body{color:#dde;background:#16181c}th,td{border-color:#333}
+th{color:#aab}.s{background:#6b5420}.good{background:#235a2b}.bad,.warn{background:#73302b}
+.bar{background:#333}}
 """
 
 
@@ -75,8 +80,8 @@ def _summary(status: AgentStatus) -> str:
 
 
 def _devices(devices: Sequence[DeviceView]) -> str:
-    head = ("device", "state", "since", "latency", "probe (write, sync, read)", "reads p50 / p99", "full",
-            "of", "why", "disks")  # fmt: skip
+    head = ("device", "state", "since", "latency", "probe (write, sync, read)",
+            "reads p50 / p99", "full", "of", "why", "disks")  # fmt: skip
     rows = []
     for device in devices:
         last = f"{device.probe_seconds[-1] * 1e3:.3g} ms" if device.probe_seconds else ""
@@ -110,9 +115,7 @@ def _fullness(device: DeviceView) -> str:
         return ""
     share = 1 - device.free_bytes / device.total_bytes
     kind = " full" if share > 0.9 else ""
-    return (
-        f"<div class='bar{kind}' title='{share:.0%}'><div style='width:{share:.0%}'></div></div>"
-    )
+    return f"<div class='bar{kind}' title='{share:.0%}'><div style='width:{share:.0%}'></div></div>"
 
 
 def _work(status: AgentStatus) -> str:
@@ -122,20 +125,21 @@ def _work(status: AgentStatus) -> str:
     else:
         share = job.done / job.total if job.total else 0.0
         parts.append(
-            f"<p><b>{escape(job.kind)}</b> {escape(job.reason)}: {job.done} of {job.total} objects, "
-            f"{format_bytes(job.bytes)} in {job.seconds:.0f} s, "
-            f"{format_bytes(job.bytes_per_second)}/s of {format_bytes(job.bytes_per_second_alone)}/s "
-            f"alone</p><div class=bar><div style='width:{share:.0%}'></div></div>"
+            f"<p><b>{escape(job.kind)}</b> {escape(job.reason)}: {job.done} of {job.total} "
+            f"objects, {format_bytes(job.bytes)} in {job.seconds:.0f} s, "
+            f"{format_bytes(job.bytes_per_second)}/s of "
+            f"{format_bytes(job.bytes_per_second_alone)}/s alone</p>"
+            f"<div class=bar><div style='width:{share:.0%}'></div></div>"
         )
     if status.waiting:
         parts.append(f"<p>Then: {escape(', '.join(status.waiting))}</p>")
     others = status.foreground_bytes_per_second
     told = "cannot be told, so healing yields" if others is None else f"{format_bytes(others)}/s"
-    scrub = (
-        "none yet" if not status.scrub_began_ms
-        else f"begun {_when(status.scrub_began_ms)}" if status.scrub_ended_ms < status.scrub_began_ms
-        else f"ended {_when(status.scrub_ended_ms)}"
-    )  # fmt: skip
+    scrub = "none yet"
+    if status.scrub_began_ms > status.scrub_ended_ms:
+        scrub = f"begun {_when(status.scrub_began_ms)}"
+    elif status.scrub_ended_ms:
+        scrub = f"ended {_when(status.scrub_ended_ms)}"
     parts.append(f"<p>Others' use of the disks: {told}. Last scrub: {scrub}.</p>")
     return "".join(parts)
 
@@ -166,7 +170,8 @@ def _decisions(status: AgentStatus) -> str:
 
 def _events(status: AgentStatus) -> str:
     rows = [
-        f"<tr><td>{_when(event.at_ms)}</td><td>{'' if event.ok else '⚠ '}{escape(event.text)}</td></tr>"
+        f"<tr><td>{_when(event.at_ms)}</td>"
+        f"<td>{'' if event.ok else '⚠ '}{escape(event.text)}</td></tr>"
         for event in status.events
     ]
     return _table(("at", "event"), rows)

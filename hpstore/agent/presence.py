@@ -28,7 +28,7 @@ class _Question(Generic[T]):
     """One call that is asked again and again, never twice at a time."""
 
     def __init__(self) -> None:
-        self.future: Future[T] |        self.error: Exception | None = None
+        self.future: Future[T] | None = None
         self.fresh = False  # answered at the last look
         self.asked_seconds = -1e18
         self.answer: T | None = None

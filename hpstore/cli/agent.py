@@ -37,7 +37,9 @@ def run(
     listen: Annotated[
         str, typer.Option(help="HOST:PORT of the status page and of /metrics; none for neither")
     ] = _LISTEN,
-    once: Annotated[bool, typer.Option("--once", help="one round with all its work, then end")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="one round with all its work, then end")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="decide and tell, change nothing")
     ] = False,

@@ -110,7 +110,8 @@ def status(
     pool: PoolName,
     as_json: Json = False,
     watch: Annotated[
-        bool, typer.Option("--watch", help="drawn anew every two seconds; plain where no terminal is")
+        bool,
+        typer.Option("--watch", help="drawn anew every two seconds; plain where no terminal is"),
     ] = False,
 ) -> None:
     """Show devices, objects, what is degraded, space.  hpstore status pool.toml --json"""

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from hpstore.health.forecast.model import ForecastModel
     from hpstore.health.forecast.scoring import Outcome
 
-health = typer.Typer(no_args_is_help=True, help="Forecast failures of disks; look at them; have a say in a device's health.")
+health = typer.Typer(
+    no_args_is_help=True,
+    help="Forecast failures of disks; look at them; have a say in a device's health.",
+)
 
 Files = Annotated[list[Path], typer.Argument(help="drive-stats files: .csv, .csv.xz, .gz, .zip")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]

@@ -16,7 +16,7 @@ from hpstore.health.forecast.drive_stats import BadRows
 from hpstore.health.forecast.drives import DriveHistory, Gathered
 from hpstore.health.forecast.forecaster import FailureForecaster, Forecast, Risk
 from hpstore.health.forecast.machine import judge_reading, recorded
-from hpstore.health.smart import Readout, SmartReading, disks, read_disk, read_diskstats
+from hpstore.health.smart import Readout, disks, read_disk, read_diskstats
 
 _ORDER = list(Risk)
 

@@ -292,7 +292,7 @@ class Turn:
             self._draining(device)
 
     def _reported(self, device: str) -> bool:
-        """Drain what another process has given up, if the guards allow; whether its state changed."""
+        """Drain what another process has given up, if the guards allow; whether they do."""
         reason = self.facts.devices[device].reported
         states = (HealthState.ONLINE, HealthState.SUSPECT, *_SPARED)
         if not reason or self.config.role is not Role.AGENT:

@@ -178,8 +178,8 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolFacts:
-    """The pool as it is now. `devices`: members and evicted ones; of the latter those that have been
-    made up for (HEALED) count for nothing, but may come back."""
+    """The pool as it is now. `devices`: members and evicted ones; of the latter those that have
+    been made up for (HEALED) count for nothing, but may come back."""
 
     parity: int
     devices: Mapping[str, DeviceFacts]

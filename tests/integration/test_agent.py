@@ -104,7 +104,9 @@ class Node:
         while not done():
             if time.monotonic() > end:
                 log = (self.directory / "agent.log").read_text()
-                raise AssertionError(f"not {what}: {json.dumps(self.status())[-3000:]}\n{log[-3000:]}")
+                raise AssertionError(
+                    f"not {what}: {json.dumps(self.status())[-3000:]}\n{log[-3000:]}"
+                )
             time.sleep(0.02)
 
     def check(self) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from hpstore.agent import orders
 from hpstore.agent.disks import DiskWatch, outlook_of
 from hpstore.agent.exported import exposition
 from hpstore.agent.facts import answers
@@ -276,13 +277,16 @@ def test_a_job_that_fails_is_told_and_does_not_end_the_others(tended: Tended) ->
     assert "was not done" in next(event.text for event in jobs.events() if not event.ok)
 
 
-def test_orders_are_numbered_bounded_and_checked(tmp_path: Path) -> None:
-    """256 are kept; a damaged file is refused."""
+def test_orders_are_numbered_bounded_and_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last few are kept; a damaged file is refused."""
     clock = FakeClock()
-    for number in range(260):
+    monkeypatch.setattr(orders, "_KEPT", 5)
+    for number in range(8):
         assert give_order(tmp_path, Command.IGNORE, "d", clock).number == number + 1
     kept = read_orders(tmp_path)
-    assert (len(kept), kept[-1].number) == (256, 260)
+    assert (len(kept), kept[-1].number) == (5, 8)
     (tmp_path / ORDERS_FILE).write_text("{}")
     with pytest.raises(IntegrityError):
         read_orders(tmp_path)

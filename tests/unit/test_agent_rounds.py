@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from hpstore.agent import AgentConfig
+from hpstore.agent.jobs import JobKind
 from hpstore.agent.memory import MEMORY_FILE
 from hpstore.agent.orders import give_order
 from hpstore.agent.status import read_status
-from hpstore.errors import ConfigError, LockTimeout
+from hpstore.errors import ConfigError, LockTimeout, TooManyErasures
 from hpstore.health import HealthState
 from hpstore.health.history import History
 from hpstore.health.monitor import history_path
@@ -38,11 +39,11 @@ def test_a_lost_device_is_healed_after_fifteen_minutes_rule_17(tended: Tended) -
     tended.harness.lose(["memory://d0"])
     tended.rounds(10)
     assert tended.states() == {}
-    tended.rounds(10)
+    tended.rounds(25)
     assert tended.states() == {0: S.REMOVED}
-    tended.rounds(880)
+    tended.rounds(860)
     assert 0 in tended.members()
-    tended.rounds(20)
+    tended.rounds(40)
     assert 0 not in tended.members()
     assert tended.states() == {0: S.EVICTED}
     assert tended.whole()
@@ -56,9 +57,10 @@ def test_without_parity_left_nothing_waits_rule_17(tmp_path: Path) -> None:
     """PROTOCOL 17: with m = 1 the second loss would cost data."""
     tended = Tended(tmp_path, data=3, parity=1, devices=6)
     tended.rounds(10)
-    tended.harness.lose(["memory://d2"])
-    tended.rounds(30)
-    assert 2 not in tended.members()
+    url = tended.harness.columns("large")[0][0]
+    tended.harness.lose([url])
+    tended.rounds(45)
+    assert int(url.rpartition("d")[2]) not in tended.members()
     assert tended.whole()
     tended.stop()
 
@@ -129,15 +131,25 @@ def test_a_shrunk_pool_grows_back(tmp_path: Path) -> None:
     tended.stop()
 
 
+def readable(tended: Tended, key: str) -> bool:
+    """Whether an object can be read now."""
+    try:
+        return tended.pool.get(key) == tended.content[key]
+    except TooManyErasures:
+        return False
+
+
 def test_nothing_is_removed_on_incomplete_knowledge_rule_16(tmp_path: Path) -> None:
-    """PROTOCOL 16: with three of seven away no device is evicted, no file goes, for a day."""
+    """PROTOCOL 16: with three of seven away no device is evicted, nothing of what needs them goes."""
     tended = Tended(tmp_path, parity=2)
     tended.rounds(10)
-    tended.harness.lose([f"memory://d{i}" for i in range(3)])
-    before = {path for _, path in tended.harness.columns("large")}
-    tended.rounds(86400, step=600)
+    tended.harness.lose([url for url, _ in tended.harness.columns("large")[:3]])
+    needing = [key for key in tended.content if not readable(tended, key)]
+    assert "large" in needing
+    before = {key: tended.harness.columns(key) for key in needing}
+    tended.rounds(2400, step=30)
     assert len(tended.members()) == 7
-    assert {path for _, path in tended.harness.columns("large")} == before
+    assert {key: tended.harness.columns(key) for key in needing} == before
     events = [e.text for e in tended.agent.jobs.events() if not e.ok]
     assert any("not evicted yet" in text for text in events)
     tended.harness.bring_back()
@@ -185,12 +197,12 @@ def test_the_state_is_durable_before_it_is_acted_on(
     submit = tended.agent.jobs.submit
     monkeypatch.setattr(
         tended.agent.jobs, "submit",
-        lambda job: seen.append('removed' in path.read_text()) or submit(job),  # type: ignore[func-returns-value]
+        lambda job: seen.append((job.kind, "removed" in path.read_text())) or submit(job),  # type: ignore[func-returns-value]
     )  # fmt: skip
     tended.harness.lose(["memory://d0"])
     tended.rounds(930)
-    assert seen
-    assert all(seen)
+    assert (JobKind.HEAL, True) in seen
+    assert (JobKind.HEAL, False) not in seen
 
 
 def test_a_damaged_memory_is_refused(tended: Tended) -> None:
@@ -312,7 +324,7 @@ def test_a_walk_that_is_not_of_the_devices_there_are_is_not_believed(tended: Ten
     tended.agent.eyes.presence.look(tended.clock.monotonic() + 100)
     assert tended.agent.eyes.condition() is None
     tended.clock.advance(100)
-    tended.rounds(5)
+    tended.rounds(5, work=False)
     after = tended.agent.eyes.condition()
     assert after is not None
     assert before is not None
@@ -336,9 +348,15 @@ def test_settings_of_the_agent_name_the_nearest_key(tmp_path: Path) -> None:
     from hpstore.agent import agent_config
 
     tended = Tended(tmp_path)
-    config = replace(tended.harness.config, agent={"tick_seconds": 1, "policy": {"grace_seconds": 5}})
+    config = replace(
+        tended.harness.config, agent={"tick_seconds": 1, "policy": {"grace_seconds": 5}}
+    )
     made = agent_config(config)
-    assert (made.tick_seconds, made.policy.grace_seconds, made.policy.role) == (1.0, 5.0, Role.AGENT)
+    assert (made.tick_seconds, made.policy.grace_seconds, made.policy.role) == (
+        1.0,
+        5.0,
+        Role.AGENT,
+    )
     with pytest.raises(ConfigError, match="did you mean 'tick_seconds'"):
         agent_config(replace(config, agent={"tick_second": 1}))
     with pytest.raises(ConfigError, match=r"\[agent.policy\].*unknown setting 'role'"):
