@@ -67,6 +67,7 @@ class MonitorWatch:
 
     def forgive(self, device: str) -> None:
         self._monitor.forgive(device)
+        self._last = tuple(verdict for verdict in self._last if verdict.device != device)
 
     def accept(self, device: str) -> None:
         self._monitor.accept(device)

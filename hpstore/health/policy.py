@@ -37,6 +37,7 @@ from hpstore.health.verdicts import HealthState, Verdict
 from hpstore.records import DeviceState
 
 _GONE = (HealthState.FAULTED, HealthState.REMOVED, HealthState.EVICTED)
+_ABSENT = (HealthState.REMOVED, HealthState.EVICTED)
 _SPARED = (HealthState.SITOUT, HealthState.PROBATION)
 _FOUND = (HealthState.SUSPECT, HealthState.SITOUT, HealthState.FAULTED)  # by severity
 
@@ -199,10 +200,11 @@ class Turn:
         gone = health.gone_since_seconds
         if gone is not None:
             # a little while is no absence: a cable, a remount
-            if health.state not in _GONE and self.now - gone >= self.config.removed_seconds:
+            if health.state not in _ABSENT and self.now - gone >= self.config.removed_seconds:
                 self.enter(device, HealthState.REMOVED, "it does not answer")
             return
-        if verdict is not None and verdict.state is HealthState.FAULTED:
+        returns = health.state in _ABSENT  # what it failed while it was away is forgiven
+        if verdict is not None and verdict.state is HealthState.FAULTED and not returns:
             if health.state is not HealthState.FAULTED:
                 self.enter(device, HealthState.FAULTED, verdict.reason)
             return
@@ -239,6 +241,7 @@ class Turn:
                 self.enter(device, HealthState.REBUILDING, "no fault for a while")
         elif health.state in _GONE:
             self.enter(device, HealthState.REBUILDING, "it is back", lapsed=False)
+            self.act(ActionKind.FORGIVE, device, "it is back")
         elif health.state is HealthState.REBUILDING and fact.reconciled:
             self._try_again(device, "its columns are reconciled")
         if self.devices[device].state is HealthState.REBUILDING:

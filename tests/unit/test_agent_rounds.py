@@ -41,7 +41,7 @@ def test_a_lost_device_is_healed_after_fifteen_minutes_rule_17(tended: Tended) -
     assert tended.states() == {}
     tended.rounds(25)
     assert tended.states() == {0: S.REMOVED}
-    tended.rounds(860)
+    tended.rounds(860, step=20)
     assert 0 in tended.members()
     tended.rounds(40)
     assert 0 not in tended.members()
@@ -54,12 +54,16 @@ def test_a_lost_device_is_healed_after_fifteen_minutes_rule_17(tended: Tended) -
 
 
 def test_without_parity_left_nothing_waits_rule_17(tmp_path: Path) -> None:
-    """PROTOCOL 17: with m = 1 the second loss would cost data."""
+    """PROTOCOL 17: with m = 1 the second loss would cost data. The device itself is waited for."""
     tended = Tended(tmp_path, data=3, parity=1, devices=6)
     tended.rounds(10)
     url = tended.harness.columns("large")[0][0]
     tended.harness.lose([url])
+    assert tended.pool.condition().losses_tolerated == 0
     tended.rounds(45)
+    assert tended.pool.condition().losses_tolerated == 1
+    assert len(tended.members()) == 6
+    tended.rounds(900, step=20)
     assert int(url.rpartition("d")[2]) not in tended.members()
     assert tended.whole()
     tended.stop()
@@ -78,7 +82,7 @@ def test_a_device_that_is_back_in_time_is_reconciled_and_serves_again(tended: Te
     tended.agent.finish_jobs()
     tended.rounds(10)
     assert tended.states() == {0: S.PROBATION}
-    tended.rounds(400)
+    tended.rounds(400, step=20)
     assert tended.states() == {}
     assert len(tended.members()) == 7
     assert tended.pool.record.generation == 1
@@ -89,7 +93,7 @@ def test_a_device_healed_while_away_comes_back_by_itself_rule_12(tended: Tended)
     """PROTOCOL 12: its columns are judged first; then it is a member again and takes columns."""
     tended.rounds(10)
     tended.harness.lose(["memory://d0"])
-    tended.rounds(960)
+    tended.rounds(960, step=20)
     assert 0 not in tended.members()
     tended.pool.put("large", b"new" * 200_000)  # what d0 holds of it is superseded
     tended.content["large"] = b"new" * 200_000
@@ -100,7 +104,7 @@ def test_a_device_healed_while_away_comes_back_by_itself_rule_12(tended: Tended)
     assert 0 in tended.members()
     tended.rounds(20)
     assert tended.states() == {0: S.PROBATION}
-    tended.rounds(400)
+    tended.rounds(400, step=20)
     assert tended.states() == {}
     assert tended.whole()
     assert [url for url, path in tended.harness.columns("large")].count("memory://d0") <= 1
@@ -110,7 +114,7 @@ def test_what_an_operator_evicts_stays_out(tended: Tended) -> None:
     """Though its device answers."""
     tended.rounds(10)
     tended.pool.evict("memory://d3")
-    tended.rounds(600)
+    tended.rounds(600, step=20)
     assert 3 not in tended.members()
     assert tended.states() == {3: S.EVICTED}
     assert tended.whole()
@@ -121,11 +125,11 @@ def test_a_shrunk_pool_grows_back(tmp_path: Path) -> None:
     tended = Tended(tmp_path, devices=5)
     tended.rounds(10)
     tended.harness.lose(["memory://d1"])
-    tended.rounds(960)
+    tended.rounds(960, step=20)
     assert tended.pool.stat("large").data == 2
     assert tended.whole()
     tended.harness.bring_back()
-    tended.rounds(400)
+    tended.rounds(400, step=20)
     assert tended.pool.stat("large").data == 3
     assert tended.whole()
     tended.stop()
@@ -153,7 +157,7 @@ def test_nothing_is_removed_on_incomplete_knowledge_rule_16(tmp_path: Path) -> N
     events = [e.text for e in tended.agent.jobs.events() if not e.ok]
     assert any("not evicted yet" in text for text in events)
     tended.harness.bring_back()
-    tended.rounds(1800, step=10)
+    tended.rounds(1800, step=30)
     assert tended.whole()
     assert tended.states() == {}
     tended.stop()
@@ -164,7 +168,7 @@ def test_a_dry_run_changes_nothing(tmp_path: Path) -> None:
     tended = Tended(tmp_path, dry_run=True)
     tended.harness.lose(["memory://d0"])
     before = tended.files()
-    tended.rounds(1200)
+    tended.rounds(1200, step=20)
     assert tended.files() == before
     assert not list(tmp_path.rglob(MEMORY_FILE))
     assert not list(tmp_path.rglob("*.sqlite"))
@@ -178,7 +182,7 @@ def test_a_restart_resets_neither_grace_nor_guards_rule_17(tended: Tended) -> No
     """PROTOCOL 17: the fifteen minutes go on where they were."""
     tended.rounds(10)
     tended.harness.lose(["memory://d0"])
-    tended.rounds(800)
+    tended.rounds(800, step=20)
     tended.stop()
     tended.start()
     tended.rounds(60)
@@ -200,7 +204,7 @@ def test_the_state_is_durable_before_it_is_acted_on(
         lambda job: seen.append((job.kind, "removed" in path.read_text())) or submit(job),  # type: ignore[func-returns-value]
     )  # fmt: skip
     tended.harness.lose(["memory://d0"])
-    tended.rounds(930)
+    tended.rounds(930, step=15)
     assert (JobKind.HEAL, True) in seen
     assert (JobKind.HEAL, False) not in seen
 
@@ -247,7 +251,7 @@ def test_what_a_process_reports_is_drained_and_evicted(tended: Tended) -> None:
     assert 4 not in tended.members()
     assert tended.whole()
     assert not any(url == "memory://d4" for url, _ in tended.harness.columns("large"))
-    tended.rounds(300)
+    tended.rounds(300, step=20)
     assert 4 not in tended.members()
 
 
@@ -308,9 +312,9 @@ def test_a_scrub_begins_when_it_is_time_and_its_end_is_remembered(tmp_path: Path
     assert any("1 damaged columns found, 1 written" in e.text for e in tended.agent.jobs.events())
     tended.stop()
     tended.start()
-    tended.rounds(3600, step=60)
+    tended.rounds(3600, step=900)
     assert tended.agent.memory.scrub_began_ms == began
-    tended.rounds(2 * 86400, step=3600)
+    tended.rounds(2 * 86400, step=7200)
     assert tended.agent.memory.scrub_began_ms > began
     tended.stop()
 
@@ -339,7 +343,7 @@ def test_a_rebuild_that_can_do_nothing_is_not_repeated_each_round(tended: Tended
     jobs = []
     submit = tended.agent.jobs.submit
     tended.agent.jobs.submit = lambda job: jobs.append(job.kind) or submit(job)  # type: ignore[func-returns-value,method-assign]
-    tended.rounds(600)
+    tended.rounds(600, step=20)
     assert jobs == []
 
 
