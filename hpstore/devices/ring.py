@@ -110,8 +110,9 @@ class Ring:
         """Read lengths[i] bytes at offsets[i] of descriptor files[i] to addresses[i], all int64.
 
         Gives up when none has ended for `seconds`, when `hopeless(results)`, asked after each
-        silent second, says so, or when the kernel refuses; the ring is then of no further use. `keep` is what keeps the memory and the files alive: it is held until nothing
-        is in flight any more, whatever happens here.
+        silent second, says so, or when the kernel refuses; the ring is then of no further use.
+        `keep` is what keeps the memory and the files alive: it is held until nothing is in flight
+        any more, whatever happens here.
         """
         total, begun, ended = len(files), 0, 0
         results = np.full(total, LATE, np.int64)

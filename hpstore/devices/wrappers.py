@@ -1,4 +1,4 @@
-"""Behaviour round a device: timing, throttling, faults. Each wraps exactly one device."""
+"""Behaviour round a device: throttling, faults. Each wraps exactly one device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from hpstore.devices.base import (
     WriteHandle,
     raise_device_error,
 )
-from hpstore.metrics import Metrics
 
 T = TypeVar("T")
 
@@ -148,30 +147,6 @@ class WrappedReader:
         self._inner.close()
 
 
-class TimedDevice(DeviceWrapper):
-    """Counts bytes and times every operation into `metrics`, as device_<operation>_seconds."""
-
-    def __init__(self, inner: Device, metrics: Metrics, clock: Clock | None = None) -> None:
-        super().__init__(inner)
-        self.metrics, self._clock = metrics, clock or SystemClock()
-
-    def around(self, operation: str, nbytes: int, call: Callable[[], T]) -> T:
-        started = self._clock.monotonic()
-        try:
-            return call()
-        except FileNotFoundError:
-            raise
-        except OSError:
-            self.metrics.count(f"device_{operation}_error_total")
-            raise
-        finally:
-            self.metrics.observe(
-                f"device_{operation}_seconds", self._clock.monotonic() - started
-            )  # fmt: skip
-            if operation in ("read", "write"):
-                self.metrics.count(f"device_{operation}_bytes", nbytes)
-
-
 class Bandwidth:
     """So many bytes a second, of all devices that are given it together. Thread-safe."""
 
@@ -284,4 +259,4 @@ class CrashCounter(DeviceWrapper):
 
 
 __all__ = ["Bandwidth", "CrashCounter", "DeviceWrapper", "FaultyDevice", "SimulatedCrash",
-           "ThrottledDevice", "TimedDevice"]  # fmt: skip
+           "ThrottledDevice"]  # fmt: skip

@@ -16,12 +16,12 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from hpstore.config import Settings
 from hpstore.devices.base import Device
+from hpstore.health.gathering import Gathering
 from hpstore.health.history import History
 from hpstore.health.media import traits_of
 from hpstore.health.metered import DeviceMeter, MeteredDevice
@@ -30,7 +30,7 @@ from hpstore.health.policy import decide
 from hpstore.health.recorder import Operation
 from hpstore.health.routes import no_new_columns, read_shares
 from hpstore.health.sight import DeviceSight, HealthSnapshot, Round
-from hpstore.health.signs import Signs, Traits
+from hpstore.health.signs import Traits
 from hpstore.health.slow import SlowDetector
 from hpstore.health.stalls import Stalls
 from hpstore.health.states import (
@@ -88,7 +88,7 @@ class Monitor:
         self._stop = threading.Event()
         self._detector, self._writes = SlowDetector(), SlowDetector()
         self._policy, self._config = PolicyState(), PolicyConfig()
-        self._stalls = Stalls(TICK_SECONDS)
+        self._stalls, self._gathering = Stalls(TICK_SECONDS), Gathering()
         self._traits: dict[str, Future[Traits]] = {}
         self._probing: dict[str, float] = {}  # device -> when its probe began
         self._next_probe: dict[str, float] = {}
@@ -156,7 +156,7 @@ class Monitor:
     # --- ticks ------------------------------------------------------------------------------
 
     def listen(self, callback: Callable[[Round], None]) -> Callable[[], None]:
-        """Have `callback` called after each tick, on the thread that ticks; returns what ends it."""
+        """Have `callback` called after each tick, on its thread; returns what ends that."""
         self._listeners.append(callback)
 
         def stop() -> None:
@@ -184,8 +184,11 @@ class Monitor:
         members = self._store.view.record.members
         signs = self._stalls.excused(tick.signs, now, len(members), self._store.view.record.parity)
         watched = self._in_state(HealthState.PROBATION)
-        verdicts = self._detector.tick(now, tick.means(), signs=signs, watched=watched)
-        slow_writes = self._writes.tick(now, tick.means((Operation.WRITE, Operation.SYNC)))
+        judged = self._gathering.add(tick)
+        means = {} if judged is None else judged.means()
+        writes = {} if judged is None else judged.means((Operation.WRITE, Operation.SYNC))
+        verdicts = self._detector.tick(now, means, signs=signs, watched=watched)
+        slow_writes = self._writes.tick(now, writes)
         self._keep(tick, verdicts)
         facts = self._facts({verdict.device for verdict in slow_writes})
         outcome = decide(self._policy, verdicts, facts, wall, self._config)

@@ -309,9 +309,9 @@ class ObjectReader:
         flight = Flight(plan, lease)
         for column, (low, _) in plan.reads.items():
             reader, array = self.columns[column], flight.arrays[column]
-            patience = self.store.patience_seconds(reader.device_id, len(array))
-            if patience is not None:
-                flight.patience[column] = patience
+            late_after = self.store.patience_seconds(reader.device_id, len(array))
+            if late_after is not None:
+                flight.patience[column] = late_after
             flight.futures[column] = self.store.scheduler.submit(
                 reader.device_id, partial(read_held, reader, low, array)
             )

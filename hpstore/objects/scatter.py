@@ -227,10 +227,10 @@ class Scatter:
             return []
         base = address_of(memory) if len(memory) else 0
         sizes = np.concatenate([part.size for part in parts])
-        counts = {device: sum(len(p.low) for p in mine) for device, mine in devices.items()}
-        meter = BatchMeter(store, {device: count for device, count in counts.items() if count})
+        counts = [len(part.low) for part in parts]
+        meter = BatchMeter(store, _by_device(devices, counts))
         batch = read_batch(
-            np.repeat([part.held.descriptor for part in parts], [len(p.low) for p in parts]),
+            np.repeat([part.held.descriptor for part in parts], counts),
             np.concatenate([part.low for part in parts]) + HEADER_BYTES,
             np.concatenate([
                 base + part.place if part.number is None
@@ -314,6 +314,15 @@ class Scatter:
 
 
 _NOTHING: Bytes = np.empty(0, np.uint8)
+
+
+def _by_device(devices: Mapping[str, Sequence[_Part]], counts: Sequence[int]) -> dict[str, int]:
+    """Reads by device, of devices that have any; `counts`: of all parts in their order."""
+    found, at = {}, 0
+    for device, parts in devices.items():
+        found[device] = sum(counts[at : at + len(parts)])
+        at += len(parts)
+    return {device: count for device, count in found.items() if count}
 
 
 def _shares(parts: Sequence[_Part], workers: int) -> list[list[_Part]]:

@@ -110,12 +110,13 @@ class Wanted:
 def _held(reader: ObjectReader, column: int) -> dict[int, ColumnReader] | None:
     """The column, else k others that it can be decoded from; None when there is no way."""
     geometry = reader.header.geometry
-    there = {c: held for c, held in sorted(reader.columns.items()) if held.descriptor >= 0}
+    usable = reader.usable()
+    there = {c: held for c, held in sorted(usable.items()) if held.descriptor >= 0}
     if geometry.code is Code.COPIES:  # every column is the object
         return {column: next(iter(there.values()))} if there else None
     if column in there:
         return {column: there[column]}
-    if column in reader.columns or len(there) < geometry.data:
+    if column in usable or len(there) < geometry.data:
         return None
     return dict(list(there.items())[: geometry.data])
 

@@ -15,9 +15,9 @@ from hpstore.devices.wrappers import (
     DeviceWrapper,
     FaultyDevice,
     ThrottledDevice,
-    TimedDevice,
 )
-from hpstore.metrics import Metrics
+from hpstore.health.metered import DeviceMeter, MeteredDevice
+from hpstore.health.recorder import Recorder
 from hpstore.testing import ManualClock
 from hpstore.testing.device_contract import DeviceContract
 from hpstore.units import MIB
@@ -92,11 +92,16 @@ class TestMemory(MemoryRaw):
         return MemoryDevice(recycle_bytes=_RECYCLE_BYTES)
 
 
-class TestTimed(MemoryRaw):
-    """Timing changes nothing."""
+def metered(inner: Device) -> MeteredDevice:
+    """With a recorder of its own that nobody drains."""
+    return MeteredDevice(inner, DeviceMeter(Recorder(), ManualClock().monotonic, lambda: None))
+
+
+class TestMetered(MemoryRaw):
+    """Noting changes nothing."""
 
     def make_device(self, tmp_path: Path) -> Device:
-        return TimedDevice(MemoryDevice(recycle_bytes=_RECYCLE_BYTES), Metrics(), ManualClock())
+        return metered(MemoryDevice(recycle_bytes=_RECYCLE_BYTES))
 
 
 class TestThrottled(MemoryRaw):
@@ -120,11 +125,11 @@ class TestCrashCounterFarAway(MemoryRaw):
         return CrashCounter(MemoryDevice(recycle_bytes=_RECYCLE_BYTES), [0], 1 << 60)
 
 
-class TestTimedLocal(LocalRaw):
+class TestMeteredLocal(LocalRaw):
     """A wrapper round a real directory."""
 
     def make_device(self, tmp_path: Path) -> Device:
-        return TimedDevice(local_device(tmp_path, direct=True), Metrics())
+        return metered(local_device(tmp_path, direct=True))
 
 
 class RemoteRaw(DeviceContract):

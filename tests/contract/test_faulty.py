@@ -16,10 +16,8 @@ from hpstore.devices.wrappers import (
     FaultyDevice,
     SimulatedCrash,
     ThrottledDevice,
-    TimedDevice,
 )
 from hpstore.errors import DeviceError, DeviceFull, DeviceMissing, DeviceReadOnly
-from hpstore.metrics import Metrics
 from hpstore.testing import PAGE, ManualClock, fetch, pattern, store
 from hpstore.testing.device_contract import PATH
 
@@ -205,27 +203,6 @@ def test_a_crash_at_n_lets_exactly_n_operations_pass(crash_at: int) -> None:
     assert count[0] == min(crash_at + 1, 5)
 
 
-def test_timing_counts_bytes_and_operations() -> None:
-    """Reads and writes by bytes, every operation by time, errors by name; absent is no error."""
-    metrics, clock = Metrics(), ManualClock()
-    inner = FaultyDevice(MemoryDevice())
-    device = TimedDevice(inner, metrics, clock)
-    store(device, PATH, pattern(3 * PAGE))
-    fetch(device, PATH)
-    with pytest.raises(FileNotFoundError):
-        device.open("objects/none")
-    inner.plan = "E"
-    with pytest.raises(DeviceError):
-        device.stamp(PATH)
-    found = metrics.snapshot()
-    assert found["device_write_bytes"] == found["device_read_bytes"] == 3 * PAGE
-    for operation in ("create", "write", "sync", "publish", "sync_directory", "read", "stamp"):
-        assert found[f"device_{operation}_seconds_count"] == 1
-    assert found["device_open_seconds_count"] == 2
-    assert found["device_stamp_error_total"] == 1
-    assert "device_open_error_total" not in found
-
-
 def test_devices_can_share_a_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     """4 pages each at the same moment, at 1 page a second together: 4 s and 8 s."""
     clock = ManualClock()
@@ -235,15 +212,6 @@ def test_devices_can_share_a_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     for device in [ThrottledDevice(MemoryDevice(), link) for _ in range(2)]:
         device.create(4 * PAGE).write(0, [pattern(4 * PAGE)])
     assert waits == pytest.approx([4.0, 8.0])
-
-
-def test_timing_measures_with_its_clock() -> None:
-    """A read that takes 2 s of the clock is in the bucket of 2 s."""
-    metrics, clock = Metrics(), ManualClock()
-    slow = ThrottledDevice(MemoryDevice(), PAGE / 2, clock)
-    device = TimedDevice(slow, metrics, clock)
-    store(device, PATH, pattern(PAGE))
-    assert 2.0 <= metrics.snapshot()["device_write_seconds_p50"] < 2.5
 
 
 def test_a_throttle_spreads_bytes_over_time() -> None:

@@ -20,8 +20,7 @@ from hpstore.checkpoint.preparing import SpaceMaker
 from hpstore.config import Settings
 from hpstore.devices.base import Device, Usage, recycled_path
 from hpstore.devices.local import LocalDevice
-from hpstore.devices.wrappers import FaultyDevice, TimedDevice
-from hpstore.metrics import Metrics
+from hpstore.devices.wrappers import FaultyDevice
 from hpstore.opening import device_opener
 from hpstore.testing import PAGE, pattern
 from hpstore.units import GIB, MIB
@@ -158,7 +157,7 @@ def test_a_hung_device_holds_nobody_up(tmp_path: Path) -> None:
     assert files(tmp_path, "tmp") == []
 
 
-@pytest.mark.parametrize("wrap", [lambda d: d, FaultyDevice, lambda d: TimedDevice(d, Metrics())])
+@pytest.mark.parametrize("wrap", [lambda d: d, FaultyDevice])
 def test_a_spare_file_is_taken_by_create_through_wrappers(
     tmp_path: Path, wrap: Callable[[Device], Device]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis.extra.numpy import arrays
 from hpstore.health import recorder as recorder_module
 from hpstore.health.histogram import BUCKETS, LOWEST_SECONDS, FloatArray, LogHistogram
 from hpstore.health.recorder import OPERATIONS, Operation, Outcome, Recorder
-from hpstore.health.telemetry import Telemetry, Tick, TickConfig
+from hpstore.health.telemetry import Telemetry, Tick, TickConfig, size_class
 from hpstore.units import KIB, MIB
 
 READ, WRITE, SYNC, META = Operation.READ, Operation.WRITE, Operation.SYNC, Operation.META
@@ -304,3 +305,55 @@ def test_signs_tell_of_hangs_and_what_is_usual() -> None:
     assert sign.usual_seconds_p999 == pytest.approx(1e-4 + 1e-3 / 16, rel=0.2)
     load.telemetry.after_fork()
     assert load.tick().signs["d0"].oldest_seconds == 0
+
+
+def test_a_row_of_many_counts_as_many() -> None:
+    """A batch of 40 alike is noted once: same sample, same histogram, as 40 rows."""
+    one, many = Telemetry(), Telemetry()
+    for device in DEVICES:
+        one.recorder(device).record(READ, 12 * KIB, 8, 1e-3, count=40)
+        for _ in range(40):
+            many.recorder(device).record(READ, 12 * KIB, 8, 1e-3)
+    found, wanted = one.tick(2.0), many.tick(2.0)
+    assert found.means() == pytest.approx(wanted.means())
+    for device, sample in wanted.samples.items():
+        scores = {READ: pytest.approx(sample.scores[READ])}
+        assert found.samples[device] == replace(sample, scores=scores)
+    for device in DEVICES:
+        counts = one.histogram(device, READ).counts
+        assert np.array_equal(counts, many.histogram(device, READ).counts)
+    assert one.deadlines(0.95) == many.deadlines(0.95)
+
+
+def test_deadlines_are_those_of_the_others_by_size() -> None:
+    """A slow device does not set its own; a size that is hardly read has none."""
+    telemetry = Telemetry()
+    for device in DEVICES:
+        seconds = 0.5 if device == "d0" else 1e-3
+        for _ in range(10):
+            telemetry.recorder(device).record(READ, 4 * MIB, 1, seconds)
+        telemetry.recorder(device).record(READ, 64 * KIB, 1, seconds)
+        telemetry.recorder(device).record(WRITE, 4 * MIB, 1, seconds, count=99)
+    telemetry.tick(1.0)
+    found = telemetry.deadlines(0.75)
+    large = size_class(4 * MIB)
+    assert 1e-3 <= found["d0"][large] <= 1e-3 * 2**0.25
+    assert telemetry.deadlines(0.95)["d1"][large] >= 0.5
+    assert all(row[size] == 0 for row in found.values() for size in range(16) if size != large)
+
+
+def test_reads_of_a_page_cache_set_no_deadline() -> None:
+    telemetry = Telemetry()
+    for device in DEVICES:
+        recorder = telemetry.recorder(device, judge_reads=False)
+        recorder.record(READ, 4 * MIB, 1, 1e-6, count=100)
+    telemetry.tick(1.0)
+    assert not any(map(any, telemetry.deadlines(0.95).values()))
+
+
+@given(st.integers(1, 1 << 27))
+def test_a_size_class_holds_what_its_cell_holds(nbytes: int) -> None:
+    """Powers of two of 4 KiB; what is above 64 MiB is one."""
+    found = size_class(nbytes)
+    assert nbytes <= 4 * KIB * 2**found or found == 15
+    assert found == 0 or nbytes > 4 * KIB * 2 ** (found - 1)

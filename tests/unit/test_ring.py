@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -260,3 +261,68 @@ def test_a_file_that_is_read_directly(tmp_path: Path) -> None:
     assert all(
         (got == BODY[at : at + 4096]).all() for got, (at, _) in zip(found, spans, strict=True)
     )
+
+
+def test_a_timed_batch_tells_slow_reads_from_fast_ones(
+    file: int, silent: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ended before the first look is not as late as what began to end after it."""
+    memory, count, used = aligned_array(16 * 64), 15, Ring(16)
+    collect, looks = used._collect, []
+
+    def look(*arguments: Any) -> int:  # Any: passed on
+        looks.append(collect(*arguments))
+        if len(looks) == 1:
+            os.write(silent[1], b"x" * 64)
+        return looks[-1]
+
+    monkeypatch.setattr(used, "_collect", look)
+    found = used.read(
+        np.array([*[file] * count, silent[0]]), np.zeros(count + 1, np.int64),
+        address_of(memory) + 64 * np.arange(count + 1), np.full(count + 1, 64), seconds=20.0,
+        keep=memory, timed=True,
+    )  # fmt: skip
+    assert found.results.tolist() == [64] * 16
+    assert found.seconds is not None
+    assert np.argmax(found.seconds) == 15
+    assert found.seconds[-1] > found.seconds.min() > 0
+
+
+@given(entries=st.sampled_from([1, 2, 8, 64]), count=st.integers(1, 40))
+def test_timing_changes_no_bytes(file: int, entries: int, count: int) -> None:
+    """However small the ring; every read has a time."""
+    memory = aligned_array(count * 64)
+    used = Ring(entries)
+    found = used.read(
+        np.full(count, file), 64 * np.arange(count), address_of(memory) + 64 * np.arange(count),
+        np.full(count, 64), seconds=20.0, keep=memory, timed=True,
+    )  # fmt: skip
+    used.close()
+    assert found.results.tolist() == [64] * count
+    assert (memory[: 64 * count] == BODY[: 64 * count]).all()
+    assert found.seconds is not None
+    assert (found.seconds >= 0).all()
+    assert (found.seconds < 20).all()
+
+
+def test_a_hopeless_batch_is_given_up_before_its_deadline(
+    file: int, silent: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked after a silent while, with what has come so far; it is told nothing that was not so."""
+    monkeypatch.setattr(ring, "_SILENT_SECONDS", 0.01)
+    seen: list[list[int]] = []
+
+    def hopeless(results: npt.NDArray[np.int64]) -> bool:
+        seen.append(results.tolist())
+        return len(seen) == 3
+
+    memory = aligned_array(128)
+    found = Ring(4).read(
+        np.array([silent[0], file]), np.zeros(2, np.int64), address_of(memory) + np.array([0, 64]),
+        np.full(2, 64), seconds=1000.0, keep=memory, hopeless=hopeless,
+    )  # fmt: skip
+    assert seen == [[LATE, 64]] * 3
+    assert found.results.tolist() == [LATE, 64]
+    assert found.late is not None
+    os.write(silent[1], b"x" * 64)
+    found.late.result(20)

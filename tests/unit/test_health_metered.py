@@ -1,0 +1,143 @@
+"""What a metered device notes of its calls, and what it leaves alone."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from hpstore.devices.base import Device
+from hpstore.devices.local import LocalDevice
+from hpstore.devices.memory import MemoryDevice
+from hpstore.devices.wrappers import FaultyDevice, ThrottledDevice
+from hpstore.errors import DeviceError, DeviceFull, DeviceReadOnly
+from hpstore.health.media import traits_of
+from hpstore.health.metered import DeviceMeter, MeteredDevice
+from hpstore.health.recorder import Operation, Outcome, Recorder
+from hpstore.health.signs import Media, Traits
+from hpstore.testing import PAGE, ManualClock, fetch, pattern, store
+from tests.fault.common import poll
+
+PATH = "objects/a/@0"
+READ, WRITE, SYNC, META = Operation.READ, Operation.WRITE, Operation.SYNC, Operation.META
+
+
+def metered(inner: Device, clock: ManualClock | None = None) -> tuple[MeteredDevice, Recorder]:
+    recorder = Recorder()
+    now = (clock or ManualClock()).monotonic
+    return MeteredDevice(inner, DeviceMeter(recorder, now, lambda: None)), recorder
+
+
+def test_every_call_is_noted_with_its_operation_and_bytes() -> None:
+    device, recorder = metered(MemoryDevice())
+    store(device, PATH, pattern(3 * PAGE))
+    assert fetch(device, PATH) == pattern(3 * PAGE).tobytes()
+    rows = recorder.drain()
+    found = list(zip(rows.operation.tolist(), rows.nbytes.tolist(), strict=True))
+    size = 3 * PAGE
+    assert found == [
+        (META, size), (WRITE, size), (SYNC, 0), (META, 0), (SYNC, 0), (META, 0), (READ, size)
+    ]  # fmt: skip
+    assert set(rows.outcome) == {Outcome.OK}
+    assert set(rows.in_flight) == {1}
+
+
+def test_the_time_is_that_of_the_device_call_by_the_clock() -> None:
+    """Two seconds a page."""
+    clock = ManualClock()
+    device, recorder = metered(ThrottledDevice(MemoryDevice(), PAGE / 2, clock), clock)
+    store(device, PATH, pattern(PAGE))
+    rows = recorder.drain()
+    assert rows.seconds[rows.operation == WRITE].tolist() == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("letter", "kind", "counts"),
+    [("E", DeviceError, True), ("D", DeviceError, True), ("N", DeviceFull, False),
+     ("O", DeviceReadOnly, False)],
+)  # fmt: skip
+def test_errors_count_but_a_full_or_read_only_device_is_no_failing_one(
+    letter: str, kind: type[DeviceError], counts: bool
+) -> None:
+    inner = FaultyDevice(MemoryDevice(), letter)
+    device, recorder = metered(inner)
+    with pytest.raises(kind):
+        device.stamp(PATH)
+    assert recorder.drain().outcome.tolist() == [Outcome.ERROR if counts else Outcome.OK]
+    assert recorder.oldest_seconds(1e9) == 0
+
+
+def test_a_name_that_is_not_there_is_no_error() -> None:
+    device, recorder = metered(MemoryDevice())
+    with pytest.raises(FileNotFoundError):
+        device.open("objects/none")
+    assert recorder.drain().outcome.tolist() == [Outcome.OK]
+
+
+def test_a_late_call_is_seen_in_flight_and_timed_when_it_ends() -> None:
+    """PROTOCOL 21: nobody waits for it any more, and it still counts."""
+    clock = ManualClock()
+    inner = FaultyDevice(MemoryDevice(), "H")
+    device, recorder = metered(inner, clock)
+    thread = threading.Thread(target=device.stamp, args=(PATH,), daemon=True)
+    thread.start()
+    poll(20, lambda: recorder.oldest_seconds(clock.monotonic() + 1) > 0)
+    clock.advance(7.0)
+    assert recorder.oldest_seconds(clock.monotonic()) == 7.0
+    inner.released.set()
+    thread.join(20)
+    assert recorder.drain().seconds.tolist() == [7.0]
+
+
+def test_open_files_keep_their_descriptor_for_batches(tmp_path: Path) -> None:
+    """And a device that must see each read keeps it from them."""
+    plain = LocalDevice(str(tmp_path))
+    plain.prepare()
+    store(plain, PATH, pattern(PAGE))
+    device, _ = metered(plain)
+    handle = device.open(PATH)
+    assert os.fstat(handle.descriptor).st_size == PAGE
+    handle.close()
+    hidden = metered(FaultyDevice(plain))[0].open(PATH)
+    assert hidden.descriptor == -1
+    hidden.close()
+
+
+def disk(root: Path, directory: Path, name: str, rotates: str, *, partition: bool = False) -> None:
+    """A block device in a made-up /sys that `directory` lies on."""
+    number = os.stat(directory).st_dev
+    block = root / "devices" / name
+    (block / "queue").mkdir(parents=True)
+    (block / "device").mkdir()
+    (block / "queue" / "rotational").write_text(f"{rotates}\n")
+    (block / "device" / "model").write_text("  ACME 9000 \n")
+    target = block / f"{name}p1" if partition else block
+    target.mkdir(exist_ok=True)
+    links = root / "dev" / "block"
+    links.mkdir(parents=True)
+    (links / f"{os.major(number)}:{os.minor(number)}").symlink_to(target)
+
+
+@pytest.mark.parametrize(
+    ("name", "rotates", "media"),
+    [("nvme0n1", "0", Media.NVME), ("sda", "0", Media.SSD), ("sda", "1", Media.HDD),
+     ("vda", "1", Media.UNKNOWN), ("loop3", "1", Media.UNKNOWN)],
+)  # fmt: skip
+@pytest.mark.parametrize("partition", [True, False])
+def test_the_kind_of_a_disk_is_what_the_system_says(
+    tmp_path: Path, name: str, rotates: str, media: Media, partition: bool
+) -> None:
+    """Of a whole disk and a partition; of virtual ones it says nothing that could be trusted."""
+    disk(tmp_path / "sys", tmp_path, name, rotates, partition=partition)
+    found = traits_of(f"file://{tmp_path}", sys_root=str(tmp_path / "sys"))
+    assert found.media is media
+    assert found.model == ("ACME 9000" if media is not Media.UNKNOWN else "")
+
+
+def test_what_is_no_disk_is_of_an_unknown_kind(tmp_path: Path) -> None:
+    assert traits_of(str(tmp_path), sys_root=str(tmp_path / "none")) == Traits()
+    assert traits_of(str(tmp_path / "gone")) == Traits()
+    assert traits_of("memory://x") == Traits()
+    assert traits_of("s3://bucket/x").media is Media.REMOTE
