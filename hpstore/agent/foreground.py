@@ -63,7 +63,7 @@ class Foreground:
         own: Callable[[], int] = own_bytes,
     ) -> None:  # fmt: skip
         self._activity, self._own = activity, own
-        self._before: tuple[float, frozenset[str], int, int] | None = None
+        self._before: tuple[float, frozenset[str | None], int, int] | None = None
         self.known = False
         self.bytes_per_second = 0.0
 

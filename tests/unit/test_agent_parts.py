@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
 
 from hpstore.agent import orders
 from hpstore.agent.disks import DiskWatch, outlook_of
@@ -23,6 +26,7 @@ from hpstore.agent.orders import ORDERS_FILE, give_order, read_orders
 from hpstore.agent.pace import SharedPace, pause_seconds, scrub_rate
 from hpstore.agent.page import render, sparkline
 from hpstore.agent.serve import parse_listen
+from hpstore.cli.watching import agent_view, bars, pool_view
 from hpstore.errors import ConfigError, IntegrityError
 from hpstore.health.forecast.attributes import INDEX
 from hpstore.health.forecast.forecaster import FailureForecaster, Forecast, Risk
@@ -243,7 +247,7 @@ def test_the_most_urgent_job_comes_first_and_waits_for_no_scrub(tended: Tended) 
     """A scrub stops between two objects for a rebuild, and is taken up after it."""
     jobs, ran = jobs_of(tended)
     jobs.submit(Job(kind=JobKind.SCRUB))
-    rebuild, scrub, calls = tended.pool.rebuild, tended.pool.scrub, [0]
+    scrub, calls = tended.pool.scrub, [0]
 
     def scrubbed(**words: object) -> RebuildReport:
         if not calls[0]:
@@ -251,10 +255,57 @@ def test_the_most_urgent_job_comes_first_and_waits_for_no_scrub(tended: Tended) 
             jobs.submit(Job(kind=JobKind.REBUILD))
         return scrub(**words)  # type: ignore[arg-type]
 
-    tended.pool.scrub = scrubbed  # type: ignore[method-assign,assignment]
+    tended.pool.scrub = scrubbed  # type: ignore[method-assign]
     jobs.run_all()
     assert ran == ["start scrub", "start rebuild", "end rebuild", "start scrub", "end scrub"]
-    assert rebuild is not None
+
+
+class Few:
+    """A pace that stops after so many objects."""
+
+    def __init__(self, objects: int) -> None:
+        self.left = objects
+
+    def __call__(self, nbytes: int) -> None:
+        pass
+
+    def go_on(self) -> bool:
+        self.left -= 1
+        return self.left >= 0
+
+
+def test_work_that_is_stopped_goes_on_where_it_was(tended: Tended) -> None:
+    """A scrub keeps its position; a rebuild passes over what is whole, and is not taken for one."""
+    tended.harness.bring_back()
+    keys: list[str] = []
+    first = tended.pool.scrub(pace=Few(2), progress=lambda step: keys.append(step.key))
+    assert (first.stopped, first.whole, len(keys)) == (True, False, 2)
+    rest = tended.pool.scrub(progress=lambda step: keys.append(step.key))
+    assert not rest.stopped
+    assert keys == sorted(keys)
+    assert len(keys) == 4
+    tended.pool.evict("memory://d1", force=True)
+    assert tended.pool.rebuild(pace=Few(0)).stopped
+    assert tended.pool.record.unhealed()
+    assert tended.pool.rebuild().whole
+    assert not tended.pool.record.unhealed()
+
+
+def test_the_terminal_shows_what_the_agent_left(tended: Tended) -> None:
+    """`status --watch`: states, work, decisions; without an agent what the pool says."""
+    assert tended.status is not None
+    job = {"kind": "rebuild", "reason": "x", "done": 3, "total": 9, "bytes_per_second": 1e6}
+    status = {**json.loads(json.dumps(tended.status.as_dict(), default=str)), "job": job,
+              "warnings": ["too many"]}  # fmt: skip
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(agent_view(status))
+    console.print(pool_view(tended.pool.status()))
+    text = console.export_text()
+    for words in ("memory://d0", "removed", "3 of 9 objects", "online -> removed", "! too many",
+                  "more devices may be lost", "no agent runs on this node"):  # fmt: skip
+        assert words in text
+    assert bars([0.0, 1.0, 2.0]) == "▁▅█"
+    assert bars([]) == ""
 
 
 def test_a_job_like_one_that_waits_is_not_queued_twice(tended: Tended) -> None:

@@ -144,7 +144,7 @@ def readable(tended: Tended, key: str) -> bool:
 
 
 def test_nothing_is_removed_on_incomplete_knowledge_rule_16(tmp_path: Path) -> None:
-    """PROTOCOL 16: with three of seven away no device is evicted, nothing of what needs them goes."""
+    """PROTOCOL 16: with three of seven away nothing is evicted, no file that needs them goes."""
     tended = Tended(tmp_path, parity=2)
     tended.rounds(10)
     tended.harness.lose([url for url, _ in tended.harness.columns("large")[:3]])

@@ -21,6 +21,10 @@ from hpstore.agent.status import read_status
 from hpstore.config import Settings
 from hpstore.units import KIB, MIB
 
+pytestmark = [pytest.mark.fault]
+long = pytest.mark.skipif(
+    not os.environ.get("HPSTORE_LONG_TESTS"), reason="takes 10 s: make test-fault"
+)
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 60.0
 QUICK = """
@@ -159,6 +163,7 @@ def test_a_device_vanishes_is_healed_returns_and_is_taken_back(node: Node) -> No
     node.check()
 
 
+@long
 def test_an_agent_that_is_killed_in_a_rebuild_ends_it_after_a_restart(tmp_path: Path) -> None:
     """SIGKILL with some objects healed and others not; the next agent does the rest."""
     node = Node(tmp_path, extra="heal_bytes_per_second = 400000")
@@ -183,6 +188,7 @@ def test_an_agent_that_is_killed_in_a_rebuild_ends_it_after_a_restart(tmp_path: 
     node.check()
 
 
+@long
 def test_one_round_by_the_command_line_and_a_dry_run(node: Node) -> None:
     """--dry-run says what it would do and leaves every file as it was; --once does it."""
     (node.directory / "d2").rename(node.directory / "away")
@@ -205,6 +211,7 @@ def test_one_round_by_the_command_line_and_a_dry_run(node: Node) -> None:
     node.check()
 
 
+@long
 def test_two_agents_of_one_pool_do_not_run_on_one_node_rule_15(node: Node) -> None:
     """PROTOCOL 15: the second says so in one line; orders go to the first."""
     with node.agent("--listen", "none"):
