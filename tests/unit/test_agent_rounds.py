@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hpstore.agent import AgentConfig
-from hpstore.agent.jobs import JobKind
-from hpstore.agent.memory import MEMORY_FILE
+from hpstore.agent.jobs import Job, JobKind
+from hpstore.agent.memory import MEMORY_FILE, load_memory
 from hpstore.agent.orders import give_order
 from hpstore.agent.status import read_status
 from hpstore.errors import ConfigError, LockTimeout, TooManyErasures
@@ -196,17 +196,18 @@ def test_the_state_is_durable_before_it_is_acted_on(
 ) -> None:
     """A job that is asked for finds the decision in the file."""
     tended.rounds(10)
-    path = tended.pool.state_directory / MEMORY_FILE
+    directory, submit = tended.pool.state_directory, tended.agent.jobs.submit
     seen = []
-    submit = tended.agent.jobs.submit
-    monkeypatch.setattr(
-        tended.agent.jobs, "submit",
-        lambda job: seen.append((job.kind, "removed" in path.read_text())) or submit(job),  # type: ignore[func-returns-value]
-    )  # fmt: skip
+
+    def submitted(job: Job) -> bool:
+        if job.kind is JobKind.HEAL:
+            seen.append(load_memory(directory).policy.health(job.device).lapsed)
+        return submit(job)
+
+    monkeypatch.setattr(tended.agent.jobs, "submit", submitted)
     tended.harness.lose(["memory://d0"])
     tended.rounds(930, step=15)
-    assert (JobKind.HEAL, True) in seen
-    assert (JobKind.HEAL, False) not in seen
+    assert seen == [True]
 
 
 def test_a_damaged_memory_is_refused(tended: Tended) -> None:
@@ -298,6 +299,8 @@ def test_orders_are_obeyed_once_and_refusals_told(tended: Tended) -> None:
     found = read_status(tended.agent.run_directory, tended.clock.wall_ms())
     assert found is not None
     assert found["orders_done"] == 4
+    said = [d.reason for d in tended.agent.history.decisions(50)]
+    assert said.count("by an operator: sit-out") == 2
 
 
 def test_a_scrub_begins_when_it_is_time_and_its_end_is_remembered(tmp_path: Path) -> None:
@@ -314,6 +317,7 @@ def test_a_scrub_begins_when_it_is_time_and_its_end_is_remembered(tmp_path: Path
     tended.start()
     tended.rounds(3600, step=900)
     assert tended.agent.memory.scrub_began_ms == began
+    assert tended.agent.memory.scrub_ended_ms == ended
     tended.rounds(2 * 86400, step=7200)
     assert tended.agent.memory.scrub_began_ms > began
     tended.stop()
