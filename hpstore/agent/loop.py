@@ -232,6 +232,8 @@ class Agent(Closing):
         where = self.url(action.device) if action.device else "the pool"
         if action.dry_run:
             self.jobs.note(f"dry run: would {action.kind} {where}: {action.reason}")
+        elif action.kind is ActionKind.HEAL and self.pool.record.member(action.device) is None:
+            self.jobs.submit(Job(kind=JobKind.REBUILD, reason=f"{where} has left"))
         elif action.kind in _JOBS:
             kind = _JOBS[action.kind]
             self.jobs.submit(Job(kind=kind, device=action.device, reason=action.reason))
