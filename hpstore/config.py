@@ -242,4 +242,5 @@ def find_config(where: str | os.PathLike[str]) -> PoolConfig:
 
 
 __all__ = ["PoolConfig", "Settings", "find_config", "load_config", "parse_settings",
-           "parse_table", "register", "registry_path", "save_config", "write_atomically"]  # fmt: skip
+           "parse_table", "register", "registry_path", "save_config",
+           "write_atomically"]  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -86,7 +86,7 @@ class Eyes:
 
     def shape(self) -> Shape:
         """As it is now."""
-        there = frozenset(d for d, found in self.seen().items() if not found.problem)
+        there = frozenset(d for d, found in self.seen().items() if found.answers)
         return Shape(generation=self._pool.record.generation, there=there)
 
     def condition(self) -> Condition | None:
@@ -103,7 +103,7 @@ class Eyes:
         places, seen = self._pool.places, self.seen()
         return {
             m.device_id for m in self._pool.record.members
-            if m.device_id not in places or (m.device_id in seen and seen[m.device_id].problem)
+            if m.device_id not in places or (m.device_id in seen and not seen[m.device_id].answers)
         }  # fmt: skip
 
     def _look_at_objects(self, now_seconds: float) -> None:
@@ -164,10 +164,4 @@ def _block_of(url: str) -> str | None:
     return None if "://" in path else block_device(path)
 
 
-def problems_of(seen: Mapping[str, Seen], device: str) -> str:
-    """Why a device did not answer; "" when it did, or was not asked."""
-    found = seen.get(device)
-    return "" if found is None else found.problem
-
-
-__all__ = ["Eyes", "Shape", "Walked", "problems_of"]
+__all__ = ["Eyes", "Shape", "Walked"]

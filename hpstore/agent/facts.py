@@ -62,7 +62,7 @@ def answers(sighting: Sighting, member: Member) -> bool:
     if member.left:
         return member.device_id in sighting.back
     seen = sighting.seen.get(member.device_id)
-    return member.device_id in sighting.open and (seen is None or not seen.problem)
+    return member.device_id in sighting.open and (seen is None or seen.answers)
 
 
 def _device(sighting: Sighting, member: Member, config: PolicyConfig) -> DeviceFacts:
@@ -71,9 +71,11 @@ def _device(sighting: Sighting, member: Member, config: PolicyConfig) -> DeviceF
     # a process ends its own sit-out by its own probes; so it is well where that one is over
     well = watched is None or watched.state is not HealthState.SITOUT
     known = condition is not None and device not in condition.silent
+    seen = sighting.seen.get(device)
+    read_only = "it has become read-only" if seen is not None and seen.read_only else ""
     return DeviceFacts(
         present=answers(sighting, member), domain=member.domain, pool_state=member.state,
-        reported=sighting.reports.get(device, ""), probes=config.probes_least if well else 0,
+        reported=sighting.reports.get(device, read_only), probes=config.probes_least if well else 0,
         forecast=sighting.outlooks.get(device, Outlook.NONE),
         empty=known and condition is not None and device not in condition.holding
         and member.state is DeviceState.DRAINING,
@@ -84,7 +86,7 @@ def _device(sighting: Sighting, member: Member, config: PolicyConfig) -> DeviceF
 
 def _spare_capacity(sighting: Sighting) -> bool:
     """Whether what the fullest member holds fits on the others."""
-    rows = [seen for seen in sighting.seen.values() if not seen.problem]
+    rows = [seen for seen in sighting.seen.values() if seen.answers and seen.total_bytes]
     if len(rows) < 2:
         return False
     fullest = max(rows, key=lambda seen: seen.total_bytes - seen.free_bytes)

@@ -7,18 +7,24 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from hpstore.errors import DeviceTimeout, HpstoreError
+from hpstore.errors import DeviceFull, DeviceReadOnly, DeviceTimeout, HpstoreError
 from hpstore.tending import Answer, TendedPool
 
 T = TypeVar("T")
 _PAST = 60  # probes that are kept of each device
+_STILL_THERE = (DeviceFull, DeviceReadOnly)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What the last answer of a device was. `problem` is "" for one that answers."""
+    """What the last answer of a device was. `problem` is "" for one that is well.
+
+    A device that is full or read-only answers: what it holds can be read.
+    """
 
     problem: str
+    answers: bool = True
+    read_only: bool = False
     total_bytes: int = 0
     free_bytes: int = 0
     probe_seconds: tuple[float, ...] = ()  # of the last probes, oldest first
@@ -82,6 +88,7 @@ class Presence:
         """Take answers, ask what is due, and wait a little for what answers at once."""
         self._ask_devices(now_seconds)
         self._ask_places(now_seconds)
+        questions: list[_Question[Answer] | _Question[str]]
         questions = [*self._devices.values(), *self._places.values()]
         wait([q.future for q in questions if q.future is not None], timeout=self._patience)
         after = max(now_seconds, self._pool.clock.monotonic())
@@ -107,7 +114,7 @@ class Presence:
             self._devices[device].ask(future, now_seconds)
 
     def _ask_places(self, now_seconds: float) -> None:
-        silent = {d for d, question in self._devices.items() if question.error is not None}
+        silent = {d for d, found in self._seen.items() if not found.answers}
         places = self._pool.away(silent)
         self._places = {url: self._places.get(url, _Question()) for url in places}
         due = {
@@ -126,7 +133,11 @@ class Presence:
         for device, question in self._devices.items():
             past = tuple(self._seconds.get(device, ()))
             if question.error is not None:
-                found[device] = Seen(problem=str(question.error), probe_seconds=past)
+                found[device] = Seen(
+                    problem=str(question.error), probe_seconds=past,
+                    answers=isinstance(question.error, _STILL_THERE),
+                    read_only=isinstance(question.error, DeviceReadOnly),
+                )  # fmt: skip
             elif question.answer is not None:
                 usage = question.answer.usage
                 found[device] = Seen(problem="", total_bytes=usage.total, free_bytes=usage.free,

@@ -166,7 +166,7 @@ class DeviceFacts:
     present: bool = True  # answers
     domain: str = ""
     pool_state: DeviceState = DeviceState.ONLINE
-    reported: str = ""  # why another process says that it should be drained
+    reported: str = ""  # why it should be drained: as another process says, or it is read-only
     probes: int = 0  # reads of a device that sits out, since the sit-out began
     probe_ratio: float = 1.0  # their mean time to that of the peers
     writes_slow: bool = False

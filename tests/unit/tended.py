@@ -12,7 +12,7 @@ from hpstore.config import Settings
 from hpstore.health import HealthState
 from hpstore.health.states import PolicyConfig, Role
 from hpstore.pool import Pool
-from hpstore.testing.harness import FakeClock, Harness
+from hpstore.testing.harness import FakeClock, Harness, Wrap
 from hpstore.units import KIB, MIB
 
 SIZES = {"small": 3_000, "large": 900_000, "a/b": 400_001}
@@ -42,9 +42,9 @@ class Tended:
         self.status: AgentStatus | None = None
         self.start()
 
-    def start(self) -> None:
-        """Open the pool and begin to look after it."""
-        self.pool: Pool = self.harness.open(read_only=self.config.policy.dry_run)
+    def start(self, wrap: Wrap | None = None) -> None:
+        """Open the pool, `wrap` round each device, and begin to look after it."""
+        self.pool: Pool = self.harness.open(wrap, read_only=self.config.policy.dry_run)
         self.agent = Agent(
             self.pool, self.config, threads=False,
             foreground=Foreground(activity=dict, own=lambda: 0),

@@ -6,9 +6,10 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from hypothesis import given
@@ -27,7 +28,9 @@ from hpstore.agent.pace import SharedPace, pause_seconds, scrub_rate
 from hpstore.agent.page import render, sparkline
 from hpstore.agent.serve import parse_listen
 from hpstore.cli.watching import agent_view, bars, pool_view
+from hpstore.devices.wrappers import FaultyDevice
 from hpstore.errors import ConfigError, IntegrityError
+from hpstore.health import HealthState
 from hpstore.health.forecast.attributes import INDEX
 from hpstore.health.forecast.forecaster import FailureForecaster, Forecast, Risk
 from hpstore.health.overrides import Command
@@ -36,6 +39,8 @@ from hpstore.health.states import Outlook
 from hpstore.rebuild import RebuildReport
 from hpstore.testing.harness import FakeClock
 from tests.unit.tended import Tended
+
+T = TypeVar("T")
 
 
 @given(
@@ -180,7 +185,7 @@ class Recorded(HTMLParser):
 
 @pytest.fixture
 def tended(tmp_path: Path) -> Iterator[Tended]:
-    made = Tended(tmp_path)
+    made = Tended(tmp_path, devices=5)  # every stripe is on all of them
     made.pool.put("<script>alert(1)</script>", b"x" * 300_000)
     made.rounds(30, work=False)
     made.harness.lose(["memory://d0"])
@@ -201,7 +206,7 @@ def test_the_page_needs_nothing_from_elsewhere_and_escapes_what_it_shows(tended:
     assert "&lt;script&gt;" in text
     assert {"svg", "polyline", "table"} <= names
     assert "removed" in text
-    assert text.count("memory://d") >= 7
+    assert text.count("memory://d") >= 5
 
 
 def test_a_sparkline_has_a_point_for_each_value() -> None:
@@ -361,3 +366,35 @@ def test_a_device_that_was_asked_and_has_not_answered_yet_is_there(tended: Tende
     )  # fmt: skip
     assert answers(sighting, record.members[1])
     assert not answers(sighting, record.members[2])
+
+
+def test_a_full_or_read_only_device_is_not_gone(tmp_path: Path) -> None:
+    """What it holds can be read: a full one stays, a read-only one is drained, none is evicted."""
+    tended = Tended(tmp_path)
+    wrapped: dict[str, OnlyProbes] = {}
+    tended.stop()
+    tended.start(lambda url, device: wrapped.setdefault(url, OnlyProbes(device)))
+    tended.rounds(5, work=False)
+    wrapped["memory://d1"].plan, wrapped["memory://d2"].plan = "N*", "O*"
+    tended.rounds(60, work=False)
+    seen = tended.agent.eyes.seen()
+    full, fixed = seen[tended.device(1)], seen[tended.device(2)]
+    assert (full.answers, full.read_only, "No space" in full.problem) == (True, False, True)
+    assert (fixed.answers, fixed.read_only) == (True, True)
+    assert tended.states() == {2: HealthState.DRAINING}
+    assert len(tended.members()) == 7
+    tended.stop()
+    tended.start(lambda url, device: OnlyProbes(device, "N*" if url == "memory://d1" else ""))
+    tended.rounds(60)
+    assert tended.device(1) in tended.pool.places
+    assert tended.states().get(1) is None
+    tended.stop()
+
+
+class OnlyProbes(FaultyDevice):
+    """Fails by its plan, but only when it is probed."""
+
+    def around(self, operation: str, nbytes: int, call: Callable[[], T]) -> T:
+        if operation == "probe":
+            return super().around(operation, nbytes, call)
+        return call()
