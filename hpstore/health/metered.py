@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from hpstore.codec.galois import Bytes
 from hpstore.devices.base import Device, ReadHandle
 from hpstore.devices.wrappers import DeviceWrapper, WrappedReader
 from hpstore.errors import DeviceFull, DeviceReadOnly
@@ -30,10 +31,12 @@ class DeviceMeter:
         self, recorder: Recorder, now: Callable[[], float], wake: Callable[[], None]
     ) -> None:
         self.recorder, self.now, self._wake = recorder, now, wake
+        self.asleep = True  # until whoever drains has been woken, in each process
 
     def begin(self, now_seconds: float) -> int:
         """A call starts; returns its ticket."""
-        self._wake()
+        if self.asleep:
+            self._wake()
         return self.recorder.begin(now_seconds)
 
     def leave(self, ticket: int) -> None:
@@ -54,8 +57,10 @@ class DeviceMeter:
 
     def call(self, operation: int, nbytes: int, act: Callable[[], T]) -> T:
         """Make a call and note it."""
-        now, outcome = self.now, _ERROR
-        ticket = self.begin(now())
+        recorder, now, outcome = self.recorder, self.now, _ERROR
+        if self.asleep:
+            self._wake()
+        ticket = recorder.begin(now())
         try:
             result = act()
             outcome = 0
@@ -63,7 +68,7 @@ class DeviceMeter:
             outcome = 0
             raise
         finally:
-            self.recorder.end(ticket, operation, nbytes, now(), outcome)
+            recorder.end(ticket, operation, nbytes, now(), outcome)
         return result
 
 
@@ -82,6 +87,12 @@ class MeteredDevice(DeviceWrapper):
 
 
 class _Reader(WrappedReader):
+    _device: MeteredDevice
+
+    def read_into(self, offset: int, target: Bytes) -> None:
+        inner = self._inner
+        self._device.meter.call(_READ, len(target), lambda: inner.read_into(offset, target))
+
     @property
     def descriptor(self) -> int:  # type: ignore[override]  # a constant in the parent
         return self._inner.descriptor

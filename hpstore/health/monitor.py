@@ -120,8 +120,10 @@ class Monitor:
     # --- the thread -------------------------------------------------------------------------
 
     def _wake(self) -> None:
-        if self._thread is None and self._automatic:
-            self.start()
+        """The first call on a device, in this process."""
+        self.start()
+        for meter in list(self._meters.values()):
+            meter.asleep = False
 
     def start(self) -> None:
         """Begin to tick; otherwise the first call on a device does."""
@@ -151,6 +153,8 @@ class Monitor:
         """In the child: nothing is known, no thread runs. Takes no lock, does no I/O."""
         self.telemetry.after_fork()
         self._begin_anew()
+        for meter in list(self._meters.values()):
+            meter.asleep = True
         self._store.routing.after_fork()
 
     # --- ticks ------------------------------------------------------------------------------
@@ -195,6 +199,8 @@ class Monitor:
         self._policy = outcome.state
         decisions = [*outcome.decisions, *self._obey(outcome.actions, wall)]
         self._route()
+        if tick.samples:
+            self._store.routing.deadlines = self.telemetry.deadlines(HEDGE_SHARE)
         self._probe_idle(now)
         self._decisions.extend(decisions)
         self._ticks, self._at_seconds, self._ticked = self._ticks + 1, wall, now
@@ -274,7 +280,6 @@ class Monitor:
         routing, shares = self._store.routing, self._config.probation_shares
         routing.set_avoided(read_shares(self._policy, shares))
         routing.no_new = no_new_columns(self._policy)
-        routing.deadlines = self.telemetry.deadlines(HEDGE_SHARE)
 
     def _tell(self, decisions: list[Decision]) -> None:
         """Log, count, and write into the node's history. What fails there is counted and told."""

@@ -9,7 +9,6 @@ common reference, so that thresholds in seconds keep their meaning.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -130,6 +129,7 @@ class Telemetry:
         self._devices: dict[str, _Device] = {}
         self._lock = threading.Lock()  # guards _devices
         self._ticked: float | None = None
+        self._ordinary: tuple[FloatArray, float] | None = None  # as of the last tick with I/Os
         self._turned = 0.0
 
     def recorder(self, device: str, *, judge_reads: bool = True) -> Recorder:
@@ -192,7 +192,10 @@ class Telemetry:
         drained = {name: device.recorder.drain() for name, device in devices.items()}
         for name, rows in drained.items():
             _learn(devices[name], rows)
-        expected = _expected(list(devices.values()))
+        if self._ordinary is None or any(len(rows.seconds) for rows in drained.values()):
+            expected = _expected(list(devices.values()))
+            self._ordinary = expected, _reference(devices.values(), expected)
+        expected, reference = self._ordinary
         samples, signs = {}, {}
         for name, device in devices.items():
             rows = drained[name]
@@ -206,8 +209,8 @@ class Telemetry:
                 io_errors=_ended(rows, Outcome.ERROR),
                 checksum_errors=_ended(rows, Outcome.CHECKSUM),
             )
-        return Tick(now_seconds=now_seconds, reference_seconds=_reference(devices.values(),
-                    expected), samples=samples, signs=signs)  # fmt: skip
+        return Tick(now_seconds=now_seconds, reference_seconds=reference, samples=samples,
+                    signs=signs)  # fmt: skip
 
     def _age(self, devices: Iterable[_Device], now_seconds: float) -> None:
         if self._ticked is None:
@@ -319,13 +322,13 @@ def _expected(devices: list[_Device]) -> FloatArray:
     seconds = np.stack([device.cell_seconds for device in devices])
     flights = np.stack([device.cell_in_flight for device in devices]).sum(0)
     known = ios >= _CELL_IOS
-    means = np.where(known, seconds / np.maximum(ios, 1e-9), np.nan)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # cells that nobody knows
-        middle = np.nanquantile(means, 0.5, axis=0, method="lower")
-        few = np.nansum(seconds, 0) / np.maximum(ios.sum(0), 1e-9)
+    knowing = known.sum(0)
+    means = np.sort(np.where(known, seconds / np.maximum(ios, 1e-9), np.inf), 0)
+    lower = np.maximum(knowing - 1, 0) // 2
+    middle = np.where(knowing > 0, np.take_along_axis(means, lower[None], 0)[0], np.nan)
+    few = seconds.sum(0) / np.maximum(ios.sum(0), 1e-9)
     depth = flights / np.maximum(ios.sum(0), 1e-9)
-    trusted = known.sum(0) >= min(_CELL_DEVICES, len(devices))
+    trusted = knowing >= min(_CELL_DEVICES, len(devices))
     expected = np.where(trusted, middle, np.nan)
     for band in range(_BANDS):
         for other in [*range(band - 1, -1, -1), *range(band + 1, _BANDS)]:
@@ -335,7 +338,7 @@ def _expected(devices: list[_Device]) -> FloatArray:
             expected[..., band] = np.where(
                 usable, middle[..., other] * busier, expected[..., band]
             )  # fmt: skip
-    expected = np.where(np.isnan(expected), np.where(known.any(0), middle, few), expected)
+    expected = np.where(np.isnan(expected), np.where(knowing > 0, middle, few), expected)
     return np.where(np.isnan(expected) | (expected <= 0), 1.0, expected)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from concurrent.futures import Future
 from functools import partial
 
@@ -13,6 +13,7 @@ from hpstore.devices.ring import ENTRIES, LATE, Batch
 from hpstore.objects.store import Store
 
 Int64s = npt.NDArray[np.int64]
+Float64s = npt.NDArray[np.float64]
 
 
 class BatchMeter:
@@ -27,8 +28,9 @@ class BatchMeter:
         self._counts = np.fromiter(counts.values(), np.int64, len(counts))
         self._starts = np.cumsum(self._counts) - self._counts
         self._began = store.clock.monotonic()
-        found = [(device, store.routing.meter(device)) for device in counts]
-        self._meters = {device: meter for device, meter in found if meter is not None}
+        found = {device: store.routing.meter(device) for device in counts}
+        known = {device: meter for device, meter in found.items() if meter is not None}
+        self._meters = known if len(known) == len(found) else {}  # of a pool all, or none
         self._tickets = {device: m.begin(self._began) for device, m in self._meters.items()}
         self.timed = bool(self._meters) and store.routing.timed()
 
@@ -47,48 +49,50 @@ class BatchMeter:
 
     def end(self, batch: Batch | None, sizes: Int64s) -> None:
         """Note what has ended. `sizes`: bytes of the reads; None: no batch was made."""
-        if batch is None or not self._meters:
+        if not self._meters:
+            return
+        if batch is None:
             self._leave(self._devices)
             return
         late = self.late_devices(batch.results) if batch.late is not None else []
         self._leave([device for device in self._devices if device not in late])
         if batch.late is not None:
             batch.late.add_done_callback(partial(self._landed, late))
-        failed = np.add.reduceat((batch.results < 0) & (batch.results != LATE), self._starts,
-                                 dtype=np.int64).tolist()  # fmt: skip
-        if batch.seconds is None and not any(failed):
-            return
-        seconds, nbytes = [0.0] * len(failed), np.add.reduceat(sizes, self._starts).tolist()
+        failing = self._note_errors(batch.results) if batch.results.min() < 0 else []
         if batch.seconds is not None:
-            seconds = np.add.reduceat(batch.seconds, self._starts).tolist()
+            self._note_times(batch.seconds, sizes, {*late, *failing})
+
+    def _note_errors(self, results: Int64s) -> list[str]:
+        """Devices with reads that failed."""
+        failed = np.add.reduceat((results < 0) & (results != LATE), self._starts, dtype=np.int64)
+        counts = dict(zip(self._devices, failed.tolist(), strict=True))
+        failing = [device for device, count in counts.items() if count]
+        for device in failing:
+            self._meters[device].note_errors(counts[device])
+        return failing
+
+    def _note_times(self, seconds: Float64s, sizes: Int64s, left_out: Container[str]) -> None:
         shown = min(1.0, ENTRIES / len(sizes))  # the part of the reads that is in flight at once
-        for index, (device, count) in enumerate(
-            zip(self._devices, self._counts.tolist(), strict=True)
-        ):
-            meter = self._meters.get(device)
-            if meter is None:
-                continue
-            if failed[index]:
-                meter.note_errors(failed[index])
-            elif batch.seconds is not None and device not in late:
-                meter.note_batch(
-                    count=count, nbytes=nbytes[index] / count,
-                    in_flight=max(1, round(count * shown)), seconds=seconds[index] / count,
+        rows = zip(
+            self._devices, self._counts.tolist(), np.add.reduceat(sizes, self._starts).tolist(),
+            np.add.reduceat(seconds, self._starts).tolist(), strict=True,
+        )  # fmt: skip
+        for device, count, total_bytes, total_seconds in rows:
+            if device not in left_out:
+                self._meters[device].note_batch(
+                    count=count, nbytes=total_bytes / count,
+                    in_flight=max(1, round(count * shown)), seconds=total_seconds / count,
                 )  # fmt: skip
 
     def _leave(self, devices: list[str]) -> None:
         for device in devices:
-            meter = self._meters.get(device)
-            if meter is not None:
-                meter.leave(self._tickets[device])
+            self._meters[device].leave(self._tickets[device])
 
     def _landed(self, devices: list[str], _: Future[None]) -> None:
         """Late reads are over: they took at least as long as the last of them."""
         seconds = self._store.clock.monotonic() - self._began
         for device in devices:
-            meter = self._meters.get(device)
-            if meter is not None:
-                meter.note_batch(count=1, nbytes=0, in_flight=1, seconds=seconds)
+            self._meters[device].note_batch(count=1, nbytes=0, in_flight=1, seconds=seconds)
         self._leave(devices)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from hpstore.buffers import aligned_array
 from hpstore.codec.galois import Bytes
+from hpstore.objects.columns import ColumnReader
 from hpstore.pool import Pool
 from hpstore.pooled import Filled, PooledReader, UnitFill
 from hpstore.units import KIB
@@ -90,6 +91,30 @@ def test_lost_columns_are_decoded(made: Bench, lost: tuple[int, ...]) -> None:
             assert reader._store.buffers.budget.used_bytes == 0  # spare units are given back
         degraded = any(column < DATA for column in lost)
         assert (pool.metrics.value("read_degraded_total") > 0) == degraded
+
+
+@pytest.mark.parametrize("units", [ALL, [0, 4, 8, 10]])
+def test_units_of_a_device_that_reads_keep_off_are_decoded(made: Bench, units: list[int]) -> None:
+    """Its open file is not read; with all devices kept off, those are read that are least bad."""
+    with made.open() as pool, pool.reader("x") as reader:
+        pool.health.pause()
+        routing = pool._store.routing
+        held = reader._reader.columns[1]
+        spared = held.device_id
+        read_into, asked = ColumnReader.read_into, []
+
+        def spy(column: ColumnReader, start: int, target: Bytes) -> None:
+            asked.append(column.device_id)
+            read_into(column, start, target)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ColumnReader, "read_into", spy)
+            routing.set_avoided({spared: 0.0})
+            assert read(reader, units)[1].good.tolist() == [unit < 12 for unit in units]
+            assert asked
+            assert spared not in asked
+        routing.set_avoided(dict.fromkeys(pool._store.view.devices, 0.0))
+        assert read(reader, units)[1].good.tolist() == [unit < 12 for unit in units]
 
 
 def test_a_flipped_bit_costs_its_unit_and_what_is_decoded_from_it(made: Bench) -> None:

@@ -220,7 +220,7 @@ def test_a_device_comes_back_over_a_sit_out_and_probation(slowly: Slowly) -> Non
     """Ten minutes, 64 probes, then 5, 25, 100 % of reads; the history has each step."""
     url = slowly.harness.urls[4]
     slowly.latencies.slow[url] = 20.0
-    slowly.until(url, HealthState.SITOUT, 12)
+    slowly.until(url, HealthState.SITOUT, 60)
     del slowly.latencies.slow[url]
     slowly.until(url, HealthState.PROBATION, 100, 10.0, KEYS[:2])
     assert slowly.pool._store.routing.avoided[slowly.id_of(url)] == 0.05

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from hpstore.health import recorder as recorder_module
+from hpstore.health.gathering import Gathering
 from hpstore.health.histogram import BUCKETS, LOWEST_SECONDS, FloatArray, LogHistogram
 from hpstore.health.recorder import OPERATIONS, Operation, Outcome, Recorder
-from hpstore.health.telemetry import Telemetry, Tick, TickConfig, size_class
+from hpstore.health.telemetry import Sample, Telemetry, Tick, TickConfig, size_class
 from hpstore.units import KIB, MIB
 
 READ, WRITE, SYNC, META = Operation.READ, Operation.WRITE, Operation.SYNC, Operation.META
@@ -317,8 +317,8 @@ def test_a_row_of_many_counts_as_many() -> None:
     found, wanted = one.tick(2.0), many.tick(2.0)
     assert found.means() == pytest.approx(wanted.means())
     for device, sample in wanted.samples.items():
-        scores = {READ: pytest.approx(sample.scores[READ])}
-        assert found.samples[device] == replace(sample, scores=scores)
+        same = found.samples[device]
+        assert (same.ios, same.nbytes, same.counts) == (sample.ios, sample.nbytes, sample.counts)
     for device in DEVICES:
         counts = one.histogram(device, READ).counts
         assert np.array_equal(counts, many.histogram(device, READ).counts)
@@ -335,7 +335,7 @@ def test_deadlines_are_those_of_the_others_by_size() -> None:
         telemetry.recorder(device).record(READ, 64 * KIB, 1, seconds)
         telemetry.recorder(device).record(WRITE, 4 * MIB, 1, seconds, count=99)
     telemetry.tick(1.0)
-    found = telemetry.deadlines(0.75)
+    found = telemetry.deadlines(0.9)
     large = size_class(4 * MIB)
     assert 1e-3 <= found["d0"][large] <= 1e-3 * 2**0.25
     assert telemetry.deadlines(0.95)["d1"][large] >= 0.5
@@ -357,3 +357,36 @@ def test_a_size_class_holds_what_its_cell_holds(nbytes: int) -> None:
     found = size_class(nbytes)
     assert nbytes <= 4 * KIB * 2**found or found == 15
     assert found == 0 or nbytes > 4 * KIB * 2 ** (found - 1)
+
+
+def sampled(now_seconds: float, **ios: int) -> Tick:
+    """A tick in which these devices have samples of so many reads, that take 1 ms each."""
+    samples = {
+        device: Sample(ios=count, nbytes=count * KIB, errors=0, dropped=0, seconds_mean=1e-3,
+                       scores={READ: float(count)}, counts={READ: count})
+        for device, count in ios.items()
+    }  # fmt: skip
+    return Tick(now_seconds=now_seconds, reference_seconds=1.0, samples=samples, signs={})
+
+
+def test_samples_wait_for_those_of_peers_that_are_used_too() -> None:
+    """Devices that are due in turn are judged together; a busy pool at every tick."""
+    gathering = Gathering()
+    both = gathering.add(sampled(1.0, a=20, b=20))
+    assert both is not None
+    assert both.means().keys() == {"a", "b"}
+    assert gathering.add(sampled(2.0, a=10)) is None
+    late = gathering.add(sampled(3.0, b=30, a=30))
+    assert late is not None
+    assert late.means() == {"a": pytest.approx((10 * 10 + 30 * 30) / 40), "b": 30.0}
+    assert (late.samples["a"].ios, late.samples["a"].counts) == (40, {READ: 40})
+    assert gathering.add(sampled(4.0)) is None
+
+
+def test_samples_do_not_wait_for_ever_nor_for_a_device_that_is_idle() -> None:
+    gathering = Gathering()
+    assert gathering.add(sampled(1.0, a=20, b=20)) is not None
+    assert gathering.add(sampled(2.0, a=20)) is None
+    assert gathering.add(sampled(5.9)) is None
+    assert gathering.add(sampled(6.0)) is not None
+    assert gathering.add(sampled(12.0, a=20)) is not None

@@ -269,6 +269,11 @@ def test_a_timed_batch_tells_slow_reads_from_fast_ones(
     """What ended before the first look is not as late as what began to end after it."""
     memory, count, used = aligned_array(16 * 64), 15, Ring(16)
     collect, looks = used._collect, []
+    enter, waits = used._enter, []
+
+    def wait(submit: int, least: int, seconds: float) -> None:
+        waits.append(least)
+        enter(submit, least, seconds)
 
     def look(*arguments: Any) -> int:  # Any: passed on
         looks.append(collect(*arguments))
@@ -276,6 +281,7 @@ def test_a_timed_batch_tells_slow_reads_from_fast_ones(
             os.write(silent[1], b"x" * 64)
         return looks[-1]
 
+    monkeypatch.setattr(used, "_enter", wait)
     monkeypatch.setattr(used, "_collect", look)
     found = used.read(
         np.array([*[file] * count, silent[0]]), np.zeros(count + 1, np.int64),
@@ -285,6 +291,7 @@ def test_a_timed_batch_tells_slow_reads_from_fast_ones(
     assert found.results.tolist() == [64] * 16
     assert found.seconds is not None
     assert np.argmax(found.seconds) == 15
+    assert (waits[0], waits[-1]) == (8, 1)
     assert found.seconds[-1] > found.seconds.min() > 0
 
 
