@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -43,7 +42,7 @@ class Eyes:
 
     def __init__(
         self, pool: Pool, config: AgentConfig, disks: DiskWatch, foreground: Foreground,
-        threads: ThreadPoolExecutor | None, tell: Callable[[str], None],
+        tell: Callable[[str], None], *, threads: bool,
     ) -> None:  # fmt: skip
         self._pool, self._config, self._disks, self._tell = pool, config, disks, tell
         self.foreground = foreground
@@ -51,10 +50,10 @@ class Eyes:
             pool, every_seconds=config.probe_seconds,
             deadline_seconds=pool.config.settings.device_deadline_seconds,
         )  # fmt: skip
-        self._inline = threads is None
-        self._walk: Slot[Condition] = Slot(threads)
-        self._smart: Slot[dict[str, list[DiskSight]]] = Slot(threads)
-        self._blocks: Slot[frozenset[str | None]] = Slot(threads)
+        self._inline = not threads
+        self._walk: Slot[Condition] = Slot("walk", threads=threads)
+        self._smart: Slot[dict[str, list[DiskSight]]] = Slot("smart", threads=threads)
+        self._blocks: Slot[frozenset[str | None]] = Slot("blocks", threads=threads)
         self._block_names: tuple[frozenset[str], frozenset[str | None]] | None = None
         self._blocks_of: frozenset[str] = frozenset()
         self.walked: Walked | None = None  # the last one

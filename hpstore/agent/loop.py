@@ -11,7 +11,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -82,18 +81,18 @@ class Agent(Closing):
             stack.callback(self.history.close)
             self._stack = stack.pop_all()
         self.watch = watch or MonitorWatch(pool.health)
-        self._threads = ThreadPoolExecutor(3, "hpstore-agent") if threads else None
         self.eyes = Eyes(
-            pool, config, disks, foreground or Foreground(), self._threads,
-            lambda text: self.jobs.note(text, ok=False),
+            pool, config, disks, foreground or Foreground(),
+            lambda text: self.jobs.note(text, ok=False), threads=threads,
         )  # fmt: skip
-        self._lock = threading.Lock()  # guards what jobs tell: the next six
+        self._lock = threading.Lock()  # guards what jobs tell: the next seven
         self._reconciled: set[str] = set()
         self._rebuild_saw: frozenset[str] = frozenset()  # who answered when it began
         self._rebuilt_shape: Shape | None = None  # of the pool when one had ended
         self._fruitless_todo: int | None = None  # objects that it could do nothing about
         self._rebuilt_seconds = -1e18
         self._scrubbed_ms = 0
+        self._scrub_failed_seconds = -1e18
         self.present: frozenset[str] = frozenset()
         self.warnings: dict[str, str] = {}  # by device; "" for the pool
         self.ticks, self.began_ms = 0, self._clock.wall_ms()
@@ -264,15 +263,16 @@ class Agent(Closing):
                 reason = f"{condition.todo} objects are not as they should be"
                 self.jobs.submit(Job(kind=JobKind.REBUILD, reason=reason))
         if self.config.scrub_days:
-            self._look_for_scrub()
+            self._look_for_scrub(now)
 
-    def _look_for_scrub(self) -> None:
+    def _look_for_scrub(self, now: float) -> None:
         with self._lock:
             ended = max(self._scrubbed_ms, self.memory.scrub_ended_ms)
+            rested = now - self._scrub_failed_seconds >= self.config.survey_seconds
         began, wall = self.memory.scrub_began_ms, self._clock.wall_ms()
         if ended < began or wall - began >= self.config.scrub_days * _DAY_MS:
             running = self.jobs.running
-            if running is None or running.kind is not JobKind.SCRUB:
+            if rested and (running is None or running.kind is not JobKind.SCRUB):
                 self.jobs.submit(Job(kind=JobKind.SCRUB, reason="it is time"))
             began = began if ended < began else wall
         self.memory = replace(self.memory, scrub_began_ms=began, scrub_ended_ms=ended)
@@ -299,6 +299,8 @@ class Agent(Closing):
                     self._fruitless_todo = condition.todo
             elif job.kind is JobKind.SCRUB and report is not None:
                 self._scrubbed_ms = self._clock.wall_ms()
+            elif job.kind is JobKind.SCRUB:  # somebody else scrubs or rebuilds
+                self._scrub_failed_seconds = self._clock.monotonic()
         if job.kind is not JobKind.SCRUB:
             self.eyes.disturb()
 
@@ -325,8 +327,6 @@ class Agent(Closing):
         self._closed = True
         self.jobs.close()
         self.watch.close()
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
         self._stack.close()
 
 

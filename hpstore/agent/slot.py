@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from hpstore.errors import HpstoreError
@@ -12,11 +13,14 @@ T = TypeVar("T")
 
 
 class Slot(Generic[T]):
-    """Of one thread, which starts calls and takes what came of them. Without threads a call runs
-    at once."""
+    """Of one thread, which starts calls and takes what came of them.
 
-    def __init__(self, threads: ThreadPoolExecutor | None) -> None:
-        self._threads = threads
+    Calls run on threads that die with the process: one that hangs does not keep it. With
+    `threads=False` they run at once.
+    """
+
+    def __init__(self, name: str, *, threads: bool) -> None:
+        self._name, self._threads = name, threads
         self._future: Future[T] | None = None
 
     @property
@@ -26,14 +30,19 @@ class Slot(Generic[T]):
 
     def start(self, call: Callable[[], T]) -> None:
         """Begin a call; the slot is free."""
-        if self._threads is not None:
-            self._future = self._threads.submit(call)
-            return
-        self._future = Future()
-        try:
-            self._future.set_result(call())
-        except (HpstoreError, OSError) as error:
-            self._future.set_exception(error)
+        future: Future[T] = Future()
+        self._future = future
+
+        def run() -> None:
+            try:
+                future.set_result(call())
+            except Exception as error:  # noqa: BLE001 (taken, or raised, by `take`)
+                future.set_exception(error)
+
+        if self._threads:
+            threading.Thread(target=run, name=f"hpstore-agent-{self._name}", daemon=True).start()
+        else:
+            run()
 
     def take(self) -> T | HpstoreError | OSError | None:
         """What came of it, once; None when it is under way or there is none. Crashes are raised."""

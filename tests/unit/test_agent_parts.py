@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+import threading
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -27,6 +28,7 @@ from hpstore.agent.orders import ORDERS_FILE, give_order, read_orders
 from hpstore.agent.pace import SharedPace, pause_seconds, scrub_rate
 from hpstore.agent.page import render, sparkline
 from hpstore.agent.serve import parse_listen
+from hpstore.agent.slot import Slot
 from hpstore.cli.watching import agent_view, bars, pool_view
 from hpstore.devices.wrappers import FaultyDevice
 from hpstore.errors import ConfigError, IntegrityError
@@ -331,6 +333,21 @@ def test_a_job_that_fails_is_told_and_does_not_end_the_others(tended: Tended) ->
     jobs.run_all()
     assert ran[-1] == "end rebuild"
     assert "was not done" in next(event.text for event in jobs.events() if not event.ok)
+
+
+def test_a_call_that_hangs_keeps_neither_the_slot_nor_the_process() -> None:
+    """It is under way, nothing else is started, and its thread dies with the process."""
+    released = threading.Event()
+    slot: Slot[bool] = Slot("test", threads=True)
+    slot.start(released.wait)
+    assert not slot.free
+    assert slot.take() is None
+    (thread,) = [t for t in threading.enumerate() if t.name == "hpstore-agent-test"]
+    assert thread.daemon
+    released.set()
+    thread.join(10.0)
+    assert slot.take() is True
+    assert slot.free
 
 
 def test_orders_are_numbered_bounded_and_checked(

@@ -19,6 +19,7 @@ from hpstore.health.history import History
 from hpstore.health.monitor import history_path
 from hpstore.health.overrides import Command
 from hpstore.health.states import Decision, Role
+from hpstore.locks import file_lock
 from hpstore.metrics import Metrics
 from hpstore.records import DeviceState
 from tests.unit.tended import Tended
@@ -320,6 +321,19 @@ def test_a_scrub_begins_when_it_is_time_and_its_end_is_remembered(tmp_path: Path
     assert tended.agent.memory.scrub_ended_ms == ended
     tended.rounds(2 * 86400, step=7200)
     assert tended.agent.memory.scrub_began_ms > began
+    tended.stop()
+
+
+def test_a_scrub_that_cannot_run_is_tried_again_later(tmp_path: Path) -> None:
+    """While an operator rebuilds: told once in five minutes, not at each round."""
+    config = AgentConfig(smart_hours=0.0, scrub_days=2.0)
+    tended = Tended(tmp_path, config=config)
+    with file_lock(tended.agent.run_directory, "repair.lock", tended.clock, 1.0, "a test"):
+        tended.rounds(600, step=30)
+        told = [e.text for e in tended.agent.jobs.events() if e.text.startswith("scrub was not")]
+        assert 1 <= len(told) <= 3
+    tended.rounds(600, step=30)
+    assert tended.agent.memory.scrub_ended_ms > 0
     tended.stop()
 
 
