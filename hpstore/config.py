@@ -9,14 +9,21 @@ from __future__ import annotations
 import difflib
 import os
 import tempfile
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
 from hpstore.errors import ConfigError
 from hpstore.units import GIB, MIB, parse_bytes
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +47,10 @@ class Settings:
     file_mode: int = 0o600
     directory_mode: int = 0o700
     run_directory: str = ""  # locks; "" means hpstore-<uid> in the machine's temporary directory
+    state_directory: str = (
+        ""  # what the agent remembers; "" means the run directory if that is set,
+    )
+    # else ~/.local/state/hpstore: it must outlive a restart of the machine
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "workers_per_device", "queue_depth", "compute_threads"):
@@ -60,6 +71,8 @@ class Settings:
             raise ConfigError("at most 64 workers_per_device and 256 compute_threads")
         if self.run_directory and not os.path.isabs(self.run_directory):
             raise ConfigError("setting run_directory must be absolute: processes share its locks")
+        if self.state_directory and not os.path.isabs(self.state_directory):
+            raise ConfigError("setting state_directory must be absolute: processes share it")
         if self.memory_bytes < 16 * MIB:
             raise ConfigError("setting memory_bytes must be at least 16 MiB")
         if self.tombstone_seconds <= self.put_deadline_seconds:
@@ -70,6 +83,11 @@ class Settings:
         base = self.run_directory or f"{tempfile.gettempdir()}/hpstore-{os.getuid()}"
         return Path(base) / pool_id
 
+    def state_path(self, pool_id: str) -> Path:
+        """Directory of what the agent of this host keeps about this pool."""
+        base = self.state_directory or self.run_directory
+        return (Path(base) if base else Path.home() / ".local" / "state" / "hpstore") / pool_id
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConfig:
@@ -79,6 +97,7 @@ class PoolConfig:
     name: str
     devices: tuple[str, ...]
     settings: Settings = field(default_factory=Settings)
+    agent: Mapping[str, object] = field(default_factory=dict)  # as written; hpstore.agent reads it
 
 
 def load_config(path: str | os.PathLike[str]) -> PoolConfig:
@@ -92,27 +111,39 @@ def load_config(path: str | os.PathLike[str]) -> PoolConfig:
         raise ConfigError(f"{file} cannot be read: {error}") from error
     except TOMLKitError as error:
         raise ConfigError(f"{file} is not TOML: {error}") from error
-    _check_names(document, ("name", "devices", "settings"), file)
+    _check_names(document, ("name", "devices", "settings", "agent"), file)
     devices, raw = document.get("devices"), document.get("settings", {})
     if not isinstance(devices, list) or not all(isinstance(d, str) for d in devices) or not devices:
         raise ConfigError(f"{file}: devices must be a list of paths or URLs")
     if not isinstance(document.get("name", ""), str):
         raise ConfigError(f"{file}: name must be text")
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{file}: [settings] must be a table")
+    agent = document.get("agent", {})
+    if not isinstance(raw, dict) or not isinstance(agent, dict):
+        raise ConfigError(f"{file}: [settings] and [agent] must be tables")
     return PoolConfig(
         path=file.absolute(),
         name=str(document.get("name", "main")),
         devices=tuple(_absolute(device, file) for device in devices),
         settings=parse_settings(raw, where=str(file)),
+        agent=agent,
     )
 
 
 def parse_settings(raw: dict[str, object], *, where: str) -> Settings:
     """Settings from a decoded table; sizes may be written as "64MiB"."""
-    _check_names(raw, tuple(f.name for f in fields(Settings)), where)
+    return parse_table(raw, Settings(), where=where)
+
+
+def parse_table(
+    raw: Mapping[str, object], defaults: T, *, where: str, without: Collection[str] = ()
+) -> T:
+    """`defaults`, a dataclass of plain values, with what a decoded table says.
+
+    Raises ConfigError for names that are no fields or among `without`, and for values of another
+    type. A field that ends in `_bytes` may be written as "64MiB".
+    """
+    _check_names(raw, tuple(f.name for f in fields(defaults) if f.name not in without), where)
     values: dict[str, object] = {}
-    defaults = Settings()
     for name, value in raw.items():
         wanted = type(getattr(defaults, name))
         if name.endswith("_bytes") and isinstance(value, str):
@@ -122,10 +153,10 @@ def parse_settings(raw: dict[str, object], *, where: str) -> Settings:
         if type(value) is not wanted:
             raise ConfigError(f"{where}: {name} must be {wanted.__name__}, not {value!r}")
         values[name] = value
-    return Settings(**values)  # type: ignore[arg-type]  # types were checked one by one
+    return replace(defaults, **values)
 
 
-def _check_names(table: dict[str, object], valid: tuple[str, ...], where: object) -> None:
+def _check_names(table: Mapping[str, object], valid: tuple[str, ...], where: object) -> None:
     for name in table:
         if name not in valid:
             near = difflib.get_close_matches(name, valid, 1, 0.0)[0]
@@ -210,5 +241,6 @@ def find_config(where: str | os.PathLike[str]) -> PoolConfig:
     return load_config(text)
 
 
-__all__ = ["PoolConfig", "Settings", "find_config", "load_config", "parse_settings", "register",
-           "registry_path", "save_config", "write_atomically"]  # fmt: skip
+__all__ = ["PoolConfig", "Settings", "find_config", "load_config", "parse_settings",
+           "parse_table", "register", "registry_path", "save_config",
+           "write_atomically"]  # fmt: skip

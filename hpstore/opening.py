@@ -14,6 +14,7 @@ from hpstore.devices.remote import RemoteDevice
 from hpstore.errors import (
     ConfigError,
     DeviceError,
+    DeviceFull,
     DeviceInUse,
     DeviceMissing,
     DeviceTimeout,
@@ -121,11 +122,16 @@ def prove(
 ) -> dict[str, Exception]:  # fmt: skip
     """Probe devices of this pool side by side: write, sync, read back. What failed, by URL.
 
-    Those that failed are closed, unless they hang.
+    Those that failed are closed, unless they hang. A full one has not failed: it can be read, and
+    takes no new columns anyway.
     """
     calls = {url: (lambda o=o: o.device.probe(write=write)) for url, o in opened.items()}
     results = _side_by_side(scheduler, calls, deadline_seconds)
-    failed = {url: result for url, result in results.items() if isinstance(result, Exception)}
+    failed = {
+        url: result
+        for url, result in results.items()
+        if isinstance(result, Exception) and not isinstance(result, DeviceFull)
+    }
     for url, error in failed.items():
         if not isinstance(error, DeviceTimeout):  # else a call that hangs may still use it
             opened[url].device.close()

@@ -20,7 +20,7 @@ from hpstore.errors import (
     TooFewDevices,
     TooManyErasures,
 )
-from hpstore.handle import PoolHandle, same_form
+from hpstore.handle import same_form
 from hpstore.header import encode_metadata
 from hpstore.keys import check_key
 from hpstore.membership import (
@@ -41,6 +41,7 @@ from hpstore.objects.write import delete_object, put_object
 from hpstore.opening import device_opener, make_place
 from hpstore.pooled import READ_TRIES, PooledReader, writable_bytes
 from hpstore.rebuild import (
+    Pace,
     Progress,
     ProgressCallback,
     RateLimit,
@@ -50,13 +51,14 @@ from hpstore.rebuild import (
 from hpstore.records import DeviceState
 from hpstore.scrub import scrub_all
 from hpstore.status import PoolStatus, pool_status
+from hpstore.tending import TendedPool
 from hpstore.units import MIB
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Pool(PoolHandle):
+class Pool(TendedPool):
     """An open pool of devices. Thread-safe; survives fork and spawn (it pickles as its config).
 
     Made by `hpstore.create` and `hpstore.open`. A context manager; close() is idempotent.
@@ -291,20 +293,18 @@ class Pool(PoolHandle):
         progress: ProgressCallback | None = None,
         rate_bytes_per_second: float | None = None,
         resume: bool = True,
+        pace: Pace | None = None,
     ) -> RebuildReport:
         """Read and verify every block, mend what is damaged. Goes on where it was stopped.
 
-        One scrub or rebuild at a time on a host (LockTimeout).
+        One scrub or rebuild at a time on a host (LockTimeout). A `pace` replaces the rate.
         """
         self._writable()
         with self._lock("repair.lock", "scrub"):
             return scrub_all(
-                self._store,
-                prefix=prefix,
-                progress=progress,
-                rate_bytes_per_second=rate_bytes_per_second,
-                resume=resume,
-            )
+                self._store, prefix=prefix, progress=progress,
+                rate_bytes_per_second=rate_bytes_per_second, resume=resume, pace=pace,
+            )  # fmt: skip
 
     def rebuild(
         self,
@@ -312,21 +312,20 @@ class Pool(PoolHandle):
         progress: ProgressCallback | None = None,
         rate_bytes_per_second: float | None = None,
         include_missing: bool = False,
+        pace: Pace | None = None,
     ) -> RebuildReport:
         """Make every object whole on the current members, most endangered first; pay debts.
 
         Columns on members that are missing but not evicted are waited for while parity is left,
-        unless `include_missing`. Killed, it is resumed by running it again.
+        unless `include_missing`. Killed, it is resumed by running it again. `pace` as for scrub.
         """
         self._writable()
         self.refresh()
         with self._lock("repair.lock", "rebuild"):
             report = rebuild_all(
-                self._store,
-                progress=progress,
-                rate_bytes_per_second=rate_bytes_per_second,
-                include_missing=include_missing,
-            )
+                self._store, progress=progress, rate_bytes_per_second=rate_bytes_per_second,
+                include_missing=include_missing, pace=pace,
+            )  # fmt: skip
         if report.whole and not self._store.view.missing and self._store.view.record.unhealed():
             with self._change():
                 commit_record(self._store, with_healed(self._store.view.record), {}, force=False)

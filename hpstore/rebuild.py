@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from typing import Protocol
 
 from hpstore.clock import Clock
 from hpstore.errors import HpstoreError, IntegrityError, ObjectNotFound, TooManyErasures
@@ -34,6 +35,16 @@ class Progress:
 ProgressCallback = Callable[[Progress], None]
 
 
+class Pace(Protocol):
+    """How fast long work goes. Called by the thread that works, or by one at a time for it."""
+
+    def __call__(self, nbytes: int) -> None:
+        """Bytes are about to be moved; may wait."""
+
+    def go_on(self) -> bool:
+        """Asked before each object; False stops the work there, to be taken up later."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RebuildReport:
     """What a rebuild or scrub did.
@@ -53,13 +64,14 @@ class RebuildReport:
     damaged_columns: int
     columns_written: int
     swept: int = 0  # tombstones and torn puts past their horizon
+    stopped: bool = False  # before all was looked at
     unreadable: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
     @property
     def whole(self) -> bool:
         """Every object has its full stripe now."""
-        return not (self.unreadable or self.failed or self.waiting or self.stuck)
+        return not (self.unreadable or self.failed or self.waiting or self.stuck or self.stopped)
 
     @property
     def clean(self) -> bool:
@@ -87,6 +99,10 @@ class RateLimit:
         if self._free_at > now:
             self._clock.wait(self._free_at - now)
 
+    def go_on(self) -> bool:
+        """Always."""
+        return True
+
 
 class Tally:
     """Adds up repairs."""
@@ -97,6 +113,7 @@ class Tally:
         self.objects = self.bytes = self.damaged = self.columns = self.swept = 0
         self.unreadable: dict[str, str] = {}
         self.failed: dict[str, str] = {}
+        self.stopped = False
 
     def add(self, repair: Repair) -> None:
         """Count one object."""
@@ -129,6 +146,7 @@ class Tally:
             swept=self.swept,
             unreadable=dict(self.unreadable),
             failed=dict(self.failed),
+            stopped=self.stopped,
         )
 
 
@@ -171,19 +189,24 @@ def rebuild_all(
     progress: ProgressCallback | None = None,
     rate_bytes_per_second: float | None = None,
     include_missing: bool = False,
+    pace: Pace | None = None,
 ) -> RebuildReport:
     """Bring every object to its full stripe on the current membership. Resumable by running again.
 
-    An object that cannot be read is reported and left as it is.
+    With a `pace` the rate is not looked at. An object that cannot be read is reported and left as
+    it is.
     """
-    tally, throttle = Tally(store.clock), RateLimit(rate_bytes_per_second, store.clock)
+    tally, pace = Tally(store.clock), pace or RateLimit(rate_bytes_per_second, store.clock)
     catalog = walk(store)
     usable = len(store.candidates())
     keys = plan_rebuild(store.view, catalog, usable)
     whole = len(catalog.surveys) - len(keys)
     for number, key in enumerate(keys, 1):
+        if not pace.go_on():
+            tally.stopped = True
+            return tally.report()
         try:
-            tally.add(repair_object(store, key, throttle=throttle, include_missing=include_missing))
+            tally.add(repair_object(store, key, throttle=pace, include_missing=include_missing))
         except (HpstoreError, OSError) as error:
             tally.fail(key, error)
         if progress is not None:
@@ -212,5 +235,6 @@ def pay_debts(store: Store) -> int:
     return paid
 
 
-__all__ = ["Progress", "ProgressCallback", "RateLimit", "RebuildReport", "Tally", "needs_work",
+__all__ = ["Pace", "Progress", "ProgressCallback", "RateLimit", "RebuildReport", "Tally",
+           "needs_work",
            "pay_debts", "plan_rebuild", "rebuild_all", "spare_losses"]  # fmt: skip

@@ -13,7 +13,15 @@ from hpstore.objects.remove import remove_files
 from hpstore.objects.repair import repair_object
 from hpstore.objects.store import Store
 from hpstore.objects.survey import Survey, Verdict, judge, stable_survey, unknown_devices
-from hpstore.rebuild import Progress, ProgressCallback, RateLimit, RebuildReport, Tally, pay_debts
+from hpstore.rebuild import (
+    Pace,
+    Progress,
+    ProgressCallback,
+    RateLimit,
+    RebuildReport,
+    Tally,
+    pay_debts,
+)
 from hpstore.records import FORMAT, seal, unseal
 
 CURSOR_FILE = "scrub.json"
@@ -52,18 +60,25 @@ def scrub_all(
     progress: ProgressCallback | None = None,
     rate_bytes_per_second: float | None = None,
     resume: bool = True,
+    pace: Pace | None = None,
 ) -> RebuildReport:
     """Verify every block of every object under `prefix`, and repair as new column files.
 
-    An object with more damage than parity is reported and left as it is.
+    With a `pace` the rate is not looked at; stopped by it, the position is kept. An object with
+    more damage than parity is reported and left as it is.
     """
-    tally, throttle = Tally(store.clock), RateLimit(rate_bytes_per_second, store.clock)
+    tally, pace = Tally(store.clock), pace or RateLimit(rate_bytes_per_second, store.clock)
     catalog = walk(store, prefix)
     after = read_cursor(store) if resume and not prefix else ""
     keys = sorted(key for key in catalog.surveys if key > after)
     for number, key in enumerate(keys, 1):
+        if not pace.go_on():
+            if not prefix and not store.read_only and number > 1:
+                write_cursor(store, keys[number - 2])
+            tally.stopped = True
+            return tally.report()
         try:
-            tally.add(repair_object(store, key, verify=True, throttle=throttle))
+            tally.add(repair_object(store, key, verify=True, throttle=pace))
         except (HpstoreError, OSError) as error:
             tally.fail(key, error)
         tally.swept += sweep_key(store, key)

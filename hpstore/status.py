@@ -6,18 +6,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from hpstore.condition import survey_condition
 from hpstore.devices.base import Device, Usage
 from hpstore.devices.ring import problem as ring_problem
 from hpstore.health.history import History
 from hpstore.health.monitor import Monitor, history_path
 from hpstore.health.sight import DeviceSight
 from hpstore.health.states import Decision
-from hpstore.keys import Kind
-from hpstore.objects.catalog import walk
 from hpstore.objects.debts import read_debts
 from hpstore.objects.store import Store
-from hpstore.objects.survey import Verdict, judge, newest_by_name, unknown_devices
-from hpstore.rebuild import spare_losses
 from hpstore.records import Member
 
 
@@ -151,26 +148,11 @@ def pool_status(
     record = store.view.record
     candidates = store.candidates()
     effective = max(0, min(record.data, len(candidates) - record.parity))
-    objects = degraded = unreadable = 0
-    tolerated = record.parity if effective else 0
-    silent = set(store.view.missing)
-    for survey in walk(store).surveys.values():
-        silent |= survey.unknown
-        layout = newest_by_name(store.view, survey)
-        if layout is None or layout.kind is Kind.TOMBSTONE:
-            continue
-        objects += 1
-        spare = spare_losses(store.view, layout)
-        unknown = unknown_devices(store.view, survey)
-        verdict = judge(
-            layout, valid=len(layout.columns), corrupt=0, unknown_devices=unknown
-        )  # fmt: skip
-        degraded += verdict is Verdict.SERVES and spare < layout.parity
-        unreadable += verdict is not Verdict.SERVES
-        tolerated = max(0, min(tolerated, spare))
+    found = survey_condition(store)
+    tolerated = found.losses_tolerated if effective else 0
     sights = health.snapshot().devices if health.enabled else {}
     devices = device_status(store, problems, sights)
-    silent |= {d.device for d in devices if d.state == "missing"}
+    silent = set(found.silent) | {d.device for d in devices if d.state == "missing"}
     free = sum(d.free_bytes for d in devices if d.state == "online")
     width = effective + record.parity
     return PoolStatus(
@@ -184,9 +166,9 @@ def pool_status(
         erasure_backend=store.code.backend.name,
         batched_reads=ring_problem() or "io_uring",
         devices=tuple(devices),
-        objects=objects,
-        degraded=degraded,
-        unreadable=unreadable,
+        objects=found.objects,
+        degraded=found.degraded,
+        unreadable=found.unreadable,
         losses_tolerated=min(tolerated, store.view.may_leave(silent)),
         debts=len(read_debts(store)),
         usable_bytes=free * effective // width if effective else 0,

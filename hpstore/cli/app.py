@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import hpstore
-from hpstore.cli import bench, gpu
+from hpstore.cli import agent, bench, gpu
 from hpstore.cli.checkpoints import checkpoints
 from hpstore.cli.datasets import datasets
 from hpstore.cli.health import health
@@ -25,6 +25,7 @@ from hpstore.cli.output import (
     table,
 )
 from hpstore.errors import ConfigError, ObjectNotFound
+from hpstore.health.overrides import Command
 from hpstore.interop.names import add_to_table, require_free
 from hpstore.opening import shares_filesystem
 from hpstore.rebuild import RebuildReport
@@ -32,6 +33,7 @@ from hpstore.units import MIB, format_bytes, parse_bytes
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="Erasure-coded storage for training: data in, checkpoints out.")  # fmt: skip
+app.command("agent")(agent.run)
 app.command("bench")(bench.run)
 app.command("gpu")(gpu.run)
 app.add_typer(checkpoints, name="checkpoint")
@@ -107,18 +109,23 @@ def create(
 def status(
     pool: PoolName,
     as_json: Json = False,
-    watch: Annotated[bool, typer.Option("--watch", help="again every two seconds")] = False,
+    watch: Annotated[
+        bool,
+        typer.Option("--watch", help="drawn anew every two seconds; plain where no terminal is"),
+    ] = False,
 ) -> None:
     """Show devices, objects, what is degraded, space.  hpstore status pool.toml --json"""
     with hpstore.open(pool, read_only=True) as opened:
+        if watch and not as_json:
+            from hpstore.cli.watching import watch as show
+
+            show(opened)
         while True:
             found = opened.status()
-            if as_json:
-                emit_json(found.as_dict())
-            else:
-                if watch:
-                    sys.stdout.write("\x1b[2J\x1b[H")  # clear the terminal
+            if not as_json:
                 show_status(found)
+                return
+            emit_json(found.as_dict())
             if not watch:
                 return
             time.sleep(2.0)
@@ -260,10 +267,19 @@ def readmit(pool: PoolName, device: DeviceName) -> None:
     """Take an evicted device back, or a draining one online.  hpstore readmit pool.toml /mnt/b"""
     with hpstore.open(pool) as opened:
         found = opened.readmit(device)
+        looked_after = agent.looked_after(opened)
+    if looked_after:
+        agent.order(pool, device, Command.READMIT)
     detail = "" if found is None else (
         f": {found.kept} files kept, {found.removed} removed, {found.quarantined} in quarantine"
     )  # fmt: skip
     sys.stdout.write(f"{device} is online{detail}\n")
+
+
+@app.command("sit-out")
+def sit_out(pool: PoolName, device: DeviceName) -> None:
+    """Keep the agent from using a device until readmit.  hpstore sit-out pool.toml /mnt/b"""
+    agent.order(pool, device, Command.SIT_OUT)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Health commands: train a failure forecast, evaluate it, report on disks."""
+"""Health commands: train a failure forecast, evaluate it, report on disks; an operator's words."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hpstore.cli.agent import order
 from hpstore.cli.output import byte_progress, emit_json, object_progress, output_file, table
 from hpstore.errors import ConfigError, ForecastError
+from hpstore.health.overrides import Command
 from hpstore.rebuild import Progress as Step
 from hpstore.units import parse_bytes
 
@@ -21,7 +23,10 @@ if TYPE_CHECKING:
     from hpstore.health.forecast.model import ForecastModel
     from hpstore.health.forecast.scoring import Outcome
 
-health = typer.Typer(no_args_is_help=True, help="Forecast failures of disks; look at them.")
+health = typer.Typer(
+    no_args_is_help=True,
+    help="Forecast failures of disks; look at them; have a say in a device's health.",
+)
 
 Files = Annotated[list[Path], typer.Argument(help="drive-stats files: .csv, .csv.xz, .gz, .zip")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
@@ -30,6 +35,8 @@ Family = Annotated[
 ]
 Memory = Annotated[str, typer.Option(help="for rows; healthy drives are sampled to fit")]
 _SALT = "memory"
+PoolName = Annotated[str, typer.Argument(help="pool.toml, or the name of a registered pool")]
+DeviceName = Annotated[str, typer.Argument(help="path, URL, or the beginning of a device id")]
 
 
 @health.command()
@@ -170,6 +177,24 @@ def report(
     if not as_json:
         _show_bad(bad)
     report_files(forecaster, gathered, bad, everything=everything, as_json=as_json)
+
+
+@health.command()
+def ignore(pool: PoolName, device: DeviceName) -> None:
+    """Never act on a device's slowness, until readmit.  hpstore health ignore pool.toml /mnt/b"""
+    order(pool, device, Command.IGNORE)
+
+
+@health.command()
+def accept(pool: PoolName, device: DeviceName) -> None:
+    """Take what a device does now as normal for it.  hpstore health accept pool.toml /mnt/b"""
+    order(pool, device, Command.ACCEPT)
+
+
+@health.command()
+def maintenance(pool: PoolName, device: DeviceName) -> None:
+    """Leave a device to an operator until readmit.  hpstore health maintenance pool.toml /mnt/b"""
+    order(pool, device, Command.MAINTENANCE)
 
 
 def _load(files: list[Path], bad: BadRows, family: str | None, memory: str) -> Gathered:

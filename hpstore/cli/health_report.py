@@ -10,17 +10,14 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
-import numpy as np
-
 from hpstore.cli.output import emit_json, table
 from hpstore.health.forecast import record as records
-from hpstore.health.forecast.attributes import COUNTERS, family_of
 from hpstore.health.forecast.drive_stats import BadRows
-from hpstore.health.forecast.drives import DriveHistory, Gathered, history, load_histories
+from hpstore.health.forecast.drives import DriveHistory, Gathered
 from hpstore.health.forecast.forecaster import FailureForecaster, Forecast, Risk
-from hpstore.health.smart import Readout, SmartReading, disks, read_disk, read_diskstats
+from hpstore.health.forecast.machine import judge_reading, recorded
+from hpstore.health.smart import Readout, disks, read_disk, read_diskstats
 
-_RECORD_BYTES = 256 << 20  # of memory, for rows of this machine's own record
 _ORDER = list(Risk)
 
 
@@ -55,12 +52,15 @@ def report_machine(
     answered = [r for r in readings if r.readout is Readout.OK and r.serial]
     before: dict[str, DriveHistory] = {}
     if record is not None:
-        before = _recorded(record)
+        bad = BadRows()
+        before = recorded(record, bad)
+        for line in bad.named:
+            sys.stderr.write(f"LEFT OUT {line}\n")
         new = [r for r in answered
                if r.serial not in before or int(before[r.serial].days[-1]) != today]  # fmt: skip
         records.append(str(record), today, new)
     activity = read_diskstats()
-    judged = [(r, _judge(forecaster, r, before.get(r.serial), today)) for r in readings]
+    judged = [(r, judge_reading(forecaster, r, before.get(r.serial), today)) for r in readings]
     if as_json:
         emit_json([
             {**r.as_dict(), "forecast": None if f is None else f.as_dict(),
@@ -80,31 +80,6 @@ def report_machine(
         for note in reading.notes:
             sys.stdout.write(f"{reading.device}: note: {note}\n")
     _show_refusals([f for _, f in judged if f is not None])
-
-
-def _recorded(record: Path) -> dict[str, DriveHistory]:
-    if not record.exists() or not record.stat().st_size:
-        return {}
-    bad = BadRows()
-    gathered = load_histories([record], bad=bad, salt="", memory_bytes=_RECORD_BYTES, empty_ok=True)
-    for line in bad.named:
-        sys.stderr.write(f"LEFT OUT {line}\n")
-    return {found.serial: found for found in gathered.histories}
-
-
-def _judge(
-    forecaster: FailureForecaster, reading: SmartReading, before: DriveHistory | None, today: int
-) -> Forecast | None:
-    """A verdict on what the disk says now, after what is recorded of it; None without an answer."""
-    if reading.readout is not Readout.OK:
-        return None
-    days = np.array([today], np.int64)
-    values = np.array([reading.values], np.float64).reshape(1, len(COUNTERS))
-    if before is not None:
-        days = np.concatenate([before.days, days])
-        values = np.concatenate([before.values, values])
-    made = history(reading.serial, family_of(reading.model), days, values)
-    return forecaster.judge(made, flags=reading.flags)
 
 
 def _show(rows: Sequence[tuple[str, Forecast | None]]) -> None:

@@ -7,8 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hpstore.health.states import DeviceHealth, PolicyConfig, PolicyState, PoolFacts
+from hpstore.health.states import (
+    DeviceFacts,
+    DeviceHealth,
+    PolicyConfig,
+    PolicyState,
+    PoolFacts,
+)
 from hpstore.health.verdicts import HealthState
+from hpstore.records import DeviceState
 
 _LOST = frozenset({HealthState.FAULTED, HealthState.REMOVED, HealthState.EVICTED,
                    HealthState.REBUILDING})  # fmt: skip
@@ -19,10 +26,15 @@ DAY_SECONDS, HOUR_SECONDS = 86400.0, 3600.0
 Devices = Mapping[str, DeviceHealth]
 
 
+def counted(facts: PoolFacts) -> dict[str, DeviceFacts]:
+    """Devices that columns are missed of when they are bad: not those made up for already."""
+    return {d: f for d, f in facts.devices.items() if f.pool_state is not DeviceState.HEALED}
+
+
 def lost(devices: Devices, facts: PoolFacts) -> frozenset[str]:
     """Devices whose columns cannot be had."""
     return frozenset(
-        d for d, fact in facts.devices.items()
+        d for d, fact in counted(facts).items()
         if not fact.present or devices.get(d, DeviceHealth()).state in _LOST
     )  # fmt: skip
 
@@ -31,7 +43,7 @@ def kept_off(devices: Devices, facts: PoolFacts) -> frozenset[str]:
     """Devices that could be read and are spared: sitting out, on probation, draining."""
     gone = lost(devices, facts)
     return frozenset(
-        d for d in facts.devices
+        d for d in counted(facts)
         if d not in gone and devices.get(d, DeviceHealth()).state in _KEPT_OFF
     )  # fmt: skip
 
@@ -55,7 +67,7 @@ def refusal(
     room = may_be_kept_off(devices, facts, reserve)
     if len(others) + 1 > room:
         return (
-            f"{len(others)} of {len(facts.devices)} devices are kept off and "
+            f"{len(others)} of {len(counted(facts))} devices are kept off and "
             f"{len(lost(devices, facts))} are lost: parity {facts.parity} allows {room}"
         )
     if facts.busy:
@@ -68,22 +80,23 @@ def refusal(
     if recent and now_seconds - recent[-1] < config.removal_seconds:
         wait = config.removal_seconds - (now_seconds - recent[-1])
         return f"another device was removed; the next one at the earliest in {wait:.0f} s"
-    if len(recent) >= max(1, int(config.removals_per_hour_ratio * len(facts.devices))):
-        return f"{len(recent)} of {len(facts.devices)} devices were removed within the hour"
+    if len(recent) >= max(1, int(config.removals_per_hour_ratio * len(counted(facts)))):
+        return f"{len(recent)} of {len(counted(facts))} devices were removed within the hour"
     return ""
 
 
 def too_many(devices: Devices, facts: PoolFacts, config: PolicyConfig) -> str:
     """The alarm when too many devices are bad to trust anybody's judgement; "" otherwise."""
-    well = (HealthState.ONLINE, HealthState.MAINTENANCE)
+    well, all_of_them = (HealthState.ONLINE, HealthState.MAINTENANCE), counted(facts)
     bad = [
-        d for d, fact in facts.devices.items()
+        d for d, fact in all_of_them.items()
         if not fact.present or devices.get(d, DeviceHealth()).state not in well
     ]  # fmt: skip
-    if len(bad) <= config.bad_ratio_most * len(facts.devices):
+    if len(bad) <= config.bad_ratio_most * len(all_of_them):
         return ""
-    return f"{len(bad)} of {len(facts.devices)} devices are bad: no more are removed by choice"
+    return f"{len(bad)} of {len(all_of_them)} devices are bad: no more are removed by choice"
 
 
-__all__ = ["DAY_SECONDS", "HOUR_SECONDS", "kept_off", "lost", "may_be_kept_off", "refusal",
+__all__ = ["DAY_SECONDS", "HOUR_SECONDS", "counted", "kept_off", "lost", "may_be_kept_off",
+           "refusal",
            "too_many"]  # fmt: skip

@@ -393,6 +393,9 @@ class Monitor:
         if not self.enabled:
             return
         with self._ticking:
+            if word is Command.READMIT:  # also of one that is no member yet: it is about to be
+                self._detector.forgive(device)
+                self._writes.forgive(device)
             facts = self._facts(set())
             if device not in facts.devices or device not in self._policy.devices:
                 return

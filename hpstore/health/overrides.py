@@ -52,7 +52,8 @@ def command(
             turn.enter(device, HealthState.REBUILDING, said)
         else:
             turn.enter(device, HealthState.ONLINE, said)
-        turn.set(device, pinned=False, ignored=False, level=0, sitouts=(), sat_out=(), changes=())
+        turn.set(device, pinned=False, ignored=False, level=0, sitouts=(), sat_out=(), changes=(),
+                 pardoned_seconds=turn.now)  # fmt: skip
         turn.act(ActionKind.READMIT, device, said)
         turn.act(ActionKind.FORGIVE, device, said)
     else:

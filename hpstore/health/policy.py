@@ -37,6 +37,7 @@ from hpstore.health.verdicts import HealthState, Verdict
 from hpstore.records import DeviceState
 
 _GONE = (HealthState.FAULTED, HealthState.REMOVED, HealthState.EVICTED)
+_ABSENT = (HealthState.REMOVED, HealthState.EVICTED)
 _SPARED = (HealthState.SITOUT, HealthState.PROBATION)
 _FOUND = (HealthState.SUSPECT, HealthState.SITOUT, HealthState.FAULTED)  # by severity
 
@@ -169,14 +170,19 @@ class Turn:
         away = None if fact.present else health.gone_since_seconds
         if not fact.present and away is None:
             away = self.now
+        here = None if not fact.present else health.here_since_seconds
         changes: dict[str, object] = {}
+        if fact.present and here is None:
+            here = self.now
+            if health.state is HealthState.EVICTED:
+                changes = {"asked_seconds": 0.0}  # it need not wait for what was asked before
         old = sum(self.now - at >= DAY_SECONDS for at in health.sitouts)
         if old:
-            changes = {"sitouts": health.sitouts[old:], "sat_out": health.sat_out[old:]}
+            changes |= {"sitouts": health.sitouts[old:], "sat_out": health.sat_out[old:]}
         if health.level and self.now - health.level_since_seconds >= DAY_SECONDS:
             changes |= {"level": health.level - 1, "level_since_seconds": self.now}
         self.set(
-            device, quiet_since_seconds=quiet, gone_since_seconds=away,
+            device, quiet_since_seconds=quiet, gone_since_seconds=away, here_since_seconds=here,
             score=verdict.score if verdict else 0.0, **changes,
         )  # fmt: skip
 
@@ -187,21 +193,32 @@ class Turn:
         if left:
             if health.state is not HealthState.EVICTED:
                 self.enter(device, HealthState.EVICTED, "the pool has evicted it")
+            self._lapsed(device)
             return
         if health.state is HealthState.MAINTENANCE:
             return
         gone = health.gone_since_seconds
         if gone is not None:
             # a little while is no absence: a cable, a remount
-            if health.state not in _GONE and self.now - gone >= self.config.removed_seconds:
+            if health.state not in _ABSENT and self.now - gone >= self.config.removed_seconds:
                 self.enter(device, HealthState.REMOVED, "it does not answer")
             return
-        if verdict is not None and verdict.state is HealthState.FAULTED:
+        returns = health.state in _ABSENT  # what it failed while it was away is forgiven
+        if verdict is not None and verdict.state is HealthState.FAULTED and not returns:
             if health.state is not HealthState.FAULTED:
                 self.enter(device, HealthState.FAULTED, verdict.reason)
             return
         self._follow_the_pool(device, fact)
         self._return(device, fact)
+
+    def _lapsed(self, device: str) -> None:
+        """Take back what was healed only because it was away, once it answers for a while."""
+        health = self.devices[device]
+        here = health.here_since_seconds
+        if self.config.role is not Role.AGENT or not health.lapsed or here is None:
+            return
+        if self.now - here >= self.config.return_seconds:
+            self.ask(device, ActionKind.READMIT, "it was healed while it was away, and is back")
 
     def _follow_the_pool(self, device: str, fact: DeviceFacts) -> None:
         """Draining is the pool's word (PROTOCOL 16), whoever gave it."""
@@ -223,7 +240,8 @@ class Turn:
             if quiet is not None and self.now - quiet >= self.config.fault_quiet_seconds:
                 self.enter(device, HealthState.REBUILDING, "no fault for a while")
         elif health.state in _GONE:
-            self.enter(device, HealthState.REBUILDING, "it is back")
+            self.enter(device, HealthState.REBUILDING, "it is back", lapsed=False)
+            self.act(ActionKind.FORGIVE, device, "it is back")
         elif health.state is HealthState.REBUILDING and fact.reconciled:
             self._try_again(device, "its columns are reconciled")
         if self.devices[device].state is HealthState.REBUILDING:
@@ -231,7 +249,7 @@ class Turn:
 
     def _try_again(self, device: str, reason: str) -> None:
         """Probation from its first share, with a clean score."""
-        self.enter(device, HealthState.PROBATION, reason, stage=0)
+        self.enter(device, HealthState.PROBATION, reason, stage=0, pardoned_seconds=self.now)
         self.act(ActionKind.FORGIVE, device, reason)
 
     def recall(self) -> None:
@@ -261,6 +279,8 @@ class Turn:
             return
         if health.ignored:
             verdict = None
+        elif self._reported(device):
+            return
         if health.state in (HealthState.ONLINE, HealthState.SUSPECT) and self._forecast(device):
             return
         if health.state is HealthState.ONLINE and verdict is not None:
@@ -273,6 +293,14 @@ class Turn:
             self._probation(device, verdict)
         elif health.state is HealthState.DRAINING and self.config.role is Role.AGENT:
             self._draining(device)
+
+    def _reported(self, device: str) -> bool:
+        """Drain what another process has given up, if the guards allow; whether they do."""
+        reason = self.facts.devices[device].reported
+        states = (HealthState.ONLINE, HealthState.SUSPECT, *_SPARED)
+        if not reason or self.config.role is not Role.AGENT:
+            return False
+        return self.devices[device].state in states and self._drain(device, reason)
 
     def _often(self, device: str) -> int:
         """Changes of a device within the hour, when they are too many."""
@@ -421,11 +449,13 @@ class Turn:
             spare = self.facts.parity - len(lost(self.devices, self.facts))
         waited = self.now - health.since_seconds >= self.config.grace_seconds
         if health.state is HealthState.EVICTED:
-            self.ask(device, ActionKind.HEAL, "it was evicted")
-        elif spare <= 0:
-            self.ask(device, ActionKind.HEAL, "no parity is left")
-        elif waited:
-            self.ask(device, ActionKind.HEAL, "it has not come back")
+            made_up_for = self.facts.devices[device].pool_state is DeviceState.HEALED
+            if not made_up_for and not (health.lapsed and health.here_since_seconds is not None):
+                self.ask(device, ActionKind.HEAL, "it was evicted")
+        elif spare <= 0 or waited:
+            self.set(device, lapsed=health.gone_since_seconds is not None)
+            self.ask(device, ActionKind.HEAL, "no parity is left" if spare <= 0 else
+                     "it has not come back")  # fmt: skip
 
     def watch(self) -> None:
         """Sound the alarm of too many bad devices, once; and its end."""

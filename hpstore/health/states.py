@@ -79,6 +79,9 @@ class DeviceHealth:
     asked_seconds: float = 0.0  # when an action of this state was last asked for
     warned_seconds: float = 0.0
     refused: str = ""  # why the last wish was refused
+    pardoned_seconds: float = 0.0  # reports from before count no more
+    lapsed: bool = False  # healed while it was away: it may come back by itself
+    here_since_seconds: float | None = None  # answers since
 
     def read_share(self, shares: tuple[float, ...]) -> float:
         """Share of its ordinary reads that it gets: 0 sitting out, then `shares` by stage."""
@@ -158,11 +161,12 @@ class Outlook(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:
-    """One member of the pool, as it is now; also one evicted and not made up for yet."""
+    """One member of the pool, as it is now, or one that was evicted."""
 
     present: bool = True  # answers
     domain: str = ""
     pool_state: DeviceState = DeviceState.ONLINE
+    reported: str = ""  # why it should be drained: as another process says, or it is read-only
     probes: int = 0  # reads of a device that sits out, since the sit-out began
     probe_ratio: float = 1.0  # their mean time to that of the peers
     writes_slow: bool = False
@@ -174,7 +178,8 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolFacts:
-    """The pool as it is now. `devices`: members, and evicted ones not made up for yet."""
+    """The pool as it is now. `devices`: members and evicted ones; of the latter those that have
+    been made up for (HEALED) count for nothing, but may come back."""
 
     parity: int
     devices: Mapping[str, DeviceFacts]
@@ -201,6 +206,7 @@ class PolicyConfig:
     removed_seconds: float = 15.0  # until an absence is one
     grace_seconds: float = 900.0  # for a return, before healing (PROTOCOL 17)
     fault_quiet_seconds: float = 600.0  # after which a faulted device is tried again
+    return_seconds: float = 60.0  # that a device healed while away answers, until it is readmitted
     retry_seconds: float = 600.0  # until an action is asked for again
     reserve: int = 1  # parity that voluntary removals leave; at least 1
     removal_seconds: float = 600.0  # between two voluntary removals

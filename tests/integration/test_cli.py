@@ -127,7 +127,7 @@ def test_status_is_a_table_for_people(cli: Cli) -> None:
 def test_every_command_has_help_with_an_example() -> None:
     """--help names an example line for each command."""
     for name in ("create", "status", "put", "get", "ls", "stat", "rm", "add", "evict", "drain",
-                 "readmit", "rebuild", "scrub", "bench"):  # fmt: skip
+                 "readmit", "rebuild", "scrub", "bench", "agent", "sit-out"):  # fmt: skip
         shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"})
         assert shown.exit_code == 0
         assert f"hpstore {name}" in shown.output

@@ -213,7 +213,7 @@ def test_a_device_that_returns_is_reconciled_before_it_serves_rule_12() -> None:
     policy.round().round(after=15)
     policy.fact("d0", present=True)
     assert policy.round().states() == {"d0": S.REBUILDING}
-    assert policy.asked() == [(ActionKind.RECONCILE, "d0")]
+    assert policy.asked() == [(ActionKind.FORGIVE, "d0"), (ActionKind.RECONCILE, "d0")]
     assert policy.round(after=60).states() == {"d0": S.REBUILDING}
     policy.fact("d0", reconciled=True)
     assert policy.round().states() == {"d0": S.PROBATION}

@@ -1,0 +1,333 @@
+"""The agent's round: see, decide, remember, act.
+
+Seeing never waits for a device, and what is not known is not acted on. The policy decides (pure);
+its state is durable before anything is done. Jobs that take long or change the pool run one at a
+time beside the rounds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+
+from hpstore.agent.disks import DiskWatch, worst
+from hpstore.agent.eyes import Eyes, Shape
+from hpstore.agent.facts import Sighting, pool_facts, reports_in
+from hpstore.agent.foreground import Foreground
+from hpstore.agent.jobs import Effort, Job, JobKind, Jobs
+from hpstore.agent.memory import load_memory, save_memory
+from hpstore.agent.orders import read_orders
+from hpstore.agent.pace import scrub_rate
+from hpstore.agent.settings import AgentConfig
+from hpstore.agent.status import AgentStatus, make_status, publish
+from hpstore.agent.watch import MonitorWatch, Watch
+from hpstore.closing import Closing
+from hpstore.errors import HpstoreError, IntegrityError, MembershipError
+from hpstore.health.forecast.forecaster import FailureForecaster
+from hpstore.health.forecast.model import load_model
+from hpstore.health.history import History
+from hpstore.health.monitor import history_path
+from hpstore.health.overrides import command
+from hpstore.health.policy import decide
+from hpstore.health.states import Action, ActionKind, Decision, Outcome, PoolFacts
+from hpstore.locks import file_lock
+from hpstore.pool import Pool
+from hpstore.rebuild import RebuildReport
+
+_log = logging.getLogger(__name__)
+LOCK_FILE = "agent.lock"
+_LOCK_SECONDS = 1.0
+_DAY_MS = 86_400_000
+_READ = 200  # decisions of other processes
+
+_JOBS = {
+    ActionKind.DRAIN: JobKind.DRAIN, ActionKind.EVICT: JobKind.EVICT,
+    ActionKind.READMIT: JobKind.READMIT, ActionKind.HEAL: JobKind.HEAL,
+}  # fmt: skip
+
+
+class Agent(Closing):
+    """Looks after one pool on this node; holds the node's lock for it until `close`.
+
+    `tick` is one round; `run` goes on until it is told to stop. One thread calls them, and makes
+    and closes the agent. With `threads=False` nothing runs beside them: `finish_jobs` works off the
+    jobs. For a dry run the pool is open read only: nothing is changed, nothing remembered.
+
+    Raises LockTimeout when another agent looks after the pool here, ConfigError for a memory that
+    is damaged, ForecastError for a model that cannot be used.
+    """
+
+    def __init__(
+        self, pool: Pool, config: AgentConfig, *, threads: bool = True, watch: Watch | None = None,
+        disks: DiskWatch | None = None, foreground: Foreground | None = None,
+    ) -> None:  # fmt: skip
+        self.pool, self.config = pool, config
+        self.dry_run = config.policy.dry_run
+        self._directory, self.run_directory = pool.state_directory, pool.run_directory
+        self._clock, self._closed = pool.clock, False
+        with ExitStack() as stack:
+            stack.enter_context(file_lock(
+                self.run_directory, LOCK_FILE, self._clock, _LOCK_SECONDS,
+                f"agent of pool {pool.config.name!r}",
+            ))  # fmt: skip
+            self.memory = self._saved = load_memory(self._directory)
+            disks = disks or self._make_disks()
+            path = history_path(pool.config.settings, pool.record.pool_id)
+            self.history = History(path, pool.metrics, read_only=self.dry_run)
+            stack.callback(self.history.close)
+            self._stack = stack.pop_all()
+        self.watch = watch or MonitorWatch(pool.health)
+        self.eyes = Eyes(
+            pool, config, disks, foreground or Foreground(),
+            lambda text: self.jobs.note(text, ok=False), threads=threads,
+        )  # fmt: skip
+        self._lock = threading.Lock()  # guards what jobs tell: the next seven
+        self._reconciled: set[str] = set()
+        self._rebuild_saw: frozenset[str] = frozenset()  # who answered when it began
+        self._rebuilt_shape: Shape | None = None  # of the pool when one had ended
+        self._fruitless_todo: int | None = None  # objects that it could do nothing about
+        self._rebuilt_seconds = -1e18
+        self._scrubbed_ms = 0
+        self._scrub_failed_seconds = -1e18
+        self.present: frozenset[str] = frozenset()
+        self.warnings: dict[str, str] = {}  # by device; "" for the pool
+        self.ticks, self.began_ms = 0, self._clock.wall_ms()
+        self.jobs = Jobs(
+            pool,
+            Effort(
+                share=self._share, answers=lambda device: device in self.present,
+                heal_bytes_per_second=lambda: float(config.heal_bytes_per_second) or None,
+                scrub_bytes_per_second=self._scrub_rate,
+            ),
+            started=self._started, finished=self._finished,
+        )  # fmt: skip
+        if threads:
+            self.jobs.start()
+
+    def _make_disks(self) -> DiskWatch:
+        config = self.config
+        model = load_model(config.forecast_model) if config.forecast_model else None
+        return DiskWatch(
+            self._directory, FailureForecaster(model, far=config.forecast_far),
+            timeout_seconds=config.smart_timeout_seconds,
+        )  # fmt: skip
+
+    # -- rounds
+
+    def run(self, stop: threading.Event, each: Callable[[AgentStatus], None]) -> None:
+        """Rounds until `stop` is set; `each` gets the status after every one.
+
+        A round that fails is told and counted, and the next one is tried.
+        """
+        while not stop.is_set():
+            try:
+                each(self.tick())
+            except (HpstoreError, OSError) as error:
+                self.pool.metrics.count("agent_round_error_total")
+                self.jobs.note(f"a round failed: {error}", ok=False)
+            stop.wait(self.config.tick_seconds)
+
+    def tick(self) -> AgentStatus:
+        """One round."""
+        now, at = self._clock.monotonic(), self._clock.wall_ms() / 1000
+        self.eyes.look(now)
+        facts = pool_facts(self._sighting(at), self.config.policy)
+        self.present = frozenset(d for d, fact in facts.devices.items() if fact.present)
+        with self._lock:
+            self._reconciled &= self.present
+        outcomes = self._obey(facts, at)
+        if outcomes:  # what was said before an order counts no more
+            facts = pool_facts(self._sighting(at), self.config.policy)
+        verdicts = self.watch.verdicts()
+        outcomes.append(decide(self.memory.policy, verdicts, facts, at, self.config.policy))
+        self._remember(outcomes[-1])
+        for outcome in outcomes:
+            for action in outcome.actions:
+                self._act(action)
+        if not self.dry_run:
+            self._look_for_work(now)
+        self.ticks += 1
+        status = make_status(self, self._decisions(_READ))
+        if not self.dry_run:
+            publish(self.run_directory, status)
+        return status
+
+    def finish_jobs(self) -> None:
+        """Work off what is queued, on this thread. For agents without threads."""
+        self.jobs.run_all()
+
+    def _sighting(self, at: float) -> Sighting:
+        with self._lock:
+            reconciled = frozenset(self._reconciled)
+        return Sighting(
+            record=self.pool.record, open=self.pool.places.keys(), seen=self.eyes.seen(),
+            back=self.eyes.presence.back, reconciled=reconciled, condition=self.eyes.condition(),
+            outlooks={d: worst(sights) for d, sights in self.eyes.disks.items()},
+            watched=self.watch.devices(),
+            reports=reports_in(self._decisions(_READ), self.memory.policy, at),
+            busy=self.jobs.busy(),
+        )  # fmt: skip
+
+    def _decisions(self, count: int) -> list[Decision]:
+        return self.history.decisions(count) if os.path.exists(self.history.path) else []
+
+    # -- deciding and remembering
+
+    def _obey(self, facts: PoolFacts, at: float) -> list[Outcome]:
+        """Take new orders of operators; one that is refused is told."""
+        try:
+            orders = read_orders(self._directory)
+        except (IntegrityError, OSError) as error:
+            self.warnings["orders"] = f"orders cannot be read: {error}"
+            return []
+        done = []
+        for order in orders:
+            if order.number <= self.memory.orders_done:
+                continue
+            policy = self.memory.policy
+            self.memory = replace(self.memory, orders_done=order.number)
+            try:
+                outcome = command(policy, order.word, order.device, facts, at, self.config.policy)
+            except MembershipError as error:
+                self.jobs.note(f"order {order.number}, {order.word}: refused: {error}", ok=False)
+                self._save()
+                continue
+            self._remember(outcome)
+            done.append(outcome)
+        return done
+
+    def _remember(self, outcome: Outcome) -> None:
+        """Make the state durable before it is acted on; write the decisions down."""
+        self.memory = replace(self.memory, policy=outcome.state)
+        self._save()
+        for decision in outcome.decisions:
+            change = decision.was if decision.was is decision.becomes else (
+                f"{decision.was} -> {decision.becomes}"
+            )  # fmt: skip
+            _log.info("%s%s: %s: %s", "dry run: " if decision.dry_run else "",
+                      self.url(decision.device), change, decision.reason)  # fmt: skip
+        if self.dry_run:
+            for decision in outcome.decisions:
+                self.jobs.note(
+                    f"dry run: {self.url(decision.device)} would be {decision.becomes}: "
+                    f"{decision.reason}"
+                )
+        else:
+            self.history.add_decisions(outcome.decisions)
+
+    def _save(self) -> None:
+        if self.dry_run or self.memory.lasting() == self._saved.lasting():
+            return
+        save_memory(self._directory, self.memory)
+        self._saved = self.memory
+
+    # -- acting
+
+    def _act(self, action: Action) -> None:
+        where = self.url(action.device) if action.device else "the pool"
+        if action.dry_run:
+            self.jobs.note(f"dry run: would {action.kind} {where}: {action.reason}")
+        elif action.kind is ActionKind.HEAL and self.pool.record.member(action.device) is None:
+            self.jobs.submit(Job(kind=JobKind.REBUILD, reason=f"{where} has left"))
+        elif action.kind in _JOBS:
+            kind = _JOBS[action.kind]
+            self.jobs.submit(Job(kind=kind, device=action.device, reason=action.reason))
+        elif action.kind is ActionKind.RECONCILE:
+            # a member never left: its old versions lose to newer ones and deletes wait for it; a
+            # rebuild drops what is superseded and brings what it missed
+            self.jobs.submit(Job(kind=JobKind.REBUILD, reason=f"{where} is back"))
+        elif action.kind is ActionKind.FORGIVE:
+            self.watch.forgive(action.device)
+        elif action.kind is ActionKind.ACCEPT:
+            self.watch.accept(action.device)
+        elif action.kind in (ActionKind.WARN, ActionKind.ALARM):
+            self.warnings[action.device] = f"{where}: {action.reason}"
+            self.jobs.note(f"{action.kind}: {where}: {action.reason}", ok=False)
+
+    def _look_for_work(self, now: float) -> None:
+        """Rebuild what can be made whole or wider; scrub when it is time."""
+        condition, shape = self.eyes.condition(), self.eyes.shape()
+        with self._lock:
+            waited, before = now - self._rebuilt_seconds, self._rebuilt_shape
+            fruitless = self._fruitless_todo
+        if condition is not None and condition.todo:
+            config = self.config
+            patience = (
+                config.again_seconds if fruitless == condition.todo else config.survey_seconds
+            )
+            if shape != before or waited >= patience:
+                reason = f"{condition.todo} objects are not as they should be"
+                self.jobs.submit(Job(kind=JobKind.REBUILD, reason=reason))
+        if self.config.scrub_days:
+            self._look_for_scrub(now)
+
+    def _look_for_scrub(self, now: float) -> None:
+        with self._lock:
+            ended = max(self._scrubbed_ms, self.memory.scrub_ended_ms)
+            rested = now - self._scrub_failed_seconds >= self.config.survey_seconds
+        began, wall = self.memory.scrub_began_ms, self._clock.wall_ms()
+        if ended < began or wall - began >= self.config.scrub_days * _DAY_MS:
+            running = self.jobs.running
+            if rested and (running is None or running.kind is not JobKind.SCRUB):
+                self.jobs.submit(Job(kind=JobKind.SCRUB, reason="it is time"))
+            began = began if ended < began else wall
+        self.memory = replace(self.memory, scrub_began_ms=began, scrub_ended_ms=ended)
+        self._save()
+
+    def _started(self, job: Job) -> None:
+        """Called by the thread of jobs."""
+        with self._lock:
+            if job.kind is JobKind.REBUILD:
+                self._rebuild_saw = self.present
+
+    def _finished(self, job: Job, report: RebuildReport | None) -> None:
+        """Called by the thread of jobs."""
+        shape, condition = self.eyes.shape(), self.eyes.condition()
+        with self._lock:
+            if job.kind is JobKind.READMIT and self.pool.record.member(job.device) is not None:
+                self._reconciled.add(job.device)
+            elif job.kind is JobKind.REBUILD:
+                self._rebuilt_seconds, self._rebuilt_shape = self._clock.monotonic(), shape
+                self._fruitless_todo = None
+                if report is not None:
+                    self._reconciled |= self._rebuild_saw
+                if condition is not None and (report is None or not report.columns_written):
+                    self._fruitless_todo = condition.todo
+            elif job.kind is JobKind.SCRUB and report is not None:
+                self._scrubbed_ms = self._clock.wall_ms()
+            elif job.kind is JobKind.SCRUB:  # somebody else scrubs or rebuilds
+                self._scrub_failed_seconds = self._clock.monotonic()
+        if job.kind is not JobKind.SCRUB:
+            self.eyes.disturb()
+
+    def _share(self) -> float:
+        """Of the time, that healing may take."""
+        others, config = self.eyes.foreground, self.config
+        calm = others.known and others.bytes_per_second <= config.foreground_bytes_per_second
+        return config.heal_share_idle if calm else config.heal_share_busy
+
+    def _scrub_rate(self) -> float:
+        used = sum(found.total_bytes - found.free_bytes for found in self.eyes.seen().values())
+        return scrub_rate(used, self.config.scrub_days)
+
+    def url(self, device: str) -> str:
+        """Where a device is or was, by its id."""
+        record = self.pool.record
+        known = {m.device_id: m.url for m in (*record.members, *record.evicted)}
+        return self.pool.places.get(device, known.get(device, device))
+
+    def close(self) -> None:
+        """Stop jobs after the object under way, and let the lock go. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.jobs.close()
+        self.watch.close()
+        self._stack.close()
+
+
+__all__ = ["LOCK_FILE", "Agent"]

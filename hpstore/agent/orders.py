@@ -1,0 +1,70 @@
+"""An operator's words to the agent of this node: a small file that commands write and it reads.
+
+Orders are numbered. The agent obeys each once, in their order, and says in its status what became
+of it. Without an agent they wait for one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpstore.clock import Clock
+from hpstore.config import write_atomically
+from hpstore.errors import IntegrityError
+from hpstore.health.overrides import Command
+from hpstore.locks import file_lock
+from hpstore.records import FORMAT, seal, unseal
+
+ORDERS_FILE = "orders.json"
+_KEPT = 256
+_DEADLINE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """One of them. `device` is an id."""
+
+    number: int
+    at_ms: int
+    word: Command
+    device: str
+
+
+def read_orders(directory: Path) -> list[Order]:
+    """All that are kept, oldest first. Raises IntegrityError."""
+    path = directory / ORDERS_FILE
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    rows = unseal(data, where=str(path)).get("orders")
+    try:
+        if not isinstance(rows, list):
+            raise ValueError("orders is not a list")
+        return [
+            Order(number=int(row["number"]), at_ms=int(row["at_ms"]), word=Command(row["word"]),
+                  device=str(row["device"]))
+            for row in rows
+        ]  # fmt: skip
+    except (KeyError, ValueError, TypeError) as error:
+        raise IntegrityError(f"{path}: orders are malformed: {error}") from error
+
+
+def give_order(directory: Path, word: Command, device: str, clock: Clock) -> Order:
+    """Add an order. Durable on return. Raises LockTimeout, IntegrityError."""
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with file_lock(directory, "orders.lock", clock, _DEADLINE_SECONDS, "order"):
+        known = read_orders(directory)
+        number = known[-1].number + 1 if known else 1
+        order = Order(number=number, at_ms=clock.wall_ms(), word=word, device=device)
+        rows = [
+            {"number": o.number, "at_ms": o.at_ms, "word": o.word, "device": o.device}
+            for o in [*known, order][-_KEPT:]
+        ]
+        text = seal({"format": FORMAT, "orders": rows}).decode()
+        write_atomically(directory / ORDERS_FILE, text)
+    return order
+
+
+__all__ = ["ORDERS_FILE", "Order", "give_order", "read_orders"]

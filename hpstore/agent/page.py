@@ -1,0 +1,197 @@
+"""The status page: one HTML document, no script, nothing from elsewhere. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from html import escape
+
+from hpstore.agent.status import AgentStatus, DeviceView
+from hpstore.units import format_bytes
+
+_WIDTH, _HEIGHT = 160, 32
+_GOOD, _BAD = ("online",), ("faulted", "removed", "evicted")
+_STYLE = """
+body{font:14px/1.45 system-ui,sans-serif;margin:2em auto;max-width:76em;padding:0 1em;
+color:#1b1f24;background:#fff}
+h1{font-size:1.3em}h2{font-size:1.05em;margin-top:1.8em}
+table{border-collapse:collapse;width:100%}
+th,td{text-align:left;padding:.3em .7em;border-bottom:1px solid #ddd;vertical-align:middle}
+th{font-weight:600;color:#555}td.n{text-align:right;font-variant-numeric:tabular-nums}
+.s{display:inline-block;padding:0 .5em;border-radius:.7em;background:#fbe3b5}
+.good{background:#cdeccd}.bad{background:#f6c5c0}
+.bar{background:#eee;width:8em;height:.7em;border-radius:.35em;overflow:hidden}
+.bar div{background:#5b8def;height:100%}.full div{background:#d9534f}
+.warn{background:#f6c5c0;padding:.5em .8em;border-radius:.3em;margin:.3em 0}
+.quiet{color:#777}svg{display:block}polyline{fill:none;stroke:#5b8def;stroke-width:1.5}
+@media(prefers-color-scheme:dark){body{color:#dde;background:#16181c}th,td{border-color:#333}
+th{color:#aab}.s{background:#6b5420}.good{background:#235a2b}.bad,.warn{background:#73302b}
+.bar{background:#333}}
+"""
+
+
+def render(status: AgentStatus, *, refresh_seconds: int = 5) -> str:
+    """The document."""
+    title = f"{status.pool} {status.data}+{status.parity}"
+    parts = [
+        "<!doctype html><html lang=en><head><meta charset=utf-8>",
+        f"<meta http-equiv=refresh content={refresh_seconds:d}>",
+        "<meta name=viewport content='width=device-width'>",
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>",
+        f"<h1>Pool {escape(title)}{' (dry run)' if status.dry_run else ''}</h1>",
+        f"<p>{_summary(status)}</p>",
+        *(f"<div class=warn>{escape(text)}</div>" for text in status.warnings),
+        "<h2>Devices</h2>", _devices(status.devices),
+        "<h2>Work</h2>", _work(status),
+        "<h2>Degraded objects</h2>", _degraded(status),
+        "<h2>Decisions</h2>", _decisions(status),
+        "<h2>Events</h2>", _events(status),
+        f"<p class=quiet>generation {status.generation}, process {status.process}, "
+        f"{status.ticks} rounds since {_when(status.began_ms)}; as of {_when(status.at_ms)}</p>",
+        "</body></html>",
+    ]  # fmt: skip
+    return "".join(parts)
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Values as a line in an inline SVG, from 0 to their greatest; "" for fewer than two."""
+    if len(values) < 2:
+        return ""
+    top = max(values) or 1.0
+    step = _WIDTH / (len(values) - 1)
+    points = " ".join(
+        f"{i * step:.1f},{_HEIGHT - 2 - (_HEIGHT - 4) * max(0.0, value) / top:.1f}"
+        for i, value in enumerate(values)
+    )
+    return (
+        f"<svg width={_WIDTH} height={_HEIGHT} viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img>"
+        f"<title>up to {top * 1e3:.3g} ms</title><polyline points='{points}'/></svg>"
+    )
+
+
+def _summary(status: AgentStatus) -> str:
+    found = status.condition
+    if found is None:
+        return "Objects have not been looked at yet."
+    return (
+        f"{found.objects} objects: {found.degraded} degraded, {found.unreadable} unreadable now. "
+        f"{found.losses_tolerated} more devices may be lost."
+    )
+
+
+def _devices(devices: Sequence[DeviceView]) -> str:
+    head = ("device", "state", "since", "latency", "probe (write, sync, read)",
+            "reads p50 / p99", "full", "of", "why", "disks")  # fmt: skip
+    rows = []
+    for device in devices:
+        last = f"{device.probe_seconds[-1] * 1e3:.3g} ms" if device.probe_seconds else ""
+        reads = ""
+        if device.read_seconds_p99:
+            reads = f"{device.read_seconds_p50 * 1e3:.3g} / {device.read_seconds_p99 * 1e3:.3g} ms"
+        line = device.latency_seconds if len(device.latency_seconds) > 1 else device.probe_seconds
+        said = "; ".join(filter(None, (device.problem, device.reason, device.refused)))
+        disks = ", ".join(
+            f"{d.disk}: {d.risk or d.readout}" + (f" ({'; '.join(d.reasons)})" if d.reasons else "")
+            for d in device.disks
+        )
+        rows.append(
+            f"<tr><td title='{escape(device.device)}'>{escape(device.url)}</td>"
+            f"<td>{_badge(device)}</td><td>{_when(int(device.since_seconds * 1000))}</td>"
+            f"<td>{sparkline(line)}</td><td>{last}</td><td>{reads}</td>"
+            f"<td>{_fullness(device)}</td><td class=n>{_size(device.total_bytes)}</td>"
+            f"<td>{escape(said)}</td><td>{escape(disks)}</td></tr>"
+        )
+    return _table(head, rows)
+
+
+def _badge(device: DeviceView) -> str:
+    kind = "good" if device.state in _GOOD else "bad" if device.state in _BAD else ""
+    pool = "" if device.pool_state in ("online", device.state) else f" ({device.pool_state})"
+    return f"<span class='s {kind}'>{escape(device.state)}</span>{escape(pool)}"
+
+
+def _fullness(device: DeviceView) -> str:
+    if not device.total_bytes:
+        return ""
+    share = 1 - device.free_bytes / device.total_bytes
+    kind = " full" if share > 0.9 else ""
+    return f"<div class='bar{kind}' title='{share:.0%}'><div style='width:{share:.0%}'></div></div>"
+
+
+def _work(status: AgentStatus) -> str:
+    job, parts = status.job, []
+    if job is None:
+        parts.append("<p class=quiet>Nothing is under way.</p>")
+    else:
+        share = job.done / job.total if job.total else 0.0
+        parts.append(
+            f"<p><b>{escape(job.kind)}</b> {escape(job.reason)}: {job.done} of {job.total} "
+            f"objects, {format_bytes(job.bytes)} in {job.seconds:.0f} s, "
+            f"{format_bytes(job.bytes_per_second)}/s of "
+            f"{format_bytes(job.bytes_per_second_alone)}/s alone</p>"
+            f"<div class=bar><div style='width:{share:.0%}'></div></div>"
+        )
+    if status.waiting:
+        parts.append(f"<p>Then: {escape(', '.join(status.waiting))}</p>")
+    others = status.foreground_bytes_per_second
+    told = "cannot be told, so healing yields" if others is None else f"{format_bytes(others)}/s"
+    scrub = "none yet"
+    if status.scrub_began_ms > status.scrub_ended_ms:
+        scrub = f"begun {_when(status.scrub_began_ms)}"
+    elif status.scrub_ended_ms:
+        scrub = f"ended {_when(status.scrub_ended_ms)}"
+    parts.append(f"<p>Others' use of the disks: {told}. Last scrub: {scrub}.</p>")
+    return "".join(parts)
+
+
+def _degraded(status: AgentStatus) -> str:
+    found = status.condition
+    if found is None or not found.most_endangered:
+        return "<p class=quiet>None.</p>"
+    rows = [
+        f"<tr><td>{escape(row.key)}</td><td class=n>{row.spare}</td></tr>"
+        for row in found.most_endangered
+    ]
+    return _table(("object (the most endangered first)", "losses it survives"), rows)
+
+
+def _decisions(status: AgentStatus) -> str:
+    urls = {device.device: device.url for device in status.devices}
+    rows = []
+    for said in status.decisions:
+        change = said.was if said.was is said.becomes else f"{said.was} → {said.becomes}"
+        rows.append(
+            f"<tr><td>{_when(int(said.at_seconds * 1000))}</td>"
+            f"<td>{escape(urls.get(said.device, said.device))}</td><td>{escape(change)}</td>"
+            f"<td>{escape(said.reason)}</td><td>{escape(said.role)}</td></tr>"
+        )
+    return _table(("at", "device", "change", "reason", "by"), rows)
+
+
+def _events(status: AgentStatus) -> str:
+    rows = [
+        f"<tr><td>{_when(event.at_ms)}</td>"
+        f"<td>{'' if event.ok else '⚠ '}{escape(event.text)}</td></tr>"
+        for event in status.events
+    ]
+    return _table(("at", "event"), rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[str]) -> str:
+    if not rows:
+        return "<p class=quiet>None.</p>"
+    cells = "".join(f"<th>{escape(name)}</th>" for name in head)
+    return f"<table><tr>{cells}</tr>{''.join(rows)}</table>"
+
+
+def _size(nbytes: int) -> str:
+    return format_bytes(nbytes) if nbytes else ""
+
+
+def _when(at_ms: int) -> str:
+    if not at_ms:
+        return ""
+    return datetime.fromtimestamp(at_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+__all__ = ["render", "sparkline"]

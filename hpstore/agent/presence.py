@@ -1,0 +1,148 @@
+"""Which devices answer: asked in the background, so that one that hangs holds nobody."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from hpstore.errors import DeviceFull, DeviceReadOnly, DeviceTimeout, HpstoreError
+from hpstore.tending import Answer, TendedPool
+
+T = TypeVar("T")
+_PAST = 60  # probes that are kept of each device
+_STILL_THERE = (DeviceFull, DeviceReadOnly)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What the last answer of a device was. `problem` is "" for one that is well.
+
+    A device that is full or read-only answers: what it holds can be read.
+    """
+
+    problem: str
+    answers: bool = True
+    read_only: bool = False
+    total_bytes: int = 0
+    free_bytes: int = 0
+    probe_seconds: tuple[float, ...] = ()  # of the last probes, oldest first
+
+
+class _Question(Generic[T]):
+    """One call that is asked again and again, never twice at a time."""
+
+    def __init__(self) -> None:
+        self.future: Future[T] | None = None
+        self.fresh = False  # answered at the last look
+        self.asked_seconds = -1e18
+        self.answer: T | None = None
+        self.error: Exception | None = None
+
+    def due(self, now_seconds: float, every_seconds: float) -> bool:
+        """Whether it is time to ask, and the last call is over."""
+        return self.future is None and now_seconds - self.asked_seconds >= every_seconds
+
+    def ask(self, future: Future[T], now_seconds: float) -> None:
+        self.future, self.asked_seconds = future, now_seconds
+
+    def take(self, now_seconds: float, deadline_seconds: float) -> None:
+        """Note the answer, if it is there; a call past its deadline counts as none."""
+        self.fresh = False
+        if self.future is None:
+            return
+        if not self.future.done():
+            waited = now_seconds - self.asked_seconds
+            if waited >= deadline_seconds:
+                self.answer = None
+                self.error = DeviceTimeout(f"no answer for {waited:.0f} s")
+            return
+        future, self.future, self.fresh = self.future, None, True
+        error = future.exception()
+        if error is not None and not isinstance(error, (HpstoreError, OSError)):
+            raise error
+        self.error = error
+        self.answer = None if error is not None else future.result()
+
+
+class Presence:
+    """Members that answer, and devices that are back at places where none is open. One thread.
+
+    `every_seconds` between two probes of a device; one that is silent is asked at each look.
+    """
+
+    def __init__(
+        self, pool: TendedPool, *, every_seconds: float, deadline_seconds: float,
+        patience_seconds: float = 1.0,
+    ) -> None:  # fmt: skip
+        self._pool, self._every, self._deadline = pool, every_seconds, deadline_seconds
+        self._patience = patience_seconds
+        self._devices: dict[str, _Question[Answer]] = {}
+        self._seconds: dict[str, deque[float]] = {}
+        self._seen: dict[str, Seen] = {}
+        self._places: dict[str, _Question[str]] = {}
+        self.back: frozenset[str] = frozenset()  # devices seen at places that are not open
+
+    def look(self, now_seconds: float) -> None:
+        """Take answers, ask what is due, and wait a little for what answers at once."""
+        self._ask_devices(now_seconds)
+        self._ask_places(now_seconds)
+        questions: list[_Question[Answer] | _Question[str]]
+        questions = [*self._devices.values(), *self._places.values()]
+        wait([q.future for q in questions if q.future is not None], timeout=self._patience)
+        after = max(now_seconds, self._pool.clock.monotonic())
+        for question in questions:
+            question.take(after, self._deadline)
+        self._seconds = {d: self._seconds.get(d, deque(maxlen=_PAST)) for d in self._devices}
+        for device, asked in self._devices.items():
+            if asked.fresh and asked.answer is not None:
+                self._seconds[device].append(asked.answer.seconds)
+        self._seen = self._gather()
+        self.back = frozenset(
+            question.answer for question in self._places.values() if question.answer is not None
+        )
+
+    def _ask_devices(self, now_seconds: float) -> None:
+        places = self._pool.places
+        self._devices = {d: self._devices.get(d, _Question()) for d in places}
+        due = {
+            d for d, question in self._devices.items()
+            if question.due(now_seconds, self._every if question.error is None else 0.0)
+        }  # fmt: skip
+        for device, future in self._pool.probe_devices(due).items():
+            self._devices[device].ask(future, now_seconds)
+
+    def _ask_places(self, now_seconds: float) -> None:
+        silent = {d for d, found in self._seen.items() if not found.answers}
+        places = self._pool.away(silent)
+        self._places = {url: self._places.get(url, _Question()) for url in places}
+        due = {
+            url for url, question in self._places.items()
+            if question.due(now_seconds, 0.0 if question.answer is None else self._every)
+        }  # fmt: skip
+        for url, future in self._pool.look_at(due).items():
+            self._places[url].ask(future, now_seconds)
+
+    def seen(self) -> dict[str, Seen]:
+        """Open members by id; one that has not been heard of yet is not among them. Any thread."""
+        return self._seen
+
+    def _gather(self) -> dict[str, Seen]:
+        found = {}
+        for device, question in self._devices.items():
+            past = tuple(self._seconds.get(device, ()))
+            if question.error is not None:
+                found[device] = Seen(
+                    problem=str(question.error), probe_seconds=past,
+                    answers=isinstance(question.error, _STILL_THERE),
+                    read_only=isinstance(question.error, DeviceReadOnly),
+                )  # fmt: skip
+            elif question.answer is not None:
+                usage = question.answer.usage
+                found[device] = Seen(problem="", total_bytes=usage.total, free_bytes=usage.free,
+                                     probe_seconds=past)  # fmt: skip
+        return found
+
+
+__all__ = ["Presence", "Seen"]

@@ -1,0 +1,155 @@
+"""What the agent says of itself and the pool at one moment. Plain data."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpstore.agent.disks import DiskSight
+from hpstore.agent.jobs import Event, JobSight
+from hpstore.condition import Condition
+from hpstore.health.states import Decision
+from hpstore.records import Member
+
+if TYPE_CHECKING:
+    from hpstore.agent.loop import Agent
+
+STATUS_FILE = "agent-status.json"
+STALE_SECONDS = 60.0  # without a new one no agent runs
+_SHOWN = 50  # decisions and events
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceView:
+    """One member or evicted device. `state` is the agent's, `pool_state` what the pool decided."""
+
+    device: str
+    url: str
+    domain: str
+    state: str
+    since_seconds: float  # since 1970
+    pool_state: str
+    present: bool
+    problem: str
+    score: float
+    refused: str  # why what should be done is not
+    reason: str  # what this process holds against it now
+    total_bytes: int
+    free_bytes: int
+    probe_seconds: tuple[float, ...]  # write + sync + read of the last probes, oldest first
+    latency_seconds: tuple[float, ...]  # of this process, normalised means of ticks, oldest first
+    read_seconds_p50: float  # of this process; 0 when there were none
+    read_seconds_p99: float
+    disks: tuple[DiskSight, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentStatus:
+    """A round. `condition` None: no walk has ended yet. Decisions and events: newest first."""
+
+    pool: str
+    pool_id: str
+    process: int
+    at_ms: int
+    began_ms: int
+    ticks: int
+    dry_run: bool
+    generation: int
+    data: int
+    parity: int
+    devices: tuple[DeviceView, ...]
+    condition: Condition | None
+    condition_at_ms: int
+    job: JobSight | None
+    waiting: tuple[str, ...]  # jobs
+    scrub_began_ms: int
+    scrub_ended_ms: int
+    foreground_bytes_per_second: float | None  # None: cannot be told
+    warnings: tuple[str, ...]  # the alarm first
+    decisions: tuple[Decision, ...]  # of all processes of this node
+    events: tuple[Event, ...]
+    orders_done: int
+    metrics: dict[str, float]  # of the pool in this process
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        body = asdict(self)
+        if self.condition is not None:
+            body["condition"] = {
+                **asdict(self.condition),
+                **{name: sorted(getattr(self.condition, name))
+                   for name in ("holding", "needed", "silent")},
+            }  # fmt: skip
+        return body
+
+
+def make_status(agent: Agent, decisions: Sequence[Decision]) -> AgentStatus:
+    """Gather it; on the agent's thread, between rounds. `decisions`: newest first."""
+    pool, eyes, memory, record = agent.pool, agent.eyes, agent.memory, agent.pool.record
+    walked, others = eyes.walked, eyes.foreground
+    alarm = (memory.policy.alarm,) if memory.policy.alarm else ()
+    return AgentStatus(
+        pool=pool.config.name, pool_id=record.pool_id, process=os.getpid(),
+        at_ms=pool.clock.wall_ms(), began_ms=agent.began_ms, ticks=agent.ticks,
+        dry_run=agent.dry_run, generation=record.generation, data=record.data,
+        parity=record.parity,
+        devices=tuple(_device(agent, m) for m in (*record.members, *record.evicted)),
+        condition=None if walked is None else walked.condition,
+        condition_at_ms=0 if walked is None else walked.at_ms,
+        job=agent.jobs.sight(),
+        waiting=tuple(
+            f"{job.kind} {agent.url(job.device)}".strip() for job in agent.jobs.waiting()
+        ),
+        scrub_began_ms=memory.scrub_began_ms, scrub_ended_ms=memory.scrub_ended_ms,
+        foreground_bytes_per_second=others.bytes_per_second if others.known else None,
+        warnings=(*alarm, *agent.warnings.values()), decisions=tuple(decisions[:_SHOWN]),
+        events=tuple(reversed(agent.jobs.events()))[:_SHOWN], orders_done=memory.orders_done,
+        metrics=pool.metrics.snapshot(),
+    )  # fmt: skip
+
+
+def _device(agent: Agent, member: Member) -> DeviceView:
+    device = member.device_id
+    health = agent.memory.policy.health(device)
+    seen, watched = agent.eyes.seen().get(device), agent.watch.devices().get(device)
+    return DeviceView(
+        device=device, url=agent.url(device), domain=member.domain, state=health.state,
+        since_seconds=health.since_seconds, pool_state=member.state,
+        present=device in agent.present, problem="" if seen is None else seen.problem,
+        score=health.score, refused=health.refused,
+        reason="" if watched is None else watched.reason,
+        total_bytes=0 if seen is None else seen.total_bytes,
+        free_bytes=0 if seen is None else seen.free_bytes,
+        probe_seconds=() if seen is None else seen.probe_seconds,
+        latency_seconds=() if watched is None else watched.latency_seconds,
+        read_seconds_p50=0.0 if watched is None else watched.read_seconds_p50,
+        read_seconds_p99=0.0 if watched is None else watched.read_seconds_p99,
+        disks=tuple(agent.eyes.disks.get(device, ())),
+    )  # fmt: skip
+
+
+def publish(directory: Path, status: AgentStatus) -> None:
+    """Leave a status for `hpstore status` and others on this node; not synced, it is soon old."""
+    path = directory / STATUS_FILE
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(status.as_dict(), default=str))
+    temporary.replace(path)
+
+
+def read_status(directory: Path, now_ms: int) -> dict[str, object] | None:
+    """What an agent of this node has left lately, as JSON; None when no agent runs."""
+    try:
+        found = json.loads((directory / STATUS_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(found, dict) or not isinstance(found.get("at_ms"), int):
+        return None
+    return found if now_ms - found["at_ms"] <= STALE_SECONDS * 1000 else None
+
+
+__all__ = ["STALE_SECONDS", "STATUS_FILE", "AgentStatus", "DeviceView", "make_status", "publish",
+           "read_status"]  # fmt: skip

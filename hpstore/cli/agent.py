@@ -1,0 +1,182 @@
+"""`hpstore agent`: look after a pool on this node; and an operator's words to it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import hpstore
+from hpstore.cli.output import emit_json, table
+from hpstore.config import PoolConfig, find_config
+from hpstore.errors import MembershipError
+from hpstore.health.overrides import Command
+from hpstore.pool import Pool
+from hpstore.units import format_bytes
+
+if TYPE_CHECKING:
+    from hpstore.agent import Agent, AgentConfig
+    from hpstore.agent.status import AgentStatus
+
+_LISTEN = "127.0.0.1:9640"
+_ORDER_SECONDS = 15.0  # that a running agent has to obey
+_STOPPING = (signal.SIGTERM, signal.SIGINT)
+
+
+def run(
+    pool: Annotated[str, typer.Argument(help="pool.toml, or the name of a registered pool")],
+    listen: Annotated[
+        str, typer.Option(help="HOST:PORT of the status page and of /metrics; none for neither")
+    ] = _LISTEN,
+    once: Annotated[
+        bool, typer.Option("--once", help="one round with all its work, then end")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="decide and tell, change nothing")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="a line of JSON a round on standard output")
+    ] = False,
+) -> None:
+    """Look after a pool: drain, heal, take back, scrub; serve a status page and metrics.
+
+    hpstore agent pool.toml --listen 127.0.0.1:9640
+    """
+    from hpstore.agent import Agent
+    from hpstore.agent.serve import StatusServer
+
+    logging.getLogger("hpstore").setLevel(logging.INFO)
+    config = find_config(pool)
+    with ExitStack() as stack:
+        opened = stack.enter_context(Pool(config, read_only=dry_run))
+        agent = stack.enter_context(
+            Agent(opened, _settings(config, once=once, dry_run=dry_run), threads=not once)
+        )
+        if once:
+            _once(agent, as_json=as_json)
+            return
+        server = None if listen == "none" else stack.enter_context(StatusServer(listen))
+        stop = stack.enter_context(_stopped_by_signals())
+        if server is not None:
+            sys.stderr.write(f"hpstore: status page and metrics at {server.url}\n")
+
+        def each(status: AgentStatus) -> None:
+            if server is not None:
+                server.show(status)
+            if as_json:
+                emit_line(status)
+
+        agent.run(stop, each)
+
+
+def _settings(config: PoolConfig, *, once: bool, dry_run: bool) -> AgentConfig:
+    from hpstore.agent import agent_config
+
+    made = agent_config(config, dry_run=dry_run)
+    return replace(made, scrub_days=0.0) if once else made  # a scrub takes days
+
+
+def emit_line(status: AgentStatus) -> None:
+    """A status in one line, for a program that reads along."""
+    sys.stdout.write(json.dumps(status.as_dict(), default=str) + "\n")
+    sys.stdout.flush()
+
+
+def _once(agent: Agent, *, as_json: bool) -> None:
+    """A round, the work that it asks for, and a look at what came of it."""
+    agent.tick()
+    agent.finish_jobs()
+    status = agent.tick()
+    if as_json:
+        emit_json(status.as_dict())
+    else:
+        show_agent(status)
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[threading.Event]:
+    """An event that SIGTERM and SIGINT set; the handlers from before are back at the end."""
+    stop = threading.Event()
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in _STOPPING}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def show_agent(status: AgentStatus) -> None:
+    """A status for people."""
+    rows = [
+        (d.device[:8], d.url, d.state, "" if d.pool_state == d.state else d.pool_state,
+         f"{d.probe_seconds[-1] * 1e3:.3g} ms" if d.probe_seconds else "",
+         format_bytes(d.free_bytes) if d.total_bytes else "", d.problem or d.refused)
+        for d in status.devices
+    ]  # fmt: skip
+    table("", ("device", "url", "state", "pool says", "probe", "free", "why"), rows)
+    found = status.condition
+    if found is not None:
+        sys.stdout.write(
+            f"{found.objects} objects: {found.degraded} degraded, {found.unreadable} unreadable "
+            f"now; {found.losses_tolerated} more devices may be lost\n"
+        )
+    for warning in status.warnings:
+        sys.stdout.write(f"WARNING {warning}\n")
+    for event in status.events[:10]:
+        at = datetime.fromtimestamp(event.at_ms / 1000, UTC).strftime("%H:%M:%S")
+        sys.stdout.write(f"{at} {event.text}\n")
+
+
+def looked_after(pool: Pool) -> bool:
+    """Whether an agent has ever looked after a pool on this node."""
+    from hpstore.agent.memory import MEMORY_FILE
+
+    return (pool.state_directory / MEMORY_FILE).exists()
+
+
+def order(pool: str, device: str, word: Command) -> None:
+    """Give an operator's word to the agent of this node, and say what became of it."""
+    from hpstore.agent.orders import give_order
+    from hpstore.agent.status import read_status
+
+    with hpstore.open(pool, read_only=True) as opened:
+        member, clock = opened.find(device), opened.clock
+        directory, run_directory = opened.state_directory, opened.run_directory
+    given = give_order(directory, word, member.device_id, clock)
+    if read_status(run_directory, clock.wall_ms()) is None:
+        sys.stdout.write(
+            f"{word} of {member.url} is noted; no agent runs here now, the next one obeys\n"
+        )
+        return
+    until = clock.monotonic() + _ORDER_SECONDS
+    while clock.monotonic() < until:
+        status = read_status(run_directory, clock.wall_ms())
+        if status is not None and int(str(status.get("orders_done", 0))) >= given.number:
+            _told(status, given.number, word, member.url)
+            return
+        clock.wait(0.1)
+    sys.stdout.write(
+        f"{word} of {member.url} is noted; the agent has not come to it yet (`hpstore status`)\n"
+    )
+
+
+def _told(status: dict[str, object], number: int, word: Command, url: str) -> None:
+    events = status.get("events")
+    for event in events if isinstance(events, list) else ():
+        text = str(event.get("text", "")) if isinstance(event, dict) else ""
+        if text.startswith(f"order {number}, "):
+            sys.stderr.write(f"hpstore: {text}\n")
+            raise typer.Exit(MembershipError.exit_code)
+    sys.stdout.write(f"{word} of {url}: the agent obeys\n")
+
+
+__all__ = ["emit_line", "looked_after", "order", "run", "show_agent"]

@@ -1,0 +1,132 @@
+"""What an agent asks of an open pool beyond what users do: who answers, who is back, how it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpstore import changes
+from hpstore.clock import Clock
+from hpstore.condition import Condition, survey_condition
+from hpstore.devices.base import Device, Usage
+from hpstore.errors import DeviceMissing, MembershipError
+from hpstore.handle import PoolHandle, same_form
+from hpstore.membership import belongs
+from hpstore.opening import identify
+from hpstore.records import DeviceState, Member, PoolRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Of a device that was probed: its space, and how long writing, syncing and reading took."""
+
+    usage: Usage
+    seconds: float
+
+
+class TendedPool(PoolHandle):
+    """The part of a Pool that an agent works with."""
+
+    @property
+    def record(self) -> PoolRecord:
+        """The membership as this process knows it."""
+        return self._store.view.record
+
+    @property
+    def clock(self) -> Clock:
+        """The pool's time."""
+        return self._store.clock
+
+    @property
+    def run_directory(self) -> Path:
+        """Locks and what is soon old, of this pool on this node."""
+        return self.config.settings.run_path(self.record.pool_id)
+
+    @property
+    def state_directory(self) -> Path:
+        """What the agent of this node keeps about this pool."""
+        return self.config.settings.state_path(self.record.pool_id)
+
+    @property
+    def places(self) -> Mapping[str, str]:
+        """Where the members that are open are, by device id."""
+        return {d: device.url for d, device in self._store.view.devices.items()}
+
+    def probe_devices(self, devices: set[str]) -> dict[str, Future[Answer]]:
+        """Ask open devices for a real answer: write, sync, read back (read only: reads).
+
+        One call on each device's lane, of which more are refused while it hangs; nothing is waited
+        for. A future holds the answer, or the DeviceError.
+        """
+        store = self._store
+
+        def probe(device_id: str, device: Device) -> Callable[[], Answer]:
+            def call() -> Answer:
+                began = store.clock.monotonic()
+                store.generation_on(device_id, device)
+                device.probe(write=not store.read_only)
+                seconds = store.clock.monotonic() - began
+                return Answer(usage=device.usage(), seconds=seconds)
+
+            return call
+
+        found = {d: device for d, device in store.view.devices.items() if d in devices}
+        return {d: store.scheduler.submit(d, probe(d, device)) for d, device in found.items()}
+
+    def away(self, silent: Collection[str]) -> list[str]:
+        """Places where no open device answers, but a member or an evicted device may be.
+
+        `silent`: open ones that do not; what lies at their places now may have to be opened anew.
+        """
+        record = self.record
+        here = {same_form(url) for d, url in self.places.items() if d not in silent}
+        urls = [*self.config.devices, *(m.url for m in (*record.members, *record.evicted))]
+        return [url for url in dict.fromkeys(map(same_form, urls)) if url not in here]
+
+    def look_at(self, urls: set[str]) -> dict[str, Future[str]]:
+        """Ask places which device of this pool is there; nothing is waited for, nothing written.
+
+        A future holds a device id, or the error. A place that hangs keeps its lane: it is not asked
+        again before it answers.
+        """
+        pool_id = self.record.pool_id
+
+        def look(url: str) -> Callable[[], str]:
+            def call() -> str:
+                found = identify(url, self._opener)
+                found.device.close()
+                if not belongs(found, pool_id):
+                    raise DeviceMissing(f"{url} holds no device of this pool", device=url)
+                return found.identity.device_id
+
+            return call
+
+        return {url: self._store.scheduler.submit(f"away {url}", look(url)) for url in urls}
+
+    def find(self, device: str) -> Member:
+        """A member or evicted device by URL, path or beginning of its id; else MembershipError."""
+        return self._member(device)
+
+    def condition(self) -> Condition:
+        """How the objects are, by names. Walks all keys."""
+        self._usable()
+        return survey_condition(self._store)
+
+    def begin_drain(self, device: str) -> None:
+        """Put no new columns on a device; `rebuild` moves those it has, `drain` then ends it.
+
+        Durable on return. Raises MembershipError.
+        """
+        self._writable()
+        with self._change():
+            member = self._member(device)
+            if member.left:
+                raise MembershipError(f"{device} is evicted already")
+            if member.state is not DeviceState.DRAINING:
+                changes.set_state(self._store, member.device_id, DeviceState.DRAINING)
+                self.refresh()
+
+
+__all__ = ["Answer", "TendedPool"]

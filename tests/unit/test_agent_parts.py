@@ -1,0 +1,417 @@
+"""The agent's parts by themselves: pace, foreground, outlook, jobs, page, metrics, orders."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import threading
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+
+from hpstore.agent import orders
+from hpstore.agent.disks import DiskWatch, outlook_of
+from hpstore.agent.exported import exposition
+from hpstore.agent.facts import answers
+from hpstore.agent.foreground import Foreground, disks_below
+from hpstore.agent.jobs import Effort, Job, JobKind, Jobs
+from hpstore.agent.orders import ORDERS_FILE, give_order, read_orders
+from hpstore.agent.pace import SharedPace, pause_seconds, scrub_rate
+from hpstore.agent.page import render, sparkline
+from hpstore.agent.serve import parse_listen
+from hpstore.agent.slot import Slot
+from hpstore.cli.watching import agent_view, bars, pool_view
+from hpstore.devices.wrappers import FaultyDevice
+from hpstore.errors import ConfigError, IntegrityError
+from hpstore.health import HealthState
+from hpstore.health.forecast.attributes import INDEX
+from hpstore.health.forecast.forecaster import FailureForecaster, Forecast, Risk
+from hpstore.health.overrides import Command
+from hpstore.health.smart import DiskActivity, Readout, SmartReading
+from hpstore.health.states import Outlook
+from hpstore.rebuild import RebuildReport
+from hpstore.testing.harness import FakeClock
+from tests.unit.tended import Tended
+
+T = TypeVar("T")
+
+
+@given(
+    st.lists(st.floats(0.001, 1.0), min_size=1, max_size=30),
+    st.floats(0.05, 1.0),
+)
+def test_work_takes_its_share_of_the_time(steps: list[float], share: float) -> None:
+    """Whatever the steps take: the wait after each makes it `share` of the whole."""
+    clock = FakeClock()
+    pace = SharedPace(clock, lambda: share, stop=lambda: False)
+    for seconds in steps:
+        clock.advance(seconds)
+        pace(1000)
+    assert sum(steps) / clock.monotonic() == pytest.approx(share, rel=1e-6)
+    whole, alone = pace.rates()
+    assert whole == pytest.approx(share * alone, rel=1e-6)
+
+
+def test_a_stall_does_not_stop_work_for_minutes() -> None:
+    """A step of a minute is waited for as one of two seconds."""
+    assert pause_seconds(60.0, 0.5) == 2.0
+    assert pause_seconds(1.0, 0.1) == pytest.approx(9.0)
+    assert pause_seconds(1.0, 1.0) == 0.0
+
+
+def test_a_further_limit_holds_too_and_a_stop_ends_the_wait() -> None:
+    """1,000 bytes a second: 5,000 take five seconds; told to stop it waits no more."""
+    clock, stopped = FakeClock(), [False]
+    pace = SharedPace(clock, lambda: 1.0, stop=lambda: stopped[0], bytes_per_second=1000.0)
+    for _ in range(5):
+        pace(1000)
+    assert clock.monotonic() == pytest.approx(5.0)
+    stopped[0] = True
+    pace(10**9)
+    assert clock.monotonic() == pytest.approx(5.0)
+    assert not pace.go_on()
+
+
+def test_a_scrub_reads_all_within_nine_tenths_of_its_days() -> None:
+    """And not slower than 1 MiB a second: a small pool is soon done."""
+    assert scrub_rate(10**13, 14.0) * 0.9 * 14 * 86400 == pytest.approx(1e13)
+    assert scrub_rate(0, 14.0) == 1 << 20
+
+
+def activity(nbytes: int) -> DiskActivity:
+    return DiskActivity(reads=0, read_bytes=nbytes, writes=0, written_bytes=0, in_flight=0,
+                        busy_ms=0)  # fmt: skip
+
+
+def test_the_foreground_is_what_disks_do_less_what_this_process_does() -> None:
+    """By the second; unknown at the first look, and where a disk is not listed."""
+    rows, own = {"sda1": activity(0), "sdb": activity(0)}, [0]
+    found = Foreground(activity=lambda: rows, own=lambda: own[0])
+    found.look({"sda1", "sdb"}, 10.0)
+    assert not found.known
+    rows.update(sda1=activity(8_000_000), sdb=activity(2_000_000))
+    own[0] = 4_000_000
+    found.look({"sda1", "sdb"}, 12.0)
+    assert (found.known, found.bytes_per_second) == (True, 3_000_000.0)
+    found.look({"sda1", None}, 13.0)
+    assert not found.known
+    found.look(set(), 14.0)
+    assert not found.known
+
+
+def test_disks_are_found_below_partitions_and_mappings(tmp_path: Path) -> None:
+    """dm-0 over sda1 and md0, md0 over sdb2 and sdc; a loop device has no disk."""
+    blocks = tmp_path / "class" / "block"
+    real = tmp_path / "devices"
+    for name in ("sda", "sda/sda1", "sdb", "sdb/sdb2", "sdc", "dm-0", "md0", "loop0"):
+        (real / name).mkdir(parents=True)
+    for name in ("sda/sda1", "sdb/sdb2"):
+        (real / name / "partition").write_text("1")
+    for over, below in (("dm-0", ("sda1", "md0")), ("md0", ("sdb2", "sdc"))):
+        for name in below:
+            (real / over / "slaves" / name).mkdir(parents=True)
+    blocks.mkdir(parents=True)
+    for path in ("sda", "sda/sda1", "sdb", "sdb/sdb2", "sdc", "dm-0", "md0", "loop0"):
+        (blocks / path.rpartition("/")[2]).symlink_to(real / path)
+    assert disks_below("dm-0", str(tmp_path)) == ["/dev/sda", "/dev/sdb", "/dev/sdc"]
+    assert disks_below("sda1", str(tmp_path)) == ["/dev/sda"]
+    assert disks_below("loop0", str(tmp_path)) == []
+
+
+def forecast(day: str, risk: Risk) -> Forecast:
+    return Forecast(
+        serial="s", family="f", day=day, risk=risk, reasons=(), rule_score=None, rule_alarm=False,
+        model_score=None, model_threshold=None, model_alarm=False, healthy_share=None, refusal="",
+    )  # fmt: skip
+
+
+def test_an_alarm_counts_on_two_of_three_days_and_a_flag_at_once() -> None:
+    """Two looks on one day are one day; an alarm that is over is none."""
+    warned = [forecast("2026-01-01", Risk.WARN)]
+    assert outlook_of(forecast("2026-01-01", Risk.WARN), warned) is Outlook.NONE
+    assert outlook_of(forecast("2026-01-03", Risk.WARN), warned) is Outlook.ALARM
+    assert outlook_of(forecast("2026-01-03", Risk.WATCH), warned) is Outlook.NONE
+    assert outlook_of(forecast("2026-01-03", Risk.FAILING), []) is Outlook.FATAL
+    assert outlook_of(None, warned) is Outlook.NONE
+
+
+def test_disks_are_judged_by_what_was_recorded_of_them_before(tmp_path: Path) -> None:
+    """A disk whose errors rise is an alarm on its second day; one that sleeps says nothing."""
+
+    def reading(disk: str) -> SmartReading:
+        if disk == "/dev/sdb":
+            return SmartReading(device=disk, readout=Readout.ASLEEP, problem="it sleeps")
+        values = [math.nan] * len(INDEX)
+        for name, value in (("smart_5", errors[0]), ("smart_187", 0.0), ("smart_197", errors[0])):
+            values[INDEX[name]] = value
+        return SmartReading(device=disk, readout=Readout.OK, serial="S1", model="ST4000DM000",
+                            values=tuple(values))  # fmt: skip
+
+    errors = [0.0]
+    watch = DiskWatch(
+        tmp_path, FailureForecaster(), timeout_seconds=1.0, read=reading,
+        disks_of=lambda path: {"/a": ["/dev/sda"], "/b": ["/dev/sdb"]}.get(path, []),
+    )  # fmt: skip
+    places = {"A": "/a", "B": "/b", "C": "s3://bucket"}
+    first = watch.look(places, 740_000)
+    assert (first["A"][0].outlook, first["B"][0].readout) == (Outlook.NONE, "asleep")
+    assert "C" not in first
+    errors[0] = 400.0
+    assert watch.look(places, 740_001)["A"][0].outlook is Outlook.NONE
+    assert watch.look(places, 740_001)["A"][0].outlook is Outlook.NONE
+    second = watch.look(places, 740_002)["A"][0]
+    assert (second.outlook, second.risk) == (Outlook.ALARM, Risk.WARN)
+    assert any("rose" in reason for reason in second.reasons)
+
+
+class Recorded(HTMLParser):
+    """Tags and their attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+
+@pytest.fixture
+def tended(tmp_path: Path) -> Iterator[Tended]:
+    made = Tended(tmp_path, devices=5)  # every stripe is on all of them
+    made.pool.put("<script>alert(1)</script>", b"x" * 300_000)
+    made.rounds(30, work=False)
+    made.harness.lose(["memory://d0"])
+    made.rounds(30, work=False)
+    yield made
+    made.stop()
+
+
+def test_the_page_needs_nothing_from_elsewhere_and_escapes_what_it_shows(tended: Tended) -> None:
+    """No script, no link, no image by address; a key that is markup is shown as text."""
+    assert tended.status is not None
+    text = render(tended.status)
+    found = Recorded(text)
+    names = {tag for tag, _ in found.tags}
+    assert not names & {"script", "link", "img", "iframe", "object", "embed", "base"}
+    assert not any({"src", "href", "onload"} & attributes.keys() for _, attributes in found.tags)
+    assert "url(" not in text
+    assert "&lt;script&gt;" in text
+    assert {"svg", "polyline", "table"} <= names
+    assert "removed" in text
+    assert text.count("memory://d") >= 5
+
+
+def test_a_sparkline_has_a_point_for_each_value() -> None:
+    """None for one value; zeros are a flat line."""
+    assert sparkline([1.0]) == ""
+    found = re.search(r"points='([^']*)'", sparkline([0.0, 1.0, 2.0]))
+    assert found is not None
+    heights = [float(point.split(",")[1]) for point in found[1].split()]
+    assert heights == sorted(heights, reverse=True)
+    assert len(heights) == 3
+    assert "points" in sparkline([0.0, 0.0])
+
+
+def test_metrics_are_prometheus_text(tended: Tended) -> None:
+    """Read back by its own parser: states of all devices, objects, the pool's counters."""
+    text = exposition(lambda: tended.status)().decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    rows = families["hpstore_device_state"].samples
+    on = {row.labels["url"]: row.labels["state"] for row in rows if row.value == 1}
+    assert on["memory://d0"] == "removed"
+    assert on["memory://d1"] == "online"
+    assert families["hpstore_pool_objects"].samples[0].value == 4
+    assert families["hpstore_device_present"].samples
+    assert families["hpstore_agent_rounds"].samples[0].value == 12
+    assert exposition(lambda: None)() == b""
+
+
+def jobs_of(tended: Tended) -> tuple[Jobs, list[str]]:
+    """Jobs of a pool without an agent's, and what they were told."""
+    ran: list[str] = []
+    effort = Effort(
+        share=lambda: 1.0, heal_bytes_per_second=lambda: None,
+        scrub_bytes_per_second=lambda: 1e12, answers=lambda device: True,
+    )  # fmt: skip
+    made = Jobs(
+        tended.pool, effort, started=lambda job: ran.append(f"start {job.kind}"),
+        finished=lambda job, report: ran.append(f"end {job.kind}"),
+    )  # fmt: skip
+    return made, ran
+
+
+def test_the_most_urgent_job_comes_first_and_waits_for_no_scrub(tended: Tended) -> None:
+    """A scrub stops between two objects for a rebuild, and is taken up after it."""
+    jobs, ran = jobs_of(tended)
+    jobs.submit(Job(kind=JobKind.SCRUB))
+    scrub, calls = tended.pool.scrub, [0]
+
+    def scrubbed(**words: object) -> RebuildReport:
+        if not calls[0]:
+            calls[0] = 1
+            jobs.submit(Job(kind=JobKind.REBUILD))
+        return scrub(**words)  # type: ignore[arg-type]
+
+    tended.pool.scrub = scrubbed  # type: ignore[method-assign]
+    jobs.run_all()
+    assert ran == ["start scrub", "start rebuild", "end rebuild", "start scrub", "end scrub"]
+
+
+class Few:
+    """A pace that stops after so many objects."""
+
+    def __init__(self, objects: int) -> None:
+        self.left = objects
+
+    def __call__(self, nbytes: int) -> None:
+        pass
+
+    def go_on(self) -> bool:
+        self.left -= 1
+        return self.left >= 0
+
+
+def test_work_that_is_stopped_goes_on_where_it_was(tended: Tended) -> None:
+    """A scrub keeps its position; a rebuild passes over what is whole, and is not taken for one."""
+    tended.harness.bring_back()
+    keys: list[str] = []
+    first = tended.pool.scrub(pace=Few(2), progress=lambda step: keys.append(step.key))
+    assert (first.stopped, first.whole, len(keys)) == (True, False, 2)
+    rest = tended.pool.scrub(progress=lambda step: keys.append(step.key))
+    assert not rest.stopped
+    assert keys == sorted(keys)
+    assert len(keys) == 4
+    tended.pool.evict("memory://d1", force=True)
+    assert tended.pool.rebuild(pace=Few(0)).stopped
+    assert tended.pool.record.unhealed()
+    assert tended.pool.rebuild().whole
+    assert not tended.pool.record.unhealed()
+
+
+def test_the_terminal_shows_what_the_agent_left(tended: Tended) -> None:
+    """`status --watch`: states, work, decisions; without an agent what the pool says."""
+    assert tended.status is not None
+    job = {"kind": "rebuild", "reason": "x", "done": 3, "total": 9, "bytes_per_second": 1e6}
+    status = {**json.loads(json.dumps(tended.status.as_dict(), default=str)), "job": job,
+              "warnings": ["too many"]}  # fmt: skip
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(agent_view(status))
+    console.print(pool_view(tended.pool.status()))
+    text = console.export_text()
+    for words in ("memory://d0", "removed", "3 of 9 objects", "online -> removed", "! too many",
+                  "more devices may be lost", "no agent runs on this node"):  # fmt: skip
+        assert words in text
+    assert bars([0.0, 1.0, 2.0]) == "▁▅█"
+    assert bars([]) == ""
+
+
+def test_a_job_like_one_that_waits_is_not_queued_twice(tended: Tended) -> None:
+    """But a rebuild that waits for nobody takes the place of one that would."""
+    jobs, _ = jobs_of(tended)
+    assert jobs.submit(Job(kind=JobKind.REBUILD))
+    assert not jobs.submit(Job(kind=JobKind.REBUILD))
+    assert jobs.submit(Job(kind=JobKind.REBUILD, include_missing=True))
+    assert [job.include_missing for job in jobs.waiting()] == [True]
+    assert not jobs.submit(Job(kind=JobKind.REBUILD))
+
+
+def test_a_job_that_fails_is_told_and_does_not_end_the_others(tended: Tended) -> None:
+    """An eviction of a device that nobody knows; then a rebuild."""
+    jobs, ran = jobs_of(tended)
+    jobs.submit(Job(kind=JobKind.READMIT, device="nobody"))
+    jobs.submit(Job(kind=JobKind.REBUILD))
+    jobs.run_all()
+    assert ran[-1] == "end rebuild"
+    assert "was not done" in next(event.text for event in jobs.events() if not event.ok)
+
+
+def test_a_call_that_hangs_keeps_neither_the_slot_nor_the_process() -> None:
+    """It is under way, nothing else is started, and its thread dies with the process."""
+    released = threading.Event()
+    slot: Slot[bool] = Slot("test", threads=True)
+    slot.start(released.wait)
+    assert not slot.free
+    assert slot.take() is None
+    (thread,) = [t for t in threading.enumerate() if t.name == "hpstore-agent-test"]
+    assert thread.daemon
+    released.set()
+    thread.join(10.0)
+    assert slot.take() is True
+    assert slot.free
+
+
+def test_orders_are_numbered_bounded_and_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last few are kept; a damaged file is refused."""
+    clock = FakeClock()
+    monkeypatch.setattr(orders, "_KEPT", 5)
+    for number in range(8):
+        assert give_order(tmp_path, Command.IGNORE, "d", clock).number == number + 1
+    kept = read_orders(tmp_path)
+    assert (len(kept), kept[-1].number) == (5, 8)
+    (tmp_path / ORDERS_FILE).write_text("{}")
+    with pytest.raises(IntegrityError):
+        read_orders(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["9640", "localhost:", ":9640", "localhost:99999", "host:port"])
+def test_an_address_is_a_host_and_a_port(text: str) -> None:
+    """Anything else is an error that shows one."""
+    with pytest.raises(ConfigError, match="HOST:PORT"):
+        parse_listen(text)
+
+
+def test_a_device_that_was_asked_and_has_not_answered_yet_is_there(tended: Tended) -> None:
+    """What is not known is not gone; a member that is not open is."""
+    from hpstore.agent.facts import Sighting
+
+    record = tended.pool.record
+    sighting = Sighting(
+        record=record, open={record.members[1].device_id}, seen={}, back=(), reconciled=(),
+        condition=None, outlooks={}, watched={}, reports={}, busy="",
+    )  # fmt: skip
+    assert answers(sighting, record.members[1])
+    assert not answers(sighting, record.members[2])
+
+
+def test_a_full_or_read_only_device_is_not_gone(tmp_path: Path) -> None:
+    """What it holds can be read: a full one stays, a read-only one is drained, none is evicted."""
+    tended = Tended(tmp_path)
+    wrapped: dict[str, OnlyProbes] = {}
+    tended.stop()
+    tended.start(lambda url, device: wrapped.setdefault(url, OnlyProbes(device)))
+    tended.rounds(5, work=False)
+    wrapped["memory://d1"].plan, wrapped["memory://d2"].plan = "N*", "O*"
+    tended.rounds(60, work=False)
+    seen = tended.agent.eyes.seen()
+    full, fixed = seen[tended.device(1)], seen[tended.device(2)]
+    assert (full.answers, full.read_only, "No space" in full.problem) == (True, False, True)
+    assert (fixed.answers, fixed.read_only) == (True, True)
+    assert tended.states() == {2: HealthState.DRAINING}
+    assert len(tended.members()) == 7
+    tended.stop()
+    tended.start(lambda url, device: OnlyProbes(device, "N*" if url == "memory://d1" else ""))
+    tended.rounds(60)
+    assert tended.device(1) in tended.pool.places
+    assert tended.states().get(1) is None
+    tended.stop()
+
+
+class OnlyProbes(FaultyDevice):
+    """Fails by its plan, but only when it is probed."""
+
+    def around(self, operation: str, nbytes: int, call: Callable[[], T]) -> T:
+        if operation == "probe":
+            return super().around(operation, nbytes, call)
+        return call()

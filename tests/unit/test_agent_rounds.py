@@ -1,0 +1,386 @@
+"""The agent by rounds, on memory devices and a clock that stands still between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpstore.agent import AgentConfig
+from hpstore.agent.jobs import Job, JobKind
+from hpstore.agent.memory import MEMORY_FILE, load_memory
+from hpstore.agent.orders import give_order
+from hpstore.agent.status import read_status
+from hpstore.errors import ConfigError, LockTimeout, TooManyErasures
+from hpstore.health import HealthState
+from hpstore.health.history import History
+from hpstore.health.monitor import history_path
+from hpstore.health.overrides import Command
+from hpstore.health.states import Decision, Role
+from hpstore.locks import file_lock
+from hpstore.metrics import Metrics
+from hpstore.records import DeviceState
+from tests.unit.tended import Tended
+
+S = HealthState
+
+
+@pytest.fixture
+def tended(tmp_path: Path) -> Iterator[Tended]:
+    made = Tended(tmp_path)
+    yield made
+    made.stop()
+
+
+def test_a_lost_device_is_healed_after_fifteen_minutes_rule_17(tended: Tended) -> None:
+    """PROTOCOL 17: not a round earlier; then it is evicted and every object is whole without it."""
+    tended.rounds(10)
+    tended.harness.lose(["memory://d0"])
+    tended.rounds(10)
+    assert tended.states() == {}
+    tended.rounds(25)
+    assert tended.states() == {0: S.REMOVED}
+    tended.rounds(860, step=20)
+    assert 0 in tended.members()
+    tended.rounds(40)
+    assert 0 not in tended.members()
+    assert tended.states() == {0: S.EVICTED}
+    assert tended.whole()
+    (evicted,) = tended.pool.record.evicted
+    assert evicted.state is DeviceState.HEALED
+    reasons = [d.reason for d in tended.agent.history.decisions(10)]
+    assert "it does not answer" in reasons
+
+
+def test_without_parity_left_nothing_waits_rule_17(tmp_path: Path) -> None:
+    """PROTOCOL 17: with m = 1 the second loss would cost data. The device itself is waited for."""
+    tended = Tended(tmp_path, data=3, parity=1, devices=6)
+    tended.rounds(10)
+    url = tended.harness.columns("large")[0][0]
+    tended.harness.lose([url])
+    assert tended.pool.condition().losses_tolerated == 0
+    tended.rounds(45)
+    assert tended.pool.condition().losses_tolerated == 1
+    assert len(tended.members()) == 6
+    tended.rounds(900, step=20)
+    assert int(url.rpartition("d")[2]) not in tended.members()
+    assert tended.whole()
+    tended.stop()
+
+
+def test_a_device_that_is_back_in_time_is_reconciled_and_serves_again(tended: Tended) -> None:
+    """Nothing is evicted; what was put meanwhile reaches it; probation comes before online."""
+    tended.rounds(10)
+    tended.harness.lose(["memory://d0"])
+    tended.rounds(60)
+    tended.pool.put("meanwhile", b"x" * 300_000)
+    tended.content["meanwhile"] = b"x" * 300_000
+    tended.harness.bring_back()
+    tended.rounds(5, work=False)
+    assert tended.states() == {0: S.REBUILDING}
+    tended.agent.finish_jobs()
+    tended.rounds(10)
+    assert tended.states() == {0: S.PROBATION}
+    tended.rounds(400, step=20)
+    assert tended.states() == {}
+    assert len(tended.members()) == 7
+    assert tended.pool.record.generation == 1
+    assert tended.whole()
+
+
+def test_a_device_healed_while_away_comes_back_by_itself_rule_12(tended: Tended) -> None:
+    """PROTOCOL 12: its columns are judged first; then it is a member again and takes columns."""
+    tended.rounds(10)
+    tended.harness.lose(["memory://d0"])
+    tended.rounds(960, step=20)
+    assert 0 not in tended.members()
+    tended.pool.put("large", b"new" * 200_000)  # what d0 holds of it is superseded
+    tended.content["large"] = b"new" * 200_000
+    tended.harness.bring_back()
+    tended.rounds(50)
+    assert 0 not in tended.members()
+    tended.rounds(30)
+    assert 0 in tended.members()
+    tended.rounds(20)
+    assert tended.states() == {0: S.PROBATION}
+    tended.rounds(400, step=20)
+    assert tended.states() == {}
+    assert tended.whole()
+    assert [url for url, path in tended.harness.columns("large")].count("memory://d0") <= 1
+
+
+def test_what_an_operator_evicts_stays_out(tended: Tended) -> None:
+    """Though its device answers."""
+    tended.rounds(10)
+    tended.pool.evict("memory://d3")
+    tended.rounds(600, step=20)
+    assert 3 not in tended.members()
+    assert tended.states() == {3: S.EVICTED}
+    assert tended.whole()
+
+
+def test_a_shrunk_pool_grows_back(tmp_path: Path) -> None:
+    """With five devices for 3+2, the loss of one re-lays objects as 2+2; its return widens them."""
+    tended = Tended(tmp_path, devices=5)
+    tended.rounds(10)
+    tended.harness.lose(["memory://d1"])
+    tended.rounds(960, step=20)
+    assert tended.pool.stat("large").data == 2
+    assert tended.whole()
+    tended.harness.bring_back()
+    tended.rounds(400, step=20)
+    assert tended.pool.stat("large").data == 3
+    assert tended.whole()
+    tended.stop()
+
+
+def readable(tended: Tended, key: str) -> bool:
+    """Whether an object can be read now."""
+    try:
+        return tended.pool.get(key) == tended.content[key]
+    except TooManyErasures:
+        return False
+
+
+def test_nothing_is_removed_on_incomplete_knowledge_rule_16(tmp_path: Path) -> None:
+    """PROTOCOL 16: with three of seven away nothing is evicted, no file that needs them goes."""
+    tended = Tended(tmp_path, parity=2)
+    tended.rounds(10)
+    tended.harness.lose([url for url, _ in tended.harness.columns("large")[:3]])
+    needing = [key for key in tended.content if not readable(tended, key)]
+    assert "large" in needing
+    before = {key: tended.harness.columns(key) for key in needing}
+    tended.rounds(2400, step=30)
+    assert len(tended.members()) == 7
+    assert {key: tended.harness.columns(key) for key in needing} == before
+    events = [e.text for e in tended.agent.jobs.events() if not e.ok]
+    assert any("not evicted yet" in text for text in events)
+    tended.harness.bring_back()
+    tended.rounds(1800, step=30)
+    assert tended.whole()
+    assert tended.states() == {}
+    tended.stop()
+
+
+def test_a_dry_run_changes_nothing(tmp_path: Path) -> None:
+    """Not on the devices, not beside them; what would be done is told."""
+    tended = Tended(tmp_path, dry_run=True)
+    tended.harness.lose(["memory://d0"])
+    before = tended.files()
+    tended.rounds(1200, step=20)
+    assert tended.files() == before
+    assert not list(tmp_path.rglob(MEMORY_FILE))
+    assert not list(tmp_path.rglob("*.sqlite"))
+    assert read_status(tended.agent.run_directory, tended.clock.wall_ms()) is None
+    events = [event.text for event in tended.agent.jobs.events()]
+    assert "dry run: would heal memory://d0: it has not come back" in events
+    tended.stop()
+
+
+def test_a_restart_resets_neither_grace_nor_guards_rule_17(tended: Tended) -> None:
+    """PROTOCOL 17: the fifteen minutes go on where they were."""
+    tended.rounds(10)
+    tended.harness.lose(["memory://d0"])
+    tended.rounds(800, step=20)
+    tended.stop()
+    tended.start()
+    tended.rounds(60)
+    assert 0 in tended.members()
+    tended.rounds(80)
+    assert 0 not in tended.members()
+
+
+def test_the_state_is_durable_before_it_is_acted_on(
+    tended: Tended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that is asked for finds the decision in the file."""
+    tended.rounds(10)
+    directory, submit = tended.pool.state_directory, tended.agent.jobs.submit
+    seen = []
+
+    def submitted(job: Job) -> bool:
+        if job.kind is JobKind.HEAL:
+            seen.append(load_memory(directory).policy.health(job.device).lapsed)
+        return submit(job)
+
+    monkeypatch.setattr(tended.agent.jobs, "submit", submitted)
+    tended.harness.lose(["memory://d0"])
+    tended.rounds(930, step=15)
+    assert seen == [True]
+
+
+def test_a_damaged_memory_is_refused(tended: Tended) -> None:
+    """It is not taken for an empty one: that would reset the guards."""
+    tended.rounds(10)
+    tended.stop()
+    path = tended.pool.state_directory / MEMORY_FILE
+    path.write_text(path.read_text().replace("online", "evicted", 1))
+    with pytest.raises(ConfigError, match="move the file away"):
+        tended.start()
+    path.unlink()
+    tended.start()
+
+
+def test_one_agent_looks_after_a_pool_rule_15(tended: Tended) -> None:
+    """PROTOCOL 15: the lock is a file of this node, free again when the agent ends."""
+    first = tended.agent
+    with pytest.raises(LockTimeout, match="agent of pool"):
+        tended.start()
+    first.close()
+    tended.start()
+
+
+def report(tended: Tended, device: int, at: float) -> None:
+    """What a process of this node writes when it has given up on a device."""
+    pool = tended.pool
+    history = History(history_path(pool.config.settings, pool.record.pool_id), Metrics())
+    history.add_decisions([
+        Decision(at_seconds=at, device=tended.device(device), was=S.SITOUT, becomes=S.SITOUT,
+                 reason="report: 3 sit-outs within a day", role=Role.PROCESS)
+    ])  # fmt: skip
+    history.close()
+
+
+def test_what_a_process_reports_is_drained_and_evicted(tended: Tended) -> None:
+    """By the guards' leave; a source until it is empty; it does not come back by itself."""
+    tended.rounds(10)
+    report(tended, 4, tended.clock.wall_ms() / 1000)
+    tended.rounds(5, work=False)
+    assert tended.states() == {4: S.DRAINING}
+    tended.rounds(120)
+    assert 4 not in tended.members()
+    assert tended.whole()
+    assert not any(url == "memory://d4" for url, _ in tended.harness.columns("large"))
+    tended.rounds(300, step=20)
+    assert 4 not in tended.members()
+
+
+def test_a_report_does_not_pass_the_guards_rule_17(tmp_path: Path) -> None:
+    """PROTOCOL 17: with m = 1 there is no parity to spare for what is done by choice."""
+    tended = Tended(tmp_path, data=3, parity=1, devices=6)
+    tended.rounds(10)
+    report(tended, 4, tended.clock.wall_ms() / 1000)
+    tended.rounds(60)
+    assert tended.states() == {}
+    assert len(tended.members()) == 6
+    assert tended.status is not None
+    (refused,) = [d.refused for d in tended.status.devices if d.refused]
+    assert "parity 1 allows 0" in refused
+    tended.stop()
+
+
+def test_old_reports_and_those_from_before_a_pardon_do_not_count(tended: Tended) -> None:
+    """An operator's readmit is not undone by what was said before it."""
+    tended.rounds(10)
+    report(tended, 4, tended.clock.wall_ms() / 1000 - 1000)
+    report(tended, 5, tended.clock.wall_ms() / 1000)
+    give_order(tended.pool.state_directory, Command.READMIT, tended.device(5), tended.clock)
+    tended.rounds(60)
+    assert tended.states() == {}
+
+
+def test_orders_are_obeyed_once_and_refusals_told(tended: Tended) -> None:
+    """Two may sit out of 3+2, the third is refused; readmit ends it; a restart repeats nothing."""
+    tended.rounds(10)
+    directory = tended.pool.state_directory
+    for number in range(3):
+        give_order(directory, Command.SIT_OUT, tended.device(number), tended.clock)
+    tended.rounds(5)
+    assert tended.states() == {0: S.SITOUT, 1: S.SITOUT}
+    assert any(e.text.startswith("order 3, sit-out: refused") for e in tended.agent.jobs.events())
+    give_order(directory, Command.READMIT, tended.device(0), tended.clock)
+    tended.rounds(5)
+    assert tended.states() == {1: S.SITOUT}
+    tended.stop()
+    tended.start()
+    tended.rounds(5)
+    assert tended.states() == {1: S.SITOUT}
+    found = read_status(tended.agent.run_directory, tended.clock.wall_ms())
+    assert found is not None
+    assert found["orders_done"] == 4
+    said = [d.reason for d in tended.agent.history.decisions(50)]
+    assert said.count("by an operator: sit-out") == 2
+
+
+def test_a_scrub_begins_when_it_is_time_and_its_end_is_remembered(tmp_path: Path) -> None:
+    """It mends what it finds; the next pass is days later, over restarts."""
+    config = AgentConfig(smart_hours=0.0, scrub_days=2.0)
+    tended = Tended(tmp_path, config=config)
+    url, path = tended.harness.columns("large")[0]
+    tended.harness.flip(url, path, 70_000)
+    tended.rounds(10)
+    began, ended = tended.agent.memory.scrub_began_ms, tended.agent.memory.scrub_ended_ms
+    assert ended >= began > 0
+    assert any("1 damaged columns found, 1 written" in e.text for e in tended.agent.jobs.events())
+    tended.stop()
+    tended.start()
+    tended.rounds(3600, step=900)
+    assert tended.agent.memory.scrub_began_ms == began
+    assert tended.agent.memory.scrub_ended_ms == ended
+    tended.rounds(2 * 86400, step=7200)
+    assert tended.agent.memory.scrub_began_ms > began
+    tended.stop()
+
+
+def test_a_scrub_that_cannot_run_is_tried_again_later(tmp_path: Path) -> None:
+    """While an operator rebuilds: told once in five minutes, not at each round."""
+    config = AgentConfig(smart_hours=0.0, scrub_days=2.0)
+    tended = Tended(tmp_path, config=config)
+    with file_lock(tended.agent.run_directory, "repair.lock", tended.clock, 1.0, "a test"):
+        tended.rounds(600, step=30)
+        told = [e.text for e in tended.agent.jobs.events() if e.text.startswith("scrub was not")]
+        assert 1 <= len(told) <= 3
+    tended.rounds(600, step=30)
+    assert tended.agent.memory.scrub_ended_ms > 0
+    tended.stop()
+
+
+def test_a_walk_that_is_not_of_the_devices_there_are_is_not_believed(tended: Tended) -> None:
+    """What the objects survive is asked anew when a device has gone."""
+    tended.rounds(10)
+    assert tended.agent.eyes.condition() is not None
+    before = tended.agent.eyes.condition()
+    tended.harness.lose(["memory://d0"])
+    tended.agent.eyes.presence.look(tended.clock.monotonic() + 100)
+    assert tended.agent.eyes.condition() is None
+    tended.clock.advance(100)
+    tended.rounds(5, work=False)
+    after = tended.agent.eyes.condition()
+    assert after is not None
+    assert before is not None
+    assert after.losses_tolerated < before.losses_tolerated
+
+
+def test_a_rebuild_that_can_do_nothing_is_not_repeated_each_round(tended: Tended) -> None:
+    """While a device may still return, objects wait; one look at that is enough for an hour."""
+    tended.rounds(10)
+    tended.harness.lose(["memory://d0"])
+    tended.rounds(60)
+    jobs = []
+    submit = tended.agent.jobs.submit
+    tended.agent.jobs.submit = lambda job: jobs.append(job.kind) or submit(job)  # type: ignore[func-returns-value,method-assign]
+    tended.rounds(600, step=20)
+    assert jobs == []
+
+
+def test_settings_of_the_agent_name_the_nearest_key(tmp_path: Path) -> None:
+    """[agent] and [agent.policy] of pool.toml; the role is not a setting."""
+    from hpstore.agent import agent_config
+
+    tended = Tended(tmp_path)
+    config = replace(
+        tended.harness.config, agent={"tick_seconds": 1, "policy": {"grace_seconds": 5}}
+    )
+    made = agent_config(config)
+    assert (made.tick_seconds, made.policy.grace_seconds, made.policy.role) == (
+        1.0,
+        5.0,
+        Role.AGENT,
+    )
+    with pytest.raises(ConfigError, match="did you mean 'tick_seconds'"):
+        agent_config(replace(config, agent={"tick_second": 1}))
+    with pytest.raises(ConfigError, match=r"\[agent.policy\].*unknown setting 'role'"):
+        agent_config(replace(config, agent={"policy": {"role": "process"}}))
+    tended.stop()
