@@ -31,9 +31,9 @@ class Rule:
     """What happens to some calls. The first rule that applies counts.
 
     `operations`: of lookup, getattr, setattr, mkdir, unlink, rmdir, rename, open, create, read,
-    write, statfs, fsync, fallocate, readdir; empty for all. `path`: only where the backing path
-    contains it. `drop` says done and does nothing (write, fsync); `flip` changes a bit (read,
-    write); `short` writes half; `hang` waits for other rules.
+    write, statfs, fsync, flush (a close), fallocate, readdir; empty for all. `path`: only where the
+    backing path contains it. `drop` says done and does nothing (write, fsync); `flip` changes a bit
+    (read, write); `short` writes half; `hang` waits for other rules.
     """
 
     operations: tuple[str, ...] = ()

@@ -336,6 +336,7 @@ class Server:
         return b""
 
     def _flush(self, node: int, body: memoryview) -> Reply:
+        self._meet("flush", node)  # every close()
         return b""
 
     def _release(self, node: int, body: memoryview) -> Reply:

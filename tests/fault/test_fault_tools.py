@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import hpstore
+from hpstore.config import Settings
 from hpstore.testing.faultfs import FaultFilesystem, Rule, fuse_problem, read_log
 from hpstore.testing.leftovers import (
     loops,
@@ -21,7 +24,7 @@ from hpstore.testing.leftovers import (
 )
 from hpstore.testing.loopfs import HANGING, LoopFilesystem
 from hpstore.units import KIB, MIB
-from tests.fault.common import Call, MakeDisks, exit_status, forked, payload, poll
+from tests.fault.common import Bench, Call, MakeDisks, exit_status, forked, payload, poll
 
 pytestmark = [pytest.mark.fault, pytest.mark.root]
 DATA = payload("tools", 300 * KIB)
@@ -137,6 +140,25 @@ def test_log_holds_every_write_and_flush_in_order(faulty: FaultFilesystem) -> No
     assert [(r.flush, r.offset, bytes(r.data)) for r in records] == [
         (False, 0, b"a" * 5000), (True, 0, b""), (False, 5000, b"b" * 10)
     ]  # fmt: skip
+
+
+def test_close_that_fails_costs_no_read_and_no_put(faulty: FaultFilesystem, bench: Bench) -> None:
+    """As when the server of a file system dies between read and close: the bytes are there."""
+    paths = [f"{faulty.path}/device", *(str(bench.root / f"d{number}") for number in range(3))]
+    settings = Settings(run_directory=str(bench.root / "run"))
+    with hpstore.create(paths, data=2, parity=1, config=bench.toml, settings=settings) as pool:
+        try:
+            for number in range(8):
+                pool.put(f"x/{number}", DATA)
+            faulty.behave(Rule(operations=("flush",), error=errno.ECONNABORTED))
+            for number in range(8):
+                assert pool.get(f"x/{number}") == DATA
+                assert pool.put(f"y/{number}", DATA).losses_tolerated == 1
+            for number in range(8):
+                assert pool.get(f"y/{number}") == DATA
+        finally:
+            faulty.behave()
+    shutil.rmtree(paths[0])
 
 
 def test_bit_flipped_on_the_device_is_read_from_the_file(make_disks: MakeDisks) -> None:
