@@ -1,13 +1,14 @@
 """A FUSE server in plain Python that shows a directory with faults. Linux, root; no libfuse.
 
-    python -m hpstore.testing.fuse BACKING MOUNT [LOG]
+    python -I hpstore/testing/fuse.py BACKING MOUNT [LOG]
 
 speaks the kernel's protocol (linux/fuse.h, 7.31) on /dev/fuse. One JSON list of rules a line on
-standard input replaces the faults (faultfs.Rule), and is answered by one line with how often rules
+standard input replaces the faults (Rule), and is answered by one line with how often rules
 fired. It ends with its input, so no server outlives the test that started it. With LOG, every write
 and flush is recorded in order: see faultfs.read_log.
 
-Nodes are O_PATH descriptors of the backing files, so renames and unlinks need no bookkeeping.
+Nodes are O_PATH descriptors of the backing files, so renames and unlinks need no bookkeeping. Only the
+standard library is imported: a server starts in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -22,9 +23,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any, BinaryIO
-
-from hpstore.testing.faultfs import LOG_RECORD, Rule
 
 _WORKERS = 8  # so many calls may wait or hang at once
 _MAX_WRITE = 1 << 20
@@ -32,6 +32,7 @@ _BIG_WRITES, _MAX_PAGES, _ASYNC_READ, _PARALLEL_DIROPS = 1 << 5, 1 << 22, 1, 1 <
 _MS_NOSUID, _MS_NODEV, _MNT_DETACH = 2, 4, 2
 _IN = struct.Struct("<IIQQIIIHH")  # length, opcode, unique, node, uid, gid, pid, -, -
 _OUT = struct.Struct("<IiQ")
+LOG_RECORD = struct.Struct("<cHQI")  # W or F, bytes of the name, offset, bytes of data; then both
 _ATTRIBUTES = struct.Struct("<6Q10I")
 _SETATTR = struct.Struct("<IIQQQQQQIIIIIIII")
 _DIRENT = struct.Struct("<QQII")
@@ -40,7 +41,37 @@ _SET_MODE, _SET_UID, _SET_GID, _SET_SIZE, _SET_ATIME, _SET_MTIME = 1, 2, 4, 8, 1
 _SET_ATIME_NOW, _SET_MTIME_NOW = 128, 256
 Reply = bytes | memoryview
 Handler = Callable[[int, memoryview], Reply]
-_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What happens to some calls. The first rule that applies counts.
+
+    `operations`: of lookup, getattr, setattr, mkdir, unlink, rmdir, rename, open, create, read,
+    write, statfs, fsync, flush (a close), fallocate, readdir; empty for all. `path`: only where the
+    backing path contains it. `drop` says done and does nothing (write, fsync); `flip` changes a bit
+    (read, write); `short` writes half; `hang` waits for other rules.
+    """
+
+    operations: tuple[str, ...] = ()
+    path: str = ""
+    probability: float = 1.0
+    error: int = 0  # errno
+    delay_seconds: float = 0.0
+    flip: bool = False
+    drop: bool = False
+    short: bool = False
+    hang: bool = False
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, object]) -> Rule:
+        """From JSON. Raises ValueError for a field that there is not."""
+        unknown = raw.keys() - {field.name for field in fields(cls)}
+        if unknown:
+            raise ValueError(f"a rule has no {', '.join(sorted(unknown))}")
+        operations = raw.get("operations", ())
+        assert isinstance(operations, (list, tuple))
+        return cls(**{**raw, "operations": tuple(operations)})  # type: ignore[arg-type]
 
 
 class _Node:
@@ -391,7 +422,8 @@ def _mount(path: str) -> int:
     fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
     options = f"fd={fd},rootmode=40000,user_id=0,group_id=0,default_permissions,allow_other"
     flags = _MS_NOSUID | _MS_NODEV
-    if _libc.mount(b"hpstore-faults", os.fsencode(path), b"fuse", flags, options.encode()):
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"hpstore-faults", os.fsencode(path), b"fuse", flags, options.encode()):
         number = ctypes.get_errno()
         raise OSError(number, f"mount of FUSE at {path}: {os.strerror(number)}")
     return fd
@@ -411,7 +443,7 @@ def main(arguments: list[str]) -> None:
         server.faults.replace([Rule.from_dict(rule) for rule in rules])
         sys.stdout.write(f"{server.faults.fired}\n")
         sys.stdout.flush()
-    _libc.umount2(os.fsencode(mount), _MNT_DETACH)
+    ctypes.CDLL(None).umount2(os.fsencode(mount), _MNT_DETACH)
     os._exit(0)  # workers may hang in the backing file system
 
 

@@ -1,7 +1,7 @@
 """Every fault of docs/faults.md on real devices, while a trainer loads and saves.
 
 All of it runs by `make test-fault`, with examples/train.py; the table is printed and written to
-build/faults.md. Otherwise two rows run, with a loop that loads and saves.
+build/faults.md. Otherwise one row runs, with a loop that loads and saves.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ PACE = (
     Pace(plan=Plan(steps=30, every=5), start=8, steps=12, reads=20)
 )  # fmt: skip
 DISK_BYTES = 256 * MIB if LONG else 96 * MIB
-SHORT_FAULTS, SHORT_JOBS = ("shutdown",), ("rebuild",)
-KILLED_AT = (1, 5) if LONG else (2,)
-OFTEN = Plan(steps=PACE.plan.steps, every=4)  # for kills in saves
+SHORT_FAULTS = ("shutdown",)
+KILLED_AT = (1, 5)  # the n-th operation of a kind
 CUTS = 40
 only_long = pytest.mark.skipif(not LONG, reason="long: make test-fault runs it")
 
@@ -115,16 +114,15 @@ def test_trainer_killed_at_every_phase_of_a_save_goes_on_where_it_was(
 ) -> None:
     """One life for each phase; a phase that is never reached fails, too."""
     with Rig(tmp_path, size_bytes=DISK_BYTES) as rig:
-        finish(rows, kill_trainer_at_phases(rig, OFTEN, healthy))
+        finish(rows, kill_trainer_at_phases(rig, PACE.plan, healthy))
 
 
+@only_long
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
 def test_job_killed_at_every_operation_is_finished_by_the_next(
     job: Job, rows: list[Row], tmp_path: Path, loop_mounts: None
 ) -> None:
     """Rebuild, scrub and ingest: what was there reads in between; another run ends it."""
-    if not LONG and job.name not in SHORT_JOBS:
-        pytest.skip("long: make test-fault runs it")
     with Rig(tmp_path, size_bytes=96 * MIB) as rig:
         finish(rows, kill_job(rig, job, KILLED_AT))
 

@@ -102,6 +102,7 @@ def _under_load(
         while not detection.look() and fault.seen and time.monotonic() < began + NOTICE_SECONDS:
             reads.await_reads(1)
         trainer.reach(step)
+        detection.look()
         reads.await_reads(pace.reads)
     row.failures += _newest_is_whole(rig)
     if fault.evict:
