@@ -26,6 +26,7 @@ check: $(READY)
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q -n 2 tests/unit tests/property tests/contract
 
+# everything in tests/fault; as root it breaks real devices, and writes build/faults.md
 test-fault: $(READY)
 	HYPOTHESIS_PROFILE=ci HPSTORE_LONG_TESTS=1 $(BIN)/python -m pytest tests/fault
 

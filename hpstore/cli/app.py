@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import hpstore
-from hpstore.cli import agent, bench, gpu
+from hpstore.cli import agent, bench, durability, gpu
 from hpstore.cli.checkpoints import checkpoints
 from hpstore.cli.datasets import datasets
 from hpstore.cli.health import health
@@ -35,6 +35,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
                   help="Erasure-coded storage for training: data in, checkpoints out.")  # fmt: skip
 app.command("agent")(agent.run)
 app.command("bench")(bench.run)
+app.command("durability")(durability.run)
 app.command("gpu")(gpu.run)
 app.add_typer(checkpoints, name="checkpoint")
 app.add_typer(datasets, name="dataset")

@@ -103,7 +103,7 @@ class LocalWriter:
         # unlocked first: a forked child holds a copy of the descriptor, and with it the lock
         self._call("unlock", lambda: fcntl.flock(self._file, fcntl.LOCK_UN))
         self._call("rename", lambda: self._device.rename_into_place(self._name, path))
-        self._close()
+        self._call("close", self._close)
 
     def _close(self) -> None:
         fd, self._file = self._file, -1
@@ -144,8 +144,10 @@ class LocalReader:
                 )
 
     def close(self) -> None:
+        # a network or FUSE file system may fail here; that says nothing of bytes that were verified
         fd, self._file = self._file, -1
-        unlock_and_close(fd)
+        with contextlib.suppress(OSError):
+            unlock_and_close(fd)
 
 
 def allocate(fd: int, size_bytes: int) -> None:

@@ -1,8 +1,8 @@
 """Real filesystems on loop devices that can be made to fail the way disks do. Needs root.
 
-An image file becomes a loop device, the loop device an ext4 with 4 KiB blocks. Faults act below
-the code under test: what it sees is what the kernel answers when power is cut, a disk vanishes,
-fills up or turns read-only.
+An image file becomes a loop device, the loop device an ext4 or XFS with 4 KiB blocks. Faults act
+below the code under test: what it sees is what the kernel answers when power is cut, a disk
+vanishes, fills up, turns read-only, gets slow, hangs, or returns other bits than it was given.
 """
 
 from __future__ import annotations
@@ -13,24 +13,31 @@ import fcntl
 import os
 import shutil
 import struct
-import subprocess
 import tempfile
+from typing import Literal
 
 from hpstore.closing import Closing
+from hpstore.testing.leftovers import fails, run, scratch_directory, throttle, unmounted
 from hpstore.units import MIB
 
 _GOING_DOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN, _IOR('X', 125, __u32); the same number on XFS
 _FLUSH_BUFFERS = 0x1261  # BLKFLSBUF
+_FIBMAP = 1  # block of a file -> block of the device; needs root
+_BLOCK = 4096
 _LOSETUP_TRIES = 10  # another process may take the free loop device first
 JOURNAL_FLUSHED = 1  # for shutdown(): metadata reaches the disk, data that was not synced does not
 POWER_CUT = 2  # for shutdown(): neither does
+HANGING = 1  # byte a second, for throttle(): no call ends before the limit is lifted
+XFS_MIN_BYTES = 300 * MIB  # mkfs.xfs makes nothing smaller
+Kind = Literal["ext4", "xfs"]
 
 
 class LoopFilesystem(Closing):
-    """An ext4 on a loop device, mounted at `path`; a context manager that always cleans up.
+    """A filesystem on a loop device, mounted at `path`; a context manager that always cleans up.
 
-    `directory` is where image and mount point are made, in a folder of their own. One thread at a
-    time. Not for use in a read-only or unprivileged container: `loop_mounts_problem` tells.
+    `directory` is where image and mount point are made, in a folder of their own; what a killed
+    process leaves there, `leftovers.sweep` removes. One thread at a time. Not for use in a
+    read-only or unprivileged container: `loop_mounts_problem` tells.
     """
 
     def __init__(
@@ -38,12 +45,13 @@ class LoopFilesystem(Closing):
         directory: str | os.PathLike[str],
         *,
         size_bytes: int = 64 * MIB,
-        options: str = "errors=remount-ro",
+        kind: Kind = "ext4",
     ) -> None:
-        self._work = tempfile.mkdtemp(prefix="loopfs-", dir=os.fspath(directory))
-        self._image, self._options = f"{self._work}/image", options
+        self._work = scratch_directory(directory)
+        self._image, self._kind = f"{self._work}/image", kind
+        self._throttled = False
         self.path = f"{self._work}/mount"
-        self.size_bytes = size_bytes
+        self.size_bytes = max(size_bytes, XFS_MIN_BYTES) if kind == "xfs" else size_bytes
         self.loop = ""  # /dev/loopN
 
     def __enter__(self) -> LoopFilesystem:
@@ -51,7 +59,10 @@ class LoopFilesystem(Closing):
             os.mkdir(self.path)
             with open(self._image, "wb") as image:
                 image.truncate(self.size_bytes)
-            _run("mkfs.ext4", "-q", "-F", "-b", "4096", "-m", "0", self._image)
+            if self._kind == "ext4":
+                run("mkfs.ext4", "-q", "-F", "-b", str(_BLOCK), "-m", "0", self._image)
+            else:
+                run("mkfs.xfs", "-q", "-f", "-b", f"size={_BLOCK}", self._image)
             self.loop = _attach(self._image)
             self._mount()
         except BaseException:
@@ -60,7 +71,8 @@ class LoopFilesystem(Closing):
         return self
 
     def _mount(self) -> None:
-        _run("mount", "-t", "ext4", "-o", self._options, self.loop, self.path)
+        options = "errors=remount-ro" if self._kind == "ext4" else "rw"
+        run("mount", "-t", self._kind, "-o", options, self.loop, self.path)
 
     @property
     def mounted(self) -> bool:
@@ -93,7 +105,7 @@ class LoopFilesystem(Closing):
     def unmount(self) -> None:
         """Unmount when mounted. OSError EBUSY while files are open on it."""
         while self.mounted:
-            _run("umount", self.path)
+            run("umount", self.path)
 
     def mount(self) -> None:
         """Mount again after unmount() or lazy_unmount()."""
@@ -127,12 +139,39 @@ class LoopFilesystem(Closing):
 
     def lazy_unmount(self) -> None:
         """Detach: open files go on, the path silently names the parent filesystem."""
-        _run("umount", "-l", self.path)
+        run("umount", "-l", self.path)
+
+    def throttle(self, bytes_per_second: int) -> None:
+        """Limit reads and writes of the device, each, for all processes; 0 lifts it. Cgroup v1."""
+        throttle(self.loop, bytes_per_second)
+        self._throttled = bytes_per_second > 0
+
+    def flip(self, file: str | os.PathLike[str], offset: int) -> None:
+        """Change one bit of a file's bytes on the device, below the filesystem.
+
+        Synced bytes only. What the filesystem has in its page cache stays as it was.
+        """
+        fd = os.open(file, os.O_RDONLY)
+        try:
+            place = bytearray(struct.pack("i", offset // _BLOCK))
+            fcntl.ioctl(fd, _FIBMAP, place)
+            (block,) = struct.unpack("i", place)
+            if not block:
+                raise OSError(errno.ENXIO, f"no block of the device holds byte {offset} of {file}")
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+        image = os.open(self._image, os.O_RDWR)
+        try:
+            at = block * _BLOCK + offset % _BLOCK
+            os.pwrite(image, bytes([os.pread(image, 1, at)[0] ^ 0x10]), at)
+        finally:
+            os.close(image)
 
     def yank(self, keep_bytes: int = MIB) -> None:
         """The disk vanishes but for its first bytes: EIO on what is not cached. Not undone."""
         os.truncate(self._image, keep_bytes)
-        _run("losetup", "-c", self.loop)
+        run("losetup", "-c", self.loop)
         with contextlib.suppress(OSError):
             fd = os.open(self.loop, os.O_RDONLY)
             try:
@@ -144,58 +183,39 @@ class LoopFilesystem(Closing):
 
     def close(self) -> None:
         """Unmount, detach, delete; also what is left after a failure. Idempotent, never raises."""
-        for _ in range(8):  # mounts over mounts
-            if not self.mounted:
-                break
-            if _fails("umount", self.path):
-                _fails("umount", "-l", self.path)
+        if self._throttled:
+            with contextlib.suppress(OSError):
+                self.throttle(0)
+        gone = unmounted(self.path)
         if self.loop:
-            _fails("losetup", "-d", self.loop)
+            fails("losetup", "-d", self.loop)
             self.loop = ""
-        if not self.mounted:
+        if gone:
             shutil.rmtree(self._work, ignore_errors=True)
-
-
-def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        busy = "busy" in done.stderr
-        raise OSError(
-            errno.EBUSY if busy else errno.EIO, f"{' '.join(command)}: {done.stderr.strip()}"
-        )
-    return done.stdout.strip()
-
-
-def _fails(*command: str) -> bool:
-    try:
-        _run(*command)
-    except OSError:
-        return True
-    return False
 
 
 def _attach(image: str) -> str:
     """losetup; again when another process took the free device."""
     for attempt in range(_LOSETUP_TRIES):
         try:
-            return _run("losetup", "--show", "-f", image)
+            return run("losetup", "--show", "-f", image)
         except OSError:
             if attempt == _LOSETUP_TRIES - 1:
                 raise
     raise AssertionError("unreachable")
 
 
-def loop_mounts_problem() -> str | None:
+def loop_mounts_problem(kind: Kind = "ext4") -> str | None:
     """Why loop filesystems cannot be used here, or None: really makes one and writes to it."""
     if os.geteuid() != 0:
         return "needs root (loop devices, mounts)"
-    for program in ("mkfs.ext4", "losetup", "mount", "umount"):
+    for program in (f"mkfs.{kind}", "losetup", "mount", "umount"):
         if shutil.which(program) is None:
             return f"needs {program}"
     try:
         with (
             tempfile.TemporaryDirectory() as directory,
-            LoopFilesystem(directory, size_bytes=16 * MIB) as filesystem,
+            LoopFilesystem(directory, size_bytes=16 * MIB, kind=kind) as filesystem,
             open(f"{filesystem.path}/probe", "wb") as file,
         ):
             file.write(b"x")
@@ -204,4 +224,5 @@ def loop_mounts_problem() -> str | None:
     return None
 
 
-__all__ = ["JOURNAL_FLUSHED", "POWER_CUT", "LoopFilesystem", "loop_mounts_problem"]
+__all__ = ["HANGING", "JOURNAL_FLUSHED", "POWER_CUT", "XFS_MIN_BYTES", "Kind", "LoopFilesystem",
+           "loop_mounts_problem"]  # fmt: skip

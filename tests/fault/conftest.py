@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from hpstore.testing.leftovers import sweep
 from hpstore.testing.loopfs import LoopFilesystem, loop_mounts_problem
 from hpstore.units import MIB
 from tests.fault.common import Bench, MakeDisks
@@ -15,7 +17,10 @@ from tests.fault.common import Bench, MakeDisks
 
 @pytest.fixture(scope="session")
 def loop_mounts() -> None:
-    """Skip, with the reason, where loop filesystems cannot be made. Tries it once."""
+    """Skip, with the reason, where loop filesystems cannot be made. Tries it once, sweeps first."""
+    if os.geteuid() == 0:
+        for what in sweep():
+            print(f"left by a killed run, removed: {what}")
     problem = loop_mounts_problem()
     if problem is not None:
         pytest.skip(problem)
