@@ -127,11 +127,34 @@ class Core:
                 job.idle = False
                 self.wanted.notify_all()
 
+    def drawn(self, stock: Stock, job: Job, blocks: Int64s) -> None:
+        """As Attached.drawn."""
+        with self.lock:
+            if stock.replaced or stock.policy.mismatched(job.number):
+                return
+            stock.policy.expect(job.number, blocks, drawn=True)
+            job.tell(blocks)
+            job.idle = False
+            self.wanted.notify_all()
+
     def begin_epoch(self, stock: Stock, job: Job, requests: int | None) -> None:
         """As Attached.begin_epoch."""
         with self.lock:
             if not stock.replaced:
                 stock.policy.begin_epoch(job.number, requests)
+
+    def heard(self, job: Job) -> None:
+        """Another message about the order of a job, of another process, has been heeded."""
+        with self.lock:
+            job.heard += 1
+            self.landed.notify_all()
+
+    def await_told(self, job: Job, messages: int) -> None:
+        """Until so many messages are heeded: they come by another connection than requests."""
+        with self.lock:
+            came = self.landed.wait_for(lambda: job.heard >= messages or self.closed, TURN_SECONDS)
+        if not came:
+            self.tally.add(turn_missed_total=1)
 
     def _await_turn(self, job: Job, blocks: Int64s) -> None:
         """Batches made side by side come in some order; the policy is asked in the foretold one."""

@@ -70,6 +70,7 @@ class Job:
         self.source = source  # None: another process reads it
         self.position = 0  # requests made
         self.early = 0  # batches that wait for their turn
+        self.heard = 0  # messages about its order, from a process that shares the cache
         self.last_epoch: int | None = None  # that was foretold
         self.idle = False  # nothing is wanted ahead until it moves
         self._told: deque[Int64s] = deque()
@@ -125,11 +126,14 @@ class Job:
         return None
 
     def _coming(self, count: int) -> Int64s:
-        at = self.position - self._start
-        found = self._told[0][at : at + count]
-        if len(found) < count and len(self._told) > 1:
-            return np.concatenate([found, self._told[1][: count - len(found)]])
-        return found
+        """At most `count` requests from here on."""
+        at, parts = self.position - self._start, []
+        for told in self._told:
+            parts.append(told[at : at + count])
+            at, count = 0, count - len(parts[-1])
+            if not count:
+                break
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 class Pace:

@@ -26,6 +26,8 @@ class Future:
     of replacement algorithms for a virtual-storage computer", 1966).
     """
 
+    near = False
+
     def __init__(self, blocks: int) -> None:
         self._blocks = blocks
         self.mismatched = False
@@ -68,10 +70,7 @@ class Future:
         count = min(len(blocks), self.queued)
         at = self._at(self.head, self.head + count)
         foretold = self._queue[at]
-        same = bool((foretold == blocks[:count]).all())
-        if not same and count == len(blocks):
-            same = bool(np.array_equal(np.sort(foretold), np.sort(blocks)))
-        if not same:
+        if not is_kept(foretold, blocks):
             return False
         # of a block that is there twice the last one counts
         self._next[foretold] = self._following[at]
@@ -137,6 +136,17 @@ class Future:
         self.end += count
 
 
+def is_kept(foretold: Int64s | Int32s, made: Int64s) -> bool:
+    """Whether what was made begins with what was foretold; the order inside a whole batch of it
+    does not count.
+    """
+    if bool((foretold == made[: len(foretold)]).all()):
+        return True
+    if len(foretold) < len(made):
+        return False
+    return bool(np.array_equal(np.sort(foretold), np.sort(made)))
+
+
 def _places(start: int, stop: int, size: int) -> Int64s | slice:
     """Of positions in a ring of `size`: one slice where they do not go round."""
     low = start % size
@@ -145,4 +155,4 @@ def _places(start: int, stop: int, size: int) -> Int64s | slice:
     return np.arange(start, stop) % size
 
 
-__all__ = ["NEVER", "Future"]
+__all__ = ["NEVER", "Future", "is_kept"]

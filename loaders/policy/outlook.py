@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpstore.errors import ConfigError
+from hpstore.loaders.policy.drawn import Drawn
 from hpstore.loaders.policy.experts import BEYOND, EXPERTS, Expert, Shadows, sample_of
 from hpstore.loaders.policy.future import NEVER, Future
 from hpstore.loaders.policy.learner import HALF_LIVES, Learner
@@ -38,7 +39,7 @@ class Outlook:
         self._sampled = np.empty(0, np.bool_)
         self._past = np.empty((0, 0), np.float32)  # keys of the sample at the last step
         self._stepped = 0.0
-        self.futures = [Future(blocks) for _ in range(jobs)]
+        self.futures: list[Future | Drawn] = [Future(blocks) for _ in range(jobs)]
         # of every job: faded count of requests, requests of this epoch, requests of an epoch
         self._rates, self._made = [0.0] * jobs, [0.0] * jobs
         self._period = [float(blocks)] * jobs
@@ -70,13 +71,15 @@ class Outlook:
         self._made[job] = 0
         self.phases.begin(job, requests)
 
-    def expect(self, job: int, blocks: Int64s | None) -> None:
+    def expect(self, job: int, blocks: Int64s | None, *, drawn: bool) -> None:
         """As CachePolicy.expect; blocks have been checked."""
         future = self.futures[job]
         if blocks is None:
             future.forget()
             future.mismatched = False
         elif not future.mismatched:
+            if future.near is not drawn and not future.queued:
+                future = self.futures[job] = Drawn() if drawn else Future(self.blocks)
             future.append(blocks)
 
     def observe(
@@ -174,13 +177,13 @@ class Outlook:
             future.mismatched = False
 
     def _follow(self, job: int, asked: Int64s) -> None:
-        """Checks what was foretold; a job without is learned about from now on."""
+        """Checks what was foretold; where not all is known, learning begins."""
         future = self.futures[job]
         if future.queued and not future.advance(asked):
             future.forget()
             future.mismatched = True
             self.mismatches += 1
-        elif future.queued:
+        elif future.queued and not future.near:
             return
         elif future.head:
             future.forget()
@@ -218,8 +221,13 @@ class Outlook:
         """Jobs of unknown order that have begun epochs."""
         return tuple(
             job for job in range(min(self.jobs, JOBS))
-            if self.phases.length[job] and self._rates[job] > 0 and not self.futures[job].queued
+            if self.phases.length[job] and self._rates[job] > 0 and not self._known(job)
         )  # fmt: skip
+
+    def _known(self, job: int) -> bool:
+        """Whether all that a job will ask for is foretold, for some time."""
+        future = self.futures[job]
+        return future.queued > 0 and not future.near
 
     def _share_out(self) -> None:
         """Of all requests, by job. A job that has asked for nothing yet counts as an even one."""

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpstore.errors import ConfigError
+from hpstore.loaders.policy.distinct import distinct, in_order
 from hpstore.loaders.policy.outlook import Outlook
 from hpstore.loaders.policy.plans import Bools, Floats, Int64s, Plan, Wanted
 from hpstore.loaders.policy.residents import Int32s, Residents
@@ -110,16 +111,21 @@ class CachePolicy:
         self._check_job(job)
         self._outlook.begin_epoch(job, requests)
 
-    def expect(self, job: int, blocks: Int64s | None) -> None:
+    def expect(self, job: int, blocks: Int64s | None, *, drawn: bool = False) -> None:
         """The coming requests of a job, int64[n], after those that it was told before.
 
         Tell at least one epoch, better two, for one rank of W up to 2 W epochs; 8 bytes a request
-        until it has been made. Every access() is checked against it. After a mismatch (counted)
-        the job's order is unknown and what is told is ignored, until None comes: it forgets the
-        past and what was foretold, e.g. before telling a new order after a seek.
+        until it has been made. `drawn`: of an order otherwise unknown, some batches that its sampler
+        has drawn already; behind them counts what is learned. While requests of one kind are left,
+        others count as of that kind.
+
+        Every access() is checked against it. After a mismatch (counted) the job's order is unknown
+        and what is told is ignored, until None comes: it forgets the past and what was foretold,
+        e.g. before telling a new order after a seek.
         """
         self._check_job(job)
-        self._outlook.expect(job, None if blocks is None else self._checked(blocks))
+        told = None if blocks is None else self._checked(blocks)
+        self._outlook.expect(job, told, drawn=drawn)
 
     def expected(self, job: int) -> int:
         """Requests foretold and not made yet; 0 when the job's order is unknown."""
@@ -140,11 +146,11 @@ class CachePolicy:
         asked = self._checked(blocks)
         if not len(asked):
             return _nothing()
-        distinct, first, counts = _distinct(asked)
+        once, first, counts = distinct(asked)
         resident = self._residents.contains(asked)
-        before, after = self._outlook.observe(job, asked, distinct, counts)
+        before, after = self._outlook.observe(job, asked, once, counts)
         missed = ~resident[first]
-        newcomers = distinct[missed]
+        newcomers = once[missed]
         admit = evict = np.empty(0, np.int64)
         if len(newcomers):
             waits = self._outlook.newcomers(newcomers, missed, before, after)
@@ -153,7 +159,7 @@ class CachePolicy:
         if self._in_flight:
             late = resident & (self._state[asked] & _FLIGHT != 0)
         again = np.zeros(len(asked), np.bool_)
-        if len(distinct) < len(asked):
+        if len(once) < len(asked):
             np.logical_not(resident, out=again)
             again[first] = False
         hit = resident & ~late if self._in_flight else resident
@@ -172,10 +178,10 @@ class CachePolicy:
         for start in range(0, min(requests, future.queued), _SCAN):
             coming = future.upcoming(start, min(_SCAN, requests - start)).astype(np.int64)
             found.append(coming[~self._residents.contains(coming)])
-            spent += int(self._bytes_of(_in_order(found[-1])).sum())
+            spent += int(self._bytes_of(in_order(found[-1])).sum())
             if spent > budget_bytes:
                 break
-        wanted = _in_order(np.concatenate(found)) if found else np.empty(0, np.int64)
+        wanted = in_order(np.concatenate(found)) if found else np.empty(0, np.int64)
         wanted = wanted[np.cumsum(self._bytes_of(wanted)) <= budget_bytes]
         return self._send_for(wanted, self._outlook.waits(wanted))
 
@@ -215,7 +221,7 @@ class CachePolicy:
 
         Returns those that do not fit, for the caller to remove. Already resident ones are kept.
         """
-        found = _in_order(self._checked(blocks))
+        found = in_order(self._checked(blocks))
         found = found[~self._residents.contains(found)]
         fits = np.cumsum(self._bytes_of(found)) <= self.capacity_bytes - self._used
         self._add(found[fits])
@@ -226,24 +232,24 @@ class CachePolicy:
 
         Raises ValueError, with nothing changed, beyond that.
         """
-        distinct, _, counts = _distinct(self._checked(blocks))
+        once, _, counts = distinct(self._checked(blocks))
         if not len(self._pins):
             self._pins = np.zeros(self.blocks, np.uint8)
-        pins = self._pins[distinct] + counts
+        pins = self._pins[once] + counts
         if (pins > 255).any():
-            raise ValueError(f"block {distinct[pins > 255][0]} is pinned more than 255 times")
-        self._pinned += int((self._pins[distinct] == 0).sum())
-        self._pins[distinct] = pins
+            raise ValueError(f"block {once[pins > 255][0]} is pinned more than 255 times")
+        self._pinned += int((self._pins[once] == 0).sum())
+        self._pins[once] = pins
 
     def unpin(self, blocks: Int64s) -> None:
         """Takes back one pin() of each. Raises ValueError for a block that has none."""
-        distinct, _, counts = _distinct(self._checked(blocks))
-        pins = self._pins[distinct] - counts if len(self._pins) else -counts
+        once, _, counts = distinct(self._checked(blocks))
+        pins = self._pins[once] - counts if len(self._pins) else -counts
         if (pins < 0).any():
-            raise ValueError(f"block {distinct[pins < 0][0]} is not pinned so often")
+            raise ValueError(f"block {once[pins < 0][0]} is not pinned so often")
         self._pinned -= int((pins == 0).sum())
-        if len(distinct):
-            self._pins[distinct] = pins
+        if len(once):
+            self._pins[once] = pins
 
     def expected_use(self, blocks: Int64s) -> Floats:
         """When blocks are needed next: float32[n], ln of requests of all jobs from now.
@@ -462,37 +468,9 @@ def _nothing() -> Plan:
     return Plan(hit=none, late=none, again=none, admit=blocks, evict=blocks)
 
 
-def _distinct(blocks: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Blocks once each, rising; where each is first; how often it is there."""
-    count = len(blocks)
-    bits = max(count - 1, 0).bit_length()
-    # block and place in one word: numpy sorts int64 with SIMD, argsort it does not
-    keyed = blocks << bits
-    keyed |= np.arange(count)
-    keyed.sort()
-    ranked = keyed >> bits
-    starts = np.empty(count, np.bool_)
-    starts[:1] = True
-    np.not_equal(ranked[1:], ranked[:-1], out=starts[1:])
-    first = keyed & ((1 << bits) - 1)
-    if starts.all():
-        return ranked, first, np.ones(count, np.int64)
-    (at,) = starts.nonzero()
-    counts = np.empty(len(at), np.int64)
-    np.subtract(at[1:], at[:-1], out=counts[:-1])
-    counts[-1:] = count - at[-1:]
-    return ranked[at], first[at], counts
-
-
 def _run(flags: Bools) -> int:
     """How many are set before the first that is not."""
     return len(flags) if flags.all() else int(np.argmin(flags))
-
-
-def _in_order(blocks: Int64s) -> Int64s:
-    """Blocks once each, in the order of their first occurrence."""
-    distinct, first, _ = _distinct(blocks)
-    return distinct[np.argsort(first)]
 
 
 __all__ = ["EXACT", "CachePolicy"]
