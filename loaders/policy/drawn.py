@@ -6,8 +6,7 @@ import numpy as np
 
 from hpstore.loaders.policy.distinct import distinct
 from hpstore.loaders.policy.future import NEVER, is_kept
-from hpstore.loaders.policy.plans import Int64s
-from hpstore.loaders.policy.residents import Int32s
+from hpstore.loaders.policy.plans import Int32s, Int64s
 
 _NO_BLOCK = np.iinfo(np.int64).max
 
@@ -62,13 +61,13 @@ class Drawn:
     def next_use(self, blocks: Int64s | Int32s) -> Int32s:
         """int32[n]: requests until the next one, NEVER without one."""
         if not self._sorted:
-            found, first, _ = distinct(self._queue)
+            found = distinct(self._queue)
             # behind the last one: what is larger than all of them is found there
-            self._blocks = np.append(found, _NO_BLOCK)
-            self._uses = np.append(first.astype(np.int32), NEVER)
+            self._blocks = np.append(found.blocks, _NO_BLOCK)
+            self._uses = np.append(found.first.astype(np.int32), NEVER)
             self._sorted = True
         at = self._blocks.searchsorted(blocks)
-        uses: Int32s = np.where(self._blocks[at] == blocks, self._uses[at], NEVER)
+        uses: Int32s = np.where(self._blocks.take(at) == blocks, self._uses.take(at), NEVER)
         return uses
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hpstore.errors import ConfigError
-from hpstore.loaders.policy.plans import Int64s
-from hpstore.loaders.policy.residents import Int32s
+from hpstore.loaders.policy.plans import Int32s, Int64s
 
 NEVER = np.int32(2**31 - 1)
 """No request is foretold."""
@@ -36,7 +35,8 @@ class Future:
     def forget(self) -> None:
         """Nothing is foretold, and the memory is free."""
         self.head = self.end = 0
-        self._next = self._last = np.empty(0, np.int32)
+        self._links = np.empty((0, 2), np.int32)
+        self._next, self._last = self._links.T
         self._queue = self._following = np.empty(0, np.int32)
 
     @property
@@ -47,7 +47,7 @@ class Future:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        arrays = (self._next, self._last, self._queue, self._following)
+        arrays = (self._links, self._queue, self._following)
         return sum(array.nbytes for array in arrays)
 
     def append(self, blocks: Int64s) -> None:
@@ -73,7 +73,7 @@ class Future:
         if not is_kept(foretold, blocks):
             return False
         # of a block that is there twice the last one counts
-        self._next[foretold] = self._following[at]
+        self._next[foretold.astype(np.int64)] = self._following[at]
         self.head += count
         return True
 
@@ -92,8 +92,10 @@ class Future:
 
     def _reserve(self, more: int) -> None:
         if not len(self._next):
-            self._next = np.full(self._blocks, NEVER)
-            self._last = np.full(self._blocks, -1, np.int32)
+            # side by side: one miss for both of a block
+            self._links = np.empty((self._blocks, 2), np.int32)
+            self._next, self._last = self._links.T
+            self._next[:], self._last[:] = NEVER, -1
         if self.end + more >= _FAR:
             self._count_anew()
         room = self.queued + more

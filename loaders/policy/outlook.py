@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hpstore.errors import ConfigError
+from hpstore.loaders.policy.distinct import Distinct
 from hpstore.loaders.policy.drawn import Drawn
 from hpstore.loaders.policy.experts import BEYOND, EXPERTS, Expert, Shadows, sample_of
 from hpstore.loaders.policy.future import NEVER, Future
 from hpstore.loaders.policy.learner import HALF_LIVES, Learner
 from hpstore.loaders.policy.phases import JOBS, Phases
-from hpstore.loaders.policy.plans import Bools, Floats, Int64s
-from hpstore.loaders.policy.residents import Int32s
+from hpstore.loaders.policy.plans import Bools, Floats, Int32s, Int64s
+from hpstore.loaders.policy.table import Table
 
 Arrays = dict[str, npt.NDArray[np.generic]]
+Learned = Callable[[Bools | None], Floats]
+"""What an expert says of some blocks, or of all of them: asked for only where it counts."""
 
 _BATCHES = 16  # at least so many batches decide how fast jobs go
 _PART = 1 / 32  # of an epoch, if that is more
+
+
+class Observed(NamedTuple):
+    """Of the blocks that a batch asks for: which are `resident`, their keys before it and after,
+    float32[columns, n].
+    """
+
+    resident: Bools
+    before: Floats
+    after: Floats
 
 
 class Outlook:
@@ -30,13 +44,15 @@ class Outlook:
     requests comes after d / share_j of all. A block is needed when the first job needs it.
     """
 
-    def __init__(self, blocks: int, jobs: int, *, capacity_share: float, seed: int) -> None:
+    def __init__(
+        self, blocks: int, jobs: int, *, table: Table, capacity_share: float, seed: int
+    ) -> None:
         self.blocks, self.jobs = blocks, jobs
         self._share, self._seed = capacity_share, seed
-        self.learner = Learner(blocks)
-        self.phases = Phases(blocks)
+        self._table = table
+        self.learner = Learner(table)
+        self.phases = Phases(table)
         self._shadows: Shadows | None = None  # until a request of unknown order
-        self._sampled = np.empty(0, np.bool_)
         self._past = np.empty((0, 0), np.float32)  # keys of the sample at the last step
         self._stepped = 0.0
         self.futures: list[Future | Drawn] = [Future(blocks) for _ in range(jobs)]
@@ -46,14 +62,14 @@ class Outlook:
         self._shares = [1 / jobs] * jobs
         self._per_epoch = float(blocks)  # requests of all jobs
         self.mismatches = 0
+        self._told: list[int] = []  # jobs of which something is foretold
+        self._offset_of: tuple[object, ...] = ()
+        self._offset_is = np.float32(0)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays that grow with the number of blocks."""
-        return (
-            self.learner.keys.nbytes + self.phases.seen.nbytes + self._sampled.nbytes
-            + sum(future.nbytes for future in self.futures)
-        )  # fmt: skip
+        """Bytes of all arrays that grow with the number of blocks, but the table."""
+        return sum(future.nbytes for future in self.futures)
 
     @property
     def switches(self) -> int:
@@ -81,11 +97,10 @@ class Outlook:
             if future.near is not drawn and not future.queued:
                 future = self.futures[job] = Drawn() if drawn else Future(self.blocks)
             future.append(blocks)
+        self._list_told()
 
-    def observe(
-        self, job: int, asked: Int64s, distinct: Int64s, counts: Int64s
-    ) -> tuple[Floats, Floats]:  # fmt: skip
-        """A batch of requests; returns the learner's keys of `distinct` before and after."""
+    def observe(self, job: int, asked: Int64s, once: Distinct) -> Observed:
+        """A batch of requests, and what it asks for."""
         requests = len(asked)
         self._follow(job, asked)
         window = max(self._period[job] * _PART, _BATCHES * requests)
@@ -94,30 +109,40 @@ class Outlook:
         self._rates[job] += requests
         self._share_out()
         self._made[job] += requests
-        before, after = self.learner.touch(distinct, counts, requests / self._period[job])
-        self.phases.touch(job, distinct, requests)
-        if self._shadows is not None:
-            sampled = asked[self._sampled[asked]]
-            if len(sampled) and self._shadows.record(sampled):
+        self.learner.pass_time(requests / self._period[job])
+        rows = self._table.take(once.blocks)
+        before = rows.keys
+        rows.keys = self.learner.touch(before, once.counts)
+        self.phases.touch(job, rows, requests)
+        self._table.put(once.blocks, rows)
+        if self._shadows is not None and np.count_nonzero(rows.marks):
+            sampled = asked[self._table.marks[asked]]
+            if self._shadows.record(sampled):
                 self._step(self._shadows)
-        return before, after
+        return Observed(rows.places >= 0, before, rows.keys)
 
     def waits(self, blocks: Int64s | Int32s) -> Floats:
         """float32[n]: of blocks that are not being asked for right now."""
-        return self._merged(blocks, None)
 
-    def newcomers(self, blocks: Int64s, missed: Bools, before: Floats, after: Floats) -> Floats:
-        """float32[n]: of missed blocks, with the margin.
+        def learned(some: Bools | None) -> Floats:
+            return self._learned(blocks if some is None else blocks[some])
 
-        `before`, `after`: keys as observe() returned them; `missed`: which of them are meant.
-        """
-        expert = self.expert
-        if expert.column is None:
-            learned = self._learned(blocks)
-        else:
-            keys = after if expert.fresh else before
-            learned = self._offset(expert.column) - keys[:, expert.column][missed]
-        return self._merged(blocks, learned + np.float32(expert.margin))
+        return self._merged(blocks, learned, newcomers=False)
+
+    def newcomers(self, blocks: Int64s, missed: Bools, observed: Observed) -> Floats:
+        """float32[n]: of blocks that are missed, with the margin; `missed`: which of the batch."""
+
+        def learned(some: Bools | None) -> Floats:
+            expert = self.expert
+            if expert.column is None:
+                found = self._learned(blocks if some is None else blocks[some])
+            else:
+                keys = observed.after if expert.fresh else observed.before
+                key = keys[expert.column][missed]
+                found = self._offset(expert.column) - (key if some is None else key[some])
+            return found + np.float32(expert.margin)
+
+        return self._merged(blocks, learned, newcomers=True)
 
     def state(self) -> Arrays:
         """Arrays by name, not copied."""
@@ -175,26 +200,31 @@ class Outlook:
         for future in self.futures:
             future.forget()
             future.mismatched = False
+        self._list_told()
 
     def _follow(self, job: int, asked: Int64s) -> None:
         """Checks what was foretold; where not all is known, learning begins."""
         future = self.futures[job]
-        if future.queued and not future.advance(asked):
-            future.forget()
-            future.mismatched = True
-            self.mismatches += 1
-        elif future.queued and not future.near:
-            return
-        elif future.head:
+        if future.queued:
+            if not future.advance(asked):
+                future.forget()
+                future.mismatched = True
+                self.mismatches += 1
+            elif future.queued and not future.near:
+                return
+            self._list_told()
+        if not future.queued and future.head:
             future.forget()
         if self._shadows is None:
             self.learner.widen()
             self._begin_shadows()
 
+    def _list_told(self) -> None:
+        self._told = [job for job, future in enumerate(self.futures) if future.queued]
+
     def _begin_shadows(self) -> Shadows:
         self._shadows = Shadows(self.blocks, self._share, self._seed)
-        self._sampled = np.zeros(self.blocks, np.bool_)
-        self._sampled[self._shadows.sample] = True
+        self._table.marks[self._shadows.sample] = True
         self._past = self.learner.keys[self._shadows.sample]
         self._stepped = self.learner.epochs
         return self._shadows
@@ -241,7 +271,11 @@ class Outlook:
             self._per_epoch = total / pace
 
     def _offset(self, column: int) -> np.float32:
-        return np.float32(self.learner.offset(column, self._per_epoch))
+        facts = (column, self.learner.epochs, self._per_epoch)
+        if facts != self._offset_of:  # asked for several times a batch
+            self._offset_of = facts
+            self._offset_is = np.float32(self.learner.offset(column, self._per_epoch))
+        return self._offset_is
 
     def _learned(self, blocks: Int64s | Int32s) -> Floats:
         column = self.expert.column
@@ -253,24 +287,28 @@ class Outlook:
         assert column is not None
         return self._offset(column) - self.learner.column(blocks, column)
 
-    def _merged(self, blocks: Int64s | Int32s, learned: Floats | None) -> Floats:
-        """The soonest of what is foretold by each job, and of what was learned of the others.
-
-        `learned`: if it is not what the expert says.
-        """
-        known = [job for job in range(self.jobs) if self.futures[job].queued]
+    def _merged(
+        self, blocks: Int64s | Int32s, learned: Learned, *, newcomers: bool
+    ) -> Floats:  # fmt: skip
+        """The soonest of what is foretold by each job, and of what was learned of the others."""
+        known = self._told
+        if not known:
+            return learned(None)
         others = any(rate > 0 and job not in known for job, rate in enumerate(self._rates))
         best: Floats | None = None
-        if others or not known:
-            best = self._learned(blocks) if learned is None else learned
+        if others:
+            best = learned(None)
         for job in known:
-            found = self._foretold(job, blocks, best if learned is None else learned)
+            behind = learned if newcomers or best is None else best
+            found = self._foretold(job, blocks, behind)
             best = found if best is None else np.minimum(best, found)
         assert best is not None
         return best
 
-    def _foretold(self, job: int, blocks: Int64s | Int32s, learned: Floats | None) -> Floats:
-        """Behind the horizon: when it comes, and then as long as was learned."""
+    def _foretold(
+        self, job: int, blocks: Int64s | Int32s, behind: Learned | Floats
+    ) -> Floats:  # fmt: skip
+        """When a job asks next. Not within its horizon: when that ends, and then what is `behind`."""
         future, share = self.futures[job], self._shares[job]
         use = future.next_use(blocks)
         gap = (use - np.int32(future.head)).astype(np.float32)
@@ -278,9 +316,10 @@ class Outlook:
         if share < 1:
             found -= np.float32(math.log(share))
         beyond = use == NEVER
-        if beyond.any():
-            after = self._learned(blocks[beyond]) if learned is None else learned[beyond]
-            found[beyond] = np.logaddexp(np.float32(math.log(future.queued / share)), after)
+        if np.count_nonzero(beyond):
+            horizon = np.float32(math.log(future.queued / share))
+            after = behind[beyond] if isinstance(behind, np.ndarray) else behind(beyond)
+            found[beyond] = np.logaddexp(horizon, after)
         return found
 
 

@@ -10,8 +10,9 @@ import numpy.typing as npt
 from hpstore.errors import ConfigError
 from hpstore.loaders.policy.distinct import distinct, in_order
 from hpstore.loaders.policy.outlook import Outlook
-from hpstore.loaders.policy.plans import Bools, Floats, Int64s, Plan, Wanted
-from hpstore.loaders.policy.residents import Int32s, Residents
+from hpstore.loaders.policy.plans import Bools, Floats, Int32s, Int64s, Plan, Wanted
+from hpstore.loaders.policy.residents import Residents
+from hpstore.loaders.policy.table import Table
 
 EXACT = 4096
 """Up to so many residents all are compared, above a few for every newcomer."""
@@ -54,7 +55,9 @@ class CachePolicy:
         self._sizes, self._cost = sizes, request_cost_bytes
         self._equal_bytes = sizes if isinstance(sizes, int) else 0
         self._smallest = sizes if isinstance(sizes, int) else int(sizes.min())
-        self._residents = Residents(blocks)
+        self._table = Table(blocks)
+        most = capacity_bytes // self._smallest if self._smallest else blocks
+        self._residents = Residents(self._table, min(blocks, most))
         self._used = 0
         self._together = _TOGETHER
         self._state = np.zeros(blocks, np.uint8)
@@ -62,7 +65,9 @@ class CachePolicy:
         self._pins = np.empty(0, np.uint8)  # until the first pin
         self._pinned = 0
         share = min(1.0, capacity_bytes / max(total, 1))
-        self._outlook = Outlook(blocks, jobs, capacity_share=share, seed=seed)
+        self._outlook = Outlook(
+            blocks, jobs, table=self._table, capacity_share=share, seed=seed
+        )
         self._counters = dict.fromkeys(
             ("requests", "hits", "late", "repeats", "admissions", "evictions", "bypasses",
              "prefetches"), 0,
@@ -77,7 +82,8 @@ class CachePolicy:
     def index_bytes(self) -> int:
         """Bytes of memory that the policy's arrays take."""
         return (
-            self._residents.nbytes + self._state.nbytes + self._pins.nbytes + self._outlook.nbytes
+            self._table.nbytes + self._residents.nbytes + self._state.nbytes + self._pins.nbytes
+            + self._outlook.nbytes
         )
 
     @property
@@ -146,24 +152,29 @@ class CachePolicy:
         asked = self._checked(blocks)
         if not len(asked):
             return _nothing()
-        once, first, counts = distinct(asked)
-        resident = self._residents.contains(asked)
-        before, after = self._outlook.observe(job, asked, once, counts)
-        missed = ~resident[first]
-        newcomers = once[missed]
+        once = distinct(asked)
+        observed = self._outlook.observe(job, asked, once)
+        missed = ~observed.resident
+        newcomers = once.blocks[missed]
         admit = evict = np.empty(0, np.int64)
         if len(newcomers):
-            waits = self._outlook.newcomers(newcomers, missed, before, after)
+            waits = self._outlook.newcomers(newcomers, missed, observed)
             admit, evict = self._exchange(newcomers, waits)
-        late = np.zeros(len(asked), np.bool_)
+        hit, late, again = np.zeros((3, len(asked)), np.bool_)
+        if len(once.blocks) < len(asked):
+            hit[once.order] = observed.resident.repeat(once.counts)
+            np.logical_not(hit, out=again)
+            again[once.first] = False
+            self._counters["repeats"] += int(np.count_nonzero(again))
+        else:
+            hit[once.order] = observed.resident
         if self._in_flight:
-            late = resident & (self._state[asked] & _FLIGHT != 0)
-        again = np.zeros(len(asked), np.bool_)
-        if len(once) < len(asked):
-            np.logical_not(resident, out=again)
-            again[first] = False
-        hit = resident & ~late if self._in_flight else resident
-        self._count(hit, late, again, len(newcomers) - len(admit))
+            np.logical_and(hit, self._state[asked] & _FLIGHT, out=late)
+            hit &= ~late
+            self._counters["late"] += int(np.count_nonzero(late))
+        self._counters["requests"] += len(asked)
+        self._counters["hits"] += int(np.count_nonzero(hit))
+        self._counters["bypasses"] += len(newcomers) - len(admit)
         return Plan(hit=hit, late=late, again=again, admit=admit, evict=evict)
 
     def next_wanted(self, job: int, budget_bytes: int, *, requests: int = 65_536) -> Wanted:
@@ -232,7 +243,7 @@ class CachePolicy:
 
         Raises ValueError, with nothing changed, beyond that.
         """
-        once, _, counts = distinct(self._checked(blocks))
+        once, _, counts, _ = distinct(self._checked(blocks))
         if not len(self._pins):
             self._pins = np.zeros(self.blocks, np.uint8)
         pins = self._pins[once] + counts
@@ -243,7 +254,7 @@ class CachePolicy:
 
     def unpin(self, blocks: Int64s) -> None:
         """Takes back one pin() of each. Raises ValueError for a block that has none."""
-        once, _, counts = distinct(self._checked(blocks))
+        once, _, counts, _ = distinct(self._checked(blocks))
         pins = self._pins[once] - counts if len(self._pins) else -counts
         if (pins < 0).any():
             raise ValueError(f"block {once[pins < 0][0]} is not pinned so often")
@@ -281,7 +292,7 @@ class CachePolicy:
         there = arrays["residents"].astype(np.int64) if residents is None else residents
         there = self._checked(there)
         self._outlook.load(arrays)
-        self._residents = Residents(self.blocks)
+        self._residents.clear()
         self._residents.draws, self._together = arrays["policy"].astype(np.int64)[3:].tolist()
         self._used = self._in_flight = self._pinned = 0
         self._state[:] = 0
@@ -320,7 +331,7 @@ class CachePolicy:
             victims, latest = self._candidates(together)
             if self.capacity_bytes - self._used < self._smallest:
                 # mostly few newcomers have a chance, and nothing else is to be done
-                chance = waits < latest.max(initial=-np.inf)
+                chance = waits < np.maximum.reduce(latest, initial=-np.inf)
                 newcomers, waits = newcomers[chance], waits[chance]
                 if not len(newcomers):
                     break
@@ -342,12 +353,13 @@ class CachePolicy:
         nothing = [np.empty(0, np.int64)]
         return np.concatenate(came or nothing), np.concatenate(gone or nothing)
 
-    def _candidates(self, together: int) -> tuple[Int32s, Floats]:
+    def _candidates(self, together: int) -> tuple[Int64s, Floats]:
         """Residents that may leave, in no order, and their expected use."""
         if self._residents.count <= EXACT:
-            drawn = self._residents.listed()
+            found = self._residents.listed()
         else:
-            drawn = self._residents.draw(_CANDIDATES * together)
+            found = self._residents.draw(_CANDIDATES * together)
+        drawn = found.astype(np.int64)  # the only kind of index that numpy does not convert
         if self._in_flight:
             drawn = drawn[self._state[drawn] & _FLIGHT == 0]
         if self._pinned:
@@ -356,7 +368,7 @@ class CachePolicy:
         return drawn, waits + self._dearness(drawn) if self._cost else waits
 
     def _contest(
-        self, newcomers: Int64s, waits: Floats, victims: Int32s, latest: Floats
+        self, newcomers: Int64s, waits: Floats, victims: Int64s, latest: Floats
     ) -> tuple[int, Int64s]:  # fmt: skip
         """How many of the newcomers, in order, came in, and who left for them."""
         # of equal blocks one for one; of others a few small ones may leave for a large one
@@ -365,7 +377,7 @@ class CachePolicy:
             last = np.argpartition(latest, len(victims) - limit)[len(victims) - limit :]
             victims, latest = victims[last], latest[last]
         rank = np.argsort(-latest, kind="stable")
-        leaving, soonest = victims[rank].astype(np.int64), latest[rank]
+        leaving, soonest = victims[rank], latest[rank]
         room = self.capacity_bytes - self._used
         if self._equal_bytes and room < self._equal_bytes:
             count = min(len(newcomers), len(leaving))
@@ -422,14 +434,6 @@ class CachePolicy:
         dear: Floats = -np.log1p(self._cost / sizes).astype(np.float32)
         return dear
 
-    def _count(self, hit: Bools, late: Bools, again: Bools, bypassed: int) -> None:
-        counters = self._counters
-        counters["requests"] += len(hit)
-        counters["hits"] += int(np.count_nonzero(hit))
-        counters["late"] += int(np.count_nonzero(late))
-        counters["repeats"] += int(np.count_nonzero(again))
-        counters["bypasses"] += bypassed
-
     def _check_job(self, job: int) -> None:
         if not 0 <= job < self.jobs:
             raise ValueError(f"job {job}: there are 0 .. {self.jobs - 1}")
@@ -437,7 +441,7 @@ class CachePolicy:
     def _checked(self, blocks: npt.ArrayLike) -> Int64s:
         asked = np.ascontiguousarray(blocks, np.int64).reshape(-1)
         # one pass: negative numbers are large ones without a sign
-        if len(asked) and int(asked.view(np.uint64).max()) >= self.blocks:
+        if len(asked) and int(np.maximum.reduce(asked.view(np.uint64))) >= self.blocks:
             raise ValueError(
                 f"blocks {asked.min()} .. {asked.max()}: there are 0 .. {self.blocks - 1}"
             )
@@ -470,7 +474,10 @@ def _nothing() -> Plan:
 
 def _run(flags: Bools) -> int:
     """How many are set before the first that is not."""
-    return len(flags) if flags.all() else int(np.argmin(flags))
+    if not len(flags):
+        return 0
+    first = int(flags.argmin())
+    return len(flags) if flags[first] else first
 
 
 __all__ = ["EXACT", "CachePolicy"]
