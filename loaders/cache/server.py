@@ -228,7 +228,7 @@ class _Peer:
 
     def _note(self, message: Message) -> None:
         self._core.await_told(self._job, message.facts["told"])
-        self._core.note(self._stock, self._job, message.numbers())
+        self._core.note(self._stock, self._job, message.numbers(), message.facts["told"])
 
     def _ask(self, message: Message) -> None:
         """States of all requests, then the bytes of those that the disk had."""

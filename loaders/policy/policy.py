@@ -65,9 +65,7 @@ class CachePolicy:
         self._pins = np.empty(0, np.uint8)  # until the first pin
         self._pinned = 0
         share = min(1.0, capacity_bytes / max(total, 1))
-        self._outlook = Outlook(
-            blocks, jobs, table=self._table, capacity_share=share, seed=seed
-        )
+        self._outlook = Outlook(blocks, jobs, table=self._table, capacity_share=share, seed=seed)
         self._counters = dict.fromkeys(
             ("requests", "hits", "late", "repeats", "admissions", "evictions", "bypasses",
              "prefetches"), 0,
@@ -82,7 +80,10 @@ class CachePolicy:
     def index_bytes(self) -> int:
         """Bytes of memory that the policy's arrays take."""
         return (
-            self._table.nbytes + self._residents.nbytes + self._state.nbytes + self._pins.nbytes
+            self._table.nbytes
+            + self._residents.nbytes
+            + self._state.nbytes
+            + self._pins.nbytes
             + self._outlook.nbytes
         )
 

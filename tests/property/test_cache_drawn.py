@@ -130,7 +130,9 @@ def test_no_workload_loses_by_what_was_drawn(name: str) -> None:
     requests = trace.requests[: 8 * 1500]
     starts = [start for start in trace.starts[0] if start < len(requests)]
     found = [
-        simulate(requests, 300, batch=20, epoch_starts=starts, drawn_batches=drawn).hit[1500:].mean()
+        simulate(requests, 300, batch=20, epoch_starts=starts, drawn_batches=drawn)
+        .hit[1500:]
+        .mean()
         for drawn in (0, 12)
     ]
     assert found[1] > found[0] - 0.005
