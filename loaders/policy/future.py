@@ -69,11 +69,11 @@ class Future:
         """
         count = min(len(blocks), self.queued)
         at = self._at(self.head, self.head + count)
-        foretold = self._queue[at]
+        foretold = self._queue[at].astype(np.int64)
         if not is_kept(foretold, blocks):
             return False
         # of a block that is there twice the last one counts
-        self._next[foretold.astype(np.int64)] = self._following[at]
+        self._next[foretold] = self._following[at]
         self.head += count
         return True
 
@@ -138,13 +138,14 @@ class Future:
         self.end += count
 
 
-def is_kept(foretold: Int64s | Int32s, made: Int64s) -> bool:
+def is_kept(foretold: Int64s, made: Int64s) -> bool:
     """Whether what was made begins with what was foretold; the order inside a whole batch of it
     does not count.
     """
-    if bool((foretold == made[: len(foretold)]).all()):
+    count = len(foretold)
+    if np.count_nonzero(foretold == made[:count]) == count:
         return True
-    if len(foretold) < len(made):
+    if count < len(made):
         return False
     return bool(np.array_equal(np.sort(foretold), np.sort(made)))
 

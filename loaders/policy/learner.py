@@ -39,7 +39,7 @@ class Learner:
     @property
     def columns(self) -> int:
         """1, or one for each half-life."""
-        return self._table.keys.shape[1]
+        return self._table.columns
 
     def widen(self) -> None:
         """All half-lives from now on; what the first one knows is where the others start."""
@@ -103,7 +103,9 @@ class Learner:
 
     def _list_paces(self) -> None:
         """Both arrays as numbers of Python, which are faster one by one."""
-        self._paces = list(zip(self._fading.tolist(), self._bases.tolist(), strict=True))
+        self._paces: list[tuple[float, float]] = list(
+            zip(self._fading.tolist(), self._bases.tolist(), strict=True)
+        )
 
     def _now(self) -> Floats:
         """The key that one request of this moment has."""

@@ -63,6 +63,7 @@ class Outlook:
         self._per_epoch = float(blocks)  # requests of all jobs
         self.mismatches = 0
         self._told: list[int] = []  # jobs of which something is foretold
+        self._others = False  # whether other jobs have asked for anything
         self._offset_of: tuple[object, ...] = ()
         self._offset_is = np.float32(0)
 
@@ -107,13 +108,14 @@ class Outlook:
         fade = math.exp(-requests / window)
         self._rates = [rate * fade for rate in self._rates]
         self._rates[job] += requests
+        self._others = self._others or job not in self._told
         self._share_out()
         self._made[job] += requests
         self.learner.pass_time(requests / self._period[job])
         rows = self._table.take(once.blocks)
         before = rows.keys
         rows.keys = self.learner.touch(before, once.counts)
-        self.phases.touch(job, rows, requests)
+        self.phases.touch(job, once.blocks, rows, requests)
         self._table.put(once.blocks, rows)
         if self._shadows is not None and np.count_nonzero(rows.marks):
             sampled = asked[self._table.marks[asked]]
@@ -221,6 +223,9 @@ class Outlook:
 
     def _list_told(self) -> None:
         self._told = [job for job, future in enumerate(self.futures) if future.queued]
+        self._others = any(
+            rate > 0 and job not in self._told for job, rate in enumerate(self._rates)
+        )
 
     def _begin_shadows(self) -> Shadows:
         self._shadows = Shadows(self.blocks, self._share, self._seed)
@@ -262,6 +267,9 @@ class Outlook:
     def _share_out(self) -> None:
         """Of all requests, by job. A job that has asked for nothing yet counts as an even one."""
         total = sum(self._rates)
+        if self.jobs == 1 and total:
+            self._per_epoch = total / (total / self._period[0])
+            return
         self._shares = [
             max(rate / total, 1e-9) if rate > 0 else 1 / self.jobs for rate in self._rates
         ]
@@ -294,9 +302,8 @@ class Outlook:
         known = self._told
         if not known:
             return learned(None)
-        others = any(rate > 0 and job not in known for job, rate in enumerate(self._rates))
         best: Floats | None = None
-        if others:
+        if self._others:
             best = learned(None)
         for job in known:
             behind = learned if newcomers or best is None else best
@@ -308,7 +315,7 @@ class Outlook:
     def _foretold(
         self, job: int, blocks: Int64s | Int32s, behind: Learned | Floats
     ) -> Floats:  # fmt: skip
-        """When a job asks next. Not within its horizon: when that ends, and then what is `behind`."""
+        """When a job asks next; not within its horizon: when that ends, then what is `behind`."""
         future, share = self.futures[job], self._shares[job]
         use = future.next_use(blocks)
         gap = (use - np.int32(future.head)).astype(np.float32)

@@ -47,10 +47,12 @@ class Phases:
         self.made[job] = 0
         self._stale = np.inf
 
-    def touch(self, job: int, rows: Rows, requests: int) -> None:
-        """A job has asked for the blocks of these rows, which are put back by who took them."""
+    def touch(self, job: int, blocks: Int64s, rows: Rows, requests: int) -> None:
+        """A job has asked for blocks, whose rows are put back by who took them."""
         if job < JOBS and self.length[job]:
             rows.seen |= np.uint8(1 << job)
+            if not rows.seen.size:  # it is not in the rows
+                self.seen[blocks] |= np.uint8(1 << job)
             self.made[job] += requests
             self._stale += requests / self.length[job]
 

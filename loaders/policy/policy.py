@@ -122,8 +122,8 @@ class CachePolicy:
         """The coming requests of a job, int64[n], after those that it was told before.
 
         Tell at least one epoch, better two, for one rank of W up to 2 W epochs; 8 bytes a request
-        until it has been made. `drawn`: of an order otherwise unknown, some batches that its sampler
-        has drawn already; behind them counts what is learned. While requests of one kind are left,
+        until it has been made. `drawn`: of an order otherwise unknown, batches that its sampler has
+        drawn already; behind them counts what is learned. While requests of one kind are left,
         others count as of that kind.
 
         Every access() is checked against it. After a mismatch (counted) the job's order is unknown
@@ -161,7 +161,8 @@ class CachePolicy:
         if len(newcomers):
             waits = self._outlook.newcomers(newcomers, missed, observed)
             admit, evict = self._exchange(newcomers, waits)
-        hit, late, again = np.zeros((3, len(asked)), np.bool_)
+        hit = np.empty(len(asked), np.bool_)
+        late, again = np.zeros(len(asked), np.bool_), np.zeros(len(asked), np.bool_)
         if len(once.blocks) < len(asked):
             hit[once.order] = observed.resident.repeat(once.counts)
             np.logical_not(hit, out=again)
@@ -337,7 +338,7 @@ class CachePolicy:
                 if not len(newcomers):
                     break
             rank = np.argsort(waits, kind="stable")
-            newcomers, waits = newcomers[rank], waits[rank]
+            newcomers, waits = newcomers.take(rank), waits.take(rank)
             tried = min(together, len(newcomers))
             taken, evict = self._contest(newcomers[:tried], waits[:tried], victims, latest)
             came.append(newcomers[:taken])
@@ -376,9 +377,9 @@ class CachePolicy:
         limit = len(newcomers) if self._equal_bytes else 4 * len(newcomers) + 16
         if len(victims) > limit:
             last = np.argpartition(latest, len(victims) - limit)[len(victims) - limit :]
-            victims, latest = victims[last], latest[last]
+            victims, latest = victims.take(last), latest.take(last)
         rank = np.argsort(-latest, kind="stable")
-        leaving, soonest = victims[rank], latest[rank]
+        leaving, soonest = victims.take(rank), latest.take(rank)
         room = self.capacity_bytes - self._used
         if self._equal_bytes and room < self._equal_bytes:
             count = min(len(newcomers), len(leaving))

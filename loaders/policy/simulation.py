@@ -52,10 +52,10 @@ def simulate(
     in a row are decided on together, each job's by themselves. `epoch_starts`: indices into
     `requests` where a job's epochs begin, a list per job when there are several; without them
     there are no phase bits. `known_order` needs them: every job's order is told up to the end of
-    its epoch and `horizon_epochs` whole epochs beyond. `drawn_batches`: of an
-    order otherwise unknown so many batches behind the one that is asked for are told as drawn, up
-    to the end of the epoch. `blocks`: how many there are, the largest id + 1 unless given. With `sizes` int64[blocks] the capacity is `capacity_bytes`. Raises
-    ConfigError.
+    its epoch and `horizon_epochs` whole epochs beyond. `drawn_batches`: of an order otherwise
+    unknown so many batches behind the one that is asked for are told as drawn, up to the end of
+    the epoch. `blocks`: how many there are, the largest id + 1 unless given. With `sizes`
+    int64[blocks] the capacity is `capacity_bytes`. Raises ConfigError.
     """
     asked = np.ascontiguousarray(requests, np.int64).reshape(-1)
     owner = np.zeros(len(asked), np.int64) if jobs is None else np.asarray(jobs, np.int64)
@@ -101,8 +101,9 @@ class _Course:
         self, policy: CachePolicy, job: int, asked: Int64s, starts: list[int] | None,
         horizon: int | None, drawn: int,
     ) -> None:  # fmt: skip
-        """`asked`: of this job alone; `starts`: positions in it; `horizon`: None: order unknown, but
-        for `drawn` requests.
+        """`asked`: of this job alone; `starts`: positions in it; `horizon`: None: order unknown.
+
+        `drawn`: so many requests behind a batch are told then.
         """
         self._policy, self._job, self._asked = policy, job, asked
         self._edges = [] if starts is None else [*starts, len(asked)]

@@ -15,21 +15,19 @@ _SEEN, _MARK = 28, 29  # where they are in a wide row
 class Rows:
     """Copied rows of some blocks, n of them. Change `keys` and `seen`, then Table.put().
 
-    `keys` float32[columns, n], `places` int32[n], `seen` uint8[n], `marks` bool[n].
+    `keys` float32[columns, n], `places` int32[n]; of more than one column also `seen`
+    uint8[n, 1] and `marks`, else of no length.
     """
 
     __slots__ = ("keys", "marks", "places", "seen", "words")
 
-    def __init__(self, words: Floats, columns: int, seen: npt.NDArray[np.uint8] | None) -> None:
+    def __init__(self, words: Floats, columns: int) -> None:
         self.words = words
         # one key of all blocks after the other: numpy is slow at many short rows
         self.keys: Floats = words.T[:columns].copy()
         self.places: Int32s = words.view(np.int32)[:, columns]
-        if seen is None:
-            raw = words.view(np.uint8)
-            self.seen, self.marks = raw[:, _SEEN], raw[:, _MARK].view(np.bool_)
-        else:
-            self.seen, self.marks = seen, np.empty(0, np.bool_)
+        raw = words.view(np.uint8)[:, _SEEN:]  # nothing of a narrow row
+        self.seen, self.marks = raw[:, :1], raw[:, 1:2]
 
 
 class Table:
@@ -48,11 +46,11 @@ class Table:
     @property
     def nbytes(self) -> int:
         """Bytes of all rows."""
-        return (9 if self._columns == 1 else _WIDE) * self._blocks
+        return (9 if self.columns == 1 else _WIDE) * self._blocks
 
     def lay(self, columns: int) -> None:
         """Rows of so many columns, their keys -inf, no mark set; the rest stays."""
-        if columns == self._columns:
+        if columns == self.columns:
             self.keys[:] = -np.inf
             self.marks[:] = False
             return
@@ -61,7 +59,7 @@ class Table:
         self.places[:], self.seen[:] = places, seen
 
     def _lay(self, columns: int) -> None:
-        self._columns = columns
+        self.columns = columns
         size = _NARROW if columns == 1 else _WIDE
         memory = aligned_array(size * self._blocks).reshape(self._blocks, size)
         self._words: Floats = memory.view(np.float32)
@@ -77,15 +75,12 @@ class Table:
 
     def take(self, blocks: Int64s) -> Rows:
         """Rows of blocks, int64[n]."""
-        seen = self.seen.take(blocks) if self._columns == 1 else None
-        return Rows(self._words.take(blocks, axis=0), self._columns, seen)
+        return Rows(self._words.take(blocks, axis=0), self.columns)
 
     def put(self, blocks: Int64s, rows: Rows) -> None:
-        """Changed rows of blocks, each there once; as they were taken, but for `keys` and `seen`."""
-        rows.words[:, : self._columns] = rows.keys.T
+        """Changed rows of blocks, each once: as they were taken, but for `keys` and `seen`."""
+        rows.words[:, : self.columns] = rows.keys.T
         self._whole[blocks] = rows.words.view(self._whole.dtype)[:, 0]
-        if self._columns == 1:
-            self.seen[blocks] = rows.seen
 
 
 __all__ = ["Rows", "Table"]

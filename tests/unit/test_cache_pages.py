@@ -123,6 +123,13 @@ def test_a_batch_that_comes_early_knows_its_turn() -> None:
     assert not job.foretold
 
 
+def test_a_block_that_is_first_in_many_batches_does_not_hide_their_turns() -> None:
+    """All of twelve batches begin alike."""
+    job = Job(0, "train", None)
+    job.tell(np.array([(0, number + 1, 0) for number in range(12)]).reshape(-1))
+    assert job.turn_of(np.array([0, 12, 0])) == 33
+
+
 def test_of_batches_told_one_by_one_a_short_one_is_no_part_of_another() -> None:
     """Nor do two equal ones take the same turn: who finds it taken waits for the next."""
     job = Job(0, "train", None)

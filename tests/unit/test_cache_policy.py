@@ -24,7 +24,7 @@ def array(*values: int) -> Int64s:
 def seen(phases: Phases, table: Table, job: int, blocks: Int64s) -> None:
     """A job has asked for blocks."""
     rows = table.take(blocks)
-    phases.touch(job, rows, len(blocks))
+    phases.touch(job, blocks, rows, len(blocks))
     table.put(blocks, rows)
 
 
