@@ -17,12 +17,14 @@ from hpstore.loaders.policy.future import NEVER, Future
 from hpstore.loaders.policy.learner import HALF_LIVES, Learner
 from hpstore.loaders.policy.phases import JOBS, Phases
 from hpstore.loaders.policy.plans import Bools, Floats, Int32s, Int64s
+from hpstore.loaders.policy.residents import EXACT
 from hpstore.loaders.policy.table import Table
 
 Arrays = dict[str, npt.NDArray[np.generic]]
 Learned = Callable[[Bools | None], Floats]
 """What an expert says of some blocks, or of all of them: asked for only where it counts."""
 
+_WORTH = 32  # fewer draws than one to so many residents would protect next to nothing
 _BATCHES = 16  # at least so many batches decide how fast jobs go
 _PART = 1 / 32  # of an epoch, if that is more
 
@@ -49,6 +51,7 @@ class Outlook:
     ) -> None:
         self.blocks, self.jobs = blocks, jobs
         self._share, self._seed = capacity_share, seed
+        self._room = capacity_share * blocks
         self._table = table
         self.learner = Learner(table)
         self.phases = Phases(table)
@@ -62,7 +65,7 @@ class Outlook:
         self._shares = [1 / jobs] * jobs
         self._per_epoch = float(blocks)  # requests of all jobs
         self.mismatches = 0
-        self._told: list[int] = []  # jobs of which something is foretold
+        self._told: list[int] = []  # jobs of which enough is foretold
         self._others = False  # whether other jobs have asked for anything
         self._offset_of: tuple[object, ...] = ()
         self._offset_is = np.float32(0)
@@ -123,13 +126,19 @@ class Outlook:
                 self._step(self._shadows)
         return Observed(rows.places >= 0, before, rows.keys)
 
-    def waits(self, blocks: Int64s | Int32s) -> Floats:
-        """float32[n]: of blocks that are not being asked for right now."""
+    def waits(self, blocks: Int64s | Int32s, job: int | None = None) -> Floats:
+        """float32[n]: of blocks that are not being asked for right now.
+
+        `job`: what is foretold of this one counts in any case, be it ever so little.
+        """
 
         def learned(some: Bools | None) -> Floats:
             return self._learned(blocks if some is None else blocks[some])
 
-        return self._merged(blocks, learned, newcomers=False)
+        found = self._merged(blocks, learned, newcomers=False)
+        if job is None or job in self._told or not self.futures[job].queued:
+            return found
+        return np.minimum(found, self._foretold(job, blocks, found))
 
     def newcomers(self, blocks: Int64s, missed: Bools, observed: Observed) -> Floats:
         """float32[n]: of blocks that are missed, with the margin; `missed`: which of the batch."""
@@ -222,7 +231,11 @@ class Outlook:
             self._begin_shadows()
 
     def _list_told(self) -> None:
-        self._told = [job for job, future in enumerate(self.futures) if future.queued]
+        least = self._room / _WORTH if self._room > EXACT else 1
+        self._told = [
+            job for job, future in enumerate(self.futures)
+            if future.queued >= (least if future.near else 1)
+        ]  # fmt: skip
         self._others = any(
             rate > 0 and job not in self._told for job, rate in enumerate(self._rates)
         )

@@ -11,11 +11,8 @@ from hpstore.errors import ConfigError
 from hpstore.loaders.policy.distinct import distinct, in_order
 from hpstore.loaders.policy.outlook import Outlook
 from hpstore.loaders.policy.plans import Bools, Floats, Int32s, Int64s, Plan, Wanted
-from hpstore.loaders.policy.residents import Residents
+from hpstore.loaders.policy.residents import EXACT, Residents
 from hpstore.loaders.policy.table import Table
-
-EXACT = 4096
-"""Up to so many residents all are compared, above a few for every newcomer."""
 
 _CANDIDATES = 8  # for every victim
 _TOGETHER = 32  # newcomers set against drawn residents; up to 8 times as many if so many win
@@ -124,7 +121,8 @@ class CachePolicy:
         Tell at least one epoch, better two, for one rank of W up to 2 W epochs; 8 bytes a request
         until it has been made. `drawn`: of an order otherwise unknown, batches that its sampler has
         drawn already; behind them counts what is learned. While requests of one kind are left,
-        others count as of that kind.
+        others count as of that kind. Draws of less than 1/32 of a cache of more than 4,096 blocks
+        only serve to prefetch.
 
         Every access() is checked against it. After a mismatch (counted) the job's order is unknown
         and what is told is ignored, until None comes: it forgets the past and what was foretold,
@@ -196,7 +194,7 @@ class CachePolicy:
                 break
         wanted = in_order(np.concatenate(found)) if found else np.empty(0, np.int64)
         wanted = wanted[np.cumsum(self._bytes_of(wanted)) <= budget_bytes]
-        return self._send_for(wanted, self._outlook.waits(wanted))
+        return self._send_for(wanted, self._outlook.waits(wanted, job))
 
     def favourites(self, budget_bytes: int) -> Wanted:
         """For a restart with free room: blocks that are not resident, soonest expected use first.
@@ -482,4 +480,4 @@ def _run(flags: Bools) -> int:
     return len(flags) if flags[first] else first
 
 
-__all__ = ["EXACT", "CachePolicy"]
+__all__ = ["CachePolicy"]

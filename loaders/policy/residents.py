@@ -8,6 +8,8 @@ from hpstore.loaders.policy.plans import Bools, Int32s, Int64s
 from hpstore.loaders.policy.table import Table
 
 _GOLDEN = 0.6180339887498949
+EXACT = 4096
+"""Up to so many residents all are compared, above a few for every newcomer."""
 
 
 class Residents:
@@ -84,4 +86,4 @@ class Residents:
         return self._listed.take(self._lattice + offset)
 
 
-__all__ = ["Residents"]
+__all__ = ["EXACT", "Residents"]

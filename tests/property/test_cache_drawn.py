@@ -155,3 +155,18 @@ def test_drawn_batches_are_of_unknown_orders() -> None:
         simulate([1, 2], 1, known_order=True, drawn_batches=3, epoch_starts=[0])
     with pytest.raises(ConfigError, match="drawn_batches -1"):
         simulate([1, 2], 1, drawn_batches=-1)
+
+
+def test_a_few_draws_only_serve_to_prefetch_where_the_cache_is_large() -> None:
+    """Looking them up would cost more than it brings: one to 32 residents is the limit."""
+    policy = CachePolicy(1, 60_000, 9000)
+    policy.hold(np.arange(9000))
+    policy.access(0, array([1]))
+    drawn = np.arange(20_000, 20_281)
+    policy.expect(0, drawn, drawn=True)
+    assert policy.expected_use(drawn[:1]).tolist() == [np.inf]
+    assert policy.next_wanted(0, 10).fetch.tolist() == drawn[:10].tolist()
+    policy.expect(0, array([30_000]), drawn=True)
+    assert policy.expected_use(array([20_001, 30_000])).tolist() == pytest.approx(
+        np.log([1, 281]).tolist()
+    )
