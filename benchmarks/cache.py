@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.progress import Progress
 
 from hpstore.benchmarks.cache_bars import CAPACITIES, share_of_min, to_best_peer
 from hpstore.benchmarks.cache_cost import BLOCKS as COST_BLOCKS
@@ -16,6 +18,7 @@ from hpstore.benchmarks.cache_end_to_end import QUICK, Scale, measure_end_to_end
 from hpstore.benchmarks.cache_peers import PeerRun, missing, packages_named
 from hpstore.benchmarks.cache_plots import plot_workload
 from hpstore.benchmarks.cache_traces import BLOCKS, TRACES, Trace, trace_named
+from hpstore.benchmarks.checkpoint import progress
 from hpstore.benchmarks.measure import Options
 from hpstore.errors import ConfigError
 from hpstore.loaders.policy import CacheReport, belady, simulate
@@ -24,6 +27,7 @@ _log = logging.getLogger(__name__)
 
 SEED = 20261121
 BATCH = 64
+DRAWN_BATCHES = 12  # of the 16 that a loader has drawn, those which nobody makes yet
 COST, END_TO_END = "cost", "end-to-end"
 QUICK_BLOCKS, QUICK_COST_BLOCKS = 2000, 500_000
 MOST_REPEATS = 3  # of end to end: half a minute each
@@ -37,7 +41,8 @@ def bench_cache(options: Options) -> dict[str, object]:
 
     `options.cases`: names of workloads, "cost" or "end-to-end"; all unless given. `quick`: little
     data, which shows that all works; the bars are meant for the whole. Results are handed to
-    `options.keep` after each case, so that a run that is cut leaves what it has.
+    `options.keep` after each workload and each repetition of the rest, so that a run that is cut
+    leaves what it has.
     """
     chosen = _cases(options.cases)
     packages = packages_named(options.peers)
@@ -51,27 +56,40 @@ def bench_cache(options: Options) -> dict[str, object]:
                           "quick": options.quick},
         "workloads": workloads, "failed": failed,
     }  # fmt: skip
-    for name in chosen:
-        if name == COST:
-            results[COST] = measure_cost(
-                blocks=QUICK_COST_BLOCKS if options.quick else COST_BLOCKS,
-                repeats=options.repeats,
-            )
-        elif name == END_TO_END:
-            results[END_TO_END] = measure_end_to_end(
-                scale=QUICK if options.quick else Scale(),
-                repeats=min(options.repeats, MOST_REPEATS),
-                directory=options.directory,
-            )
-        else:
-            workloads[name], problems = _workload(name, blocks, present)
-            failed |= {f"{name}: {who}": why for who, why in problems.items()}
-            if options.plots is not None:
-                failed |= _plotted(options.plots, name, workloads[name])
+
+    def keep(part: str, found: Found) -> None:
+        results[part] = found
         results["not_met"] = list(unmet(results))
         options.keep(results)
-        _log.info("bench cache: %s done", name)
+
+    with progress(len(chosen)) as bar:
+        for name in chosen:
+            say = partial(_say, bar, name)
+            say("")
+            if name == COST:
+                measure_cost(
+                    blocks=QUICK_COST_BLOCKS if options.quick else COST_BLOCKS,
+                    repeats=options.repeats, keep=partial(keep, name), say=say,
+                )  # fmt: skip
+            elif name == END_TO_END:
+                measure_end_to_end(
+                    scale=QUICK if options.quick else Scale(),
+                    repeats=min(options.repeats, MOST_REPEATS), directory=options.directory,
+                    keep=partial(keep, name), say=say,
+                )  # fmt: skip
+            else:
+                workloads[name], problems = _workload(name, blocks, present)
+                failed |= {f"{name}: {who}": why for who, why in problems.items()}
+                if options.plots is not None:
+                    failed |= _plotted(options.plots, name, workloads[name])
+                keep("workloads", workloads)
+            bar.advance(bar.task_ids[0])
+            _log.info("bench cache: %s done", name)
     return results
+
+
+def _say(bar: Progress, name: str, part: str) -> None:
+    bar.update(bar.task_ids[0], description=f"{name} {part}".strip())
 
 
 def unmet(results: Mapping[str, Any], path: str = "") -> list[str]:
@@ -115,7 +133,9 @@ def _workload(name: str, blocks: int, packages: list[str]) -> tuple[Found, dict[
 
 
 def _ours(trace: Trace, at: int, room: int) -> dict[str, CacheReport]:
-    """Simulations by name. One job's order is unknown in every respect: no epochs are told."""
+    """Simulations by name. One job's unknown order is told in no way; drawn ahead: what a loader
+    tells of a sampler that nobody knows.
+    """
     sized: Found = {"sizes": trace.sizes, "capacity_bytes": room} if trace.sizes is not None else {}
     facts: Found = {"batch": BATCH, "jobs": trace.jobs, "blocks": trace.blocks, **sized}
     starts = trace.starts
@@ -123,6 +143,9 @@ def _ours(trace: Trace, at: int, room: int) -> dict[str, CacheReport]:
     found = {
         "hpstore": simulate(
             trace.requests, room, epoch_starts=starts if trace.jobs is not None else None, **facts
+        ),
+        "hpstore, drawn ahead": simulate(
+            trace.requests, room, drawn_batches=DRAWN_BATCHES, epoch_starts=starts, **facts
         ),
         "hpstore, order known": simulate(
             trace.requests, room, known_order=True, horizon_epochs=horizon, epoch_starts=starts,
@@ -154,6 +177,9 @@ def _row(
                 name, mode, at, ratios[who]["hit_ratio"], ratios["MIN"]["hit_ratio"]
             )
     row["unknown to best peer"] = to_best_peer(ratios["hpstore"][ratio], rivals, ratio)
+    row["drawn ahead to unknown"] = to_best_peer(
+        ratios["hpstore, drawn ahead"][ratio], {"hpstore": ratios["hpstore"]}, ratio
+    )
     row["known to best peer"] = to_best_peer(ratios["hpstore, order known"][ratio], rivals, ratio)
     if trace.sizes is not None:
         row["by count to best peer"] = to_best_peer(

@@ -21,6 +21,7 @@ from torch.utils.data import Sampler, WeightedRandomSampler
 
 import hpstore
 from hpstore.benchmarks.cache_lru import Lru, LruData
+from hpstore.benchmarks.measure import forget
 from hpstore.config import find_config
 from hpstore.devices import Device
 from hpstore.devices.wrappers import Bandwidth, ThrottledDevice
@@ -53,8 +54,14 @@ class Scale:
 QUICK = Scale(rows=256, record_bytes=16 * 1024, bytes_per_second=40e6)
 
 
-def measure_end_to_end(*, scale: Scale, repeats: int, directory: Path | None) -> Found:
-    """Cases by name, with verdicts. The contenders of a repetition run one after the other."""
+def measure_end_to_end(
+    *, scale: Scale, repeats: int, directory: Path | None, keep: Callable[[Found], None] = forget,
+    say: Callable[[str], None] = forget,
+) -> Found:  # fmt: skip
+    """Cases by name, with verdicts. The contenders of a repetition run one after the other.
+
+    `keep` is told what has been found after each repetition, `say` what is being run.
+    """
     with tempfile.TemporaryDirectory(prefix="hpstore-bench-", dir=directory) as root:
         config = _write(Path(root), scale)
         cases = {
@@ -67,16 +74,21 @@ def measure_end_to_end(*, scale: Scale, repeats: int, directory: Path | None) ->
             "memory_bytes": scale.memory_bytes, "bytes_per_second": scale.bytes_per_second,
         }  # fmt: skip
         for name, (contenders, case) in cases.items():
-            found[name] = _case(config, scale, contenders, case, repeats)
+            tried = _repetitions(config, scale, contenders, case)
+            for number in range(1, repeats + 1):
+                say(f"{name}, {number} of {repeats}")
+                found[name] = next(tried)
+                keep(found)
     return found
 
 
-def _case(
-    config: Path, scale: Scale, contenders: tuple[str, ...], case: Case, repeats: int
-) -> Found:  # fmt: skip
+def _repetitions(
+    config: Path, scale: Scale, contenders: tuple[str, ...], case: Case
+) -> Iterator[Found]:
+    """A case over and over; what all repetitions so far have found."""
     times: dict[str, list[float]] = {who: [] for who in contenders}
     facts: dict[str, Found] = {}
-    for _ in range(repeats):
+    while True:
         wanted: list[list[str]] | None = None
         for who in contenders:
             with Contender(who, config, scale) as contender:
@@ -87,8 +99,8 @@ def _case(
             wanted = wanted or seen
             if seen != wanted:
                 raise AssertionError(f"{who} handed out other batches than {contenders[0]}")
-    rows = {who: {"seconds": _spread(times[who]), **facts[who]} for who in contenders}
-    return {"contenders": rows, **verdicts(times), "same_batches": True}
+        rows = {who: {"seconds": _spread(times[who]), **facts[who]} for who in contenders}
+        yield {"contenders": rows, **verdicts(times), "same_batches": True}
 
 
 def verdicts(times: dict[str, list[float]]) -> Found:

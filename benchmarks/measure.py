@@ -11,7 +11,7 @@ from pathlib import Path
 Keep = Callable[[dict[str, object]], None]
 
 
-def _forget(found: dict[str, object]) -> None:
+def forget(_: object) -> None:
     """Nobody wants it."""
 
 
@@ -28,7 +28,7 @@ class Options:
     device: str = "cpu"  # of loaders: where batches go
     quick: bool = False  # of caches: small data, to show that all works
     plots: Path | None = None  # of caches: a directory for pictures
-    keep: Keep = _forget  # is told what has been found so far, from time to time
+    keep: Keep = forget  # is told what has been found so far, from time to time
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -80,4 +80,4 @@ def ratio(ours: list[float], raw: list[float], scale: float = 1.0) -> dict[str, 
     }
 
 
-__all__ = ["Options", "interleave", "rates", "ratio", "seconds"]
+__all__ = ["Options", "forget", "interleave", "rates", "ratio", "seconds"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -114,14 +114,31 @@ class CachedRun:
         ahead = min(MOST_EPOCHS, max(LEAST_EPOCHS, 2 * slices.world_size), MOST_TOLD // share)
         self._following = _Following(self._reads, order, slices, epoch, position, max(1, ahead))
 
-    def follow_sampler(self, sampler: Any, mapping: Indices | None, epoch: int, skip: int) -> None:
-        """Requests come as a sampler of the user's yields them, from its batch `skip` on."""
+    def follow_sampler(self, sampler: Any, mapping: Indices | None, epoch: int, skip: int) -> bool:
+        """Requests come as a sampler of the user's yields them, from its batch `skip` on.
+
+        False when that is not known: tell the batches by drawn().
+        """
         told = foretell(sampler)
         if not told:
-            return
+            self._reads.expect(epoch, None)
+            return False
         size = getattr(sampler, "batch_size", 1) or 1
         samples = np.asarray(told[0], np.int64)[skip * size :]
         self._reads.expect(epoch, samples if mapping is None else mapping[samples])
+        return True
+
+    def drawn(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The same batches of samples; each is told to the cache as soon as it is drawn.
+
+        They are drawn ahead of being made, so that of an order which nobody knows these are known.
+        """
+        for batch in batches:
+            if not self._left:
+                blocks = np.array(batch, np.int64).reshape(-1)
+                for attached in self._reads.attached.values():
+                    attached.drawn(blocks)
+            yield batch
 
     def reached(self, epoch: int) -> None:
         """A batch of an epoch is about to be made. Waits until it has been told."""

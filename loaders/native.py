@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ import numpy as np
 import torch.utils.data
 
 from hpstore.errors import ConfigError
+from hpstore.loaders.caching import CachedRun
 from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.draws import Indices
 from hpstore.loaders.engine import Session
@@ -121,10 +124,6 @@ class Run:
 
     def __init__(self, loader: DataLoader, native: Native, epoch: int, position: int) -> None:
         slices, finish = loader.slices, loader.finish
-        if slices is not None:
-            todo = endless(slices, epoch, position, single=loader.batch_size is None)
-        else:
-            todo = listed(_batches(loader, native), epoch, position)
         engine = loader.engine()
         few = min(2, len(os.sched_getaffinity(0)))
         records = engine.mode in ("records", "cached")
@@ -135,11 +134,13 @@ class Run:
         self._timeout = loader.timeout or None
         engine.expect(depth + HELD)
         self._session = session = engine.start(epoch, position)
-        if isinstance(session, Session) and session.cached is not None:
-            if slices is not None:
-                session.cached.follow(loader.order, slices, epoch, position)
-            else:
-                session.cached.follow_sampler(_sampler(loader), native.mapping, epoch, position)
+        cached = session.cached if isinstance(session, Session) else None
+        if slices is not None:
+            todo = endless(slices, epoch, position, single=loader.batch_size is None)
+            if cached is not None:
+                cached.follow(loader.order, slices, epoch, position)
+        else:
+            todo = listed(_batches(loader, native, cached, epoch, position), epoch, position)
         self._pipeline = Pipeline(
             todo, lambda piece: finish.make(session, piece), depth=depth, threads=threads
         )
@@ -265,13 +266,18 @@ class NativeIterator:
                 self._loader.keep_ready(run)
 
 
-def _batches(loader: DataLoader, native: Native) -> Any:
-    """Batches of indices of the user's sampler; without a batch size, its indices or lists."""
-    sampler = _sampler(loader)
-    if native.mapping is None:
-        return sampler
-    mapping = native.mapping
-    return (mapping[np.asarray(chosen, np.int64)] for chosen in sampler)
+def _batches(
+    loader: DataLoader, native: Native, cached: CachedRun | None, epoch: int, skip: int
+) -> Iterator[Any]:
+    """Batches of samples of the user's sampler, without its first `skip`; without a batch size, its
+    samples or lists. A cache is told what comes, as far as that is known.
+    """
+    sampler, mapping = _sampler(loader), native.mapping
+    known = cached is None or cached.follow_sampler(sampler, mapping, epoch, skip)
+    batches = itertools.islice(sampler, skip, None)
+    if mapping is not None:
+        batches = (mapping[np.asarray(chosen, np.int64)] for chosen in batches)
+    return batches if known or cached is None else cached.drawn(batches)
 
 
 def _sampler(loader: DataLoader) -> Any:

@@ -6,7 +6,6 @@ computed by whoever makes the batch.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -64,13 +63,13 @@ def endless(slices: Slices, epoch: int, position: int, *, single: bool = False) 
         epoch, position = epoch + 1, 0
 
 
-def listed(batches: Iterable[Sequence[int] | int], epoch: int, skip: int) -> Iterator[Piece]:
-    """Pieces of a user's sampler from its batch number `skip` on; positions count batches.
+def listed(batches: Iterable[Sequence[int] | int], epoch: int, position: int) -> Iterator[Piece]:
+    """Pieces of what is left of a user's sampler from a position on; positions count batches.
 
     What is no list is a sample by itself.
     """
-    found = enumerate(itertools.islice(iter(batches), skip, None), skip)
-    number, batch = next(found, (skip, None))
+    found = enumerate(batches, position)
+    number, batch = next(found, (position, None))
     while batch is not None:
         following, after = next(found, (number + 1, None))
         single = np.ndim(batch) == 0

@@ -172,6 +172,15 @@ class Attached(Closing):
             told = None if blocks is None else np.asarray(blocks, np.int64)
             self._core.expect(self._stock, self._job, epoch, told)
 
+    def drawn(self, blocks: Int64s) -> None:
+        """Requests that a sampler has drawn, int64 (n,), behind those that it drew before.
+
+        For an order that is not known further than that. Kept, not to be changed. Ignored when
+        what was drawn was not asked for; expect(..., None) begins anew.
+        """
+        if len(blocks) and not self._beside():
+            self._core.drawn(self._stock, self._job, np.asarray(blocks, np.int64))
+
     def begin_epoch(self, requests: int | None = None) -> None:
         """A pass over the data begins; `requests` of it, None: as many as in the last one."""
         if not self._beside():

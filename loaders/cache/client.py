@@ -54,8 +54,9 @@ class SharedAttached(Closing):
         self._name, self._source, self._tally = name, source, tally
         self._pid, self._lost = os.getpid(), False
         self._own = _Own()
-        self._lock = threading.Lock()  # guards _main's use, _mapped, _others
+        self._lock = threading.Lock()  # guards _main's use, _mapped, _others, _told
         self._others: list[socket.socket] = []
+        self._told = 0  # messages about what comes: requests count after them
         facts = {
             "op": "attach", "name": source.name, "identity": source.identity, "job": job,
             "blocks": source.block_count, "batch": batch_blocks,
@@ -96,7 +97,7 @@ class SharedAttached(Closing):
                 if len(left):
                     left = self._ask(connection, blocks, sizes, targets, left)
                 else:
-                    send(connection, {"op": "note"}, [as_bytes(blocks)])
+                    send(connection, {"op": "note", "told": self._told}, [as_bytes(blocks)])
             except Lost as error:
                 self._lose(error)
             hits = int(good.sum())
@@ -117,7 +118,7 @@ class SharedAttached(Closing):
         left: Int64s,
     ) -> Int64s:  # fmt: skip
         """What is missing, fetched here, from the owner or by others; what is still missing."""
-        send(connection, {"op": "ask"}, [as_bytes(blocks)])
+        send(connection, {"op": "ask", "told": self._told}, [as_bytes(blocks)])
         answer = receive(connection)
         self._map_anew(answer.facts["layout"])
         states, at = answer.raw[: len(blocks)], len(blocks)
@@ -221,6 +222,11 @@ class SharedAttached(Closing):
         facts = {"op": "expect", "epoch": epoch, "nothing": blocks is None}
         self._tell(facts, [] if blocks is None else [as_bytes(blocks)])
 
+    def drawn(self, blocks: Int64s) -> None:
+        """As Attached.drawn."""
+        if len(blocks):
+            self._tell({"op": "drawn"}, [as_bytes(blocks)])
+
     def begin_epoch(self, requests: int | None = None) -> None:
         """As Attached.begin_epoch."""
         self._tell({"op": "begin", "requests": requests}, [])
@@ -231,6 +237,7 @@ class SharedAttached(Closing):
         try:
             with self._lock:
                 send(self._main, facts, parts)
+                self._told += 1
         except Lost as error:
             self._lose(error)
 

@@ -17,7 +17,7 @@ from hpstore.loaders.cache.deciding import Bools, Floats, Plan
 from hpstore.loaders.cache.disk import DiskPart, Taken
 from hpstore.loaders.cache.pages import NO_PAGE, Found, Int32s, pages_needed
 from hpstore.loaders.cache.source import BlockSource, bytes_of, sizes_of
-from hpstore.loaders.cache.stock import AHEAD, FETCHED, Asked, Flight, Job, Room, Stock
+from hpstore.loaders.cache.stock import AHEAD, FETCHED, Asked, Flight, Job, Room, Stock, Turn
 from hpstore.loaders.layout import Int64s
 from hpstore.units import MIB
 
@@ -81,11 +81,16 @@ class Core:
             self._moved(stock, job)
         return asked
 
-    def note(self, stock: Stock, job: Job, blocks: Int64s) -> None:
-        """Requests that were served without asking, by a process that maps the memory."""
+    def note(self, stock: Stock, job: Job, blocks: Int64s, told: int) -> None:
+        """Requests that were served without asking, by a process that maps the memory.
+
+        `told`: messages about its order that it had sent before; if they were of an order that
+        was left since then, the requests say nothing of the present one.
+        """
         with self.lock:
-            self._await_turn(job, blocks)
-            if stock.replaced:
+            if told > job.left_at:
+                self._await_turn(job, blocks)
+            if stock.replaced or told <= job.left_at:
                 return
             plan = self._access(stock, job, blocks)
             self._note_used(stock, blocks, np.ones(len(blocks), bool))
@@ -119,6 +124,7 @@ class Core:
             if blocks is None or not next_one or stock.policy.mismatched(job.number):
                 stock.policy.expect(job.number, None)
                 job.forget()
+                job.left_at = job.heard
                 self.landed.notify_all()
             if blocks is not None:
                 stock.policy.expect(job.number, blocks)
@@ -127,22 +133,42 @@ class Core:
                 job.idle = False
                 self.wanted.notify_all()
 
+    def drawn(self, stock: Stock, job: Job, blocks: Int64s) -> None:
+        """As Attached.drawn."""
+        with self.lock:
+            if stock.replaced or stock.policy.mismatched(job.number):
+                return
+            stock.policy.expect(job.number, blocks, drawn=True)
+            job.tell(blocks, batch=True)
+            job.idle = False
+            self.wanted.notify_all()
+
     def begin_epoch(self, stock: Stock, job: Job, requests: int | None) -> None:
         """As Attached.begin_epoch."""
         with self.lock:
             if not stock.replaced:
                 stock.policy.begin_epoch(job.number, requests)
 
+    def heard(self, job: Job) -> None:
+        """Another message about the order of a job, of another process, has been heeded."""
+        with self.lock:
+            job.heard += 1
+            self.landed.notify_all()
+
+    def await_told(self, job: Job, messages: int) -> None:
+        """Until so many messages are heeded: they come by another connection than requests."""
+        with self.lock:
+            came = self.landed.wait_for(lambda: job.heard >= messages or self.closed, TURN_SECONDS)
+        if not came:
+            self.tally.add(turn_missed_total=1)
+
     def _await_turn(self, job: Job, blocks: Int64s) -> None:
         """Batches made side by side come in some order; the policy is asked in the foretold one."""
-        at = job.turn_of(blocks)
-        if at is None or at == job.position:
+        turn = Turn(job, blocks)
+        if turn.has_come():
             return
         job.early += 1
-        turn = at
-        came = self.landed.wait_for(
-            lambda: job.position >= turn or self.closed or not job.foretold, TURN_SECONDS
-        )
+        came = self.landed.wait_for(lambda: turn.has_come() or self.closed, TURN_SECONDS)
         job.early -= 1
         if not came:
             self.tally.add(turn_missed_total=1)

@@ -28,8 +28,9 @@ from hpstore.units import format_bytes
 _log = logging.getLogger(__name__)
 
 LOG_LENGTH = 1 << 17  # requests to compare with MIN, which takes about 0.1 s
-# one part in so many, at most, and at least, is promised to nobody: evicted blocks rest there
-MOST_SPARE_SHARE, SPARE_SHARE = 8, 32
+# one part in so many, at most, at least, and without a disk, is promised to nobody: evicted blocks
+# rest there
+MOST_SPARE_SHARE, SPARE_SHARE, LEAST_SPARE_SHARE = 8, 32, 64
 
 
 class Division:
@@ -154,7 +155,7 @@ class Division:
         tables = self._memory.table("pages", (2, len(self._memory.data) // page))
         pages = Pages(self._memory.data, page, tables)
         core.room = Room(pages, FreePages(pages.page_count))
-        spare = _spare_pages(pages, stocks)
+        spare = _spare_pages(pages, stocks if self._disk is not None else [])
         core.spill_limit = spare * page
         claims = [claim(s.sizes, s.block_count, s.batch_blocks, page) for s in stocks]
         for stock, share in zip(stocks, divided(claims, pages.page_count - spare), strict=True):
@@ -194,7 +195,12 @@ class Division:
 
 
 def _spare_pages(pages: Pages, stocks: list[Stock]) -> int:
-    """Pages for a batch of each source that leaves, within limits."""
+    """Pages for a batch of each source that leaves for the disk, within limits.
+
+    What leaves for nowhere gives its pages up at once, long before what displaced it is here.
+    """
+    if not stocks:
+        return max(1, pages.page_count // LEAST_SPARE_SHARE)
     batch = sum(stock.batch_bytes for stock in stocks)
     wanted = min(-(-batch // pages.page_bytes), pages.page_count // MOST_SPARE_SHARE)
     return max(1, wanted, pages.page_count // SPARE_SHARE)

@@ -160,7 +160,7 @@ class _Peer:
         self._answers: dict[str, Callable[[Message], None]] = {
             "attach": self._attach, "join": self._join, "layout": self._layout, "note": self._note,
             "ask": self._ask, "land": self._land, "wait": self._wait, "expect": self._expect,
-            "begin": self._begin,
+            "drawn": self._drawn, "begin": self._begin,
         }  # fmt: skip
 
     def answer(self, message: Message) -> None:
@@ -227,12 +227,14 @@ class _Peer:
     # --- requests -----------------------------------------------------------------------------
 
     def _note(self, message: Message) -> None:
-        self._core.note(self._stock, self._job, message.numbers())
+        self._core.await_told(self._job, message.facts["told"])
+        self._core.note(self._stock, self._job, message.numbers(), message.facts["told"])
 
     def _ask(self, message: Message) -> None:
         """States of all requests, then the bytes of those that the disk had."""
         blocks = message.numbers()
         core, stock = self._core, self._stock
+        core.await_told(self._job, message.facts["told"])
         asked = core.ask(stock, self._job, blocks)
         core.copied(asked.room, asked.ticket)
         self._asked = asked
@@ -306,9 +308,15 @@ class _Peer:
     def _expect(self, message: Message) -> None:
         blocks = None if message.facts["nothing"] else message.numbers()
         self._core.expect(self._stock, self._job, message.facts["epoch"], blocks)
+        self._core.heard(self._job)
+
+    def _drawn(self, message: Message) -> None:
+        self._core.drawn(self._stock, self._job, message.numbers())
+        self._core.heard(self._job)
 
     def _begin(self, message: Message) -> None:
         self._core.begin_epoch(self._stock, self._job, message.facts["requests"])
+        self._core.heard(self._job)
 
 
 __all__ = ["AGAIN", "FETCH", "HERE", "INLINE", "KEEP", "LATE", "RemoteSource", "Server", "as_bytes",

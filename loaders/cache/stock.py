@@ -70,11 +70,14 @@ class Job:
         self.source = source  # None: another process reads it
         self.position = 0  # requests made
         self.early = 0  # batches that wait for their turn
+        self.heard = 0  # messages about its order, from a process that shares the cache
+        self.left_at = -1  # how many of them had come when the last order was left
         self.last_epoch: int | None = None  # that was foretold
         self.idle = False  # nothing is wanted ahead until it moves
         self._told: deque[Int64s] = deque()
         self._start = 0  # position of the first of _told
         self._end = 0
+        self._by_batch = False  # every one of _told is a batch
         self._moved_at: float | None = None
         self._rate = 0.0  # requests a second
 
@@ -88,10 +91,11 @@ class Job:
         mean = max(1.0, total_bytes(stock.sizes, stock.block_count) / stock.block_count)
         return stock.ahead_bytes / (max(self._rate, 1e-3) * mean)
 
-    def tell(self, blocks: Int64s) -> None:
-        """The requests after those told before."""
+    def tell(self, blocks: Int64s, *, batch: bool = False) -> None:
+        """The requests after those told before: of an epoch, or one `batch`."""
         if not self._told:
             self._start = self._end = self.position
+            self._by_batch = batch
         self._told.append(blocks)
         self._end += len(blocks)
 
@@ -116,20 +120,51 @@ class Job:
         count = len(blocks)
         if not count or self.position >= self._end:
             return None
+        if self._by_batch:
+            return self._turn_of_batch(blocks)
         coming = self._coming(LOOK_BATCHES * count)
         if np.array_equal(coming[:count], blocks):
             return self.position
-        for at in np.flatnonzero(coming == blocks[0])[:8].tolist():
+        found = np.flatnonzero(coming[: max(0, len(coming) - count + 1)] == blocks[0])
+        for place in (count - 1, count // 2):  # popular blocks are first in many batches
+            found = found[coming[found + place] == blocks[place]]
+        for at in found[:8].tolist():
             if np.array_equal(coming[at : at + count], blocks):
                 return self.position + int(at)
         return None
 
+    def _turn_of_batch(self, blocks: Int64s) -> int | None:
+        """The same where every batch is told by itself: a short one may be a part of another."""
+        at = self._start
+        for told in self._told:
+            if at >= self.position and np.array_equal(told, blocks):
+                return at
+            at += len(told)
+        return None
+
     def _coming(self, count: int) -> Int64s:
-        at = self.position - self._start
-        found = self._told[0][at : at + count]
-        if len(found) < count and len(self._told) > 1:
-            return np.concatenate([found, self._told[1][: count - len(found)]])
-        return found
+        """At most `count` requests from here on."""
+        at, parts = self.position - self._start, []
+        for told in self._told:
+            parts.append(told[at : at + count])
+            at, count = 0, count - len(parts[-1])
+            if not count:
+                break
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+class Turn:
+    """When a batch may ask, of those that are made side by side."""
+
+    def __init__(self, job: Job, blocks: Int64s) -> None:
+        self._job, self._blocks, self._at = job, blocks, job.turn_of(blocks)
+
+    def has_come(self) -> bool:
+        """True, too, for one that nobody foretold."""
+        if self._at is not None and self._job.position > self._at:
+            # another batch of the same blocks has taken it
+            self._at = self._job.turn_of(self._blocks)
+        return self._at is None or self._at == self._job.position or not self._job.foretold
 
 
 class Pace:
@@ -197,4 +232,5 @@ class Stock:
         self.source = sources[0] if sources else None
 
 
-__all__ = ["AHEAD", "FETCHED", "MOST_JOBS", "Asked", "Flight", "Job", "Pace", "Room", "Stock"]
+__all__ = ["AHEAD", "FETCHED", "MOST_JOBS", "Asked", "Flight", "Job", "Pace", "Room", "Stock",
+           "Turn"]  # fmt: skip

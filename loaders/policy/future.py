@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hpstore.errors import ConfigError
-from hpstore.loaders.policy.plans import Int64s
-from hpstore.loaders.policy.residents import Int32s
+from hpstore.loaders.policy.plans import Int32s, Int64s
 
 NEVER = np.int32(2**31 - 1)
 """No request is foretold."""
@@ -26,6 +25,8 @@ class Future:
     of replacement algorithms for a virtual-storage computer", 1966).
     """
 
+    near = False
+
     def __init__(self, blocks: int) -> None:
         self._blocks = blocks
         self.mismatched = False
@@ -34,7 +35,8 @@ class Future:
     def forget(self) -> None:
         """Nothing is foretold, and the memory is free."""
         self.head = self.end = 0
-        self._next = self._last = np.empty(0, np.int32)
+        self._links = np.empty((0, 2), np.int32)
+        self._next, self._last = self._links.T
         self._queue = self._following = np.empty(0, np.int32)
 
     @property
@@ -45,7 +47,7 @@ class Future:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        arrays = (self._next, self._last, self._queue, self._following)
+        arrays = (self._links, self._queue, self._following)
         return sum(array.nbytes for array in arrays)
 
     def append(self, blocks: Int64s) -> None:
@@ -67,11 +69,8 @@ class Future:
         """
         count = min(len(blocks), self.queued)
         at = self._at(self.head, self.head + count)
-        foretold = self._queue[at]
-        same = bool((foretold == blocks[:count]).all())
-        if not same and count == len(blocks):
-            same = bool(np.array_equal(np.sort(foretold), np.sort(blocks)))
-        if not same:
+        foretold = self._queue[at].astype(np.int64)
+        if not is_kept(foretold, blocks):
             return False
         # of a block that is there twice the last one counts
         self._next[foretold] = self._following[at]
@@ -93,8 +92,10 @@ class Future:
 
     def _reserve(self, more: int) -> None:
         if not len(self._next):
-            self._next = np.full(self._blocks, NEVER)
-            self._last = np.full(self._blocks, -1, np.int32)
+            # side by side: one miss for both of a block
+            self._links = np.empty((self._blocks, 2), np.int32)
+            self._next, self._last = self._links.T
+            self._next[:], self._last[:] = NEVER, -1
         if self.end + more >= _FAR:
             self._count_anew()
         room = self.queued + more
@@ -137,6 +138,18 @@ class Future:
         self.end += count
 
 
+def is_kept(foretold: Int64s, made: Int64s) -> bool:
+    """Whether what was made begins with what was foretold; the order inside a whole batch of it
+    does not count.
+    """
+    count = len(foretold)
+    if np.count_nonzero(foretold == made[:count]) == count:
+        return True
+    if count < len(made):
+        return False
+    return bool(np.array_equal(np.sort(foretold), np.sort(made)))
+
+
 def _places(start: int, stop: int, size: int) -> Int64s | slice:
     """Of positions in a ring of `size`: one slice where they do not go round."""
     low = start % size
@@ -145,4 +158,4 @@ def _places(start: int, stop: int, size: int) -> Int64s | slice:
     return np.arange(start, stop) % size
 
 
-__all__ = ["NEVER", "Future"]
+__all__ = ["NEVER", "Future", "is_kept"]

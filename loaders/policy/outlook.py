@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hpstore.errors import ConfigError
+from hpstore.loaders.policy.distinct import Distinct
+from hpstore.loaders.policy.drawn import Drawn
 from hpstore.loaders.policy.experts import BEYOND, EXPERTS, Expert, Shadows, sample_of
 from hpstore.loaders.policy.future import NEVER, Future
 from hpstore.loaders.policy.learner import HALF_LIVES, Learner
 from hpstore.loaders.policy.phases import JOBS, Phases
-from hpstore.loaders.policy.plans import Bools, Floats, Int64s
-from hpstore.loaders.policy.residents import Int32s
+from hpstore.loaders.policy.plans import Bools, Floats, Int32s, Int64s
+from hpstore.loaders.policy.residents import EXACT
+from hpstore.loaders.policy.table import Table
 
 Arrays = dict[str, npt.NDArray[np.generic]]
+Learned = Callable[[Bools | None], Floats]
+"""What an expert says of some blocks, or of all of them: asked for only where it counts."""
 
+_WORTH = 32  # fewer draws than one to so many residents would protect next to nothing
 _BATCHES = 16  # at least so many batches decide how fast jobs go
 _PART = 1 / 32  # of an epoch, if that is more
+
+
+class Observed(NamedTuple):
+    """Of the blocks that a batch asks for: which are `resident`, their keys before it and after,
+    float32[columns, n].
+    """
+
+    resident: Bools
+    before: Floats
+    after: Floats
 
 
 class Outlook:
@@ -29,30 +46,34 @@ class Outlook:
     requests comes after d / share_j of all. A block is needed when the first job needs it.
     """
 
-    def __init__(self, blocks: int, jobs: int, *, capacity_share: float, seed: int) -> None:
+    def __init__(
+        self, blocks: int, jobs: int, *, table: Table, capacity_share: float, seed: int
+    ) -> None:
         self.blocks, self.jobs = blocks, jobs
         self._share, self._seed = capacity_share, seed
-        self.learner = Learner(blocks)
-        self.phases = Phases(blocks)
+        self._room = capacity_share * blocks
+        self._table = table
+        self.learner = Learner(table)
+        self.phases = Phases(table)
         self._shadows: Shadows | None = None  # until a request of unknown order
-        self._sampled = np.empty(0, np.bool_)
         self._past = np.empty((0, 0), np.float32)  # keys of the sample at the last step
         self._stepped = 0.0
-        self.futures = [Future(blocks) for _ in range(jobs)]
+        self.futures: list[Future | Drawn] = [Future(blocks) for _ in range(jobs)]
         # of every job: faded count of requests, requests of this epoch, requests of an epoch
         self._rates, self._made = [0.0] * jobs, [0.0] * jobs
         self._period = [float(blocks)] * jobs
         self._shares = [1 / jobs] * jobs
         self._per_epoch = float(blocks)  # requests of all jobs
         self.mismatches = 0
+        self._told: list[int] = []  # jobs of which enough is foretold
+        self._others = False  # whether other jobs have asked for anything
+        self._offset_of: tuple[object, ...] = ()
+        self._offset_is = np.float32(0)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays that grow with the number of blocks."""
-        return (
-            self.learner.keys.nbytes + self.phases.seen.nbytes + self._sampled.nbytes
-            + sum(future.nbytes for future in self.futures)
-        )  # fmt: skip
+        """Bytes of all arrays that grow with the number of blocks, but the table."""
+        return sum(future.nbytes for future in self.futures)
 
     @property
     def switches(self) -> int:
@@ -70,51 +91,69 @@ class Outlook:
         self._made[job] = 0
         self.phases.begin(job, requests)
 
-    def expect(self, job: int, blocks: Int64s | None) -> None:
+    def expect(self, job: int, blocks: Int64s | None, *, drawn: bool) -> None:
         """As CachePolicy.expect; blocks have been checked."""
         future = self.futures[job]
         if blocks is None:
             future.forget()
             future.mismatched = False
         elif not future.mismatched:
+            if future.near is not drawn and not future.queued:
+                future = self.futures[job] = Drawn() if drawn else Future(self.blocks)
             future.append(blocks)
+        self._list_told()
 
-    def observe(
-        self, job: int, asked: Int64s, distinct: Int64s, counts: Int64s
-    ) -> tuple[Floats, Floats]:  # fmt: skip
-        """A batch of requests; returns the learner's keys of `distinct` before and after."""
+    def observe(self, job: int, asked: Int64s, once: Distinct) -> Observed:
+        """A batch of requests, and what it asks for."""
         requests = len(asked)
         self._follow(job, asked)
         window = max(self._period[job] * _PART, _BATCHES * requests)
         fade = math.exp(-requests / window)
         self._rates = [rate * fade for rate in self._rates]
         self._rates[job] += requests
+        self._others = self._others or job not in self._told
         self._share_out()
         self._made[job] += requests
-        before, after = self.learner.touch(distinct, counts, requests / self._period[job])
-        self.phases.touch(job, distinct, requests)
-        if self._shadows is not None:
-            sampled = asked[self._sampled[asked]]
-            if len(sampled) and self._shadows.record(sampled):
+        self.learner.pass_time(requests / self._period[job])
+        rows = self._table.take(once.blocks)
+        before = rows.keys
+        rows.keys = self.learner.touch(before, once.counts)
+        self.phases.touch(job, once.blocks, rows, requests)
+        self._table.put(once.blocks, rows)
+        if self._shadows is not None and np.count_nonzero(rows.marks):
+            sampled = asked[self._table.marks[asked]]
+            if self._shadows.record(sampled):
                 self._step(self._shadows)
-        return before, after
+        return Observed(rows.places >= 0, before, rows.keys)
 
-    def waits(self, blocks: Int64s | Int32s) -> Floats:
-        """float32[n]: of blocks that are not being asked for right now."""
-        return self._merged(blocks, None)
+    def waits(self, blocks: Int64s | Int32s, job: int | None = None) -> Floats:
+        """float32[n]: of blocks that are not being asked for right now.
 
-    def newcomers(self, blocks: Int64s, missed: Bools, before: Floats, after: Floats) -> Floats:
-        """float32[n]: of missed blocks, with the margin.
-
-        `before`, `after`: keys as observe() returned them; `missed`: which of them are meant.
+        `job`: what is foretold of this one counts in any case, be it ever so little.
         """
-        expert = self.expert
-        if expert.column is None:
-            learned = self._learned(blocks)
-        else:
-            keys = after if expert.fresh else before
-            learned = self._offset(expert.column) - keys[:, expert.column][missed]
-        return self._merged(blocks, learned + np.float32(expert.margin))
+
+        def learned(some: Bools | None) -> Floats:
+            return self._learned(blocks if some is None else blocks[some])
+
+        found = self._merged(blocks, learned, newcomers=False)
+        if job is None or job in self._told or not self.futures[job].queued:
+            return found
+        return np.minimum(found, self._foretold(job, blocks, found))
+
+    def newcomers(self, blocks: Int64s, missed: Bools, observed: Observed) -> Floats:
+        """float32[n]: of blocks that are missed, with the margin; `missed`: which of the batch."""
+
+        def learned(some: Bools | None) -> Floats:
+            expert = self.expert
+            if expert.column is None:
+                found = self._learned(blocks if some is None else blocks[some])
+            else:
+                keys = observed.after if expert.fresh else observed.before
+                key = keys[expert.column][missed]
+                found = self._offset(expert.column) - (key if some is None else key[some])
+            return found + np.float32(expert.margin)
+
+        return self._merged(blocks, learned, newcomers=True)
 
     def state(self) -> Arrays:
         """Arrays by name, not copied."""
@@ -172,26 +211,38 @@ class Outlook:
         for future in self.futures:
             future.forget()
             future.mismatched = False
+        self._list_told()
 
     def _follow(self, job: int, asked: Int64s) -> None:
-        """Checks what was foretold; a job without is learned about from now on."""
+        """Checks what was foretold; where not all is known, learning begins."""
         future = self.futures[job]
-        if future.queued and not future.advance(asked):
-            future.forget()
-            future.mismatched = True
-            self.mismatches += 1
-        elif future.queued:
-            return
-        elif future.head:
+        if future.queued:
+            if not future.advance(asked):
+                future.forget()
+                future.mismatched = True
+                self.mismatches += 1
+            elif future.queued and not future.near:
+                return
+            self._list_told()
+        if not future.queued and future.head:
             future.forget()
         if self._shadows is None:
             self.learner.widen()
             self._begin_shadows()
 
+    def _list_told(self) -> None:
+        least = self._room / _WORTH if self._room > EXACT else 1
+        self._told = [
+            job for job, future in enumerate(self.futures)
+            if future.queued >= (least if future.near else 1)
+        ]  # fmt: skip
+        self._others = any(
+            rate > 0 and job not in self._told for job, rate in enumerate(self._rates)
+        )
+
     def _begin_shadows(self) -> Shadows:
         self._shadows = Shadows(self.blocks, self._share, self._seed)
-        self._sampled = np.zeros(self.blocks, np.bool_)
-        self._sampled[self._shadows.sample] = True
+        self._table.marks[self._shadows.sample] = True
         self._past = self.learner.keys[self._shadows.sample]
         self._stepped = self.learner.epochs
         return self._shadows
@@ -218,12 +269,20 @@ class Outlook:
         """Jobs of unknown order that have begun epochs."""
         return tuple(
             job for job in range(min(self.jobs, JOBS))
-            if self.phases.length[job] and self._rates[job] > 0 and not self.futures[job].queued
+            if self.phases.length[job] and self._rates[job] > 0 and not self._known(job)
         )  # fmt: skip
+
+    def _known(self, job: int) -> bool:
+        """Whether all that a job will ask for is foretold, for some time."""
+        future = self.futures[job]
+        return future.queued > 0 and not future.near
 
     def _share_out(self) -> None:
         """Of all requests, by job. A job that has asked for nothing yet counts as an even one."""
         total = sum(self._rates)
+        if self.jobs == 1 and total:
+            self._per_epoch = total / (total / self._period[0])
+            return
         self._shares = [
             max(rate / total, 1e-9) if rate > 0 else 1 / self.jobs for rate in self._rates
         ]
@@ -233,7 +292,11 @@ class Outlook:
             self._per_epoch = total / pace
 
     def _offset(self, column: int) -> np.float32:
-        return np.float32(self.learner.offset(column, self._per_epoch))
+        facts = (column, self.learner.epochs, self._per_epoch)
+        if facts != self._offset_of:  # asked for several times a batch
+            self._offset_of = facts
+            self._offset_is = np.float32(self.learner.offset(column, self._per_epoch))
+        return self._offset_is
 
     def _learned(self, blocks: Int64s | Int32s) -> Floats:
         column = self.expert.column
@@ -245,24 +308,27 @@ class Outlook:
         assert column is not None
         return self._offset(column) - self.learner.column(blocks, column)
 
-    def _merged(self, blocks: Int64s | Int32s, learned: Floats | None) -> Floats:
-        """The soonest of what is foretold by each job, and of what was learned of the others.
-
-        `learned`: if it is not what the expert says.
-        """
-        known = [job for job in range(self.jobs) if self.futures[job].queued]
-        others = any(rate > 0 and job not in known for job, rate in enumerate(self._rates))
+    def _merged(
+        self, blocks: Int64s | Int32s, learned: Learned, *, newcomers: bool
+    ) -> Floats:  # fmt: skip
+        """The soonest of what is foretold by each job, and of what was learned of the others."""
+        known = self._told
+        if not known:
+            return learned(None)
         best: Floats | None = None
-        if others or not known:
-            best = self._learned(blocks) if learned is None else learned
+        if self._others:
+            best = learned(None)
         for job in known:
-            found = self._foretold(job, blocks, best if learned is None else learned)
+            behind = learned if newcomers or best is None else best
+            found = self._foretold(job, blocks, behind)
             best = found if best is None else np.minimum(best, found)
         assert best is not None
         return best
 
-    def _foretold(self, job: int, blocks: Int64s | Int32s, learned: Floats | None) -> Floats:
-        """Behind the horizon: when it comes, and then as long as was learned."""
+    def _foretold(
+        self, job: int, blocks: Int64s | Int32s, behind: Learned | Floats
+    ) -> Floats:  # fmt: skip
+        """When a job asks next; not within its horizon: when that ends, then what is `behind`."""
         future, share = self.futures[job], self._shares[job]
         use = future.next_use(blocks)
         gap = (use - np.int32(future.head)).astype(np.float32)
@@ -270,9 +336,10 @@ class Outlook:
         if share < 1:
             found -= np.float32(math.log(share))
         beyond = use == NEVER
-        if beyond.any():
-            after = self._learned(blocks[beyond]) if learned is None else learned[beyond]
-            found[beyond] = np.logaddexp(np.float32(math.log(future.queued / share)), after)
+        if np.count_nonzero(beyond):
+            horizon = np.float32(math.log(future.queued / share))
+            after = behind[beyond] if isinstance(behind, np.ndarray) else behind(beyond)
+            found[beyond] = np.logaddexp(horizon, after)
         return found
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from hpstore.loaders.policy.plans import Floats, Int64s
-from hpstore.loaders.policy.residents import Int32s
+from hpstore.loaders.policy.plans import Floats, Int32s, Int64s
+from hpstore.loaders.policy.table import Rows, Table
 
 JOBS = 8
 """Jobs that have a bit."""
@@ -23,31 +24,35 @@ _FRESH = 1 / 256  # of an epoch: how old the table of expectations may be
 class Phases:
     """ "Seen this epoch", one bit for a block and job, and the progress of every job."""
 
-    def __init__(self, blocks: int) -> None:
-        self._blocks = blocks
-        self.seen = np.empty(0, np.uint8)  # until the first epoch begins
+    def __init__(self, table: Table) -> None:
+        self._blocks = table
         self.made = np.zeros(JOBS)
         self.length = np.zeros(JOBS)  # 0: no epoch has begun
         self._stale = np.inf
         self._table = np.empty(0, np.float32)
         self._told: tuple[int, ...] = ()
 
+    @property
+    def seen(self) -> npt.NDArray[np.uint8]:
+        """uint8[blocks]: a view, until the table is laid anew."""
+        return self._blocks.seen
+
     def begin(self, job: int, requests: int | None) -> None:
         """An epoch of a job begins; `requests` as in CachePolicy.begin_epoch."""
         if job >= JOBS:
             return
-        if not len(self.seen):
-            self.seen = np.zeros(self._blocks, np.uint8)
-        else:
+        if self.made[job]:
             np.bitwise_and(self.seen, np.uint8(255 - (1 << job)), out=self.seen)
-        self.length[job] = requests or self.made[job] or self._blocks
+        self.length[job] = requests or self.made[job] or len(self.seen)
         self.made[job] = 0
         self._stale = np.inf
 
-    def touch(self, job: int, blocks: Int64s, requests: int) -> None:
-        """A job has asked for blocks."""
+    def touch(self, job: int, blocks: Int64s, rows: Rows, requests: int) -> None:
+        """A job has asked for blocks, whose rows are put back by who took them."""
         if job < JOBS and self.length[job]:
-            self.seen[blocks] |= np.uint8(1 << job)
+            rows.seen |= np.uint8(1 << job)
+            if not rows.seen.size:  # it is not in the rows
+                self.seen[blocks] |= np.uint8(1 << job)
             self.made[job] += requests
             self._stale += requests / self.length[job]
 
@@ -69,7 +74,7 @@ class Phases:
 
     def load(self, arrays: dict[str, np.ndarray]) -> None:
         """The opposite of state()."""
-        self.seen = arrays["seen"].astype(np.uint8)
+        self.seen[:] = arrays["seen"] if len(arrays["seen"]) else 0
         self.made = arrays["made"].astype(np.float64)
         self.length = arrays["length"].astype(np.float64)
         self._stale = np.inf

@@ -10,6 +10,7 @@ import numpy.typing as npt
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
+Int32s = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,4 +47,4 @@ class Wanted:
     evict: Int64s
 
 
-__all__ = ["Bools", "Floats", "Int64s", "Plan", "Wanted"]
+__all__ = ["Bools", "Floats", "Int32s", "Int64s", "Plan", "Wanted"]

@@ -8,12 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hpstore.errors import ConfigError
+from hpstore.loaders.policy.distinct import distinct, in_order
 from hpstore.loaders.policy.outlook import Outlook
-from hpstore.loaders.policy.plans import Bools, Floats, Int64s, Plan, Wanted
-from hpstore.loaders.policy.residents import Int32s, Residents
-
-EXACT = 4096
-"""Up to so many residents all are compared, above a few for every newcomer."""
+from hpstore.loaders.policy.plans import Bools, Floats, Int32s, Int64s, Plan, Wanted
+from hpstore.loaders.policy.residents import EXACT, Residents
+from hpstore.loaders.policy.table import Table
 
 _CANDIDATES = 8  # for every victim
 _TOGETHER = 32  # newcomers set against drawn residents; up to 8 times as many if so many win
@@ -53,7 +52,9 @@ class CachePolicy:
         self._sizes, self._cost = sizes, request_cost_bytes
         self._equal_bytes = sizes if isinstance(sizes, int) else 0
         self._smallest = sizes if isinstance(sizes, int) else int(sizes.min())
-        self._residents = Residents(blocks)
+        self._table = Table(blocks)
+        most = capacity_bytes // self._smallest if self._smallest else blocks
+        self._residents = Residents(self._table, min(blocks, most))
         self._used = 0
         self._together = _TOGETHER
         self._state = np.zeros(blocks, np.uint8)
@@ -61,7 +62,7 @@ class CachePolicy:
         self._pins = np.empty(0, np.uint8)  # until the first pin
         self._pinned = 0
         share = min(1.0, capacity_bytes / max(total, 1))
-        self._outlook = Outlook(blocks, jobs, capacity_share=share, seed=seed)
+        self._outlook = Outlook(blocks, jobs, table=self._table, capacity_share=share, seed=seed)
         self._counters = dict.fromkeys(
             ("requests", "hits", "late", "repeats", "admissions", "evictions", "bypasses",
              "prefetches"), 0,
@@ -76,7 +77,11 @@ class CachePolicy:
     def index_bytes(self) -> int:
         """Bytes of memory that the policy's arrays take."""
         return (
-            self._residents.nbytes + self._state.nbytes + self._pins.nbytes + self._outlook.nbytes
+            self._table.nbytes
+            + self._residents.nbytes
+            + self._state.nbytes
+            + self._pins.nbytes
+            + self._outlook.nbytes
         )
 
     @property
@@ -110,16 +115,22 @@ class CachePolicy:
         self._check_job(job)
         self._outlook.begin_epoch(job, requests)
 
-    def expect(self, job: int, blocks: Int64s | None) -> None:
+    def expect(self, job: int, blocks: Int64s | None, *, drawn: bool = False) -> None:
         """The coming requests of a job, int64[n], after those that it was told before.
 
         Tell at least one epoch, better two, for one rank of W up to 2 W epochs; 8 bytes a request
-        until it has been made. Every access() is checked against it. After a mismatch (counted)
-        the job's order is unknown and what is told is ignored, until None comes: it forgets the
-        past and what was foretold, e.g. before telling a new order after a seek.
+        until it has been made. `drawn`: of an order otherwise unknown, batches that its sampler has
+        drawn already; behind them counts what is learned. While requests of one kind are left,
+        others count as of that kind. Draws of less than 1/32 of a cache of more than 4,096 blocks
+        only serve to prefetch.
+
+        Every access() is checked against it. After a mismatch (counted) the job's order is unknown
+        and what is told is ignored, until None comes: it forgets the past and what was foretold,
+        e.g. before telling a new order after a seek.
         """
         self._check_job(job)
-        self._outlook.expect(job, None if blocks is None else self._checked(blocks))
+        told = None if blocks is None else self._checked(blocks)
+        self._outlook.expect(job, told, drawn=drawn)
 
     def expected(self, job: int) -> int:
         """Requests foretold and not made yet; 0 when the job's order is unknown."""
@@ -140,24 +151,30 @@ class CachePolicy:
         asked = self._checked(blocks)
         if not len(asked):
             return _nothing()
-        distinct, first, counts = _distinct(asked)
-        resident = self._residents.contains(asked)
-        before, after = self._outlook.observe(job, asked, distinct, counts)
-        missed = ~resident[first]
-        newcomers = distinct[missed]
+        once = distinct(asked)
+        observed = self._outlook.observe(job, asked, once)
+        missed = ~observed.resident
+        newcomers = once.blocks[missed]
         admit = evict = np.empty(0, np.int64)
         if len(newcomers):
-            waits = self._outlook.newcomers(newcomers, missed, before, after)
+            waits = self._outlook.newcomers(newcomers, missed, observed)
             admit, evict = self._exchange(newcomers, waits)
-        late = np.zeros(len(asked), np.bool_)
+        hit = np.empty(len(asked), np.bool_)
+        late, again = np.zeros(len(asked), np.bool_), np.zeros(len(asked), np.bool_)
+        if len(once.blocks) < len(asked):
+            hit[once.order] = observed.resident.repeat(once.counts)
+            np.logical_not(hit, out=again)
+            again[once.first] = False
+            self._counters["repeats"] += int(np.count_nonzero(again))
+        else:
+            hit[once.order] = observed.resident
         if self._in_flight:
-            late = resident & (self._state[asked] & _FLIGHT != 0)
-        again = np.zeros(len(asked), np.bool_)
-        if len(distinct) < len(asked):
-            np.logical_not(resident, out=again)
-            again[first] = False
-        hit = resident & ~late if self._in_flight else resident
-        self._count(hit, late, again, len(newcomers) - len(admit))
+            np.logical_and(hit, self._state[asked] & _FLIGHT, out=late)
+            hit &= ~late
+            self._counters["late"] += int(np.count_nonzero(late))
+        self._counters["requests"] += len(asked)
+        self._counters["hits"] += int(np.count_nonzero(hit))
+        self._counters["bypasses"] += len(newcomers) - len(admit)
         return Plan(hit=hit, late=late, again=again, admit=admit, evict=evict)
 
     def next_wanted(self, job: int, budget_bytes: int, *, requests: int = 65_536) -> Wanted:
@@ -172,12 +189,12 @@ class CachePolicy:
         for start in range(0, min(requests, future.queued), _SCAN):
             coming = future.upcoming(start, min(_SCAN, requests - start)).astype(np.int64)
             found.append(coming[~self._residents.contains(coming)])
-            spent += int(self._bytes_of(_in_order(found[-1])).sum())
+            spent += int(self._bytes_of(in_order(found[-1])).sum())
             if spent > budget_bytes:
                 break
-        wanted = _in_order(np.concatenate(found)) if found else np.empty(0, np.int64)
+        wanted = in_order(np.concatenate(found)) if found else np.empty(0, np.int64)
         wanted = wanted[np.cumsum(self._bytes_of(wanted)) <= budget_bytes]
-        return self._send_for(wanted, self._outlook.waits(wanted))
+        return self._send_for(wanted, self._outlook.waits(wanted, job))
 
     def favourites(self, budget_bytes: int) -> Wanted:
         """For a restart with free room: blocks that are not resident, soonest expected use first.
@@ -215,7 +232,7 @@ class CachePolicy:
 
         Returns those that do not fit, for the caller to remove. Already resident ones are kept.
         """
-        found = _in_order(self._checked(blocks))
+        found = in_order(self._checked(blocks))
         found = found[~self._residents.contains(found)]
         fits = np.cumsum(self._bytes_of(found)) <= self.capacity_bytes - self._used
         self._add(found[fits])
@@ -226,24 +243,24 @@ class CachePolicy:
 
         Raises ValueError, with nothing changed, beyond that.
         """
-        distinct, _, counts = _distinct(self._checked(blocks))
+        once, _, counts, _ = distinct(self._checked(blocks))
         if not len(self._pins):
             self._pins = np.zeros(self.blocks, np.uint8)
-        pins = self._pins[distinct] + counts
+        pins = self._pins[once] + counts
         if (pins > 255).any():
-            raise ValueError(f"block {distinct[pins > 255][0]} is pinned more than 255 times")
-        self._pinned += int((self._pins[distinct] == 0).sum())
-        self._pins[distinct] = pins
+            raise ValueError(f"block {once[pins > 255][0]} is pinned more than 255 times")
+        self._pinned += int((self._pins[once] == 0).sum())
+        self._pins[once] = pins
 
     def unpin(self, blocks: Int64s) -> None:
         """Takes back one pin() of each. Raises ValueError for a block that has none."""
-        distinct, _, counts = _distinct(self._checked(blocks))
-        pins = self._pins[distinct] - counts if len(self._pins) else -counts
+        once, _, counts, _ = distinct(self._checked(blocks))
+        pins = self._pins[once] - counts if len(self._pins) else -counts
         if (pins < 0).any():
-            raise ValueError(f"block {distinct[pins < 0][0]} is not pinned so often")
+            raise ValueError(f"block {once[pins < 0][0]} is not pinned so often")
         self._pinned -= int((pins == 0).sum())
-        if len(distinct):
-            self._pins[distinct] = pins
+        if len(once):
+            self._pins[once] = pins
 
     def expected_use(self, blocks: Int64s) -> Floats:
         """When blocks are needed next: float32[n], ln of requests of all jobs from now.
@@ -275,7 +292,7 @@ class CachePolicy:
         there = arrays["residents"].astype(np.int64) if residents is None else residents
         there = self._checked(there)
         self._outlook.load(arrays)
-        self._residents = Residents(self.blocks)
+        self._residents.clear()
         self._residents.draws, self._together = arrays["policy"].astype(np.int64)[3:].tolist()
         self._used = self._in_flight = self._pinned = 0
         self._state[:] = 0
@@ -314,12 +331,12 @@ class CachePolicy:
             victims, latest = self._candidates(together)
             if self.capacity_bytes - self._used < self._smallest:
                 # mostly few newcomers have a chance, and nothing else is to be done
-                chance = waits < latest.max(initial=-np.inf)
+                chance = waits < np.maximum.reduce(latest, initial=-np.inf)
                 newcomers, waits = newcomers[chance], waits[chance]
                 if not len(newcomers):
                     break
             rank = np.argsort(waits, kind="stable")
-            newcomers, waits = newcomers[rank], waits[rank]
+            newcomers, waits = newcomers.take(rank), waits.take(rank)
             tried = min(together, len(newcomers))
             taken, evict = self._contest(newcomers[:tried], waits[:tried], victims, latest)
             came.append(newcomers[:taken])
@@ -336,12 +353,13 @@ class CachePolicy:
         nothing = [np.empty(0, np.int64)]
         return np.concatenate(came or nothing), np.concatenate(gone or nothing)
 
-    def _candidates(self, together: int) -> tuple[Int32s, Floats]:
+    def _candidates(self, together: int) -> tuple[Int64s, Floats]:
         """Residents that may leave, in no order, and their expected use."""
         if self._residents.count <= EXACT:
-            drawn = self._residents.listed()
+            found = self._residents.listed()
         else:
-            drawn = self._residents.draw(_CANDIDATES * together)
+            found = self._residents.draw(_CANDIDATES * together)
+        drawn = found.astype(np.int64)  # the only kind of index that numpy does not convert
         if self._in_flight:
             drawn = drawn[self._state[drawn] & _FLIGHT == 0]
         if self._pinned:
@@ -350,16 +368,16 @@ class CachePolicy:
         return drawn, waits + self._dearness(drawn) if self._cost else waits
 
     def _contest(
-        self, newcomers: Int64s, waits: Floats, victims: Int32s, latest: Floats
+        self, newcomers: Int64s, waits: Floats, victims: Int64s, latest: Floats
     ) -> tuple[int, Int64s]:  # fmt: skip
         """How many of the newcomers, in order, came in, and who left for them."""
         # of equal blocks one for one; of others a few small ones may leave for a large one
         limit = len(newcomers) if self._equal_bytes else 4 * len(newcomers) + 16
         if len(victims) > limit:
             last = np.argpartition(latest, len(victims) - limit)[len(victims) - limit :]
-            victims, latest = victims[last], latest[last]
+            victims, latest = victims.take(last), latest.take(last)
         rank = np.argsort(-latest, kind="stable")
-        leaving, soonest = victims[rank].astype(np.int64), latest[rank]
+        leaving, soonest = victims.take(rank), latest.take(rank)
         room = self.capacity_bytes - self._used
         if self._equal_bytes and room < self._equal_bytes:
             count = min(len(newcomers), len(leaving))
@@ -416,14 +434,6 @@ class CachePolicy:
         dear: Floats = -np.log1p(self._cost / sizes).astype(np.float32)
         return dear
 
-    def _count(self, hit: Bools, late: Bools, again: Bools, bypassed: int) -> None:
-        counters = self._counters
-        counters["requests"] += len(hit)
-        counters["hits"] += int(np.count_nonzero(hit))
-        counters["late"] += int(np.count_nonzero(late))
-        counters["repeats"] += int(np.count_nonzero(again))
-        counters["bypasses"] += bypassed
-
     def _check_job(self, job: int) -> None:
         if not 0 <= job < self.jobs:
             raise ValueError(f"job {job}: there are 0 .. {self.jobs - 1}")
@@ -431,7 +441,7 @@ class CachePolicy:
     def _checked(self, blocks: npt.ArrayLike) -> Int64s:
         asked = np.ascontiguousarray(blocks, np.int64).reshape(-1)
         # one pass: negative numbers are large ones without a sign
-        if len(asked) and int(asked.view(np.uint64).max()) >= self.blocks:
+        if len(asked) and int(np.maximum.reduce(asked.view(np.uint64))) >= self.blocks:
             raise ValueError(
                 f"blocks {asked.min()} .. {asked.max()}: there are 0 .. {self.blocks - 1}"
             )
@@ -462,37 +472,12 @@ def _nothing() -> Plan:
     return Plan(hit=none, late=none, again=none, admit=blocks, evict=blocks)
 
 
-def _distinct(blocks: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Blocks once each, rising; where each is first; how often it is there."""
-    count = len(blocks)
-    bits = max(count - 1, 0).bit_length()
-    # block and place in one word: numpy sorts int64 with SIMD, argsort it does not
-    keyed = blocks << bits
-    keyed |= np.arange(count)
-    keyed.sort()
-    ranked = keyed >> bits
-    starts = np.empty(count, np.bool_)
-    starts[:1] = True
-    np.not_equal(ranked[1:], ranked[:-1], out=starts[1:])
-    first = keyed & ((1 << bits) - 1)
-    if starts.all():
-        return ranked, first, np.ones(count, np.int64)
-    (at,) = starts.nonzero()
-    counts = np.empty(len(at), np.int64)
-    np.subtract(at[1:], at[:-1], out=counts[:-1])
-    counts[-1:] = count - at[-1:]
-    return ranked[at], first[at], counts
-
-
 def _run(flags: Bools) -> int:
     """How many are set before the first that is not."""
-    return len(flags) if flags.all() else int(np.argmin(flags))
+    if not len(flags):
+        return 0
+    first = int(flags.argmin())
+    return len(flags) if flags[first] else first
 
 
-def _in_order(blocks: Int64s) -> Int64s:
-    """Blocks once each, in the order of their first occurrence."""
-    distinct, first, _ = _distinct(blocks)
-    return distinct[np.argsort(first)]
-
-
-__all__ = ["EXACT", "CachePolicy"]
+__all__ = ["CachePolicy"]

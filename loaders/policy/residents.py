@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from hpstore.loaders.policy.plans import Bools, Int64s
+from hpstore.loaders.policy.plans import Bools, Int32s, Int64s
+from hpstore.loaders.policy.table import Table
 
-Int32s = npt.NDArray[np.int32]
 _GOLDEN = 0.6180339887498949
+EXACT = 4096
+"""Up to so many residents all are compared, above a few for every newcomer."""
 
 
 class Residents:
-    """A dense list of blocks and the place of every block in it: 8 bytes a block of the data."""
+    """A dense list of blocks, `most` at a time, and the place of every block in it, in a table."""
 
-    def __init__(self, blocks: int) -> None:
-        self._places = np.full(blocks, -1, np.int32)
-        self._listed = np.empty(blocks, np.int32)
+    def __init__(self, table: Table, most: int) -> None:
+        self._table = table
+        self._listed = np.empty(most, np.int32)
         self.count = 0
         self.draws = 0
         self._lattice = np.empty(0, np.int64)
@@ -24,12 +25,12 @@ class Residents:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both arrays."""
-        return self._places.nbytes + self._listed.nbytes
+        """Bytes of the list."""
+        return self._listed.nbytes
 
     def contains(self, blocks: Int64s) -> Bools:
         """bool[n]."""
-        return self._places[blocks] >= 0
+        return self._table.places[blocks] >= 0
 
     def listed(self) -> Int32s:
         """All of them, in no order: a view, to be read before the next change."""
@@ -39,27 +40,34 @@ class Residents:
         """Blocks that are absent, each once."""
         stop = self.count + len(blocks)
         self._listed[self.count : stop] = blocks
-        self._places[blocks] = np.arange(self.count, stop, dtype=np.int32)
+        self._table.places[blocks] = np.arange(self.count, stop, dtype=np.int32)
         self.count = stop
 
     def remove(self, blocks: Int64s) -> None:
         """Blocks that are present, each once. Those at the end of the list move into the gaps."""
-        places = self._places[blocks]
-        self._places[blocks] = -1
+        all_places = self._table.places
+        places = all_places[blocks]
+        all_places[blocks] = -1
         left = self.count - len(blocks)
         tail = self._listed[left : self.count]
-        moved = tail[self._places[tail] >= 0]
+        moved = tail[all_places[tail] >= 0]
         gaps = places[places < left]
         self._listed[gaps] = moved
-        self._places[moved] = gaps
+        all_places[moved] = gaps
         self.count = left
+
+    def clear(self) -> None:
+        """None are left."""
+        self._table.places[:] = -1
+        self.count = 0
 
     def swap(self, gone: Int64s, come: Int64s) -> None:
         """As remove() and add(), of equally many: the new take the places of the old."""
-        places = self._places[gone]
-        self._places[gone] = -1
+        all_places = self._table.places
+        places = all_places[gone]
+        all_places[gone] = -1
         self._listed[places] = come
-        self._places[come] = places
+        all_places[come] = places
 
     def draw(self, count: int) -> Int32s:
         """`count` different residents, evenly over the list, at another offset each time.
@@ -75,7 +83,7 @@ class Residents:
             self._of = self.count
         # below the least distance of two points
         offset = int((self.draws * _GOLDEN) % 1.0 * (self.count // count))
-        return self._listed[self._lattice + offset]
+        return self._listed.take(self._lattice + offset)
 
 
-__all__ = ["Int32s", "Residents"]
+__all__ = ["EXACT", "Residents"]

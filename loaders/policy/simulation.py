@@ -44,6 +44,7 @@ def simulate(
     epoch_starts: Sequence[int] | Sequence[Sequence[int]] | None = None,
     jobs: npt.ArrayLike | None = None, seed: int = 0, *, blocks: int | None = None,
     sizes: Int64s | None = None, capacity_bytes: int | None = None, request_cost_bytes: int = 0,
+    drawn_batches: int = 0,
 ) -> CacheReport:  # fmt: skip
     """Play a trace to CachePolicy.
 
@@ -51,9 +52,10 @@ def simulate(
     in a row are decided on together, each job's by themselves. `epoch_starts`: indices into
     `requests` where a job's epochs begin, a list per job when there are several; without them
     there are no phase bits. `known_order` needs them: every job's order is told up to the end of
-    its epoch and `horizon_epochs` whole epochs beyond. `blocks`: how many there are, the largest
-    id + 1 unless given. With `sizes` int64[blocks] the capacity is `capacity_bytes`. Raises
-    ConfigError.
+    its epoch and `horizon_epochs` whole epochs beyond. `drawn_batches`: of an order otherwise
+    unknown so many batches behind the one that is asked for are told as drawn, up to the end of
+    the epoch. `blocks`: how many there are, the largest id + 1 unless given. With `sizes`
+    int64[blocks] the capacity is `capacity_bytes`. Raises ConfigError.
     """
     asked = np.ascontiguousarray(requests, np.int64).reshape(-1)
     owner = np.zeros(len(asked), np.int64) if jobs is None else np.asarray(jobs, np.int64)
@@ -61,8 +63,13 @@ def simulate(
         raise ConfigError(f"{len(asked)} requests, but {owner.size} jobs: one for each is needed")
     if known_order and epoch_starts is None:
         raise ConfigError("known_order needs epoch_starts: where orders begin")
-    if batch < 1 or horizon_epochs < 0:
-        raise ConfigError(f"batch {batch}, horizon_epochs {horizon_epochs}: at least 1 and 0")
+    if known_order and drawn_batches:
+        raise ConfigError("known_order tells all: drawn_batches are of orders not known")
+    if batch < 1 or horizon_epochs < 0 or drawn_batches < 0:
+        raise ConfigError(
+            f"batch {batch}, horizon_epochs {horizon_epochs}, drawn_batches {drawn_batches}: at "
+            "least 1, 0 and 0"
+        )
     count = max(int(asked.max(initial=0)) + 1, blocks or 1)
     number = int(owner.max(initial=0)) + 1
     room = capacity_blocks if capacity_bytes is None else capacity_bytes
@@ -72,7 +79,7 @@ def simulate(
     )  # fmt: skip
     courses = [
         _Course(policy, job, asked[owner == job], _starts(epoch_starts, job, number, owner),
-                horizon_epochs if known_order else None)
+                horizon_epochs if known_order else None, drawn_batches * batch // number)
         for job in range(number)
     ]  # fmt: skip
     hit = np.empty(len(asked), np.bool_)
@@ -92,12 +99,15 @@ class _Course:
 
     def __init__(
         self, policy: CachePolicy, job: int, asked: Int64s, starts: list[int] | None,
-        horizon: int | None,
+        horizon: int | None, drawn: int,
     ) -> None:  # fmt: skip
-        """`asked`: of this job alone; `starts`: positions in it; `horizon`: None: order unknown."""
+        """`asked`: of this job alone; `starts`: positions in it; `horizon`: None: order unknown.
+
+        `drawn`: so many requests behind a batch are told then.
+        """
         self._policy, self._job, self._asked = policy, job, asked
         self._edges = [] if starts is None else [*starts, len(asked)]
-        self._horizon = horizon
+        self._horizon, self._drawn = horizon, drawn
         self._made = self._told = self._epoch = 0
 
     def play(self, blocks: Int64s) -> Bools:
@@ -111,6 +121,8 @@ class _Course:
                 ):  # fmt: skip
                     self._begin()
                 left = min(left, self._edges[self._epoch] - self._made)
+            if self._drawn:
+                self._draw(left)
             hits.append(self._serve(blocks[:left]))
             blocks = blocks[left:]
         return np.concatenate(hits) if hits else np.empty(0, np.bool_)
@@ -123,6 +135,14 @@ class _Course:
         if self._horizon is not None:
             told = edges[min(epoch + 1 + self._horizon, len(edges) - 1)]
             self._policy.expect(self._job, self._asked[self._told : told])
+            self._told = told
+
+    def _draw(self, batch: int) -> None:
+        """A sampler is this far when a batch is made: never past the end of its epoch."""
+        end = self._edges[self._epoch] if self._edges else len(self._asked)
+        told = min(self._made + batch + self._drawn, end)
+        if told > self._told:
+            self._policy.expect(self._job, self._asked[self._told : told], drawn=True)
             self._told = told
 
     def _serve(self, blocks: Int64s) -> Bools:

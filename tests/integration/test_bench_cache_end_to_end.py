@@ -18,7 +18,11 @@ SMALL = Scale(rows=256, record_bytes=8192, bytes_per_second=1e9)
 
 def test_all_contenders_hand_out_the_same_batches(tmp_path: Path) -> None:
     """The LRU and the cache have hits, and read less than what was asked for."""
-    found = measure_end_to_end(scale=SMALL, repeats=1, directory=tmp_path)
+    kept: list[list[str]] = []
+    found = measure_end_to_end(
+        scale=SMALL, repeats=1, directory=tmp_path, keep=lambda so_far: kept.append(list(so_far))
+    )
+    assert [len(so_far) for so_far in kept] == [5, 6, 7]  # four facts, and a case after the other
     for name in ("importance", "two jobs", "full shuffle, one epoch"):
         assert found[name]["same_batches"] is True
     rows = found["importance"]["contenders"]

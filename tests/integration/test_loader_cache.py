@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, Subset, WeightedRandomSampler
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, Subset, WeightedRandomSampler
 
 import hpstore
 from hpstore.loaders import Cache, DataLoader, Dataset
+from hpstore.loaders.caching import CachedRun
 from hpstore.pool import Pool
 from hpstore.units import MIB
 from tests.integration.loader_cases import COUNT, KINDS, flat, labels, ranks, write
@@ -154,3 +157,102 @@ def test_two_loaders_share_what_the_first_one_read(data: Dataset, pool: Pool) ->
         assert cache.stats()["source_bytes"] == read
         first.close()
         second.close()
+
+
+class Opaque(Sampler[int]):
+    """Somebody's own sampler: draws with repeats, another order every pass, counts its draws."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self._count, self._rng, self.drawn = count, np.random.default_rng(seed), 0
+
+    def __iter__(self) -> Iterator[int]:
+        for index in (self._count * self._rng.random(self._count) ** 2).astype(int).tolist():
+            self.drawn += 1
+            yield index
+
+    def __len__(self) -> int:
+        return self._count
+
+
+def told(cache: Cache) -> int:
+    """Requests that the cache knows to come."""
+    assert cache._owned is not None
+    (stock,) = cache._owned.core.stocks.values()
+    with cache._owned.core.lock:
+        return sum(stock.policy.expected(job.number) for job in stock.jobs.values())
+
+
+@pytest.mark.parametrize("batch_size", [8, None])
+def test_what_a_sampler_of_unknown_order_has_drawn_is_told(
+    data: Dataset, batch_size: int | None
+) -> None:
+    """The same batches, no draw more than without a cache; up to the last one all are known."""
+    chosen = list(range(0, COUNT, 2))
+    for source in (data, Subset(data, chosen)):
+        plain, ours = Opaque(len(source), 1), Opaque(len(source), 1)
+        without = DataLoader(source, batch_size, sampler=plain, cache=0)
+        with Cache(1 * MIB) as cache:
+            loader = DataLoader(source, batch_size, sampler=ours, cache=cache)
+            for _ in range(3):
+                for batch, wanted in zip(loader, without, strict=True):
+                    assert equal([batch], [wanted])
+                    assert ours.drawn == plain.drawn
+                assert told(cache) == 0
+            assert cache.stats().get("order_left_total", 0) == 0
+            assert cache.stats().get("turn_missed_total", 0) == 0
+            loader.close()
+        without.close()
+
+
+def test_drawn_batches_are_known_before_they_are_made(
+    data: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the first request of a run as many batches as the loader makes ahead."""
+    seen: list[int] = []
+    read = CachedRun.read
+
+    def watched(self: CachedRun, *args: Any) -> bool:
+        seen.append(told(cache))
+        return read(self, *args)
+
+    monkeypatch.setattr(CachedRun, "read", watched)
+    with Cache(1 * MIB) as cache:
+        loader = DataLoader(data, 4, sampler=Opaque(COUNT, 2), cache=cache, prefetch_factor=2)
+        next(iter(loader))
+        assert seen[0] >= 4 * 2 * 4
+        loader.close()
+
+
+def test_a_pass_that_is_broken_off_takes_what_it_drew_with_it(data: Dataset) -> None:
+    """The next pass draws anew; nothing of the one before counts as an order that was left."""
+    with Cache(1 * MIB) as cache:
+        loader = DataLoader(data, 4, sampler=Opaque(COUNT, 3), cache=cache)
+        plain = DataLoader(data, 4, sampler=Opaque(COUNT, 3), cache=0)
+        for stop in (1, 3, COUNT):
+            for one in (loader, plain):
+                one.set_epoch(stop)
+            pairs = zip(loader, plain, strict=False)
+            for number, (batch, wanted) in enumerate(pairs):
+                assert equal([batch], [wanted])
+                if number == stop:
+                    break
+            del pairs
+        assert cache.stats().get("order_left_total", 0) == 0
+        loader.close()
+        plain.close()
+
+
+def test_what_was_drawn_reaches_the_owner_of_a_shared_cache_before_its_requests(
+    data: Dataset, pool: Pool
+) -> None:
+    """By another connection than the requests, and all the same in time."""
+    name = f"test-{os.getpid()}-drawn"
+    with Cache(1 * MIB, share=name) as owner, Cache(1 * MIB, share=name) as cache:
+        loader = DataLoader(Dataset(pool, "rows"), 4, sampler=Opaque(COUNT, 4), cache=cache)
+        plain = DataLoader(data, 4, sampler=Opaque(COUNT, 4), cache=0)
+        for _ in range(3):
+            assert equal(list(loader), list(plain))
+        assert owner.stats().get("order_left_total", 0) == 0
+        assert owner.stats().get("turn_missed_total", 0) == 0
+        loader.close()
+        plain.close()

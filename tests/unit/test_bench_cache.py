@@ -122,8 +122,16 @@ def test_no_module_of_the_package_imports_a_peer() -> None:
 def test_costs_have_bars_and_the_index_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes a block do not depend on the machine."""
     monkeypatch.setattr("hpstore.benchmarks.cache_cost.BATCHES", 20)
-    found = measure_cost(blocks=50_000, repeats=1)
-    for name in ("unknown, weighted", "unknown, even", "known, shuffled"):
+    said: list[str] = []
+    kept: list[dict[str, object]] = []
+    found = measure_cost(
+        blocks=50_000, repeats=1, keep=lambda so_far: kept.append(dict(so_far)), say=said.append
+    )
+    assert [len(so_far) for so_far in kept] == [3, 4, 5, 6]
+    assert said == list(found)[2:]
+    names = ["unknown, weighted", "unknown, even", "unknown, drawn ahead", "known, shuffled"]
+    assert list(kept[-1])[2:] == names
+    for name in names:
         row = found[name]
         assert isinstance(row, dict)
         assert row["index_met"]

@@ -7,7 +7,7 @@ import pytest
 
 from hpstore.loaders.cache.counts import shares
 from hpstore.loaders.cache.pages import NO_PAGE, Found, FreePages, Pages, choose_page_bytes
-from hpstore.loaders.cache.stock import Job, Pace
+from hpstore.loaders.cache.stock import Job, Pace, Turn
 
 
 def test_blocks_of_one_size_waste_no_page() -> None:
@@ -121,6 +121,30 @@ def test_a_batch_that_comes_early_knows_its_turn() -> None:
     job.moved(9, 1.0)
     assert job.turn_of(np.array([0])) is None
     assert not job.foretold
+
+
+def test_a_block_that_is_first_in_many_batches_does_not_hide_their_turns() -> None:
+    """All of twelve batches begin alike."""
+    job = Job(0, "train", None)
+    job.tell(np.array([(0, number + 1, 0) for number in range(12)]).reshape(-1))
+    assert job.turn_of(np.array([0, 12, 0])) == 33
+
+
+def test_of_batches_told_one_by_one_a_short_one_is_no_part_of_another() -> None:
+    """Nor do two equal ones take the same turn: who finds it taken waits for the next."""
+    job = Job(0, "train", None)
+    for batch in ([3, 5, 5], [7, 5, 3], [5], [7, 5, 3]):
+        job.tell(np.array(batch), batch=True)
+    assert job.turn_of(np.array([5])) == 6
+    assert job.turn_of(np.array([5, 7])) is None
+    first, second = (Turn(job, np.array([7, 5, 3])) for _ in range(2))
+    assert not first.has_come()
+    job.moved(3, 0.0)
+    assert first.has_come()
+    job.moved(3, 0.0)
+    assert not second.has_come()
+    job.moved(1, 0.0)
+    assert second.has_come()
 
 
 def test_prefetch_calls_follow_the_measured_bandwidth() -> None:

@@ -13,11 +13,19 @@ from hpstore.loaders.policy.learner import HALF_LIVES, Learner
 from hpstore.loaders.policy.phases import Phases
 from hpstore.loaders.policy.plans import Int64s
 from hpstore.loaders.policy.residents import Residents
+from hpstore.loaders.policy.table import Table
 
 
 def array(*values: int) -> Int64s:
     """int64[n]."""
     return np.array(values, np.int64)
+
+
+def seen(phases: Phases, table: Table, job: int, blocks: Int64s) -> None:
+    """A job has asked for blocks."""
+    rows = table.take(blocks)
+    phases.touch(job, blocks, rows, len(blocks))
+    table.put(blocks, rows)
 
 
 def shuffles(count: int, blocks: int, seed: int = 0) -> Int64s:
@@ -28,20 +36,22 @@ def shuffles(count: int, blocks: int, seed: int = 0) -> Int64s:
 
 def test_unseen_blocks_are_expected_within_the_epoch_and_seen_ones_in_the_next() -> None:
     """One job, a quarter of the way: half of the rest, or the rest and half of an epoch."""
-    phases = Phases(100)
+    table = Table(100)
+    phases = Phases(table)
     phases.begin(0, 100)
-    phases.touch(0, np.arange(25), 25)
+    seen(phases, table, 0, np.arange(25))
     waits = np.exp(phases.waits(array(0, 99), (0,), [1.0]))
     assert waits == pytest.approx([75 + 50, 75 / 2], rel=0.02)
 
 
 def test_of_two_jobs_a_block_that_both_need_comes_first() -> None:
     """Bits of each by themselves; a new epoch of one clears only its own."""
-    phases = Phases(4)
+    table = Table(4)
+    phases = Phases(table)
     for job in (0, 1):
         phases.begin(job, 4)
-    phases.touch(0, array(0, 1), 2)
-    phases.touch(1, array(0, 2), 2)
+    seen(phases, table, 0, array(0, 1))
+    seen(phases, table, 1, array(0, 2))
     both, first, second, none = phases.waits(array(0, 1, 2, 3), (0, 1), [0.5, 0.5]).tolist()
     assert none < first < both
     assert first == pytest.approx(second)
@@ -96,10 +106,14 @@ def test_a_learned_cache_never_loses_much_to_lru_where_lru_is_right() -> None:
 
 def test_faded_counts_order_blocks_by_rate_and_survive_rebasing() -> None:
     """Over thousands of epochs keys stay finite, and the expected use is that of the rate."""
-    learner = Learner(3)
+    table, blocks = Table(3), array(0, 1)
+    learner = Learner(table)
     learner.widen()
     for _ in range(3000):
-        learner.touch(array(0, 1), array(8, 1), 1.0)
+        learner.pass_time(1.0)
+        rows = table.take(blocks)
+        rows.keys = learner.touch(rows.keys, array(8, 1))
+        table.put(blocks, rows)
     assert np.isfinite(learner.keys[:2]).all()
     assert float(np.abs(learner.keys[:2]).max()) < 3000
     assert np.isneginf(learner.keys[2]).all()
@@ -109,7 +123,7 @@ def test_faded_counts_order_blocks_by_rate_and_survive_rebasing() -> None:
 
 def test_drawn_residents_are_different_ones_and_all_come_round() -> None:
     """A lattice at changing offsets."""
-    residents = Residents(1000)
+    residents = Residents(Table(1000), 1000)
     residents.add(np.arange(0, 1000, 2))
     drawn = [residents.draw(50) for _ in range(60)]
     assert all(len(np.unique(one)) == 50 for one in drawn)
