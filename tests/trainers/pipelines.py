@@ -90,22 +90,30 @@ class Trainer:
     stages: list[PipelineStage]
     schedule: Any  # Any: torch's schedules have no common public type
     optimizer: torch.optim.Optimizer
-    checkpointer: Checkpointer
+    checkpointer: Checkpointer | None
     loader: DataLoader
     seen: list[int]  # ids that went into the first stage, or were compared with in the last
+
+    def wait(self) -> Checkpointer:
+        """The checkpointer, with nothing on its way."""
+        assert self.checkpointer is not None
+        self.checkpointer.wait()
+        return self.checkpointer
 
     def close(self) -> None:
         """End what runs in the background."""
         self.hooks.close()
-        self.checkpointer.close()
+        if self.checkpointer is not None:
+            self.checkpointer.close()
         self.loader.close()
 
 
 def build(
-    pool: hpstore.Pool, name: str, *, microbatches: int = 4, prefix: str = "run",
+    pool: hpstore.Pool, name: str, *, microbatches: int = 4, prefix: str | None = "run",
     part: Callable[[int, int], nn.Module] = Part, **options: Any,
 ) -> Trainer:  # fmt: skip
-    """This rank of a pipeline over all ranks. `options`: of PipelineHooks. Collective."""
+    """This rank of a pipeline over all ranks. `prefix`: None saves nothing. `options`: of
+    PipelineHooks. Collective."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = stages_of(name, rank, world)
     count = world * len(mine)
@@ -120,7 +128,7 @@ def build(
         return take
 
     loader = DataLoader(Dataset(pool, "samples"), batch_size=ROWS, shuffle=True, drop_last=True)
-    checkpointer = Checkpointer(pool, prefix)
+    checkpointer = None if prefix is None else Checkpointer(pool, prefix)
     hooks = PipelineHooks(
         checkpointer, loader, stages=mine, num_stages=count, inputs=noted("x"),
         target=noted("y"), **options,
@@ -173,7 +181,7 @@ def train(
                        "ledger": hooks.ledger.to_dict()}  # fmt: skip
                 log.write(json.dumps(row) + "\n")
                 log.flush()
-            trainer.checkpointer.wait()
+            trainer.wait()
         except Exception:
             if not death:
                 raise

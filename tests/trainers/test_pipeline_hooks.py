@@ -45,7 +45,7 @@ def run_all(rank: int, world: int, directory: Path) -> None:
     pool = open_pool(directory)
     losses = {}
     for name in SCHEDULES:
-        trainer = build(pool, name, prefix=f"all/{name}", lazy=name in ("1f1b", "zbv"))
+        trainer = build(pool, name, prefix=None, lazy=name in ("1f1b", "zbv"))
         trainer.hooks.restore(trainer.stages, trainer.optimizer)
         records = [trainer.hooks.step(trainer.schedule, trainer.optimizer) for _ in range(2)]
         plan = plan_of(trainer.schedule, trainer.hooks.num_stages)
@@ -102,9 +102,9 @@ def copies(rank: int, world: int, directory: Path, snapshot: str) -> None:
         before[step + 1] = {
             name: tensor.clone() for name, tensor in trainer.stages[0].submod.state_dict().items()
         }
-    trainer.checkpointer.wait()
+    checkpointer = trainer.wait()
     for step, wanted in before.items():
-        found = trainer.checkpointer.load(step, keys=[f"model/{name}" for name in wanted])
+        found = checkpointer.load(step, keys=[f"model/{name}" for name in wanted])
         for name, tensor in wanted.items():
             assert torch.equal(found[f"model/{name}"], tensor), (step, name)
     trainer.close()
@@ -138,7 +138,7 @@ def disagree(rank: int, world: int, directory: Path) -> None:
         trainer.optimizer.step()  # behind the back of the hooks
     with pytest.raises(CheckpointError, match="version of the weights differs"):
         hooks.save()
-    assert trainer.checkpointer.steps() == [1]
+    assert trainer.wait().steps() == [1]
     trainer.close()
     dist.barrier()
 
@@ -150,7 +150,7 @@ def disagree(rank: int, world: int, directory: Path) -> None:
     other.hooks.step(other.schedule, other.optimizer)
     with pytest.raises(CheckpointError, match="position in the data differs"):
         other.hooks.save()
-    assert other.checkpointer.steps() == []
+    assert other.wait().steps() == []
     other.close()
     dist.barrier()
 

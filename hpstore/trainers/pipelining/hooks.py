@@ -206,6 +206,8 @@ class PipelineHooks(Closing):
                 self._state[name] = value
         if self._ckpt is not None:
             self._ckpt.restore(self._state)
+        if scaler is not None:  # it begins with its first scale(), which only the last stage calls
+            scaler.scale(torch.zeros(1, device=self._device))
         return self._step
 
     def _require_own_stages(self) -> None:

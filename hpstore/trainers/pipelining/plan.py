@@ -48,10 +48,8 @@ class Plan:
     @classmethod
     def of(cls, orders: Mapping[int, Iterable[Any]], num_stages: int) -> Plan:
         """From the `pipeline_order` of a schedule of torch: actions, None for idle slots."""
-        return cls(
-            orders={rank: tuple(_works(actions)) for rank, actions in orders.items()},
-            num_stages=num_stages,
-        )
+        works = {rank: _numbered(_works(actions)) for rank, actions in orders.items()}
+        return cls(orders=works, num_stages=num_stages)
 
     def timeline(self, seconds: Seconds = unit) -> list[Slot]:
         """When what is done. Raises ValueError for a plan that stops halfway."""
@@ -130,6 +128,19 @@ def _works(actions: Iterable[Any]) -> Iterable[Work]:
         kind = getattr(action.computation_type, "value", str(action.computation_type))
         if kind in UNIT_SECONDS and action.microbatch_index is not None:
             yield Work(action.stage_index, kind, action.microbatch_index)
+
+
+def _numbered(works: Iterable[Work]) -> tuple[Work, ...]:
+    """Forwards counted from 0: torch 2.13 announces F1 .. FM for the last stage of 1F1B, and runs
+    F0 .. F(M-1)."""
+    found = tuple(works)
+    first: dict[int, int] = {}
+    for work in found:
+        if work.kind == "F":
+            first[work.stage] = min(work.microbatch, first.get(work.stage, work.microbatch))
+    return tuple(
+        Work(w.stage, "F", w.microbatch - first[w.stage]) if w.kind == "F" else w for w in found
+    )
 
 
 def idle_shares(slots: Sequence[Slot]) -> dict[int, float]:
