@@ -178,7 +178,7 @@ def train(
                 trainer.seen.clear()
                 record = hooks.step(trainer.schedule, trainer.optimizer)
                 row = {"step": step, "loss": record.loss, "ids": list(trainer.seen),
-                       "ledger": hooks.ledger.to_dict()}  # fmt: skip
+                       "ledger": hooks.ledger.to_dict() if trainer.seen else None}  # fmt: skip
                 log.write(json.dumps(row) + "\n")
                 log.flush()
             trainer.wait()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import hpstore
 from hpstore.errors import CheckpointError, ConfigError
 from hpstore.trainers.pipelining import Event
 from hpstore.trainers.pipelining.plan import Work
@@ -82,9 +83,16 @@ def test_every_schedule_tells_each_piece_of_its_plan_in_order(directory: Path) -
 # --- copies in bubbles --------------------------------------------------------------------------
 
 
-def copies(rank: int, world: int, directory: Path, snapshot: str) -> None:
-    """A save, then a step: what is copied when, and that it is whole before the optimizer."""
+def copies(rank: int, world: int, directory: Path) -> None:
+    """A save, then a step, in each way."""
     pool = open_pool(directory)
+    for snapshot in ("free", "bubbles", "inline"):
+        copied(pool, snapshot)
+    dist.barrier()
+
+
+def copied(pool: hpstore.Pool, snapshot: str) -> None:
+    """What is copied when, and that it is whole before the optimizer."""
     trainer = build(pool, "gpipe", prefix=snapshot, snapshot=snapshot, every=1)
     hooks = trainer.hooks
     hooks.restore(trainer.stages, trainer.optimizer)
@@ -108,17 +116,13 @@ def copies(rank: int, world: int, directory: Path, snapshot: str) -> None:
         for name, tensor in wanted.items():
             assert torch.equal(found[f"model/{name}"], tensor), (step, name)
     trainer.close()
-    dist.barrier()
 
 
-@pytest.mark.parametrize("snapshot", ["free", "bubbles", "inline"])
-def test_a_save_holds_the_step_it_names_however_it_is_copied(
-    directory: Path, snapshot: str
-) -> None:
+def test_a_save_holds_the_step_it_names_however_it_is_copied(directory: Path) -> None:
     """Copied behind the next step's compute, only between it, or before it: the saved values are
     those of the step, as the copy is whole before the optimizer writes. With "bubbles" no byte is
     moved while a stage computes."""
-    launch(directory, 2, copies, snapshot)
+    launch(directory, 2, copies)
 
 
 # --- what is refused ----------------------------------------------------------------------------
