@@ -12,7 +12,7 @@ COPY = "#3a7d44"
 
 
 def draw(steps: Sequence[Sequence[Any]], directory: Path) -> Path:
-    """One picture, `pipeline.png` and `.svg`; a panel a step, each a list of ranks. The PNG."""
+    """One picture, `pipeline.png`; a panel a step, each a list of ranks."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -23,14 +23,18 @@ def draw(steps: Sequence[Sequence[Any]], directory: Path) -> Path:
     figure, panels = plt.subplots(len(steps), 1, figsize=(11, height), squeeze=False)
     for axes, ranks in zip(panels[:, 0], steps, strict=True):
         _panel(axes, ranks)
-    names = {"F": "forward", "B": "backward", "copy": "bytes of a checkpoint on their way"}
+    names = {
+        "F": "forward",
+        "B": "backward",
+        "R": "gradients scaled",
+        "copy": "a checkpoint is copied",
+    }
     handles = [Patch(color=COLOURS.get(kind, COPY), label=name) for kind, name in names.items()]
-    figure.legend(handles=handles, loc="upper right", ncols=3, fontsize=8, frameon=False)
+    figure.legend(handles=handles, loc="upper right", ncols=4, fontsize=8, frameon=False)
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "pipeline.png"
-    figure.tight_layout(rect=(0, 0, 1, 0.96))
+    figure.tight_layout(rect=(0, 0, 1, 0.95))
     figure.savefig(path, dpi=110)
-    figure.savefig(path.with_suffix(".svg"))
     plt.close(figure)
     return path
 

@@ -140,20 +140,13 @@ class Staging:
         """Copy on one thread, piece by piece: torch's own threads belong to the step."""
         try:
             for copy in self._later:
-                self._copy(copy)
+                _plain_copy(copy.target, copy.source, self._gate)
                 copy.require_unchanged()
         except BaseException as error:  # noqa: BLE001 (raised by wait on the saving thread)
             with self._lock:
                 self._error = self._error or error
         finally:
             self._copied.set()
-
-    def _copy(self, copy: _Copy) -> None:
-        with torch.no_grad():
-            for to, piece in pieces([(copy.target, copy.source)]):
-                self._gate.enter()
-                np.copyto(to, piece)
-                self._gate.copied(len(piece))
 
     def _check_beside(self) -> None:
         """Once: nothing was changed between the save and now. Later changes are ordered behind."""
@@ -192,6 +185,14 @@ class Staging:
         if self._arrival is not None:
             self._arrival.wait_on_host()
         self._copied.wait()
+
+
+def _plain_copy(target: torch.Tensor, source: torch.Tensor, gate: CopyGate) -> None:
+    with torch.no_grad():
+        for to, piece in pieces([(target, source)]):
+            gate.enter()
+            np.copyto(to, piece)
+            gate.copied(len(piece))
 
 
 __all__ = ["Staging"]

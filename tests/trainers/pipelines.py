@@ -28,8 +28,7 @@ from torch.distributed.pipelining import (
 import hpstore
 from hpstore.checkpoint import Checkpointer
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
-from hpstore.trainers import PipelineHooks
-from hpstore.trainers.pipelining import Event
+from hpstore.trainers.pipelining import Event, PipelineHooks
 from tests.integration.ranks import open_pool
 
 WIDTH, LAYERS, SAMPLES, ROWS = 160, 4, 96, 2  # a layer has 100 KB: its copy can be deferred

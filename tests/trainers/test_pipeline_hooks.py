@@ -23,6 +23,7 @@ from tests.trainers.pipelines import (
     SCHEDULES,
     WIDTH,
     Part,
+    Trainer,
     build,
     stages_of,
     write_samples,
@@ -191,7 +192,7 @@ def gradients(rank: int, world: int, directory: Path) -> None:
     """Clipping over all stages, a GradScaler, a scheduler, and batch norms."""
     pool = open_pool(directory)
     norms: list[float] = []
-    trainer = build(
+    trainer: Trainer = build(
         pool, "gpipe", prefix="scaled", part=Normed, microbatches=2,
         before_optimizer=lambda: norms.append(trainer.hooks.clip_grad_norm(1e-3)),
     )  # fmt: skip
@@ -249,17 +250,22 @@ def replicas(rank: int, world: int, directory: Path) -> None:
 
     from hpstore.checkpoint import Checkpointer
     from hpstore.loaders import DataLoader, Dataset
-    from hpstore.trainers import PipelineHooks
+    from hpstore.trainers.pipelining import PipelineHooks
     from tests.trainers.pipelines import LAYERS, squared
 
     with pytest.raises(ConfigError, match="each stage once"):
         PipelineHooks(None, None, stages=[0], num_stages=1)
     seen: list[int] = []
+
+    def noted(batch: Any) -> Any:
+        seen.extend(batch["id"].tolist())
+        return batch["x"].clone()
+
     loader = DataLoader(Dataset(pool, "samples"), batch_size=ROWS, drop_last=True)
     checkpointer = Checkpointer(pool, "replicas")
     hooks = PipelineHooks(
         checkpointer, loader, stages=[0], num_stages=1, group=groups[rank], every=1,
-        inputs=lambda batch: (seen.extend(batch["id"].tolist()), batch["x"].clone())[1],
+        inputs=noted,
         target="y",
     )  # fmt: skip
     assert (hooks.place.replica, hooks.place.replicas) == (rank, 2)

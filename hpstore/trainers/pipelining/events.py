@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from hpstore.checkpoint.gates import CopyGate
 
@@ -47,17 +48,17 @@ class Recorder:
         self.observers: list[Callable[[Event], None]] = []
         self.recording = False  # between begin_step() and end_step()
         self.events_outside = 0  # seen while not recording: an evaluation, a loop of the user's
-        self._events: list[Event] = []
+        self._seen: list[tuple[int, str, int, float, float]] = []
 
     def begin_step(self) -> None:
         """Forget the step before."""
-        self._events, self.hook_seconds, self.recording = [], 0.0, True
+        self._seen, self.hook_seconds, self.recording = [], 0.0, True
 
     def end_step(self) -> tuple[Event, ...]:
         """The events of the step, in order. Also after an error in it: copies may go on."""
         self.recording = False
         self.gate.open()
-        return tuple(self._events)
+        return tuple(_event(*seen) for seen in self._seen)
 
     def begin(self) -> float:
         """A compute call begins; its time."""
@@ -77,10 +78,11 @@ class Recorder:
         if not self.recording:
             self.events_outside += 1
             return
-        event = Event(stage=stage, kind=kind, microbatch=microbatch, begin=began, end=ended)
-        self._events.append(event)
-        for observer in self.observers:
-            self._guarded(lambda seen=observer: seen(event))  # type: ignore[misc]
+        self._seen.append((stage, kind, microbatch, began, ended))
+        if self.observers:
+            event = _event(stage, kind, microbatch, began, ended)
+            for observer in self.observers:
+                self._guarded(partial(observer, event))
         self.hook_seconds += time.perf_counter() - ended
 
     def _guarded(self, action: Callable[[], None]) -> None:
@@ -90,6 +92,10 @@ class Recorder:
             self.observer_errors_total += 1
             if self.observer_errors_total == 1:
                 _log.exception("a hook of the pipeline failed, the step goes on: %s", error)
+
+
+def _event(stage: int, kind: str, microbatch: int, begin: float, end: float) -> Event:
+    return Event(stage=stage, kind=kind, microbatch=microbatch, begin=begin, end=end)
 
 
 __all__ = ["KINDS", "NO_MICROBATCH", "Event", "Recorder"]

@@ -119,6 +119,7 @@ class PipelineHooks(Closing):
         self._scheduler: Any = None
         self._counting: Any = None  # the hook that counts the optimizer's steps
         self._unscaled: list[torch.Tensor] = []
+        self._copied = (0, 0)  # bytes, as of the step before
         self._tally = Tally()
         self._plan: Plan | None = None
         self._seen: Any = None  # the schedule whose shapes torch has tried out
@@ -246,7 +247,6 @@ class PipelineHooks(Closing):
         if self._state.get("optimizer") is not optimizer:
             raise ConfigError("call restore(stage, optimizer) first, with this optimizer")
         count = self.microbatches or microbatches_of(schedule)
-        copied = self.gate.idle_bytes, self.gate.busy_bytes
         optimizer.zero_grad(set_to_none=True)
         self._supply.begin(count)
         self._guard_buffers(schedule)
@@ -262,6 +262,7 @@ class PipelineHooks(Closing):
         slack = self._slack(run, self._consumed(count))
         if self._scheduler is not None and weights != self._weights:
             self._scheduler.step()
+        idle, busy = self._copied_since()
         saving = time.perf_counter()
         saved = self.save() if self.every and self._step % self.every == 0 else None
         record = StepRecord(
@@ -269,8 +270,7 @@ class PipelineHooks(Closing):
             schedule_seconds=run.seconds, data_wait_seconds=waited, late_microbatches=late,
             slack_seconds=slack, copy_wait_seconds=copy_wait,
             save_seconds=time.perf_counter() - saving, hook_seconds=self._recorder.hook_seconds,
-            idle_bytes=self.gate.idle_bytes - copied[0],
-            busy_bytes=self.gate.busy_bytes - copied[1], saved=saved,
+            idle_bytes=idle, busy_bytes=busy, saved=saved,
         )  # fmt: skip
         self._tally.add(record)
         return record
@@ -372,6 +372,12 @@ class PipelineHooks(Closing):
             self._loader_state = used.after
         self._microbatches = count
         return used.ready
+
+    def _copied_since(self) -> tuple[int, int]:
+        """Bytes copied since the last call, idle and busy: those of the save before."""
+        before = self._copied
+        self._copied = self.gate.idle_bytes, self.gate.busy_bytes
+        return self._copied[0] - before[0], self._copied[1] - before[1]
 
     def _deadlines(self) -> Deadlines | None:
         """With the times that this rank has measured, taken for those of the other stages."""

@@ -28,7 +28,7 @@ class StepRecord:
     copy_wait_seconds: float  # for the copies of a save, before the optimizer
     save_seconds: float  # in the commit: the vote, and what save() kept the trainer
     hook_seconds: float  # in the hooks of the events
-    idle_bytes: int  # copied for a save while nothing was computed
+    idle_bytes: int  # of the save before this step, copied while nothing was computed
     busy_bytes: int  # and while something was
     saved: SaveHandle | None  # the save that began after this step
 
