@@ -362,6 +362,17 @@ PICTURES = tuple(
 )  # fmt: skip
 
 
+def shown(row: Row) -> Row:
+    """A row of idle_table() in a few numbers."""
+    return {
+        "forward_ms": round(1e3 * row["forward_seconds"], 1),
+        "step_ms": round(1e3 * row["step_seconds"], 1),
+        **{name: round(row[name], 3) for name in ("idle_share", "theory", "modelled")},
+        "by_rank": [round(rank["idle_share"], 3) for rank in row["ranks"]],
+        "us_an_event": [round(1e6 * rank["hook_seconds_per_event"], 1) for rank in row["ranks"]],
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Both tables, and the picture where matplotlib is and a place for it is given."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -371,7 +382,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     few: Mapping[str, Any] = {"forward_seconds": 0.01, "steps": 1} if options.quick else {}
     found: dict[str, Any] = {"machine": machine()}
-    found["idle"] = {f"M={row['microbatches']}": row for row in idle_table(**few)}
+    found["idle"] = {f"M={row['microbatches']}": shown(row) for row in idle_table(**few)}
     with tempfile.TemporaryDirectory(prefix="hpstore-bench-") as name:
         short: Mapping[str, Any] = {"rounds": 1, "steps": 5} if options.quick else {}
         found["checkpoints"] = cost_table(Path(name), **short)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hpstore
+from hpstore.checkpoint.gates import CopyGate
 from hpstore.errors import CheckpointError, ConfigError
 from hpstore.trainers.pipelining import Event
 from hpstore.trainers.pipelining.plan import Work
@@ -92,10 +94,53 @@ def copies(rank: int, world: int, directory: Path) -> None:
     dist.barrier()
 
 
+class Meeting:
+    """Makes the first piece of each save come to the gate while a stage computes."""
+
+    def __init__(self) -> None:
+        self._computing, self._there = threading.Event(), threading.Event()
+        self._armed = False
+
+    def of(self, gate: CopyGate, module: nn.Module) -> None:
+        """This gate, and the forward of this module."""
+        self._enter = gate.enter
+        vars(gate)["enter"] = self.enter
+        module.register_forward_pre_hook(self.compute)
+
+    def arm(self) -> None:
+        """For the save that comes next: its pieces wait until the next step computes."""
+        self._computing.clear()
+        self._there.clear()
+        self._armed = True
+
+    def compute(self, *_: object) -> None:
+        """A forward has begun, behind the gate that was shut."""
+        self._computing.set()
+        if self._armed:
+            self._armed = False
+            assert self._there.wait(60)
+
+    def leave(self) -> None:
+        """No step comes any more."""
+        self._computing.set()
+
+    def enter(self) -> None:
+        """A piece comes."""
+        assert self._computing.wait(60)
+        self._there.set()
+        self._enter()
+
+
 def copied(pool: hpstore.Pool, snapshot: str) -> None:
     """What is copied when, and that it is whole before the optimizer."""
-    trainer = build(pool, "gpipe", prefix=snapshot, snapshot=snapshot, every=1)
+    meeting = Meeting()
+    trainer = build(
+        pool, "gpipe", prefix=snapshot, snapshot=snapshot, every=1,
+        before_optimizer=meeting.arm if snapshot == "bubbles" else None,
+    )  # fmt: skip
     hooks = trainer.hooks
+    if snapshot == "bubbles":
+        meeting.of(hooks.gate, trainer.stages[0].submod)
     hooks.restore(trainer.stages, trainer.optimizer)
     before = {}
     for step in range(3):
@@ -111,6 +156,7 @@ def copied(pool: hpstore.Pool, snapshot: str) -> None:
         before[step + 1] = {
             name: tensor.clone() for name, tensor in trainer.stages[0].submod.state_dict().items()
         }
+    meeting.leave()  # the last save waits for no step
     checkpointer = trainer.wait()
     for step, wanted in before.items():
         found = checkpointer.load(step, keys=[f"model/{name}" for name in wanted])
