@@ -17,6 +17,7 @@ from hpstore.checkpoint.accelerator import Accelerator, Cuda
 from hpstore.checkpoint.codecs import checked_codec
 from hpstore.checkpoint.collecting import collector_paused
 from hpstore.checkpoint.draining import Draining
+from hpstore.checkpoint.gates import CopyGate
 from hpstore.checkpoint.handles import SaveHandle, SaveReport, guarded
 from hpstore.checkpoint.keeping import Keeping
 from hpstore.checkpoint.manifest import checked_step
@@ -336,6 +337,12 @@ class Checkpointer(Keeping):
                 "save() kept the trainer %.3f s (limit %.3f), %.3f s of it waiting for the save "
                 "before", staged, self.max_stall_seconds, waited,
             )  # fmt: skip
+
+    def stage_by(self, staging: str, gate: CopyGate) -> None:
+        """How the saves from now on are staged, for a trainer that knows when it computes nothing:
+        deferred copies on the host pass `gate`. Copies from a GPU run on their side stream and do
+        not wait for it."""
+        self._stage.mode, self._stage.gate = checked_staging(staging), gate
 
     def before_update(self) -> None:
         """With staging="overlap": call it before tensors are changed by anything but the step of

@@ -15,6 +15,7 @@ from hpstore.checkpoint.accelerator import Accelerator
 from hpstore.checkpoint.arena import Arena
 from hpstore.checkpoint.collecting import collector_paused
 from hpstore.checkpoint.copying import Copier
+from hpstore.checkpoint.gates import CopyGate
 from hpstore.checkpoint.packing import Segment
 from hpstore.checkpoint.planner import Prepared
 from hpstore.checkpoint.planning import Slice
@@ -42,7 +43,8 @@ class Stage:
     def __init__(self, mode: str, accelerator: Accelerator | None) -> None:
         self.arena = Arena(accelerator)
         self._copier = Copier()
-        self._mode, self._accelerator = mode, accelerator
+        self._accelerator = accelerator
+        self.mode, self.gate = mode, CopyGate(blocks=False)  # of the next staging
         self._current: tuple[Staging, Slice] | None = None
         self._warm: dict[Segment, Bytes] = {}
         self.hooked: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
@@ -77,7 +79,7 @@ class Stage:
             self._stage(piece, frozenset())
             write_part(part)
         deferrable = frozenset[int]()
-        if self._mode == "overlap":
+        if self.mode == "overlap":
             deferrable = self._hooked_storages(state, counters)
         staging = self._stage(prepared.slices[-1], deferrable)
         return lambda: staging.visible_seconds
@@ -86,7 +88,12 @@ class Stage:
         self._warm = {}  # what is staged here overwrites it, an earlier slice of this save too
         with collector_paused():
             staging = Staging(
-                piece, self.arena.targets(piece), deferrable, self._accelerator, self._copier
+                piece,
+                self.arena.targets(piece),
+                deferrable,
+                self._accelerator,
+                self._copier,
+                self.gate,
             )
             self._current = (staging, piece)
             staging.start()

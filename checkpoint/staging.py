@@ -16,6 +16,7 @@ import torch
 
 from hpstore.checkpoint.accelerator import Accelerator, Arrival
 from hpstore.checkpoint.copying import Copier, pieces
+from hpstore.checkpoint.gates import CopyGate
 from hpstore.checkpoint.planning import SMALL_ITEM_BYTES, Slice
 from hpstore.errors import CheckpointError
 
@@ -58,8 +59,13 @@ class Staging:
         deferrable: frozenset[int],
         accelerator: Accelerator | None,
         copier: Copier,
+        gate: CopyGate,
     ) -> None:
-        """`deferrable`: storage addresses of tensors that only a hooked step changes."""
+        """`deferrable`: storage addresses of tensors that only a hooked step changes.
+
+        `gate`: what deferred copies on the host pass.
+        """
+        self._gate = gate
         self._now: list[int] = []  # on the host, by number
         self._small: list[int] = []  # likewise, too small to be worth a thread
         self._staged, self._targets = staged, targets
@@ -124,7 +130,7 @@ class Staging:
         """Copy on one thread, piece by piece: torch's own threads belong to the step."""
         try:
             for copy in self._later:
-                _plain_copy(copy.target, copy.source)
+                _plain_copy(copy.target, copy.source, self._gate)
                 copy.require_unchanged()
         except BaseException as error:  # noqa: BLE001 (raised by wait on the saving thread)
             with self._lock:
@@ -147,6 +153,7 @@ class Staging:
     def finish(self) -> None:
         """Let deferred copies end before the caller changes tensors. Never raises their errors."""
         began = time.perf_counter()
+        self._gate.open()
         self._check_beside()
         if self._arrival is not None:
             self._arrival.order_stream()
@@ -164,15 +171,18 @@ class Staging:
 
     def settle(self) -> None:
         """Wait until no copy into the arena is under way, however they end."""
+        self._gate.open()
         if self._arrival is not None:
             self._arrival.wait_on_host()
         self._copied.wait()
 
 
-def _plain_copy(target: torch.Tensor, source: torch.Tensor) -> None:
+def _plain_copy(target: torch.Tensor, source: torch.Tensor, gate: CopyGate) -> None:
     with torch.no_grad():
         for to, piece in pieces([(target, source)]):
+            gate.enter()
             np.copyto(to, piece)
+            gate.copied(len(piece))
 
 
 __all__ = ["Staging"]

@@ -313,6 +313,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             arena_bytes=parse_bytes(self.direct_bytes),
         )
 
+    def read_as(self, rank: int, world_size: int) -> None:
+        """Take a data-parallel rank's share: for trainers whose processes are not all such ranks.
+
+        Before iterating. What the user has said (rank, mesh, shard=False, a sampler) stands.
+        """
+        if self.rank is None and self.mesh is None and self.shard and self.shares is not None:
+            self.shares.tell(rank, world_size)
+
     # --- state ------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:

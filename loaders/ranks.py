@@ -58,6 +58,11 @@ class Shares:
         self._rank, self._world_size, self._mesh, self._shard = rank, world_size, mesh, shard
         coordinates(rank, world_size, mesh, shard=shard)
 
+    def tell(self, rank: int, world_size: int) -> None:
+        """The share is that of one of `world_size` ranks, whatever torch.distributed says."""
+        coordinates(rank, world_size, None, shard=True)
+        self._rank, self._world_size = rank, world_size
+
     def now(self) -> Slices:
         """What holds now. What torch.distributed implies is logged once."""
         place = coordinates(self._rank, self._world_size, self._mesh, shard=self._shard)

@@ -1,4 +1,5 @@
-"""Adapters that keep the checkpoints of other trainers in a pool; docs/trainers.md.
+"""Adapters that keep the checkpoints of other trainers in a pool (docs/trainers.md), and hooks for
+pipeline-parallel ones (docs/pipeline.md).
 
 Each adapter's package is imported when its name is first used, so that no trainer is needed for
 another: `pip install hpstore[lightning]`, `[huggingface]`, `[torch-checkpointing]`.
@@ -9,12 +10,15 @@ from __future__ import annotations
 from importlib import import_module
 
 _HOMES = {
+    "BubbleReport": "hpstore.trainers.pipelining.bubbles",
     "HPAccelerate": "hpstore.trainers.huggingface",
     "HPCheckpointIO": "hpstore.trainers.lightning",
     "HPLoader": "hpstore.trainers.huggingface",
     "HPStorage": "hpstore.trainers.torch_checkpointing",
     "HPStorageConfig": "hpstore.trainers.torch_checkpointing",
     "HPTrainerCallback": "hpstore.trainers.huggingface",
+    "PipelineHooks": "hpstore.trainers.pipelining.hooks",
+    "StepRecord": "hpstore.trainers.pipelining.records",
 }
 
 

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import hpstore
 from hpstore.checkpoint import Checkpointer, staging
+from hpstore.checkpoint.gates import CopyGate
 from hpstore.config import Settings
 from hpstore.errors import CheckpointError, DeviceFull
 from hpstore.testing.harness import Harness
@@ -43,10 +44,10 @@ class Gate:
         self.bytes = 0
         original = staging._plain_copy
 
-        def gated(target: torch.Tensor, source: torch.Tensor) -> None:
+        def gated(target: torch.Tensor, source: torch.Tensor, passing: CopyGate) -> None:
             if not self._open.wait(20):
                 raise TimeoutError("the test forgot to open the gate")
-            original(target, source)
+            original(target, source, passing)
             self.bytes += source.nbytes
 
         patch.setattr(staging, "_plain_copy", gated)

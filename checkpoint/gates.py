@@ -1,0 +1,58 @@
+"""When copies in the background may run: always, or only while a trainer computes nothing.
+
+The trainer shuts the gate while it computes and opens it between; copies pass it piece by piece, so
+that at most one piece is still under way after it was shut. finish() of the staging opens it: what
+is left is then copied at once, as somebody waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+
+PATIENCE_SECONDS = 60.0  # a trainer that died while it computed opens nothing any more
+RECENT_PIECES = 4096  # that are remembered, for pictures
+
+
+class CopyGate:
+    """Counts what was copied while the trainer computed and while it did not.
+
+    `blocks`: copies wait while it is shut; else it only counts. One copying thread, one trainer.
+    """
+
+    def __init__(self, *, blocks: bool) -> None:
+        self.blocks = blocks
+        self.idle_bytes = self.busy_bytes = 0  # of pieces that began while it was open, and shut
+        self.overdue_total = 0  # pieces that did not wait any longer
+        self._open = threading.Event()
+        self._open.set()
+        self._idle = True  # when the piece under way began
+        self._began = 0.0
+        self.recent: deque[tuple[float, float, int]] = deque(maxlen=RECENT_PIECES)
+        """Pieces: begin and end in seconds of time.perf_counter(), bytes."""
+
+    def shut(self) -> None:
+        """The trainer computes."""
+        self._open.clear()
+
+    def open(self) -> None:
+        """The trainer waits for others, or is between two steps."""
+        self._open.set()
+
+    def enter(self) -> None:
+        """Wait, at most PATIENCE_SECONDS, until a piece may be copied."""
+        self._idle = self._open.wait(PATIENCE_SECONDS if self.blocks else 0)
+        self.overdue_total += self.blocks and not self._idle
+        self._began = time.perf_counter()
+
+    def copied(self, nbytes: int) -> None:
+        """The piece was copied."""
+        self.recent.append((self._began, time.perf_counter(), nbytes))
+        if self._idle:
+            self.idle_bytes += nbytes
+        else:
+            self.busy_bytes += nbytes
+
+
+__all__ = ["CopyGate"]

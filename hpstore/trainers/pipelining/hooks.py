@@ -1,0 +1,489 @@
+"""PipelineHooks: what joins a pipeline schedule, a loader and a checkpointer (docs/pipeline.md)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.pipelining import PipelineStage
+from torch.optim import Optimizer
+
+from hpstore.checkpoint import Checkpointer, SaveHandle
+from hpstore.checkpoint.gates import CopyGate
+from hpstore.checkpoint.ranks import Channel, Ranks
+from hpstore.closing import Closing
+from hpstore.errors import CheckpointError, ConfigError, FormatTooNew
+from hpstore.loaders import DataLoader
+from hpstore.trainers.pipelining.bubbles import BubbleReport, Tally, report_of
+from hpstore.trainers.pipelining.events import Event, Recorder
+from hpstore.trainers.pipelining.feed import Pick
+from hpstore.trainers.pipelining.gradients import clip_norm, share_overflow
+from hpstore.trainers.pipelining.ledger import Ledger, Vote, agreed
+from hpstore.trainers.pipelining.places import Place, Standing, placed
+from hpstore.trainers.pipelining.plan import Deadlines, Plan, Work
+from hpstore.trainers.pipelining.probes import (
+    microbatches_of,
+    not_lazy,
+    options_of_step,
+    plan_of,
+    run_lazily,
+)
+from hpstore.trainers.pipelining.records import StepRecord, slack_of
+from hpstore.trainers.pipelining.stages import Buffers, merged, require_own_names, watched
+from hpstore.trainers.pipelining.supply import Supply
+
+_log = logging.getLogger(__name__)
+STATE_VERSION = 1
+SNAPSHOTS = {"free": "overlap", "bubbles": "overlap", "inline": "copy"}  # how saves are staged
+S = TypeVar("S", bound=PipelineStage)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """What a schedule did: when it began, its seconds without waits for data."""
+
+    began: float
+    seconds: float
+    losses: list[torch.Tensor]
+    lazy: bool
+
+
+class PipelineHooks(Closing):
+    """Storage for one rank of a pipeline of torch.distributed.pipelining; docs/pipeline.md.
+
+    `ckpt`: None for a run without checkpoints. `loader`: a batch of it is one micro-batch; only the
+    ranks of the first and the last stage read it, the others may give None. `stages`: those of this
+    rank, of `num_stages`. `every`: steps between two saves (None: save() is yours to call).
+    `inputs`, `target`: what the first stage gets of a batch, and what the last compares with: a
+    name or index, a tuple of them, or a function of the batch. `group`: the process group of this
+    rank's pipeline, needed where there are several replicas; all ranks of a replica then read with
+    one data-parallel rank. `snapshot`: "free" copies a save's tensors while the next step runs,
+    "bubbles" only while this rank computes nothing, "inline" before the next step; in each case the
+    copy is whole before the optimizer writes next. `lazy`: micro-batches are handed out one by one,
+    each when it is needed. `before_optimizer`: called when the gradients are whole and unscaled;
+    the place to clip. `microbatches`: of a step, where the schedule does not tell.
+
+    The constructor, restore(), save(), a step that saves and bubbles() are calls of all ranks. One
+    thread. After an error in a step its micro-batches were not consumed.
+    """
+
+    # Any below: schedules, scalers and process groups of torch have no public types
+    def __init__(
+        self,
+        ckpt: Checkpointer | None,
+        loader: DataLoader | None,
+        *,
+        stages: Sequence[int],
+        num_stages: int,
+        every: int | None = None,
+        inputs: Pick = 0,
+        target: Pick = 1,
+        group: Any = None,
+        snapshot: str = "free",
+        lazy: bool = False,
+        before_optimizer: Callable[[], object] | None = None,
+        microbatches: int | None = None,
+        commit_seconds: float = 600.0,
+    ) -> None:
+        if snapshot not in SNAPSHOTS:
+            raise ConfigError(f"snapshot {snapshot!r} is not one of {', '.join(SNAPSHOTS)}")
+        if every is not None and (every < 1 or ckpt is None):
+            raise ConfigError("every: a number of steps above 0, and a checkpointer to save with")
+        self.stages, self.num_stages = tuple(sorted(stages)), num_stages
+        self.every, self.lazy, self.microbatches = every, lazy, microbatches
+        self.snapshot = snapshot
+        self._ckpt, self._group, self._before_optimizer = ckpt, group, before_optimizer
+        self.gate = CopyGate(blocks=snapshot == "bubbles")
+        if ckpt is not None:
+            ckpt.stage_by(SNAPSHOTS[snapshot], self.gate)
+        self._recorder = Recorder(self.gate)
+        self._ranks = Ranks(commit_seconds)
+        self.place = self._find_place()
+        first, last = 0 in self.stages, num_stages - 1 in self.stages
+        self._supply = Supply(loader, first=first, last=last, inputs=inputs, target=target)
+        self._loader = loader
+        if self._supply.fed and loader is not None:
+            self._read_as_replica(loader)
+        self._step = self._weights = self._microbatches = 0
+        self._ledger, self._loader_state = Ledger(), _started(loader, self._supply)
+        self._state: dict[str, Any] = {}
+        self._stages: list[PipelineStage] = []
+        self._scaler: Any = None
+        self._scheduler: Any = None
+        self._counting: Any = None  # the hook that counts the optimizer's steps
+        self._unscaled: list[torch.Tensor] = []
+        self._copied = (0, 0)  # bytes, as of the step before
+        self._tally = Tally()
+        self._plan: Plan | None = None
+        self._seen: Any = None  # the schedule whose shapes torch has tried out
+        self.counters = {"lazy_refused_total": 0, "buffers_put_back_total": 0,
+                         "steps_skipped_by_scaler_total": 0}  # fmt: skip
+
+    def _find_place(self) -> Place:
+        group = () if self._group is None else tuple(dist.get_process_group_ranks(self._group))
+        said = json.dumps([list(self.stages), self.num_stages, list(group)]).encode()
+        heard = [json.loads(text) for text in self._ranks.all_gather(said, Channel.TRAINER)]
+        standings = [
+            Standing(stages=tuple(stages), num_stages=count, group=tuple(members))
+            for stages, count, members in heard
+        ]
+        return placed(standings, self._ranks.rank)
+
+    def _read_as_replica(self, loader: DataLoader) -> None:
+        """All ranks of a replica read the same share, that of the replica."""
+        place = self.place
+        loader.read_as(place.replica, place.replicas)
+        slices = loader.slices
+        if slices is not None and (slices.rank, slices.world_size) != (
+            place.replica, place.replicas,
+        ):  # fmt: skip
+            raise ConfigError(
+                f"the loader reads as data-parallel rank {slices.rank} of {slices.world_size}, "
+                f"this rank belongs to replica {place.replica} of {place.replicas}: leave rank, "
+                "world_size, mesh and shard out, and all stages of a replica read the same"
+            )
+
+    # --- wiring -----------------------------------------------------------------------------
+
+    def wrap_stage(self, kind: type[S]) -> type[S]:
+        """A stage class like `kind` whose compute calls are noted. For every schedule."""
+        return watched(kind, self._recorder)
+
+    def observe(self, observer: Callable[[Event], None]) -> None:
+        """Call `observer` after each compute call of a step, on the training thread. What it
+        raises is counted and logged once; its time is hook_seconds."""
+        self._recorder.observers.append(observer)
+
+    def loss(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """The loss for a schedule when there is a GradScaler: scaled for the backward, not in the
+        records."""
+
+        def scaled(*args: Any, **options: Any) -> torch.Tensor:
+            value = function(*args, **options)
+            self._unscaled.append(value.detach())
+            return value if self._scaler is None else self._scaler.scale(value)
+
+        return scaled
+
+    def restore(
+        self,
+        stage: PipelineStage | Sequence[PipelineStage],
+        optimizer: Optimizer,
+        *,
+        scheduler: Any = None,
+        scaler: Any = None,
+        tied: Iterable[str] = (),
+        **more: Any,
+    ) -> int:
+        """Take part in checkpoints with these, go on from the newest one; the step to go on with.
+
+        Written by another number of stages, it fits by the names of the tensors, which must be
+        those of the whole model. `scheduler`, `scaler`: stepped after the optimizer, saved. `tied`:
+        names that several stages have on purpose, kept equal by you. `more`: saved with the rest.
+        Raises ConfigError for names that two stages have, CheckpointMismatch. Collective.
+        """
+        self._stages = list(stage) if isinstance(stage, (list, tuple)) else [stage]  # type: ignore[list-item]
+        self._require_own_stages()
+        model = merged([s.submod for s in self._stages])
+        self._require_own_parameters(model, optimizer)
+        names = list(get_model_state_dict(model))
+        said = json.dumps([list(self.stages), names]).encode()
+        heard = [json.loads(text) for text in self._ranks.all_gather(said, Channel.TRAINER)]
+        require_own_names(heard, tied)
+        if self._counting is not None:
+            self._counting.remove()
+        self._counting = optimizer.register_step_post_hook(self._updated)
+        self._scheduler, self._scaler = scheduler, scaler
+        self._state = {"model": model, "optimizer": optimizer, "pipeline": self, **more}
+        for name, value in (("scheduler", scheduler), ("scaler", scaler)):
+            if value is not None:
+                self._state[name] = value
+        if self._ckpt is not None:
+            self._ckpt.restore(self._state)
+        if scaler is not None:  # it begins with its first scale(), which only the last stage calls
+            scaler.scale(torch.zeros(1, device=self._device))
+        return self._step
+
+    def _require_own_stages(self) -> None:
+        for stage in self._stages:
+            if getattr(stage, "hpstore_recorder", None) is not self._recorder:
+                raise ConfigError(
+                    "this stage does not tell when it computes: build it with "
+                    "hooks.wrap_stage(PipelineStage)(...)"
+                )
+        held = tuple(sorted(stage.stage_index for stage in self._stages))
+        counts = {stage.num_stages for stage in self._stages}
+        if held != self.stages or counts != {self.num_stages}:
+            raise ConfigError(
+                f"the stages {held} of {sorted(counts)} were built, PipelineHooks was told "
+                f"{self.stages} of {self.num_stages}"
+            )
+
+    def _require_own_parameters(self, model: torch.nn.Module, optimizer: Optimizer) -> None:
+        mine = {id(parameter) for parameter in model.parameters()}
+        if any(id(p) not in mine for group in optimizer.param_groups for p in group["params"]):
+            raise ConfigError(
+                "the optimizer has parameters that are not in this rank's stages: its state would "
+                "be saved without names, and those of two stages would be mixed up"
+            )
+
+    def _updated(self, *_: object) -> None:
+        self._weights += 1
+
+    # --- a step -----------------------------------------------------------------------------
+
+    def step(self, schedule: Any, optimizer: Optimizer) -> StepRecord:
+        """One step: data, schedule, optimizer, and every `every` steps a save.
+
+        Raises what the loader, the schedule and the save before raised; the step is then void.
+        """
+        if self._state.get("optimizer") is not optimizer:
+            raise ConfigError("call restore(stage, optimizer) first, with this optimizer")
+        count = self.microbatches or microbatches_of(schedule)
+        optimizer.zero_grad(set_to_none=True)
+        self._supply.begin(count)
+        self._guard_buffers(schedule)
+        self._recorder.begin_step()
+        self._unscaled.clear()
+        try:
+            run = self._run(schedule)
+        finally:
+            events = self._recorder.end_step()
+        copy_wait, weights = self._before_update(), self._weights
+        self._update(optimizer)
+        waited, late = self._supply.wait_seconds, self._supply.late_microbatches
+        slack = self._slack(run, self._consumed(count))
+        if self._scheduler is not None and weights != self._weights:
+            self._scheduler.step()
+        idle, busy = self._copied_since()
+        saving = time.perf_counter()
+        saved = self.save() if self.every and self._step % self.every == 0 else None
+        record = StepRecord(
+            step=self._step - 1, losses=tuple(run.losses), events=events, microbatches=count,
+            schedule_seconds=run.seconds, data_wait_seconds=waited, late_microbatches=late,
+            slack_seconds=slack, copy_wait_seconds=copy_wait,
+            save_seconds=time.perf_counter() - saving, hook_seconds=self._recorder.hook_seconds,
+            idle_bytes=idle, busy_bytes=busy, saved=saved,
+        )  # fmt: skip
+        self._tally.add(record)
+        return record
+
+    def _run(self, schedule: Any) -> _Run:
+        """Data and schedule."""
+        losses: list[torch.Tensor] | None = [] if self._supply.last else None
+        lazy = self._may_be_lazy(schedule)
+        if lazy:
+            began = time.perf_counter()
+            arguments, targets = self._supply.lazily()
+            run_lazily(schedule, self._stages, arguments=arguments, targets=targets, losses=losses)
+            seconds = time.perf_counter() - began - self._supply.wait_seconds
+        else:
+            whole, target = self._supply.whole()
+            began = time.perf_counter()
+            options: dict[str, Any] = options_of_step(schedule)
+            if self._supply.last:
+                options |= {"target": target, "losses": losses}
+            schedule.step(*whole, **options)
+            seconds = time.perf_counter() - began
+        self._plan = self._plan or plan_of(schedule, self.num_stages)
+        plain = self._plain_losses(losses or [])
+        return _Run(began=began, seconds=seconds, losses=plain, lazy=lazy)
+
+    def _slack(self, run: _Run, ready: tuple[float, ...]) -> float | None:
+        """Between the arrival of the micro-batches and their deadlines."""
+        due = self._deadlines() if run.lazy else None
+        return slack_of(due, ready, run.began, first=self._supply.first, lazy=run.lazy)
+
+    def _plain_losses(self, losses: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Unscaled and detached. The trial run of the shapes has computed one too many."""
+        if self._scaler is None or not losses:
+            return [loss.detach() for loss in losses]
+        if len(self._unscaled) < len(losses):
+            raise ConfigError(
+                "a GradScaler scales the loss: give the schedule loss_fn=hooks.loss(loss). The "
+                "step is void."
+            )
+        return self._unscaled[-len(losses) :]
+
+    def _may_be_lazy(self, schedule: Any) -> bool:
+        if not self.lazy:
+            return False
+        reason = not_lazy(schedule)
+        if reason:
+            self.counters["lazy_refused_total"] += 1
+            if self.counters["lazy_refused_total"] == 1:
+                _log.warning(
+                    "lazy=True is not possible with %s of this torch: %s. Whole batches are used.",
+                    type(schedule).__name__, reason,
+                )  # fmt: skip
+        return not reason
+
+    def _guard_buffers(self, schedule: Any) -> None:
+        """Where torch may try the shapes out: a new schedule, and after an evaluation."""
+        if self._seen is schedule and not self._recorder.events_outside:
+            return
+        self._seen, self._recorder.events_outside = schedule, 0
+        self._plan = None
+        buffers = Buffers(stage.submod for stage in self._stages)
+
+        def put_back() -> None:
+            buffers.put_back()
+            self.counters["buffers_put_back_total"] += buffers.changed
+
+        self._recorder.before_first = put_back
+
+    def _before_update(self) -> float:
+        """The copies of a save are whole before parameters change; seconds waited for them."""
+        if self._ckpt is None:
+            return 0.0
+        began = time.perf_counter()
+        self._ckpt.before_update()
+        return time.perf_counter() - began
+
+    def _update(self, optimizer: Optimizer) -> None:
+        """Unscale, the user's clipping, the optimizer."""
+        scaler, weights = self._scaler, self._weights
+        if scaler is not None:
+            share_overflow(self._parameters(), self._group, self._device)
+            scaler.unscale_(optimizer)
+        if self._before_optimizer is not None:
+            self._before_optimizer()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+            self.counters["steps_skipped_by_scaler_total"] += weights == self._weights
+        self._step += 1
+
+    def _consumed(self, count: int) -> tuple[float, ...]:
+        """Note the micro-batches of the step as consumed; when they were there."""
+        used = self._supply.finish()
+        if used.after is not None and self._loader is not None:
+            order = self._loader.order
+            self._ledger = self._ledger.after(used.spans, order)
+            self._loader_state = used.after
+        self._microbatches = count
+        return used.ready
+
+    def _copied_since(self) -> tuple[int, int]:
+        """Bytes copied since the last call, idle and busy: those of the save before."""
+        before = self._copied
+        self._copied = self.gate.idle_bytes, self.gate.busy_bytes
+        return self._copied[0] - before[0], self._copied[1] - before[1]
+
+    def _deadlines(self) -> Deadlines | None:
+        """With the times that this rank has measured, taken for those of the other stages."""
+        if self._plan is None or not self._tally.works:
+            return None
+        kinds: dict[str, list[float]] = {}
+        for name, (count, total) in self._tally.works.items():
+            kinds.setdefault(name.partition("/")[2], []).append(total / count)
+
+        def seconds(work: Work) -> float:
+            seen = kinds.get(work.kind)
+            return sum(seen) / len(seen) if seen else 0.0
+
+        return self._plan.deadlines(seconds)
+
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """For `before_optimizer`: clip by the norm over all stages; the norm. Collective."""
+        return clip_norm(self._parameters(), max_norm, self._group, self._device)
+
+    def _parameters(self) -> Iterable[torch.nn.Parameter]:
+        return (p for stage in self._stages for p in stage.submod.parameters())
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device(self._stages[0].device)
+
+    # --- commit -----------------------------------------------------------------------------
+
+    def save(self) -> SaveHandle:
+        """Agree with all ranks, then save the step that stands. Returns once staged. Collective.
+
+        Raises CheckpointError, on all ranks, when stages differ in step, weights or consumed
+        samples (ledger.agreed), and what went wrong in the save before.
+        """
+        if self._ckpt is None or not self._state:
+            raise ConfigError("nothing to save with: give a checkpointer, and call restore() first")
+        mine = Vote(
+            stages=self.stages, step=self._step, weights=self._weights,
+            microbatches=self._microbatches,
+            ledger=self._ledger if self._supply.fed else None,
+            loader=self._loader_state if self._supply.fed else None,
+        )  # fmt: skip
+        said = json.dumps(mine.to_dict(), sort_keys=True).encode()
+        votes = [
+            Vote.from_dict(json.loads(text))
+            for text in self._ranks.all_gather(said, Channel.TRAINER)
+        ]
+        common = agreed(votes)
+        self._loader_state = None if common.loader is None else dict(common.loader)
+        self._ledger = common.ledger or self._ledger
+        return self._ckpt.save(self._step, self._state)
+
+    @property
+    def ledger(self) -> Ledger:
+        """Samples consumed by the whole job; on a rank without data as of the last save."""
+        return self._ledger
+
+    @property
+    def completed(self) -> int:
+        """Steps that are completed."""
+        return self._step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands, alike on all ranks at a save. JSON types."""
+        return {
+            "version": STATE_VERSION, "step": self._step, "weights": self._weights,
+            "ledger": self._ledger.to_dict(), "loader": self._loader_state,
+            "stages": self.num_stages,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, with any number of stages. What was fetched ahead is forgotten."""
+        version = state.get("version")
+        if isinstance(version, int) and version > STATE_VERSION:
+            raise FormatTooNew(
+                f"the pipeline's state has version {version}, this hpstore reads {STATE_VERSION}: "
+                "nothing was loaded; upgrade to resume from it"
+            )
+        if version != STATE_VERSION:
+            raise CheckpointError(f"not the state of a pipeline, with {sorted(map(str, state))}")
+        self._supply.go_to(state["loader"])
+        self._step, self._weights = int(state["step"]), int(state["weights"])
+        self._ledger, self._loader_state = Ledger.from_dict(state["ledger"]), state["loader"]
+        if state["stages"] != self.num_stages:
+            _log.info("step %d of %s stages goes on with %d", self._step, state["stages"],
+                      self.num_stages)  # fmt: skip
+
+    # --- report -----------------------------------------------------------------------------
+
+    def bubbles(self) -> BubbleReport:
+        """Idle shares of the ranks of this pipeline since the last report. Collective."""
+        said = json.dumps(self._tally.to_dict()).encode()
+        heard = self._ranks.all_gather(said, Channel.TRAINER)
+        self._tally = Tally()
+        tallies = {rank: Tally.from_dict(json.loads(heard[rank])) for rank in self.place.members}
+        return report_of(tallies, self._plan)
+
+    def close(self) -> None:
+        """Stop fetching. The checkpointer and the loader stay the caller's. Idempotent."""
+        self.gate.open()
+        self._supply.close()
+
+
+def _started(loader: DataLoader | None, supply: Supply) -> dict[str, Any] | None:
+    """The loader's state before the first step, where data are read."""
+    return loader.state_dict() if loader is not None and supply.fed else None
+
+
+__all__ = ["STATE_VERSION", "PipelineHooks"]

@@ -1,0 +1,155 @@
+"""The order of work that a schedule announces, and what follows from it. Pure.
+
+Times are computed by playing the plan: a rank does its work in its own order, each piece as soon as
+what it needs is there. Messages cost nothing here, so a bubble of the plan is the least there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Seconds = Callable[["Work"], float]
+UNIT_SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # a backward is two forwards
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One piece: `kind` is F, B, I or W (events.py)."""
+
+    stage: int
+    kind: str
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """A piece of work with its time, in seconds from the step's begin."""
+
+    rank: int
+    work: Work
+    begin: float
+    end: float
+
+
+def unit(work: Work) -> float:
+    """A forward is 1, a backward 2, each of its halves 1."""
+    return UNIT_SECONDS[work.kind]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What each rank of a pipeline does in one step, in order."""
+
+    orders: Mapping[int, tuple[Work, ...]]
+    num_stages: int
+
+    @classmethod
+    def of(cls, orders: Mapping[int, Iterable[Any]], num_stages: int) -> Plan:
+        """From the `pipeline_order` of a schedule of torch: actions, None for idle slots."""
+        works = {rank: _numbered(_works(actions)) for rank, actions in orders.items()}
+        return cls(orders=works, num_stages=num_stages)
+
+    def timeline(self, seconds: Seconds = unit) -> list[Slot]:
+        """When what is done. Raises ValueError for a plan that stops halfway."""
+        ends: dict[Work, float] = {}
+        backward = self._backward()
+        free = dict.fromkeys(self.orders, 0.0)
+        at = dict.fromkeys(self.orders, 0)
+        found: list[Slot] = []
+        moved = True
+        while moved:
+            moved = False
+            for rank, works in self.orders.items():
+                while at[rank] < len(works):
+                    work = works[at[rank]]
+                    needed = [ends.get(before) for before in self._before(work, backward)]
+                    if None in needed:
+                        break
+                    begin = max([free[rank], *(end for end in needed if end is not None)])
+                    end = ends[work] = free[rank] = begin + seconds(work)
+                    found.append(Slot(rank=rank, work=work, begin=begin, end=end))
+                    at[rank] += 1
+                    moved = True
+        if any(at[rank] < len(works) for rank, works in self.orders.items()):
+            raise ValueError("the plan waits for work that nobody does")
+        return found
+
+    def _before(self, work: Work, backward: Mapping[tuple[int, int], str]) -> list[Work]:
+        """What a piece of work waits for."""
+        stage, mb = work.stage, work.microbatch
+        if work.kind == "F":
+            return [Work(stage - 1, "F", mb)] if stage else []
+        if work.kind == "W":
+            return [Work(stage, "I", mb)]
+        needed = [Work(stage, "F", mb)]
+        if stage + 1 < self.num_stages:
+            needed.append(Work(stage + 1, backward[stage + 1, mb], mb))
+        return needed
+
+    def _backward(self) -> Mapping[tuple[int, int], str]:
+        """By (stage, micro-batch): whether its backward is B or I."""
+        return {
+            (w.stage, w.microbatch): w.kind
+            for works in self.orders.values()
+            for w in works
+            if w.kind in "BI"
+        }
+
+    def deadlines(self, seconds: Seconds = unit) -> Deadlines:
+        """When each micro-batch is needed."""
+        slots = {slot.work: slot for slot in self.timeline(seconds)}
+        count = 1 + max(work.microbatch for work in slots)
+        last = self.num_stages - 1
+        return Deadlines(
+            inputs=tuple(slots[Work(0, "F", mb)].begin for mb in range(count)),
+            targets=tuple(slots[Work(last, "F", mb)].end for mb in range(count)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """By micro-batch, seconds from the step's begin: when the first stage needs its input, and
+    when the last one has computed what its target is compared with."""
+
+    inputs: tuple[float, ...]
+    targets: tuple[float, ...]
+
+
+def _works(actions: Iterable[Any]) -> Iterable[Work]:
+    """Compute actions; those that two directions share are taken apart."""
+    for action in actions:
+        if action is None:
+            continue
+        if action.sub_actions is not None:
+            yield from _works(action.sub_actions)
+            continue
+        kind = getattr(action.computation_type, "value", str(action.computation_type))
+        if kind in UNIT_SECONDS and action.microbatch_index is not None:
+            yield Work(action.stage_index, kind, action.microbatch_index)
+
+
+def _numbered(works: Iterable[Work]) -> tuple[Work, ...]:
+    """Forwards counted from 0: torch 2.13 announces F1 .. FM for the last stage of 1F1B, and runs
+    F0 .. F(M-1)."""
+    found = tuple(works)
+    first: dict[int, int] = {}
+    for work in found:
+        if work.kind == "F":
+            first[work.stage] = min(work.microbatch, first.get(work.stage, work.microbatch))
+    return tuple(
+        Work(w.stage, "F", w.microbatch - first[w.stage]) if w.kind == "F" else w for w in found
+    )
+
+
+def idle_shares(slots: Sequence[Slot]) -> dict[int, float]:
+    """By rank: the share of the step in which it computes nothing."""
+    span = max(slot.end for slot in slots) - min(slot.begin for slot in slots)
+    busy: dict[int, float] = {}
+    for slot in slots:
+        busy[slot.rank] = busy.get(slot.rank, 0.0) + slot.end - slot.begin
+    return {rank: 1 - used / span for rank, used in sorted(busy.items())}
+
+
+__all__ = ["UNIT_SECONDS", "Deadlines", "Plan", "Seconds", "Slot", "Work", "idle_shares", "unit"]

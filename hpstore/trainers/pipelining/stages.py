@@ -1,0 +1,159 @@
+"""Stages that tell when they compute, and one module of all that a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.pipelining import PipelineStage
+from torch.nn.parallel import DistributedDataParallel
+
+from hpstore.errors import ConfigError
+from hpstore.trainers.pipelining.events import NO_MICROBATCH, Recorder
+
+S = TypeVar("S", bound=PipelineStage)
+
+
+# Any below: torch's own signatures, which differ from version to version and are passed on
+def watched(kind: type[S], recorder: Recorder) -> type[S]:
+    """A subclass of a stage class whose compute calls are noted. It computes what `kind` does.
+
+    Only methods that every schedule calls are overridden: forward_one_chunk, backward_one_chunk,
+    backward_weight_one_chunk, perform_reduce_grad.
+    """
+
+    class Watched(kind):  # type: ignore[misc, valid-type]
+        hpstore_recorder = recorder
+
+        def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+            began = recorder.begin()
+            try:
+                return super().forward_one_chunk(fwd_chunk_id, *args, **options)
+            finally:
+                recorder.end(self.stage_index, "F", fwd_chunk_id, began)
+
+        def backward_one_chunk(
+            self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **options: Any
+        ) -> Any:
+            began = recorder.begin()
+            try:
+                return super().backward_one_chunk(
+                    bwd_chunk_id, loss=loss, full_backward=full_backward, **options
+                )
+            finally:
+                recorder.end(self.stage_index, "B" if full_backward else "I", bwd_chunk_id, began)
+
+        def backward_weight_one_chunk(self, bwd_chunk_id: int, **options: Any) -> Any:
+            began = recorder.begin()
+            try:
+                return super().backward_weight_one_chunk(bwd_chunk_id, **options)
+            finally:
+                recorder.end(self.stage_index, "W", bwd_chunk_id, began)
+
+        def perform_reduce_grad(self, *args: Any, **options: Any) -> Any:
+            began = recorder.begin()
+            try:
+                return super().perform_reduce_grad(*args, **options)
+            finally:
+                recorder.end(self.stage_index, "R", NO_MICROBATCH, began)
+
+    Watched.__name__ = Watched.__qualname__ = f"Watched{kind.__name__}"
+    return Watched
+
+
+def bare(module: torch.nn.Module) -> torch.nn.Module:
+    """The module in DDP and torch.compile's wrapper, whose names are those of the model."""
+    while True:
+        inner = module.module if isinstance(module, DistributedDataParallel) else None
+        inner = getattr(module, "_orig_mod", inner)
+        if not isinstance(inner, torch.nn.Module):
+            return module
+        module = inner
+
+
+def merged(modules: Sequence[torch.nn.Module]) -> torch.nn.Module:
+    """One module with the names of all: it holds the very parameters and layers of the stages.
+
+    One stage is itself. Of several, a layer that one of them alone has is taken whole; where two
+    have a container of the same name (ModuleDicts of layers), their children are put side by side.
+    Raises ConfigError where two stages have different tensors under one name.
+    """
+    if len(modules) == 1:
+        return modules[0]
+    return _grafted([bare(module) for module in modules], "")
+
+
+def _grafted(modules: Sequence[torch.nn.Module], path: str) -> torch.nn.Module:
+    whole = torch.nn.Module()
+    children: dict[str, list[torch.nn.Module]] = {}
+    for module in modules:
+        for name, parameter in module.named_parameters(recurse=False):
+            _own(whole, path, name)
+            whole.register_parameter(name, parameter)
+        for name, tensor in module.named_buffers(recurse=False):
+            _own(whole, path, name)
+            kept = name not in module._non_persistent_buffers_set
+            whole.register_buffer(name, tensor, persistent=kept)
+        for name, child in module.named_children():
+            children.setdefault(name, []).append(child)
+    for name, found in children.items():
+        child = found[0] if len(found) == 1 else _grafted(found, f"{path}{name}.")
+        whole.add_module(name, child)
+    return whole
+
+
+def _own(whole: torch.nn.Module, path: str, name: str) -> None:
+    if name in whole._parameters or name in whole._buffers:
+        raise ConfigError(twice(f"{path}{name}"))
+
+
+def twice(name: str) -> str:
+    """What to say when two stages call different tensors alike."""
+    return (
+        f"two stages have a tensor called {name!r}: only one of them would be saved. Keep the "
+        "names of the whole model: delete layers from a ModuleDict instead of renumbering a "
+        "ModuleList. Tensors that stages share on purpose go into tied=(...). Nothing was changed."
+    )
+
+
+def require_own_names(
+    held: Sequence[tuple[Sequence[int], Sequence[str]]], tied: Iterable[str]
+) -> None:
+    """Raise ConfigError when ranks with different stages have one name for two tensors. Pure.
+
+    `held`: by rank its stages and the names of its tensors. Ranks with the same stages are
+    replicas of each other.
+    """
+    shared = set(tied)
+    owner: dict[str, tuple[int, ...]] = {}
+    for stages, names in held:
+        for name in names:
+            first = owner.setdefault(name, tuple(stages))
+            if first != tuple(stages) and name not in shared:
+                raise ConfigError(twice(name))
+
+
+class Buffers:
+    """The buffers of stages before torch tries their shapes out.
+
+    With the first micro-batch torch runs each stage once on memory that holds anything, to learn
+    the shapes: running statistics of norms would keep what came of it.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        with torch.no_grad():
+            self._kept = [(b, b.detach().clone()) for m in modules for b in m.buffers()]
+        self.changed = 0  # buffers that were put back
+
+    def put_back(self) -> None:
+        """Undo what the trial run has changed."""
+        with torch.no_grad():
+            for buffer, before in self._kept:
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
+                    self.changed += 1
+        self._kept = []
+
+
+__all__ = ["Buffers", "bare", "merged", "require_own_names", "twice", "watched"]

@@ -1,0 +1,113 @@
+"""The data of one rank's stages, step by step: inputs for the first stage, targets for the last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hpstore.errors import ConfigError
+from hpstore.loaders import DataLoader
+from hpstore.trainers.pipelining.feed import Fed, Feed, Pick, as_arguments, joined, picked
+from hpstore.trainers.pipelining.ledger import Span
+from hpstore.trainers.pipelining.probes import Lazily
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Consumed:
+    """What one step has used up. `after`: the loader's state behind it; None without data."""
+
+    spans: tuple[Span, ...] = ()
+    ready: tuple[float, ...] = ()
+    after: dict[str, Any] | None = None
+
+
+class Supply:
+    """Feeds a step. A step that fails leaves its micro-batches to the next one, which is then the
+    same step again. `first`, `last`: whether the rank holds that stage; with neither it
+    is empty."""
+
+    def __init__(
+        self, loader: DataLoader | None, *, first: bool, last: bool, inputs: Pick, target: Pick
+    ) -> None:
+        if (first or last) and loader is None:
+            raise ConfigError("the ranks of the first and the last stage need a loader")
+        self._loader = loader
+        self.first, self.last = first, last
+        self._inputs, self._target = inputs, target
+        self._feed: Feed | None = None
+        self._count = 0
+        self._late = set[int]()
+        self.wait_seconds = 0.0  # of the step
+
+    @property
+    def fed(self) -> bool:
+        """Whether this rank reads data."""
+        return self.first or self.last
+
+    @property
+    def late_microbatches(self) -> int:
+        """Of this step: those that were waited for."""
+        return len(self._late)
+
+    def begin(self, count: int) -> None:
+        """A step of so many micro-batches; as many more are fetched while it runs."""
+        self._count, self._late, self.wait_seconds = count, set(), 0.0
+        if self.fed and self._feed is None and self._loader is not None:
+            self._feed = Feed(self._loader, ahead=count)
+            self._feed.start()
+
+    def _look(self, index: int) -> Fed:
+        assert self._feed is not None
+        fed, waited = self._feed.look(index)
+        if waited > 1e-4:  # below it is the lock's own time
+            self._late.add(index)
+        self.wait_seconds += waited
+        return fed
+
+    def arguments(self, index: int) -> tuple[Any, ...]:
+        """Of one micro-batch, for the first stage. Raises what the loader raised."""
+        return as_arguments(picked(self._look(index).batch, self._inputs))
+
+    def target(self, index: int) -> Any:
+        """Of one micro-batch, for the last stage. Raises what the loader raised."""
+        return picked(self._look(index).batch, self._target)
+
+    def whole(self) -> tuple[tuple[Any, ...], Any]:
+        """Arguments and target of the whole step; () and None where they are not needed."""
+        numbers = range(self._count)
+        arguments = joined([self.arguments(n) for n in numbers], "inputs") if self.first else ()
+        target = joined([self.target(n) for n in numbers], "targets") if self.last else None
+        return arguments, target
+
+    def lazily(self) -> tuple[Lazily | None, Lazily | None]:
+        """The same as lists that wait for each micro-batch when it is needed."""
+        arguments = Lazily(self._count, self.arguments) if self.first else None
+        targets = Lazily(self._count, self.target) if self.last else None
+        return arguments, targets
+
+    def finish(self) -> Consumed:
+        """The step is done: its micro-batches are consumed."""
+        if self._feed is None:
+            return Consumed()
+        used = [self._feed.look(n)[0] for n in range(self._count)]
+        self._feed.drop(self._count)
+        return Consumed(
+            spans=tuple(fed.span for fed in used),
+            ready=tuple(fed.ready for fed in used),
+            after=used[-1].after,
+        )
+
+    def go_to(self, state: dict[str, Any] | None) -> None:
+        """Go on at a saved position of the loader; what was fetched ahead is forgotten."""
+        self.close()
+        if self.fed and self._loader is not None and state is not None:
+            self._loader.load_state_dict(state)
+
+    def close(self) -> None:
+        """Stop fetching. The next step begins anew."""
+        feed, self._feed = self._feed, None
+        if feed is not None:
+            feed.close()
+
+
+__all__ = ["Consumed", "Supply"]
