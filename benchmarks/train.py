@@ -72,8 +72,7 @@ def bench_train(options: Options) -> dict[str, object]:
     if job.returncode:  # its last lines say MISMATCH, FAILED, or what went wrong
         last = "".join(said[-LAST_LINES:]).strip()
         raise ComparisonFailed(
-            f"the comparison ended with code {job.returncode}; rows that are done are in {folder}.\n"
-            f"{last}"
+            f"the comparison ended with code {job.returncode}; rows that are done: {folder}\n{last}"
         )
     return rows_in(folder)
 

@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 examples/compare/train.py --directory WORK \\
         --rows ddp,ddp.memory,fsdp2
 
-WORK holds the pools and files that `storages.prepare` wrote; WORK/runs/ROW-SUFFIX gets what the ranks
+WORK holds the pools and files that `storages.prepare` wrote; WORK/runs/ROW-SUFFIX gets what ranks
 write and result.json. A row that is started anew goes on from its newest checkpoint; torchrun does
 that by itself with --max-restarts 1 and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (without that
 variable the new workers of a gloo job read addresses of the dead ones).

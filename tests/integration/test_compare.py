@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -12,6 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from tests.integration import ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples" / "compare"
@@ -19,8 +23,7 @@ SAMPLES, BATCH, EVERY, KILLED = 128, 32, 3, 5
 LONG = pytest.mark.skipif(
     not os.environ.get("HPSTORE_LONG_TESTS"), reason="minutes: HPSTORE_LONG_TESTS=1 runs it"
 )
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
-               "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # fmt: skip
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def lines(directory: Path, attempt: int) -> dict[int, list[dict[str, Any]]]:
@@ -31,25 +34,51 @@ def lines(directory: Path, attempt: int) -> dict[int, list[dict[str, Any]]]:
     }
 
 
+def launch(directory: Path, failures: Any) -> None:
+    """What torchrun does, with workers forked from here, where all is imported. Own process."""
+    os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    sys.path.insert(0, str(SCRIPTS))
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="compare", rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", max_restarts=1, monitor_interval=0.05, start_method="fork",
+    )  # fmt: skip
+    try:
+        importlib.import_module("storages").prepare(directory, SAMPLES, 32, 0)
+        importlib.import_module("train")
+        importlib.import_module("methods.replicas")
+        elastic_launch(config, work)(directory)
+    except BaseException as error:  # noqa: BLE001 (handed to the test)
+        failures.put(repr(error))
+
+
+def work(directory: Path) -> None:
+    """A rank."""
+    sys.argv = [
+        "train.py", "--rows", "ddp", "--model", "tiny", "--directory", str(directory),
+        "--samples", str(SAMPLES), "--batch-size", str(BATCH), "--epochs", "2",
+        "--checkpoint-every", str(EVERY), "--kill-step", str(KILLED), "--kill-rank", "1",
+    ]  # fmt: skip
+    importlib.import_module("train").main()
+
+
 @pytest.mark.timeout(120)
 def test_ddp_that_is_killed_goes_on_with_the_same_steps_and_no_sample_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGKILL of rank 1 after step 5, checkpoints after 3 and 6: steps 4 and 5 are done twice, by
-    both attempts from the same samples to the same losses. (Rules of resuming: PROTOCOL 20.)"""
+    both attempts from the same samples to the same losses (PROTOCOL 20)."""
     monkeypatch.syspath_prepend(SCRIPTS)
-    storages, accounts = (importlib.import_module(name) for name in ("storages", "accounts"))
-    storages.prepare(tmp_path, SAMPLES, 32, 0)
+    accounts = importlib.import_module("accounts")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([ranks.__name__])
+    failures = context.SimpleQueue()
+    launcher = context.Process(target=launch, args=(tmp_path, failures))
+    launcher.start()
+    launcher.join(ranks.PATIENCE)
+    launcher.kill()
+    assert failures.empty(), failures.get()
+    assert launcher.exitcode == 0
     directory = tmp_path / "runs" / "ddp-0"
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-         "--max-restarts=1", str(SCRIPTS / "train.py"), "--rows", "ddp", "--model", "tiny",
-         "--directory", str(tmp_path),
-         "--samples", str(SAMPLES), "--batch-size", str(BATCH), "--epochs", "2",
-         "--checkpoint-every", str(EVERY), "--kill-step", str(KILLED), "--kill-rank", "1"],
-        env=ENVIRONMENT, capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     attempts = [lines(directory, number) for number in range(2)]
     assert not accounts.of_kind(attempts[0][1], "end")
     assert {accounts.of_kind(found, "start")[0]["step"] for found in attempts[1].values()} == {3}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,19 @@ def writing(row: str, **changes: Any) -> str:
 def test_rows_are_kept_as_they_are_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    body = writing("ddp") + writing("fsdp2")
-    body += "(out / 'verdict.json').write_text('{\"agree\": true}')\nprint(sys.argv[1:])\n"
+    body = writing("ddp") + "while not (out / 'kept').exists(): time.sleep(0.01)\n"
+    body += (
+        writing("fsdp2")
+        + "(out / 'verdict.json').write_text('{\"agree\": true}')\nprint(sys.argv[1:])\n"
+    )
     scripts(tmp_path, monkeypatch, body)
     kept: list[dict[str, Any]] = []
-    found = train.bench_train(options(tmp_path, kept, quick=True, cases="ddp,fsdp2"))
+
+    def keep(found: dict[str, Any]) -> None:
+        kept.append(found)
+        (tmp_path / "out" / "kept").touch()
+
+    found = train.bench_train(replace(options(tmp_path, []), keep=keep))
     assert list(kept[0]["rows"]) == ["ddp"]
     assert list(kept[-1]["rows"]) == ["ddp", "fsdp2"]
     assert found["agree"] is True

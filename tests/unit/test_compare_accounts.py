@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -284,6 +285,9 @@ def test_speed_ups_are_against_ddp() -> None:
     assert found["ps"] == pytest.approx(0.25)
 
 
+@pytest.mark.skipif(
+    not os.environ.get("HPSTORE_LONG_TESTS"), reason="seconds of drawing: HPSTORE_LONG_TESTS=1"
+)
 def test_six_plots_are_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     store(tmp_path, *family())
