@@ -30,7 +30,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
          "start_time", "end_time", "epochs", "summary", "storage", "params_digest", "steps"),
     "summary": ("total_time", "avg_throughput", "final_loss", "final_accuracy", "avg_comm_time",
                 "avg_batch_time", "comm_share", "data_wait_share", "stall_share", "step_p50",
-                "step_p99"),
+                "step_p99", "step_max"),
     "storage": ("loader", "checkpointer", "cache_hit_rate", "prefetch_accuracy", "bytes_read",
                 "degraded_reads", "ckpt_count", "ckpt_bytes", "ckpt_stall_s", "ckpt_hidden_share",
                 "restore_s"),
@@ -134,6 +134,7 @@ def summary_of(
         "stall_share": sum(line["stall"] for line in lines) / spent,
         "step_p50": quantile(list(slowest.values()), 0.5),
         "step_p99": quantile(list(slowest.values()), 0.99),
+        "step_max": max(slowest.values()),
     }
 
 

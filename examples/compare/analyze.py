@@ -21,6 +21,7 @@ from accounts import gate, problems
 Result = dict[str, Any]
 Results = Mapping[str, Result]
 REPORT, VERDICT = "performance_report.txt", "verdict.json"
+PAUSE = 20  # times the median step
 HONESTY = (
     "CPU and gloo with a small model: the order of the rows says nothing about GPUs.\n"
     "A speed-up below 1 is printed as it is. More processes than cores share them.\n"
@@ -82,7 +83,7 @@ def written(results: Results, failed: Mapping[str, str], wrong: Sequence[str]) -
     killed = {row: result for row, result in results.items() if "resume" in result}
     if killed:
         parts.append(resume_table(killed))
-    parts.append(verdict(results, failed, wrong))
+    parts += [*pauses(results), verdict(results, failed, wrong)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -137,14 +138,15 @@ def speed_ups(rows: Results) -> dict[str, float]:
 
 
 def methods_table(rows: Results) -> str:
-    table = [["method", "processes", "samples/s", "x DDP", "time s", "loss", "accuracy",
-              "comm ms/step", "comm %", "wait %", "stall %", "digest"]]  # fmt: skip
+    table = [["method", "processes", "samples/s", "x DDP", "time s", "step p50 ms", "loss",
+              "accuracy", "comm ms/step", "comm %", "wait %", "stall %", "digest"]]  # fmt: skip
     ups = speed_ups(rows)
     for row, result in rows.items():
         summary = result["summary"]
         table.append([
             result["title"], str(result["world_size"]), spread_of(result, "avg_throughput", 1),
-            f"{ups[row]:.2f}", spread_of(result, "total_time", 2), f"{summary['final_loss']:.4f}",
+            f"{ups[row]:.2f}", spread_of(result, "total_time", 2),
+            f"{1e3 * summary['step_p50']:.1f}", f"{summary['final_loss']:.4f}",
             f"{summary['final_accuracy']:.3f}", f"{1e3 * summary['avg_comm_time']:.1f}",
             f"{100 * summary['comm_share']:.1f}", f"{100 * summary['data_wait_share']:.1f}",
             f"{100 * summary['stall_share']:.1f}", result["params_digest"][:8],
@@ -161,6 +163,20 @@ def notes(rows: Results) -> Iterator[str]:
             line += "; " + ", ".join(f"{way} {1e3 * (s or 0):.1f} ms" for way, s in ways.items())
         yield line
     yield "accuracy: of the training batches, before their update; loss and accuracy: last epoch"
+
+
+def pauses(results: Results) -> list[str]:
+    """Rows in which the machine, or something in the row, stood still."""
+    still = [
+        f"{row} ({result['summary']['step_max']:.1f} s)" for row, result in results.items()
+        if result["summary"]["step_max"] > PAUSE * result["summary"]["step_p50"]
+    ]  # fmt: skip
+    if not still:
+        return []
+    return [
+        f"a step took more than {PAUSE} times the median step in {', '.join(still)}: read the "
+        "step p50 of these rows, not their rates, and run them again"
+    ]
 
 
 def mean_of(result: Result, name: str) -> float | None:

@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 # Any below: JSON, and matplotlib, which is untyped
 Results = Mapping[str, dict[str, Any]]
 STYLES = ("-", "--", "-.", ":")
-SMOOTH = 8  # a curve has so many points to an average
+SMOOTH = 8  # an average is over one point in so many of a curve
+ROOM = 1.3  # beyond the longest bar, for its label
 
 
 def plot_all(directory: Path, rows: Results) -> list[Path]:
@@ -50,11 +51,11 @@ def bars(path: Path, rows: Results, name: str, label: str, title: str) -> Path:
     places = range(len(values))
     axes.barh(places, values, xerr=[below, above], color="tab:blue", ecolor="black", capsize=3)
     for place, value, more in zip(places, values, above, strict=True):
-        axes.annotate(f"{value:.4g}", (value + more, place), xytext=(6, 0), va="center",
+        axes.annotate(f"{value:.1f}", (value + more, place), xytext=(6, 0), va="center",
                       textcoords="offset points")  # fmt: skip
     axes.set_yticks(places, titles(rows))
     axes.invert_yaxis()
-    axes.margins(x=0.15)
+    axes.set_xlim(0, ROOM * max(a + b for a, b in zip(values, above, strict=True)))
     axes.set(xlabel=label, title=title)
     axes.grid(axis="x", alpha=0.3)
     return save(figure, path)
@@ -120,11 +121,11 @@ def communication(path: Path, rows: Results) -> Path:
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for place, (value, result) in enumerate(zip(left, rows.values(), strict=True)):
         share = 100 * result["summary"]["comm_share"]
-        axes.annotate(f"{value:.3g} ms, {share:.0f} %", (value, place), xytext=(6, 0),
+        axes.annotate(f"{value:.1f} ms, {share:.0f} %", (value, place), xytext=(6, 0),
                       textcoords="offset points", va="center")  # fmt: skip
     axes.set_yticks(places, titles(rows))
     axes.invert_yaxis()
-    axes.margins(x=0.25)
+    axes.set_xlim(0, ROOM * max(left))
     axes.legend(fontsize=8, loc="lower right")
     axes.set(xlabel="ms a step", title="Communication (defined by method: see the report)")
     return save(figure, path)

@@ -21,16 +21,17 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import analyze
 from accounts import Result, merged, resume_of
 from nets import SHAPES
 from rows import METHODS, Row, rows_of
 from storages import prepare
-from train import read_attempt, write_json
+from train import attempts_in, write_json
 
 import hpstore
 
@@ -43,11 +44,7 @@ STOP_SECONDS = 45.0  # torchrun itself waits 30 s for its workers
 
 
 class JobFailed(Exception):
-    """A job did not end well after so many rows; its last lines are in the message."""
-
-    def __init__(self, text: str, done: int) -> None:
-        super().__init__(text)
-        self.done = done
+    """A job did not end well; its last lines are in the message."""
 
 
 def positive(text: str) -> int:
@@ -125,36 +122,33 @@ class Runner:
         self._began = time.monotonic()
 
     def repetition(self, rows: Sequence[Row], number: int) -> None:
-        """All rows once: a job for those with as many processes, another one after a failure."""
-        for servers in sorted({row.servers for row in rows}):
-            left = [row for row in rows if row.servers == servers and row.name not in self.failed]
-            while left:
-                try:
-                    done = self._job(left, str(number))
-                except JobFailed as error:
-                    done = min(error.done + 1, len(left))
-                    self._give_up(left[done - 1].name, error)
-                left = left[done:]
+        """All rows once."""
+        with closing(self._all(rows, str(number), {})) as results:
+            for row, found in results:
+                runs = self._runs[row.name]
+                runs.append(found)
+                write_json(self._path(row.name), merged(runs))
+                rate = found["summary"]["avg_throughput"]
+                self._say(row.name, f"{rate:8.1f} samples/s, run {len(runs)}")
 
-    def resume(self, row: Row, rng: random.Random) -> None:
-        """Once more, killed and started anew; what that cost goes into the row's results file."""
-        if row.name in self.failed:
-            return
+    def resume(self, rows: Sequence[Row], rng: random.Random) -> None:
+        """Once more, each killed and started anew; what that cost goes into its results file."""
         every = self._options.checkpoint_every
         steps = self._options.samples * self._options.epochs // self._options.batch_size
-        killed = (
-            every * rng.randint(1, (steps - STEP_AFTER - 1) // every) + STEP_AFTER,
-            rng.randrange(self._options.workers + row.servers),
-        )
-        try:
-            self._job([row], "killed", killed)
-        except JobFailed as error:
-            self._give_up(f"{row.name}, killed", error)
-            return
-        directory = self._work / "runs" / f"{row.name}-killed"
+        kills = {
+            row.name: (
+                every * rng.randint(1, (steps - STEP_AFTER - 1) // every) + STEP_AFTER,
+                rng.randrange(self._options.workers + row.servers),
+            )
+            for row in rows
+        }  # fmt: skip
+        with closing(self._all(rows, "killed", kills)) as results:
+            for row, found in results:
+                self._resumed(row, found, kills[row.name])
+
+    def _resumed(self, row: Row, found: Result, killed: tuple[int, int]) -> None:
+        attempts = attempts_in(self._work / "runs" / f"{row.name}-killed")
         baseline = json.loads(self._path(row.name).read_text())
-        found = json.loads((directory / "result.json").read_text())
-        attempts = [read_attempt(directory, number) for number in range(2)]
         resume = resume_of(baseline, found, attempts, killed)
         write_json(self._path(row.name), {**baseline, "resume": resume})
         self._say(
@@ -163,54 +157,58 @@ class Runner:
             f"lost {resume['samples_lost']}, repeated {resume['samples_repeated']}",
         )
 
-    def _job(self, rows: Sequence[Row], run: str, killed: tuple[int, int] | None = None) -> int:
-        """Run rows under torchrun, each kept when it is done; how many. Raises JobFailed."""
+    def _all(
+        self, rows: Sequence[Row], suffix: str, kills: Mapping[str, tuple[int, int]]
+    ) -> Generator[tuple[Row, Result], None, None]:
+        """Results as they come: of a job for those with as many processes, and another one after a
+        row that failed.
+        """
+        for servers in sorted({row.servers for row in rows}):
+            left = [row for row in rows if row.servers == servers and row.name not in self.failed]
+            while left:
+                done = 0
+                try:
+                    with closing(self._job(left, suffix, kills)) as results:
+                        for row, found in results:
+                            done += 1
+                            yield row, found
+                except JobFailed as error:
+                    done = min(done + 1, len(left))
+                    self._give_up(left[done - 1].name, f"{'killed: ' if kills else ''}{error}")
+                left = left[done:]
+
+    def _job(
+        self, rows: Sequence[Row], suffix: str, kills: Mapping[str, tuple[int, int]]
+    ) -> Generator[tuple[Row, Result], None, None]:
+        """Run rows under torchrun, one after the other. Raises JobFailed."""
         options = self._options
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone",
             f"--nproc-per-node={options.workers + rows[0].servers}",
-            f"--max-restarts={0 if killed is None else 1}", str(HERE / "train.py"),
-            "--rows", ",".join(row.name for row in rows), "--suffix", run,
+            f"--max-restarts={len(rows) if kills else 0}", str(HERE / "train.py"),
+            "--rows", ",".join(row.name for row in rows), "--suffix", suffix,
             "--directory", str(self._work),
         ]  # fmt: skip
         for option in ("model", "samples", "epochs", "batch_size", "micro_batches",
                        "checkpoint_every", "device", "seed"):  # fmt: skip
             command += [f"--{option.replace('_', '-')}", str(getattr(options, option))]
-        if killed is not None:
-            command += ["--kill-step", str(killed[0]), "--kill-rank", str(killed[1])]
-        done = 0
-        with job(command, self._work / f"log-{rows[0].name}-{run}.txt") as running:
-            last = time.monotonic()
-            while done < len(rows) and time.monotonic() < last + ROW_SECONDS:
-                path = self._work / "runs" / f"{rows[done].name}-{run}" / "result.json"
-                ended = running.code() is not None
-                if path.exists():
-                    if killed is None:
-                        self._keep(json.loads(path.read_text()))
-                    done, last = done + 1, time.monotonic()
-                elif ended:
-                    break
-                else:
-                    time.sleep(POLL_SECONDS)
-            running.end(done, patient=done == len(rows))
-        return done
-
-    def _keep(self, result: Result) -> None:
-        """Its results file, with the runs before."""
-        runs = self._runs[result["row"]]
-        runs.append(result)
-        write_json(self._path(result["row"]), merged(runs))
-        rate = result["summary"]["avg_throughput"]
-        self._say(result["row"], f"{rate:8.1f} samples/s, run {len(runs)}")
+        if kills:
+            command += ["--kills", ",".join("{}:{}".format(*kills[row.name]) for row in rows)]
+        with job(command, self._work / f"log-{rows[0].name}-{suffix}.txt") as running:
+            for row in rows:
+                path = self._work / "runs" / f"{row.name}-{suffix}" / "result.json"
+                running.wait_for(path)
+                yield row, json.loads(path.read_text())
+            running.end()
 
     def _path(self, name: str) -> Path:
         out: Path = self._options.out
         return out / f"results_{name}.json"
 
-    def _give_up(self, name: str, error: Exception) -> None:
-        self.failed[name] = str(error)
+    def _give_up(self, name: str, reason: str) -> None:
+        self.failed[name] = reason
         write_json(self._options.out / "failed.json", self.failed)
-        self._say(name, f"FAILED: {error}")
+        self._say(name, f"FAILED: {reason}")
 
     def _say(self, name: str, text: str) -> None:
         print(f"{time.monotonic() - self._began:6.0f} s  {name:28s} {text}", flush=True)
@@ -231,19 +229,29 @@ class Running:
                 start_new_session=True,
             )  # fmt: skip
 
-    def code(self) -> int | None:
-        return self._process.poll()
+    def wait_for(self, path: Path) -> None:
+        """Until a file is there. Raises JobFailed when the job ends, or takes too long, before."""
+        last = time.monotonic() + ROW_SECONDS
+        while not path.exists():
+            code = self._process.poll()
+            if code is not None and not path.exists():
+                self._fail(f"exit code {code}")
+            if time.monotonic() > last:
+                self._fail(f"nothing within {ROW_SECONDS:.0f} s")
+            time.sleep(POLL_SECONDS)
 
-    def end(self, done: int, *, patient: bool) -> None:
-        """Its end, which must be a good one. Raises JobFailed with its last lines."""
+    def end(self) -> None:
+        """Its end, which must be a good one. Raises JobFailed."""
         try:
-            code: int | str = self._process.wait(ROW_SECONDS if patient else 1.0)
+            code = self._process.wait(ROW_SECONDS)
         except subprocess.TimeoutExpired:
-            self.stop()
-            code = f"none within {ROW_SECONDS:.0f} s"
-        if code != 0 or not patient:
-            last = "\n".join(self._log.read_text().splitlines()[-LAST_LINES:])
-            raise JobFailed(f"exit code {code}\n{last}", done)
+            self._fail(f"no end within {ROW_SECONDS:.0f} s")
+        if code != 0:
+            self._fail(f"exit code {code}")
+
+    def _fail(self, reason: str) -> NoReturn:
+        last = "\n".join(self._log.read_text().splitlines()[-LAST_LINES:])
+        raise JobFailed(f"{reason}\n{last}")
 
     def stop(self) -> None:
         """torchrun ends its workers, and is killed when that takes too long."""
@@ -285,9 +293,8 @@ def main() -> int:
         for number in range(options.repeats):
             runner.repetition(rows, number)
         if not options.no_resume:
-            rng = random.Random(options.seed)
-            for method in options.methods:
-                runner.resume(Row(method=method), rng)
+            kinds = [Row(method=method) for method in options.methods]
+            runner.resume(kinds, random.Random(options.seed))
     return analyze.report(options.out)
 
 

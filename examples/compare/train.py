@@ -15,11 +15,13 @@ import argparse
 import contextlib
 import gc
 import hashlib
+import itertools
 import json
 import os
 import signal
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -55,8 +57,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--checkpoint-every", type=int, default=5, help="steps")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kill-step", type=int, default=0, help="after it a rank kills itself")
-    parser.add_argument("--kill-rank", type=int, default=0)
+    parser.add_argument("--kills", default="", help="of each row the STEP:RANK that kills itself")
     return parser.parse_args()
 
 
@@ -82,12 +83,23 @@ class Journal:
         self._file.close()
 
 
-def read_attempt(directory: Path, attempt: int) -> dict[int, list[dict[str, Any]]]:
-    """Lines by rank. Any: JSON."""
-    return {
-        int(path.stem.rpartition("-")[2]): list(map(json.loads, path.read_text().splitlines()))
-        for path in directory.glob(f"attempt-{attempt}-rank-*.jsonl")
-    }
+def attempts_in(directory: Path) -> list[dict[int, list[dict[str, Any]]]]:
+    """Of each start of a row its lines by rank, in order. Any: JSON."""
+    found: defaultdict[int, dict[int, list[dict[str, Any]]]] = defaultdict(dict)
+    for path in directory.glob("attempt-*.jsonl"):
+        _, attempt, _, rank = path.stem.split("-")
+        lines = path.read_text().splitlines()
+        found[int(attempt)][int(rank)] = [json.loads(line) for line in lines]
+    return [found[attempt] for attempt in sorted(found)]
+
+
+def victim(kill: str, directory: Path, attempt: int) -> tuple[int, int] | None:
+    """The step after which a rank kills itself, and the rank; None in a row that was killed."""
+    earlier = {int(path.stem.split("-")[1]) for path in directory.glob("attempt-*.jsonl")}
+    if not kill or min(earlier, default=attempt) < attempt:
+        return None
+    step, _, rank = kill.partition(":")
+    return int(step), int(rank)
 
 
 def prepare_torch(options: argparse.Namespace) -> torch.device:
@@ -108,16 +120,20 @@ def prepare_torch(options: argparse.Namespace) -> torch.device:
 def main() -> int:
     options = parse()
     device = prepare_torch(options)
-    for name in options.rows.split(","):
-        one(options, row_named(name), device)
+    names, kills = options.rows.split(","), options.kills.split(",")
+    for name, kill in itertools.zip_longest(names, kills, fillvalue=""):
+        one(options, row_named(name), kill, device)
         gc.collect()  # of the row before nothing is left that computes or waits
     dist.barrier()  # a rank that leaves earlier aborts the others
     dist.destroy_process_group()
     return 0
 
 
-def one(options: argparse.Namespace, row: Row, device: torch.device) -> None:
-    """A row, from its newest checkpoint, if there is one, to its results."""
+def one(options: argparse.Namespace, row: Row, kill: str, device: torch.device) -> None:
+    """A row, from its newest checkpoint, if there is one, to its results; not one that has them."""
+    directory = options.directory / "runs" / f"{row.name}-{options.suffix}"
+    if (directory / "result.json").exists():  # done before a later row was killed
+        return
     workers = dist.get_world_size() - row.servers
     began = datetime.now(UTC)
     method = method_named(row.method)(
@@ -128,15 +144,15 @@ def one(options: argparse.Namespace, row: Row, device: torch.device) -> None:
         )
     )  # fmt: skip
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    directory = options.directory / "runs" / f"{row.name}-{options.suffix}"
-    journal = Journal(directory / f"attempt-{attempt}-rank-{dist.get_rank():03d}.jsonl")
+    dies = victim(kill, directory, attempt)
+    journal = Journal(directory / f"attempt-{attempt}-rank-{dist.get_rank()}.jsonl")
     with open_pool(options.directory, row.storage) as pool:
-        run(options, row, method, pool, journal, first=attempt == 0)
+        run(options, row, method, pool, journal, dies)
     journal.close()
     dist.barrier()
     if dist.get_rank() == 0:
         facts = facts_of(options, row, method, began)
-        found = composed(facts, read_attempt(directory, attempt), row.servers)
+        found = composed(facts, attempts_in(directory)[-1], row.servers)
         write_json(directory / "result.json", found)
     dist.barrier()
 
@@ -155,7 +171,7 @@ class Job:
 
 def run(
     options: argparse.Namespace, row: Row, method: Method, pool: hpstore.Pool, journal: Journal,
-    *, first: bool,
+    dies: tuple[int, int] | None,
 ) -> None:  # fmt: skip
     """All steps that are left, on this rank."""
     source, place = None, method.coordinates
@@ -178,7 +194,7 @@ def run(
         journal("start", step=step, restore_s=time.perf_counter() - began if step else 0.0)
         job = Job(options=options, method=method, source=source, keeper=keeper, state=state,
                   journal=journal)  # fmt: skip
-        train(job, step, first=first)
+        train(job, step, dies)
         keeper.wait()
         counted = {
             "loader": row.storage, "checkpointer": row.checkpointer, **keeper.counted(),
@@ -188,7 +204,7 @@ def run(
     journal("end", parameters=digests(method), storage=counted)
 
 
-def train(job: Job, step: int, *, first: bool) -> None:
+def train(job: Job, step: int, dies: tuple[int, int] | None) -> None:
     """From a step to the end. A step is: wait for data, gradients, update, checkpoint."""
     options, method, watch = job.options, job.method, job.method.watch
     steps = options.samples // options.batch_size * options.epochs
@@ -214,7 +230,7 @@ def train(job: Job, step: int, *, first: bool) -> None:
             stall=stall, talk=watch.taken(), loss=found.loss, right=found.right,
             samples=found.samples,
         )  # fmt: skip
-        if first and step == options.kill_step and dist.get_rank() == options.kill_rank:
+        if dies == (step, dist.get_rank()):
             job.keeper.wait()  # what was saved is committed: that is where the job goes on
             os.kill(os.getpid(), signal.SIGKILL)
 

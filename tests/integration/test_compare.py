@@ -56,7 +56,7 @@ def work(directory: Path) -> None:
     sys.argv = [
         "train.py", "--rows", "ddp", "--model", "tiny", "--directory", str(directory),
         "--samples", str(SAMPLES), "--batch-size", str(BATCH), "--epochs", "2",
-        "--checkpoint-every", str(EVERY), "--kill-step", str(KILLED), "--kill-rank", "1",
+        "--checkpoint-every", str(EVERY), "--kills", f"{KILLED}:1",
     ]  # fmt: skip
     importlib.import_module("train").main()
 
