@@ -299,8 +299,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # a job has a session of its own: SIGTERM must reach it as Ctrl-C does
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # a job has a session of its own: what ends this script must end it too, as Ctrl-C does
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     try:
         sys.exit(main())
     except KeyboardInterrupt:
