@@ -46,7 +46,8 @@ def launch(directory: Path, failures: Any) -> None:
         importlib.import_module("storages").prepare(directory, SAMPLES, 32, 0)
         importlib.import_module("train")
         importlib.import_module("methods.replicas")
-        elastic_launch(config, work)(directory)
+        agent: Any = elastic_launch(config, work)  # Any: its call is untyped
+        agent(directory)
     except BaseException as error:  # noqa: BLE001 (handed to the test)
         failures.put(repr(error))
 
