@@ -24,10 +24,10 @@ class Options:
     repeats: int
     peers: str = ""  # comma-separated names of other libraries to measure beside hpstore
     compression: bool = False  # of checkpoints: what each codec costs
-    cases: str = ""  # of loaders and caches: comma-separated, all unless given
-    device: str = "cpu"  # of loaders: where batches go
-    quick: bool = False  # of caches: small data, to show that all works
-    plots: Path | None = None  # of caches: a directory for pictures
+    cases: str = ""  # of loaders, caches, training: comma-separated, all unless given
+    device: str = "cpu"  # of loaders and training: where batches go
+    quick: bool = False  # of caches and training: small data, to show that all works
+    plots: Path | None = None  # of caches and training: a directory for pictures
     keep: Keep = forget  # is told what has been found so far, from time to time
 
 

@@ -31,6 +31,13 @@ def bench_loader(options: Options) -> dict[str, object]:
     return run(options)
 
 
+def bench_train(options: Options) -> dict[str, object]:
+    """benchmarks/train.py; runs jobs of its own."""
+    from hpstore.benchmarks.train import bench_train as run
+
+    return run(options)
+
+
 def bench_health(options: Options) -> dict[str, object]:
     """benchmarks/health.py; nothing is stored."""
     from hpstore.benchmarks.health import bench_health as run
@@ -45,11 +52,12 @@ BENCHMARKS: dict[str, Callable[[Options], dict[str, object]]] = {
     "erasure": bench_erasure,
     "health": bench_health,
     "loader": bench_loader,
+    "train": bench_train,
 }
 DEFAULT_BYTES = {
     "cache": 0,  # no data are written
     "checkpoint": 1_622_000_000, "devices": GIB, "erasure": GIB, "health": 0,
-    "loader": 200_000 * 12 * KIB,
+    "loader": 200_000 * 12 * KIB, "train": 0,
 }  # fmt: skip
 SMALL_BYTES = 24 * MIB
 

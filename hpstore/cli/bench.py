@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hpstore.benchmarks.suite import Options
 
 
-_NAMES = "cache, checkpoint, devices, erasure, health, loader"
+_NAMES = "cache, checkpoint, devices, erasure, health, loader, train"
 _SIZES = "object size, 1GiB; of a checkpoint 1.5GiB; of a data set 2.3GiB; or small"
 _PEERS = (
     "for checkpoint: torch.save,dcp,dcp.async,safetensors and others; for loader: "
@@ -30,7 +30,7 @@ _PEERS = (
 )
 _CASES = (
     "for loader: warm,cold,limited,degraded,special; for cache: workloads, cost, end-to-end; "
-    "for health: slow,healthy,load,hang,telemetry (default: all)"
+    "for health: slow,healthy,load,hang,telemetry; for train: methods (default: all)"
 )
 
 
@@ -51,12 +51,13 @@ def run(
         bool, typer.Option("--compression", help="for checkpoint: what each codec costs")
     ] = False,
     cases: Annotated[str, typer.Option(help=_CASES)] = "",
-    device: Annotated[str, typer.Option(help="for loader: where batches go, cpu or cuda")] = "cpu",
+    device: Annotated[str, typer.Option(help="for loader and train: cpu or cuda")] = "cpu",
     quick: Annotated[
-        bool, typer.Option("--quick", help="for cache: small data, to show that all works")
+        bool,
+        typer.Option("--quick", help="for cache and train: little data, to show that all works"),
     ] = False,
     plots: Annotated[
-        Path | None, typer.Option(help="for cache: a directory for pictures (PNG)")
+        Path | None, typer.Option(help="for cache and train: a directory for pictures (PNG)")
     ] = None,
 ) -> None:
     """Measure against raw rates of the same minute.  hpstore bench devices erasure --json -"""
