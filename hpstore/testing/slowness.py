@@ -33,11 +33,15 @@ class Latencies:
 
 
 class LatentDevice(DeviceWrapper):
-    """Waits before each read, write and sync."""
+    """Waits before each read, write and sync. Its reads are judged, whatever a page cache does."""
 
     def __init__(self, inner: Device, latencies: Latencies) -> None:
         super().__init__(inner)
         self._latencies = latencies
+
+    @property
+    def mode(self) -> str:
+        return "direct"
 
     def around(self, operation: str, nbytes: int, call: Callable[[], T]) -> T:
         latencies = self._latencies

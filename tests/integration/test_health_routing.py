@@ -20,7 +20,7 @@ from hpstore.testing import ManualClock
 from hpstore.testing.harness import Harness
 from hpstore.testing.slowness import Latencies
 from hpstore.units import KIB, MIB
-from tests.fault.common import payload
+from tests.fault.common import Bench, payload, wrapping
 
 KEYS = [f"k{i}" for i in range(8)]
 SIZE = 250 * KIB  # two stripes of 3 x 64 KiB, the last one shrunk
@@ -49,6 +49,10 @@ class Slowly:
             self.harness.config, opener=opener, clock=self.clock,  # type: ignore[arg-type]
             threads=False, monitor=True,
         )  # fmt: skip
+
+    @property
+    def urls(self) -> list[str]:
+        return self.harness.urls
 
     def id_of(self, url: str) -> str:
         return next(d for d, x in self.pool._store.view.devices.items() if x.url == url)
@@ -85,9 +89,33 @@ def slowly(tmp_path: Path) -> Iterator[Slowly]:
     made.pool.close()
 
 
-def test_a_slow_device_is_found_and_asked_no_more_but_by_probes(slowly: Slowly) -> None:
+class SlowFiles(Slowly):
+    """The same over six directories."""
+
+    def __init__(self, directory: Path) -> None:
+        self.bench, self.clock = Bench(directory), ManualClock()
+        self.latencies = Latencies(self.clock)
+        with self.bench.create(6, data=3, parity=2) as pool:
+            for key in KEYS:
+                pool.put(key, BODIES[key])
+            config = pool.config
+        self.pool = Pool(
+            config, opener=wrapping(config, self.latencies.wrap), clock=self.clock, threads=False,
+            monitor=True,
+        )  # fmt: skip
+
+    @property
+    def urls(self) -> list[str]:
+        return self.bench.paths
+
+
+@pytest.mark.parametrize("kind", [Slowly, SlowFiles])
+def test_a_slow_device_is_found_and_asked_no_more_but_by_probes(
+    tmp_path: Path, kind: type[Slowly]
+) -> None:
     """Three times its peers' time: within six ticks; every read in between is right."""
-    url = slowly.harness.urls[2]
+    slowly = kind(tmp_path)
+    url = slowly.urls[2]
     for _ in range(5):
         slowly.round()
     assert slowly.state(url) is HealthState.ONLINE
@@ -98,6 +126,7 @@ def test_a_slow_device_is_found_and_asked_no_more_but_by_probes(slowly: Slowly) 
     probes = slowly.pool.metrics.value("read_probe_total") - probes
     assert slowly.latencies.reads(url) - before == 2 * probes  # its header, then its bytes
     assert slowly.pool.metrics.value("read_degraded_total") > 0
+    slowly.pool.close()
 
 
 def test_new_objects_have_no_column_on_a_slow_device(slowly: Slowly) -> None:
