@@ -90,14 +90,16 @@ class Presence:
         self._ask_places(now_seconds)
         questions: list[_Question[Answer] | _Question[str]]
         questions = [*self._devices.values(), *self._places.values()]
-        wait([q.future for q in questions if q.future is not None], timeout=self._patience)
+        asked: list[Future[Answer] | Future[str]]
+        asked = [q.future for q in questions if q.future is not None]
+        wait(asked, timeout=self._patience)  # type: ignore[misc]  # of two kinds
         after = max(now_seconds, self._pool.clock.monotonic())
         for question in questions:
             question.take(after, self._deadline)
         self._seconds = {d: self._seconds.get(d, deque(maxlen=_PAST)) for d in self._devices}
-        for device, asked in self._devices.items():
-            if asked.fresh and asked.answer is not None:
-                self._seconds[device].append(asked.answer.seconds)
+        for device, probe in self._devices.items():
+            if probe.fresh and probe.answer is not None:
+                self._seconds[device].append(probe.answer.seconds)
         self._seen = self._gather()
         self.back = frozenset(
             question.answer for question in self._places.values() if question.answer is not None
