@@ -122,7 +122,6 @@ class Checkpointer(Keeping):
         self._planner = Planner(self._ranks, budget, rng=rng, allow_pickle=allow_pickle)
         self._session, self._fenced = secrets.token_hex(8), False
         self._known: dict[Key, Known] = {}
-        self._all_change = False  # the save before referred to nothing
         self._flying: SaveHandle | None = None
         self._thread: threading.Thread | None = None
         self._tidied: Future[None] = Future()  # what comes after a commit
@@ -202,36 +201,28 @@ class Checkpointer(Keeping):
             prepared = self._planner.prepare(step, state, require)
         options = self._options(checked_step(step), prepared, overwrite, metrics, began, progress)
         job = SaveJob(self.pool, self.prefix, self._ranks, options, self._known)
-        future, stall = Future[SaveReport](), Future[float]()
-        thread = threading.Thread(
-            target=self._run, args=(job, prepared, future, stall), name="hpstore-save",
+        try:
+            late = self._stage.begin(
+                prepared, state, self.counters, lambda p: self._write_part(job, p)
+            )  # fmt: skip
+        except BaseException as error:
+            self._give_up(job, error)
+            raise
+        staged = time.perf_counter() - began
+        self._warn_of_stall(staged, waited)
+        future: Future[SaveReport] = Future()
+        self._flying = handle = SaveHandle(step, staged, future, late_seconds=late)
+        self._thread = threading.Thread(
+            target=self._run, args=(job, prepared, future, staged), name="hpstore-save",
             daemon=True,  # Draining waits for it at the end, with a limit
         )  # fmt: skip
         try:
-            late = self._stage.begin(
-                prepared, state, self.counters, lambda p: self._write_part(job, p),
-                thread.start if self._writes_ahead(prepared, options) else None,
-            )  # fmt: skip
-            staged = time.perf_counter() - began
-            if not thread.ident:
-                thread.start()
-        except BaseException as error:  # RuntimeError: no more threads, the interpreter ends
-            if thread.ident:
-                stall.set_exception(error)
-                self._thread = thread  # it tells the other ranks
-            else:
-                self._give_up(job, error)
+            self._thread.start()
+        except RuntimeError as error:  # no more threads, or the interpreter is ending
+            self._flying = self._thread = None
+            self._give_up(job, error)
             raise
-        stall.set_result(staged)
-        self._warn_of_stall(staged, waited)
-        self._thread = thread
-        self._flying = handle = SaveHandle(step, staged, future, late_seconds=late)
         return handle
-
-    def _writes_ahead(self, prepared: Prepared, options: SaveOptions) -> bool:
-        """Whether writing may begin before all is staged: fast, and nothing will be moved."""
-        plain = options.rate_bytes_per_second is None and not options.codec
-        return plain and len(prepared.slices) == 1 and (self._all_change or not self._known)
 
     def _may_begin(self) -> bool:
         """Wait for the save under way, or say that this one is not to be; raises for "error"."""
@@ -285,10 +276,10 @@ class Checkpointer(Keeping):
         """One slice of several, written while the trainer waits."""
         if part == 0:
             self._begin_job(job)
-        self._stage.write(job, part, lambda: None)
+        self._stage.write(job, part)
 
     def _run(
-        self, job: SaveJob, prepared: Prepared, future: Future[SaveReport], stall: Future[float]
+        self, job: SaveJob, prepared: Prepared, future: Future[SaveReport], staged: float
     ) -> None:
         """The background of one save."""
         committed: list[SaveReport] = []
@@ -298,15 +289,14 @@ class Checkpointer(Keeping):
             if last <= 0:
                 self._begin_job(job)
             if last >= 0:
-                self._stage.write(job, last, stall.result)
+                self._stage.write(job, last)
             self._known = {}
             report = job.commit()
             self._note_differing(job.differing)
             self._known = job.next_known if self.reuse else {}
-            self._all_change = not report.referenced_bytes
             committed.append(report)
             self._steps.committed(report.step)
-            return report.with_stall(stall.result())
+            return report.with_stall(staged)
 
         def tidy() -> None:
             """What the handle does not wait for: older steps go when the newer has no debt."""
@@ -430,7 +420,6 @@ class Checkpointer(Keeping):
         manifest, self.last_restore = found
         if self.reuse:
             self._known = known_items(manifest.segments, manifest.items)
-            self._all_change = False
         return manifest.step
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
@@ -53,35 +53,16 @@ class Copier:
         self._threads: ThreadPoolExecutor | None = None
         self._helpers = max(0, min(MAX_THREADS, len(os.sched_getaffinity(0))) - 1)
 
-    def run(
-        self, pairs: Iterable[Pair], reached: Callable[[int], None] | None = None
-    ) -> None:  # fmt: skip
-        """Copy all; on return the sources may change. The caller's thread takes part.
-
-        `reached` is told, by any thread, addresses of targets below which all is copied, for
-        targets that lie one behind the other.
-        """
+    def run(self, pairs: Iterable[Pair]) -> None:
+        """Copy all; on return the sources may change. The caller's thread takes part."""
         todo = pieces(pairs)
-        lock = threading.Lock()  # guards todo, under_way and end
-        under_way: list[int] = []  # addresses of pieces, ascending
-        end = 0  # of the last piece that somebody took
+        lock = threading.Lock()  # guards todo
 
         def work() -> None:
-            nonlocal end
-            at = 0
             with torch.no_grad():
                 while True:
                     with lock:
-                        if at:
-                            under_way.remove(at)
                         piece = next(todo, None)
-                        if piece is not None and reached is not None:
-                            at = piece[0].ctypes.data
-                            end = at + len(piece[0])
-                            under_way.append(at)
-                        low = under_way[0] if under_way else end
-                    if reached is not None:
-                        reached(low)
                     if piece is None:
                         return
                     np.copyto(piece[0], piece[1])

@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -17,15 +17,13 @@ from hpstore.checkpoint.handles import SaveReport
 from hpstore.checkpoint.items import Item, ItemColumns
 from hpstore.checkpoint.manifest import Manifest, compact, manifest_key, segment_key
 from hpstore.checkpoint.merging import Merge
-from hpstore.checkpoint.packing import Key, Known, Packed, Segment, digests_of, pack
+from hpstore.checkpoint.packing import Key, Known, Segment, digests_of, pack
 from hpstore.checkpoint.planning import SMALL_ITEM_BYTES
 from hpstore.checkpoint.ranks import Channel, Ranks
 from hpstore.checkpoint.steps import Steps, already_committed
 from hpstore.checkpoint.tree import tensor_names
 from hpstore.codec.galois import Bytes
 from hpstore.errors import CheckpointError, HpstoreError, ObjectNotFound, VersionConflict
-from hpstore.objects.info import ObjectInfo
-from hpstore.objects.source import FillingSource
 from hpstore.pool import Pool
 
 _log = logging.getLogger(__name__)
@@ -178,67 +176,30 @@ class SaveJob:
             self.fail(error)
             return None
 
-    def write_ahead(
-        self, filling: FillingSource, memory: Bytes, items: Sequence[Item], *, part: int,
-        staged: Callable[[], object],
-    ) -> Segment | None:  # fmt: skip
-        """As write(), begun while `memory` is staged: what is final is written meanwhile.
-
-        `staged` waits for the end of the staging and raises what went wrong in it.
-        """
-        if self._error is not None:
-            return None
-        with ThreadPoolExecutor(1, "hpstore-put") as putting:
-            put = putting.submit(self._put, self._key(part), filling)
-            try:
-                staged()
-                packed = pack(memory, items, self._known, self._options.codec)
-                if packed.referenced or packed.size != filling.size:
-                    filling.fail(CheckpointError("items are referenced: the segment is another"))
-                    wait([put])
-                    return self._record(packed, memory, part)
-                filling.finish()
-                return self._record(packed, memory, part, put)
-            except BaseException as error:  # noqa: BLE001 (raised by commit, on all ranks)
-                filling.fail(error)
-                self.fail(error)
-                return None
-
     def fail(self, error: BaseException) -> None:
         """Vote against the commit because of `error`."""
         self._error = self._error or error
 
     def _write(self, memory: Bytes, items: Sequence[Item], part: int) -> Segment | None:
         packed = pack(memory, items, self._known, self._options.codec)
-        return self._record(packed, memory, part)
-
-    def _key(self, part: int) -> str:
-        """Of a segment, which may be there from now on."""
-        key = segment_key(self._prefix, self._options.step, self._nonce, self._ranks.rank, part)
-        if key not in self._own:
-            self._own.append(key)
-        return key
-
-    def _put(self, key: str, data: object) -> ObjectInfo:
-        return self._pool.put(
-            key, data, rate_bytes_per_second=self._options.rate_bytes_per_second,
-            progress=self._options.progress,
-        )  # fmt: skip
-
-    def _record(
-        self, packed: Packed, memory: Bytes, part: int, put: Future[ObjectInfo] | None = None
-    ) -> Segment | None:
-        """Put what is packed, unless that is under way; note its items and what is referenced."""
         segment = None
         if packed.items:
-            key = self._key(part)
+            key = segment_key(
+                self._prefix, self._options.step, self._nonce, self._ranks.rank, part
+            )  # fmt: skip
+            data = memory[: packed.size]
+            self._own.append(key)
             with ThreadPoolExecutor(1, "hpstore-hash") as hashing:
                 hashes = hashing.submit(digests_of, memory, packed.items)
                 if self._tree_text is None and self._ranks.world == 1:
                     # beside the writes: 10,000 tensors are 10 ms of JSON
                     self._tree_text = hashing.submit(compact, self._options.tree)
-                data = memory[: packed.size].data
-                info = self._put(key, data) if put is None else put.result()
+                info = self._pool.put(
+                    key,
+                    data.data,
+                    rate_bytes_per_second=self._options.rate_bytes_per_second,
+                    progress=self._options.progress,
+                )
                 digests = hashes.result()
             if info.size != packed.size:
                 raise CheckpointError(f"segment {key} has {info.size} bytes, not {packed.size}")

@@ -23,12 +23,9 @@ from hpstore.checkpoint.staging import Staging
 from hpstore.checkpoint.training import State, objects_in
 from hpstore.codec.galois import Bytes
 from hpstore.errors import CheckpointError
-from hpstore.objects.source import FillingSource
-from hpstore.units import MIB
 
 _log = logging.getLogger(__name__)
 STAGING = ("copy", "overlap")
-AHEAD_BYTES = 64 * MIB  # a smaller slice is staged before its first stripe could be written
 
 
 def checked_staging(name: str) -> str:
@@ -36,18 +33,6 @@ def checked_staging(name: str) -> str:
     if name not in STAGING:
         raise CheckpointError(f"staging {name!r} is not one of {', '.join(STAGING)}")
     return name
-
-
-class Ahead:
-    """A slice that is written while it is staged."""
-
-    def __init__(self, memory: Bytes, start: int) -> None:
-        self.filling = FillingSource(memory.data, start)
-        self._base = memory.ctypes.data
-
-    def reached(self, address: int) -> None:
-        """The memory is final from the start up to an address."""
-        self.filling.reach(address - self._base)
 
 
 class Stage:
@@ -59,7 +44,6 @@ class Stage:
         self._copier = Copier()
         self._mode, self._accelerator = mode, accelerator
         self._current: tuple[Staging, Slice] | None = None
-        self._ahead: Ahead | None = None  # of the current staging
         self._warm: dict[Segment, Bytes] = {}
         self.hooked: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
         self._others: Any = None  # hook of steps of optimizers that are not in the state
@@ -71,13 +55,10 @@ class Stage:
         state: State,
         counters: dict[str, int],
         write_part: Callable[[int], None],
-        write_ahead: Callable[[], None] | None = None,
     ) -> Callable[[], float]:
         """Stage the last slice; those before it are staged and given to `write_part` one by one.
 
-        `write_ahead` is called before the last slice is staged, where it can be written behind the
-        copies: write() may then be called at once, on another thread. Returns what tells how long
-        finish() has kept the training thread so far.
+        Returns what tells how long finish() has kept the training thread so far.
         """
         self.release_tensors()  # after an error: of a save that did not come to write()
         if not prepared.slices:
@@ -98,26 +79,16 @@ class Stage:
         deferrable = frozenset[int]()
         if self._mode == "overlap":
             deferrable = self._hooked_storages(state, counters)
-        staging = self._stage(prepared.slices[-1], deferrable, write_ahead)
+        staging = self._stage(prepared.slices[-1], deferrable)
         return lambda: staging.visible_seconds
 
-    def _stage(
-        self, piece: Slice, deferrable: frozenset[int],
-        write_ahead: Callable[[], None] | None = None,
-    ) -> Staging:  # fmt: skip
+    def _stage(self, piece: Slice, deferrable: frozenset[int]) -> Staging:
         self._warm = {}  # what is staged here overwrites it, an earlier slice of this save too
         with collector_paused():
             staging = Staging(
                 piece, self.arena.targets(piece), deferrable, self._accelerator, self._copier
             )
-            self._current, self._ahead = (staging, piece), None
-            start = staging.ordered_from
-            if write_ahead is None or start is None or piece.size < AHEAD_BYTES:
-                staging.start()
-                return staging
-            self._ahead = ahead = Ahead(self.arena.view(piece.size), start)
-            staging.reached = ahead.reached
-            write_ahead()
+            self._current = (staging, piece)
             staging.start()
         return staging
 
@@ -147,30 +118,18 @@ class Stage:
         if current is not None:
             current[0].finish()
 
-    def write(self, job: SaveJob, part: int, staged: Callable[[], object]) -> None:
-        """Give the staged slice to a save, on its thread. What goes wrong is the job's to raise.
-
-        `staged` waits for the end of begin() and raises what went wrong in it.
-        """
+    def write(self, job: SaveJob, part: int) -> None:
+        """Give the staged slice to a save, on its thread. What goes wrong is the job's to raise."""
         current = self._current
         if current is None:
             raise CheckpointError("nothing is staged")
         staging, piece = current
-        if self._ahead is not None:
-            segment = job.write_ahead(
-                self._ahead.filling, self.arena.view(piece.size), piece.items, part=part,
-                staged=staged,
-            )  # fmt: skip
-            self._keep(segment)
-            return
         try:
             staging.wait()
         except BaseException as error:  # noqa: BLE001 (raised by the job's commit)
             job.fail(error)
             return
-        self._keep(job.write(self.arena.view(piece.size), piece.items, part=part))
-
-    def _keep(self, segment: Segment | None) -> None:
+        segment = job.write(self.arena.view(piece.size), piece.items, part=part)
         if segment is not None:
             self._warm[segment] = self.arena.view(segment.size)
 

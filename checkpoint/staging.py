@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,7 +73,6 @@ class Staging:
         self._lock = threading.Lock()  # guards _checked and _error
         self._error: BaseException | None = None
         self.visible_seconds = 0.0  # that the training thread waited in finish()
-        self.reached: Callable[[int], None] | None = None  # told addresses: all below is copied
         for n in staged.copies:
             source = staged.tensors[n]
             on_host = accelerator is None or not accelerator.holds(source)
@@ -98,14 +96,6 @@ class Staging:
         """Bytes whose copies are not finished by start()."""
         return sum(copy.source.nbytes for copy in (*self._beside, *self._later))
 
-    @property
-    def ordered_from(self) -> int | None:
-        """Where in the slice the copies begin that are made one behind the other, and are all there
-        is but for small ones; None when there are others."""
-        if self._there or self._beside or self._later or not self._now:
-            return None
-        return self._staged.items[self._now[0]].offset
-
     def start(self) -> None:
         """Make the copies that cannot wait, begin with the others. For the training thread."""
         arrival = self._enqueue(self._there)
@@ -115,7 +105,7 @@ class Staging:
         else:
             self._copied.set()
         targets, sources = self._targets, self._staged.tensors
-        self._copier.run(((targets[n], sources[n]) for n in self._now), self.reached)
+        self._copier.run((targets[n], sources[n]) for n in self._now)
         if self._small:
             with torch.no_grad():  # one call: 10,000 of them cost more than their bytes
                 torch._foreach_copy_(

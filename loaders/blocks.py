@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hpstore.loaders.layout import Int64s
+from hpstore.loaders.together import together
 
 BLOCK_ROWS = 8192  # 64 KiB of 8-byte values: what the pool verifies at once
 TABLE_BYTES = 256 << 20  # of one table; 32 million checksums
@@ -109,16 +111,19 @@ class BlockTable:
         ]
 
     def _read(self, missing: Int64s) -> list[tuple[int, list[Table]]]:
-        """Blocks from their objects, one object at a time."""
+        """Blocks from their objects, a few objects at a time."""
         found: list[tuple[int, list[Table]]] = []
         cuts = np.searchsorted(self._first, missing, "right") - 1
-        for cut in np.unique(cuts).tolist():
-            blocks = missing[cuts == cut]
-            rows = int(self._starts[cut + 1] - self._starts[cut])
-            firsts = ((blocks - self._first[cut]) * self._block_rows).tolist()
-            runs = [(first, min(self._block_rows, rows - first)) for first in firsts]
-            found += zip(blocks.tolist(), self._load(cut, runs), strict=True)
+        of_cut = [(cut, missing[cuts == cut]) for cut in np.unique(cuts).tolist()]
+        loads = [partial(self._load, cut, self._runs(cut, blocks)) for cut, blocks in of_cut]
+        for (_, blocks), loaded in zip(of_cut, together(loads), strict=True):
+            found += zip(blocks.tolist(), loaded.result(), strict=True)
         return found
+
+    def _runs(self, cut: int, blocks: Int64s) -> list[tuple[int, int]]:
+        rows = int(self._starts[cut + 1] - self._starts[cut])
+        firsts = ((blocks - self._first[cut]) * self._block_rows).tolist()
+        return [(first, min(self._block_rows, rows - first)) for first in firsts]
 
     def _install(self, block: int, values: list[Table]) -> None:
         """Keep a block in the slot that was filled longest ago."""

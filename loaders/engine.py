@@ -60,6 +60,8 @@ class Session:
     own: bool  # slabs and filler are of this run alone
     ordered: bool  # pages come in its order
     cached: CachedRun | None = None
+    hurried: range = range(0)  # positions of its first epoch, in a window begun in the middle
+    epoch: int = 0  # the first
     _head: Piece | None = None  # what the trainer gets next
     _left: bool = False
 
@@ -79,9 +81,13 @@ class Session:
     def _urgent(self, piece: Piece) -> bool:
         """Whether its records are read singly, beside those who fill pages in another order.
 
-        Singly they cost the device several times as much: only what the trainer waits for.
+        Singly they cost the device several times as much: only what the trainer waits for. Where a
+        run begins inside a window, all of which would be read before its first batch, likewise.
         """
-        return self._left or (not self.ordered and self._head is piece)
+        if self._left:
+            return True
+        hurried = piece.epoch == self.epoch and piece.start in self.hurried
+        return self._head is piece and (hurried or not self.ordered)
 
     def batch(self, indices: Indices) -> Batch:
         """A batch of these samples, in this order."""
@@ -186,6 +192,9 @@ class Engine(Closing):
                 slabs[stream.number] = Slab(data, stream, pages)
             filler = Filler(slabs, in_windows(data, windows, slabs, epoch, position))
             own = ordered = True
+        hurried = range(0)
+        if ordered and windows is not None and 0 < position < windows.length:
+            hurried = range(position, windows.window_of(epoch, position).stop)
         cached = None if self.cached is None else self.cached.begin()
         assembler = Assembler(
             data, self._slots, slabs, self.counts, None if cached is None else cached.read,
@@ -201,6 +210,8 @@ class Engine(Closing):
             own=own,
             ordered=ordered,
             cached=cached,
+            hurried=hurried,
+            epoch=epoch,
         )
 
     def stats(self) -> dict[str, Any]:

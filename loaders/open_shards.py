@@ -7,10 +7,12 @@ import resource
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 
 from hpstore.closing import Closing
+from hpstore.loaders.together import together
 from hpstore.pooled import PooledReader
 
 FILES_SHARE = 8  # a thread keeps at most one part in so many of the files that a process may open
@@ -84,11 +86,29 @@ class OpenShards(Closing):
             readers.move_to_end(key)
             return readers[key]
         found = readers[key] = self._shared(key, make)
-        if len(readers) > self.limit:
+        self._make_room(readers)
+        return found
+
+    def get_all(self, wanted: Mapping[str, Callable[[], PooledReader]]) -> None:
+        """As get() for many keys, which are opened at the same time. Raises what one of them does;
+        the others are open then."""
+        readers = self._own.shelf.readers
+        for key in wanted.keys() & readers.keys():
+            readers.move_to_end(key)
+        missing = [key for key in wanted if key not in readers]
+        opened = together([partial(self._shared, key, wanted[key]) for key in missing])
+        for key, outcome in zip(missing, opened, strict=True):
+            if outcome.exception() is None:
+                readers[key] = outcome.result()
+        self._make_room(readers)
+        for outcome in opened:
+            outcome.result()
+
+    def _make_room(self, readers: OrderedDict[str, PooledReader]) -> None:
+        while len(readers) > self.limit:
             old, reader = readers.popitem(last=False)
             reader.close()
             self._closed.append(old)
-        return found
 
     def _shared(self, key: str, make: Callable[[], PooledReader]) -> PooledReader:
         with self._lock:

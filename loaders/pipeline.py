@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -27,6 +28,7 @@ class BatchTimeout(Exception):
 class Pipeline(Closing, Generic[T]):
     """Makes `make(piece)` for the pieces to come, `depth` of them ahead, on `threads` threads.
 
+    The first one is made alone: somebody waits for it, and the others would share its cores.
     One thread takes; closing or dropping it gives up what is under way. `wait_seconds`: how long
     take() waited; `waiting`: whether it does. The threads are daemons, stopped and joined at exit:
     those of an executor are joined before anybody could wake one that waits inside `make`.
@@ -38,6 +40,7 @@ class Pipeline(Closing, Generic[T]):
         self._todo, self._depth = todo, max(1, depth)
         self._flying: deque[tuple[Piece, Future[T]]] = deque()
         self._jobs: _Jobs[T] = queue.SimpleQueue()
+        self._held: deque[tuple[Piece, Future[T]]] = deque()  # until the first one is made
         self._closed = threading.Event()
         self.wait_seconds = 0.0
         self.waiting = False
@@ -49,6 +52,11 @@ class Pipeline(Closing, Generic[T]):
             for number in range(threads)
         ]  # fmt: skip
         self._top_up()
+        if self._held:
+            first = self._held.popleft()
+            self._jobs.put(first)
+            held, jobs = self._held, self._jobs
+            first[1].add_done_callback(lambda _: _hand_out(held, jobs))
         for thread in self._threads:
             thread.start()
         self._stop = weakref.finalize(
@@ -83,6 +91,7 @@ class Pipeline(Closing, Generic[T]):
             made = future.result()
         self._flying.popleft()
         self._top_up()
+        _hand_out(self._held, self._jobs)
         return piece, made
 
     def _top_up(self) -> None:
@@ -92,7 +101,7 @@ class Pipeline(Closing, Generic[T]):
                 return
             future: Future[T] = Future()
             self._flying.append((piece, future))
-            self._jobs.put((piece, future))
+            self._held.append((piece, future))
 
     def close(self) -> None:
         """Give up what is not made yet; waits for what is being made. Idempotent."""
@@ -104,6 +113,13 @@ class Pipeline(Closing, Generic[T]):
         """The same without waiting."""
         self._flying.clear()
         self._stop()
+
+
+def _hand_out(held: deque[tuple[Piece, Future[T]]], jobs: _Jobs[T]) -> None:
+    """Put what was held into the queue. Any thread may."""
+    with contextlib.suppress(IndexError):
+        while True:
+            jobs.put(held.popleft())
 
 
 def _work(jobs: _Jobs[T], make: Callable[[Piece], T], closed: threading.Event) -> None:

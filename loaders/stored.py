@@ -297,13 +297,25 @@ class StoredData(Closing):
         It stays open until the thread has asked for many other ones; not to be closed.
         Raises ObjectNotFound when the data set was replaced or deleted.
         """
-        if self._closed:
-            raise ConfigError(f"data set {self.name!r} is closed")
+        self._require_open()
         key = self.shard_key(stream, shard)
         try:
             return self._readers.get(key, lambda: self.pool.reader(key))
         except ObjectNotFound as error:
             raise self._gone(key) from error
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ConfigError(f"data set {self.name!r} is closed")
+
+    def _open_all(self, stream: Stream, shards: Sequence[int]) -> None:
+        """Open what reader() would open one by one, as far as readers of them can stay open."""
+        self._require_open()
+        keys = [self.shard_key(stream, shard) for shard in shards[: self._readers.limit]]
+        try:
+            self._readers.get_all({key: partial(self.pool.reader, key) for key in keys})
+        except ObjectNotFound as error:
+            raise self._gone(error.key or keys[0]) from error
 
     def read_records(self, stream: Stream, indices: Int64s) -> tuple[list[Bytes], Locations]:
         """Verified records in the order asked for, views of one buffer, and where they were.
@@ -358,7 +370,9 @@ class StoredData(Closing):
             scatter = Scatter(
                 rows, lambda number, got: digest(got.data) == wanted[number], addresses
             )
-            for shard in np.unique(places.shard).tolist():
+            shards = np.unique(places.shard).tolist()
+            self._open_all(stream, shards)
+            for shard in shards:
                 mine = np.flatnonzero(places.shard == shard)
                 reader = self.reader(stream, shard)
                 reader.add_to(scatter, places.start[mine], mine)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 
@@ -111,15 +111,11 @@ class ColumnSet:
         return {c.device_id: c.failed for c in self.columns.values() if c.failed is not None}
 
     def submit(
-        self,
-        call: Callable[[ColumnWriter], Callable[[], None]],
-        numbers: Container[int] | None = None,
-    ) -> dict[int, Future[None]]:
-        """Start `call(column)` on the lane of every column that is alive, or of those `numbers`."""
+        self, call: Callable[[ColumnWriter], Callable[[], None]]
+    ) -> dict[int, Future[None]]:  # fmt: skip
+        """Start `call(column)` on the lane of every column that is alive."""
         futures = {}
         for column in self.alive():
-            if numbers is not None and column.header.column not in numbers:
-                continue
             future = self._store.scheduler.submit(column.device_id, call(column))
             column.flying = [f for f in column.flying if not f.done()] + [future]
             futures[column.header.column] = future

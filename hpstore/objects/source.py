@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import threading
 from typing import BinaryIO, Protocol
 
 import numpy as np
@@ -42,53 +41,6 @@ class MemorySource:
         out[:] = self._bytes[start : start + len(out)]
 
 
-class FillingSource(MemorySource):
-    """Memory that is filled while the put runs: what is final may be written, nothing more.
-
-    The filler calls reach() with growing ends, then finish() or fail(), from any threads; the put
-    reads final bytes ahead, and all of them after wait().
-    """
-
-    def __init__(self, data: object, start: int) -> None:
-        """Bytes below `start` are final last."""
-        super().__init__(data)
-        self.start = start
-        self._end, self._over = start, False
-        self._error: BaseException | None = None
-        self._changed = threading.Condition()  # guards _end, _over and _error
-
-    def reach(self, end: int) -> None:
-        """Bytes [start, end) are final."""
-        with self._changed:
-            self._end = max(self._end, end)
-            self._changed.notify_all()
-
-    def finish(self) -> None:
-        """All bytes are final."""
-        with self._changed:
-            self._over = True
-            self._changed.notify_all()
-
-    def fail(self, error: BaseException) -> None:
-        """The bytes will not come: wait() raises `error`."""
-        with self._changed:
-            self._error, self._over = self._error or error, True
-            self._changed.notify_all()
-
-    def reached(self, end: int) -> bool:
-        """Wait for [start, end); False when all is over instead: wait() has the outcome."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._over or self._end >= end)
-            return not self._over
-
-    def wait(self) -> None:
-        """Wait for the end of the filling. Raises what fail() was told."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._over)
-            if self._error is not None:
-                raise self._error
-
-
 _EMPTY: Bytes = np.empty(0, np.uint8)
 
 
@@ -117,7 +69,7 @@ def as_source(data: object) -> Source:
         return MemorySource(data.getbuffer())
     if hasattr(data, "fileno") and hasattr(data, "read"):
         return FileSource(data)  # type: ignore[arg-type]  # duck-typed binary file
-    return data if isinstance(data, FillingSource) else MemorySource(data)
+    return MemorySource(data)
 
 
-__all__ = ["FileSource", "FillingSource", "MemorySource", "Source", "as_source"]
+__all__ = ["FileSource", "MemorySource", "Source", "as_source"]

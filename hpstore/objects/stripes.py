@@ -19,7 +19,7 @@ from hpstore.codec.galois import Bytes
 from hpstore.errors import BudgetExceeded
 from hpstore.geometry import BLOCK_BYTES, Code, Geometry
 from hpstore.objects.columnset import ColumnSet
-from hpstore.objects.source import FillingSource, Source
+from hpstore.objects.source import Source
 from hpstore.objects.store import Store
 from hpstore.objects.windows import run_bytes
 from hpstore.units import round_up
@@ -82,14 +82,9 @@ class StripeWriter:
     def __init__(self, store: Store, columns: ColumnSet, geometry: Geometry, floor: int) -> None:
         self._store, self._columns = store, columns
         self._geometry, self._floor = geometry, floor
-        self._ahead: set[int] = set()  # first stripes of batches whose data units are written
-        self._last_ahead: dict[int, Future[None]] = {}  # of the last of them
 
     def run(self, source: Source, throttle: Throttle | None = None) -> None:
         """Write all stripes. Stops early when fewer columns than the floor are left."""
-        if isinstance(source, FillingSource):
-            self._write_ahead(source)
-            source.wait()
         flying: deque[_Flight] = deque()
         patience = self._store.settings.put_deadline_seconds
         try:
@@ -115,52 +110,10 @@ class StripeWriter:
                 flying.append(_Flight(lease, prepared))
             while flying:
                 self._land(flying.popleft())
-            self._columns.settle(self._last_ahead)
         finally:
             for flight in flying:
                 wait([flight.prepared])
                 flight.drop()
-
-    def _write_ahead(self, source: FillingSource) -> None:
-        """Write data units that are final already: no hash, no parity, hardly any work of a core.
-
-        Few at a time: whoever fills the source needs the memory's bandwidth, too.
-        """
-        memory = self._store.buffers.budget.limit_bytes
-        last: dict[int, Future[None]] = {}
-        for batch in plan_batches(self._geometry, run_bytes(self._geometry.width, memory)):
-            start = batch.first * self._geometry.stripe_bytes
-            if start < source.start or not self._in_place(batch, source):
-                continue
-            if not source.reached(batch.last * self._geometry.stripe_bytes):
-                break
-            rows = self._data_rows(batch, source)
-            mine = self._columns.submit(
-                lambda column, b=batch, r=rows: (
-                    lambda: column.write(  # type: ignore[misc]
-                        b.column_offset, r[column.header.column]
-                    )
-                ),
-                range(self._geometry.data),
-            )
-            self._ahead.add(batch.first)
-            ahead = batch.column_bytes * self._geometry.data
-            self._store.metrics.count("put_written_ahead_bytes", ahead)
-            self._columns.settle(last)
-            last = mine
-            if len(self._columns.alive()) < self._floor:
-                break
-        self._last_ahead = last
-
-    def _data_rows(self, batch: Batch, source: Source) -> list[list[Bytes]]:
-        """The units of a batch in the caller's memory, by column."""
-        geometry, unit = self._geometry, self._geometry.unit_bytes
-        data = source.view(batch.first * geometry.stripe_bytes, batch.last * geometry.stripe_bytes)
-        assert data is not None  # _in_place has checked
-        return [
-            [data[at : at + unit] for at in range(i * unit, len(data), geometry.stripe_bytes)]
-            for i in range(geometry.data)
-        ]
 
     def _lease(self, nbytes: int, flying: deque[_Flight], patience: float) -> Lease:
         """Memory for a batch; lands earlier ones first when it is short, so nobody deadlocks."""
@@ -247,10 +200,8 @@ class StripeWriter:
         block_digests(writer.header.seed, first, row.data, writer.table[first : first + count])
 
     def _start(self, batch: Batch, rows: list[list[Bytes]]) -> dict[int, Future[None]]:
-        first = self._geometry.data if batch.first in self._ahead else 0
         return self._columns.submit(
-            lambda column: lambda: column.write(batch.column_offset, rows[column.header.column]),
-            range(first, self._geometry.width),
+            lambda column: lambda: column.write(batch.column_offset, rows[column.header.column])
         )
 
 
