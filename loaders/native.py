@@ -274,7 +274,7 @@ def _batches(
     """
     sampler, mapping = _sampler(loader), native.mapping
     known = cached is None or cached.follow_sampler(sampler, mapping, epoch, skip)
-    batches = itertools.islice(sampler, skip, None)
+    batches: Iterator[Any] = itertools.islice(sampler, skip, None)
     if mapping is not None:
         batches = (mapping[np.asarray(chosen, np.int64)] for chosen in batches)
     return batches if known or cached is None else cached.drawn(batches)

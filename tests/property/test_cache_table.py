@@ -45,7 +45,7 @@ def test_rows_are_what_was_put_there(
         before = rows.keys
         assert np.array_equal(before, keys[blocks].T)
         assert rows.places.tolist() == [wanted[block] for block in change]
-        rows.keys = np.full_like(before, number) + np.arange(len(change), dtype=np.float32)
+        rows.keys = np.array([range(number, number + len(change))] * columns, np.float32)
         rows.seen |= np.uint8(1 << number)
         table.put(blocks, rows)
         assert np.array_equal(before, keys[blocks].T)
