@@ -7,8 +7,8 @@ standard input replaces the faults (Rule), and is answered by one line with how 
 fired. It ends with its input, so no server outlives the test that started it. With LOG, every write
 and flush is recorded in order: see faultfs.read_log.
 
-Nodes are O_PATH descriptors of the backing files, so renames and unlinks need no bookkeeping. Only the
-standard library is imported: a server starts in a tenth of a second.
+Nodes are O_PATH descriptors of the backing files, so renames and unlinks need no bookkeeping. Only
+the standard library is imported: a server starts in a tenth of a second.
 """
 
 from __future__ import annotations
