@@ -58,9 +58,11 @@ def kill_trainer_at_random(rig: Rig, plan: Plan, healthy: Reference) -> Row:
         trainer = ExampleTrainer(rig.toml, plan, events, *options)
         size = events.stat().st_size if events.exists() else 0
         more = rng.randrange(1, plan.steps // 2)
-        poll(PATIENCE, lambda: _steps_after(trainer, size) >= more or bool(trainer.failure()))  # noqa: B023
-        row.failures += [trainer.failure()] * bool(trainer.failure())
-        trainer.kill()
+        try:
+            poll(PATIENCE, lambda: _steps_after(trainer, size) >= more or bool(trainer.failure()))  # noqa: B023
+            row.failures += [trainer.failure()] * bool(trainer.failure())
+        finally:
+            trainer.kill()
         options = ("--resume",)
     return _resumed_to_the_end(rig, plan, healthy, row)
 
@@ -83,7 +85,10 @@ def kill_trainer_at_phases(rig: Rig, plan: Plan, healthy: Reference) -> Row:
         trainer = ExampleTrainer(
             rig.toml, longer, events, *options, launcher=("-m", "tests.fault.suite.killed", phase)
         )
-        code = trainer.process.wait(PATIENCE)
+        try:
+            code = trainer.process.wait(PATIENCE)
+        finally:
+            trainer.kill()
         log = events.with_suffix(".log").read_text()
         if code != -signal.SIGKILL or reached(phase) not in log:
             row.failures.append(f"{phase}: not reached, ended with {code}: {log[-300:].strip()}")
