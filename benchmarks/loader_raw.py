@@ -21,6 +21,7 @@ from hpstore.buffers import aligned_array
 from hpstore.units import GIB, MIB, round_up
 
 BLOCK_BYTES = 4 * MIB
+FIO_SECONDS = 60.0
 THREADS = 32
 SECONDS, SMALL_SECONDS = 3.0, 0.5  # that random reads are measured: of much and of few data
 
@@ -81,14 +82,16 @@ class Raw:
         program = shutil.which("fio")
         if program is None:
             return None, "fio is not installed: the figure of 32 threads stands in"
-        done = subprocess.run(
-            [program, "--name=read", f"--filename={self._path}", "--rw=randread", "--direct=1",
-             f"--bs={self.record_bytes}", "--ioengine=io_uring", "--iodepth=32", "--time_based",
-             f"--runtime={max(1, round(self._seconds))}", "--readonly", "--allow_file_create=0",
-             "--norandommap",
-             "--output-format=json"],
-            capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
+        try:
+            done = subprocess.run(
+                [program, "--name=read", f"--filename={self._path}", "--rw=randread", "--direct=1",
+                 f"--bs={self.record_bytes}", "--ioengine=io_uring", "--iodepth=32",
+                 "--time_based", f"--runtime={max(1, round(self._seconds))}", "--readonly",
+                 "--allow_file_create=0", "--norandommap", "--output-format=json"],
+                capture_output=True, text=True, timeout=FIO_SECONDS, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return None, f"fio did not end within {FIO_SECONDS:g} s"
         try:
             found = json.loads(done.stdout[done.stdout.index("{") :])
             return float(found["jobs"][0]["read"]["iops"]), ""

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpstore.benchmarks import loader, loader_bars, loader_special
+from hpstore.benchmarks import loader, loader_bars, loader_raw, loader_special
 from hpstore.benchmarks.ballast import Ballast
 from hpstore.benchmarks.checkpoint import progress
 from hpstore.benchmarks.loader_contenders import (
@@ -171,6 +171,13 @@ def test_raw_figures_are_rates_of_the_same_bytes(
     assert raw.sequential() > 0
     assert raw.random() > 0
     assert raw.copy() > 0
+    hung = spec.directory / "fio"
+    hung.write_text("#!/bin/sh\nexec sleep 60\n")
+    hung.chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", f"{spec.directory}:{os.environ['PATH']}")
+        patch.setattr(loader_raw, "FIO_SECONDS", 0.2)
+        assert raw.fio() == (None, "fio did not end within 0.2 s")
     monkeypatch.setenv("PATH", "")
     assert raw.fio() == (None, "fio is not installed: the figure of 32 threads stands in")
 
