@@ -53,7 +53,8 @@ def kill_trainer_at_random(rig: Rig, plan: Plan, healthy: Reference) -> Row:
     """SIGKILL a few steps after each start; the last run goes to the end."""
     rng = random.Random(SEED)
     row = Row(fault="trainer killed at random", method=f"SIGKILL, {RANDOM_KILLS} times")
-    events, options = rig.root / "events", ()
+    events = rig.root / "events"
+    options: tuple[str, ...] = ()
     for _ in range(RANDOM_KILLS):
         trainer = ExampleTrainer(rig.toml, plan, events, *options)
         size = events.stat().st_size if events.exists() else 0
@@ -79,7 +80,8 @@ def _steps_after(trainer: Trainer, size: int) -> int:
 def kill_trainer_at_phases(rig: Rig, plan: Plan, healthy: Reference) -> Row:
     """One life for each phase of a save, each resumed from what the one before left."""
     row = Row(fault="trainer killed in a save", method="SIGKILL: " + ", ".join(PHASES))
-    events, options = rig.root / "events", ()
+    events = rig.root / "events"
+    options: tuple[str, ...] = ()
     for phase in PHASES:
         longer = Plan(steps=10 * plan.steps, every=plan.every)  # it ends by the kill, not before
         trainer = ExampleTrainer(

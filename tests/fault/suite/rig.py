@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import hpstore
@@ -22,10 +22,10 @@ from tests.fault.suite.workload import Reader, fill
 
 DEVICES, DATA, PARITY = 6, 3, 2
 UNIT_BYTES = 128 * KIB
-SHORT = {  # where a device hangs: elsewhere, a busy machine must not look like that
-    "device_deadline_seconds": 4.0, "straggler_seconds": 2.0, "open_deadline_seconds": 2.0,
-    "lock_deadline_seconds": 20.0,
-}  # fmt: skip
+SHORT = Settings(  # where a device hangs: elsewhere, a busy machine must not look like that
+    device_deadline_seconds=4.0, straggler_seconds=2.0, open_deadline_seconds=2.0,
+    lock_deadline_seconds=20.0,
+)  # fmt: skip
 FULL_SHARE = 0.01  # free space below which a device takes nothing new
 
 
@@ -51,7 +51,7 @@ class Rig(Closing):
             self.paths = [disk.path for disk in self.disks]
             if self._faulty is not None:
                 self.paths[0] = self._faulty.path
-            settings = Settings(run_directory=str(root / "run"), **(SHORT if hangs else {}))
+            settings = replace(SHORT if hangs else Settings(), run_directory=str(root / "run"))
             with hpstore.create(
                 self.paths, data=DATA, parity=PARITY, config=self.toml, settings=settings,
                 unit_bytes=UNIT_BYTES,

@@ -34,7 +34,10 @@ def latency(reads: Sequence[Read]) -> Latency:
     times = sorted(1e3 * read.seconds for read in reads)
     if not times:
         return Latency(count=0, p50=0.0, p99=0.0)
-    at = lambda share: times[min(len(times) - 1, int(share * len(times)))]  # noqa: E731 (one use)
+
+    def at(share: float) -> float:
+        return times[min(len(times) - 1, int(share * len(times)))]
+
     return Latency(count=len(times), p50=at(0.5), p99=at(0.99))
 
 

@@ -66,7 +66,7 @@ def digests(pool: Pool) -> dict[int, str]:
         total = hashlib.blake2b(digest_size=12)
         for name, tensor in sorted(checkpointer.load(step).items()):
             total.update(name.encode())
-            total.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+            total.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         found[step] = total.hexdigest()
     return found
 
