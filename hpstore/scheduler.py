@@ -14,10 +14,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from hpstore.errors import DeviceTimeout
+from hpstore.patience import wait_awake
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -165,7 +166,7 @@ class Scheduler:
         A device that does not answer in time gets a DeviceTimeout; its call goes on.
         """
         futures = {device: self.submit(device, call) for device, call in calls.items()}
-        wait(futures.values(), timeout=deadline_seconds)
+        wait_awake(futures.values(), deadline_seconds)
         results: dict[str, T | Exception] = {}
         for device, future in futures.items():
             answer = outcome(future, device, deadline_seconds)

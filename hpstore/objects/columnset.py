@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from functools import partial
 
 import numpy as np
@@ -20,6 +20,7 @@ from hpstore.errors import DeviceTimeout, HpstoreError
 from hpstore.header import HEADER_BYTES, ColumnHeader, encode_header, encode_table
 from hpstore.objects.store import Store
 from hpstore.objects.survey import path_on
+from hpstore.patience import wait_awake
 
 _log = logging.getLogger(__name__)
 
@@ -123,21 +124,19 @@ class ColumnSet:
 
     def settle(self, futures: Mapping[int, Future[None]]) -> None:
         """Wait for calls; note failures, drop the straggler that its peers leave far behind."""
-        settings, clock = self._store.settings, self._store.clock
-        began = clock.monotonic()
+        settings, elapsed = self._store.settings, 0.0
         patience = settings.device_deadline_seconds
         while True:
             pending = [f for c, f in futures.items() if not f.done() and self._counts(c)]
-            elapsed = clock.monotonic() - began
             if not pending or elapsed >= patience:
                 break
             if len(self.alive()) - len(pending) >= self._floor:
                 patience = min(patience, max(settings.straggler_seconds, 8 * elapsed) + elapsed)
-                wait(pending, timeout=patience - elapsed)
+                elapsed += wait_awake(pending, patience - elapsed)
                 break
-            wait(pending, timeout=patience - elapsed, return_when=FIRST_COMPLETED)
+            elapsed += wait_awake(pending, patience - elapsed, first=True)
         for number, future in futures.items():
-            self._note(number, future, clock.monotonic() - began)
+            self._note(number, future, elapsed)
 
     def _counts(self, number: int) -> bool:
         return self.columns[number].failed is None
@@ -228,7 +227,7 @@ class ColumnSet:
             for c in self.columns.values()
             if c.published
         ]
-        wait(futures, timeout=self._store.settings.device_deadline_seconds)
+        wait_awake(futures, self._store.settings.device_deadline_seconds)
 
 
 __all__ = ["ColumnSet", "ColumnWriter", "MembershipMoved"]

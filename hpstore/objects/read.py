@@ -6,7 +6,6 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import wait
 from functools import partial
 
 from hpstore.codec.galois import Bytes
@@ -36,6 +35,7 @@ from hpstore.objects.windows import (
     run_bytes,
     windows,
 )
+from hpstore.patience import wait_awake
 from hpstore.scheduler import outcome
 
 _log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class ObjectReader:
             for column, found in batch.items()
         }
         deadline = self.store.settings.device_deadline_seconds
-        wait(futures.values(), timeout=deadline)
+        wait_awake(futures.values(), deadline)
         changed = False
         for column, future in futures.items():
             result = outcome(future, batch[column].device, deadline)
@@ -339,7 +339,7 @@ class ObjectReader:
     def _arrived(self, flight: Flight) -> bool:
         """True when all reads arrived; columns that failed are given up and noted."""
         deadline = self.store.settings.device_deadline_seconds
-        wait(flight.futures.values(), timeout=deadline)
+        wait_awake(flight.futures.values(), deadline)
         good = True
         for column, future in flight.futures.items():
             reader = self.columns.get(column)
@@ -372,7 +372,7 @@ class ObjectReader:
             lambda: open_column(reader.device_id, device, view.record.pool_id, self.key, name),
         )
         deadline = self.store.settings.device_deadline_seconds
-        wait([future], timeout=deadline)
+        wait_awake([future], deadline)
         found = outcome(future, reader.device_id, deadline)
         if isinstance(found, ColumnReader):
             found.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -28,6 +28,7 @@ from hpstore.objects.hedging import probe_avoided
 from hpstore.objects.metering import BatchMeter
 from hpstore.objects.read import ObjectReader
 from hpstore.objects.store import Store
+from hpstore.patience import wait_awake
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -188,7 +189,7 @@ class Scatter:
         else:
             for parts in at_once.values():
                 self._settle(parts, memory)
-        wait(futures, timeout=store.settings.device_deadline_seconds)
+        wait_awake(futures, store.settings.device_deadline_seconds)
         late += [future for future in futures if not future.done()]
         for lost in self._lost:
             self._decode(store, lost, memory)

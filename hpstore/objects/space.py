@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +31,7 @@ from hpstore.geometry import ALIGNMENT_BYTES, Code, plan_geometry
 from hpstore.header import column_file_bytes
 from hpstore.objects.store import Store
 from hpstore.opening import reserve_bytes
+from hpstore.patience import wait_awake
 from hpstore.scheduler import outcome
 from hpstore.units import MIB, div_ceil
 
@@ -175,7 +176,7 @@ def _write_side_by_side(
             if not proceed(len(writing) * CHUNK_BYTES):
                 return finished, True
             futures = {s: store.scheduler.submit(s.device_id, s.step) for s in writing}
-            wait(futures.values(), timeout=deadline)
+            wait_awake(futures.values(), deadline)
             for spare, future in futures.items():
                 answer = outcome(future, spare.device_id, deadline)
                 if answer is not False:
