@@ -37,7 +37,9 @@ def puts():
         work()
         plain(self)
     ColumnWriter.seal = slow
-    settings = Settings(device_deadline_seconds=1.2, straggler_seconds=1.2, run_directory=os.path.abspath("run"))
+    settings = Settings(
+        device_deadline_seconds=1.2, straggler_seconds=1.2, run_directory=os.path.abspath("run")
+    )
     paths = [f"d{i}" for i in range(4)]
     with hpstore.create(paths, data=2, parity=1, config="pool.toml", settings=settings) as pool:
         print("go", flush=True)
