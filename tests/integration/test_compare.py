@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples" / "compare"
 SAMPLES, BATCH, EVERY, KILLED = 128, 32, 3, 5
 LONG = pytest.mark.skipif(
-    not os.environ.get("HPSTORE_LONG_TESTS"), reason="minutes: HPSTORE_LONG_TESTS=1 runs it"
+    not os.environ.get("HPSTORE_LONG_TESTS"),
+    reason="half a minute and more: HPSTORE_LONG_TESTS=1 runs it",
 )
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
@@ -63,6 +64,7 @@ def work(directory: Path) -> None:
 
 
 @pytest.mark.timeout(120)
+@LONG
 def test_ddp_that_is_killed_goes_on_with_the_same_steps_and_no_sample_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections import defaultdict
@@ -139,6 +140,8 @@ def test_a_load_of_other_values_is_an_error(spec: Spec, name: str) -> None:
     """A contender whose file holds another state does not get a figure."""
     if why := not_installed(name):
         pytest.skip(why)
+    if PEERS[name] in LIBRARY_PEERS and not os.environ.get("HPSTORE_LONG_TESTS"):
+        pytest.skip("10 s of starting a library: HPSTORE_LONG_TESTS=1 runs it")
     with pytest.raises((RuntimeError, SessionFailed), match="other values"):
         run(_loads_another_state, replace(spec, contender=name))
 
