@@ -189,14 +189,14 @@ def probe_avoided(reader: ObjectReader, low: int, high: int) -> None:
     """
     store = reader.store
     for device, share in store.routing.avoided.items():
-        if share or device not in store.view.devices or not store.routing.probe(device):
+        if share or device not in store.view.devices:
             continue
-        found = reader.file_on(device)
+        found = reader.file_on(device)  # first: an object that is not there must not use up the turn
+        if found is None or not store.routing.probe(device):
+            continue
         try:
-            lease = None if found is None else store.buffers.lease(high - low, 0.0)
+            lease = store.buffers.lease(high - low, 0.0)
         except BudgetExceeded:
-            lease = None
-        if found is None or lease is None:
             store.routing.probed(device, False)
             continue
         store.metrics.count("read_probe_total")

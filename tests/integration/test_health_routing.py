@@ -266,6 +266,15 @@ def test_a_device_comes_back_over_a_sit_out_and_probation(slowly: Slowly) -> Non
     assert steps[-1] is HealthState.ONLINE
 
 
+def test_an_object_that_is_not_on_a_suspect_does_not_use_up_its_probe(slowly: Slowly) -> None:
+    """Each round reads it first: the suspect is seen all the same, by what others have there."""
+    holders = {url for url, _ in slowly.harness.columns(KEYS[0])}
+    (url,) = set(slowly.urls) - holders
+    slowly.latencies.slow[url] = 20.0
+    slowly.until(url, HealthState.SITOUT, 60)
+    assert slowly.pool.metrics.value("read_probe_total") > 0
+
+
 def test_status_shows_what_this_process_thinks_and_what_was_decided(slowly: Slowly) -> None:
     url = slowly.harness.urls[3]
     slowly.latencies.slow[url] = 5.0
