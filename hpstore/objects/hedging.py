@@ -191,7 +191,7 @@ def probe_avoided(reader: ObjectReader, low: int, high: int) -> None:
     for device, share in store.routing.avoided.items():
         if share or device not in store.view.devices:
             continue
-        found = reader.file_on(device)  # first: an object that is not there must not use up the turn
+        found = reader.file_on(device)  # first: an object that is not there uses up no turn
         if found is None or not store.routing.probe(device):
             continue
         try:
