@@ -200,6 +200,9 @@ def test_memory_limit_holds_or_says_why_not() -> None:
 SMALL = {"EPOCHS": 3, "WARM_EPOCHS": 1, "GROWTH_ROWS": 1024, "BOUNDARIES": 1, "READY": 2}
 
 
+@pytest.mark.skipif(
+    not os.environ.get("HPSTORE_LONG_TESTS"), reason="half a minute: HPSTORE_LONG_TESTS=1"
+)
 def test_figures_without_peers_have_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each session gives a ratio for every mode, or says why not."""
     for constant, value in SMALL.items():
