@@ -421,7 +421,8 @@ class Checkpointer(Keeping):
             strict=strict, rng=self.rng, rank=self._ranks.rank, allow_pickle=self.allow_pickle,
             warm=self._memory,
         )  # fmt: skip
-        found = restore_together(self._ranks, self._steps, state, step, how)
+        with self._space.resting():
+            found = restore_together(self._ranks, self._steps, state, step, how)
         if found is None:
             return None
         manifest, self.last_restore = found

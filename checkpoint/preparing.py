@@ -21,17 +21,18 @@ _log = logging.getLogger(__name__)
 # of all devices together: a fifth or less of what one device takes, while the training begins
 BYTES_PER_SECOND = {"fast": 512 * MIB, "gentle": 128 * MIB}
 _CLOSE_SECONDS = 30.0
+BEGIN_SECONDS = 0.5  # a job that restores does so first of all
 
 
 class SpaceMaker:
-    """Prepares space on a thread of its own. Holds while a save is under way."""
+    """Prepares space on a thread of its own. Holds while a save or a restore is under way."""
 
     def __init__(self, pool: Pool, steps: Steps, keep_last: int, background: str) -> None:
         self._pool, self._steps = pool, steps
         self._cycle = keep_last + 1
         self._rate = BYTES_PER_SECOND[background]
         self._begun = 0  # saves
-        self._go, self._stopped = threading.Event(), False
+        self._go, self._stopped = threading.Event(), threading.Event()
         self._go.set()
         self._thread: threading.Thread | None = None
 
@@ -45,6 +46,9 @@ class SpaceMaker:
         self._thread.start()
 
     def _run(self, sizes: list[int]) -> None:
+        self._stopped.wait(BEGIN_SECONDS)
+        if not self._proceed():
+            return
         try:
             listed = self._steps.all()
             if not sizes and listed:
@@ -72,7 +76,7 @@ class SpaceMaker:
 
     def _proceed(self) -> bool:
         self._go.wait()
-        return not self._stopped
+        return not self._stopped.is_set()
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -89,6 +93,15 @@ class SpaceMaker:
         """The save is over."""
         self._go.set()
 
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Nothing is prepared while it is entered: a restore comes first, too."""
+        self._go.clear()
+        try:
+            yield
+        finally:
+            self._go.set()
+
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until all is prepared that will be; False when that takes longer."""
         thread = self._thread
@@ -98,10 +111,10 @@ class SpaceMaker:
 
     def close(self) -> None:
         """Stop between two chunks; the file that is half written goes."""
-        self._stopped = True
+        self._stopped.set()
         self._go.set()
         if not self.wait(_CLOSE_SECONDS):
             _log.warning("a thread still prepares space: a device hangs")
 
 
-__all__ = ["BYTES_PER_SECOND", "SpaceMaker"]
+__all__ = ["BEGIN_SECONDS", "BYTES_PER_SECOND", "SpaceMaker"]

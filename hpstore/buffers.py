@@ -79,7 +79,8 @@ class BufferPool:
                 self._free.clear()  # buffers of other sizes would break the budget
                 self._kept_bytes = 0
         try:
-            array = aligned_array(size, populate=True) if kept is None else kept
+            # pages come with the first use, by the thread that reads or encodes into them
+            array = aligned_array(size) if kept is None else kept
         except BaseException:
             self.budget.release(size)
             raise

@@ -46,10 +46,9 @@ def inverse(a: int) -> int:
 @cache
 def product_table() -> Bytes:
     """(256, 256): row a holds a * b for every b."""
-    table = np.zeros((256, 256), np.uint8)
-    for a in range(1, 256):
-        for b in range(1, 256):
-            table[a, b] = multiply(a, b)
+    exp, log = (np.array(table) for table in _tables())
+    table: Bytes = exp[log[:, None] + log[None, :]].astype(np.uint8)
+    table[0, :] = table[:, 0] = 0  # 0 has no logarithm
     return table
 
 

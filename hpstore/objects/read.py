@@ -40,7 +40,7 @@ from hpstore.scheduler import outcome
 
 _log = logging.getLogger(__name__)
 RESOLVE_TRIES = 8  # a reader meets at most this many replacements of its key in a row
-WINDOWS_IN_FLIGHT = 3
+WINDOWS_IN_FLIGHT = 4
 Deliver = Callable[[int, Bytes], None]  # (object offset, bytes)
 
 

@@ -102,6 +102,8 @@ def prepare_space(store: Store, sizes: Sequence[int], copies: int, proceed: Proc
         for device_id, kept in found.items()
         if not isinstance(kept, Exception)
     }
+    if not any(todo.values()):
+        return 0
     page, chunk = aligned_array(ALIGNMENT_BYTES), aligned_array(CHUNK_BYTES)
     # not zeros, which a thin device might not store; the header's page is blank (PROTOCOL 11)
     chunk[:] = np.random.default_rng(0).integers(1, 256, CHUNK_BYTES, np.uint8)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import hpstore
-from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint import Checkpointer, preparing
 from hpstore.checkpoint.preparing import SpaceMaker
 from hpstore.config import Settings
 from hpstore.devices.base import Device, Usage, recycled_path
@@ -266,6 +266,12 @@ def test_nothing_is_prepared_unasked(
 Prepare = Callable[..., int]
 
 
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preparing begins without the moment that it leaves to a restore."""
+    monkeypatch.setattr(preparing, "BEGIN_SECONDS", 0.0)
+
+
 def maker(prepare: Prepare, steps: Sequence[int] = (), keep_last: int = 2) -> SpaceMaker:
     """A SpaceMaker on a pool that does what `prepare` says."""
     pool = SimpleNamespace(prepare_space=prepare, recycles=True)
@@ -273,6 +279,7 @@ def maker(prepare: Prepare, steps: Sequence[int] = (), keep_last: int = 2) -> Sp
     return SpaceMaker(pool, listed, keep_last, "fast")  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("at_once")
 def test_a_save_comes_first() -> None:
     """Nothing is prepared between the begin of a save and its end."""
     released, seen = threading.Event(), []
@@ -291,6 +298,42 @@ def test_a_save_comes_first() -> None:
     assert all(after for after, _ in seen)
 
 
+@pytest.mark.usefixtures("at_once")
+def test_a_restore_comes_first() -> None:
+    """Nothing is prepared while a restore reads; it is afterwards."""
+    asked: list[int] = []
+
+    def prepare(sizes: Sequence[int], copies: int, **_: object) -> int:
+        asked.append(copies)
+        return 0
+
+    made = maker(prepare)
+    with made.resting():
+        made.start([SIZE])
+        assert not made.wait(0.2)
+        assert not asked
+    assert made.wait(60)
+    assert asked
+
+
+def test_restore_lets_preparing_rest(
+    pool: hpstore.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpointer.restore() does so, also of a pool that holds no step."""
+    resting: list[bool] = []
+    with Checkpointer(pool, "run", keep_last=1, example=state_of(0)) as checkpointer:
+        assert checkpointer.wait_prepared(60)
+
+        def look(*_: object) -> None:
+            resting.append(not checkpointer._space._go.is_set())
+
+        monkeypatch.setattr("hpstore.checkpoint.checkpointer.restore_together", look)
+        assert checkpointer.restore(state_of(0)) is None
+        assert resting == [True]
+        assert checkpointer._space._go.is_set()
+
+
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize(
     ("steps", "saves", "most"), [([], 0, 3), ([], 1, 2), ([], 3, 0), ([7], 0, 2), ([7, 8, 9], 0, 1)]
 )
