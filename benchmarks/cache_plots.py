@@ -28,7 +28,7 @@ def plot_workload(directory: Path, name: str, rows: Mapping[str, Any], ratio: st
         ]  # fmt: skip
         style: dict[str, Any] = {"linewidth": 1, "marker": "."}
         if policy == _CEILING:
-            style = {"linewidth": 2, "color": "black", "linestyle": "--"}
+            style = {"linewidth": 2, "color": "black", "linestyle": "--", "zorder": 5}
         elif policy.startswith(_OURS):
             style = {"linewidth": 2.5, "marker": "o"}
         axes.plot(*zip(*points, strict=True), label=policy, **style)
