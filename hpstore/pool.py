@@ -403,7 +403,7 @@ class Pool(TendedPool):
         self._writable()
         with self._change():
             member = self._member(device)
-            self._let_sit_out(self._store.view.sitting_out - {member.device_id})
+            self._spare_no_more(member.device_id)
             self.health.forgive(member.device_id)
             if member.state is DeviceState.ONLINE:
                 return None
@@ -423,14 +423,7 @@ class Pool(TendedPool):
     def sit_out(self, device: str) -> None:
         """Keep this process' ordinary reads and new columns off a device, until readmit."""
         self._usable()
-        member = self._member(device)
-        out = self._store.view.sitting_out | {member.device_id}
-        if len(out) > self._store.view.record.parity:
-            raise MembershipError(
-                f"{len(out)} devices would sit out; parity replaces only "
-                f"{self._store.view.record.parity}"
-            )
-        self._let_sit_out(out)
+        self._spare(self._member(device).device_id)
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_reopen, (self.config, self.read_only))
