@@ -393,18 +393,20 @@ class Pool(TendedPool):
             self._forget_place(member)
             return moved
 
-    def readmit(self, device: str) -> changes.Reconciled | None:
+    def readmit(self, device: str, *, reason: str = "") -> changes.Reconciled | None:
         """Take an evicted device back, or a draining one online again.
 
         What an evicted one holds is judged against the pool first: only columns of live versions
         are served, superseded ones removed, unknown ones put in quarantine. None when it had not
-        left. `rebuild` then widens objects over it.
+        left. `rebuild` then widens objects over it. `reason`: what the log says, instead of that an
+        operator wants it. Raises MembershipError when that cannot be judged now; nothing has
+        changed then.
         """
         self._writable()
         with self._change():
             member = self._member(device)
             self._spare_no_more(member.device_id)
-            self.health.forgive(member.device_id)
+            self.health.forgive(member.device_id, reason)
             if member.state is DeviceState.ONLINE:
                 return None
             if member.state is DeviceState.DRAINING:
@@ -414,8 +416,8 @@ class Pool(TendedPool):
             back = self._find_device(member).device
             try:
                 found = changes.readmit_member(self._store, member, back)
-            finally:
-                back.close()
+            finally:  # closed when no call uses it any more
+                self._store.scheduler.forget(member.device_id, back.close)
             self._set_places({*map(same_form, self.config.devices), same_form(back.url)})
             self.refresh()
             return found
