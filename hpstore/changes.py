@@ -10,9 +10,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
+from typing import TypeVar
 
 from hpstore.devices.base import Device
-from hpstore.errors import HpstoreError, MembershipError
+from hpstore.errors import DeviceTimeout, HpstoreError, MembershipError
 from hpstore.keys import ColumnName, Kind
 from hpstore.membership import commit_record, with_member, with_state, without_member
 from hpstore.objects.catalog import walk
@@ -32,6 +33,7 @@ from hpstore.objects.survey import (
 from hpstore.opening import claim
 from hpstore.records import IDENTITY_FILE, MAX_RECORD_BYTES, DeviceState, Identity, Member
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 RESCANS = 10  # rounds of looking for columns that were put meanwhile
 _NAMED = 5  # keys named in an error
@@ -51,7 +53,7 @@ def add_member(
 ) -> Member:
     """Claim an unused device and make it a member. The caller holds the change lock."""
     record = store.view.record
-    identity = _own_identity(device)
+    identity = _own_identity(store, device)
     if identity is not None and identity.pool_id == record.pool_id:
         member = record.member(identity.device_id)
         if member is not None:
@@ -64,37 +66,43 @@ def add_member(
         fresh = Identity(
             pool_id=record.pool_id, device_id=device_id, domain=domain or f"d-{device_id[:8]}"
         )
-        _ask_once(store, f"claim {device_id}", lambda: claim(device, fresh))
+        _ask_once(store, f"add {device.url}", lambda: claim(device, fresh))
         identity = fresh
     member = Member(device_id=device_id, url=url, domain=domain or identity.domain)
     commit_record(store, with_member(record, member), {device_id: device}, force=force)
     return member
 
 
-def _ask_once(store: Store, name: str, call: Callable[[], None]) -> None:
-    """Make a call on a device that is no member, under the open deadline. Raises what it raises."""
-    for answer in store.scheduler.gather_once(
-        {name: call}, store.settings.open_deadline_seconds
-    ).values():
-        if isinstance(answer, Exception):
-            raise answer
+def _ask_once(store: Store, name: str, call: Callable[[], T]) -> T:
+    """Make a call on a device that is no member, under the open deadline: whoever holds the change
+    lock waits for nobody longer (PROTOCOL 15). Raises what it raises."""
+    deadline = store.settings.open_deadline_seconds
+    (answer,) = store.scheduler.gather_once({name: call}, deadline).values()
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
-def claimed_by(device: Device, pool_id: str) -> bool:
-    """Whether a place was made a device of the pool."""
+def claimed_by(store: Store, device: Device) -> bool:
+    """Whether a place was made a device of the pool, or may be yet: it does not answer."""
     try:
-        identity = _own_identity(device)
+        identity = _own_identity(store, device)
+    except DeviceTimeout:
+        return True
     except HpstoreError:
         return False
-    return identity is not None and identity.pool_id == pool_id
+    return identity is not None and identity.pool_id == store.view.record.pool_id
 
 
-def _own_identity(device: Device) -> Identity | None:
-    try:
-        data = device.read_small(IDENTITY_FILE, MAX_RECORD_BYTES)
-    except FileNotFoundError:
-        return None
-    return Identity.decode(data, where=f"{device.url}/{IDENTITY_FILE}")
+def _own_identity(store: Store, device: Device) -> Identity | None:
+    def read() -> Identity | None:
+        try:
+            data = device.read_small(IDENTITY_FILE, MAX_RECORD_BYTES)
+        except FileNotFoundError:
+            return None
+        return Identity.decode(data, where=f"{device.url}/{IDENTITY_FILE}")
+
+    return _ask_once(store, f"add {device.url}", read)
 
 
 def lost_without(view: View, layout: Layout, leaving: str) -> bool:
@@ -252,8 +260,7 @@ def _remove_tombstones(store: Store, device_id: str) -> None:
 
 
 def _on_device(store: Store, device_id: str, call: Callable[[Device], None]) -> None:
-    """Make a call on a device of the view, under the device deadline: whoever holds the change lock
-    waits for nobody longer (PROTOCOL 15). Raises what it raises."""
+    """Make a call on a device of the view, under the device deadline. Raises what it raises."""
     for answer in store.each([device_id], lambda _, device: call(device)).values():
         if isinstance(answer, Exception):
             raise answer

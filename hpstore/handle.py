@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
@@ -37,7 +38,14 @@ from hpstore.membership import (
 )
 from hpstore.objects.repair import repair_object
 from hpstore.objects.store import Store, View
-from hpstore.opening import OpenedDevice, Opener, device_opener, identify_all, prove
+from hpstore.opening import (
+    OpenedDevice,
+    Opener,
+    device_opener,
+    identify_all,
+    make_place,
+    prove,
+)
 from hpstore.rebuild import pay_debts
 from hpstore.records import Member, PoolRecord
 from hpstore.runtime import RepairQueue, make_scheduler, make_store, renew_after_fork
@@ -193,6 +201,23 @@ class PoolHandle(Closing):
             view = self._store.view
             self._store.view = replace(view, sitting_out=view.sitting_out - {device_id})
         self._store.routing.changed()
+
+    def _open_place(self, url: str) -> Device:
+        """Open the place of a device to be, made if need be, under the open deadline."""
+
+        def open_it() -> Device:
+            make_place(url, self.config.settings)
+            return self._opener(url)
+
+        def late(_: str, future: Future[Device]) -> None:
+            if future.exception() is None:
+                future.result().close()
+
+        scheduler, deadline = self._store.scheduler, self.config.settings.open_deadline_seconds
+        (found,) = scheduler.gather_once({f"add {url}": open_it}, deadline, late).values()
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def _find_device(self, member: Member) -> OpenedDevice:
         """Open a device that is no member now, where it was or anywhere in the settings."""

@@ -38,7 +38,7 @@ from hpstore.objects.repair import Action, repair_object
 from hpstore.objects.source import as_source
 from hpstore.objects.space import prepare_space
 from hpstore.objects.write import delete_object, put_object
-from hpstore.opening import device_opener, make_place
+from hpstore.opening import device_opener
 from hpstore.pooled import READ_TRIES, PooledReader, writable_bytes
 from hpstore.rebuild import (
     Pace,
@@ -338,15 +338,13 @@ class Pool(TendedPool):
         """Make an unused place a member; returns its device id. New objects use it at once."""
         self._writable()
         with self._change():
-            make_place(url, self.config.settings)
-            place, before = same_form(url), self.config
-            self._set_places({*map(same_form, before.devices), place})
-            fresh = self._opener(url)
+            fresh, before = self._open_place(url), self.config
             try:
+                self._set_places({*map(same_form, before.devices), same_form(url)})
                 # the settings first: a crash after the record is written must find the device
                 member = changes.add_member(self._store, fresh, url, domain, force=force)
             except HpstoreError:
-                if not changes.claimed_by(fresh, self._store.view.record.pool_id):
+                if not changes.claimed_by(self._store, fresh):
                     self._set_places(set(before.devices))
                 raise
             finally:

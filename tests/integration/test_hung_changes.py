@@ -205,3 +205,20 @@ def test_a_drain_waits_no_longer_than_the_deadline_for_a_device_that_hangs_at_it
         within(LIMIT / 2, lambda: pool.evict(path))
         assert path not in pool.places.values()
         gates.let_go()
+
+
+@pytest.mark.parametrize("operation", ["read_small", "write_small"])
+def test_a_place_that_hangs_while_it_is_added_blocks_no_other_change(
+    bench: Bench, gates: Gates, operation: str
+) -> None:
+    """PROTOCOL 15: it is refused after the deadline, and the change lock is free. When it answers
+    it can be added."""
+    new = f"{bench.root}/new"
+    gates.shut = {(new, operation)}
+    with bench.open(wrap=gates.wrap) as pool:
+        assert not within(LIMIT / 2, lambda: attempt(lambda: pool.add_device(new)))
+        assert gates.waiting == 1
+        within(LIMIT / 2, lambda: pool.evict(bench.paths[1]))
+        gates.let_go()
+        within(LIMIT / 2, lambda: pool.add_device(new))
+        assert new in pool.places.values()
