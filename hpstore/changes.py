@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import math
 import uuid
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+from typing import TypeVar
 
 from hpstore.devices.base import Device
-from hpstore.errors import HpstoreError, MembershipError
-from hpstore.keys import Kind
+from hpstore.errors import DeviceTimeout, HpstoreError, MembershipError
+from hpstore.keys import ColumnName, Kind
 from hpstore.membership import commit_record, with_member, with_state, without_member
 from hpstore.objects.catalog import walk
 from hpstore.objects.repair import Action, Throttle, repair_object
@@ -21,6 +25,7 @@ from hpstore.objects.survey import (
     Survey,
     Verdict,
     judge,
+    may_be_acknowledged,
     newest_by_name,
     path_on,
     unknown_devices,
@@ -28,6 +33,7 @@ from hpstore.objects.survey import (
 from hpstore.opening import claim
 from hpstore.records import IDENTITY_FILE, MAX_RECORD_BYTES, DeviceState, Identity, Member
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 RESCANS = 10  # rounds of looking for columns that were put meanwhile
 _NAMED = 5  # keys named in an error
@@ -47,7 +53,7 @@ def add_member(
 ) -> Member:
     """Claim an unused device and make it a member. The caller holds the change lock."""
     record = store.view.record
-    identity = _own_identity(device)
+    identity = _own_identity(store, device)
     if identity is not None and identity.pool_id == record.pool_id:
         member = record.member(identity.device_id)
         if member is not None:
@@ -60,34 +66,43 @@ def add_member(
         fresh = Identity(
             pool_id=record.pool_id, device_id=device_id, domain=domain or f"d-{device_id[:8]}"
         )
-        answers = store.scheduler.gather(
-            {f"claim {device_id}": lambda: claim(device, fresh)},
-            store.settings.open_deadline_seconds,
-        )
-        for answer in answers.values():
-            if isinstance(answer, Exception):
-                raise answer
+        _ask_once(store, f"add {device.url}", lambda: claim(device, fresh))
         identity = fresh
     member = Member(device_id=device_id, url=url, domain=domain or identity.domain)
     commit_record(store, with_member(record, member), {device_id: device}, force=force)
     return member
 
 
-def claimed_by(device: Device, pool_id: str) -> bool:
-    """Whether a place was made a device of the pool."""
+def _ask_once(store: Store, name: str, call: Callable[[], T]) -> T:
+    """Make a call on a device that is no member, under the open deadline: whoever holds the change
+    lock waits for nobody longer (PROTOCOL 15). Raises what it raises."""
+    deadline = store.settings.open_deadline_seconds
+    (answer,) = store.scheduler.gather_once({name: call}, deadline).values()
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def claimed_by(store: Store, device: Device) -> bool:
+    """Whether a place was made a device of the pool, or may be yet: it does not answer."""
     try:
-        identity = _own_identity(device)
+        identity = _own_identity(store, device)
+    except DeviceTimeout:
+        return True
     except HpstoreError:
         return False
-    return identity is not None and identity.pool_id == pool_id
+    return identity is not None and identity.pool_id == store.view.record.pool_id
 
 
-def _own_identity(device: Device) -> Identity | None:
-    try:
-        data = device.read_small(IDENTITY_FILE, MAX_RECORD_BYTES)
-    except FileNotFoundError:
-        return None
-    return Identity.decode(data, where=f"{device.url}/{IDENTITY_FILE}")
+def _own_identity(store: Store, device: Device) -> Identity | None:
+    def read() -> Identity | None:
+        try:
+            data = device.read_small(IDENTITY_FILE, MAX_RECORD_BYTES)
+        except FileNotFoundError:
+            return None
+        return Identity.decode(data, where=f"{device.url}/{IDENTITY_FILE}")
+
+    return _ask_once(store, f"add {device.url}", read)
 
 
 def lost_without(view: View, layout: Layout, leaving: str) -> bool:
@@ -239,53 +254,83 @@ def _remove_tombstones(store: Store, device_id: str) -> None:
             continue
         elsewhere = {f.device for f in layout.files} - {device_id}
         if len(elsewhere) > layout.parity:
-            device = store.view.devices[device_id]
             for file in layout.files:
                 if file.device == device_id:
-                    device.delete(path_on(device, key, file.name))
+                    _on_device(store, device_id, partial(_delete, key, file.name))
+
+
+def _on_device(store: Store, device_id: str, call: Callable[[Device], None]) -> None:
+    """Make a call on a device of the view, under the device deadline. Raises what it raises."""
+    for answer in store.each([device_id], lambda _, device: call(device)).values():
+        if isinstance(answer, Exception):
+            raise answer
+
+
+def _delete(key: str, name: ColumnName, device: Device) -> None:
+    device.delete(path_on(device, key, name))
+
+
+def _quarantine(key: str, name: ColumnName, device: Device) -> None:
+    device.quarantine(path_on(device, key, name))
+
+
+class Return(StrEnum):
+    """What becomes of a file on a device that returns."""
+
+    KEEP = "keep"
+    REMOVE = "remove"
+    QUARANTINE = "quarantine"  # not served, not deleted
+    UNCLEAR = "unclear"  # members that do not answer may have what decides
 
 
 def reconcile(store: Store, device_id: str, device: Device) -> Reconciled:
     """Judge every file of a returning device by what the pool knows now (PROTOCOL 12).
 
-    A column stays only if its version is the newest and lives elsewhere; a superseded or deleted
-    one is removed; one that nobody else knows is put in quarantine, not served, not deleted.
+    A column stays while its version lives elsewhere; what is superseded or deleted is removed; what
+    nobody else knows is put in quarantine. All is judged before anything is touched. Raises
+    MembershipError, with nothing changed, when the device cannot be listed, when members that do
+    not answer may have what decides, and for a member: what it holds counts already (PROTOCOL 7),
+    and a rebuild brings it up to date.
     """
     view = store.view
-    here = _with_device(view, device_id, device)
-    kept = removed = quarantined = 0
-    catalog = walk(here_store(store, here))
-    for key, survey in catalog.surveys.items():
-        mine = [file for file in survey.files if file.device == device_id]
-        others = tuple(file for file in survey.files if file.device != device_id)
-        live = Survey(key=key, files=others, unknown=survey.unknown)
-        newest = newest_by_name(view, live)
-        recent = _age_seconds(store, device_id) < store.settings.tombstone_seconds
-        for file in mine:
-            verdict = judge_return(file, newest, recent=recent)
-            path = path_on(device, key, file.name)
-            if verdict == "keep":
-                kept += 1
-            elif verdict == "remove":
-                device.delete(path)
-                removed += 1
-            else:
-                device.quarantine(path)
-                quarantined += 1
-    _log.info("device %s returns: %d kept, %d removed, %d quarantined", device.url, kept, removed,
-              quarantined)  # fmt: skip
-    return Reconciled(kept=kept, removed=removed, quarantined=quarantined)
+    if view.record.member(device_id) is not None:
+        raise MembershipError(f"{device.url} is a member: rebuild brings it up to date")
+    here = here_store(store, _with_device(view, device_id, device))
+    catalog = walk(here)
+    if device_id in catalog.unknown:
+        raise MembershipError(
+            f"what {device.url} holds cannot be listed: it failed or did not answer. Nothing was "
+            "changed, and nothing there is served."
+        )
+    recent = _age_seconds(store, device_id) < store.settings.tombstone_seconds
+    judged = [
+        (key, file.name, verdict)
+        for key, survey in catalog.surveys.items()
+        for file, verdict in judge_survey(view, survey, device_id, recent=recent)
+    ]
+    unclear = sorted({key for key, _, verdict in judged if verdict is Return.UNCLEAR})
+    if unclear:
+        raise MembershipError(
+            f"{len(catalog.unknown)} members do not answer, so that nobody can tell whether what "
+            f"{device.url} holds of {len(unclear)} objects ({', '.join(unclear[:_NAMED])}) is "
+            "still good. Nothing was changed. Bring them back, or evict them if they are gone."
+        )
+    for key, name, verdict in judged:
+        if verdict is Return.REMOVE:
+            _on_device(here, device_id, partial(_delete, key, name))
+        elif verdict is Return.QUARANTINE:
+            _on_device(here, device_id, partial(_quarantine, key, name))
+    count = Counter(verdict for _, _, verdict in judged)
+    found = Reconciled(kept=count[Return.KEEP], removed=count[Return.REMOVE],
+                       quarantined=count[Return.QUARANTINE])  # fmt: skip
+    _log.info("device %s returns: %d kept, %d removed, %d quarantined", device.url, found.kept,
+              found.removed, found.quarantined)  # fmt: skip
+    return found
 
 
 def readmit_member(store: Store, member: Member, device: Device) -> Reconciled:
     """Reconcile an evicted device, then make it a member. The caller holds the change lock."""
-    answers = store.scheduler.gather(
-        {f"return {member.device_id}": lambda: device.probe(write=True)},
-        store.settings.open_deadline_seconds,
-    )
-    for answer in answers.values():
-        if isinstance(answer, Exception):
-            raise answer
+    _ask_once(store, f"return {member.device_id}", lambda: device.probe(write=True))
     found = reconcile(store, member.device_id, device)
     back = replace(member, url=device.url, state=DeviceState.ONLINE)
     record = with_member(store.view.record, back)
@@ -299,21 +344,50 @@ def _age_seconds(store: Store, device_id: str) -> float:
     return (store.clock.wall_ms() - gone.since_ms) / 1000 if gone is not None else math.inf
 
 
-def judge_return(file: Found, newest: Layout | None, *, recent: bool) -> str:
-    """keep, remove or quarantine one file of a returning device. Pure.
+def judge_survey(
+    view: View, survey: Survey, device_id: str, *, recent: bool
+) -> list[tuple[Found, Return]]:
+    """Every file of a key on a returning device, by what the others know. Pure."""
+    others = tuple(file for file in survey.files if file.device != device_id)
+    newest = newest_by_name(view, Survey(key=survey.key, files=others, unknown=survey.unknown))
+    unhealed = view.record.unhealed() - survey.unknown - {device_id}
+    return [
+        (file, judge_return(
+            file, newest, [f for f in others if f.name.layout == file.name.layout], recent=recent,
+            silent=len(survey.unknown), unhealed=len(unhealed),
+        ))
+        for file in survey.files if file.device == device_id
+    ]  # fmt: skip
 
+
+def judge_return(
+    file: Found, newest: Layout | None, fellows: Collection[Found], *, recent: bool, silent: int,
+    unhealed: int,
+) -> Return:  # fmt: skip
+    """What becomes of one file of a returning device. Pure.
+
+    `newest`: what a read would choose without it. `fellows`: files of its own layout on others.
     `recent`: it left within the horizon of deletes, so a tombstone would still be there, and what
-    nobody else knows may be the last copies of something.
+    nobody else knows may be the last copies of something. `silent` members do not answer;
+    `unhealed` devices were evicted, and not made up for. Both may hide fellows.
     """
-    if newest is None:
-        return "keep" if recent else "quarantine"
-    if file.name.version < newest.version:
+    version, kind, data, parity = file.name.layout
+    if newest is not None and version < newest.version:
         needed = newest.parity + 1 if newest.kind is Kind.TOMBSTONE else newest.width
-        return "remove" if len(newest.columns) >= needed else "quarantine"  # PROTOCOL 8
-    if file.name.layout != newest.files[0].name.layout:
-        return "quarantine"
-    held = {other.name.column for other in newest.files}
-    return "remove" if file.name.column in held else "keep"
+        if len(newest.columns) >= needed:  # PROTOCOL 8: only what is settled supersedes
+            return Return.REMOVE
+    elif newest is not None and file.name.layout == newest.files[0].name.layout:
+        held = {other.name.column for other in newest.files}
+        return Return.REMOVE if file.name.column in held else Return.KEEP
+    if recent:
+        return Return.KEEP
+    mine = Layout(version=version, kind=kind, data=data, parity=parity, files=(file, *fellows))
+    seen = len(mine.columns)
+    if fellows and may_be_acknowledged(mine, seen=seen, unknown_devices=silent + unhealed):
+        return Return.KEEP  # it lives elsewhere, and what is newer is not whole
+    if may_be_acknowledged(mine, seen=seen, unknown_devices=silent):
+        return Return.UNCLEAR
+    return Return.QUARANTINE
 
 
 def _with_device(view: View, device_id: str, device: Device) -> View:
@@ -332,6 +406,6 @@ def here_store(store: Store, view: View) -> Store:
     )  # fmt: skip
 
 
-__all__ = ["Reconciled", "add_member", "claimed_by", "drain_member", "endangered", "evict_member",
-           "judge_return", "lost_without", "readmit_member", "reconcile",
-           "set_state"]  # fmt: skip
+__all__ = ["Reconciled", "Return", "add_member", "claimed_by", "drain_member", "endangered",
+           "evict_member", "judge_return", "judge_survey", "lost_without", "readmit_member",
+           "reconcile", "set_state"]  # fmt: skip

@@ -2,6 +2,7 @@
 
     HpstoreError                     exit 1
       ConfigError (ValueError)       exit 2   a setting, geometry or file of settings is wrong
+        AlreadyClosed                exit 6   a pool, data set, reader or loader that was closed
       InvalidKey (ValueError)        exit 3   a key that cannot name an object
       ObjectNotFound (FileNotFoundError) exit 4
       VersionConflict                exit 5   if_absent / if_version did not hold
@@ -58,6 +59,12 @@ class ConfigError(HpstoreError, ValueError):
     """A setting, a geometry or a settings file is wrong. Nothing was changed."""
 
     exit_code = 2
+
+
+class AlreadyClosed(ConfigError):
+    """What was asked for a pool, data set, reader or loader came after its close()."""
+
+    exit_code = 6
 
 
 class InvalidKey(HpstoreError, ValueError):
@@ -211,6 +218,7 @@ class DirectUnavailable(DirectError):
 
 
 __all__ = [
+    "AlreadyClosed",
     "BudgetExceeded",
     "CheckpointError",
     "CheckpointMismatch",

@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from hpstore.codec import choose_backend
 from hpstore.config import PoolConfig, load_config, save_config
 from hpstore.devices.base import Device
 from hpstore.errors import (
-    ConfigError,
+    AlreadyClosed,
     DeviceReadOnly,
     HpstoreError,
     LockTimeout,
@@ -36,8 +37,15 @@ from hpstore.membership import (
     roll_forward,
 )
 from hpstore.objects.repair import repair_object
-from hpstore.objects.store import Store
-from hpstore.opening import OpenedDevice, Opener, device_opener, identify_all, prove
+from hpstore.objects.store import Store, View
+from hpstore.opening import (
+    OpenedDevice,
+    Opener,
+    device_opener,
+    identify_all,
+    make_place,
+    prove,
+)
 from hpstore.rebuild import pay_debts
 from hpstore.records import Member, PoolRecord
 from hpstore.runtime import RepairQueue, make_scheduler, make_store, renew_after_fork
@@ -64,20 +72,7 @@ class PoolHandle(Closing):
         self.config, self.read_only = config, read_only
         self._opener = opener or device_opener(config.settings)
         self._options = (threads, erasure_backend)
-        clock = clock or SystemClock()
-        scheduler = make_scheduler(config.settings, threads=threads)
-        try:
-            opened = open_members(config, self._opener, scheduler, read_only=read_only)
-            record = opened.view.record
-            check_memory(config, record.data + record.parity, record.unit_bytes)
-        except BaseException:
-            scheduler.close(0.1)
-            raise
-        self._problems = dict(opened.problems)
-        self._store: Store = make_store(
-            opened.view, config.settings, choose_backend(erasure_backend), clock, scheduler,
-            read_only=read_only,
-        )  # fmt: skip
+        self._store = self._open_store(clock or SystemClock(), threads, erasure_backend)
         watched = config.settings.health and threads if monitor is None else monitor
         self.health = Monitor(self._store, enabled=watched)
         if not threads:
@@ -91,10 +86,42 @@ class PoolHandle(Closing):
         self._repairer: threading.Thread | None = None
         self._wake = threading.Event()
         self._closed = False
-        self._renew = threading.RLock()  # guards the exchange of the view
+        self._make_locks()
         _forget_at_fork(self)
         if not read_only:
-            self._recover()
+            try:
+                self._recover()
+            except BaseException:
+                self.close()
+                raise
+
+    def _open_store(self, clock: Clock, threads: bool, erasure_backend: str | None) -> Store:
+        """Open the devices; nothing stays open when that fails."""
+        config, backend = self.config, choose_backend(erasure_backend)
+        scheduler = make_scheduler(config.settings, threads=threads)
+        try:
+            opened = open_members(config, self._opener, scheduler, read_only=self.read_only)
+        except BaseException:
+            scheduler.close(0.1)
+            raise
+        record = opened.view.record
+        try:
+            check_memory(config, record.data + record.parity, record.unit_bytes)
+        except BaseException:
+            scheduler.close(0.1)
+            for device in opened.view.devices.values():
+                device.close()
+            raise
+        self._problems = dict(opened.problems)
+        return make_store(
+            opened.view, config.settings, backend, clock, scheduler, read_only=self.read_only
+        )
+
+    def _make_locks(self) -> None:
+        """Taken in this order, also anew in the child of a fork."""
+        self._renew = threading.RLock()  # one reads the membership at a time; held across I/O
+        self._exchange = threading.Lock()  # guards the exchange of the view
+        self._starting = threading.Lock()  # guards _repairer
 
     def _set_places(self, places: set[str]) -> None:
         """Change where the settings look for devices, keeping their order."""
@@ -128,12 +155,10 @@ class PoolHandle(Closing):
             kept = {d: x for d, x in view.devices.items() if d in wanted and d not in silent}
             fresh = self._open_others(record, kept) if wanted - kept.keys() else {}
             quiet = {d: view.devices[d] for d in (silent & wanted) - fresh.keys()}
-            store.view = replace(
-                view,
-                record=record,
-                devices={**kept, **fresh, **quiet},
-                sitting_out=view.sitting_out & wanted,
-            )
+            devices = {**kept, **fresh, **quiet}
+            with self._exchange:
+                sitting_out = store.view.sitting_out & wanted
+                store.view = View(record=record, devices=devices, sitting_out=sitting_out)
             for device_id in view.devices.keys() - kept.keys() - quiet.keys():
                 store.scheduler.forget(device_id, view.devices[device_id].close)
 
@@ -159,10 +184,40 @@ class PoolHandle(Closing):
         self._problems = problems
         return self.health.metered(devices)
 
-    def _let_sit_out(self, devices: frozenset[str]) -> None:
-        """Keep reads and new columns off these devices; open readers heed it, too."""
-        self._store.view = replace(self._store.view, sitting_out=devices)
+    def _spare(self, device_id: str) -> None:
+        """Keep this process' reads and new columns off a device. Raises MembershipError."""
+        with self._exchange:
+            view = self._store.view
+            out, parity = view.sitting_out | {device_id}, view.record.parity
+            if len(out) > parity:
+                raise MembershipError(
+                    f"{len(out)} devices would sit out; parity replaces only {parity}"
+                )
+            self._store.view = replace(view, sitting_out=out)
+        self._store.routing.changed()  # open readers heed it, too
+
+    def _spare_no_more(self, device_id: str) -> None:
+        with self._exchange:
+            view = self._store.view
+            self._store.view = replace(view, sitting_out=view.sitting_out - {device_id})
         self._store.routing.changed()
+
+    def _open_place(self, url: str) -> Device:
+        """Open the place of a device to be, made if need be, under the open deadline."""
+
+        def open_it() -> Device:
+            make_place(url, self.config.settings)
+            return self._opener(url)
+
+        def late(_: str, future: Future[Device]) -> None:
+            if future.exception() is None:
+                future.result().close()
+
+        scheduler, deadline = self._store.scheduler, self.config.settings.open_deadline_seconds
+        (found,) = scheduler.gather_once({f"add {url}": open_it}, deadline, late).values()
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def _find_device(self, member: Member) -> OpenedDevice:
         """Open a device that is no member now, where it was or anywhere in the settings."""
@@ -211,7 +266,7 @@ class PoolHandle(Closing):
         """A read met damage: repair in the background."""
         if self.read_only or self._closed or not self._options[0] or not self._repairs.add(key):
             return
-        with self._renew:
+        with self._starting:
             if self._repairer is None or not self._repairer.is_alive():
                 self._repairer = threading.Thread(
                     target=self._repair_loop, name="hpstore-repair", daemon=True
@@ -258,7 +313,7 @@ class PoolHandle(Closing):
 
     def _usable(self) -> None:
         if self._closed:
-            raise ConfigError(f"pool {self.config.name!r} is closed")
+            raise AlreadyClosed(f"pool {self.config.name!r} is closed")
 
     def _writable(self) -> None:
         self._usable()
@@ -266,7 +321,7 @@ class PoolHandle(Closing):
             raise DeviceReadOnly(f"pool {self.config.name!r} was opened read-only")
 
     def _after_fork(self) -> None:
-        self._renew = threading.RLock()
+        self._make_locks()
         self._repairs, self._repairer, self._wake = RepairQueue(), None, threading.Event()
         renew_after_fork(self._store)
         self.health.after_fork()
@@ -286,10 +341,9 @@ class PoolHandle(Closing):
         self._wake.set()
         if self._repairer is not None:
             self._repairer.join(10.0)
-        self._store.scheduler.close()
+        devices = self._store.view.devices
+        self._store.scheduler.close(at_end={d: device.close for d, device in devices.items()})
         self._store.buffers.clear()
-        for device in self._store.view.devices.values():
-            device.close()
 
 
 def same_form(url: str) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
 
 from hpstore.config import Settings
 from hpstore.devices.base import DIRECTORIES, Device, Usage
@@ -17,14 +18,12 @@ from hpstore.errors import (
     DeviceFull,
     DeviceInUse,
     DeviceMissing,
-    DeviceTimeout,
     IntegrityError,
 )
 from hpstore.records import IDENTITY_FILE, MAX_RECORD_BYTES, POOL_FILE, Identity, PoolRecord
 from hpstore.scheduler import Scheduler
 from hpstore.units import GIB
 
-T = TypeVar("T")
 Opener = Callable[[str], Device]
 
 
@@ -96,13 +95,19 @@ def identify_all(
 ) -> tuple[dict[str, OpenedDevice], dict[str, Exception]]:
     """Identify devices side by side; those that answered and what went wrong, both by URL.
 
-    A device that hangs costs the deadline once, not its neighbours' time. Raises FormatTooNew.
+    A device that hangs costs the deadline once, not its neighbours' time; it is not asked again
+    before it has answered, and is closed then. Raises FormatTooNew.
     """
+
+    def late(_: str, future: Future[OpenedDevice]) -> None:
+        if future.exception() is None:
+            future.result().device.close()
+
     calls = {url: (lambda u=url: identify(u, opener)) for url in urls}
     opened: dict[str, OpenedDevice] = {}
     failed: dict[str, Exception] = {}
     fatal: Exception | None = None
-    for url, result in _side_by_side(scheduler, calls, deadline_seconds).items():
+    for url, result in scheduler.gather_once(calls, deadline_seconds, late).items():
         if not isinstance(result, Exception):
             opened[url] = result
             continue
@@ -122,34 +127,33 @@ def prove(
 ) -> dict[str, Exception]:  # fmt: skip
     """Probe devices of this pool side by side: write, sync, read back. What failed, by URL.
 
-    Those that failed are closed, unless they hang. A full one has not failed: it can be read, and
-    takes no new columns anyway.
+    Those that failed are closed; one that hangs, when its call has ended. A full one has not
+    failed: it can be read, and takes no new columns anyway.
     """
-    calls = {url: (lambda o=o: o.device.probe(write=write)) for url, o in opened.items()}
-    results = _side_by_side(scheduler, calls, deadline_seconds)
-    failed = {
+
+    devices = {url: found.device for url, found in opened.items()}
+
+    def late(url: str, _: Future[None]) -> None:
+        devices[url].close()
+
+    calls = {url: partial(_probe, device, write) for url, device in devices.items()}
+    results = scheduler.gather_once(calls, deadline_seconds, late)
+    return {
         url: result
         for url, result in results.items()
         if isinstance(result, Exception) and not isinstance(result, DeviceFull)
     }
-    for url, error in failed.items():
-        if not isinstance(error, DeviceTimeout):  # else a call that hangs may still use it
-            opened[url].device.close()
-    return failed
 
 
-def _side_by_side(
-    scheduler: Scheduler, calls: Mapping[str, Callable[[], T]], deadline_seconds: float
-) -> dict[str, T | Exception]:
-    """Run calls by URL on lanes that are given up afterwards: members get lanes by device id."""
-    results = scheduler.gather(calls, deadline_seconds)
-    for url in calls:
-        scheduler.forget(url, _nothing)
-    return results
-
-
-def _nothing() -> None:
-    """Nothing is to be done when such a lane ends."""
+def _probe(device: Device, write: bool) -> None:
+    """Probe it; it is closed when it fails."""
+    try:
+        device.probe(write=write)
+    except DeviceFull:
+        raise
+    except BaseException:
+        device.close()
+        raise
 
 
 def claim(device: Device, identity: Identity) -> None:

@@ -30,4 +30,4 @@ def wait_awake(
     return waited
 
 
-__all__ = ["wait_awake"]
+__all__ = ["STEP_SECONDS", "wait_awake"]

@@ -38,7 +38,7 @@ from hpstore.objects.repair import Action, repair_object
 from hpstore.objects.source import as_source
 from hpstore.objects.space import prepare_space
 from hpstore.objects.write import delete_object, put_object
-from hpstore.opening import device_opener, make_place
+from hpstore.opening import device_opener
 from hpstore.pooled import READ_TRIES, PooledReader, writable_bytes
 from hpstore.rebuild import (
     Pace,
@@ -338,15 +338,13 @@ class Pool(TendedPool):
         """Make an unused place a member; returns its device id. New objects use it at once."""
         self._writable()
         with self._change():
-            make_place(url, self.config.settings)
-            place, before = same_form(url), self.config
-            self._set_places({*map(same_form, before.devices), place})
-            fresh = self._opener(url)
+            fresh, before = self._open_place(url), self.config
             try:
+                self._set_places({*map(same_form, before.devices), same_form(url)})
                 # the settings first: a crash after the record is written must find the device
                 member = changes.add_member(self._store, fresh, url, domain, force=force)
             except HpstoreError:
-                if not changes.claimed_by(fresh, self._store.view.record.pool_id):
+                if not changes.claimed_by(self._store, fresh):
                     self._set_places(set(before.devices))
                 raise
             finally:
@@ -393,18 +391,20 @@ class Pool(TendedPool):
             self._forget_place(member)
             return moved
 
-    def readmit(self, device: str) -> changes.Reconciled | None:
+    def readmit(self, device: str, *, reason: str = "") -> changes.Reconciled | None:
         """Take an evicted device back, or a draining one online again.
 
         What an evicted one holds is judged against the pool first: only columns of live versions
         are served, superseded ones removed, unknown ones put in quarantine. None when it had not
-        left. `rebuild` then widens objects over it.
+        left. `rebuild` then widens objects over it. `reason`: what the log says, instead of that an
+        operator wants it. Raises MembershipError when that cannot be judged now; nothing has
+        changed then.
         """
         self._writable()
         with self._change():
             member = self._member(device)
-            self._let_sit_out(self._store.view.sitting_out - {member.device_id})
-            self.health.forgive(member.device_id)
+            self._spare_no_more(member.device_id)
+            self.health.forgive(member.device_id, reason)
             if member.state is DeviceState.ONLINE:
                 return None
             if member.state is DeviceState.DRAINING:
@@ -414,8 +414,8 @@ class Pool(TendedPool):
             back = self._find_device(member).device
             try:
                 found = changes.readmit_member(self._store, member, back)
-            finally:
-                back.close()
+            finally:  # closed when no call uses it any more
+                self._store.scheduler.forget(member.device_id, back.close)
             self._set_places({*map(same_form, self.config.devices), same_form(back.url)})
             self.refresh()
             return found
@@ -423,14 +423,7 @@ class Pool(TendedPool):
     def sit_out(self, device: str) -> None:
         """Keep this process' ordinary reads and new columns off a device, until readmit."""
         self._usable()
-        member = self._member(device)
-        out = self._store.view.sitting_out | {member.device_id}
-        if len(out) > self._store.view.record.parity:
-            raise MembershipError(
-                f"{len(out)} devices would sit out; parity replaces only "
-                f"{self._store.view.record.parity}"
-            )
-        self._let_sit_out(out)
+        self._spare(self._member(device).device_id)
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_reopen, (self.config, self.read_only))

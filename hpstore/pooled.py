@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from hpstore.closing import Closing
 from hpstore.codec.galois import Bytes
-from hpstore.errors import ConfigError, TooManyErasures
+from hpstore.errors import AlreadyClosed, TooManyErasures
 from hpstore.objects.fill import Filled, UnitFill
 from hpstore.objects.info import version_token
 from hpstore.objects.read import Changed, Deliver, ObjectReader, open_object
@@ -92,7 +92,7 @@ class PooledReader(Closing):
         again by read_into or read_ranges, which verify by blocks, decode and repair.
         """
         if self._closed:
-            raise ConfigError(f"the reader of {self._key!r} is closed")
+            raise AlreadyClosed(f"the reader of {self._key!r} is closed")
         self._again(lambda: self._reader.open_enough())
         reads.add(self._reader, starts, numbers)
 
@@ -107,7 +107,7 @@ class PooledReader(Closing):
     def _again(self, read: Callable[[], T]) -> T:
         """Run `read`; again on the newest version when the object changes underneath."""
         if self._closed:
-            raise ConfigError(f"the reader of {self._key!r} is closed")
+            raise AlreadyClosed(f"the reader of {self._key!r} is closed")
         for _ in range(READ_TRIES):
             try:
                 return read()

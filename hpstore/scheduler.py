@@ -15,9 +15,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
-from hpstore.errors import DeviceTimeout
+from hpstore.errors import AlreadyClosed, DeviceTimeout
 from hpstore.patience import wait_awake
 
 T = TypeVar("T")
@@ -36,8 +37,9 @@ class _Lane:
         self.pending = 0
         self.busy_since: dict[int, float] = {}  # worker -> when its call began
         self.alive = workers
+        self.ended = False  # takes no more jobs
         self.at_end: Callable[[], None] | None = None  # run by the last worker that stops
-        self.unanswered: Future[None] | None = None  # a call made elsewhere
+        self.unanswered: Future[Any] | None = None  # a call made elsewhere, or the only one
         self.lock = threading.Lock()  # guards all of the above
         self.threads = [
             threading.Thread(
@@ -65,9 +67,23 @@ class _Lane:
         if last is not None:
             last()
 
-    def put(self, priority: int, job: _Job | None) -> None:
-        """Queue a job, or the end of a worker."""
-        self._jobs.put((priority, next(self._number), job))
+    def put(self, priority: int, job: _Job, depth: int) -> bool | None:
+        """Queue a job. False when `depth` of them are there, None when the lane has ended."""
+        with self.lock:
+            if self.ended:
+                return None
+            if self.pending >= depth:
+                return False
+            self.pending += 1
+            self._jobs.put((priority, next(self._number), job))
+        return True
+
+    def end(self, at_end: Callable[[], None] | None = None) -> None:
+        """Stop the workers when all jobs are done; the last one runs `at_end`."""
+        with self.lock:
+            self.ended, self.at_end = True, at_end
+            for _ in self.threads:
+                self._jobs.put((_LAST, next(self._number), None))
 
     def stuck_seconds(self) -> float:
         """How long all workers have been in their calls; 0 while one is free."""
@@ -97,6 +113,10 @@ def _nothing(_: object) -> None:
     """The call was cancelled: its future knows."""
 
 
+def _no_end() -> None:
+    """Nothing is to be done when a lane ends."""
+
+
 class Scheduler:
     """Runs device calls on lanes and pure work on a compute pool.
 
@@ -116,7 +136,8 @@ class Scheduler:
         self._compute_threads, self._threads = compute_threads, threads
         self._lanes: dict[str, _Lane] = {}
         self._compute: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()  # guards _lanes, _compute, _pid
+        self._lock = threading.Lock()  # guards _lanes, _compute, _closed, _pid
+        self._closed = False
         self._pid = os.getpid()
 
     def after_fork(self) -> None:
@@ -127,32 +148,33 @@ class Scheduler:
     def submit(self, device: str, call: Callable[[], T], *, bulk: bool = False) -> Future[T]:
         """Run `call` on the lane of a device; the future fails at once when its queue is full.
 
-        `bulk`: it may wait for all calls that are not, as somebody waits for those.
+        `bulk`: it may wait for all calls that are not, as somebody waits for those. Raises
+        AlreadyClosed.
         """
         if not self._threads:
             return _at_once(call)
         future: Future[T] = Future()
-        lane = self._lane(device)
-        if lane.silent(self._stuck_seconds):
-            text = f"device {device} has not answered for {self._stuck_seconds:.0f} s"
+        job: _Job = (future, call)  # type: ignore[assignment]  # futures are invariant
+        taken: bool | None = None
+        while taken is None:  # else the lane was given up in between: there is a fresh one now
+            lane = self._lane(device)
+            if lane.silent(self._stuck_seconds):
+                text = f"device {device} has not answered for {self._stuck_seconds:.0f} s"
+                future.set_exception(DeviceTimeout(text, device=device))
+                return future
+            taken = lane.put(_BULK if bulk else _SOON, job, self._depth)
+        if not taken:
+            text = f"{self._depth} calls already wait for device {device}"
             future.set_exception(DeviceTimeout(text, device=device))
-            return future
-        with lane.lock:
-            full = lane.pending >= self._depth
-            if not full:
-                lane.pending += 1
-        if full:
-            future.set_exception(
-                DeviceTimeout(
-                    f"{self._depth} calls already wait for device {device}", device=device
-                )
-            )
-        else:
-            lane.put(_BULK if bulk else _SOON, (future, call))  # type: ignore[arg-type]  # invariant
         return future
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise AlreadyClosed("the pool is closed: it starts no more threads")
 
     def _lane(self, device: str) -> _Lane:
         with self._lock:
+            self._require_open()
             lane = self._lanes.get(device)
             if lane is None:
                 lane = self._lanes[device] = _Lane(device, self._workers)
@@ -173,11 +195,43 @@ class Scheduler:
             results[device] = answer
         return results
 
+    def gather_once(
+        self, calls: Mapping[str, Callable[[], T]], deadline_seconds: float,
+        late: Callable[[str, Future[T]], None] | None = None,
+    ) -> dict[str, T | Exception]:  # fmt: skip
+        """As gather, on lanes that end with their calls. For names that are no devices' ids.
+
+        A call that does not answer in time keeps its lane, which refuses others until it has ended:
+        however often a place that hangs is asked, it holds one call. `late(name, future)` is then
+        called by the lane's thread, to dispose of what came of it.
+        """
+        futures = {name: self.submit(name, call) for name, call in calls.items()}
+        wait_awake(futures.values(), deadline_seconds)
+        results: dict[str, T | Exception] = {}
+        for name, future in futures.items():
+            if future.done():
+                results[name] = outcome(future, name, deadline_seconds)
+                if self.answers(name):  # else it was refused: an earlier call has the lane
+                    self.forget(name, _no_end)
+                continue
+            results[name] = no_answer(name, deadline_seconds)
+            self.note_unanswered(name, future)
+            future.add_done_callback(partial(self._ended_late, name, late))
+        return results
+
+    def _ended_late(
+        self, name: str, late: Callable[[str, Future[T]], None] | None, future: Future[T]
+    ) -> None:
+        self.forget(name, _no_end)
+        if late is not None:
+            late(name, future)
+
     def compute(self, call: Callable[[], T]) -> Future[T]:
         """Run CPU work (encoding, checksums) on the compute pool."""
         if not self._threads:
             return _at_once(call)
         with self._lock:
+            self._require_open()
             if self._compute is None:
                 self._compute = ThreadPoolExecutor(self._compute_threads, "hpstore-compute")
             return self._compute.submit(call)
@@ -186,7 +240,7 @@ class Scheduler:
         """False while submit() would refuse a call because earlier ones have not ended."""
         return not self._threads or not self._lane(device).silent(self._stuck_seconds)
 
-    def note_unanswered(self, device: str, call: Future[None]) -> None:
+    def note_unanswered(self, device: str, call: Future[T]) -> None:
         """A call made elsewhere has missed its deadline: refuse others until it is done."""
         if self._threads:
             self._lane(device).unanswered = call
@@ -205,23 +259,29 @@ class Scheduler:
             lane = self._lanes.pop(device, None)
         if lane is None:
             at_end()
-            return
-        lane.at_end = at_end
-        for _ in lane.threads:
-            lane.put(_LAST, None)
+        else:
+            lane.end(at_end)
 
-    def close(self, limit_seconds: float = 5.0) -> None:
-        """Stop the workers; a thread hung on a device is left behind after the limit, logged."""
+    def close(
+        self, limit_seconds: float = 5.0, at_end: Mapping[str, Callable[[], None]] | None = None
+    ) -> None:
+        """Stop the workers; a thread hung on a device is left behind after the limit, logged.
+
+        `at_end`: what is run for each device when no call uses it any more, as in forget().
+        """
+        at_end = at_end or {}
         with self._lock:
-            lanes, self._lanes = list(self._lanes.values()), {}
+            self._closed = True
+            lanes, self._lanes = self._lanes, {}
             compute, self._compute = self._compute, None
         if self._pid != os.getpid():
-            return
-        for lane in lanes:
-            for _ in lane.threads:
-                lane.put(_LAST, None)
+            lanes, compute = {}, None  # threads of the parent
+        for device in at_end.keys() - lanes.keys():
+            at_end[device]()
+        for device, lane in lanes.items():
+            lane.end(at_end.get(device))
         until = time.monotonic() + limit_seconds
-        for lane in lanes:
+        for lane in lanes.values():
             for thread in lane.threads:
                 thread.join(max(0.0, until - time.monotonic()))
                 if thread.is_alive():
@@ -243,15 +303,20 @@ def _at_once(call: Callable[[], T]) -> Future[T]:
 def outcome(future: Future[T], device: str, deadline_seconds: float) -> T | Exception:
     """A future's result or error; DeviceTimeout when it is not done. Crashes are re-raised."""
     if not future.done():
-        return DeviceTimeout(
-            f"device {device} did not answer within {deadline_seconds:.1f} s", device=device
-        )
+        return no_answer(device, deadline_seconds)
     error = future.exception()
     if error is None:
         return future.result()
     if not isinstance(error, Exception):
         raise error
     return error
+
+
+def no_answer(device: str, deadline_seconds: float) -> DeviceTimeout:
+    """The error for a call that is not over in time."""
+    return DeviceTimeout(
+        f"device {device} did not answer within {deadline_seconds:.1f} s", device=device
+    )
 
 
 __all__ = ["Scheduler", "outcome"]

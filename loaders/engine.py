@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -150,6 +151,7 @@ class Engine(Closing):
         self._slots = Slots(prefetch_bytes, pin)
         self._slabs: dict[int, Slab] = {}  # of all runs
         self._filler: Filler | None = None
+        self._fillers: weakref.WeakSet[Filler] = weakref.WeakSet()  # of single runs
         self.counts = Counts()
         # records larger than a page are read by themselves: pages of them are of no use
         self._paged = [s for s in data.streams if s.fixed is None or s.fixed.per_page]
@@ -191,6 +193,7 @@ class Engine(Closing):
                 pages = int(np.sort(high - low)[::-1][:kept].sum())
                 slabs[stream.number] = Slab(data, stream, pages)
             filler = Filler(slabs, in_windows(data, windows, slabs, epoch, position))
+            self._fillers.add(filler)
             own = ordered = True
         hurried = range(0)
         if ordered and windows is not None and 0 < position < windows.length:
@@ -236,11 +239,16 @@ class Engine(Closing):
             self.direct.stop()
 
     def close(self) -> None:
-        """Stop filling. Batches that were handed out stay good. Idempotent."""
+        """Stop filling, and wait for pages that are being read, also of runs that were dropped.
+
+        Batches that were handed out stay good. Idempotent.
+        """
         if self.cached is not None:
             self.cached.close()
         if self.pid != os.getpid():
             return
+        for filler in list(self._fillers):
+            filler.close()
         if self._filler is not None:
             self._filler.close()
         if self.direct is not None:

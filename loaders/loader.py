@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping
@@ -164,6 +165,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self.wait_seconds = 0.0  # that next() waited for a batch
         self._engine: AnyEngine | None = None
         self._ready: Run | None = None  # made ahead for the next epoch
+        self._forget_runs()
 
     def _start_torch(
         self, dataset: Any, sampler: Any, batch_sampler: Any, options: dict[str, Any]
@@ -226,6 +228,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         run, self._ready = self._ready, None
         if run is None or self._position or not run.begins_at(slices, self._epoch):
             run = Run(self, self._native, self._epoch, self._position)
+            self._runs.add(run)
+            self._threads.update(run.threads)
         return NativeIterator(self, run, self._epoch)
 
     def __len__(self) -> int:
@@ -401,7 +405,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def __getstate__(self) -> dict[str, Any]:
         """For another process: what was asked for and where it stands, no threads, no memory."""
         state = self.__dict__.copy()
-        for name in ("_engine", "_ready", "_iterator", "finish"):
+        for name in ("_engine", "_ready", "_iterator", "finish", "_runs", "_threads"):
             state[name] = None
         if isinstance(self.cache, Cache):
             state["cache"] = None
@@ -418,13 +422,25 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self.__dict__.update(state)
         self._begun = False  # its iterators were not copied: it goes on where it stands
         self.finish = self._make_finish()
+        self._forget_runs()
         self._show_sampler()
 
+    def _forget_runs(self) -> None:
+        """None that this one must wait for when it is closed."""
+        self._runs: weakref.WeakSet[Run] = weakref.WeakSet()  # that somebody may still iterate over
+        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # of dropped ones, too
+
     def close(self) -> None:
-        """Stop threads that read ahead. Idempotent; iterating starts them again."""
-        ready, self._ready = self._ready, None
-        if ready is not None:
-            ready.close()
+        """Stop all threads that read for it, and wait for them: its data set may then be closed.
+
+        Iterators that are not at their end raise AlreadyClosed. Idempotent; iterating anew starts
+        threads again. By the thread that iterates.
+        """
+        self._ready = None
+        for run in list(self._runs):
+            run.close()
+        for thread in list(self._threads):
+            thread.join()
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch.utils.data
 
-from hpstore.errors import ConfigError
+from hpstore.errors import AlreadyClosed, ConfigError
 from hpstore.loaders.caching import CachedRun
 from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.draws import Indices
@@ -153,6 +154,11 @@ class Run:
         """How long take() waited."""
         return self._pipeline.wait_seconds
 
+    @property
+    def threads(self) -> tuple[threading.Thread, ...]:
+        """Those that make its batches."""
+        return self._pipeline.threads
+
     def peek(self) -> Piece | None:
         """What comes next; None when nothing does."""
         return self._pipeline.peek()
@@ -242,6 +248,11 @@ class NativeIterator:
     def __next__(self) -> Any:
         while True:
             run = self._run
+            if run is not None and not run.going:
+                raise AlreadyClosed(
+                    "the loader was closed, and with it this iterator: the epoch is not over. To "
+                    "go on there, load state_dict() and iterate anew."
+                )
             piece = run.peek() if run is not None else None
             if run is None or piece is None or piece.epoch != self._epoch:
                 self._end(run, more=piece is not None)

@@ -112,12 +112,14 @@ class OpenShards(Closing):
 
     def _shared(self, key: str, make: Callable[[], PooledReader]) -> PooledReader:
         with self._lock:
-            self._forget_unused()
+            unused = self._take_unused()
             first = self._first.get(key)
             mine = first is None
             if first is None:
                 first = self._first[key] = _First()
             first.users += 1
+        for reader in unused:  # not under the lock: on a device that hangs it may wait
+            reader.close()
         try:
             if mine:
                 self._open(key, first, make)
@@ -139,8 +141,9 @@ class OpenShards(Closing):
             first.opened.set_exception(error)
             raise
 
-    def _forget_unused(self) -> None:
-        """Close what no thread has open any more: what was replaced or deleted is then seen."""
+    def _take_unused(self) -> list[PooledReader]:
+        """What no thread has open any more, to be closed: what was replaced is then seen."""
+        found = []
         while self._closed:
             key = self._closed.popleft()
             first = self._first.get(key)
@@ -148,7 +151,8 @@ class OpenShards(Closing):
                 first.users -= 1
                 if first.users <= 0 and first.opened.done():
                     del self._first[key]
-                    first.opened.result().close()
+                    found.append(first.opened.result())
+        return found
 
     def close(self) -> None:
         """Close what all threads have open; none of them reads now. Idempotent."""

@@ -63,6 +63,11 @@ class Pipeline(Closing, Generic[T]):
             self, _stop, self._closed, self._jobs, self._threads, os.getpid()
         )
 
+    @property
+    def threads(self) -> tuple[threading.Thread, ...]:
+        """Those that make pieces."""
+        return tuple(self._threads)
+
     def peek(self) -> Piece | None:
         """What comes next; None when nothing does."""
         return self._flying[0][0] if self._flying else None

@@ -12,6 +12,7 @@ import numpy as np
 
 from hpstore.buffers import aligned_array
 from hpstore.codec.galois import Bytes
+from hpstore.errors import AlreadyClosed
 from hpstore.geometry import ALIGNMENT_BYTES
 from hpstore.loaders.layout import Int64s
 from hpstore.loaders.pages import fill_pages, read_pages
@@ -122,7 +123,7 @@ class Slab:
         """Read pages into their places; each can be used as soon as it is there.
 
         A page that cannot be read is noted: who needs it reads its records one by one, and gets the
-        error.
+        error. That the data set or its pool was closed is no fault of a page: it ends this slab.
         """
         places = dict(places)
 
@@ -143,15 +144,22 @@ class Slab:
                 self._lose(late.tolist(), places)
             else:
                 read_pages(shard, self._stream, self.pages, numbers, target, arrived)
+        except AlreadyClosed:
+            self._give_back(places)
+            self.close()
         except Exception as error:  # noqa: BLE001 (raised again to who reads a record of these)
             self._data.pool.metrics.count("page_load_error_total", len(places))
             if not self._failed.any():
                 _log.warning("pages that cannot be read are read record by record: %s", error)
-            with self._moved:
-                for page, slot in places.items():
-                    self._fail(page)
-                    self._free.append(slot)
-                self._moved.notify_all()
+            self._give_back(places)
+
+    def _give_back(self, places: Places) -> None:
+        """Room of pages that could not be read."""
+        with self._moved:
+            for page, slot in places.items():
+                self._fail(page)
+                self._free.append(slot)
+            self._moved.notify_all()
 
     def _lose(self, late: list[int], places: dict[int, int]) -> None:
         """Reads that do not end may still write into these slots: nobody uses them again.

@@ -13,7 +13,7 @@ import xxhash
 from hpstore.buffers import aligned_array
 from hpstore.closing import Closing
 from hpstore.codec.galois import Bytes
-from hpstore.errors import ConfigError, IntegrityError, ObjectNotFound
+from hpstore.errors import AlreadyClosed, ConfigError, IntegrityError, ObjectNotFound
 from hpstore.geometry import ALIGNMENT_BYTES
 from hpstore.loaders.blocks import BLOCK_ROWS, BlockTable
 from hpstore.loaders.fields import Array, Field, FieldKind
@@ -306,7 +306,7 @@ class StoredData(Closing):
 
     def _require_open(self) -> None:
         if self._closed:
-            raise ConfigError(f"data set {self.name!r} is closed")
+            raise AlreadyClosed(f"data set {self.name!r} is closed")
 
     def _open_all(self, stream: Stream, shards: Sequence[int]) -> None:
         """Open what reader() would open one by one, as far as readers of them can stay open."""

@@ -236,7 +236,7 @@ class Jobs:
             return self._scrub()
         member = self._pool.record.member(job.device)
         if job.kind is JobKind.READMIT:
-            found = self._pool.readmit(job.device)
+            found = self._pool.readmit(job.device, reason=job.reason)
             judged = "" if found is None else (
                 f": {found.kept} files kept, {found.removed} removed, {found.quarantined} in "
                 "quarantine"

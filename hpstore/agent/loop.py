@@ -241,7 +241,7 @@ class Agent(Closing):
             # rebuild drops what is superseded and brings what it missed
             self.jobs.submit(Job(kind=JobKind.REBUILD, reason=f"{where} is back"))
         elif action.kind is ActionKind.FORGIVE:
-            self.watch.forgive(action.device)
+            self.watch.forgive(action.device, action.reason)
         elif action.kind is ActionKind.ACCEPT:
             self.watch.accept(action.device)
         elif action.kind in (ActionKind.WARN, ActionKind.ALARM):

@@ -31,7 +31,7 @@ class Watch(Protocol):
     def devices(self) -> Mapping[str, Watched]:
         """Devices that it knows."""
 
-    def forgive(self, device: str) -> None:
+    def forgive(self, device: str, reason: str) -> None:
         """A device starts anew."""
 
     def accept(self, device: str) -> None:
@@ -65,8 +65,8 @@ class MonitorWatch:
             for device, sight in self._monitor.snapshot().devices.items()
         }  # fmt: skip
 
-    def forgive(self, device: str) -> None:
-        self._monitor.forgive(device)
+    def forgive(self, device: str, reason: str) -> None:
+        self._monitor.forgive(device, reason)
         self._last = tuple(verdict for verdict in self._last if verdict.device != device)
 
     def accept(self, device: str) -> None:

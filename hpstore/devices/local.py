@@ -36,6 +36,8 @@ from hpstore.devices.local_io import (
     allocate,
     gone,
     names_fold,
+    open_root,
+    temporary_path,
     unlock_and_close,
 )  # fmt: skip
 from hpstore.errors import DeviceError, DeviceMissing
@@ -82,14 +84,7 @@ class LocalDevice:
         known = self._roots.get(os.getpid())
         if known is not None:
             return known
-        try:
-            fd = os.open(self.url, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError as error:
-            raise DeviceMissing(
-                f"device {self.url} cannot be opened: {error.strerror}", device=self.url
-            ) from error
-        status = os.fstat(fd)
-        found = (status.st_dev, status.st_ino)
+        fd, found = open_root(self.url)
         if self._identity not in (None, found):
             os.close(fd)
             raise DeviceMissing(
@@ -135,7 +130,7 @@ class LocalDevice:
 
     def create(self, size_bytes: int) -> LocalWriter:
         with self._guard("create", absent_is_gone=True) as root:
-            name = _temporary()
+            name = temporary_path()
             fd = self._reuse(root, name, size_bytes)
             writer = self._new(name) if fd is None else LocalWriter(self, fd, name, recycled=True)
             with writer.aborted_on_error():
@@ -144,16 +139,17 @@ class LocalDevice:
 
     def create_spare(self, size_bytes: int) -> LocalWriter:
         with self._guard("create of a spare file", absent_is_gone=True):
-            writer = self._new(_temporary())
+            writer = self._new(temporary_path())
             with writer.aborted_on_error():
                 allocate(writer.fileno(), size_bytes)
             return writer
 
     def _new(self, name: str) -> LocalWriter:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        fd = self._open(name, flags, self._file_mode)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return LocalWriter(self, fd, name)
+        writer = LocalWriter(self, self._open(name, flags, self._file_mode), name)
+        with writer.aborted_on_error():
+            fcntl.flock(writer.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return writer
 
     def _open(self, name: str, flags: int, mode: int = 0o600) -> int:
         if self.mode != "direct":
@@ -226,7 +222,7 @@ class LocalDevice:
 
     def write_small(self, path: str, data: bytes) -> None:
         with self._guard(f"write of {path}", absent_is_gone=True) as root:
-            name = _temporary()
+            name = temporary_path()
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             fd = os.open(name, flags, self._file_mode, dir_fd=root)
             try:
@@ -490,11 +486,6 @@ class LocalDevice:
         fd = self._roots.pop(os.getpid(), -1)
         if fd >= 0:
             os.close(fd)
-
-
-def _temporary() -> str:
-    """A new name in tmp/."""
-    return f"{TMP}/{time.time_ns():020d}-{os.getpid()}-{secrets.token_hex(6)}"
 
 
 __all__ = ["LocalDevice"]

@@ -6,12 +6,14 @@ import contextlib
 import errno
 import fcntl
 import os
+import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from hpstore.buffers import aligned_array
 from hpstore.codec.galois import Bytes
-from hpstore.devices.base import raise_device_error
+from hpstore.devices.base import TMP, raise_device_error
 from hpstore.errors import DeviceError, DeviceMissing
 from hpstore.geometry import ALIGNMENT_BYTES
 from hpstore.keys import OBJECTS
@@ -150,6 +152,26 @@ class LocalReader:
             unlock_and_close(fd)
 
 
+def open_root(url: str) -> tuple[int, tuple[int, int]]:
+    """A descriptor of a directory, and device and inode. Raises DeviceMissing."""
+    fd = -1
+    try:
+        fd = os.open(url, os.O_RDONLY | os.O_DIRECTORY)
+        status = os.fstat(fd)
+    except OSError as error:
+        if fd >= 0:
+            os.close(fd)
+        raise DeviceMissing(
+            f"device {url} cannot be opened: {error.strerror}", device=url
+        ) from error
+    return fd, (status.st_dev, status.st_ino)
+
+
+def temporary_path() -> str:
+    """A new name in tmp/."""
+    return f"{TMP}/{time.time_ns():020d}-{os.getpid()}-{secrets.token_hex(6)}"
+
+
 def allocate(fd: int, size_bytes: int) -> None:
     """Reserve the blocks of a file, or give it its size where the filesystem reserves none."""
     try:
@@ -183,5 +205,7 @@ __all__ = [
     "allocate",
     "gone",
     "names_fold",
+    "open_root",
+    "temporary_path",
     "unlock_and_close",
 ]

@@ -133,7 +133,7 @@ class Ring:
                 least = flying if begun == total else (flying + 1) // 2
                 if timed and flying > total // _LOOKS:
                     least = (flying + 1) // 2
-                self._enter_patiently(count, least, seconds, hopeless, results)
+                self._enter_patiently(least, seconds, hopeless, results)
                 ended += self._collect(results, times)
         except OSError as error:
             if not isinstance(error, TimeoutError):
@@ -146,20 +146,32 @@ class Ring:
         return Batch(results, None, times)
 
     def _enter_patiently(
-        self, submit: int, least: int, seconds: float,
-        hopeless: Callable[[Int64s], bool] | None, results: Int64s,
+        self, least: int, seconds: float, hopeless: Callable[[Int64s], bool] | None,
+        results: Int64s,
     ) -> None:  # fmt: skip
-        """As _enter, in steps of silence. Raises TimeoutError."""
-        until, step = time.monotonic() + seconds, min(seconds, _SILENT_SECONDS)
+        """As _enter, in steps of silence, until a read has ended. Raises TimeoutError.
+
+        Of each step no more than its length counts: the process may have been stopped. A signal
+        that wakes this thread begins no new patience.
+        """
+        silent, asked = 0.0, _SILENT_SECONDS
         while True:
-            try:
-                self._enter(submit, least, step)
-            except TimeoutError:
-                if time.monotonic() >= until or (hopeless is not None and hopeless(results)):
-                    raise
-                submit = (int(self._tail[0]) - int(self._head[0])) & 0xFFFFFFFF
-            else:
+            step, began = min(seconds - silent, _SILENT_SECONDS), time.monotonic()
+            with contextlib.suppress(TimeoutError):
+                self._enter(self._unsubmitted(), least, step)
+            if self._head_done[0] != self._tail_done[0]:
                 return
+            silent += min(step, time.monotonic() - began)
+            if silent >= seconds:
+                raise TimeoutError
+            if hopeless is not None and silent >= asked:
+                asked += _SILENT_SECONDS
+                if hopeless(results):
+                    raise TimeoutError
+
+    def _unsubmitted(self) -> int:
+        """Reads in the queue that the kernel has not taken."""
+        return (int(self._tail[0]) - int(self._head[0])) & 0xFFFFFFFF
 
     def _queue(self, asked: npt.NDArray[np.void]) -> None:
         tail = int(self._tail[0])
@@ -170,8 +182,12 @@ class Ring:
         self._tail[0] = (tail + len(asked)) & 0xFFFFFFFF
 
     def _enter(self, submit: int, least: int, seconds: float) -> None:
-        """Submit what is queued, and wait until at least so many are done. Raises TimeoutError."""
+        """Submit what is queued, and wait until at least so many are done. Raises TimeoutError.
+
+        Ends early for a signal, or when some are done and the kernel takes no more.
+        """
         self._seconds[:] = int(seconds), int(seconds % 1 * 1e9)
+        until = time.monotonic() + seconds
         while True:
             try:
                 taken = self._call(
@@ -181,14 +197,16 @@ class Ring:
                     ctypes.c_size_t(self._waiting.nbytes),
                 )  # fmt: skip
             except OSError as error:
-                if error.errno == errno.ETIME and self._head_done[0] == self._tail_done[0]:
-                    raise TimeoutError from error
                 if error.errno not in (errno.ETIME, errno.EINTR, errno.EAGAIN, errno.EBUSY):
                     raise
+                ended = bool(self._head_done[0] != self._tail_done[0])
                 if error.errno in (errno.EAGAIN, errno.EBUSY):  # the kernel is short of memory
+                    if ended:
+                        return
                     time.sleep(_PAUSE_SECONDS)
-                taken = 0
-                submit = (int(self._tail[0]) - int(self._head[0])) & 0xFFFFFFFF
+                if not ended and (error.errno == errno.ETIME or time.monotonic() >= until):
+                    raise TimeoutError from error
+                submit, taken = self._unsubmitted(), 0
             submit -= taken
             if submit <= 0:
                 return
@@ -225,9 +243,11 @@ class Ring:
         return ended
 
     def close(self) -> None:
-        """Give it back. Nothing is in flight."""
-        with contextlib.suppress(OSError):
-            os.close(self._fd)
+        """Give it back. Nothing is in flight. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
     def __del__(self) -> None:
         if getattr(self, "_pid", None) == os.getpid() and hasattr(self, "entries"):

@@ -182,6 +182,7 @@ class Monitor:
     def _tick(self) -> tuple[Round, list[Decision]]:
         clock = self._store.clock
         now, wall = clock.monotonic(), clock.wall_ms() / 1000
+        self._forget_left()
         self._learn_traits()
         tick = self.telemetry.tick(now)
         self._stalls.note(now)
@@ -209,6 +210,16 @@ class Monitor:
 
     def _in_state(self, *states: HealthState) -> list[str]:
         return [d for d, health in self._policy.devices.items() if health.state in states]
+
+    def _forget_left(self) -> None:
+        """Devices that are members no more accuse nobody, and excuse nobody."""
+        members = {member.device_id for member in self._store.view.record.members}
+        for device in self._meters.keys() - members:
+            self.telemetry.forget(device)
+            self._detector.forget(device)
+            self._writes.forget(device)
+            for known in (self._meters, self._traits, self._counts, self._latencies):
+                known.pop(device, None)  # type: ignore[attr-defined]  # dicts of several kinds
 
     def _learn_traits(self) -> None:
         """What kinds of device there are; asked on their lanes, as it may wait for them."""
@@ -381,15 +392,18 @@ class Monitor:
             latency_seconds=tuple(self._latencies.get(device, ())),
         )  # fmt: skip
 
-    def forgive(self, device: str) -> None:
-        """An operator takes a device back: it starts anew. Nothing for one that is not known."""
-        self._say(Command.READMIT, device)
+    def forgive(self, device: str, reason: str = "") -> None:
+        """A device is taken back, by an operator or for a reason that is given: it starts anew.
+
+        Nothing for one that is not known.
+        """
+        self._say(Command.READMIT, device, reason)
 
     def accept(self, device: str) -> None:
         """An operator says that what a device does now is normal for it."""
         self._say(Command.ACCEPT, device)
 
-    def _say(self, word: Command, device: str) -> None:
+    def _say(self, word: Command, device: str, reason: str = "") -> None:
         if not self.enabled:
             return
         with self._ticking:
@@ -400,7 +414,7 @@ class Monitor:
             if device not in facts.devices or device not in self._policy.devices:
                 return
             wall = self._store.clock.wall_ms() / 1000
-            outcome = command(self._policy, word, device, facts, wall, self._config)
+            outcome = command(self._policy, word, device, facts, wall, self._config, reason=reason)
             self._policy = outcome.state
             mine = (ActionKind.FORGIVE, ActionKind.ACCEPT)
             self._obey([a for a in outcome.actions if a.kind in mine], wall)

@@ -26,9 +26,9 @@ class Command(StrEnum):
 
 def command(
     state: PolicyState, word: Command, device: str, facts: PoolFacts, now_seconds: float,
-    config: PolicyConfig,
+    config: PolicyConfig, *, reason: str = "",
 ) -> Outcome:  # fmt: skip
-    """Obey, and note it like any decision.
+    """Obey, and note it like any decision, with a `reason` or as an operator's word.
 
     A sit-out or maintenance needs parity for it, without reserve: raises MembershipError when there
     is none, or for a device that the pool does not have. Nothing has changed then.
@@ -37,7 +37,7 @@ def command(
         known = ", ".join(sorted(facts.devices))
         raise MembershipError(f"device {device} is not of this pool; it has {known}")
     turn = Turn(state, facts, now_seconds, config)
-    health, said = turn.devices[device], f"by an operator: {word}"
+    health, said = turn.devices[device], reason or f"by an operator: {word}"
     if word in (Command.SIT_OUT, Command.MAINTENANCE, Command.DRAIN):
         _check(turn, device, word)
     if word is Command.SIT_OUT:

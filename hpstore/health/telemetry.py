@@ -160,15 +160,6 @@ class Telemetry:
             found = self._devices.get(device)
         return LogHistogram() if found is None else found.histogram(operation)
 
-    def peers_quantile(self, device: str, operation: Operation, share: float) -> float:
-        """Seconds that `share` of the calls of all *other* devices take; 0 when there were none."""
-        with self._lock:
-            others = [found for name, found in self._devices.items() if name != device]
-        merged = LogHistogram()
-        for other in others:
-            merged.merge(other.histogram(operation))
-        return merged.quantile(share)
-
     def deadlines(self, share: float) -> dict[str, tuple[float, ...]]:
         """By device and `size_class`: seconds in which `share` of the *other* devices' reads of
         that size are done; 0 where those were too few to tell."""
@@ -295,9 +286,10 @@ def _cells(rows: Rows, judged: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.in
 
 
 def _learn(device: _Device, rows: Rows) -> None:
-    """Add I/Os to a device's histograms and cells."""
+    """Add I/Os to a device's histograms and cells; how soon one failed tells of no speed."""
+    answered = rows.outcome != Outcome.ERROR
     for operation in Operation:
-        mine = rows.operation == operation
+        mine = answered & (rows.operation == operation)
         if mine.any():
             device.recent[operation].add(rows.seconds[mine], rows.count[mine])
     judged = _judged(device, rows)

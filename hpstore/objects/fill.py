@@ -25,6 +25,7 @@ from hpstore.objects.columns import ColumnReader
 from hpstore.objects.read import ObjectReader
 from hpstore.objects.scatter import Int64s
 from hpstore.objects.store import Store
+from hpstore.patience import STEP_SECONDS
 
 
 @dataclass(slots=True, eq=False)
@@ -142,17 +143,21 @@ class UnitFill:
         for future, _ in begun:
             future.add_done_callback(lambda _: self._landed.put(None))
         left, limit = len(begun), store.settings.device_deadline_seconds
-        until = time.monotonic() + limit
+        silent = 0.0  # since the last sign of life; as wait_awake counts it
         while left:
+            step, asked = min(STEP_SECONDS, limit - silent), time.monotonic()
             try:
-                found = self._landed.get(timeout=max(0.0, until - time.monotonic()))
+                found = self._landed.get(timeout=step)
             except queue.Empty:
+                silent += min(step, time.monotonic() - asked)
+                if silent < limit:
+                    continue
                 self._abandoned = True
                 break
             if found is None:
                 left -= 1
                 continue
-            until = time.monotonic() + limit  # from the last sign of life
+            silent = 0.0
             self._settle(store, *found)
         if not left:
             for lease in self._scratch:

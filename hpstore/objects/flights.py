@@ -32,6 +32,7 @@ class Flight:
         self.patience: dict[int, float] = {}  # column -> seconds that its read may take
         self.shared: set[int] = set()  # columns that are not read again
         self.began, self._opened = time.monotonic(), True
+        self.waited = 0.0  # seconds that its reads have been waited for, as wait_awake counts them
         at = 0
         for column, (low, high) in (*plan.reads.items(), *plan.lost.items()):
             array = None if before is None else before.part(column, low, high)
@@ -89,11 +90,12 @@ class Flight:
         """Of a spare flight: give back its own memory, and the files that it has opened."""
         self._before = None
         for future in self.futures.values() if self._opened else ():
-            future.add_done_callback(_close_opened)
+            future.add_done_callback(close_opened)
         self.drop()
 
 
-def _close_opened(future: Future[ColumnReader | None]) -> None:
+def close_opened(future: Future[ColumnReader | None] | Future[ColumnReader]) -> None:
+    """Close the file that a call has opened which nobody waits for any more."""
     if not future.cancelled() and future.exception() is None:
         opened = future.result()
         if opened is not None:
@@ -122,4 +124,4 @@ def spare_bytes(plan: WindowPlan, before: Flight) -> tuple[int, int]:
     return reads, reads + sum(high - low for low, high in plan.lost.values())
 
 
-__all__ = ["Flight", "RebuiltRun", "read_held", "spare_bytes"]
+__all__ = ["Flight", "RebuiltRun", "close_opened", "read_held", "spare_bytes"]

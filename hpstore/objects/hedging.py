@@ -8,21 +8,21 @@ monitor began to spare it are overtaken, too: that is planning round it, and has
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
 
 from hpstore.buffers import Lease
 from hpstore.codec.galois import Bytes
-from hpstore.errors import BudgetExceeded
+from hpstore.errors import BudgetExceeded, IntegrityError
 from hpstore.objects.columns import ColumnReader, open_column
 from hpstore.objects.flights import Flight, read_held, spare_bytes
 from hpstore.objects.routing import HEDGE_COLUMNS, well_placed
 from hpstore.objects.store import Store
 from hpstore.objects.survey import Found
 from hpstore.objects.windows import WindowPlan, plan_window
+from hpstore.patience import wait_awake
 
 if TYPE_CHECKING:
     from hpstore.objects.read import ObjectReader
@@ -39,10 +39,10 @@ def overtake(reader: ObjectReader, window: tuple[int, int], flight: Flight) -> F
         return flight
     deadline = reader.store.settings.device_deadline_seconds
     patience = min(deadline, max(0.0, flight.overdue_in(flight.futures, deadline)))
-    wait(flight.futures.values(), timeout=min(patience, _LOOK_SECONDS))
+    flight.waited += wait_awake(flight.futures.values(), min(patience, _LOOK_SECONDS))
     race = _Race(reader, window, flight)
     try:
-        return race.run(time.monotonic() + deadline)
+        return race.run(deadline)
     finally:
         race.stop()
 
@@ -56,12 +56,12 @@ class _Race:
         self._spare: Flight | None = None
         self._tries = {"hedged", "rerouted"}  # each once
 
-    def run(self, until: float) -> Flight:
-        """Wait for either."""
+    def run(self, deadline_seconds: float) -> Flight:
+        """Wait for either, so long at most since the flight began to be waited for."""
         flight = self._flight
         while (late := flight.late()) and not flight.failed():
-            now = time.monotonic()
-            if now >= until:
+            left = deadline_seconds - flight.waited
+            if left <= 0:
                 break
             if self._spare is not None and not self._spare.late():
                 if self._landed(self._spare):
@@ -72,7 +72,7 @@ class _Race:
             if self._spare is None and (kind := self._due(late)):
                 self._tries.discard(kind)
                 self._spare = self._begin(late, kind)
-            self._wait(late, until - now)
+            self._wait(late, left)
         return flight
 
     def stop(self) -> None:
@@ -100,7 +100,7 @@ class _Race:
         futures = [self._flight.futures[column] for column in late]
         if spare is not None:
             futures += [future for future in spare.futures.values() if not future.done()]
-        wait(futures, timeout=pause, return_when=FIRST_COMPLETED)
+        self._flight.waited += wait_awake(futures, pause, first=True)
 
     def _begin(self, late: list[int], kind: str) -> Flight | None:
         """Start reading what replaces the late columns; None when that is not possible now."""
@@ -155,6 +155,8 @@ class _Race:
                 self._reader.adopt(column, opened)
             elif column not in self._reader.columns and isinstance(error, Exception):
                 self._reader.adopt(column, error)
+            elif isinstance(error, IntegrityError):
+                self._reader.give_up(column, future, error)
         spare.adopted()
         return good
 

@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from functools import partial
 
 from hpstore.codec.galois import Bytes
@@ -13,7 +14,7 @@ from hpstore.errors import BudgetExceeded, IntegrityError, ObjectNotFound, TooMa
 from hpstore.header import ColumnHeader
 from hpstore.keys import Kind, Version
 from hpstore.objects.columns import ColumnReader, open_column
-from hpstore.objects.flights import Flight, RebuiltRun, read_held
+from hpstore.objects.flights import Flight, RebuiltRun, close_opened, read_held
 from hpstore.objects.hedging import overtake, probe_avoided
 from hpstore.objects.routing import well_placed
 from hpstore.objects.store import Store
@@ -106,6 +107,8 @@ class ObjectReader:
         changed = False
         for column, future in futures.items():
             result = outcome(future, batch[column].device, deadline)
+            if isinstance(result, Exception):
+                future.add_done_callback(close_opened)  # it may still be opened: nobody wants it
             if isinstance(result, FileNotFoundError):
                 changed = True
             elif isinstance(result, Exception):
@@ -339,27 +342,34 @@ class ObjectReader:
     def _arrived(self, flight: Flight) -> bool:
         """True when all reads arrived; columns that failed are given up and noted."""
         deadline = self.store.settings.device_deadline_seconds
-        wait_awake(flight.futures.values(), deadline)
+        wait_awake(flight.futures.values(), deadline - flight.waited)
         good = True
         for column, future in flight.futures.items():
             reader = self.columns.get(column)
             result = outcome(future, reader.device_id if reader else "", deadline)
-            if not isinstance(result, Exception):
-                continue
-            good = False
-            if reader is None:
-                continue  # an earlier window already gave this column up
-            if isinstance(result, IntegrityError):
-                if self._replaced(reader):
-                    raise Changed(self.key)
-                if self.judging:
-                    self.store.note_damage(reader.device_id)
-            self._note(column, result)
-            del self.columns[column]
-            if self.store.routing.version:
-                self._routed = -1  # another one may be wanted in its place
-            future.add_done_callback(lambda _, r=reader: r.close())  # type: ignore[misc]
+            if isinstance(result, Exception):
+                good = False
+                self.give_up(column, future, result)
         return good
+
+    def give_up(self, column: int, future: Future[ColumnReader | None], error: Exception) -> None:
+        """Note what a read of a column met, and use it no more. By this one's thread.
+
+        Raises Changed when the object was replaced under it.
+        """
+        reader = self.columns.get(column)
+        if reader is None:
+            return  # an earlier window already gave this column up
+        if isinstance(error, IntegrityError):
+            if self._replaced(reader):
+                raise Changed(self.key)
+            if self.judging:
+                self.store.note_damage(reader.device_id)
+        self._note(column, error)
+        del self.columns[column]
+        if self.store.routing.version:
+            self._routed = -1  # another one may be wanted in its place
+        future.add_done_callback(lambda _: reader.close())
 
     def _replaced(self, reader: ColumnReader) -> bool:
         """PROTOCOL 10: after a mismatch, is the file still the object that we opened?"""
@@ -374,8 +384,7 @@ class ObjectReader:
         deadline = self.store.settings.device_deadline_seconds
         wait_awake([future], deadline)
         found = outcome(future, reader.device_id, deadline)
-        if isinstance(found, ColumnReader):
-            found.close()
+        future.add_done_callback(close_opened)
         return isinstance(found, FileNotFoundError)
 
     def _decode(self, flight: Flight) -> None:

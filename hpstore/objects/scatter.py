@@ -230,21 +230,24 @@ class Scatter:
         sizes = np.concatenate([part.size for part in parts])
         counts = [len(part.low) for part in parts]
         meter = BatchMeter(store, _by_device(devices, counts))
-        batch = read_batch(
-            np.repeat([part.held.descriptor for part in parts], counts),
-            np.concatenate([part.low for part in parts]) + HEADER_BYTES,
-            np.concatenate([
-                base + part.place if part.number is None
-                else np.where(part.place < 0, self._addresses[part.number], base + part.place)
-                for part in parts
-            ]),
-            sizes,
-            seconds=store.settings.device_deadline_seconds,
-            keep=(self, memory),
-            timed=meter.timed,
-            hopeless=meter.hopeless,
-        )  # fmt: skip
-        meter.end(batch, sizes)
+        batch = None
+        try:
+            batch = read_batch(
+                np.repeat([part.held.descriptor for part in parts], counts),
+                np.concatenate([part.low for part in parts]) + HEADER_BYTES,
+                np.concatenate([
+                    base + part.place if part.number is None
+                    else np.where(part.place < 0, self._addresses[part.number], base + part.place)
+                    for part in parts
+                ]),
+                sizes,
+                seconds=store.settings.device_deadline_seconds,
+                keep=(self, memory),
+                timed=meter.timed,
+                hopeless=meter.hopeless,
+            )  # fmt: skip
+        finally:
+            meter.end(batch, sizes)
         if batch is None:
             return None
         pending = batch.late is not None and not batch.late.done()

@@ -90,18 +90,23 @@ class Verdict(Enum):
     TORN = "torn"  # was certainly never acknowledged
 
 
+def may_be_acknowledged(layout: Layout, *, seen: int, unknown_devices: int) -> bool:
+    """Whether a version of which `seen` columns were there may have been acknowledged (PROTOCOL 5).
+
+    A column that was not found may hide on a device that did not answer, at most one on each.
+    """
+    return seen + min(layout.width - seen, unknown_devices) >= layout.floor
+
+
 def judge(layout: Layout, *, valid: int, corrupt: int, unknown_devices: int) -> Verdict:
     """PROTOCOL 7 for one layout: c = valid columns, u = columns not definitely absent.
 
-    A column that was not found may hide on a device that did not answer, at most one on each. A
-    corrupt one was there and counts as unknown.
+    A corrupt one was there and counts as unknown.
     """
     if valid >= layout.data:
         return Verdict.SERVES
-    hidden = min(layout.width - valid - corrupt, unknown_devices)
-    if valid + corrupt + hidden >= layout.floor:
-        return Verdict.UNCLEAR
-    return Verdict.TORN
+    unclear = may_be_acknowledged(layout, seen=valid + corrupt, unknown_devices=unknown_devices)
+    return Verdict.UNCLEAR if unclear else Verdict.TORN
 
 
 def unknown_devices(view: View, survey: Survey) -> int:
@@ -208,5 +213,5 @@ def empty_geometry(parity: int) -> Geometry:
 
 
 __all__ = ["Found", "Layout", "Survey", "Verdict", "empty_geometry", "judge", "list_object",
-           "newest_by_name", "path_on", "require_known", "stable_survey", "survey_key", "too_many",
-           "unknown_devices"]  # fmt: skip
+           "may_be_acknowledged", "newest_by_name", "path_on", "require_known", "stable_survey",
+           "survey_key", "too_many", "unknown_devices"]  # fmt: skip

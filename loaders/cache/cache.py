@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 from hpstore.clock import Clock, SystemClock
 from hpstore.closing import Closing
-from hpstore.errors import ConfigError
+from hpstore.errors import AlreadyClosed, ConfigError
 from hpstore.loaders.cache.ahead import Prefetcher
 from hpstore.loaders.cache.attached import Attached
 from hpstore.loaders.cache.client import SharedAttached
@@ -71,7 +71,7 @@ class Cache(Closing):
         when a batch of them does not fit.
         """
         if self._closed:
-            raise ConfigError("this cache is closed")
+            raise AlreadyClosed("this cache is closed")
         if self._owned is None:
             assert self.share is not None
             try:

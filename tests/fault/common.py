@@ -16,7 +16,7 @@ import hpstore
 from hpstore.config import PoolConfig, Settings, find_config
 from hpstore.devices.base import Device
 from hpstore.devices.ring import Ring
-from hpstore.devices.wrappers import FaultyDevice
+from hpstore.devices.wrappers import DeviceWrapper, FaultyDevice
 from hpstore.errors import HpstoreError, ObjectNotFound
 from hpstore.keys import parse_column_name
 from hpstore.opening import Opener, device_opener
@@ -25,6 +25,7 @@ from hpstore.testing.loopfs import LoopFilesystem
 
 T = TypeVar("T")
 Wrap = Callable[[str, Device], Device]
+GATE_SECONDS = 30.0  # a gate that nobody opens
 
 
 class MakeDisks(Protocol):
@@ -108,6 +109,45 @@ class Hangs:
             for device in devices:
                 device.plan = ""
                 device.released.set()
+
+
+class Gates:
+    """Operations of devices that wait until all are let go: (path, operation), "*" for any path.
+
+    `waiting` counts the calls that have come to one.
+    """
+
+    def __init__(self) -> None:
+        self.shut: set[tuple[str, str]] = set()
+        self.opened = threading.Event()
+        self.waiting = 0
+        self._lock = threading.Lock()  # guards waiting
+
+    def wrap(self, url: str, device: Device) -> Device:
+        """For Bench.open."""
+        return _Gated(device, self)
+
+    def come(self, url: str, operation: str) -> None:
+        """A call on a device begins."""
+        if self.shut & {(url, operation), ("*", operation)}:
+            with self._lock:
+                self.waiting += 1
+            assert self.opened.wait(GATE_SECONDS)
+
+    def let_go(self) -> None:
+        """All go on, later ones do not wait."""
+        self.shut.clear()
+        self.opened.set()
+
+
+class _Gated(DeviceWrapper):
+    def __init__(self, inner: Device, gates: Gates) -> None:
+        super().__init__(inner)
+        self._gates = gates
+
+    def around(self, operation: str, nbytes: int, call: Callable[[], T]) -> T:
+        self._gates.come(self.url, operation)
+        return call()
 
 
 def wrapping(config: PoolConfig, wrap: Wrap | None) -> Opener:
@@ -260,6 +300,6 @@ def attempt(call: Callable[[], object]) -> bool:
     return True
 
 
-__all__ = ["Bench", "Call", "Hangs", "MakeDisks", "Wrap", "attempt", "column_number", "empty",
-           "exit_status", "flip", "forked", "payload", "poll", "rings", "tree", "value", "within",
-           "wrapping"]  # fmt: skip
+__all__ = ["Bench", "Call", "Gates", "Hangs", "MakeDisks", "Wrap", "attempt", "column_number",
+           "empty", "exit_status", "flip", "forked", "payload", "poll", "rings", "tree", "value",
+           "within", "wrapping"]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from hpstore.buffers import aligned_array
 from hpstore.codec.galois import Bytes
+from hpstore.objects import fill as fill_module
 from hpstore.objects.columns import ColumnReader
 from hpstore.pool import Pool
 from hpstore.pooled import Filled, PooledReader, UnitFill
@@ -176,3 +178,27 @@ def test_it_reads_without_threads(made: Bench) -> None:
     pool: Pool
     with made.open(threads=False) as pool, pool.reader("x") as reader:
         assert read(reader, ALL)[1].good[:12].all()
+
+
+def test_time_in_which_the_process_was_stopped_is_no_delay_of_a_unit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look at the clock is an hour later: no unit is given up, no memory is lost."""
+    bench = filled(tmp_path)
+    hangs, hours = Hangs(bench), itertools.count()
+    with bench.open(wrap=hangs.wrap) as pool, pool.reader("x") as reader:
+        assert read(reader, [0])[1].good.all()
+        hangs.hang(reader._reader.columns[0].url)
+        monkeypatch.setattr(fill_module, "STEP_SECONDS", 0.01)
+
+        def later() -> float:
+            if next(hours) == 10:
+                hangs.release()
+            return 3600.0 * next(hours)
+
+        monkeypatch.setattr(fill_module.time, "monotonic", later)
+        _, found, _ = within(20.0, lambda: read(reader, [0]))
+        monkeypatch.undo()
+        assert next(hours) > 10
+        assert found.good.all()
+        assert not found.late.any()

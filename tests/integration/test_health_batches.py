@@ -286,3 +286,45 @@ def test_listeners_hear_each_tick_until_they_stop(pool: Pool) -> None:
     pool.health.tick_now()
     assert len(heard) == 2
     assert pool.health.snapshot().ticks == 3
+
+
+@with_rings
+def test_a_batch_that_is_interrupted_leaves_no_call_in_flight(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in a notebook: the devices would look as if they hung from then on."""
+
+    def interrupt(*_: Any, **__: Any) -> None:  # Any: ignored
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(scatter_module, "read_batch", interrupt)
+    with pool.reader("x") as reader:
+        with pytest.raises(KeyboardInterrupt):
+            read(reader)
+        held = [r.device_id for r in reader._reader.columns.values()]
+    recorders = [pool.health.telemetry.recorder(device) for device in held]
+    assert [recorder.oldest_seconds(1e12) for recorder in recorders] == [0.0] * len(held)
+
+
+def test_a_device_that_has_left_accuses_nobody_and_excuses_nobody(pool: Pool) -> None:
+    """Its hanging calls count no more among those that make a hang everybody's."""
+    device, url = next(iter(pool.places.items()))
+    recorder = pool.health.telemetry.recorder(device)
+    recorder.begin(pool._store.clock.monotonic() - 1000.0)
+    assert pool.health.tick_now().tick.signs[device].oldest_seconds > 900
+    assert device in {verdict.device for verdict in pool.health.tick_now().verdicts}
+    pool.evict(url)
+    found = pool.health.tick_now()
+    assert device not in found.tick.signs
+    assert device not in {verdict.device for verdict in found.verdicts}
+
+
+def test_who_takes_a_device_back_stands_in_the_log(pool: Pool) -> None:
+    """An operator, unless somebody else says why: the agent does (PROTOCOL 16)."""
+    device, url = next(iter(pool.places.items()))
+    pool.health.tick_now()
+    pool.readmit(url)
+    pool.readmit(url, reason="it is back")
+    pool.health.forgive(device, "its columns are reconciled")
+    said = [decision.reason for decision in pool.health.snapshot().decisions]
+    assert said == ["by an operator: readmit", "it is back", "its columns are reconciled"]

@@ -6,8 +6,8 @@ Devices hang until they are released; no test waits for time to pass.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ import pytest
 
 from hpstore.devices.base import Device
 from hpstore.devices.wrappers import FaultyDevice
+from hpstore.health.recorder import Outcome
 from hpstore.health.verdicts import HealthState
 from hpstore.objects import hedging
+from hpstore.objects import read as read_module
 from hpstore.pool import Pool
 from hpstore.pooled import PooledReader
 from hpstore.testing import ManualClock
@@ -221,3 +223,45 @@ def test_a_hung_device_holds_no_thread_that_another_one_needs(tmp_path: Path) ->
         late.release()
         for reader in readers:
             reader.close()
+
+
+def test_a_late_read_is_waited_for_one_deadline_not_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was waited for a spare that could not be read counts as waited for the device."""
+    asked: list[float] = []
+    plain = read_module.wait_awake
+
+    def note(futures: Collection[Future[Any]], seconds: float) -> float:
+        asked.append(seconds)
+        return plain(futures, seconds)
+
+    deadline = 0.3
+    with late_pool(tmp_path, device_deadline_seconds=deadline) as late:
+        late.hang(0)
+        late.pool._store.routing.deadlines = {}
+        monkeypatch.setattr(read_module, "wait_awake", note)
+        assert within(LIMIT, late.read) == BODY
+        assert late.count("read_degraded_total") == 1
+        assert min(asked) <= 0  # for the read that had its time
+        monkeypatch.undo()
+
+
+def test_damage_that_a_spare_meets_in_an_open_column_is_mended(tmp_path: Path) -> None:
+    """The spare reads a column that is open already: its damage counts as any other's."""
+    with late_pool(tmp_path) as late, ThreadPoolExecutor(1) as threads:
+        late.hang(1)
+        assert within(LIMIT, late.read) == BODY  # a parity column is open from now on
+        late.release()
+        (spare,) = set(late.reader._reader.columns) - {0, 1, 2}
+        held = late.reader._reader.columns[spare]
+        late.devices[held.url].plan = "F*"
+        late.devices[late.urls[1]].released.clear()
+        late.hang(1)
+        reading = threads.submit(late.read)
+        poll(LIMIT, lambda: late.count("column_mismatch_total") == 1)
+        late.release()
+        assert reading.result(LIMIT) == BODY
+        recorder = late.pool.health.telemetry.recorder(held.device_id)
+        assert Outcome.CHECKSUM in recorder.drain().outcome
+        poll(LIMIT, lambda: late.count("read_repair_total") == 1)

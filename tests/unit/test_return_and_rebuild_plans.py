@@ -17,8 +17,9 @@ from hpstore.objects.survey import Found, Layout, Survey
 from hpstore.rebuild import needs_work, plan_rebuild, spare_losses
 from hpstore.records import DeviceState, Member, PoolRecord
 
-judge_return = partial(changes.judge_return, recent=False)
-
+judge_return = partial(
+    changes.judge_return, fellows=(), recent=False, silent=0, unhealed=0
+)  # all members answer, and it left long ago
 
 OLD, NEW, NEWER = Version(1, 1), Version(2, 1), Version(3, 1)
 
@@ -75,16 +76,14 @@ def test_a_deleted_object_does_not_come_back() -> None:
     """A full tombstone removes the column; a thin one sets it aside."""
     whole = layout(NEW, range(3), kind=Kind.TOMBSTONE, data=1)
     thin = layout(NEW, range(2), kind=Kind.TOMBSTONE, data=1)
-    assert judge_return(file(OLD, 5), whole, recent=False) == "remove"
-    assert judge_return(file(OLD, 5), thin, recent=False) == "quarantine"
+    assert judge_return(file(OLD, 5), whole) == "remove"
+    assert judge_return(file(OLD, 5), thin) == "quarantine"
 
 
 def test_what_nobody_else_knows_is_quarantined() -> None:
     """Deleted and swept, or never acknowledged: not served, not deleted."""
-    assert judge_return(file(NEW, 5), None, recent=False) == "quarantine"
-    assert (
-        judge_return(file(NEW, 5, kind=Kind.TOMBSTONE, data=1), None, recent=False) == "quarantine"
-    )
+    assert judge_return(file(NEW, 5), None) == "quarantine"
+    assert judge_return(file(NEW, 5, kind=Kind.TOMBSTONE, data=1), None) == "quarantine"
 
 
 def test_a_version_newer_than_all_others_is_quarantined() -> None:
@@ -117,7 +116,7 @@ def test_a_column_kept_twice_does_not_make_the_newer_version_whole() -> None:
     """Six files, but only five columns: the older version is not removed."""
     double = Layout(version=NEW, kind=Kind.COLUMN, data=4, parity=2,
                     files=(*layout(NEW, range(5)).files, file(NEW, 4, device="5")))  # fmt: skip
-    assert judge_return(file(OLD, 5), double, recent=False) == "quarantine"
+    assert judge_return(file(OLD, 5), double) == "quarantine"
 
 
 # --- lost_without --------------------------------------------------------------------------------
@@ -243,5 +242,51 @@ def test_the_most_endangered_object_comes_first() -> None:
 
 def test_what_left_lately_is_kept_though_nobody_else_knows_it() -> None:
     """Within the horizon a delete would still have its tombstone: these may be the last copies."""
-    assert changes.judge_return(file(NEW, 5), None, recent=True) == "keep"
-    assert changes.judge_return(file(NEW, 5), None, recent=False) == "quarantine"
+    assert judge_return(file(NEW, 5), None, recent=True) == "keep"
+    assert judge_return(file(NEW, 5), None) == "quarantine"
+
+
+def test_what_left_lately_and_is_newer_than_all_is_kept() -> None:
+    """PROTOCOL 7: it may have been acknowledged on devices that left with it. Set aside, its
+    fellows could never be whole again, and an older version would be served instead."""
+    assert judge_return(file(NEWER, 5), layout(NEW, range(6)), recent=True) == "keep"
+    thin = layout(NEW, range(5))
+    assert judge_return(file(OLD, 5), thin, recent=True) == "keep"
+    assert judge_return(file(OLD, 5), layout(NEW, range(6)), recent=True) == "remove"
+
+
+def test_a_column_of_a_version_that_lives_beside_an_unfinished_newer_one_is_kept() -> None:
+    """PROTOCOL 8, 12: the newer one is not settled, so the older one is still needed. A re-layout
+    that was cut short has not replaced what it was made from."""
+    fellows = layout(OLD, range(5)).files
+    assert judge_return(file(OLD, 5), layout(NEW, range(5)), fellows=fellows) == "keep"
+    again = Version(OLD.counter, OLD.nonce, 1)
+    relaid = layout(again, range(1), data=3)
+    assert judge_return(file(OLD, 5), relaid, fellows=fellows) == "keep"
+
+
+def test_the_rest_of_a_torn_put_is_no_version_that_lives() -> None:
+    """Two columns of six were certainly never acknowledged: set aside, not served."""
+    fellows = layout(NEWER, range(1)).files
+    assert judge_return(file(NEWER, 5), layout(NEW, range(6)), fellows=fellows) == "quarantine"
+
+
+@pytest.mark.parametrize(
+    ("data", "silent", "found"),
+    [
+        (4, 0, "quarantine"),
+        (4, 3, "quarantine"),  # 1 + 3 columns of an acknowledged one's 5: another would be seen
+        (4, 4, "unclear"),
+        (2, 1, "quarantine"),
+        (2, 2, "unclear"),  # as many as parity: the other columns may all be there
+    ],
+)
+def test_what_members_that_do_not_answer_may_know_is_not_decided(
+    data: int, silent: int, found: str
+) -> None:
+    """PROTOCOL 7, 12. Neither served nor set aside: deleted and swept, or needed, nobody can say.
+    Evicted devices that were not made up for decide nothing: they may never answer."""
+    mine = file(NEW, 5 if data == 4 else 3, data=data)
+    assert judge_return(mine, None, silent=silent) == found
+    assert judge_return(mine, None, unhealed=silent) == "quarantine"
+    assert judge_return(mine, None, silent=silent, recent=True) == "keep"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
+import itertools
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +25,9 @@ from hpstore.buffers import aligned_array
 from hpstore.codec import address_of
 from hpstore.devices import ring
 from hpstore.devices.ring import LATE, Batch, Ring, read_batch
-from tests.fault.common import exit_status, forked, poll, rings
+from tests.fault.common import exit_status, forked, poll, rings, within
 
+LIMIT = 20.0
 SIZE = 1 << 20
 BODY = np.random.default_rng(3).integers(0, 256, SIZE, dtype=np.uint8)
 
@@ -333,3 +337,81 @@ def test_a_hopeless_batch_is_given_up_before_its_deadline(
     assert found.late is not None
     os.write(silent[1], b"x" * 64)
     found.late.result(20)
+
+
+def test_signals_do_not_lengthen_the_patience_with_a_read_that_hangs(
+    file: int, silent: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A profiler's timer wakes the thread more often than the patience lasts: it is given up."""
+    used, kept = Ring(4), Kept()
+    calls: list[int] = []
+    plain = used._call
+
+    def interrupted(number: int, *arguments: Any) -> int:  # Any: passed on
+        calls.append(number)
+        if len(calls) % 2:
+            return plain(number, *arguments)
+        threading.Event().wait(0.01)
+        raise InterruptedError(errno.EINTR, "a signal")
+
+    monkeypatch.setattr(ring, "_SILENT_SECONDS", 0.02)
+    monkeypatch.setattr(used, "_call", interrupted)
+    found = within(LIMIT, lambda: wait_for_pipe(silent, file, used, kept))
+    assert found.results.tolist() == [LATE, 64]
+    assert len(calls) > 5
+    os.write(silent[1], b"x" * 64)
+    assert found.late is not None
+    found.late.result(LIMIT)
+
+
+def test_time_in_which_the_process_was_stopped_is_no_silence(
+    file: int, silent: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look at the clock is an hour later: a step counts for what it may take at most."""
+    used, kept, hours = Ring(4), Kept(), itertools.count()
+    monkeypatch.setattr(ring, "_SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(time, "monotonic", lambda: 3600.0 * next(hours))
+    enter, entered = used._enter, []
+
+    def count(submit: int, least: int, seconds: float) -> None:
+        entered.append(seconds)
+        if len(entered) == 5:
+            os.write(silent[1], b"x" * 64)
+        enter(submit, least, seconds)
+
+    monkeypatch.setattr(used, "_enter", count)
+    found = wait_for_pipe(silent, file, used, kept)
+    assert found.late is None
+    assert found.results.tolist() == [64, 64]
+
+
+def test_a_kernel_that_stays_short_of_memory_is_waited_for_only_so_long(
+    file: int, silent: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EAGAIN without end: given up, so that the reads are made in another way."""
+    used, kept = Ring(4), Kept()
+
+    def short(number: int, *arguments: Any) -> int:  # Any: passed on
+        raise BlockingIOError(errno.EAGAIN, "no memory")
+
+    monkeypatch.setattr(used, "_call", short)
+    found = within(LIMIT, lambda: wait_for_pipe(silent, file, used, kept))
+    assert found.results.tolist() == [LATE, LATE]
+    assert found.late is not None
+    assert found.late.done()  # nothing was taken
+
+
+def test_a_ring_closes_its_descriptor_once(tmp_path: Path) -> None:
+    """What has its number after close() is another's, also when the ring is dropped."""
+    used = Ring(2)
+    number = used._fd
+    used.close()
+    other = os.open(tmp_path, os.O_RDONLY)
+    if other != number:
+        assert fcntl.fcntl(other, fcntl.F_DUPFD, number) == number  # the lowest free one from there
+    used.close()
+    del used
+    gc.collect()
+    os.fstat(number)
+    for opened in {other, number}:
+        os.close(opened)

@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 
 from hpstore.devices.wrappers import SimulatedCrash
-from hpstore.errors import DeviceError, DeviceTimeout
+from hpstore.errors import AlreadyClosed, DeviceError, DeviceTimeout
 from hpstore.scheduler import Scheduler, outcome
 
 LIMIT_SECONDS = 20.0
@@ -360,3 +360,59 @@ def test_outcome_of_a_future() -> None:
     done: Future[int] = Future()
     done.set_result(4)
     assert outcome(done, "a", 1.0) == 4
+
+
+def lane_threads(name: str) -> int:
+    """Threads of a lane that are alive."""
+    return sum(t.name.startswith(f"hpstore-{name[:8]}-") for t in threading.enumerate())
+
+
+def test_a_place_that_hangs_holds_one_call_however_often_it_is_asked(
+    scheduler: Scheduler, released: threading.Event
+) -> None:
+    """PROTOCOL 15. It is refused until the first call has ended; what came of that is handed over,
+    and its lane is gone then, as those of the places that answered."""
+    late: list[int] = []
+
+    def hang() -> int:
+        released.wait()
+        return 7
+
+    calls = {"hung": hang, "well": lambda: 1}
+    for _ in range(3):
+        found = scheduler.gather_once(
+            calls, SHORT_SECONDS, lambda _, future: late.append(future.result())
+        )
+        assert found["well"] == 1
+        assert isinstance(found["hung"], DeviceTimeout)
+    assert scheduler.queued("hung") == 1
+    assert lane_threads("hung") == 2
+    until(lambda: lane_threads("well") == 0)
+    released.set()
+    until(lambda: late == [7] and lane_threads("hung") == 0)
+    assert scheduler.gather_once({"hung": lambda: 2}, LIMIT_SECONDS) == {"hung": 2}
+
+
+def test_a_call_that_meets_the_end_of_its_lane_is_made_on_a_fresh_one(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device is given up between the look for its lane and the call: nobody would make it."""
+    find = scheduler._lane
+    ended = find("a")
+    scheduler.forget("a", lambda: None)
+    for thread in ended.threads:
+        thread.join(LIMIT_SECONDS)
+    found = iter([ended])
+    monkeypatch.setattr(scheduler, "_lane", lambda device: next(found, None) or find(device))
+    assert scheduler.submit("a", lambda: 3).result(LIMIT_SECONDS) == 3
+
+
+def test_a_closed_scheduler_starts_no_threads() -> None:
+    """Who still reads when a pool is closed is told so, and leaves nothing behind."""
+    scheduler = make()
+    scheduler.close()
+    with pytest.raises(AlreadyClosed):
+        scheduler.submit("sick", lambda: 1)
+    with pytest.raises(AlreadyClosed):
+        scheduler.compute(lambda: 1)
+    assert lane_threads("sick") == 0

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import hpstore
+from hpstore.buffers import aligned_array
 from hpstore.config import Settings
 from hpstore.pool import Pool
 from hpstore.testing.faultfs import Rule, fuse_problem
@@ -20,6 +22,7 @@ from tests.fault.common import tree
 from tests.fault.suite.rig import Healed, Rig, heal
 
 SLOW_BYTES_PER_SECOND = 4 * MIB
+SAMPLE_BYTES = MIB  # of a device that should be slow
 DELAY_SECONDS = 0.05
 FLAPS = 4
 IO = ("read", "write", "fsync")
@@ -170,8 +173,23 @@ def throttled(bytes_per_second: int) -> Callable[[Rig], Iterator[None]]:
     def script(rig: Rig) -> Iterator[None]:
         rig.disks[0].throttle(bytes_per_second)
         yield
+        least = SAMPLE_BYTES / bytes_per_second / 2  # a moment's worth passes at once
+        assert write_seconds(rig.disks[0].path, SAMPLE_BYTES) > least, "the device was not slow"
 
     return script
+
+
+def write_seconds(path: str, nbytes: int) -> float:
+    """How long a write past the page cache takes on a device."""
+    name = f"{path}/tmp/sample"
+    file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
+    try:
+        began = time.monotonic()
+        os.write(file, aligned_array(nbytes).data)
+        return time.monotonic() - began
+    finally:
+        os.close(file)
+        os.unlink(name)
 
 
 # --- ending ---------------------------------------------------------------------------------

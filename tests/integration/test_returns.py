@@ -1,0 +1,104 @@
+"""Evicted devices that return: judged by what the others know, or not taken back (PROTOCOL 12)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from hpstore.changes import reconcile
+from hpstore.devices.base import Device
+from hpstore.devices.wrappers import DeviceWrapper
+from hpstore.errors import DeviceError, MembershipError
+from hpstore.testing.harness import FakeClock, Harness
+from tests.fault.common import payload
+
+T = TypeVar("T")
+SIZE = 300_000
+
+
+class Unlisted(DeviceWrapper):
+    """A device whose directories cannot be listed."""
+
+    def around(self, operation: str, nbytes: int, call: Callable[[], T]) -> T:
+        if operation == "list":
+            raise DeviceError(f"device {self.url} fails", device=self.url)
+        return call()
+
+
+def test_a_returning_device_that_cannot_be_listed_does_not_return(tmp_path: Path) -> None:
+    """PROTOCOL 12: what was not judged is not served; it stays evicted, and keeps what it has."""
+    clock = FakeClock()
+    harness = Harness(tmp_path, data=2, parity=1, devices=5, clock=clock)
+    gone = harness.urls[0]
+    with harness.open() as pool:
+        for number in range(10):
+            pool.put(f"k{number}", payload(f"k{number}", SIZE))
+        harness.lose([gone])
+        pool.evict(gone)
+        pool.rebuild()
+        for number in range(10):
+            pool.delete(f"k{number}")
+        clock.advance(2 * pool.config.settings.tombstone_seconds)
+        assert pool.scrub().swept > 0  # nothing tells of them any more
+    harness.bring_back()
+    before = dict(harness.devices[gone].files)
+
+    def unlisted(url: str, device: Device) -> Device:
+        return Unlisted(device) if url == gone else device
+
+    with harness.open(unlisted) as pool:
+        with pytest.raises(MembershipError, match="cannot be listed"):
+            pool.readmit(gone)
+        assert gone not in pool.places.values()
+    assert before.keys() == {f for f in harness.devices[gone].files if not f.startswith("tmp/")}
+    with harness.open() as pool:
+        found = pool.readmit(gone)
+        assert found is not None
+        assert (found.kept, found.quarantined > 0) == (0, True)
+        assert pool.list() == []
+
+
+def test_a_return_is_not_judged_while_others_may_have_what_decides(tmp_path: Path) -> None:
+    """PROTOCOL 12 with more than m members away: refused, nothing set aside; with them back the
+    columns that are still needed serve again."""
+    clock = FakeClock()
+    harness = Harness(tmp_path, data=2, parity=1, devices=9, clock=clock)
+    with harness.open() as pool:
+        for number in range(30):
+            pool.put(f"k{number}", payload(f"k{number}", SIZE))
+        gone = harness.urls[0]
+        held = sum(f.startswith("objects/") for f in harness.devices[gone].files)
+        assert held > 3
+        harness.lose([gone])
+        pool.evict(gone, force=True)
+        clock.advance(2 * pool.config.settings.tombstone_seconds)
+        holders = ([url for url, _ in harness.columns(f"k{n}")] for n in range(30))
+        away = next(urls for urls in holders if gone in urls)
+        away = [url for url in away if url != gone]
+        away.append(next(url for url in harness.urls[1:] if url not in away))
+        harness.bring_back()
+        harness.lose(away)
+        with pytest.raises(MembershipError, match="3 members do not answer"):
+            pool.readmit(gone)
+        assert not [f for f in harness.devices[gone].files if f.startswith("quarantine/")]
+        harness.bring_back()
+        found = pool.readmit(gone)
+        assert found is not None
+        assert (found.kept, found.removed, found.quarantined) == (held, 0, 0)
+        assert all(pool.get(f"k{n}") == payload(f"k{n}", SIZE) for n in range(30))
+        assert pool.scrub().clean
+
+
+def test_a_member_is_not_reconciled(tmp_path: Path) -> None:
+    """PROTOCOL 7, 12: what a member holds counts, however long it was away."""
+    harness = Harness(tmp_path, data=2, parity=1, devices=4)
+    with harness.open() as pool:
+        pool.put("k", payload("k", SIZE))
+        store = pool._store
+        device, opened = next(iter(store.view.devices.items()))
+        with pytest.raises(MembershipError, match="is a member"):
+            reconcile(store, device, opened)
+        assert pool.stat("k").losses_tolerated == 1
