@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from hpstore.config import Settings
-from hpstore.devices.base import DIRECTORIES, Device, Usage
+from hpstore.devices.base import DIRECTORIES, READABLE, Device, Usage
 from hpstore.devices.local import LocalDevice
 from hpstore.devices.remote import RemoteDevice
 from hpstore.errors import (
     ConfigError,
     DeviceError,
-    DeviceFull,
     DeviceInUse,
     DeviceMissing,
+    DeviceReadOnly,
     DeviceTimeout,
     IntegrityError,
 )
@@ -35,6 +35,17 @@ class OpenedDevice:
     device: Device
     identity: Identity
     record: PoolRecord | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """How probes of devices ended, by URL.
+
+    `failed` ones do not work. `read_only` ones refuse writes: what they hold can be read.
+    """
+
+    failed: Mapping[str, Exception]
+    read_only: Mapping[str, DeviceReadOnly]
 
 
 def device_opener(settings: Settings) -> Opener:
@@ -119,23 +130,21 @@ def identify_all(
 def prove(
     opened: Mapping[str, OpenedDevice], scheduler: Scheduler, *, write: bool,
     deadline_seconds: float,
-) -> dict[str, Exception]:  # fmt: skip
-    """Probe devices of this pool side by side: write, sync, read back. What failed, by URL.
+) -> Proof:  # fmt: skip
+    """Probe devices of this pool side by side: write, sync, read back.
 
-    Those that failed are closed, unless they hang. A full one has not failed: it can be read, and
-    takes no new columns anyway.
+    Those that failed are closed, unless they hang. A full or read-only one has not failed: it can
+    be read, and takes no new columns.
     """
     calls = {url: (lambda o=o: o.device.probe(write=write)) for url, o in opened.items()}
     results = _side_by_side(scheduler, calls, deadline_seconds)
-    failed = {
-        url: result
-        for url, result in results.items()
-        if isinstance(result, Exception) and not isinstance(result, DeviceFull)
-    }
+    errors = {url: result for url, result in results.items() if isinstance(result, Exception)}
+    failed = {url: error for url, error in errors.items() if not isinstance(error, READABLE)}
     for url, error in failed.items():
         if not isinstance(error, DeviceTimeout):  # else a call that hangs may still use it
             opened[url].device.close()
-    return failed
+    read_only = {url: error for url, error in errors.items() if isinstance(error, DeviceReadOnly)}
+    return Proof(failed=failed, read_only=read_only)
 
 
 def _side_by_side(
@@ -209,10 +218,10 @@ def shares_filesystem(urls: list[str]) -> list[str]:
     return shared
 
 
-def below_reserve(device: Device) -> bool:
-    """Whether a device is too full for new columns: less than 1 % or 1 GiB left, the smaller."""
+def has_room(device: Device) -> bool:
+    """Whether new columns may go there: writable, 1 % or 1 GiB left, the smaller."""
     usage = device.usage()
-    return usage.free < reserve_bytes(usage)
+    return not usage.read_only and usage.free >= reserve_bytes(usage)
 
 
 def reserve_bytes(usage: Usage) -> int:
@@ -220,5 +229,5 @@ def reserve_bytes(usage: Usage) -> int:
     return min(usage.total // 100, GIB)
 
 
-__all__ = ["OpenedDevice", "Opener", "below_reserve", "claim", "device_opener", "identify",
+__all__ = ["OpenedDevice", "Opener", "Proof", "claim", "device_opener", "has_room", "identify",
            "identify_all", "make_place", "prove", "reserve_bytes", "shares_filesystem"]  # fmt: skip

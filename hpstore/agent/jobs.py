@@ -254,31 +254,29 @@ class Jobs:
         return None
 
     def _let_go(self, job: Job, member: Member) -> bool:
-        """Evict a device, or drain one that can still be read: it is a source.
+        """Evict a device, or drain one that can still be read: it is a source until a rebuild has
+        made every object whole without it.
 
         False when it is needed: nothing is evicted that an object cannot do without. What can be
         made up for is rebuilt then, and it is tried again.
         """
         try:
-            if self._effort.answers(job.device) and member.state is DeviceState.ONLINE:
-                self._pool.begin_drain(job.device)
-                self.note(f"{self._named(job)}: what can be read of it is moved off")
-            else:
+            if not self._effort.answers(job.device):
                 self._pool.evict(job.device)
                 self.note(f"{self._named(job)}: evicted, to be made up for")
+            elif member.state is DeviceState.ONLINE:
+                self._pool.begin_drain(job.device)
+                self.note(f"{self._named(job)}: what can be read of it is moved off")
         except MembershipError as error:
             self.note(f"{self._named(job)}: not evicted yet: {error}", ok=False)
             return False
         return True
 
     def _evict_drained(self, job: Job) -> None:
-        try:
-            self._pool.drain(job.device, rate_bytes_per_second=self._effort.heal_bytes_per_second())
-        except MembershipError as error:
-            # what cannot be cleared (a read-only device) may go all the same if nobody needs it
-            _log.info("%s: %s; evicting it instead", job.device, error)
-            self._pool.evict(job.device)
-        self.note(f"{self._named(job)} is done")
+        done = self._pool.end_drain(
+            job.device, rate_bytes_per_second=self._effort.heal_bytes_per_second()
+        )
+        self.note(f"{self._named(job)} {'is done' if done else 'is called off'}")
 
     def _rebuild(self, job: Job) -> RebuildReport:
         pace = self._fresh_pace(self._effort.heal_bytes_per_second())

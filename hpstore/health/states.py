@@ -87,7 +87,8 @@ class DeviceHealth:
         """Share of its ordinary reads that it gets: 0 sitting out, then `shares` by stage."""
         if self.state is HealthState.PROBATION:
             return shares[min(self.stage, len(shares) - 1)]
-        serves = (HealthState.ONLINE, HealthState.SUSPECT, HealthState.DRAINING)
+        serves = (HealthState.ONLINE, HealthState.SUSPECT, HealthState.READ_ONLY,
+                  HealthState.DRAINING)  # fmt: skip
         return 1.0 if self.state in serves else 0.0
 
     @property
@@ -166,7 +167,8 @@ class DeviceFacts:
     present: bool = True  # answers
     domain: str = ""
     pool_state: DeviceState = DeviceState.ONLINE
-    reported: str = ""  # why it should be drained: as another process says, or it is read-only
+    read_only: bool = False  # refuses writes; what it holds can be read
+    reported: str = ""  # why it should be drained, as another process says
     probes: int = 0  # reads of a device that sits out, since the sit-out began
     probe_ratio: float = 1.0  # their mean time to that of the peers
     writes_slow: bool = False
