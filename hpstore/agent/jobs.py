@@ -290,6 +290,8 @@ class Jobs:
                 f"stuck, {len(report.unreadable)} unreadable, {len(report.failed)} failed",
                 ok=not (report.unreadable or report.failed or report.stuck),
             )
+        for why, count in report.put_off.items():
+            self.note(f"{count} objects are put off: {why}")
         if report.whole:
             for member in self._pool.record.members:
                 if member.state is DeviceState.DRAINING:

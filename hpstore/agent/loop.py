@@ -85,7 +85,9 @@ class Agent(Closing):
             pool, config, disks, foreground or Foreground(),
             lambda text: self.jobs.note(text, ok=False), threads=threads,
         )  # fmt: skip
-        self._lock = threading.Lock()  # guards what jobs tell: the next seven
+        self._lock = threading.Lock()  # guards what jobs tell: the next nine
+        self.put_off: dict[str, int] = {}  # why -> objects, of the last rebuild
+        self._put_off_until_ms = 0
         self._reconciled: set[str] = set()
         self._rebuild_saw: frozenset[str] = frozenset()  # who answered when it began
         self._rebuilt_shape: Shape | None = None  # of the pool when one had ended
@@ -253,15 +255,19 @@ class Agent(Closing):
         condition, shape = self.eyes.condition(), self.eyes.shape()
         with self._lock:
             waited, before = now - self._rebuilt_seconds, self._rebuilt_shape
-            fruitless = self._fruitless_todo
+            fruitless, until_ms = self._fruitless_todo, self._put_off_until_ms
         if condition is not None and condition.todo:
             config = self.config
             patience = (
                 config.again_seconds if fruitless == condition.todo else config.survey_seconds
             )
-            if shape != before or waited >= patience:
+            over = 0 < until_ms < self._clock.wall_ms()  # what was put off was not deleted
+            if shape != before or waited >= patience or over:
                 reason = f"{condition.todo} objects are not as they should be"
                 self.jobs.submit(Job(kind=JobKind.REBUILD, reason=reason))
+        elif condition is not None:
+            with self._lock:  # what was put off has been deleted
+                self.put_off, self._put_off_until_ms = {}, 0
         if self.config.scrub_days:
             self._look_for_scrub(now)
 
@@ -295,6 +301,7 @@ class Agent(Closing):
                 self._fruitless_todo = None
                 if report is not None:
                     self._reconciled |= self._rebuild_saw
+                    self.put_off, self._put_off_until_ms = report.put_off, report.put_off_until_ms
                 if condition is not None and (report is None or not report.columns_written):
                     self._fruitless_todo = condition.todo
             elif job.kind is JobKind.SCRUB and report is not None:

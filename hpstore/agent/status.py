@@ -66,6 +66,7 @@ class AgentStatus:
     condition_at_ms: int
     job: JobSight | None
     waiting: tuple[str, ...]  # jobs
+    put_off: dict[str, int]  # why degraded objects are left alone -> how many
     scrub_began_ms: int
     scrub_ended_ms: int
     foreground_bytes_per_second: float | None  # None: cannot be told
@@ -104,6 +105,7 @@ def make_status(agent: Agent, decisions: Sequence[Decision]) -> AgentStatus:
         waiting=tuple(
             f"{job.kind} {agent.url(job.device)}".strip() for job in agent.jobs.waiting()
         ),
+        put_off=agent.put_off,
         scrub_began_ms=memory.scrub_began_ms, scrub_ended_ms=memory.scrub_ended_ms,
         foreground_bytes_per_second=others.bytes_per_second if others.known else None,
         warnings=(*alarm, *agent.warnings.values()), decisions=tuple(decisions[:_SHOWN]),

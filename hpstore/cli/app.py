@@ -290,13 +290,17 @@ def rebuild(
     include_missing: Annotated[
         bool, typer.Option(help="do not wait for missing devices that are still members")
     ] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="put nothing off that retention will soon delete")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Make every object whole on the devices there are.  hpstore rebuild pool.toml --rate 500MB"""
     with hpstore.open(pool) as opened, object_progress("rebuild") as progress:
         report = opened.rebuild(
-            progress=progress, rate_bytes_per_second=_rate(rate), include_missing=include_missing
-        )
+            progress=progress, rate_bytes_per_second=_rate(rate), include_missing=include_missing,
+            everything=everything,
+        )  # fmt: skip
     _finish("rebuild", report, as_json)
 
 

@@ -188,6 +188,8 @@ def show_report(what: str, report: RebuildReport) -> None:
         sys.stdout.write(f"UNREADABLE {key}: {reason}\n")
     for key, reason in report.failed.items():
         sys.stdout.write(f"NOT HEALED {key}: {reason}\n")
+    for why, count in report.put_off.items():
+        sys.stdout.write(f"PUT OFF {count} objects: {why}\n")
     if report.waiting:
         sys.stdout.write(
             "evict the missing devices if they are gone for good, then rebuild again\n"
