@@ -11,11 +11,12 @@ from hpstore import changes
 from hpstore.clock import Clock
 from hpstore.condition import Condition, survey_condition
 from hpstore.devices.base import Device, Usage
-from hpstore.errors import DeviceError, DeviceMissing, MembershipError
+from hpstore.errors import ConfigError, DeviceError, DeviceMissing, MembershipError
 from hpstore.handle import PoolHandle, same_form
 from hpstore.membership import belongs
 from hpstore.opening import identify
-from hpstore.rebuild import RateLimit
+from hpstore.rebalance import SPREAD, RebalanceReport, rebalance_all
+from hpstore.rebuild import Pace, ProgressCallback, RateLimit
 from hpstore.records import DeviceState, Member, PoolRecord
 
 
@@ -118,6 +119,27 @@ class TendedPool(PoolHandle):
         """How the objects are, by names. Walks all keys."""
         self._usable()
         return survey_condition(self._store)
+
+    def rebalance(
+        self, *, spread: float = SPREAD, progress: ProgressCallback | None = None,
+        rate_bytes_per_second: float | None = None, pace: Pace | None = None,
+    ) -> RebalanceReport:  # fmt: skip
+        """Move columns from full devices to empty ones when they differ by more than `spread` of
+        their size, until it is half of that. No object has less than its full stripe meanwhile.
+
+        At most one column of each object; stopped or killed, it is resumed by running it again.
+        One rebalance, rebuild or scrub at a time on a host (LockTimeout). A `pace` replaces the
+        rate.
+        """
+        self._writable()
+        if not 0 < spread <= 1:
+            raise ConfigError(f"a spread of {spread} is no share: above 0, at most 1")
+        self.refresh()
+        with self._lock("repair.lock", "rebalance"):
+            return rebalance_all(
+                self._store, spread=spread, progress=progress,
+                rate_bytes_per_second=rate_bytes_per_second, pace=pace,
+            )  # fmt: skip
 
     def begin_drain(self, device: str) -> None:
         """Put no new columns on a device; `rebuild` moves those it has, `drain` then ends it.

@@ -16,6 +16,7 @@ from enum import StrEnum
 from hpstore.agent.pace import SharedPace
 from hpstore.errors import HpstoreError, MembershipError
 from hpstore.pool import Pool
+from hpstore.rebalance import RebalanceReport
 from hpstore.rebuild import Progress, RebuildReport
 from hpstore.records import DeviceState, Member
 
@@ -32,10 +33,12 @@ class JobKind(StrEnum):
     EVICT = "evict"
     HEAL = "heal"
     REBUILD = "rebuild"
+    REBALANCE = "rebalance"
     SCRUB = "scrub"
 
 
-_RANK = {JobKind.REBUILD: 1, JobKind.SCRUB: 2}
+_RANK = {JobKind.REBUILD: 1, JobKind.REBALANCE: 2, JobKind.SCRUB: 3}
+Report = RebuildReport | RebalanceReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,18 +92,19 @@ class Effort:
     heal_bytes_per_second: Callable[[], float | None]
     scrub_bytes_per_second: Callable[[], float]
     answers: Callable[[str], bool]
+    spread: float  # of fullness, that a rebalance lets be
 
 
 class Jobs:
     """A queue and the one thread that works it off; with `threads=False` `run_all` does.
 
     On the working thread `started(job)` is called before each job, `finished(job, report)` after
-    one that ran to its end; `report` is that of a rebuild or scrub, None when it failed.
+    one that ran to its end; `report` is that of a rebuild, rebalance or scrub, None when it failed.
     """
 
     def __init__(
         self, pool: Pool, effort: Effort, *, started: Callable[[Job], None],
-        finished: Callable[[Job, RebuildReport | None], None],
+        finished: Callable[[Job, Report | None], None],
     ) -> None:  # fmt: skip
         self._pool, self._effort = pool, effort
         self._started, self._finished = started, finished
@@ -143,10 +147,11 @@ class Jobs:
             return sorted(self._queue, key=lambda job: job.rank)
 
     def busy(self) -> str:
-        """What is healing now or next, in words; "" when nothing is. Scrubs do not count."""
+        """What is healing now or next, in words; "" when nothing is, but what can wait for it."""
         with self._change:
             jobs = [self._running, *self._queue] if self._running else list(self._queue)
-            return next((f"a {j.kind}" for j in jobs if j and j.kind is not JobKind.SCRUB), "")
+            most = _RANK[JobKind.REBUILD]
+            return next((f"a {j.kind}" for j in jobs if j and j.rank <= most), "")
 
     def events(self) -> list[Event]:
         """The last ones, oldest first."""
@@ -229,9 +234,11 @@ class Jobs:
             return
         self._finished(job, report)
 
-    def _do(self, job: Job) -> RebuildReport | None:
+    def _do(self, job: Job) -> Report | None:
         if job.kind is JobKind.REBUILD:
             return self._rebuild(job)
+        if job.kind is JobKind.REBALANCE:
+            return self._rebalance()
         if job.kind is JobKind.SCRUB:
             return self._scrub()
         member = self._pool.record.member(job.device)
@@ -299,6 +306,18 @@ class Jobs:
                                     reason="it is drained"))  # fmt: skip
         return report
 
+    def _rebalance(self) -> RebalanceReport:
+        pace = self._fresh_pace(self._effort.heal_bytes_per_second())
+        report = self._pool.rebalance(spread=self._effort.spread, progress=self._step, pace=pace)
+        if report.columns_moved or report.failed:
+            self.note(
+                f"rebalance{' (interrupted)' if report.stopped else ''}: {report.columns_moved} "
+                f"columns moved, {len(report.failed)} failed; devices differed by "
+                f"{report.spread_before:.0%} of their size, now by {report.spread_after:.0%}",
+                ok=not report.failed,
+            )
+        return report
+
     def _scrub(self) -> RebuildReport:
         pace = self._fresh_pace(self._effort.scrub_bytes_per_second())
         report = self._pool.scrub(progress=self._step, pace=pace)
@@ -333,4 +352,4 @@ class Jobs:
         return f"{job.kind} of {known.get(job.device, job.device)}{reason}"
 
 
-__all__ = ["Effort", "Event", "Job", "JobKind", "JobSight", "Jobs"]
+__all__ = ["Effort", "Event", "Job", "JobKind", "JobSight", "Jobs", "Report"]

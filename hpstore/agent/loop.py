@@ -18,7 +18,7 @@ from hpstore.agent.disks import DiskWatch, worst
 from hpstore.agent.eyes import Eyes, Shape
 from hpstore.agent.facts import Sighting, pool_facts, reports_in
 from hpstore.agent.foreground import Foreground
-from hpstore.agent.jobs import Effort, Job, JobKind, Jobs
+from hpstore.agent.jobs import Effort, Job, JobKind, Jobs, Report
 from hpstore.agent.memory import load_memory, save_memory
 from hpstore.agent.orders import read_orders
 from hpstore.agent.pace import scrub_rate
@@ -36,7 +36,9 @@ from hpstore.health.policy import decide
 from hpstore.health.states import Action, ActionKind, Decision, Outcome, PoolFacts
 from hpstore.locks import file_lock
 from hpstore.pool import Pool
+from hpstore.rebalance import RebalanceReport
 from hpstore.rebuild import RebuildReport
+from hpstore.records import DeviceState
 
 _log = logging.getLogger(__name__)
 LOCK_FILE = "agent.lock"
@@ -85,7 +87,7 @@ class Agent(Closing):
             pool, config, disks, foreground or Foreground(),
             lambda text: self.jobs.note(text, ok=False), threads=threads,
         )  # fmt: skip
-        self._lock = threading.Lock()  # guards what jobs tell: the next nine
+        self._lock = threading.Lock()  # guards what jobs tell: down to `present`
         self.put_off: dict[str, int] = {}  # why -> objects, of the last rebuild
         self._put_off_until_ms = 0
         self._reconciled: set[str] = set()
@@ -93,6 +95,8 @@ class Agent(Closing):
         self._rebuilt_shape: Shape | None = None  # of the pool when one had ended
         self._fruitless_todo: int | None = None  # objects that it could do nothing about
         self._rebuilt_seconds = -1e18
+        self._evened_seconds, self._evened_columns = -1e18, 0  # of the last rebalance
+        self._evened_shape: Shape | None = None
         self._scrubbed_ms = 0
         self._scrub_failed_seconds = -1e18
         self.present: frozenset[str] = frozenset()
@@ -103,7 +107,7 @@ class Agent(Closing):
             Effort(
                 share=self._share, answers=lambda device: device in self.present,
                 heal_bytes_per_second=lambda: float(config.heal_bytes_per_second) or None,
-                scrub_bytes_per_second=self._scrub_rate,
+                scrub_bytes_per_second=self._scrub_rate, spread=config.rebalance_spread or 1.0,
             ),
             started=self._started, finished=self._finished,
         )  # fmt: skip
@@ -268,8 +272,28 @@ class Agent(Closing):
         elif condition is not None:
             with self._lock:  # what was put off has been deleted
                 self.put_off, self._put_off_until_ms = {}, 0
+            if self.config.rebalance_spread:
+                self._look_at_fullness(now, shape)
         if self.config.scrub_days:
             self._look_for_scrub(now)
+
+    def _look_at_fullness(self, now: float, shape: Shape) -> None:
+        """Even out how full devices are, once every object is whole and every member is there."""
+        seen, record = self.eyes.seen(), self.pool.record
+        calm = all(m.state is DeviceState.ONLINE and m.device_id in self.present
+                   for m in record.members)  # fmt: skip
+        shares = [1 - s.free_bytes / s.total_bytes for s in seen.values()
+                  if s.total_bytes and not s.read_only]  # fmt: skip
+        spread = max(shares, default=0.0) - min(shares, default=0.0)
+        if not calm or spread <= self.config.rebalance_spread:
+            return
+        with self._lock:
+            before, moved = self._evened_shape, self._evened_columns
+            waited = now - self._evened_seconds
+        patience = self.config.survey_seconds if moved else self.config.again_seconds
+        if shape != before or waited >= patience:
+            reason = f"the fullest device is {max(shares):.0%} full, the emptiest {min(shares):.0%}"
+            self.jobs.submit(Job(kind=JobKind.REBALANCE, reason=reason))
 
     def _look_for_scrub(self, now: float) -> None:
         with self._lock:
@@ -290,7 +314,7 @@ class Agent(Closing):
             if job.kind is JobKind.REBUILD:
                 self._rebuild_saw = self.present
 
-    def _finished(self, job: Job, report: RebuildReport | None) -> None:
+    def _finished(self, job: Job, report: Report | None) -> None:
         """Called by the thread of jobs."""
         shape, condition = self.eyes.shape(), self.eyes.condition()
         with self._lock:
@@ -299,11 +323,16 @@ class Agent(Closing):
             elif job.kind is JobKind.REBUILD:
                 self._rebuilt_seconds, self._rebuilt_shape = self._clock.monotonic(), shape
                 self._fruitless_todo = None
-                if report is not None:
+                if isinstance(report, RebuildReport):
                     self._reconciled |= self._rebuild_saw
                     self.put_off, self._put_off_until_ms = report.put_off, report.put_off_until_ms
-                if condition is not None and (report is None or not report.columns_written):
+                written = isinstance(report, RebuildReport) and report.columns_written
+                if condition is not None and not written:
                     self._fruitless_todo = condition.todo
+            elif job.kind is JobKind.REBALANCE:
+                self._evened_seconds, self._evened_shape = self._clock.monotonic(), shape
+                moved = isinstance(report, RebalanceReport) and report.columns_moved
+                self._evened_columns = moved or 0
             elif job.kind is JobKind.SCRUB and report is not None:
                 self._scrubbed_ms = self._clock.wall_ms()
             elif job.kind is JobKind.SCRUB:  # somebody else scrubs or rebuilds

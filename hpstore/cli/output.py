@@ -24,6 +24,7 @@ from rich.progress import (
 from rich.table import Table
 
 from hpstore.errors import ConfigError
+from hpstore.rebalance import RebalanceReport
 from hpstore.rebuild import Progress as Step
 from hpstore.rebuild import ProgressCallback, RebuildReport
 from hpstore.status import DeviceStatus, PoolStatus
@@ -196,5 +197,17 @@ def show_report(what: str, report: RebuildReport) -> None:
         )  # fmt: skip
 
 
+def show_rebalance(report: RebalanceReport) -> None:
+    """A rebalance's report for people."""
+    sys.stdout.write(
+        f"{report.columns_moved} columns, {format_bytes(report.bytes)}, moved in "
+        f"{report.seconds:.1f} s: devices differed by {report.spread_before:.0%} of their size, "
+        f"now by {report.spread_after:.0%}\n"
+    )
+    for key, reason in report.failed.items():
+        sys.stdout.write(f"NOT MOVED {key}: {reason}\n")
+
+
 __all__ = ["UNMENDED_EXIT_CODE", "SampleCount", "byte_progress", "emit_json", "object_progress",
-           "output_file", "sample_progress", "show_report", "show_status", "table"]  # fmt: skip
+           "output_file", "sample_progress", "show_rebalance", "show_report", "show_status",
+           "table"]  # fmt: skip
