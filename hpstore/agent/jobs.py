@@ -223,6 +223,7 @@ class Jobs:
             report = None
         except Exception:  # noqa: BLE001 (one job that crashes must not end healing for good)
             _log.exception("%s crashed", job)
+            self._pool.metrics.count("agent_job_crash_total")
             self.note(f"{self._named(job)} crashed; the log has the traceback", ok=False)
             report = None
         with self._change:

@@ -26,7 +26,7 @@ from hpstore.agent.settings import AgentConfig
 from hpstore.agent.status import AgentStatus, make_status, publish
 from hpstore.agent.watch import MonitorWatch, Watch
 from hpstore.closing import Closing
-from hpstore.errors import HpstoreError, IntegrityError, MembershipError
+from hpstore.errors import HpstoreError, MembershipError
 from hpstore.health.forecast.forecaster import FailureForecaster
 from hpstore.health.forecast.model import load_model
 from hpstore.health.history import History
@@ -100,7 +100,7 @@ class Agent(Closing):
         self._scrubbed_ms = 0
         self._scrub_failed_seconds = -1e18
         self.present: frozenset[str] = frozenset()
-        self.warnings: dict[str, str] = {}  # by device; "" for the pool
+        self.orders_problem = ""  # why orders cannot be read
         self.ticks, self.began_ms = 0, self._clock.wall_ms()
         self.jobs = Jobs(
             pool,
@@ -127,14 +127,18 @@ class Agent(Closing):
     def run(self, stop: threading.Event, each: Callable[[AgentStatus], None]) -> None:
         """Rounds until `stop` is set; `each` gets the status after every one.
 
-        A round that fails is told and counted, and the next one is tried.
+        A round that fails is told and counted, and the next one is tried. What `each` raises ends
+        it.
         """
         while not stop.is_set():
+            status = None
             try:
-                each(self.tick())
+                status = self.tick()
             except (HpstoreError, OSError) as error:
                 self.pool.metrics.count("agent_round_error_total")
                 self.jobs.note(f"a round failed: {error}", ok=False)
+            if status is not None:
+                each(status)
             stop.wait(self.config.tick_seconds)
 
     def tick(self) -> AgentStatus:
@@ -186,9 +190,9 @@ class Agent(Closing):
     def _obey(self, facts: PoolFacts, at: float) -> list[Outcome]:
         """Take new orders of operators; one that is refused is told."""
         try:
-            orders = read_orders(self._directory)
-        except (IntegrityError, OSError) as error:
-            self.warnings["orders"] = f"orders cannot be read: {error}"
+            orders, self.orders_problem = read_orders(self._directory), ""
+        except (HpstoreError, OSError) as error:
+            self.orders_problem = f"orders cannot be read: {error}"
             return []
         done = []
         for order in orders:
@@ -251,7 +255,6 @@ class Agent(Closing):
         elif action.kind is ActionKind.ACCEPT:
             self.watch.accept(action.device)
         elif action.kind in (ActionKind.WARN, ActionKind.ALARM):
-            self.warnings[action.device] = f"{where}: {action.reason}"
             self.jobs.note(f"{action.kind}: {where}: {action.reason}", ok=False)
 
     def _look_for_work(self, now: float) -> None:

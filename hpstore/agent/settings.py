@@ -43,8 +43,13 @@ class AgentConfig:
         for name in ("heal_share_idle", "heal_share_busy"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"{name} of the agent must be above 0, and at most 1")
+        for name in ("heal_bytes_per_second", "foreground_bytes_per_second"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} of the agent must not be negative")
         if not 0 <= self.rebalance_spread <= 1:
             raise ConfigError("rebalance_spread of the agent must be from 0 to 1")
+        if not 0 < self.forecast_far <= 0.5:
+            raise ConfigError("forecast_far of the agent must be above 0, and at most 0.5")
 
 
 def agent_config(pool: PoolConfig, *, dry_run: bool = False) -> AgentConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -134,14 +135,13 @@ def output_file(path: Path) -> Iterator[BinaryIO]:
         with target.open("wb") as out:
             yield out
         return
-    part = target.with_name(f".{target.name}.part")
+    part = target.with_name(f".{os.getpid()}.part")  # a short name: the target's may be the longest
     try:
         with part.open("wb") as out:
             yield out
         part.replace(target)
-    except BaseException:
+    finally:
         part.unlink(missing_ok=True)
-        raise
 
 
 def show_status(status: PoolStatus) -> None:

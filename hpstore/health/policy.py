@@ -22,6 +22,7 @@ from hpstore.health.guards import (
     too_soon,
 )
 from hpstore.health.states import (
+    EXPECTED,
     Action,
     ActionKind,
     Decision,
@@ -407,9 +408,7 @@ class Turn:
         health, fact, config = self.devices[device], self.facts.devices[device], self.config
         if fact.forecast is Outlook.NONE:
             return False
-        reason = "the device reports its own failure" if fact.forecast is Outlook.FATAL else (
-            "it is expected to fail within 14 days"
-        )  # fmt: skip
+        reason = EXPECTED[fact.forecast]
         if not health.warned_seconds or self.now - health.warned_seconds >= DAY_SECONDS:
             self.set(device, warned_seconds=self.now)
             self.act(ActionKind.WARN, device, reason)

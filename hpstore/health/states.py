@@ -160,6 +160,12 @@ class Outlook(StrEnum):
     FATAL = "fatal"  # the device itself says that it fails
 
 
+EXPECTED = {
+    Outlook.ALARM: "it is expected to fail within 14 days",
+    Outlook.FATAL: "the device reports its own failure",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:
     """One member of the pool, as it is now, or one that was evicted."""
@@ -220,7 +226,7 @@ class PolicyConfig:
     def __post_init__(self) -> None:
         for limit in fields(self):
             value = getattr(self, limit.name)
-            if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
+            if isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
                 raise ConfigError(f"{limit.name} of the health policy must be above 0")
         if list(self.probation_shares) != sorted(self.probation_shares):
             raise ConfigError("probation_shares must ascend")
@@ -238,6 +244,6 @@ class Outcome:
 
 
 __all__ = [
-    "Action", "ActionKind", "Decision", "DeviceFacts", "DeviceHealth", "Outlook", "Outcome",
-    "PolicyConfig", "PolicyState", "PoolFacts", "Role",
+    "EXPECTED", "Action", "ActionKind", "Decision", "DeviceFacts", "DeviceHealth", "Outcome",
+    "Outlook", "PolicyConfig", "PolicyState", "PoolFacts", "Role",
 ]  # fmt: skip

@@ -27,8 +27,9 @@ from hpstore.agent.jobs import Effort, Job, JobKind, Jobs
 from hpstore.agent.orders import ORDERS_FILE, give_order, read_orders
 from hpstore.agent.pace import SharedPace, pause_seconds, scrub_rate
 from hpstore.agent.page import render, sparkline
-from hpstore.agent.serve import parse_listen
+from hpstore.agent.serve import StatusServer, parse_listen
 from hpstore.agent.slot import Slot
+from hpstore.agent.status import STATUS_FILE, read_status
 from hpstore.cli.watching import agent_view, bars, pool_view
 from hpstore.devices.wrappers import FaultyDevice
 from hpstore.errors import ConfigError, IntegrityError
@@ -370,6 +371,21 @@ def test_an_address_is_a_host_and_a_port(text: str) -> None:
     """Anything else is an error that shows one."""
     with pytest.raises(ConfigError, match="HOST:PORT"):
         parse_listen(text)
+
+
+@pytest.mark.parametrize("host", ["x" * 70, "nowhere.invalid", "256.1.1.1"])
+def test_an_address_that_cannot_be_listened_on_is_one_line(host: str) -> None:
+    """Also one that is no name of a host at all."""
+    with pytest.raises(ConfigError, match="cannot listen"):
+        StatusServer(f"{host}:0")
+
+
+def test_a_status_from_another_time_is_none(tmp_path: Path) -> None:
+    """Too old, or of a clock that was set back since."""
+    (tmp_path / STATUS_FILE).write_text(json.dumps({"at_ms": 1_000_000}))
+    assert read_status(tmp_path, 1_030_000) is not None
+    assert read_status(tmp_path, 1_070_000) is None
+    assert read_status(tmp_path, 900_000) is None
 
 
 def test_a_device_that_was_asked_and_has_not_answered_yet_is_there(tended: Tended) -> None:
