@@ -171,12 +171,13 @@ class Postponing:
             self._left[note.reason] -= note.sizes[key]
 
     def _in_time(self, note: Expiry, done_bytes: int) -> bool:
-        """Whether the rest would be whole before it is gone; so when that cannot be told."""
+        """Whether the rest would be whole before it is gone. While no rate is known, any time that
+        is left is enough: one object tells."""
         clock = self._store.clock
         now, seconds = clock.wall_ms(), clock.monotonic() - self._began
-        if now > note.limit_ms or not done_bytes or seconds <= 0:
-            return True
-        needed_seconds = self._left[note.reason] * seconds / done_bytes
+        if now > note.limit_ms:
+            return True  # it has not gone
+        needed_seconds = self._left[note.reason] * seconds / done_bytes if done_bytes else 0.0
         return needed_seconds < (note.expected_ms - now) / 1000
 
     def _may_wait(self, key: str, note: Expiry) -> bool:

@@ -206,7 +206,7 @@ def rebalance_all(
     if tally.spread <= spread:
         return tally.report()
     surveys = walk(store).surveys
-    keys = _shuffled(surveys)
+    keys = _in_order(surveys)
     for number, key in enumerate(keys, 1):
         if tally.spread <= spread / 2:
             break
@@ -241,10 +241,15 @@ def _make(store: Store, key: str, move: Move, tally: _Tally, pace: Pace) -> None
         tally.moved(move, nbytes)
 
 
-def _shuffled(keys: Iterable[str]) -> Sequence[str]:
-    """Keys in an order that has nothing to do with their names, always the same: a device that is
-    new gets columns of all kinds, not those of one data set."""
-    return sorted(keys, key=lambda key: digest128(key.encode()))
+def _in_order(surveys: Mapping[str, Survey]) -> Sequence[str]:
+    """Striped objects first: small ones cost as many syncs and give no space. Else an order that
+    has nothing to do with the keys, always the same: a device that is new gets columns of all
+    kinds, not those of one data set."""
+
+    def rank(key: str) -> tuple[bool, bytes]:
+        return surveys[key].files[0].name.kind is not Kind.COLUMN, digest128(key.encode())
+
+    return sorted(surveys, key=rank)
 
 
 __all__ = ["SPREAD", "Fill", "Move", "RebalanceReport", "evens_out", "fills_of", "movable",

@@ -159,12 +159,12 @@ def pool_status(
 ) -> PoolStatus:
     """Gather a status; walks all keys."""
     record = store.view.record
+    sights = health.snapshot().devices if health.enabled else {}
+    devices = device_status(store, problems, sights)  # first: it finds out who takes columns
     candidates = store.candidates()
     effective = max(0, min(record.data, len(candidates) - record.parity))
     found = survey_condition(store)
     tolerated = found.losses_tolerated if effective else 0
-    sights = health.snapshot().devices if health.enabled else {}
-    devices = device_status(store, problems, sights)
     silent = set(found.silent) | {d.device for d in devices if d.state == "missing"}
     free = sum(d.free_bytes for d in devices if d.state == "online")
     width = effective + record.parity

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hpstore.agent import AgentConfig, agent_config
 from hpstore.agent.jobs import Job, JobKind
 from hpstore.agent.memory import MEMORY_FILE, load_memory
 from hpstore.agent.orders import ORDERS_FILE, give_order
-from hpstore.agent.status import read_status
+from hpstore.agent.status import AgentStatus, read_status
 from hpstore.errors import ConfigError, LockTimeout, TooManyErasures
 from hpstore.health import HealthState
 from hpstore.health.history import History
@@ -506,3 +507,52 @@ def test_a_rate_may_be_written_with_its_unit(tmp_path: Path) -> None:
         with pytest.raises(ConfigError):
             agent_config(replace(base, agent=table))
     tended.stop()
+
+
+def test_a_round_that_fails_is_told_and_the_next_one_is_made(
+    tended: Tended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the listener raises is not taken for a round that failed: it ends the agent."""
+    monkeypatch.setattr(threading.Event, "wait", lambda self, timeout=None: self.is_set())
+    monkeypatch.setattr(tended.agent, "tick", iter_of(TooManyErasures("x"), tended.agent.tick()))
+    seen: list[int] = []
+
+    def each(status: AgentStatus) -> None:
+        seen.append(status.ticks)
+        raise BrokenPipeError(32, "Broken pipe")
+
+    with pytest.raises(BrokenPipeError):
+        tended.agent.run(threading.Event(), each)
+    assert seen == [1]
+    assert tended.pool.metrics.value("agent_round_error_total") == 1
+    assert [e.text for e in tended.agent.jobs.events()] == ["a round failed: x"]
+
+
+def iter_of(*outcomes: object) -> Callable[[], object]:
+    """A call that gives one after the other, or raises it."""
+    rest = iter(outcomes)
+
+    def call() -> object:
+        found = next(rest)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    return call
+
+
+def test_a_job_that_crashes_is_counted_and_does_not_end_the_others(
+    tended: Tended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bug in one must not end healing for good."""
+    tended.rounds(10)
+    monkeypatch.setattr(tended.pool, "scrub", iter_of(ZeroDivisionError("a bug")))
+    jobs = tended.agent.jobs
+    jobs.submit(Job(kind=JobKind.SCRUB))
+    jobs.submit(Job(kind=JobKind.REBUILD))
+    jobs.run_all()
+    monkeypatch.undo()
+    jobs.submit(Job(kind=JobKind.SCRUB))
+    jobs.run_all()
+    assert tended.pool.metrics.value("agent_job_crash_total") == 1
+    assert any("crashed" in event.text for event in jobs.events())

@@ -12,16 +12,16 @@ import pytest
 from hpstore.children import output_of
 
 ENVIRONMENT = {"PATH": os.environ["PATH"]}
+POPEN = subprocess.Popen
 
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Children that were started."""
     found: list[subprocess.Popen[bytes]] = []
-    real = subprocess.Popen
 
     def remember(*words: object, **options: object) -> subprocess.Popen[bytes]:
-        found.append(real(*words, **options))  # type: ignore[call-overload]
+        found.append(POPEN(*words, **options))  # type: ignore[call-overload]
         return found[-1]
 
     monkeypatch.setattr(subprocess, "Popen", remember)
@@ -53,14 +53,14 @@ def test_an_interrupt_kills_the_child_and_goes_on(
     begun: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C while it is waited for."""
-    wait = subprocess.Popen.wait
+    wait = POPEN.wait
 
     def interrupted(self: subprocess.Popen[bytes], timeout: float | None = None) -> int:
         if timeout == 7.0:
             raise KeyboardInterrupt
         return wait(self, timeout)
 
-    monkeypatch.setattr("subprocess.Popen.wait", interrupted)
+    monkeypatch.setattr(POPEN, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         output_of(sleeping(), 7.0, max_bytes=10, environment=ENVIRONMENT)
     assert begun[0].poll() is not None

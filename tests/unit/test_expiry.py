@@ -236,20 +236,20 @@ def test_agent_says_what_it_puts_off_and_heals_it_when_it_stays(tmp_path: Path) 
     tended.rounds(10)
     both = [{url for url, _ in tended.harness.columns(key)} for key in (OLD, NEW)]
     tended.harness.lose([min(both[0] & both[1])])
-    tended.rounds(890, step=20)
+    tended.rounds(900, step=45)
     now = tended.clock.wall_ms()
     note = Expiry(
         reason="step 1 goes", sizes={OLD: len(BODIES[OLD])}, instead=(NEW,),
         expected_ms=now, limit_ms=now + 10 * MINUTE,
     )  # fmt: skip
     tended.pool.put(note_key("run"), note.encode())
-    tended.rounds(300, step=20)
+    tended.rounds(300, step=50)
     assert tended.pool.stat(OLD).spare_columns == 1
     assert tended.pool.stat(NEW).spare_columns == 2
     assert tended.status is not None
     assert list(tended.status.put_off.values()) == [1]
     assert "Put off: 1 objects: step 1 goes" in render(tended.status)
-    tended.rounds(600, step=20)
+    tended.rounds(600, step=50)
     assert tended.pool.stat(OLD).spare_columns == 2
     tended.rounds(40, step=20)
     assert tended.status.put_off == {}
