@@ -17,6 +17,7 @@ from hpstore.checkpoint.accelerator import Accelerator, Cuda
 from hpstore.checkpoint.codecs import checked_codec
 from hpstore.checkpoint.collecting import collector_paused
 from hpstore.checkpoint.draining import Draining
+from hpstore.checkpoint.expiring import note_expiring
 from hpstore.checkpoint.gates import CopyGate
 from hpstore.checkpoint.handles import SaveHandle, SaveReport, guarded
 from hpstore.checkpoint.keeping import Keeping
@@ -311,6 +312,7 @@ class Checkpointer(Keeping):
             whole = committed and committed[0].spare_columns >= self.pool.parity
             if whole and self._ranks.leads:
                 self._steps.retain(committed[0].step, self.retention)
+                note_expiring(self._steps, committed[0].step, self.retention)
 
         guarded(finish, future)
         guarded(tidy, self._tidied)

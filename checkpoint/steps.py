@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from hpstore.checkpoint.attempts import ATTEMPT_SECONDS, Attempt, attempt_lives
 from hpstore.checkpoint.manifest import Listing, Manifest, checked_step, manifest_key, sort_out
@@ -19,6 +19,7 @@ from hpstore.errors import (
     RedundancyError,
     VersionConflict,
 )
+from hpstore.expiry import note_key
 from hpstore.keys import check_key
 from hpstore.pool import Pool
 from hpstore.records import FORMAT, seal, unseal
@@ -127,6 +128,7 @@ class Steps:
         self.manifest(step)
         key = self._protection(name)
         self.pool.put(key, seal({"format": FORMAT, "step": checked_step(step)}))
+        self._delete_if_there(note_key(self.prefix))  # this step goes no more
 
     def unprotect(self, name: str) -> None:
         """Let retention have it again. Raises CheckpointError when nothing has this name."""
@@ -170,7 +172,7 @@ class Steps:
             segments = set()  # garbage collection finds them
         self.pool.delete(key)
         self._read.pop(step, None)
-        for segment in segments - self._still_named(segments):
+        for segment in segments - self.still_named(segments):
             try:
                 self.pool.delete(segment)
             except ObjectNotFound:
@@ -200,13 +202,15 @@ class Steps:
                 "prefix.", step, self.prefix, later[-8:],
             )  # fmt: skip
 
-    def _still_named(self, segments: set[str]) -> set[str]:
-        """Those that another step names or a save under way refers to; all when that is unclear."""
+    def still_named(self, segments: set[str], going: Collection[int] = ()) -> set[str]:
+        """Those that a step which is not `going` names or a save under way refers to; all when that
+        is unclear."""
         if not segments:
             return set()
         try:
             listing = self.listing()
-            named = {s.key for step in listing.steps for s in self.facts(step).segments}
+            staying = [step for step in listing.steps if step not in going]
+            named = {s.key for step in staying for s in self.facts(step).segments}
             for attempt in self._attempts(listing)[0].values():
                 if attempt is None:
                     return segments

@@ -17,6 +17,7 @@ from hpstore.errors import DeviceTimeout, HpstoreError, MembershipError
 from hpstore.keys import ColumnName, Kind
 from hpstore.membership import commit_record, with_member, with_state, without_member
 from hpstore.objects.catalog import walk
+from hpstore.objects.remove import remove_files
 from hpstore.objects.repair import Action, Throttle, repair_object
 from hpstore.objects.store import Store, View
 from hpstore.objects.survey import (
@@ -193,8 +194,9 @@ def drain_member(
 ) -> int:
     """Move every column off a device, then evict it; returns how many objects were moved.
 
-    The caller holds the change lock. Stops with MembershipError, the device draining still, when
-    some object cannot be moved; running it again goes on.
+    One that is read-only keeps its files, and leaves when all they hold is elsewhere. The caller
+    holds the change lock. Stops with MembershipError, the device draining still, when some object
+    cannot be moved; running it again goes on.
     """
     if member.state is not DeviceState.DRAINING:
         set_state(store, member.device_id, DeviceState.DRAINING)
@@ -212,7 +214,10 @@ def drain_member(
             for key, survey in catalog.surveys.items()
             if holds_live_files(store.view, survey, member.device_id)
         )
-        if not keys:
+        kept = member.device_id in store.refusing and not any(
+            depends_on(store.view, catalog.surveys[key], member.device_id) for key in keys
+        )
+        if not keys or kept:
             evict_member(store, member, refresh, force=False, emptied=True)
             return moved
         stuck = []
@@ -246,6 +251,25 @@ def holds_live_files(view: View, survey: Survey, device_id: str) -> bool:
     )
 
 
+def depends_on(view: View, survey: Survey, device_id: str) -> bool:
+    """Whether something of a key would be lost with a device, judged by names. Pure.
+
+    That is a column of the newest version, or a copy of a tombstone, that no device which stays
+    has; or an older version while the newer is not whole without the device (PROTOCOL 8).
+    """
+    newest = newest_by_name(view, survey)
+    if newest is None:
+        return False  # torn puts
+    staying = {m.device_id for m in view.members() if m.state is DeviceState.ONLINE} - {device_id}
+    elsewhere = [file for file in newest.files if file.device in staying]
+    if newest.kind is Kind.TOMBSTONE:
+        return len({file.device for file in elsewhere}) <= newest.parity
+    held = {file.name.column for file in elsewhere}
+    mine = {file.name.column for file in newest.files if file.device == device_id}
+    older = any(f.device == device_id and f.name.version < newest.version for f in survey.files)
+    return not mine <= held or (older and len(held) < newest.width)
+
+
 def _remove_tombstones(store: Store, device_id: str) -> None:
     """Drop a leaving device's copies of tombstones that have m + 1 copies elsewhere."""
     for key, survey in walk(store).surveys.items():
@@ -254,9 +278,7 @@ def _remove_tombstones(store: Store, device_id: str) -> None:
             continue
         elsewhere = {f.device for f in layout.files} - {device_id}
         if len(elsewhere) > layout.parity:
-            for file in layout.files:
-                if file.device == device_id:
-                    _on_device(store, device_id, partial(_delete, key, file.name))
+            remove_files(store, key, [f for f in layout.files if f.device == device_id])
 
 
 def _on_device(store: Store, device_id: str, call: Callable[[Device], None]) -> None:

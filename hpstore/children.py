@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -20,7 +21,7 @@ def output_of(
     """Exit status, and the first `max_bytes` of what it wrote to both outputs.
 
     None when it took too long; one that cannot even be killed, since it hangs in the kernel, is
-    left behind, which is logged. An exception meanwhile (Ctrl-C) kills it too. Raises OSError when
+    left behind, which is logged. An interrupt meanwhile (Ctrl-C) kills it too. Raises OSError when
     it does not start.
     """
     with tempfile.TemporaryFile() as output:
@@ -30,18 +31,18 @@ def output_of(
         )  # fmt: skip
         code: int | None = None
         try:
-            code = child.wait(timeout_seconds)
-        except subprocess.TimeoutExpired:
-            _kill(child)
-        except BaseException:
-            _kill(child)
-            raise
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = child.wait(timeout_seconds)
+        finally:
+            if code is None:  # too late, or interrupted
+                _kill(child)
         output.seek(0)
         return code, output.read(max_bytes).decode(errors="replace")
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    os.killpg(child.pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # it ended just now
+        os.killpg(child.pid, signal.SIGKILL)
     try:
         child.wait(KILL_SECONDS)
     except subprocess.TimeoutExpired:

@@ -8,8 +8,15 @@ from dataclasses import dataclass
 from hpstore.keys import Kind
 from hpstore.objects.catalog import walk
 from hpstore.objects.store import Store
-from hpstore.objects.survey import Layout, Verdict, judge, newest_by_name, unknown_devices
-from hpstore.rebuild import needs_work, spare_losses
+from hpstore.objects.survey import (
+    Layout,
+    Verdict,
+    judge,
+    newest_by_name,
+    spare_losses,
+    unknown_devices,
+)
+from hpstore.rebuild import needs_work
 
 _NAMED = 20  # degraded objects
 

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -34,6 +34,7 @@ from hpstore.membership import (
     make_view,
     newest_record,
     open_members,
+    refusing,
     roll_forward,
 )
 from hpstore.objects.repair import repair_object
@@ -79,6 +80,7 @@ class PoolHandle(Closing):
             self.health.pause()
         view = self._store.view
         self._store.view = replace(view, devices=self.health.metered(view.devices))
+        self._note_read_only(opened.read_only)
         self._store.refresh = self.refresh
         self._store.damage = self._damage
         self._store.key_lock = self._repair_lock
@@ -176,13 +178,18 @@ class PoolHandle(Closing):
                 continue
             problems[url] = copied(url) if ours else foreign(url)
             opened.pop(url).device.close()
-        broken = prove(opened, scheduler, write=not self.read_only, deadline_seconds=deadline)
-        for url, error in broken.items():
+        proof = prove(opened, scheduler, write=not self.read_only, deadline_seconds=deadline)
+        for url, error in proof.failed.items():
             problems[url] = str(error)
             opened.pop(url)
+        self._note_read_only(refusing(opened, proof))
         devices = make_view(record, opened.values(), problems).devices
         self._problems = problems
         return self.health.metered(devices)
+
+    def _note_read_only(self, devices: Mapping[str, DeviceReadOnly]) -> None:
+        for device_id, error in devices.items():
+            self._store.note_write(device_id, error.device or device_id, error)
 
     def _spare(self, device_id: str) -> None:
         """Keep this process' reads and new columns off a device. Raises MembershipError."""

@@ -21,6 +21,7 @@ from hpstore.errors import (
     DeviceForeign,
     DeviceInUse,
     DeviceMissing,
+    DeviceReadOnly,
     FormatTooNew,
     HpstoreError,
     IntegrityError,
@@ -29,7 +30,7 @@ from hpstore.errors import (
 )
 from hpstore.geometry import BLOCK_BYTES, check_unit_bytes, check_width
 from hpstore.objects.store import Store, View
-from hpstore.opening import OpenedDevice, Opener, claim, identify_all, make_place, prove
+from hpstore.opening import OpenedDevice, Opener, Proof, claim, identify_all, make_place, prove
 from hpstore.placement import tolerated_domains
 from hpstore.records import (
     IDENTITY_FILE,
@@ -47,10 +48,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """A pool's membership and the members that answered; why the others did not, by URL."""
+    """A pool's membership and the members that answered; why the others did not, by URL.
+
+    `read_only`: members that refuse writes, by device id.
+    """
 
     view: View
     problems: Mapping[str, str]
+    read_only: Mapping[str, DeviceReadOnly]
 
 
 def create_members(
@@ -172,20 +177,20 @@ def open_members(
     opened, failed = identify_all(config.devices, opener, scheduler, deadline)
     problems = {url: str(error) for url, error in failed.items()}
     try:
-        view = _choose_view(config, opened, problems, scheduler, read_only=read_only)
+        found = _choose_view(config, opened, problems, scheduler, read_only=read_only)
     except BaseException:
-        for found in opened.values():
-            found.device.close()
+        for one in opened.values():
+            one.device.close()
         raise
     for problem in problems.values():
         _log.warning("pool %s opens without a device: %s", config.name, problem)
-    return Opened(view=view, problems=problems)
+    return found
 
 
 def _choose_view(
     config: PoolConfig, opened: dict[str, OpenedDevice], problems: dict[str, str],
     scheduler: Scheduler, *, read_only: bool,
-) -> View:  # fmt: skip
+) -> Opened:  # fmt: skip
     """The view of the newest record, from devices of one pool that prove to work."""
     if not any(o.record is not None for o in opened.values()):
         raise TooFewDevices(
@@ -197,11 +202,11 @@ def _choose_view(
         if not belongs(found, pool_id):
             problems[url] = foreign(url)
             opened.pop(url).device.close()
-    failed = prove(
+    proof = prove(
         opened, scheduler, write=not read_only,
         deadline_seconds=config.settings.open_deadline_seconds,
     )  # fmt: skip
-    for url, error in failed.items():
+    for url, error in proof.failed.items():
         problems[url] = str(error)
         opened.pop(url)
     records = [o.record for o in opened.values() if o.record is not None]
@@ -216,7 +221,12 @@ def _choose_view(
             f"{needed} are needed to open it. Nothing is lost by waiting; bring devices back. "
             + _reasons(problems)
         )
-    return view
+    return Opened(view=view, problems=problems, read_only=refusing(opened, proof))
+
+
+def refusing(opened: Mapping[str, OpenedDevice], proof: Proof) -> dict[str, DeviceReadOnly]:
+    """Devices that refuse writes, by device id."""
+    return {opened[url].identity.device_id: error for url, error in proof.read_only.items()}
 
 
 def belongs(found: OpenedDevice, pool_id: str) -> bool:
@@ -314,6 +324,7 @@ def commit_record(
     old = store.view.record
     answers = store.each(store.view.devices, store.generation_on)
     alive = {d for d, answer in answers.items() if not isinstance(answer, Exception)}
+    alive -= store.refusing.keys()  # counted beforehand, a change could end half done
     devices = {**{d: store.view.devices[d] for d in alive}, **extra}
 
     def reached(record: PoolRecord, held: set[str]) -> bool:
@@ -321,7 +332,7 @@ def commit_record(
 
     if not force and not (reached(old, set(devices)) and reached(new, set(devices))):
         raise MembershipError(
-            f"{len(devices)} devices answer; a change needs {old.quorum()} of the "
+            f"{len(devices)} devices can be written; a change needs {old.quorum()} of the "
             f"{len(old.members)} members now and {new.quorum()} of the {len(new.members)} members "
             "then. Nothing was changed. Bring devices back, or force it if they are gone for good."
         )
@@ -405,6 +416,6 @@ def find_member(record: PoolRecord, devices: Mapping[str, Device], wanted: str) 
 
 __all__ = ["Opened", "belongs", "check_memory", "check_unit", "commit_record", "copied",
            "create_members", "domain_warning", "find_member", "foreign", "make_view",
-           "newest_record", "open_members",
+           "newest_record", "open_members", "refusing",
            "roll_forward", "with_healed", "with_member", "with_state",
            "without_member"]  # fmt: skip

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 
 from hpstore.config import Settings
-from hpstore.devices.base import DIRECTORIES, Device, Usage
+from hpstore.devices.base import DIRECTORIES, READABLE, Device, Usage
 from hpstore.devices.local import LocalDevice
 from hpstore.devices.remote import RemoteDevice
 from hpstore.errors import (
     ConfigError,
     DeviceError,
-    DeviceFull,
     DeviceInUse,
     DeviceMissing,
+    DeviceReadOnly,
     IntegrityError,
 )
 from hpstore.records import IDENTITY_FILE, MAX_RECORD_BYTES, POOL_FILE, Identity, PoolRecord
@@ -34,6 +34,17 @@ class OpenedDevice:
     device: Device
     identity: Identity
     record: PoolRecord | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """How probes of devices ended, by URL.
+
+    `failed` ones do not work. `read_only` ones refuse writes: what they hold can be read.
+    """
+
+    failed: Mapping[str, Exception]
+    read_only: Mapping[str, DeviceReadOnly]
 
 
 def device_opener(settings: Settings) -> Opener:
@@ -124,13 +135,12 @@ def identify_all(
 def prove(
     opened: Mapping[str, OpenedDevice], scheduler: Scheduler, *, write: bool,
     deadline_seconds: float,
-) -> dict[str, Exception]:  # fmt: skip
-    """Probe devices of this pool side by side: write, sync, read back. What failed, by URL.
+) -> Proof:  # fmt: skip
+    """Probe devices of this pool side by side: write, sync, read back.
 
-    Those that failed are closed; one that hangs, when its call has ended. A full one has not
-    failed: it can be read, and takes no new columns anyway.
+    Those that failed are closed; one that hangs, when its call has ended. A full or read-only one
+    has not failed: it can be read, and takes no new columns.
     """
-
     devices = {url: found.device for url, found in opened.items()}
 
     def late(url: str, _: Future[None]) -> None:
@@ -138,18 +148,17 @@ def prove(
 
     calls = {url: partial(_probe, device, write) for url, device in devices.items()}
     results = scheduler.gather_once(calls, deadline_seconds, late)
-    return {
-        url: result
-        for url, result in results.items()
-        if isinstance(result, Exception) and not isinstance(result, DeviceFull)
-    }
+    errors = {url: result for url, result in results.items() if isinstance(result, Exception)}
+    failed = {url: error for url, error in errors.items() if not isinstance(error, READABLE)}
+    read_only = {url: error for url, error in errors.items() if isinstance(error, DeviceReadOnly)}
+    return Proof(failed=failed, read_only=read_only)
 
 
 def _probe(device: Device, write: bool) -> None:
     """Probe it; it is closed when it fails."""
     try:
         device.probe(write=write)
-    except DeviceFull:
+    except READABLE:
         raise
     except BaseException:
         device.close()
@@ -213,10 +222,10 @@ def shares_filesystem(urls: list[str]) -> list[str]:
     return shared
 
 
-def below_reserve(device: Device) -> bool:
-    """Whether a device is too full for new columns: less than 1 % or 1 GiB left, the smaller."""
+def has_room(device: Device) -> bool:
+    """Whether new columns may go there: writable, 1 % or 1 GiB left, the smaller."""
     usage = device.usage()
-    return usage.free < reserve_bytes(usage)
+    return not usage.read_only and usage.free >= reserve_bytes(usage)
 
 
 def reserve_bytes(usage: Usage) -> int:
@@ -224,5 +233,5 @@ def reserve_bytes(usage: Usage) -> int:
     return min(usage.total // 100, GIB)
 
 
-__all__ = ["OpenedDevice", "Opener", "below_reserve", "claim", "device_opener", "identify",
+__all__ = ["OpenedDevice", "Opener", "Proof", "claim", "device_opener", "has_room", "identify",
            "identify_all", "make_place", "prove", "reserve_bytes", "shares_filesystem"]  # fmt: skip

@@ -312,19 +312,21 @@ class Pool(TendedPool):
         progress: ProgressCallback | None = None,
         rate_bytes_per_second: float | None = None,
         include_missing: bool = False,
+        everything: bool = False,
         pace: Pace | None = None,
     ) -> RebuildReport:
         """Make every object whole on the current members, most endangered first; pay debts.
 
         Columns on members that are missing but not evicted are waited for while parity is left,
-        unless `include_missing`. Killed, it is resumed by running it again. `pace` as for scrub.
+        unless `include_missing`; what retention soon drops is put off (docs/health.md) unless
+        `everything`. Killed, it is resumed by running it again. `pace` as for scrub.
         """
         self._writable()
         self.refresh()
         with self._lock("repair.lock", "rebuild"):
             report = rebuild_all(
                 self._store, progress=progress, rate_bytes_per_second=rate_bytes_per_second,
-                include_missing=include_missing, pace=pace,
+                include_missing=include_missing, everything=everything, pace=pace,
             )  # fmt: skip
         if report.whole and not self._store.view.missing and self._store.view.record.unhealed():
             with self._change():

@@ -7,18 +7,19 @@ resumed by running it again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 from hpstore.clock import Clock
 from hpstore.errors import HpstoreError, IntegrityError, ObjectNotFound, TooManyErasures
+from hpstore.expiry import Postponing, read_notes
 from hpstore.keys import Kind
 from hpstore.objects.catalog import Catalog, walk
 from hpstore.objects.debts import clear_debt, read_debts
 from hpstore.objects.repair import Action, Repair, repair_object
 from hpstore.objects.store import Store, View
-from hpstore.objects.survey import Layout, Survey, newest_by_name, survey_key
+from hpstore.objects.survey import Survey, newest_by_name, spare_losses, survey_key
 from hpstore.records import DeviceState
 
 
@@ -67,11 +68,14 @@ class RebuildReport:
     stopped: bool = False  # before all was looked at
     unreadable: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    put_off: dict[str, int] = field(default_factory=dict)  # why -> objects that soon expire
+    put_off_until_ms: int = 0  # when they should be looked at again; 0 for none
 
     @property
     def whole(self) -> bool:
         """Every object has its full stripe now."""
-        return not (self.unreadable or self.failed or self.waiting or self.stuck or self.stopped)
+        left = self.unreadable or self.failed or self.waiting or self.stuck or self.put_off
+        return not (left or self.stopped)
 
     @property
     def clean(self) -> bool:
@@ -114,6 +118,7 @@ class Tally:
         self.unreadable: dict[str, str] = {}
         self.failed: dict[str, str] = {}
         self.stopped = False
+        self.expiring: Postponing | None = None
 
     def add(self, repair: Repair) -> None:
         """Count one object."""
@@ -147,14 +152,9 @@ class Tally:
             unreadable=dict(self.unreadable),
             failed=dict(self.failed),
             stopped=self.stopped,
+            put_off=dict(self.expiring.put_off) if self.expiring else {},
+            put_off_until_ms=self.expiring.until_ms if self.expiring else 0,
         )
-
-
-def spare_losses(view: View, layout: Layout) -> int:
-    """Further losses that a layout survives, by names, not counting devices that are leaving."""
-    staying = {m.device_id for m in view.members() if m.state is DeviceState.ONLINE}
-    held = {file.name.column for file in layout.files if file.device in staying}
-    return len(held) - (1 if layout.kind is not Kind.COLUMN else layout.data)
 
 
 def needs_work(view: View, survey: Survey, usable: int) -> bool:
@@ -183,16 +183,23 @@ def plan_rebuild(view: View, catalog: Catalog, usable: int) -> list[str]:
     return sorted(keys, key=danger)
 
 
+def put_last(keys: Sequence[str], late: Collection[str]) -> list[str]:
+    """Keys in their order, but those of `late` after all others. Pure."""
+    return [k for k in keys if k not in late] + [k for k in keys if k in late]
+
+
 def rebuild_all(
     store: Store,
     *,
     progress: ProgressCallback | None = None,
     rate_bytes_per_second: float | None = None,
     include_missing: bool = False,
+    everything: bool = False,
     pace: Pace | None = None,
 ) -> RebuildReport:
     """Bring every object to its full stripe on the current membership. Resumable by running again.
 
+    What its owner soon deletes comes last, or is put off (expiry.py) unless `everything` is wanted.
     With a `pace` the rate is not looked at. An object that cannot be read is reported and left as
     it is.
     """
@@ -201,14 +208,18 @@ def rebuild_all(
     usable = len(store.candidates())
     keys = plan_rebuild(store.view, catalog, usable)
     whole = len(catalog.surveys) - len(keys)
-    for number, key in enumerate(keys, 1):
+    notes = read_notes(store, catalog) if keys and not everything else []
+    tally.expiring = expiring = Postponing(store, notes, keys)
+    for number, key in enumerate(put_last(keys, expiring.late), 1):
         if not pace.go_on():
             tally.stopped = True
             return tally.report()
-        try:
-            tally.add(repair_object(store, key, throttle=pace, include_missing=include_missing))
-        except (HpstoreError, OSError) as error:
-            tally.fail(key, error)
+        if not expiring.puts_off(key, tally.bytes):
+            try:
+                tally.add(repair_object(store, key, throttle=pace, include_missing=include_missing))
+            except (HpstoreError, OSError) as error:
+                tally.fail(key, error)
+            expiring.healed(key)
         if progress is not None:
             progress(Progress(done=number, total=len(keys), bytes=tally.bytes, key=key))
     pay_debts(store)
@@ -237,4 +248,4 @@ def pay_debts(store: Store) -> int:
 
 __all__ = ["Pace", "Progress", "ProgressCallback", "RateLimit", "RebuildReport", "Tally",
            "needs_work",
-           "pay_debts", "plan_rebuild", "rebuild_all", "spare_losses"]  # fmt: skip
+           "pay_debts", "plan_rebuild", "rebuild_all"]  # fmt: skip

@@ -25,7 +25,7 @@ from hpstore.rebuild import (
 from hpstore.records import FORMAT, seal, unseal
 
 CURSOR_FILE = "scrub.json"
-_CURSOR_EVERY = 64  # objects between two notes of the position
+_CURSOR_SECONDS = 60.0  # between two notes of the position
 _MAX_CURSOR_BYTES = 64 << 10
 
 
@@ -71,6 +71,7 @@ def scrub_all(
     catalog = walk(store, prefix)
     after = read_cursor(store) if resume and not prefix else ""
     keys = sorted(key for key in catalog.surveys if key > after)
+    noted = store.clock.monotonic()
     for number, key in enumerate(keys, 1):
         if not pace.go_on():
             if not prefix and not store.read_only and number > 1:
@@ -78,13 +79,16 @@ def scrub_all(
             tally.stopped = True
             return tally.report()
         try:
-            tally.add(repair_object(store, key, verify=True, throttle=pace))
+            repair = repair_object(store, key, verify=True, throttle=pace)
+            tally.swept += sweep_key(store, key)
+            tally.add(repair)
         except (HpstoreError, OSError) as error:
             tally.fail(key, error)
-        tally.swept += sweep_key(store, key)
         if progress is not None:
             progress(Progress(done=number, total=len(keys), bytes=tally.bytes, key=key))
-        if not prefix and not store.read_only and number % _CURSOR_EVERY == 0:
+        now = store.clock.monotonic()
+        if not prefix and not store.read_only and now - noted >= _CURSOR_SECONDS:
+            noted = now
             write_cursor(store, key)
     if not prefix:
         write_cursor(store, "")
@@ -96,7 +100,8 @@ def scrub_all(
 def sweep_key(store: Store, key: str) -> int:
     """Remove tombstones and torn puts that are past the horizon. PROTOCOL 12.
 
-    Only with every member answering: a device that is away may still hold what they stand for.
+    Only with every member answering, and none evicted within the horizon: a device that is away may
+    still hold what they stand for.
     """
     with store.key_lock(key):  # a re-layout under way must not look torn
         return _sweep_locked(store, key)
@@ -114,6 +119,8 @@ def _sweep_locked(store: Store, key: str) -> int:
     if newest.kind is Kind.TOMBSTONE and newest.version.counter < horizon:
         if len(layouts) > 1:
             return 0  # repair_object removes what it stands for first
+        if any(member.since_ms >= horizon for member in store.view.record.evicted):
+            return 0  # were that one to return, what nobody contradicts would be believed
         return remove_files(store, key, newest.files)
     return _sweep_torn(store, survey, horizon)
 

@@ -9,18 +9,19 @@ from dataclasses import asdict, dataclass
 from hpstore.condition import survey_condition
 from hpstore.devices.base import Device, Usage
 from hpstore.devices.ring import problem as ring_problem
+from hpstore.errors import DeviceError, DeviceReadOnly
 from hpstore.health.history import History
 from hpstore.health.monitor import Monitor, history_path
 from hpstore.health.sight import DeviceSight
 from hpstore.health.states import Decision
 from hpstore.objects.debts import read_debts
 from hpstore.objects.store import Store
-from hpstore.records import Member
+from hpstore.records import DeviceState, Member
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceStatus:
-    """One device. `state` is online, draining, evicted, missing or sitting-out."""
+    """One device. `state` is online, read-only, draining, evicted, missing or sitting-out."""
 
     device: str
     url: str
@@ -70,25 +71,35 @@ class PoolStatus:
 _DECISIONS = 10  # that a status shows
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Look:
+    """At a device that answers. `refused`: why it takes no writes."""
+
+    usage: Usage
+    refused: DeviceError | None
+
+
 def device_status(
     store: Store, problems: Mapping[str, str], sights: Mapping[str, DeviceSight]
 ) -> list[DeviceStatus]:
     """Every member and evicted device."""
 
-    def usage(device_id: str, device: Device) -> Usage:
-        # statvfs and cached listings succeed on a dead filesystem: only real I/O tells
+    def look(device_id: str, device: Device) -> _Look:
         store.generation_on(device_id, device)
-        device.probe(write=not store.read_only)
-        return device.usage()
+        refused = store.probe(device_id, device)
+        return _Look(usage=device.usage(), refused=refused)
 
-    space = store.each(store.view.devices, usage)
+    looks = store.each(store.view.devices, look)
     rows = []
     for member in (*store.view.record.members, *store.view.record.evicted):
         device = store.view.devices.get(member.device_id)
-        found, sight = space.get(member.device_id), sights.get(member.device_id)
+        found, sight = looks.get(member.device_id), sights.get(member.device_id)
+        space = found.usage if isinstance(found, _Look) else Usage(total=0, free=0)
         url = device.url if device is not None else member.url
         problem = problems.get(member.url, "") or problems.get(url, "")
-        if isinstance(found, Exception):
+        if isinstance(found, _Look) and found.refused is not None:
+            problem = str(found.refused)
+        elif isinstance(found, Exception):
             problem = str(found)
         rows.append(
             DeviceStatus(
@@ -97,9 +108,9 @@ def device_status(
                 state=_state(store, member, found),
                 mode=device.mode if device is not None else "",
                 domain=member.domain,
-                total_bytes=found.total if isinstance(found, Usage) else 0,
-                free_bytes=found.free if isinstance(found, Usage) else 0,
-                kept_bytes=found.kept if isinstance(found, Usage) else 0,
+                total_bytes=space.total,
+                free_bytes=space.free,
+                kept_bytes=space.kept,
                 waiting=store.scheduler.queued(member.device_id),
                 problem=problem,
                 health="" if sight is None else sight.state.value,
@@ -113,10 +124,12 @@ def device_status(
 def _state(store: Store, member: Member, found: object) -> str:
     if member.left:
         return "evicted"
-    if not isinstance(found, Usage):
+    if not isinstance(found, _Look):
         return "missing"
     if member.device_id in store.view.sitting_out:
         return "sitting-out"
+    if member.state is DeviceState.ONLINE and isinstance(found.refused, DeviceReadOnly):
+        return "read-only"
     return member.state.value
 
 
@@ -146,12 +159,12 @@ def pool_status(
 ) -> PoolStatus:
     """Gather a status; walks all keys."""
     record = store.view.record
+    sights = health.snapshot().devices if health.enabled else {}
+    devices = device_status(store, problems, sights)  # first: it finds out who takes columns
     candidates = store.candidates()
     effective = max(0, min(record.data, len(candidates) - record.parity))
     found = survey_condition(store)
     tolerated = found.losses_tolerated if effective else 0
-    sights = health.snapshot().devices if health.enabled else {}
-    devices = device_status(store, problems, sights)
     silent = set(found.silent) | {d.device for d in devices if d.state == "missing"}
     free = sum(d.free_bytes for d in devices if d.state == "online")
     width = effective + record.parity

@@ -11,19 +11,25 @@ from hpstore import changes
 from hpstore.clock import Clock
 from hpstore.condition import Condition, survey_condition
 from hpstore.devices.base import Device, Usage
-from hpstore.errors import DeviceMissing, MembershipError
+from hpstore.errors import ConfigError, DeviceError, DeviceMissing, MembershipError
 from hpstore.handle import PoolHandle, same_form
 from hpstore.membership import belongs
 from hpstore.opening import identify
+from hpstore.rebalance import SPREAD, RebalanceReport, rebalance_all
+from hpstore.rebuild import Pace, ProgressCallback, RateLimit
 from hpstore.records import DeviceState, Member, PoolRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Of a device that was probed: its space, and how long writing, syncing and reading took."""
+    """Of a device that was probed: its space, and how long writing, syncing and reading took.
+
+    `refused`: why it takes no writes though it can be read.
+    """
 
     usage: Usage
     seconds: float
+    refused: DeviceError | None
 
 
 class TendedPool(PoolHandle):
@@ -66,9 +72,9 @@ class TendedPool(PoolHandle):
             def call() -> Answer:
                 began = store.clock.monotonic()
                 store.generation_on(device_id, device)
-                device.probe(write=not store.read_only)
+                refused = store.probe(device_id, device)
                 seconds = store.clock.monotonic() - began
-                return Answer(usage=device.usage(), seconds=seconds)
+                return Answer(usage=device.usage(), seconds=seconds, refused=refused)
 
             return call
 
@@ -114,6 +120,27 @@ class TendedPool(PoolHandle):
         self._usable()
         return survey_condition(self._store)
 
+    def rebalance(
+        self, *, spread: float = SPREAD, progress: ProgressCallback | None = None,
+        rate_bytes_per_second: float | None = None, pace: Pace | None = None,
+    ) -> RebalanceReport:  # fmt: skip
+        """Move columns from full devices to empty ones when they differ by more than `spread` of
+        their size, until it is half of that. No object has less than its full stripe meanwhile.
+
+        At most one column of each object; stopped or killed, it is resumed by running it again.
+        One rebalance, rebuild or scrub at a time on a host (LockTimeout). A `pace` replaces the
+        rate.
+        """
+        self._writable()
+        if not 0 < spread <= 1:
+            raise ConfigError(f"a spread of {spread} is no share: above 0, at most 1")
+        self.refresh()
+        with self._lock("repair.lock", "rebalance"):
+            return rebalance_all(
+                self._store, spread=spread, progress=progress,
+                rate_bytes_per_second=rate_bytes_per_second, pace=pace,
+            )  # fmt: skip
+
     def begin_drain(self, device: str) -> None:
         """Put no new columns on a device; `rebuild` moves those it has, `drain` then ends it.
 
@@ -127,6 +154,22 @@ class TendedPool(PoolHandle):
             if member.state is not DeviceState.DRAINING:
                 changes.set_state(self._store, member.device_id, DeviceState.DRAINING)
                 self.refresh()
+
+    def end_drain(self, device: str, *, rate_bytes_per_second: float | None = None) -> bool:
+        """Move what is left on a draining device, then evict it; blocks until that is done.
+
+        False, and nothing is done, when it drains no longer: somebody has readmitted it. Raises
+        MembershipError as `drain` does, the device draining still.
+        """
+        self._writable()
+        throttle = RateLimit(rate_bytes_per_second, self._store.clock)
+        with self._change():
+            member = self._member(device)
+            if member.state is not DeviceState.DRAINING:
+                return False
+            changes.drain_member(self._store, member, self.refresh, throttle, lambda *_: None)
+            self._forget_place(member)
+            return True
 
 
 __all__ = ["Answer", "TendedPool"]

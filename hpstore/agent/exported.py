@@ -57,6 +57,7 @@ def _pool_metrics(status: AgentStatus) -> Iterator[Metric]:
             ("unreadable_objects", "Need devices that are missing.", found.unreadable),
             ("losses_tolerated", "Devices that may be lost yet.", found.losses_tolerated),
             ("unsettled_objects", "That a rebuild would look at.", found.todo),
+            ("put_off_objects", "Degraded, and soon deleted.", sum(status.put_off.values())),
         )
         for name, text, value in rows:
             yield GaugeMetricFamily(f"hpstore_pool_{name}", text, value=value)

@@ -72,10 +72,10 @@ def _device(sighting: Sighting, member: Member, config: PolicyConfig) -> DeviceF
     well = watched is None or watched.state is not HealthState.SITOUT
     known = condition is not None and device not in condition.silent
     seen = sighting.seen.get(device)
-    read_only = "it has become read-only" if seen is not None and seen.read_only else ""
     return DeviceFacts(
         present=answers(sighting, member), domain=member.domain, pool_state=member.state,
-        reported=sighting.reports.get(device, read_only), probes=config.probes_least if well else 0,
+        reported=sighting.reports.get(device, ""), probes=config.probes_least if well else 0,
+        read_only=seen is not None and seen.read_only,
         forecast=sighting.outlooks.get(device, Outlook.NONE),
         empty=known and condition is not None and device not in condition.holding
         and member.state is DeviceState.DRAINING,

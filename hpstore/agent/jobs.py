@@ -16,6 +16,7 @@ from enum import StrEnum
 from hpstore.agent.pace import SharedPace
 from hpstore.errors import HpstoreError, MembershipError
 from hpstore.pool import Pool
+from hpstore.rebalance import RebalanceReport
 from hpstore.rebuild import Progress, RebuildReport
 from hpstore.records import DeviceState, Member
 
@@ -32,10 +33,12 @@ class JobKind(StrEnum):
     EVICT = "evict"
     HEAL = "heal"
     REBUILD = "rebuild"
+    REBALANCE = "rebalance"
     SCRUB = "scrub"
 
 
-_RANK = {JobKind.REBUILD: 1, JobKind.SCRUB: 2}
+_RANK = {JobKind.REBUILD: 1, JobKind.REBALANCE: 2, JobKind.SCRUB: 3}
+Report = RebuildReport | RebalanceReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,18 +92,19 @@ class Effort:
     heal_bytes_per_second: Callable[[], float | None]
     scrub_bytes_per_second: Callable[[], float]
     answers: Callable[[str], bool]
+    spread: float  # of fullness, that a rebalance lets be
 
 
 class Jobs:
     """A queue and the one thread that works it off; with `threads=False` `run_all` does.
 
     On the working thread `started(job)` is called before each job, `finished(job, report)` after
-    one that ran to its end; `report` is that of a rebuild or scrub, None when it failed.
+    one that ran to its end; `report` is that of a rebuild, rebalance or scrub, None when it failed.
     """
 
     def __init__(
         self, pool: Pool, effort: Effort, *, started: Callable[[Job], None],
-        finished: Callable[[Job, RebuildReport | None], None],
+        finished: Callable[[Job, Report | None], None],
     ) -> None:  # fmt: skip
         self._pool, self._effort = pool, effort
         self._started, self._finished = started, finished
@@ -143,10 +147,11 @@ class Jobs:
             return sorted(self._queue, key=lambda job: job.rank)
 
     def busy(self) -> str:
-        """What is healing now or next, in words; "" when nothing is. Scrubs do not count."""
+        """What is healing now or next, in words; "" when nothing is, but what can wait for it."""
         with self._change:
             jobs = [self._running, *self._queue] if self._running else list(self._queue)
-            return next((f"a {j.kind}" for j in jobs if j and j.kind is not JobKind.SCRUB), "")
+            most = _RANK[JobKind.REBUILD]
+            return next((f"a {j.kind}" for j in jobs if j and j.rank <= most), "")
 
     def events(self) -> list[Event]:
         """The last ones, oldest first."""
@@ -218,6 +223,7 @@ class Jobs:
             report = None
         except Exception:  # noqa: BLE001 (one job that crashes must not end healing for good)
             _log.exception("%s crashed", job)
+            self._pool.metrics.count("agent_job_crash_total")
             self.note(f"{self._named(job)} crashed; the log has the traceback", ok=False)
             report = None
         with self._change:
@@ -229,9 +235,11 @@ class Jobs:
             return
         self._finished(job, report)
 
-    def _do(self, job: Job) -> RebuildReport | None:
+    def _do(self, job: Job) -> Report | None:
         if job.kind is JobKind.REBUILD:
             return self._rebuild(job)
+        if job.kind is JobKind.REBALANCE:
+            return self._rebalance()
         if job.kind is JobKind.SCRUB:
             return self._scrub()
         member = self._pool.record.member(job.device)
@@ -254,31 +262,29 @@ class Jobs:
         return None
 
     def _let_go(self, job: Job, member: Member) -> bool:
-        """Evict a device, or drain one that can still be read: it is a source.
+        """Evict a device, or drain one that can still be read: it is a source until a rebuild has
+        made every object whole without it.
 
         False when it is needed: nothing is evicted that an object cannot do without. What can be
         made up for is rebuilt then, and it is tried again.
         """
         try:
-            if self._effort.answers(job.device) and member.state is DeviceState.ONLINE:
-                self._pool.begin_drain(job.device)
-                self.note(f"{self._named(job)}: what can be read of it is moved off")
-            else:
+            if not self._effort.answers(job.device):
                 self._pool.evict(job.device)
                 self.note(f"{self._named(job)}: evicted, to be made up for")
+            elif member.state is DeviceState.ONLINE:
+                self._pool.begin_drain(job.device)
+                self.note(f"{self._named(job)}: what can be read of it is moved off")
         except MembershipError as error:
             self.note(f"{self._named(job)}: not evicted yet: {error}", ok=False)
             return False
         return True
 
     def _evict_drained(self, job: Job) -> None:
-        try:
-            self._pool.drain(job.device, rate_bytes_per_second=self._effort.heal_bytes_per_second())
-        except MembershipError as error:
-            # what cannot be cleared (a read-only device) may go all the same if nobody needs it
-            _log.info("%s: %s; evicting it instead", job.device, error)
-            self._pool.evict(job.device)
-        self.note(f"{self._named(job)} is done")
+        done = self._pool.end_drain(
+            job.device, rate_bytes_per_second=self._effort.heal_bytes_per_second()
+        )
+        self.note(f"{self._named(job)} {'is done' if done else 'is called off'}")
 
     def _rebuild(self, job: Job) -> RebuildReport:
         pace = self._fresh_pace(self._effort.heal_bytes_per_second())
@@ -292,11 +298,25 @@ class Jobs:
                 f"stuck, {len(report.unreadable)} unreadable, {len(report.failed)} failed",
                 ok=not (report.unreadable or report.failed or report.stuck),
             )
+        for why, count in report.put_off.items():
+            self.note(f"{count} objects are put off: {why}")
         if report.whole:
             for member in self._pool.record.members:
                 if member.state is DeviceState.DRAINING:
                     self.submit(Job(kind=JobKind.EVICT, device=member.device_id,
                                     reason="it is drained"))  # fmt: skip
+        return report
+
+    def _rebalance(self) -> RebalanceReport:
+        pace = self._fresh_pace(self._effort.heal_bytes_per_second())
+        report = self._pool.rebalance(spread=self._effort.spread, progress=self._step, pace=pace)
+        if report.columns_moved or report.failed:
+            self.note(
+                f"rebalance{' (interrupted)' if report.stopped else ''}: {report.columns_moved} "
+                f"columns moved, {len(report.failed)} failed; devices differed by "
+                f"{report.spread_before:.0%} of their size, now by {report.spread_after:.0%}",
+                ok=not report.failed,
+            )
         return report
 
     def _scrub(self) -> RebuildReport:
@@ -333,4 +353,4 @@ class Jobs:
         return f"{job.kind} of {known.get(job.device, job.device)}{reason}"
 
 
-__all__ = ["Effort", "Event", "Job", "JobKind", "JobSight", "Jobs"]
+__all__ = ["Effort", "Event", "Job", "JobKind", "JobSight", "Jobs", "Report"]

@@ -18,7 +18,7 @@ from hpstore.agent.disks import DiskWatch, worst
 from hpstore.agent.eyes import Eyes, Shape
 from hpstore.agent.facts import Sighting, pool_facts, reports_in
 from hpstore.agent.foreground import Foreground
-from hpstore.agent.jobs import Effort, Job, JobKind, Jobs
+from hpstore.agent.jobs import Effort, Job, JobKind, Jobs, Report
 from hpstore.agent.memory import load_memory, save_memory
 from hpstore.agent.orders import read_orders
 from hpstore.agent.pace import scrub_rate
@@ -26,7 +26,7 @@ from hpstore.agent.settings import AgentConfig
 from hpstore.agent.status import AgentStatus, make_status, publish
 from hpstore.agent.watch import MonitorWatch, Watch
 from hpstore.closing import Closing
-from hpstore.errors import HpstoreError, IntegrityError, MembershipError
+from hpstore.errors import HpstoreError, MembershipError
 from hpstore.health.forecast.forecaster import FailureForecaster
 from hpstore.health.forecast.model import load_model
 from hpstore.health.history import History
@@ -36,7 +36,9 @@ from hpstore.health.policy import decide
 from hpstore.health.states import Action, ActionKind, Decision, Outcome, PoolFacts
 from hpstore.locks import file_lock
 from hpstore.pool import Pool
+from hpstore.rebalance import RebalanceReport
 from hpstore.rebuild import RebuildReport
+from hpstore.records import DeviceState
 
 _log = logging.getLogger(__name__)
 LOCK_FILE = "agent.lock"
@@ -85,23 +87,27 @@ class Agent(Closing):
             pool, config, disks, foreground or Foreground(),
             lambda text: self.jobs.note(text, ok=False), threads=threads,
         )  # fmt: skip
-        self._lock = threading.Lock()  # guards what jobs tell: the next seven
+        self._lock = threading.Lock()  # guards what jobs tell: down to `present`
+        self.put_off: dict[str, int] = {}  # why -> objects, of the last rebuild
+        self._put_off_until_ms = 0
         self._reconciled: set[str] = set()
         self._rebuild_saw: frozenset[str] = frozenset()  # who answered when it began
         self._rebuilt_shape: Shape | None = None  # of the pool when one had ended
         self._fruitless_todo: int | None = None  # objects that it could do nothing about
         self._rebuilt_seconds = -1e18
+        self._evened_seconds, self._evened_columns = -1e18, 0  # of the last rebalance
+        self._evened_shape: Shape | None = None
         self._scrubbed_ms = 0
         self._scrub_failed_seconds = -1e18
         self.present: frozenset[str] = frozenset()
-        self.warnings: dict[str, str] = {}  # by device; "" for the pool
+        self.orders_problem = ""  # why orders cannot be read
         self.ticks, self.began_ms = 0, self._clock.wall_ms()
         self.jobs = Jobs(
             pool,
             Effort(
                 share=self._share, answers=lambda device: device in self.present,
                 heal_bytes_per_second=lambda: float(config.heal_bytes_per_second) or None,
-                scrub_bytes_per_second=self._scrub_rate,
+                scrub_bytes_per_second=self._scrub_rate, spread=config.rebalance_spread or 1.0,
             ),
             started=self._started, finished=self._finished,
         )  # fmt: skip
@@ -121,14 +127,18 @@ class Agent(Closing):
     def run(self, stop: threading.Event, each: Callable[[AgentStatus], None]) -> None:
         """Rounds until `stop` is set; `each` gets the status after every one.
 
-        A round that fails is told and counted, and the next one is tried.
+        A round that fails is told and counted, and the next one is tried. What `each` raises ends
+        it.
         """
         while not stop.is_set():
+            status = None
             try:
-                each(self.tick())
+                status = self.tick()
             except (HpstoreError, OSError) as error:
                 self.pool.metrics.count("agent_round_error_total")
                 self.jobs.note(f"a round failed: {error}", ok=False)
+            if status is not None:
+                each(status)
             stop.wait(self.config.tick_seconds)
 
     def tick(self) -> AgentStatus:
@@ -180,9 +190,9 @@ class Agent(Closing):
     def _obey(self, facts: PoolFacts, at: float) -> list[Outcome]:
         """Take new orders of operators; one that is refused is told."""
         try:
-            orders = read_orders(self._directory)
-        except (IntegrityError, OSError) as error:
-            self.warnings["orders"] = f"orders cannot be read: {error}"
+            orders, self.orders_problem = read_orders(self._directory), ""
+        except (HpstoreError, OSError) as error:
+            self.orders_problem = f"orders cannot be read: {error}"
             return []
         done = []
         for order in orders:
@@ -245,7 +255,6 @@ class Agent(Closing):
         elif action.kind is ActionKind.ACCEPT:
             self.watch.accept(action.device)
         elif action.kind in (ActionKind.WARN, ActionKind.ALARM):
-            self.warnings[action.device] = f"{where}: {action.reason}"
             self.jobs.note(f"{action.kind}: {where}: {action.reason}", ok=False)
 
     def _look_for_work(self, now: float) -> None:
@@ -253,17 +262,41 @@ class Agent(Closing):
         condition, shape = self.eyes.condition(), self.eyes.shape()
         with self._lock:
             waited, before = now - self._rebuilt_seconds, self._rebuilt_shape
-            fruitless = self._fruitless_todo
+            fruitless, until_ms = self._fruitless_todo, self._put_off_until_ms
         if condition is not None and condition.todo:
             config = self.config
             patience = (
                 config.again_seconds if fruitless == condition.todo else config.survey_seconds
             )
-            if shape != before or waited >= patience:
+            over = 0 < until_ms < self._clock.wall_ms()  # what was put off was not deleted
+            if shape != before or waited >= patience or over:
                 reason = f"{condition.todo} objects are not as they should be"
                 self.jobs.submit(Job(kind=JobKind.REBUILD, reason=reason))
+        elif condition is not None:
+            with self._lock:  # what was put off has been deleted
+                self.put_off, self._put_off_until_ms = {}, 0
+            if self.config.rebalance_spread:
+                self._look_at_fullness(now, shape)
         if self.config.scrub_days:
             self._look_for_scrub(now)
+
+    def _look_at_fullness(self, now: float, shape: Shape) -> None:
+        """Even out how full devices are, once every object is whole and every member is there."""
+        seen, record = self.eyes.seen(), self.pool.record
+        calm = all(m.state is DeviceState.ONLINE and m.device_id in self.present
+                   for m in record.members)  # fmt: skip
+        shares = [1 - s.free_bytes / s.total_bytes for s in seen.values()
+                  if s.total_bytes and not s.read_only]  # fmt: skip
+        spread = max(shares, default=0.0) - min(shares, default=0.0)
+        if not calm or spread <= self.config.rebalance_spread:
+            return
+        with self._lock:
+            before, moved = self._evened_shape, self._evened_columns
+            waited = now - self._evened_seconds
+        patience = self.config.survey_seconds if moved else self.config.again_seconds
+        if shape != before or waited >= patience:
+            reason = f"the fullest device is {max(shares):.0%} full, the emptiest {min(shares):.0%}"
+            self.jobs.submit(Job(kind=JobKind.REBALANCE, reason=reason))
 
     def _look_for_scrub(self, now: float) -> None:
         with self._lock:
@@ -284,7 +317,7 @@ class Agent(Closing):
             if job.kind is JobKind.REBUILD:
                 self._rebuild_saw = self.present
 
-    def _finished(self, job: Job, report: RebuildReport | None) -> None:
+    def _finished(self, job: Job, report: Report | None) -> None:
         """Called by the thread of jobs."""
         shape, condition = self.eyes.shape(), self.eyes.condition()
         with self._lock:
@@ -293,10 +326,16 @@ class Agent(Closing):
             elif job.kind is JobKind.REBUILD:
                 self._rebuilt_seconds, self._rebuilt_shape = self._clock.monotonic(), shape
                 self._fruitless_todo = None
-                if report is not None:
+                if isinstance(report, RebuildReport):
                     self._reconciled |= self._rebuild_saw
-                if condition is not None and (report is None or not report.columns_written):
+                    self.put_off, self._put_off_until_ms = report.put_off, report.put_off_until_ms
+                written = isinstance(report, RebuildReport) and report.columns_written
+                if condition is not None and not written:
                     self._fruitless_todo = condition.todo
+            elif job.kind is JobKind.REBALANCE:
+                self._evened_seconds, self._evened_shape = self._clock.monotonic(), shape
+                moved = isinstance(report, RebalanceReport) and report.columns_moved
+                self._evened_columns = moved or 0
             elif job.kind is JobKind.SCRUB and report is not None:
                 self._scrubbed_ms = self._clock.wall_ms()
             elif job.kind is JobKind.SCRUB:  # somebody else scrubs or rebuilds

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpstore.agent.memory import load_memory
 from hpstore.clock import Clock
 from hpstore.config import write_atomically
 from hpstore.errors import IntegrityError
@@ -52,11 +53,12 @@ def read_orders(directory: Path) -> list[Order]:
 
 
 def give_order(directory: Path, word: Command, device: str, clock: Clock) -> Order:
-    """Add an order. Durable on return. Raises LockTimeout, IntegrityError."""
+    """Add an order. Durable on return. Raises LockTimeout, IntegrityError, ConfigError."""
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     with file_lock(directory, "orders.lock", clock, _DEADLINE_SECONDS, "order"):
         known = read_orders(directory)
-        number = known[-1].number + 1 if known else 1
+        # also where the file was moved away: a number that was obeyed once is never obeyed again
+        number = 1 + max(load_memory(directory).orders_done, known[-1].number if known else 0)
         order = Order(number=number, at_ms=clock.wall_ms(), word=word, device=device)
         rows = [
             {"number": o.number, "at_ms": o.at_ms, "word": o.word, "device": o.device}

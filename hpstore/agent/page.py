@@ -133,6 +133,9 @@ def _work(status: AgentStatus) -> str:
         )
     if status.waiting:
         parts.append(f"<p>Then: {escape(', '.join(status.waiting))}</p>")
+    parts += [
+        f"<p>Put off: {count} objects: {escape(why)}</p>" for why, count in status.put_off.items()
+    ]
     others = status.foreground_bytes_per_second
     told = "cannot be told, so healing yields" if others is None else f"{format_bytes(others)}/s"
     scrub = "none yet"

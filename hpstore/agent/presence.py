@@ -7,12 +7,11 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from hpstore.errors import DeviceFull, DeviceReadOnly, DeviceTimeout, HpstoreError
+from hpstore.errors import DeviceReadOnly, DeviceTimeout, HpstoreError
 from hpstore.tending import Answer, TendedPool
 
 T = TypeVar("T")
 _PAST = 60  # probes that are kept of each device
-_STILL_THERE = (DeviceFull, DeviceReadOnly)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,15 +134,14 @@ class Presence:
         for device, question in self._devices.items():
             past = tuple(self._seconds.get(device, ()))
             if question.error is not None:
-                found[device] = Seen(
-                    problem=str(question.error), probe_seconds=past,
-                    answers=isinstance(question.error, _STILL_THERE),
-                    read_only=isinstance(question.error, DeviceReadOnly),
-                )  # fmt: skip
+                found[device] = Seen(problem=str(question.error), probe_seconds=past, answers=False)
             elif question.answer is not None:
-                usage = question.answer.usage
-                found[device] = Seen(problem="", total_bytes=usage.total, free_bytes=usage.free,
-                                     probe_seconds=past)  # fmt: skip
+                usage, refused = question.answer.usage, question.answer.refused
+                found[device] = Seen(
+                    problem="" if refused is None else str(refused),
+                    read_only=isinstance(refused, DeviceReadOnly), total_bytes=usage.total,
+                    free_bytes=usage.free, probe_seconds=past,
+                )  # fmt: skip
         return found
 
 

@@ -32,10 +32,11 @@ class StatusServer(Closing):
         host, port = parse_listen(listen)
         try:
             self._server = ThreadingHTTPServer((host, port), _handler(self._last, metrics))
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter for what can be no name of a host
+            reason = getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"the agent cannot listen on {listen}: {error.strerror or error}. Choose another "
-                "address with --listen, or none"
+                f"the agent cannot listen on {listen}: {reason}. Choose another address with "
+                "--listen, or none"
             ) from error
         self._server.daemon_threads = True
         self._thread = threading.Thread(

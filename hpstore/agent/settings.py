@@ -24,6 +24,7 @@ class AgentConfig:
     heal_share_busy: float = 0.3  # while others use the disks, or nobody can tell
     foreground_bytes_per_second: int = 4 * MIB  # of others: above it the disks are busy
     heal_bytes_per_second: int = 0  # a further limit; 0 for none
+    rebalance_spread: float = 0.1  # of fullness, above which columns are moved; 0: never
     scrub_days: float = 14.0  # that one pass over all data takes; 0 for no scrub
     smart_hours: float = 6.0  # between two looks at the disks' own counters; 0 for none
     smart_timeout_seconds: float = 20.0  # for each disk
@@ -42,6 +43,13 @@ class AgentConfig:
         for name in ("heal_share_idle", "heal_share_busy"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"{name} of the agent must be above 0, and at most 1")
+        for name in ("heal_bytes_per_second", "foreground_bytes_per_second"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} of the agent must not be negative")
+        if not 0 <= self.rebalance_spread <= 1:
+            raise ConfigError("rebalance_spread of the agent must be from 0 to 1")
+        if not 0 < self.forecast_far <= 0.5:
+            raise ConfigError("forecast_far of the agent must be above 0, and at most 0.5")
 
 
 def agent_config(pool: PoolConfig, *, dry_run: bool = False) -> AgentConfig:

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpstore.agent.disks import DiskSight
+from hpstore.agent.disks import DiskSight, worst
 from hpstore.agent.jobs import Event, JobSight
 from hpstore.condition import Condition
-from hpstore.health.states import Decision
+from hpstore.health.states import EXPECTED, Decision
 from hpstore.records import Member
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class AgentStatus:
     condition_at_ms: int
     job: JobSight | None
     waiting: tuple[str, ...]  # jobs
+    put_off: dict[str, int]  # why degraded objects are left alone -> how many
     scrub_began_ms: int
     scrub_ended_ms: int
     foreground_bytes_per_second: float | None  # None: cannot be told
@@ -91,7 +92,6 @@ def make_status(agent: Agent, decisions: Sequence[Decision]) -> AgentStatus:
     """Gather it; on the agent's thread, between rounds. `decisions`: newest first."""
     pool, eyes, memory, record = agent.pool, agent.eyes, agent.memory, agent.pool.record
     walked, others = eyes.walked, eyes.foreground
-    alarm = (memory.policy.alarm,) if memory.policy.alarm else ()
     return AgentStatus(
         pool=pool.config.name, pool_id=record.pool_id, process=os.getpid(),
         at_ms=pool.clock.wall_ms(), began_ms=agent.began_ms, ticks=agent.ticks,
@@ -104,12 +104,26 @@ def make_status(agent: Agent, decisions: Sequence[Decision]) -> AgentStatus:
         waiting=tuple(
             f"{job.kind} {agent.url(job.device)}".strip() for job in agent.jobs.waiting()
         ),
+        put_off=agent.put_off,
         scrub_began_ms=memory.scrub_began_ms, scrub_ended_ms=memory.scrub_ended_ms,
         foreground_bytes_per_second=others.bytes_per_second if others.known else None,
-        warnings=(*alarm, *agent.warnings.values()), decisions=tuple(decisions[:_SHOWN]),
+        warnings=_warnings(agent), decisions=tuple(decisions[:_SHOWN]),
         events=tuple(reversed(agent.jobs.events()))[:_SHOWN], orders_done=memory.orders_done,
         metrics=pool.metrics.snapshot(),
     )  # fmt: skip
+
+
+def _warnings(agent: Agent) -> tuple[str, ...]:
+    """What is wrong now: also after a restart, and no longer than it lasts."""
+    policy, record = agent.memory.policy, agent.pool.record
+    found = [policy.alarm, agent.orders_problem]
+    for member in record.members:
+        device, where = member.device_id, agent.url(member.device_id)
+        if policy.health(device).pinned:
+            found.append(f"{where}: it changes too often: pinned until it is readmitted")
+        if expected := EXPECTED.get(worst(agent.eyes.disks.get(device, []))):
+            found.append(f"{where}: {expected}")
+    return tuple(text for text in found if text)
 
 
 def _device(agent: Agent, member: Member) -> DeviceView:
@@ -148,7 +162,7 @@ def read_status(directory: Path, now_ms: int) -> dict[str, object] | None:
         return None
     if not isinstance(found, dict) or not isinstance(found.get("at_ms"), int):
         return None
-    return found if now_ms - found["at_ms"] <= STALE_SECONDS * 1000 else None
+    return found if abs(now_ms - found["at_ms"]) <= STALE_SECONDS * 1000 else None
 
 
 __all__ = ["STALE_SECONDS", "STATUS_FILE", "AgentStatus", "DeviceView", "make_status", "publish",

@@ -129,6 +129,8 @@ def show_agent(status: AgentStatus) -> None:
             f"{found.objects} objects: {found.degraded} degraded, {found.unreadable} unreadable "
             f"now; {found.losses_tolerated} more devices may be lost\n"
         )
+    for why, count in status.put_off.items():
+        sys.stdout.write(f"put off: {count} objects: {why}\n")
     for warning in status.warnings:
         sys.stdout.write(f"WARNING {warning}\n")
     for event in status.events[:10]:

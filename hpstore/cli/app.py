@@ -20,6 +20,7 @@ from hpstore.cli.output import (
     emit_json,
     object_progress,
     output_file,
+    show_rebalance,
     show_report,
     show_status,
     table,
@@ -28,6 +29,7 @@ from hpstore.errors import ConfigError, ObjectNotFound
 from hpstore.health.overrides import Command
 from hpstore.interop.names import add_to_table, require_free
 from hpstore.opening import shares_filesystem
+from hpstore.rebalance import SPREAD
 from hpstore.rebuild import RebuildReport
 from hpstore.units import MIB, format_bytes, parse_bytes
 
@@ -290,13 +292,17 @@ def rebuild(
     include_missing: Annotated[
         bool, typer.Option(help="do not wait for missing devices that are still members")
     ] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="put nothing off that retention will soon delete")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Make every object whole on the devices there are.  hpstore rebuild pool.toml --rate 500MB"""
     with hpstore.open(pool) as opened, object_progress("rebuild") as progress:
         report = opened.rebuild(
-            progress=progress, rate_bytes_per_second=_rate(rate), include_missing=include_missing
-        )
+            progress=progress, rate_bytes_per_second=_rate(rate), include_missing=include_missing,
+            everything=everything,
+        )  # fmt: skip
     _finish("rebuild", report, as_json)
 
 
@@ -314,6 +320,26 @@ def scrub(
             prefix=prefix, progress=progress, rate_bytes_per_second=_rate(rate), resume=not restart
         )
     _finish("scrub", report, as_json)
+
+
+@app.command()
+def rebalance(
+    pool: PoolName,
+    rate: Rate = "",
+    spread: Annotated[
+        float, typer.Option(min=0.001, max=1.0, help="of fullness, above which columns are moved")
+    ] = SPREAD,
+    as_json: Json = False,
+) -> None:
+    """Move columns from full devices to empty ones.  hpstore rebalance pool.toml --rate 200MB"""
+    with hpstore.open(pool) as opened, object_progress("rebalance") as progress:
+        report = opened.rebalance(
+            spread=spread, progress=progress, rate_bytes_per_second=_rate(rate)
+        )
+    if as_json:
+        emit_json(report.as_dict())
+    else:
+        show_rebalance(report)
 
 
 def _finish(what: str, report: RebuildReport, as_json: bool) -> None:

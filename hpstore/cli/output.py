@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from rich.progress import (
 from rich.table import Table
 
 from hpstore.errors import ConfigError
+from hpstore.rebalance import RebalanceReport
 from hpstore.rebuild import Progress as Step
 from hpstore.rebuild import ProgressCallback, RebuildReport
 from hpstore.status import DeviceStatus, PoolStatus
@@ -133,14 +135,13 @@ def output_file(path: Path) -> Iterator[BinaryIO]:
         with target.open("wb") as out:
             yield out
         return
-    part = target.with_name(f".{target.name}.part")
+    part = target.with_name(f".{os.getpid()}.part")  # a short name: the target's may be the longest
     try:
         with part.open("wb") as out:
             yield out
         part.replace(target)
-    except BaseException:
+    finally:
         part.unlink(missing_ok=True)
-        raise
 
 
 def show_status(status: PoolStatus) -> None:
@@ -188,11 +189,25 @@ def show_report(what: str, report: RebuildReport) -> None:
         sys.stdout.write(f"UNREADABLE {key}: {reason}\n")
     for key, reason in report.failed.items():
         sys.stdout.write(f"NOT HEALED {key}: {reason}\n")
+    for why, count in report.put_off.items():
+        sys.stdout.write(f"PUT OFF {count} objects: {why}\n")
     if report.waiting:
         sys.stdout.write(
             "evict the missing devices if they are gone for good, then rebuild again\n"
         )  # fmt: skip
 
 
+def show_rebalance(report: RebalanceReport) -> None:
+    """A rebalance's report for people."""
+    sys.stdout.write(
+        f"{report.columns_moved} columns, {format_bytes(report.bytes)}, moved in "
+        f"{report.seconds:.1f} s: devices differed by {report.spread_before:.0%} of their size, "
+        f"now by {report.spread_after:.0%}\n"
+    )
+    for key, reason in report.failed.items():
+        sys.stdout.write(f"NOT MOVED {key}: {reason}\n")
+
+
 __all__ = ["UNMENDED_EXIT_CODE", "SampleCount", "byte_progress", "emit_json", "object_progress",
-           "output_file", "sample_progress", "show_report", "show_status", "table"]  # fmt: skip
+           "output_file", "sample_progress", "show_rebalance", "show_report", "show_status",
+           "table"]  # fmt: skip

@@ -87,6 +87,9 @@ def agent_view(status: Row) -> RenderableType:
             f"{found.get('unreadable')} unreadable now; {found.get('losses_tolerated')} more "
             "devices may be lost"
         ))  # fmt: skip
+    put_off = status.get("put_off")
+    if isinstance(put_off, Mapping):
+        parts += [Text(f"put off: {count} objects: {why}") for why, count in put_off.items()]
     job = status.get("job")
     if isinstance(job, Mapping):
         done, total = _number(job, "done"), _number(job, "total")

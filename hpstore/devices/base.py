@@ -33,6 +33,8 @@ DIRECTORIES = (OBJECTS, TMP, RECYCLE, DEBTS, QUARANTINE)
 ORPHAN_SECONDS = 60.0  # an unlocked file in tmp/ older than this has lost its writer
 RECYCLE_MIN_BYTES = 1 << 20  # below this a fresh file is as cheap
 
+READABLE = (DeviceFull, DeviceReadOnly)  # writes are refused, what is there can be read
+
 Stamp = tuple[int, int, int]
 
 
@@ -51,6 +53,7 @@ class Usage:
     total: int
     free: int  # what new files may take, kept ones given up
     kept: int = 0  # of it in files that are kept for overwriting
+    read_only: bool = False  # mounted so; a filesystem that refuses writes need not say it
 
 
 class ReadHandle(Protocol):
@@ -213,6 +216,7 @@ __all__ = [
     "DIRECTORIES",
     "ORPHAN_SECONDS",
     "QUARANTINE",
+    "READABLE",
     "RECYCLE",
     "RECYCLE_MIN_BYTES",
     "TMP",

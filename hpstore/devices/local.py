@@ -426,16 +426,16 @@ class LocalDevice:
             found = os.fstatvfs(root)
             kept = sum(size for size, _ in self._recycled(root))  # given up when space is short
             free = found.f_bavail * found.f_frsize + kept
-            return Usage(total=found.f_blocks * found.f_frsize, free=free, kept=kept)
+            return Usage(total=found.f_blocks * found.f_frsize, free=free, kept=kept,
+                         read_only=bool(found.f_flag & os.ST_RDONLY))  # fmt: skip
 
     def probe(self, *, write: bool) -> None:
         self.check_mounted()
         with self._guard("probe", absent_is_gone=True) as root:
             self.folds_names = names_fold(root)
-        if not write:
-            self._require_objects()
-            return
-        with self._guard("probe", absent_is_gone=True) as root:
+            if not write:
+                self._require_objects()
+                return
             name = f"{TMP}/{time.time_ns():020d}-probe-{secrets.token_hex(6)}"
             fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode, dir_fd=root)
             try:

@@ -14,7 +14,7 @@ import numpy as np
 
 from hpstore.codec.galois import Bytes
 from hpstore.devices.base import RECYCLE, RECYCLE_MIN_BYTES, TMP, Entry, Stamp, Usage
-from hpstore.errors import DeviceError, DeviceFull, DeviceMissing
+from hpstore.errors import DeviceError, DeviceFull, DeviceMissing, DeviceReadOnly
 from hpstore.geometry import ALIGNMENT_BYTES
 
 
@@ -48,16 +48,22 @@ class MemoryDevice:
         self._lock = threading.RLock()  # guards both maps and every _File's fields
         self._numbers = itertools.count(1)
         self.missing = False  # set by tests: the device does not answer
+        self.read_only = False  # set by tests: it refuses writes, without saying so in usage()
 
     def _check(self) -> None:
         if self.missing:
             raise DeviceMissing(f"device {self.url} does not answer", device=self.url)
 
+    def _check_writable(self) -> None:
+        self._check()
+        if self.read_only:
+            raise DeviceReadOnly(f"device {self.url} is read-only", device=self.url)
+
     def _name(self, path: str) -> str:
         return path.casefold() if self.folds_names else path
 
     def create(self, size_bytes: int) -> MemoryWriter:
-        self._check()
+        self._check_writable()
         with self._lock:
             old = file = self._reuse(size_bytes)
             if file is None:
@@ -101,7 +107,7 @@ class MemoryDevice:
             return bytes(file.bytes)
 
     def write_small(self, path: str, data: bytes) -> None:
-        self._check()
+        self._check_writable()
         with self._lock:
             if self.usage().free < len(data):
                 raise DeviceFull(f"device {self.url} is full", device=self.url)
@@ -127,12 +133,12 @@ class MemoryDevice:
             return None if file is None else (file.number, 0, len(file.bytes))
 
     def delete(self, path: str) -> None:
-        self._check()
+        self._check_writable()
         with self._lock:
             self.files.pop(self._name(path), None)
 
     def retire(self, path: str) -> None:
-        self._check()
+        self._check_writable()
         with self._lock:
             file = self.files.pop(self._name(path), None)
             if file is None or file.readers or len(file.bytes) < RECYCLE_MIN_BYTES:
@@ -147,7 +153,7 @@ class MemoryDevice:
             file.durable = bytes(file.bytes)
 
     def quarantine(self, path: str) -> None:
-        self._check()
+        self._check_writable()
         with self._lock:
             name = self._name(path)
             if name not in self.files:
@@ -169,7 +175,7 @@ class MemoryDevice:
             self._durable_names |= {n: f for n, f in self.files.items() if inside(n)}
 
     def sweep(self) -> int:
-        self._check()
+        self._check_writable()
         with self._lock:
             dead = [n for n, f in self.files.items() if n.startswith(TMP + "/") and not f.locked]
             for name in dead:
@@ -196,7 +202,10 @@ class MemoryDevice:
             return Usage(total=self.capacity_bytes, free=max(0, self.capacity_bytes - used))
 
     def probe(self, *, write: bool) -> None:
-        self._check()
+        if write:
+            self._check_writable()
+        else:
+            self._check()
 
     def close(self) -> None:
         """Keeps the files: reopening is using the object again."""
@@ -213,7 +222,7 @@ class MemoryWriter:
         self.recycled = recycled
 
     def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
-        self._device._check()
+        self._device._check_writable()
         with self._device._lock:
             for buffer in buffers:
                 end = offset + len(buffer)
@@ -223,12 +232,12 @@ class MemoryWriter:
                 offset = end
 
     def sync(self) -> None:
-        self._device._check()
+        self._device._check_writable()
         with self._device._lock:
             self._made.durable = bytes(self._made.bytes)
 
     def publish(self, path: str) -> None:
-        self._device._check()
+        self._device._check_writable()
         with self._device._lock:
             files = self._device.files
             files[self._device._name(path)] = files.pop(self._name)

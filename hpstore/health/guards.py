@@ -70,6 +70,17 @@ def refusal(
             f"{len(others)} of {len(counted(facts))} devices are kept off and "
             f"{len(lost(devices, facts))} are lost: parity {facts.parity} allows {room}"
         )
+    return too_soon(devices, state, facts, now_seconds, config, device)
+
+
+def too_soon(
+    devices: Devices, state: PolicyState, facts: PoolFacts, now_seconds: float,
+    config: PolicyConfig, device: str,
+) -> str:  # fmt: skip
+    """Why nothing may be removed by choice now, whether or not parity allows it; "" when it may.
+
+    Enough for a device that goes on being read until all of it is elsewhere.
+    """
     if facts.busy:
         return f"{facts.busy} is running"
     if bad := too_many(devices, facts, config):
@@ -98,5 +109,5 @@ def too_many(devices: Devices, facts: PoolFacts, config: PolicyConfig) -> str:
 
 
 __all__ = ["DAY_SECONDS", "HOUR_SECONDS", "counted", "kept_off", "lost", "may_be_kept_off",
-           "refusal",
-           "too_many"]  # fmt: skip
+           "refusal", "too_many",
+           "too_soon"]  # fmt: skip

@@ -10,13 +10,12 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from hpstore.codec.galois import Bytes
-from hpstore.devices.base import Device, ReadHandle
+from hpstore.devices.base import READABLE, Device, ReadHandle
 from hpstore.devices.wrappers import DeviceWrapper, WrappedReader
-from hpstore.errors import DeviceFull, DeviceReadOnly
 from hpstore.health.recorder import OPERATIONS, Operation, Outcome, Recorder
 
 T = TypeVar("T")
-_HARMLESS = (FileNotFoundError, DeviceFull, DeviceReadOnly)  # say nothing of a device's strength
+_HARMLESS = (FileNotFoundError, *READABLE)  # say nothing of a device's strength
 _READ, _META = int(Operation.READ), int(Operation.META)
 _ERROR, _CHECKSUM = int(Outcome.ERROR), int(Outcome.CHECKSUM)
 

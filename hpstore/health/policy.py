@@ -19,8 +19,10 @@ from hpstore.health.guards import (
     may_be_kept_off,
     refusal,
     too_many,
+    too_soon,
 )
 from hpstore.health.states import (
+    EXPECTED,
     Action,
     ActionKind,
     Decision,
@@ -39,6 +41,7 @@ from hpstore.records import DeviceState
 _GONE = (HealthState.FAULTED, HealthState.REMOVED, HealthState.EVICTED)
 _ABSENT = (HealthState.REMOVED, HealthState.EVICTED)
 _SPARED = (HealthState.SITOUT, HealthState.PROBATION)
+_ASKED = (HealthState.ONLINE, HealthState.SUSPECT, *_SPARED)  # what becomes of it is decided here
 _FOUND = (HealthState.SUSPECT, HealthState.SITOUT, HealthState.FAULTED)  # by severity
 
 
@@ -210,6 +213,15 @@ class Turn:
             return
         self._follow_the_pool(device, fact)
         self._return(device, fact)
+        self._writes(device, fact)
+
+    def _writes(self, device: str, fact: DeviceFacts) -> None:
+        """Whether it takes writes is told by the device, not judged."""
+        health = self.devices[device]
+        if health.state is HealthState.READ_ONLY and not fact.read_only:
+            self.enter(device, HealthState.ONLINE, "it can be written again")
+        elif fact.read_only and health.state in _ASKED and not health.manual:
+            self.enter(device, HealthState.READ_ONLY, "it has become read-only")
 
     def _lapsed(self, device: str) -> None:
         """Take back what was healed only because it was away, once it answers for a while."""
@@ -291,16 +303,17 @@ class Turn:
             self._sitout(device)
         elif health.state is HealthState.PROBATION:
             self._probation(device, verdict)
-        elif health.state is HealthState.DRAINING and self.config.role is Role.AGENT:
+        elif self.config.role is Role.AGENT and health.state is HealthState.DRAINING:
             self._draining(device)
+        elif self.config.role is Role.AGENT and health.state is HealthState.READ_ONLY:
+            self._read_only(device)
 
     def _reported(self, device: str) -> bool:
         """Drain what another process has given up, if the guards allow; whether they do."""
         reason = self.facts.devices[device].reported
-        states = (HealthState.ONLINE, HealthState.SUSPECT, *_SPARED)
         if not reason or self.config.role is not Role.AGENT:
             return False
-        return self.devices[device].state in states and self._drain(device, reason)
+        return self.devices[device].state in _ASKED and self._drain(device, reason)
 
     def _often(self, device: str) -> int:
         """Changes of a device within the hour, when they are too many."""
@@ -395,9 +408,7 @@ class Turn:
         health, fact, config = self.devices[device], self.facts.devices[device], self.config
         if fact.forecast is Outlook.NONE:
             return False
-        reason = "the device reports its own failure" if fact.forecast is Outlook.FATAL else (
-            "it is expected to fail within 14 days"
-        )  # fmt: skip
+        reason = EXPECTED[fact.forecast]
         if not health.warned_seconds or self.now - health.warned_seconds >= DAY_SECONDS:
             self.set(device, warned_seconds=self.now)
             self.act(ActionKind.WARN, device, reason)
@@ -421,11 +432,28 @@ class Turn:
         if why := self.refusal(device):
             self.refuse(device, "it should be drained", why)
             return False
+        self._begin_drain(device, reason)
+        return True
+
+    def _begin_drain(self, device: str, reason: str) -> None:
+        """The guards were asked."""
         if device not in kept_off(self.devices, self.facts):
             self.state = replace(self.state, removals=(*self.state.removals, self.now))
         self.enter(device, HealthState.DRAINING, reason)
         self.ask(device, ActionKind.DRAIN, reason)
-        return True
+
+    def _read_only(self, device: str) -> None:
+        """Move everything off once it had its time to be mounted anew.
+
+        Parity does not gate that: it is read until the last column is elsewhere.
+        """
+        if self.now - self.devices[device].since_seconds < self.config.grace_seconds:
+            return
+        why = too_soon(self.devices, self.state, self.facts, self.now, self.config, device)
+        if why:
+            self.refuse(device, "it should be drained", why)
+        else:
+            self._begin_drain(device, "it is read-only")
 
     def _draining(self, device: str) -> None:
         """Ask for the drain until the pool does it; evict what is empty."""

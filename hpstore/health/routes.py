@@ -8,7 +8,7 @@ from hpstore.health.verdicts import HealthState
 _ORDER = (
     HealthState.EVICTED, HealthState.REMOVED, HealthState.FAULTED, HealthState.REBUILDING,
     HealthState.MAINTENANCE, HealthState.SITOUT, HealthState.SUSPECT, HealthState.PROBATION,
-    HealthState.DRAINING, HealthState.ONLINE,
+    HealthState.READ_ONLY, HealthState.DRAINING, HealthState.ONLINE,
 )  # fmt: skip
 
 

@@ -87,7 +87,8 @@ class DeviceHealth:
         """Share of its ordinary reads that it gets: 0 sitting out, then `shares` by stage."""
         if self.state is HealthState.PROBATION:
             return shares[min(self.stage, len(shares) - 1)]
-        serves = (HealthState.ONLINE, HealthState.SUSPECT, HealthState.DRAINING)
+        serves = (HealthState.ONLINE, HealthState.SUSPECT, HealthState.READ_ONLY,
+                  HealthState.DRAINING)  # fmt: skip
         return 1.0 if self.state in serves else 0.0
 
     @property
@@ -159,6 +160,12 @@ class Outlook(StrEnum):
     FATAL = "fatal"  # the device itself says that it fails
 
 
+EXPECTED = {
+    Outlook.ALARM: "it is expected to fail within 14 days",
+    Outlook.FATAL: "the device reports its own failure",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:
     """One member of the pool, as it is now, or one that was evicted."""
@@ -166,7 +173,8 @@ class DeviceFacts:
     present: bool = True  # answers
     domain: str = ""
     pool_state: DeviceState = DeviceState.ONLINE
-    reported: str = ""  # why it should be drained: as another process says, or it is read-only
+    read_only: bool = False  # refuses writes; what it holds can be read
+    reported: str = ""  # why it should be drained, as another process says
     probes: int = 0  # reads of a device that sits out, since the sit-out began
     probe_ratio: float = 1.0  # their mean time to that of the peers
     writes_slow: bool = False
@@ -218,7 +226,7 @@ class PolicyConfig:
     def __post_init__(self) -> None:
         for limit in fields(self):
             value = getattr(self, limit.name)
-            if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
+            if isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
                 raise ConfigError(f"{limit.name} of the health policy must be above 0")
         if list(self.probation_shares) != sorted(self.probation_shares):
             raise ConfigError("probation_shares must ascend")
@@ -236,6 +244,6 @@ class Outcome:
 
 
 __all__ = [
-    "Action", "ActionKind", "Decision", "DeviceFacts", "DeviceHealth", "Outlook", "Outcome",
-    "PolicyConfig", "PolicyState", "PoolFacts", "Role",
+    "EXPECTED", "Action", "ActionKind", "Decision", "DeviceFacts", "DeviceHealth", "Outcome",
+    "Outlook", "PolicyConfig", "PolicyState", "PoolFacts", "Role",
 ]  # fmt: skip

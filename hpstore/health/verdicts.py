@@ -13,6 +13,7 @@ class HealthState(StrEnum):
     SUSPECT = "suspect"  # reads are planned round it, no new columns
     SITOUT = "sitout"  # no ordinary reads, no new columns; probed
     PROBATION = "probation"  # gets a rising share of its reads
+    READ_ONLY = "read-only"  # refuses writes: read as ever, no new columns
     DRAINING = "draining"  # a source to copy from, no new columns
     EVICTED = "evicted"
     FAULTED = "faulted"  # errors, or a hang

@@ -165,6 +165,7 @@ class ColumnSet:
         with self._lock:
             first, column.failed = column.failed is None, error
         if first:
+            self._store.note_write(column.device_id, column.device.url, error)
             self._store.metrics.count("column_write_error_total")
             _log.warning("write of %r: column %d lost: %s", column.header.key,
                          column.header.column, error)  # fmt: skip

@@ -17,7 +17,7 @@ from hpstore.objects.columns import ColumnReader, open_column
 from hpstore.objects.flights import Flight, RebuiltRun, close_opened, read_held
 from hpstore.objects.hedging import overtake, probe_avoided
 from hpstore.objects.routing import well_placed
-from hpstore.objects.store import Store
+from hpstore.objects.store import Store, View
 from hpstore.objects.survey import (
     Found,
     Layout,
@@ -37,6 +37,7 @@ from hpstore.objects.windows import (
     windows,
 )
 from hpstore.patience import wait_awake
+from hpstore.records import DeviceState
 from hpstore.scheduler import outcome
 
 _log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class ObjectReader:
         self.unknown = unknown  # members that did not answer when it was looked up
         self.columns: dict[int, ColumnReader] = {}
         self.damaged: dict[int, Exception] = {}  # column -> what is wrong with it
-        self._untried = {c: deque(files) for c, files in layout.columns.items()}
+        self._untried = {c: staying_first(store.view, x) for c, x in layout.columns.items()}
         self._header: ColumnHeader | None = None
 
     @property
@@ -411,6 +412,14 @@ class ObjectReader:
         for reader in self.columns.values():
             reader.close()
         self.columns = {}
+
+
+def staying_first(view: View, files: list[Found]) -> deque[Found]:
+    """Files of one column; of a column on two devices the one that does not leave comes first."""
+    if len(files) > 1:
+        staying = {m.device_id for m in view.members() if m.state is DeviceState.ONLINE}
+        files = sorted(files, key=lambda file: file.device not in staying)
+    return deque(files)
 
 
 def open_survey(store: Store, survey: Survey, version: Version | None = None) -> ObjectReader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -13,17 +14,18 @@ from hpstore.buffers import BufferPool
 from hpstore.clock import Clock, HybridCounter
 from hpstore.codec import ErasureCode
 from hpstore.config import Settings
-from hpstore.devices.base import Device, Stamp
-from hpstore.errors import DeviceMissing, IntegrityError
+from hpstore.devices.base import READABLE, Device, Stamp
+from hpstore.errors import DeviceError, DeviceMissing, DeviceReadOnly, IntegrityError
 from hpstore.keys import MAX_COUNTER, Version
 from hpstore.metrics import Metrics
 from hpstore.objects.routing import Routing
-from hpstore.opening import below_reserve
+from hpstore.opening import has_room
 from hpstore.placement import Candidate
 from hpstore.records import MAX_RECORD_BYTES, POOL_FILE, DeviceState, Member, PoolRecord
 from hpstore.scheduler import Scheduler
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 def _no_lock(_: str) -> AbstractContextManager[None]:
@@ -71,6 +73,7 @@ class Store:
     damage: Callable[[str], None] = field(default=lambda key: None)  # a key that needs repair
     key_lock: Callable[[str], AbstractContextManager[None]] = field(default=_no_lock)
     relay_lock: threading.Lock = field(default_factory=threading.Lock)  # one re-layout at a time
+    refusing: dict[str, str] = field(default_factory=dict)  # device -> why it cannot be written
     _stamps: dict[str, tuple[Stamp, int]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)  # guards _stamps
 
@@ -152,19 +155,57 @@ class Store:
             self._stamps[device_id] = (stamp, record.generation)
         return record.generation
 
+    def note_write(self, device_id: str, url: str, answer: object) -> None:
+        """Learn from how a write on a device ended: an error, or anything else when it worked.
+
+        One that is read-only takes no new columns until a write works again; what it holds is read
+        as ever. Counted, and logged once. Any thread.
+        """
+        known = device_id in self.refusing
+        if isinstance(answer, DeviceReadOnly) and not known:
+            self.refusing[device_id] = str(answer)
+            self.metrics.count("device_read_only_total")
+            _log.warning("device %s is read-only: it is read, and takes no new columns", url)
+        elif known and not isinstance(answer, Exception):
+            self.refusing.pop(device_id, None)
+            _log.warning("device %s can be written again", url)
+
+    def probe(self, device_id: str, device: Device) -> DeviceError | None:
+        """Write, sync and read back (pool open read-only: look) on a device; blocks.
+
+        Returns why it takes no writes though it can be read. Raises DeviceError when it does not
+        really answer: statvfs and cached listings succeed on a dead filesystem.
+        """
+        refused: DeviceError | None = None
+        try:
+            device.probe(write=not self.read_only)
+        except READABLE as error:
+            refused = error
+        if not self.read_only:
+            self.note_write(device_id, device.url, refused)
+        elif device.usage().read_only:
+            refused = DeviceReadOnly(f"device {device.url} is mounted read-only", device=device_id)
+        return refused
+
     def candidates(self, exclude: Iterable[str] = ()) -> list[Candidate]:
         """Devices that may take new columns (PROTOCOL 3)."""
+
+        def takes(device_id: str, device: Device) -> bool:
+            if device_id in self.refusing and self.probe(device_id, device) is not None:
+                return False
+            return has_room(device)
+
         left_out = set(exclude) | self.view.sitting_out
         asked = [
             m
             for m in self.view.members()
             if m.device_id not in left_out and m.state is DeviceState.ONLINE and m.weight > 0
         ]
-        full = self.each((m.device_id for m in asked), lambda _, device: below_reserve(device))
+        room = self.each((m.device_id for m in asked), takes)
         found = [
             Candidate(device=m.device_id, domain=m.domain, weight=m.weight)
             for m in asked
-            if full[m.device_id] is False
+            if room[m.device_id] is True
         ]
         return self._without_slow(found)
 

@@ -11,6 +11,7 @@ from hpstore.errors import TooManyErasures
 from hpstore.geometry import Code, Geometry
 from hpstore.keys import ColumnName, Kind, Version, object_directory, parse_column_name
 from hpstore.objects.store import Store, View
+from hpstore.records import DeviceState
 
 SURVEY_TRIES = 4  # membership changes in a row while one key is looked up
 
@@ -128,6 +129,13 @@ def newest_by_name(view: View, survey: Survey) -> Layout | None:
     return None
 
 
+def spare_losses(view: View, layout: Layout) -> int:
+    """Further losses that a layout survives, by names, not counting devices that are leaving."""
+    staying = {m.device_id for m in view.members() if m.state is DeviceState.ONLINE}
+    held = {file.name.column for file in layout.files if file.device in staying}
+    return len(held) - (1 if layout.kind is not Kind.COLUMN else layout.data)
+
+
 def require_known(view: View, survey: Survey) -> None:
     """Before a key is taken for absent: could every copy of it be where we cannot look?
 
@@ -213,5 +221,6 @@ def empty_geometry(parity: int) -> Geometry:
 
 
 __all__ = ["Found", "Layout", "Survey", "Verdict", "empty_geometry", "judge", "list_object",
-           "may_be_acknowledged", "newest_by_name", "path_on", "require_known", "stable_survey",
+           "may_be_acknowledged", "newest_by_name", "path_on", "require_known", "spare_losses",
+           "stable_survey",
            "survey_key", "too_many", "unknown_devices"]  # fmt: skip

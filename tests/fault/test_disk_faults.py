@@ -16,6 +16,7 @@ from hpstore.devices.base import Device
 from hpstore.devices.wrappers import DeviceWrapper
 from hpstore.errors import DeviceFull, RedundancyError, TooFewDevices
 from hpstore.pool import Pool
+from hpstore.testing.leftovers import run
 from hpstore.testing.loopfs import LoopFilesystem
 from hpstore.units import KIB, MIB
 from tests.fault.common import Bench, MakeDisks, attempt, exit_status, forked, payload, tree, value
@@ -192,17 +193,70 @@ def test_disk_that_turns_read_only_is_read_and_not_written(
         assert pool.get("old/large") == payload("over it", 2 * MIB)
 
 
-def test_pool_opens_with_a_disk_that_is_read_only(bench: Bench, make_disks: MakeDisks) -> None:
-    """A disk was read-only before the open; everything reads, puts go elsewhere."""
+@pytest.mark.parametrize("how", ["error", "mount"])
+def test_pool_opens_with_a_disk_that_is_read_only(
+    bench: Bench, make_disks: MakeDisks, how: str
+) -> None:
+    """Before the open, by an error or by a mount: it is a member, read, shown, and not written.
+
+    Of 2+1 another disk is lost then: what is left needs the read-only one.
+    """
     disks = make_disks(4)
     with bench.create(disks, data=2, parity=1) as pool:
         put_old(pool)
-    disks[0].read_only()
+    if how == "error":
+        disks[0].read_only()
+    else:
+        run("mount", "-o", "remount,ro", disks[0].path)
     with bench.open() as pool:
+        assert states(pool, disks) == ["read-only", "online", "online", "online"]
         assert old_is_whole(pool)
-        assert pool.put("x", payload("x", 2 * MIB)).spare_columns == 1
+        assert pool.put("x", payload("x", 2 * MIB)).losses_tolerated == 1
         assert not on_disk(bench, "x", disks[0])
         assert pool.get("x") == payload("x", 2 * MIB)
+    disks[1].unmount()
+    with bench.open() as pool:
+        assert states(pool, disks) == ["read-only", "missing", "online", "online"]
+        assert old_is_whole(pool)
+        assert pool.get("x") == payload("x", 2 * MIB)
+
+
+def states(pool: Pool, disks: list[LoopFilesystem]) -> list[str]:
+    """What the status says of each disk."""
+    found = {device.url: device.state for device in pool.status().devices}
+    return [found[disk.path] for disk in disks]
+
+
+@pytest.mark.parametrize("how", ["error", "mount"])
+def test_disk_that_is_read_only_is_drained(bench: Bench, make_disks: MakeDisks, how: str) -> None:
+    """What it holds is copied off though nothing can be removed there; the pool goes on without.
+
+    Mounted anew it may come back: what it still held is judged by what the pool knows.
+    """
+    disks = make_disks(5)
+    with bench.create(disks, data=2, parity=1) as pool:
+        put_old(pool)
+        pool.put("gone", payload("gone", 2 * KIB))
+    if how == "error":
+        disks[0].read_only()
+    else:
+        run("mount", "-o", "remount,ro", disks[0].path)
+    with bench.open() as pool:
+        pool.delete("gone")
+        before = tree(disks[0].path)
+        pool.drain(disks[0].path)
+        assert tree(disks[0].path) == before
+        assert states(pool, disks) == ["evicted", *["online"] * 4]
+        assert pool.status().degraded == 0
+        assert pool.scrub().whole
+        assert old_is_whole(pool)
+    disks[0].remount()
+    with bench.open() as pool:
+        pool.readmit(disks[0].path)
+        assert states(pool, disks) == ["online"] * 5
+        assert value(pool, "gone") is None
+        assert old_is_whole(pool)
+        assert pool.rebuild().whole
 
 
 def test_read_only_open_reads_from_read_only_disks(bench: Bench, make_disks: MakeDisks) -> None:
@@ -215,6 +269,10 @@ def test_read_only_open_reads_from_read_only_disks(bench: Bench, make_disks: Mak
     with hpstore.open(bench.toml, read_only=True) as pool:
         assert old_is_whole(pool)
         assert pool.status().objects == len(OLD)
+    with bench.open() as pool:
+        assert old_is_whole(pool)
+        with pytest.raises(TooFewDevices, match="reading goes on"):
+            pool.put("x", b"x")
 
 
 # --- gone -----------------------------------------------------------------------------------

@@ -27,8 +27,9 @@ from hpstore.agent.jobs import Effort, Job, JobKind, Jobs
 from hpstore.agent.orders import ORDERS_FILE, give_order, read_orders
 from hpstore.agent.pace import SharedPace, pause_seconds, scrub_rate
 from hpstore.agent.page import render, sparkline
-from hpstore.agent.serve import parse_listen
+from hpstore.agent.serve import StatusServer, parse_listen
 from hpstore.agent.slot import Slot
+from hpstore.agent.status import STATUS_FILE, read_status
 from hpstore.cli.watching import agent_view, bars, pool_view
 from hpstore.devices.wrappers import FaultyDevice
 from hpstore.errors import ConfigError, IntegrityError
@@ -241,7 +242,7 @@ def jobs_of(tended: Tended) -> tuple[Jobs, list[str]]:
     ran: list[str] = []
     effort = Effort(
         share=lambda: 1.0, heal_bytes_per_second=lambda: None,
-        scrub_bytes_per_second=lambda: 1e12, answers=lambda device: True,
+        scrub_bytes_per_second=lambda: 1e12, answers=lambda device: True, spread=0.1,
     )  # fmt: skip
     made = Jobs(
         tended.pool, effort, started=lambda job: ran.append(f"start {job.kind}"),
@@ -372,6 +373,21 @@ def test_an_address_is_a_host_and_a_port(text: str) -> None:
         parse_listen(text)
 
 
+@pytest.mark.parametrize("host", ["x" * 70, "nowhere.invalid", "256.1.1.1"])
+def test_an_address_that_cannot_be_listened_on_is_one_line(host: str) -> None:
+    """Also one that is no name of a host at all."""
+    with pytest.raises(ConfigError, match="cannot listen"):
+        StatusServer(f"{host}:0")
+
+
+def test_a_status_from_another_time_is_none(tmp_path: Path) -> None:
+    """Too old, or of a clock that was set back since."""
+    (tmp_path / STATUS_FILE).write_text(json.dumps({"at_ms": 1_000_000}))
+    assert read_status(tmp_path, 1_030_000) is not None
+    assert read_status(tmp_path, 1_070_000) is None
+    assert read_status(tmp_path, 900_000) is None
+
+
 def test_a_device_that_was_asked_and_has_not_answered_yet_is_there(tended: Tended) -> None:
     """What is not known is not gone; a member that is not open is."""
     from hpstore.agent.facts import Sighting
@@ -386,7 +402,7 @@ def test_a_device_that_was_asked_and_has_not_answered_yet_is_there(tended: Tende
 
 
 def test_a_full_or_read_only_device_is_not_gone(tmp_path: Path) -> None:
-    """What it holds can be read: a full one stays, a read-only one is drained, none is evicted."""
+    """What it holds can be read: a full one is as before, a read-only one is called that."""
     tended = Tended(tmp_path)
     wrapped: dict[str, OnlyProbes] = {}
     tended.stop()
@@ -398,7 +414,8 @@ def test_a_full_or_read_only_device_is_not_gone(tmp_path: Path) -> None:
     full, fixed = seen[tended.device(1)], seen[tended.device(2)]
     assert (full.answers, full.read_only, "No space" in full.problem) == (True, False, True)
     assert (fixed.answers, fixed.read_only) == (True, True)
-    assert tended.states() == {2: HealthState.DRAINING}
+    assert full.total_bytes > 0
+    assert tended.states() == {2: HealthState.READ_ONLY}
     assert len(tended.members()) == 7
     tended.stop()
     tended.start(lambda url, device: OnlyProbes(device, "N*" if url == "memory://d1" else ""))

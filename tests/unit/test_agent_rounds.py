@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from hpstore.agent import AgentConfig
+from hpstore.agent import AgentConfig, agent_config
 from hpstore.agent.jobs import Job, JobKind
 from hpstore.agent.memory import MEMORY_FILE, load_memory
-from hpstore.agent.orders import give_order
-from hpstore.agent.status import read_status
+from hpstore.agent.orders import ORDERS_FILE, give_order
+from hpstore.agent.status import AgentStatus, read_status
 from hpstore.errors import ConfigError, LockTimeout, TooManyErasures
 from hpstore.health import HealthState
 from hpstore.health.history import History
@@ -21,7 +22,7 @@ from hpstore.health.overrides import Command
 from hpstore.health.states import Decision, Role
 from hpstore.locks import file_lock
 from hpstore.metrics import Metrics
-from hpstore.records import DeviceState
+from hpstore.records import DeviceState, seal
 from tests.unit.tended import Tended
 
 S = HealthState
@@ -367,8 +368,6 @@ def test_a_rebuild_that_can_do_nothing_is_not_repeated_each_round(tended: Tended
 
 def test_settings_of_the_agent_name_the_nearest_key(tmp_path: Path) -> None:
     """[agent] and [agent.policy] of pool.toml; the role is not a setting."""
-    from hpstore.agent import agent_config
-
     tended = Tended(tmp_path)
     config = replace(
         tended.harness.config, agent={"tick_seconds": 1, "policy": {"grace_seconds": 5}}
@@ -384,3 +383,176 @@ def test_settings_of_the_agent_name_the_nearest_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"\[agent.policy\].*unknown setting 'role'"):
         agent_config(replace(config, agent={"policy": {"role": "process"}}))
     tended.stop()
+
+
+def test_a_faulty_device_that_answers_is_a_source_until_all_is_whole(tmp_path: Path) -> None:
+    """Asked to heal it again while it is being drained, the agent does not throw it away: with
+    another device lost, objects would be left without parity."""
+    tended = Tended(tmp_path, parity=2)
+    tended.rounds(10)
+    device = tended.device(1)
+    jobs = tended.agent.jobs
+    jobs.submit(Job(kind=JobKind.HEAL, device=device, reason="ten errors"))
+    jobs._do(jobs.waiting()[0])
+    member = tended.pool.record.member(device)
+    assert member is not None
+    assert member.state is DeviceState.DRAINING
+    jobs._do(Job(kind=JobKind.HEAL, device=device, reason="ten errors"))
+    assert tended.pool.record.member(device) is not None
+    tended.rounds(120)
+    assert 1 not in tended.members()
+    assert tended.whole()
+    tended.stop()
+
+
+def test_a_drain_that_was_called_off_is_not_ended(tended: Tended) -> None:
+    """An operator readmits the device between the rebuild and the eviction: it stays a member."""
+    tended.rounds(10)
+    device = tended.device(1)
+    tended.pool.begin_drain(device)
+    assert tended.pool.rebuild().whole
+    tended.pool.readmit(device)
+    jobs = tended.agent.jobs
+    jobs.submit(Job(kind=JobKind.EVICT, device=device, reason="it is drained"))
+    tended.agent.finish_jobs()
+    member = tended.pool.record.member(device)
+    assert member is not None
+    assert member.state is DeviceState.ONLINE
+    assert any("is called off" in event.text for event in jobs.events())
+
+
+def test_what_cannot_be_drained_is_not_evicted_instead_rule_16(tmp_path: Path) -> None:
+    """PROTOCOL 16: three devices for 1+2 and one that drains: its columns have nowhere to go with
+    full parity, so it stays, whatever was asked."""
+    tended = Tended(tmp_path, data=1, parity=2, devices=3)
+    tended.rounds(10)
+    device = tended.device(1)
+    tended.pool.begin_drain(device)
+    tended.agent.jobs.submit(Job(kind=JobKind.EVICT, device=device, reason="it is drained"))
+    tended.agent.finish_jobs()
+    assert tended.pool.record.member(device) is not None
+    assert any("cannot leave" in event.text for event in tended.agent.jobs.events())
+    tended.stop()
+
+
+def test_a_warning_lasts_as_long_as_its_reason_and_over_a_restart(tmp_path: Path) -> None:
+    """A pinned device, until it is readmitted; too many bad ones, until they are well."""
+    tended = Tended(tmp_path, devices=6)
+    tended.rounds(10)
+    policy = tended.agent.memory.policy
+    pinned = replace(policy.health(tended.device(0)), pinned=True, state=S.SITOUT,
+                     until_seconds=1e12)  # fmt: skip
+    tended.agent.memory = replace(
+        tended.agent.memory,
+        policy=replace(policy, devices={**policy.devices, tended.device(0): pinned}),
+    )
+    tended.harness.lose(["memory://d4", "memory://d5"])
+    tended.rounds(40)
+    assert tended.status is not None
+    assert len(tended.status.warnings) == 2
+    assert "are bad" in tended.status.warnings[0]
+    assert "memory://d0: it changes too often" in tended.status.warnings[1]
+    tended.harness.bring_back()
+    tended.stop()
+    tended.start()
+    give_order(tended.pool.state_directory, Command.READMIT, tended.device(0), tended.clock)
+    tended.rounds(10)
+    assert tended.status.warnings != ()
+    tended.rounds(600, step=20)
+    assert tended.status.warnings == ()
+    tended.stop()
+
+
+def test_orders_that_cannot_be_read_are_told_until_they_can(tended: Tended) -> None:
+    """Healing goes on meanwhile; also when a newer version has written them."""
+    tended.rounds(10)
+    path = tended.pool.state_directory / ORDERS_FILE
+    for body in (b"{}", seal({"format": 99, "orders": []})):
+        path.write_bytes(body)
+        tended.rounds(10)
+        assert tended.status is not None
+        assert any("orders cannot be read" in text for text in tended.status.warnings)
+        assert tended.status.ticks > 2
+    path.unlink()
+    tended.rounds(10)
+    assert tended.status.warnings == ()
+
+
+def test_an_order_after_the_file_was_moved_away_is_obeyed(tended: Tended) -> None:
+    """Its number is above those that were obeyed: the agent would pass it over in silence."""
+    tended.rounds(10)
+    directory = tended.pool.state_directory
+    for number in (0, 1):
+        give_order(directory, Command.IGNORE, tended.device(number), tended.clock)
+    tended.rounds(5)
+    (directory / ORDERS_FILE).unlink()
+    given = give_order(directory, Command.SIT_OUT, tended.device(2), tended.clock)
+    assert given.number == 3
+    tended.rounds(5)
+    assert tended.states() == {2: S.SITOUT}
+
+
+def test_a_rate_may_be_written_with_its_unit(tmp_path: Path) -> None:
+    """As docs/health.md shows it; what is below 0 or no number is refused."""
+    tended = Tended(tmp_path)
+    base = tended.harness.config
+    made = agent_config(replace(base, agent={"heal_bytes_per_second": "200MB"}))
+    assert made.heal_bytes_per_second == 200_000_000
+    wrong: list[dict[str, object]] = [
+        {"heal_bytes_per_second": -5}, {"foreground_bytes_per_second": -1},
+        {"rebalance_spread": 2.0}, {"rebalance_spread": float("nan")}, {"forecast_far": 0.0},
+        {"policy": {"grace_seconds": float("nan")}}, {"policy": {"reserve": 0}},
+    ]  # fmt: skip
+    for table in wrong:
+        with pytest.raises(ConfigError):
+            agent_config(replace(base, agent=table))
+    tended.stop()
+
+
+def test_a_round_that_fails_is_told_and_the_next_one_is_made(
+    tended: Tended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the listener raises is not taken for a round that failed: it ends the agent."""
+    monkeypatch.setattr(threading.Event, "wait", lambda self, timeout=None: self.is_set())
+    monkeypatch.setattr(tended.agent, "tick", iter_of(TooManyErasures("x"), tended.agent.tick()))
+    seen: list[int] = []
+
+    def each(status: AgentStatus) -> None:
+        seen.append(status.ticks)
+        raise BrokenPipeError(32, "Broken pipe")
+
+    with pytest.raises(BrokenPipeError):
+        tended.agent.run(threading.Event(), each)
+    assert seen == [1]
+    assert tended.pool.metrics.value("agent_round_error_total") == 1
+    assert [e.text for e in tended.agent.jobs.events()] == ["a round failed: x"]
+
+
+def iter_of(*outcomes: object) -> Callable[[], object]:
+    """A call that gives one after the other, or raises it."""
+    rest = iter(outcomes)
+
+    def call() -> object:
+        found = next(rest)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    return call
+
+
+def test_a_job_that_crashes_is_counted_and_does_not_end_the_others(
+    tended: Tended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bug in one must not end healing for good."""
+    tended.rounds(10)
+    monkeypatch.setattr(tended.pool, "scrub", iter_of(ZeroDivisionError("a bug")))
+    jobs = tended.agent.jobs
+    jobs.submit(Job(kind=JobKind.SCRUB))
+    jobs.submit(Job(kind=JobKind.REBUILD))
+    jobs.run_all()
+    monkeypatch.undo()
+    jobs.submit(Job(kind=JobKind.SCRUB))
+    jobs.run_all()
+    assert tended.pool.metrics.value("agent_job_crash_total") == 1
+    assert any("crashed" in event.text for event in jobs.events())

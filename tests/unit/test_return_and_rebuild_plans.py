@@ -13,8 +13,8 @@ from hpstore.devices.memory import MemoryDevice
 from hpstore.keys import ColumnName, Kind, Version
 from hpstore.objects.catalog import Catalog
 from hpstore.objects.store import View
-from hpstore.objects.survey import Found, Layout, Survey
-from hpstore.rebuild import needs_work, plan_rebuild, spare_losses
+from hpstore.objects.survey import Found, Layout, Survey, spare_losses
+from hpstore.rebuild import needs_work, plan_rebuild
 from hpstore.records import DeviceState, Member, PoolRecord
 
 judge_return = partial(

@@ -1,0 +1,257 @@
+"""Healing of what its owner soon deletes: last, or not at all; never at the cost of what stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpstore import rebuild
+from hpstore.agent import AgentConfig
+from hpstore.agent.page import render
+from hpstore.errors import DeviceError, IntegrityError
+from hpstore.expiry import Expiry, note_key
+from hpstore.objects.repair import Repair
+from hpstore.objects.store import Store
+from hpstore.pool import Pool
+from hpstore.rebuild import Progress, RebuildReport, put_last
+from hpstore.testing.harness import FakeClock, Harness
+from tests.unit.tended import Tended
+
+OLD, NEW, DATA = "run/step-1/segment", "run/step-2/segment", "x/data"
+BODIES = {OLD: b"o" * 400_000, NEW: b"n" * 400_000, DATA: b"d" * 600_000}
+BYTES_PER_SECOND = 100_000.0
+MINUTE = 60_000
+
+
+class Slowly:
+    """A pace at which so many bytes take a second, by a clock that stands still otherwise."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        self._clock = clock
+
+    def __call__(self, nbytes: int) -> None:
+        self._clock.advance(nbytes / BYTES_PER_SECOND)
+
+    def go_on(self) -> bool:
+        return True
+
+
+class Expiring:
+    """A pool of 2+2 on five devices with an old and a new step and data; a note says which goes."""
+
+    def __init__(self, directory: Path) -> None:
+        self.clock = FakeClock()
+        self.harness = Harness(directory, data=2, parity=2, devices=5, clock=self.clock)
+        with self.harness.open() as pool:
+            for key, body in BODIES.items():
+                pool.put(key, body)
+
+    def note(self, pool: Pool, *, after_ms: int, limit_ms: int = 10 * MINUTE) -> None:
+        """The old step goes in so many milliseconds."""
+        now = self.clock.wall_ms()
+        made = Expiry(
+            reason="step 1 goes", sizes={OLD: len(BODIES[OLD])}, instead=(NEW,),
+            expected_ms=now + after_ms, limit_ms=now + limit_ms,
+        )  # fmt: skip
+        pool.put(note_key("run"), made.encode())
+
+    def without(self, count: int = 1) -> None:
+        """So many devices that have columns of all three are lost and given up."""
+        urls = sorted(set.intersection(*({u for u, _ in self.harness.columns(k)} for k in BODIES)))
+        self.harness.lose(urls[:count])
+        with self.harness.open() as pool:
+            for url in urls[:count]:
+                pool.evict(url, force=True)
+
+    def rebuild(self, *, everything: bool = False) -> tuple[RebuildReport, list[str]]:
+        """What it reports, and the order in which it worked."""
+        order: list[str] = []
+
+        def step(progress: Progress) -> None:
+            order.append(progress.key)
+
+        with self.harness.open() as pool:
+            report = pool.rebuild(pace=Slowly(self.clock), progress=step, everything=everything)
+        return report, order
+
+    def spare(self, key: str) -> int:
+        with self.harness.open(read_only=True) as pool:
+            return pool.stat(key).spare_columns
+
+
+@pytest.fixture
+def expiring(tmp_path: Path) -> Expiring:
+    return Expiring(tmp_path)
+
+
+def test_what_goes_soon_comes_last_and_is_put_off(expiring: Expiring) -> None:
+    """It would be deleted before it were whole: the others are healed, it is left, and told why."""
+    with expiring.harness.open() as pool:
+        expiring.note(pool, after_ms=1)
+    expiring.without(1)
+    before = expiring.harness.columns(OLD)
+    report, order = expiring.rebuild()
+    assert order[-1] == OLD
+    assert sum(report.put_off.values()) == 1
+    (why,) = report.put_off
+    assert why.startswith("step 1 goes, expected ")
+    assert "healed if it is still there" in why
+    assert not report.whole
+    assert not report.failed
+    assert expiring.harness.columns(OLD) == before
+    assert expiring.spare(OLD) == 1
+    assert expiring.spare(NEW) == expiring.spare(DATA) == 2
+
+
+def test_what_is_put_off_keeps_an_evicted_device_from_counting_as_made_up_for(
+    expiring: Expiring,
+) -> None:
+    """PROTOCOL 7: a column of it may be there still; with `everything` it is healed and made up."""
+    with expiring.harness.open() as pool:
+        expiring.note(pool, after_ms=1)
+    expiring.without(1)
+    expiring.rebuild()
+    with expiring.harness.open(read_only=True) as pool:
+        assert pool.record.unhealed()
+    report, _ = expiring.rebuild(everything=True)
+    assert report.whole
+    assert expiring.spare(OLD) == 2
+    with expiring.harness.open(read_only=True) as pool:
+        assert not pool.record.unhealed()
+
+
+def test_what_would_be_whole_in_time_is_healed_last(expiring: Expiring) -> None:
+    """DESIGN 3: skipped is only what retention deletes before it would finish."""
+    with expiring.harness.open() as pool:
+        expiring.note(pool, after_ms=5 * MINUTE)
+    expiring.without(1)
+    report, order = expiring.rebuild()
+    assert order[-1] == OLD
+    assert report.whole
+    assert expiring.spare(OLD) == 2
+
+
+def test_what_can_lose_nothing_more_is_healed(expiring: Expiring) -> None:
+    """The last but one good checkpoint is not given away: late, but it is healed."""
+    with expiring.harness.open() as pool:
+        expiring.note(pool, after_ms=1)
+    expiring.without(2)
+    assert expiring.spare(OLD) == 0
+    report, order = expiring.rebuild()
+    assert order[-1] == OLD
+    assert not report.put_off
+    assert expiring.spare(OLD) == 2
+
+
+def test_nothing_is_put_off_while_what_replaces_it_is_not_whole(
+    expiring: Expiring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newer step could not be healed this time: the older one is."""
+    with expiring.harness.open() as pool:
+        expiring.note(pool, after_ms=1)
+    expiring.without(1)
+    real = rebuild.repair_object
+
+    def failing(store: Store, key: str, **words: Any) -> Repair:
+        if key == NEW:
+            raise DeviceError("not now")
+        return real(store, key, **words)
+
+    monkeypatch.setattr(rebuild, "repair_object", failing)
+    report, order = expiring.rebuild()
+    assert set(report.failed) == {NEW}
+    assert order[-1] == OLD
+    assert not report.put_off
+    assert expiring.spare(OLD) == 2
+
+
+def test_the_only_good_checkpoint_is_healed_in_its_turn(expiring: Expiring) -> None:
+    """The newer step cannot be read: the note counts for nothing, not even for the order."""
+    with expiring.harness.open() as pool:
+        expiring.note(pool, after_ms=1)
+    expiring.without(1)
+    for url, path in expiring.harness.columns(NEW)[1:]:
+        del expiring.harness.devices[url].files[path]
+    report, order = expiring.rebuild()
+    assert not report.put_off
+    assert order.index(OLD) < order.index(DATA)
+    assert expiring.spare(OLD) == 2
+
+
+def test_past_its_limit_a_note_is_not_believed(expiring: Expiring) -> None:
+    """The save that should have come has not: healed like any other, the most endangered first."""
+    with expiring.harness.open() as pool:
+        expiring.note(pool, after_ms=1, limit_ms=MINUTE)
+    expiring.without(1)
+    expiring.clock.advance(61)
+    report, order = expiring.rebuild()
+    assert order.index(OLD) < order.index(DATA)
+    assert report.whole
+    assert expiring.spare(OLD) == 2
+
+
+def test_an_object_that_only_has_the_name_of_a_note_is_left_alone(expiring: Expiring) -> None:
+    """Counted; the rebuild goes on."""
+    with expiring.harness.open() as pool:
+        pool.put("run/expiring", b"mine")
+        pool.put("large/expiring", bytes(300_000))
+    expiring.without(1)
+    with expiring.harness.open() as pool:
+        assert pool.rebuild().whole
+        assert pool.metrics.snapshot()["expiry_note_ignored_total"] == 2
+        assert pool.get("run/expiring") == b"mine"
+
+
+def test_a_note_says_nothing_of_others_objects() -> None:
+    """It is refused: a run's note cannot put off another's healing."""
+    note = Expiry(reason="r", sizes={"run/a": 1}, instead=("run/b",), expected_ms=1, limit_ms=2)
+    assert Expiry.decode(note.encode(), key="run/expiring") == note
+    with pytest.raises(IntegrityError, match="not under 'other/'"):
+        Expiry.decode(note.encode(), key="other/expiring")
+    with pytest.raises(IntegrityError, match="not under 'ru/'"):
+        Expiry.decode(note.encode(), key="ru/expiring")
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b"[]", b"\xff", b'{"digest": "x"}'])
+def test_a_damaged_note_is_refused(body: bytes) -> None:
+    """As any record."""
+    with pytest.raises(IntegrityError):
+        Expiry.decode(body, key="run/expiring")
+
+
+def test_keys_put_last_keep_their_order() -> None:
+    """Pure."""
+    assert put_last(["c", "a", "b", "d"], {"a", "d"}) == ["c", "b", "a", "d"]
+
+
+def test_agent_says_what_it_puts_off_and_heals_it_when_it_stays(tmp_path: Path) -> None:
+    """On the page, too; after the note's limit it is healed at once, not an hour later."""
+    config = AgentConfig(scrub_days=0.0, smart_hours=0.0, heal_bytes_per_second=100_000)
+    tended = Tended(tmp_path, config=config)
+    tended.content |= {key: BODIES[key] for key in (OLD, NEW)}
+    for key in (OLD, NEW):
+        tended.pool.put(key, BODIES[key])
+    tended.rounds(10)
+    both = [{url for url, _ in tended.harness.columns(key)} for key in (OLD, NEW)]
+    tended.harness.lose([min(both[0] & both[1])])
+    tended.rounds(900, step=45)
+    now = tended.clock.wall_ms()
+    note = Expiry(
+        reason="step 1 goes", sizes={OLD: len(BODIES[OLD])}, instead=(NEW,),
+        expected_ms=now, limit_ms=now + 10 * MINUTE,
+    )  # fmt: skip
+    tended.pool.put(note_key("run"), note.encode())
+    tended.rounds(300, step=50)
+    assert tended.pool.stat(OLD).spare_columns == 1
+    assert tended.pool.stat(NEW).spare_columns == 2
+    assert tended.status is not None
+    assert list(tended.status.put_off.values()) == [1]
+    assert "Put off: 1 objects: step 1 goes" in render(tended.status)
+    tended.rounds(600, step=50)
+    assert tended.pool.stat(OLD).spare_columns == 2
+    tended.rounds(40, step=20)
+    assert tended.status.put_off == {}
+    assert tended.whole()
+    tended.stop()
