@@ -197,8 +197,11 @@ def cost_rank(directory: Path, case: Case, rounds: int, steps: int) -> Row:
             ways[way] = Rank(case_with(case, case.every, way), pool, way, depth)
         ways["torch.save"] = Rank(case_with(case, 0, "free"), None, "peer", depth)
         found: dict[str, Row] = {way: {"step_seconds": [], "data_wait": []} for way in ways}
+        # warmed up so that a round's saves come at its first step and `every` later: steps follow
+        # the last one, too, and pay for what it does in the background
         for rank in ways.values():
-            rank.step()
+            for _ in range(case.every - 1):
+                rank.step()
         for _ in range(rounds):
             for way, rank in ways.items():
                 seconds, waited = _timed(way, rank, case.every, steps, directory)
@@ -275,7 +278,7 @@ def launch(world: int, directory: Path, job: Callable[..., Any], *args: Any) -> 
         for process in processes:
             process.join(PATIENCE_SECONDS)
         codes = [process.exitcode for process in processes]
-        if any(codes):
+        if any(code != 0 for code in codes):  # None: it still runs
             raise RuntimeError(f"the ranks ended with {codes}; what they printed says why")
     finally:
         for process in processes:
@@ -318,7 +321,8 @@ def cost_table(
 ) -> dict[str, Row]:  # fmt: skip
     """Step time by way of saving: median, lowest and highest of the rounds, of the slowest rank.
 
-    `overhead` is the median of the rounds' ratios to the round without checkpoints.
+    `steps`, of a round, is a multiple of `every`. `overhead` is the median of the rounds' ratios to
+    the round without checkpoints.
     """
     make_pool(directory)
     case = Case(stages=stages, forward_seconds=forward_seconds, every=every)

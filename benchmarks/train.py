@@ -12,6 +12,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -51,24 +52,20 @@ def bench_train(options: Options) -> dict[str, object]:
     if list(folder.glob("results_*.json")):
         raise ConfigError(f"{folder} holds results already: give another folder with --plots")
     folder.mkdir(parents=True, exist_ok=True)
-    with subprocess.Popen(
-        command(script, folder, options), stdout=subprocess.PIPE, text=True
-    ) as job:
+    with (
+        subprocess.Popen(
+            command(script, folder, options), stdout=subprocess.PIPE, text=True
+        ) as job,
+        ExitStack() as cut,
+    ):  # fmt: skip
+        cut.callback(_cut_short, job, folder, options)
         assert job.stdout is not None
         said = []
-        try:
-            for line in job.stdout:
-                said.append(line)
-                sys.stderr.write(line)
-                options.keep(rows_in(folder))
-        except BaseException:
-            _stop(job)
-            subprocess.run(
-                [sys.executable, str(SCRIPTS / "analyze.py"), str(folder)],
-                stdout=subprocess.DEVNULL, check=False,
-            )  # fmt: skip
+        for line in job.stdout:
+            said.append(line)
+            sys.stderr.write(line)
             options.keep(rows_in(folder))
-            raise
+        cut.pop_all()
     if job.returncode:  # its last lines say MISMATCH, FAILED, or what went wrong
         last = "".join(said[-LAST_LINES:]).strip()
         raise ComparisonFailed(
@@ -84,6 +81,16 @@ def command(script: Path, folder: Path, options: Options) -> list[str]:
     words += ["--methods", options.cases] if options.cases else []
     words += ["--directory", str(options.directory)] if options.directory else []
     return [*words, "--device", options.device.partition(":")[0]]
+
+
+def _cut_short(job: subprocess.Popen[str], folder: Path, options: Options) -> None:
+    """End the jobs, and report and keep the rows that are finished."""
+    _stop(job)
+    subprocess.run(
+        [sys.executable, str(SCRIPTS / "analyze.py"), str(folder)],
+        stdout=subprocess.DEVNULL, check=False,
+    )  # fmt: skip
+    options.keep(rows_in(folder))
 
 
 def _stop(job: subprocess.Popen[str]) -> None:

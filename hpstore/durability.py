@@ -102,12 +102,7 @@ def window(group: Group) -> Window:
     """
     expected = group.width * group.load
     exactly = _poisson(expected, group.parity)
-    beyond, term, count = 0.0, exactly, group.parity
-    while count <= group.parity + 1 or (term > beyond * 1e-17 and count < 10_000):
-        count += 1
-        term *= expected / count
-        beyond += term
-    beyond = min(beyond, 1.0)
+    beyond = _poisson_beyond(expected, group.parity)
     windows = HOURS_PER_YEAR / group.repair_hours
     loss = 1.0 if beyond == 1.0 else -math.expm1(windows * math.log1p(-beyond))
     return Window(expected=expected, exactly_parity=exactly, beyond_parity=beyond,
@@ -118,13 +113,31 @@ def _poisson(expected: float, count: int) -> float:
     return math.exp(count * math.log(expected) - expected - math.lgamma(count + 1))
 
 
+def _poisson_beyond(expected: float, count: int) -> float:
+    """Of more than `count`."""
+    if expected > count + 1:  # the terms up to it are the small ones, and may all be 0
+        return max(0.0, 1.0 - math.fsum(_poisson(expected, n) for n in range(count + 1)))
+    beyond, term, number = 0.0, _poisson(expected, count), count
+    while number <= count + 1 or term > beyond * 1e-17:
+        number += 1
+        term *= expected / number
+        beyond += term
+    return min(beyond, 1.0)
+
+
 def losses_per_year(group: Group) -> float:
     """Closed form: how often, in the long run, a device fails while m others are being repaired.
 
     Exact for any distribution of repair times with this mean, if the group is used on after a loss.
     """
-    ways = math.comb(group.width - 1, group.parity)
-    busy = group.load**group.parity * (1 + group.load) ** -group.width
+    return _failures_with(group, group.parity)
+
+
+def _failures_with(group: Group, down: int) -> float:
+    """How often a year, in the long run, a device fails while exactly so many others are down."""
+    ways = math.comb(group.width - 1, down)
+    # by logarithms: a load of 1e6 to the 64th power is no float
+    busy = math.exp(down * math.log(group.load) - group.width * math.log1p(group.load))
     return group.width * group.afr * ways * busy
 
 
@@ -143,10 +156,9 @@ def unreadable_per_year(group: Group, device_bytes: int, errors_per_bit: float) 
     """Losses a year by a sector that cannot be read when no parity is left (k devices are read)."""
     if group.parity == 0:
         return 0.0
-    before = Group(data=group.data + 1, parity=group.parity - 1, afr=group.afr,
-                   repair_hours=group.repair_hours)  # fmt: skip
     bits = 8 * group.data * device_bytes
-    return losses_per_year(before) * -math.expm1(bits * math.log1p(-errors_per_bit))
+    critical = _failures_with(group, group.parity - 1)
+    return critical * -math.expm1(bits * math.log1p(-errors_per_bit))
 
 
 def longest_repair_hours(
@@ -203,7 +215,7 @@ def simulate(
     half = _Z95 * float(losses.std(ddof=1)) / years / math.sqrt(groups)
     if not mean:
         return Estimate(value=0.0, low=0.0, high=3.0 / (groups * years))  # the rule of three
-    return Estimate(value=mean, low=mean - half, high=mean + half)
+    return Estimate(value=mean, low=max(0.0, mean - half), high=mean + half)
 
 
 def split(group: Group, *, paths: int, rng: np.random.Generator, fixed: bool = True) -> Estimate:
@@ -219,8 +231,10 @@ def split(group: Group, *, paths: int, rng: np.random.Generator, fixed: bool = T
     each = max(1, paths // _REPLICATES)
     found = np.array([_split_once(group, each, rng, fixed=fixed) for _ in range(_REPLICATES)])
     mean = float(found.mean())
+    if not mean:
+        raise ConfigError(f"none of {paths} paths has come to a loss: take ten times as many")
     half = _T95 * float(found.std(ddof=1)) / math.sqrt(_REPLICATES)
-    return Estimate(value=mean, low=mean - half, high=mean + half)
+    return Estimate(value=mean, low=max(0.0, mean - half), high=mean + half)
 
 
 def _split_once(group: Group, paths: int, rng: np.random.Generator, *, fixed: bool) -> float:

@@ -13,6 +13,7 @@
         DeviceFull                   exit 14
         DeviceReadOnly               exit 15
         DeviceInUse                  exit 16  already belongs to a pool
+        ReadAbandoned                exit 17  nobody waits for it any more; the device was not asked
       FormatTooNew                   exit 20  written by a newer hpstore
       IntegrityError                 exit 21  bytes do not match their checksum
       RedundancyError                exit 30
@@ -125,6 +126,12 @@ class DeviceInUse(DeviceError):
     """The path already holds a device of some pool."""
 
     exit_code = 16
+
+
+class ReadAbandoned(DeviceError):
+    """The file was closed before the device came to the read. Says nothing of the device."""
+
+    exit_code = 17
 
 
 class FormatTooNew(HpstoreError):
@@ -242,6 +249,7 @@ __all__ = [
     "LockTimeout",
     "MembershipError",
     "ObjectNotFound",
+    "ReadAbandoned",
     "RedundancyError",
     "TooFewDevices",
     "TooManyErasures",

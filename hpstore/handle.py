@@ -54,6 +54,12 @@ from hpstore.runtime import RepairQueue, make_scheduler, make_store, renew_after
 _log = logging.getLogger(__name__)
 
 
+def _note_read_only(store: Store, devices: Mapping[str, DeviceReadOnly]) -> None:
+    """Tell a store which devices can be read, no more."""
+    for device_id, error in devices.items():
+        store.note_write(device_id, error.device or device_id, error)
+
+
 class PoolHandle(Closing):
     """What stands behind a Pool. Made by `hpstore.create` and `hpstore.open`."""
 
@@ -80,7 +86,6 @@ class PoolHandle(Closing):
             self.health.pause()
         view = self._store.view
         self._store.view = replace(view, devices=self.health.metered(view.devices))
-        self._note_read_only(opened.read_only)
         self._store.refresh = self.refresh
         self._store.damage = self._damage
         self._store.key_lock = self._repair_lock
@@ -115,9 +120,11 @@ class PoolHandle(Closing):
                 device.close()
             raise
         self._problems = dict(opened.problems)
-        return make_store(
+        store = make_store(
             opened.view, config.settings, backend, clock, scheduler, read_only=self.read_only
         )
+        _note_read_only(store, opened.read_only)
+        return store
 
     def _make_locks(self) -> None:
         """Taken in this order, also anew in the child of a fork."""
@@ -182,14 +189,10 @@ class PoolHandle(Closing):
         for url, error in proof.failed.items():
             problems[url] = str(error)
             opened.pop(url)
-        self._note_read_only(refusing(opened, proof))
+        _note_read_only(self._store, refusing(opened, proof))
         devices = make_view(record, opened.values(), problems).devices
         self._problems = problems
         return self.health.metered(devices)
-
-    def _note_read_only(self, devices: Mapping[str, DeviceReadOnly]) -> None:
-        for device_id, error in devices.items():
-            self._store.note_write(device_id, error.device or device_id, error)
 
     def _spare(self, device_id: str) -> None:
         """Keep this process' reads and new columns off a device. Raises MembershipError."""

@@ -62,7 +62,7 @@ class Answer:
         """For JSON."""
         poisson = {**asdict(self.window), "nines": _finite(nines(self.window.loss))}
         simulated = None if self.simulated is None else {
-            **asdict(self.simulated), "nines": nines(in_a_year(self.simulated.value)),
+            **asdict(self.simulated), "nines": _finite(nines(in_a_year(self.simulated.value))),
             "seed": self.seed,
         }  # fmt: skip
         return {
@@ -70,12 +70,16 @@ class Answer:
             "groups": self.groups,
             "poisson_window": poisson,
             "closed_form": _figures(self.closed_form),
-            "markov": {**_figures(self.markov), "mean_years_to_loss": 1 / self.markov},
+            "markov": {**_figures(self.markov), "mean_years_to_loss": _years(self.markov)},
             "unreadable_sectors": None if self.unreadable is None else _figures(self.unreadable),
             "simulated": simulated,
             "wanted_nines": self.wanted,
             "schemes": [
-                {**asdict(s), "longest_repair_hours": _finite(s.longest_repair_hours)}
+                {
+                    **asdict(s),
+                    "nines": _finite(s.nines),
+                    "longest_repair_hours": _finite(s.longest_repair_hours),
+                }
                 for s in self.schemes
             ],
             "left_out": self.left_out(),
@@ -89,6 +93,10 @@ def _figures(rate: float) -> dict[str, object]:
         "probability": probability,
         "nines": _finite(nines(probability)),
     }
+
+
+def _years(rate: float) -> float | None:
+    return _finite(1 / rate) if rate else None
 
 
 def _finite(value: float) -> float | None:
@@ -213,6 +221,12 @@ def _show(answer: Answer, size: int) -> None:
     )
 
 
+def _within(hours: float) -> str:
+    if not hours:
+        return "never"
+    return f"{hours:.3g} h" if math.isfinite(hours) else "any time"
+
+
 def _show_schemes(answer: Answer, size: int) -> None:
     rows = []
     for scheme in answer.schemes:
@@ -222,7 +236,7 @@ def _show_schemes(answer: Answer, size: int) -> None:
             f"{scheme.overhead:.2f}",
             f"{scheme.nines:.2f}",
             "yes" if scheme.reaches else "no",
-            f"{longest:.3g} h" if longest else "never",
+            _within(longest),
         ]
         if size:
             rate = size / longest / _SECONDS_PER_HOUR / 1e6 if longest else math.inf

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -14,7 +15,7 @@ from typing import Protocol
 from hpstore.buffers import aligned_array
 from hpstore.codec.galois import Bytes
 from hpstore.devices.base import TMP, raise_device_error
-from hpstore.errors import DeviceError, DeviceMissing
+from hpstore.errors import DeviceError, DeviceMissing, ReadAbandoned
 from hpstore.geometry import ALIGNMENT_BYTES
 from hpstore.keys import OBJECTS
 from hpstore.units import round_down, round_up
@@ -121,20 +122,41 @@ class LocalWriter:
 
 
 class LocalReader:
-    """A file open for reading under a shared lock."""
+    """A file open for reading under a shared lock.
+
+    A late read may be under way, or still wait for its device, when nobody needs it any more and
+    the file is closed by another thread. One under way ends on this file, which is closed then; one
+    that comes later is refused, so that it never reads what has the descriptor's number by then.
+    """
 
     def __init__(self, url: str, fd: int, size_bytes: int) -> None:
-        self._url, self._file, self.size_bytes = url, fd, size_bytes
+        self._url, self.size_bytes = url, size_bytes
+        # No lock, which a fork could find taken: each step below is one operation of the
+        # interpreter, and `_closing` is set before `_reading` is looked at.
+        self._file = [fd]  # empty once closed
+        self._reading: set[int] = set()  # threads
+        self._closing = False
 
     @property
     def descriptor(self) -> int:
-        return self._file
+        return next(iter(self._file), -1)
 
     def read_into(self, offset: int, target: Bytes) -> None:
+        self._reading.add(threading.get_ident())
+        try:
+            if self._closing:
+                raise ReadAbandoned(f"a read of device {self._url} came too late", device=self._url)
+            self._read(self._file[0], offset, target)
+        finally:
+            self._reading.discard(threading.get_ident())
+            if self._closing:
+                self.close()
+
+    def _read(self, file: int, offset: int, target: Bytes) -> None:
         done = 0
         while done < len(target):
             try:
-                count = os.preadv(self._file, [target.data[done:]], offset + done)
+                count = os.preadv(file, [target.data[done:]], offset + done)
             except OSError as error:
                 raise_device_error(error, self._url, "read")
             done += count
@@ -146,10 +168,14 @@ class LocalReader:
                 )
 
     def close(self) -> None:
-        # a network or FUSE file system may fail here; that says nothing of bytes that were verified
-        fd, self._file = self._file, -1
-        with contextlib.suppress(OSError):
-            unlock_and_close(fd)
+        self._closing = True
+        if self._reading:
+            return  # the last of them closes
+        with contextlib.suppress(IndexError):  # another thread has closed it
+            fd = self._file.pop()
+            # a network or FUSE file system may fail here; that says nothing of verified bytes
+            with contextlib.suppress(OSError):
+                unlock_and_close(fd)
 
 
 def open_root(url: str) -> tuple[int, tuple[int, int]]:

@@ -12,6 +12,7 @@ from typing import TypeVar
 from hpstore.codec.galois import Bytes
 from hpstore.devices.base import READABLE, Device, ReadHandle
 from hpstore.devices.wrappers import DeviceWrapper, WrappedReader
+from hpstore.errors import ReadAbandoned
 from hpstore.health.recorder import OPERATIONS, Operation, Outcome, Recorder
 
 T = TypeVar("T")
@@ -63,6 +64,9 @@ class DeviceMeter:
         try:
             result = act()
             outcome = 0
+        except ReadAbandoned:  # neither an error nor a quick read
+            recorder.leave(ticket)
+            raise
         except _HARMLESS:
             outcome = 0
             raise

@@ -7,16 +7,18 @@ long or never end, a file system whose server is dead (ENOTCONN on everything).
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from hpstore.closing import Closing
 from hpstore.testing import fuse
@@ -41,12 +43,11 @@ class FaultFilesystem(Closing):
         self._server: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> FaultFilesystem:
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.close)
             os.mkdir(self.path)
             self.start()
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
         return self
 
     def start(self) -> None:
@@ -62,14 +63,29 @@ class FaultFilesystem(Closing):
         if self._server.stdout.readline() != "ready\n":
             raise OSError(f"the FUSE server for {self.backing} did not start; see its messages")
 
+    @property
+    def serving(self) -> bool:
+        """Whether the server runs."""
+        return self._server is not None and self._server.poll() is None
+
     def behave(self, *rules: Rule) -> int:
         """Replace the faults, by none for a healthy directory; how often one has applied so far."""
+        return self._tell([asdict(rule) for rule in rules])
+
+    def applied(self) -> int:
+        """How often a rule has applied so far; the faults stay as they are."""
+        return self._tell(None)
+
+    def _tell(self, rules: list[dict[str, Any]] | None) -> int:  # Any: JSON
         assert self._server is not None
         assert self._server.stdin is not None
         assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps([asdict(rule) for rule in rules]) + "\n")
+        self._server.stdin.write(json.dumps(rules) + "\n")
         self._server.stdin.flush()
-        return int(self._server.stdout.readline())
+        answer = self._server.stdout.readline()
+        if not answer:
+            raise OSError(errno.ENOTCONN, f"the FUSE server for {self.backing} has ended")
+        return int(answer)
 
     def kill(self) -> None:
         """SIGKILL the server: from now on every call is ENOTCONN."""
@@ -91,12 +107,13 @@ class FaultFilesystem(Closing):
 
     def close(self) -> None:
         """Unmount, end the server, remove the mount point. Idempotent."""
-        if self._server is not None:
-            self._server.send_signal(signal.SIGCONT)
-            self._server.kill()
-            self._reap()
-        if unmounted(self.path):
-            shutil.rmtree(self._work, ignore_errors=True)
+        try:
+            if self._server is not None:
+                self._server.kill()
+                self._reap()
+        finally:
+            if unmounted(self.path):
+                shutil.rmtree(self._work, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

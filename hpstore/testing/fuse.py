@@ -3,9 +3,9 @@
     python -I hpstore/testing/fuse.py BACKING MOUNT [LOG]
 
 speaks the kernel's protocol (linux/fuse.h, 7.31) on /dev/fuse. One JSON list of rules a line on
-standard input replaces the faults (Rule), and is answered by one line with how often rules
-fired. It ends with its input, so no server outlives the test that started it. With LOG, every write
-and flush is recorded in order: see faultfs.read_log.
+standard input replaces the faults (Rule), null leaves them; the answer is one line with how often
+rules fired. It ends with its input, so no server outlives the test that started it. With LOG, every
+write and flush is recorded in order: see faultfs.read_log.
 
 Nodes are O_PATH descriptors of the backing files, so renames and unlinks need no bookkeeping. Only
 the standard library is imported: a server starts in a tenth of a second.
@@ -439,8 +439,9 @@ def main(arguments: list[str]) -> None:
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     for line in sys.stdin:
-        rules: list[dict[str, Any]] = json.loads(line)  # Any: fields of Rule, which checks them
-        server.faults.replace([Rule.from_dict(rule) for rule in rules])
+        rules: list[dict[str, Any]] | None = json.loads(line)  # Any: of Rule, which checks them
+        if rules is not None:
+            server.faults.replace([Rule.from_dict(rule) for rule in rules])
         sys.stdout.write(f"{server.faults.fired}\n")
         sys.stdout.flush()
     ctypes.CDLL(None).umount2(os.fsencode(mount), _MNT_DETACH)

@@ -6,6 +6,7 @@ directory holds process and start time, so the next run knows what nobody needs 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -18,6 +19,7 @@ _NAME = re.compile(r"hpfault-(\d+)-(\d+)-[^/]+")
 _BLKIO = Path("/sys/fs/cgroup/blkio")
 _LIMITS = ("read_bps", "write_bps", "read_iops", "write_iops")
 _MOUNTS_OVER_MOUNTS = 8
+_LOSETUP_TRIES = 10
 
 
 def scratch_directory(parent: str | os.PathLike[str]) -> str:
@@ -74,6 +76,14 @@ def unmounted(path: str) -> bool:
     return path not in mount_points()
 
 
+def attach(image: str, *flags: str) -> str:
+    """A loop device on an image; again when another process took the free one."""
+    for _ in range(_LOSETUP_TRIES - 1):
+        with contextlib.suppress(OSError):
+            return run("losetup", "--show", "-f", *flags, image)
+    return run("losetup", "--show", "-f", *flags, image)
+
+
 def loops() -> dict[str, str]:
     """Image file by loop device."""
     found = {}
@@ -127,5 +137,5 @@ def _top(path: str) -> str:
     return path[: found.end()]
 
 
-__all__ = ["fails", "loops", "mount_points", "owner_is_dead", "run", "scratch_directory", "sweep",
-           "throttle", "throttle_problem", "unmounted"]  # fmt: skip
+__all__ = ["attach", "fails", "loops", "mount_points", "owner_is_dead", "run", "scratch_directory",
+           "sweep", "throttle", "throttle_problem", "unmounted"]  # fmt: skip

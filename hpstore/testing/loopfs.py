@@ -14,17 +14,17 @@ import os
 import shutil
 import struct
 import tempfile
+from contextlib import ExitStack
 from typing import Literal
 
 from hpstore.closing import Closing
-from hpstore.testing.leftovers import fails, run, scratch_directory, throttle, unmounted
+from hpstore.testing.leftovers import attach, fails, run, scratch_directory, throttle, unmounted
 from hpstore.units import MIB
 
 _GOING_DOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN, _IOR('X', 125, __u32); the same number on XFS
 _FLUSH_BUFFERS = 0x1261  # BLKFLSBUF
 _FIBMAP = 1  # block of a file -> block of the device; needs root
 _BLOCK = 4096
-_LOSETUP_TRIES = 10  # another process may take the free loop device first
 JOURNAL_FLUSHED = 1  # for shutdown(): metadata reaches the disk, data that was not synced does not
 POWER_CUT = 2  # for shutdown(): neither does
 HANGING = 1  # byte a second, for throttle(): no call ends before the limit is lifted
@@ -55,7 +55,8 @@ class LoopFilesystem(Closing):
         self.loop = ""  # /dev/loopN
 
     def __enter__(self) -> LoopFilesystem:
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.close)
             os.mkdir(self.path)
             with open(self._image, "wb") as image:
                 image.truncate(self.size_bytes)
@@ -63,11 +64,9 @@ class LoopFilesystem(Closing):
                 run("mkfs.ext4", "-q", "-F", "-b", str(_BLOCK), "-m", "0", self._image)
             else:
                 run("mkfs.xfs", "-q", "-f", "-b", f"size={_BLOCK}", self._image)
-            self.loop = _attach(self._image)
+            self.loop = attach(self._image)
             self._mount()
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
         return self
 
     def _mount(self) -> None:
@@ -192,17 +191,6 @@ class LoopFilesystem(Closing):
             self.loop = ""
         if gone:
             shutil.rmtree(self._work, ignore_errors=True)
-
-
-def _attach(image: str) -> str:
-    """losetup; again when another process took the free device."""
-    for attempt in range(_LOSETUP_TRIES):
-        try:
-            return run("losetup", "--show", "-f", image)
-        except OSError:
-            if attempt == _LOSETUP_TRIES - 1:
-                raise
-    raise AssertionError("unreachable")
 
 
 def loop_mounts_problem(kind: Kind = "ext4") -> str | None:

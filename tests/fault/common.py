@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import signal
@@ -26,6 +27,8 @@ from hpstore.testing.loopfs import LoopFilesystem
 T = TypeVar("T")
 Wrap = Callable[[str, Device], Device]
 GATE_SECONDS = 30.0  # a gate that nobody opens
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG = 1
 
 
 class MakeDisks(Protocol):
@@ -246,22 +249,40 @@ def within(limit_seconds: float, call: Callable[[], T]) -> T:
     return running.result()  # type: ignore[return-value]  # what `call` returned
 
 
-def poll(limit_seconds: float, done: Callable[[], bool]) -> None:
-    """Wait for another process or thread; fails when it takes too long."""
+def poll(
+    limit_seconds: float, done: Callable[[], bool], what: Callable[[], str] = lambda: "done"
+) -> None:
+    """Wait for another process or thread; fails with "not `what`" when it takes too long."""
     until = time.monotonic() + limit_seconds
     while not done():
         if time.monotonic() > until:
-            raise AssertionError(f"not done after {limit_seconds} s")
+            raise AssertionError(f"not {what()} after {limit_seconds} s")
         time.sleep(0.005)
+
+
+def end_with(parent: int) -> None:
+    """This process, just forked by a thread of `parent`, is killed as soon as that ends.
+
+    A test that is killed cannot end its children, and what one of them reads from a device that
+    hangs would keep the device's mount and loop for ever.
+    """
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it had ended before
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextmanager
 def forked(child: Callable[[], object]) -> Iterator[int]:
-    """Run `child` in a forked process (exit status 0 unless it raises); killed at the end."""
+    """Run `child` in a forked process (exit status 0 unless it raises); killed at the end.
+
+    Also when this thread ends without coming to that.
+    """
+    parent = os.getpid()
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
+            end_with(parent)
             child()
             status = 0
         except BaseException as error:  # noqa: BLE001 (the child must end here)

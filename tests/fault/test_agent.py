@@ -6,67 +6,37 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 import hpstore
-from hpstore.agent.status import read_status
 from hpstore.config import Settings
 from hpstore.units import KIB, MIB
+from tests.fault.agents import PATIENCE, Agents
 
 pytestmark = [pytest.mark.fault]
 long = pytest.mark.skipif(
     not os.environ.get("HPSTORE_LONG_TESTS"), reason="takes 10 s: make test-fault"
 )
-ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 60.0
-QUICK = """
-[agent]
-tick_seconds = 0.05
-probe_seconds = 0.1
-survey_seconds = 0.3
-scrub_days = 0.0
-smart_hours = 0.0
-{extra}
-
-[agent.policy]
-removed_seconds = 0.2
-grace_seconds = {grace}
-return_seconds = 0.2
-retry_seconds = 1.0
-probation_seconds = 0.1
-"""
 
 
-class Node:
+class Node(Agents):
     """A pool of 3+2 on seven directories, its content, and its agent."""
 
     def __init__(self, directory: Path, *, grace: float = 0.5, extra: str = "") -> None:
-        self.directory, self.toml = directory, directory / "pool.toml"
+        toml = directory / "pool.toml"
         self.content = {f"k/{i}": bytes([i]) * (300_000 + i) for i in range(12)}
         with hpstore.create(
-            [directory / f"d{i}" for i in range(7)], data=3, parity=2, config=self.toml,
+            [directory / f"d{i}" for i in range(7)], data=3, parity=2, config=toml,
             unit_bytes=64 * KIB,
             settings=Settings(memory_bytes=32 * MIB, run_directory=str(directory / "run")),
         ) as pool:  # fmt: skip
             for key, body in self.content.items():
                 pool.put(key, body)
-            self.run_directory = pool.run_directory
-        self.toml.write_text(self.toml.read_text() + QUICK.format(grace=grace, extra=extra))
-
-    def command(self, *words: str) -> list[str]:
-        main = "from hpstore.cli import main; main()"
-        return [sys.executable, "-c", main, words[0], str(self.toml), *words[1:]]
-
-    def environment(self) -> dict[str, str]:
-        return {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(self.directory)}
+        super().__init__(toml, directory, grace=grace, extra=extra)
 
     def run(self, *words: str, code: int = 0) -> str:
         done = subprocess.run(
@@ -76,42 +46,8 @@ class Node:
         assert done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout if code == 0 else done.stderr
 
-    @contextmanager
-    def agent(self, *words: str) -> Iterator[subprocess.Popen[bytes]]:
-        """A process of its own; killed at the end if it is still there."""
-        with (self.directory / "agent.log").open("ab") as log:
-            process = subprocess.Popen(
-                self.command("agent", *words), stdout=log, stderr=log, env=self.environment()
-            )
-        try:
-            yield process
-        finally:
-            process.kill()
-            process.wait()
-
-    def status(self) -> dict[str, object]:
-        found = read_status(self.run_directory, time.time_ns() // 1_000_000)
-        return found or {}
-
-    def state(self, number: int) -> str:
-        """What the agent thinks of a device, and where the pool has it: "online/online"."""
-        devices = self.status().get("devices", [])
-        assert isinstance(devices, list)
-        for device in devices:
-            if device["url"] == str(self.directory / f"d{number}"):
-                return f"{device['state']}/{device['pool_state']}"
-        return ""
-
-    def until(self, what: str, done: Callable[[], bool]) -> None:
-        """Wait for the agent, which is another process."""
-        end = time.monotonic() + PATIENCE
-        while not done():
-            if time.monotonic() > end:
-                log = (self.directory / "agent.log").read_text()
-                raise AssertionError(
-                    f"not {what}: {json.dumps(self.status())[-3000:]}\n{log[-3000:]}"
-                )
-            time.sleep(0.02)
+    def state_of(self, number: int) -> str:
+        return self.state(str(self.directory / f"d{number}"))
 
     def check(self) -> None:
         """Every object has its bytes and survives two losses."""
@@ -119,11 +55,6 @@ class Node:
             for key, body in self.content.items():
                 assert pool.get(key) == body
             assert pool.status().losses_tolerated == 2
-
-    def whole(self) -> bool:
-        with hpstore.open(self.toml, read_only=True) as pool:
-            found = pool.status()
-        return found.losses_tolerated == 2 and found.degraded == 0
 
 
 @pytest.fixture
@@ -135,17 +66,17 @@ def test_a_device_vanishes_is_healed_returns_and_is_taken_back(node: Node) -> No
     """PROTOCOL 12, 17, with a grace of half a second; page and metrics are served meanwhile."""
     lost, away = node.directory / "d2", node.directory / "away"
     with node.agent("--listen", "127.0.0.1:0") as process:
-        node.until("looking", lambda: node.state(2) == "online/online")
+        node.until("looking", lambda: node.state_of(2) == "online/online")
         lost.rename(away)
-        node.until("healed", lambda: node.state(2) == "evicted/healed")
+        node.until("healed", lambda: node.state_of(2) == "evicted/healed")
         node.until("whole", node.whole)
         node.check()
         with hpstore.open(node.toml) as pool:
             pool.put("k/0", b"newer" * 60_000)  # what d2 holds of it is superseded
         node.content["k/0"] = b"newer" * 60_000
         away.rename(lost)
-        node.until("taken back", lambda: node.state(2) == "online/online")
-        log = (node.directory / "agent.log").read_text()
+        node.until("taken back", lambda: node.state_of(2) == "online/online")
+        log = node.log.read_text()
         url = log.split("metrics at ")[1].split()[0]
         page = urllib.request.urlopen(url, timeout=10).read().decode()
         assert str(lost) in page
@@ -178,12 +109,9 @@ def test_an_agent_that_is_killed_in_a_rebuild_ends_it_after_a_restart(tmp_path: 
         process.kill()
         process.wait()
     assert not node.whole()
-    with suppress(FileNotFoundError):
-        (node.run_directory / "agent-status.json").unlink()
-    text = node.toml.read_text().replace("heal_bytes_per_second = 400000", "")
-    node.toml.write_text(text)
+    node.configure()
     with node.agent("--listen", "none"):
-        node.until("healed", lambda: node.state(2) == "evicted/healed")
+        node.until("healed", lambda: node.state_of(2) == "evicted/healed")
         node.until("whole", node.whole)
     node.check()
 
@@ -215,11 +143,11 @@ def test_one_round_by_the_command_line_and_a_dry_run(node: Node) -> None:
 def test_two_agents_of_one_pool_do_not_run_on_one_node_rule_15(node: Node) -> None:
     """PROTOCOL 15: the second says so in one line; orders go to the first."""
     with node.agent("--listen", "none"):
-        node.until("looking", lambda: node.state(0) == "online/online")
+        node.until("looking", lambda: node.state_of(0) == "online/online")
         text = node.run("agent", "--once", code=34)
         assert "agent of pool" in text
         assert text.count("\n") == 1
         assert "the agent obeys" in node.run("sit-out", str(node.directory / "d0"))
-        node.until("sitting out", lambda: node.state(0) == "sitout/online")
+        node.until("sitting out", lambda: node.state_of(0) == "sitout/online")
         node.run("readmit", str(node.directory / "d0"))
-        node.until("back", lambda: node.state(0) == "online/online")
+        node.until("back", lambda: node.state_of(0) == "online/online")

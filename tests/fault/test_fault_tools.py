@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import shutil
 import signal
 from collections.abc import Iterator
@@ -224,3 +225,25 @@ def test_what_a_killed_process_left_is_swept_and_nothing_else(
     assert mine.mounted
     assert not owner_is_dead(scratch_directory(tmp_path))
     assert not owner_is_dead("/mnt/elsewhere")
+
+
+def test_children_of_a_killed_test_end_with_it() -> None:
+    """SIGKILL a process that has forked: the end of a pipe that only the grandchild has closes."""
+    reading, writing = os.pipe()
+
+    def grandchild() -> None:
+        os.write(writing, b"x")
+        signal.pause()
+
+    def child() -> None:
+        with forked(grandchild):
+            os.close(writing)
+            signal.pause()
+
+    with forked(child) as pid:
+        os.close(writing)
+        assert os.read(reading, 1) == b"x"
+        os.kill(pid, signal.SIGKILL)
+        assert select.select([reading], [], [], 30.0)[0]
+        assert os.read(reading, 1) == b""
+    os.close(reading)

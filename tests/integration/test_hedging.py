@@ -107,6 +107,23 @@ def test_up_to_two_late_reads_are_overtaken_by_spares(
             assert 0 in recorder.drain().operation  # a read
 
 
+def test_late_reads_of_a_file_that_was_closed_do_not_accuse_the_device(tmp_path: Path) -> None:
+    """A hedged read closes its files; ten errors in ten minutes would make its devices faulty."""
+    with late_pool(tmp_path) as late:
+        assert late.read() == BODY
+        late.hang(0, 1)
+        assert within(LIMIT, late.read) == BODY
+        recorders = [late.pool.health.telemetry.recorder(late.held[c]) for c in (0, 1)]
+        for recorder in recorders:
+            recorder.drain()
+        late.reader.close()
+        late.release()
+        poll(LIMIT, lambda: late.pool._store.buffers.budget.used_bytes == 0)
+        for recorder in recorders:
+            assert Outcome.ERROR not in recorder.drain().outcome
+            assert recorder.oldest_seconds(1e12) == 0
+
+
 def test_a_spare_that_was_opened_serves_the_next_reads(tmp_path: Path) -> None:
     """The parity column's file is opened by the first spare, and kept."""
     with late_pool(tmp_path) as late:

@@ -99,6 +99,48 @@ def test_no_loss_seen_still_gives_an_upper_end() -> None:
     assert found.high == pytest.approx(3 / 100)
 
 
+def test_intervals_of_simulations_do_not_reach_below_zero() -> None:
+    """Few losses seen: the symmetric interval would. Some of these runs have so few."""
+    group = Group(data=2, parity=1, afr=1.0, repair_hours=50)
+    found = [
+        simulate(group, years=1, groups=60, rng=np.random.default_rng(seed)) for seed in range(12)
+    ]
+    assert all(0 <= one.low <= one.value <= one.high for one in found)
+    assert any(one.value > 0 and one.low == 0 for one in found)
+
+
+def test_splitting_that_meets_no_loss_says_so() -> None:
+    """Instead of "never, 95 times in 100"."""
+    group = Group(data=1, parity=40, afr=0.01, repair_hours=1)
+    with pytest.raises(ConfigError, match="none of 20 paths"):
+        split(group, paths=20, rng=np.random.default_rng(1))
+
+
+def test_a_window_with_more_failures_than_devices_loses_data() -> None:
+    """Nine thousand failures expected: exp(-9000) is 0, the probability of a loss is 1."""
+    found = window(Group(data=6, parity=3, afr=1000.0, repair_hours=8760))
+    assert (found.beyond_parity, found.loss) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("expected", [3.9, 4.1])
+def test_both_ways_to_sum_a_poisson_tail_agree(expected: float) -> None:
+    """Upwards below m + 1 failures, by the complement above; against a plain sum."""
+    group = Group(data=6, parity=3, afr=1.0, repair_hours=expected / 9 * 8760)
+    plain = sum(math.exp(-expected) * expected**n / math.factorial(n) for n in range(4, 60))
+    assert window(group).beyond_parity == pytest.approx(plain, rel=1e-12)
+
+
+def test_extreme_groups_have_figures() -> None:
+    """A load of 1e9 to the 64th power is no float; 255 data units may meet a bad sector."""
+    assert losses_per_year(Group(data=4, parity=64, afr=9e3, repair_hours=1e9)) < 1e-3
+    widest = Group(data=255, parity=2, afr=0.01, repair_hours=10)
+    assert (
+        0
+        < unreadable_per_year(widest, 10**12, 1e-15)
+        < losses_per_year(Group(data=254, parity=1, afr=0.011, repair_hours=10))
+    )
+
+
 def test_groups_cost_the_logarithm_of_their_number() -> None:
     """A hundred groups have two nines less, ten thousand four."""
     rate = 1 / years_to_loss(TALK)
@@ -178,6 +220,16 @@ def test_command_simulates_and_adds_unreadable_sectors() -> None:
     assert found["simulated"]["seed"] == 3
     assert found["unreadable_sectors"]["nines"] < 10
     assert len(found["left_out"]) == 1
+
+
+def test_command_has_no_figure_for_a_loss_that_never_comes() -> None:
+    """Beyond what a float holds: null in JSON, "any time" in the table."""
+    words = ("durability", "--data", "1", "--parity", "64", "--afr", "1e-6", "--rebuild-hours",
+             "0.001")  # fmt: skip
+    found = json.loads(output(*words, "--json"), parse_constant=pytest.fail)
+    assert found["markov"] == {"losses_per_year": 0.0, "probability": 0.0, "nines": None,
+                               "mean_years_to_loss": None}  # fmt: skip
+    assert "any time" in output(*words)
 
 
 @pytest.mark.parametrize(

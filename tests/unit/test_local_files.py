@@ -10,13 +10,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpstore.buffers import aligned_array
 from hpstore.devices.base import DIRECTORIES, ORPHAN_SECONDS, RECYCLE, TMP
 from hpstore.devices.local import LocalDevice
-from hpstore.errors import DeviceError, DeviceMissing
+from hpstore.errors import DeviceError, DeviceMissing, ReadAbandoned
 from hpstore.testing import PAGE, all_files, fetch, pattern, store
 from hpstore.testing.device_contract import PATH
 from hpstore.units import MIB
@@ -96,6 +97,30 @@ def test_a_recycled_file_that_a_reader_still_holds_is_not_reused(device: LocalDe
     store(device, "objects/s/@1", pattern(2 * MIB, 1))
     assert os.pread(fd, 2 * MIB, 0) == before
     os.close(fd)
+
+
+def test_a_file_closed_under_a_read_stays_open_until_the_read_ends(
+    device: LocalDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PROTOCOL 21: a late read goes on; its descriptor's number must not name another file then."""
+    reader, target, plain = device.open(PATH), aligned_array(PAGE), os.preadv
+    closer = threading.Thread(target=reader.close)
+
+    def close_first(fd: int, *rest: Any) -> int:  # Any: of preadv
+        closer.start()
+        closer.join()
+        return plain(fd, *rest)
+
+    descriptor = reader.descriptor
+    monkeypatch.setattr(os, "preadv", close_first)
+    reader.read_into(0, target)
+    assert target.tobytes() == pattern(PAGE).tobytes()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    assert reader.descriptor == -1
+    with pytest.raises(ReadAbandoned):
+        reader.read_into(0, target)
+    reader.close()
 
 
 def test_sweep_removes_what_dead_writers_left(device: LocalDevice) -> None:

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+
+import pytest
 
 import hpstore
-from hpstore.buffers import aligned_array
 from hpstore.config import Settings
 from hpstore.pool import Pool
 from hpstore.testing.faultfs import Rule, fuse_problem
 from hpstore.testing.leftovers import run, throttle_problem
 from hpstore.testing.loopfs import HANGING, Kind, loop_mounts_problem
 from hpstore.units import MIB
-from tests.fault.common import tree
+from tests.fault.common import Call, poll, tree
 from tests.fault.suite.rig import Healed, Rig, heal
 
 SLOW_BYTES_PER_SECOND = 4 * MIB
-SAMPLE_BYTES = MIB  # of a device that should be slow
 DELAY_SECONDS = 0.05
-FLAPS = 4
+FLAPS, WIPE_SECONDS, HANG_SECONDS = 4, 30.0, 0.5
 IO = ("read", "write", "fsync")
 COLUMNS = "/objects/"  # where columns lie, by backing path
 
@@ -33,15 +33,17 @@ COLUMNS = "/objects/"  # where columns lie, by backing path
 class Fault:
     """One row of the suite.
 
-    `script` breaks something; at each yield work goes on for a while. Then, while training goes on,
-    the devices of `evict` are given up and rebuilt, and `lift` ends the fault. When training is
-    over, `back` brings the device back, or another one. `seen`: somebody must notice by himself;
-    else it is for a scrub (`scrub`), or for an agent that there is none of here.
+    `prepare` does what takes time and harms nothing. `script` breaks something and proves that it
+    is broken; at each yield work goes on for a while. Then, while training goes on, the devices of
+    `evict` are given up and rebuilt, and `lift` ends the fault. When training is over, `back`
+    brings the device back, or another one. `seen`: a process must notice by itself; else it is for
+    a scrub (`scrub`).
     """
 
     name: str
     method: str
     script: Callable[[Rig], Iterator[None]]
+    prepare: Callable[[Rig], None] | None = None
     evict: tuple[int, ...] = ()
     lift: Callable[[Rig], None] | None = None
     back: Callable[[Rig, Healed], None] | None = None
@@ -62,6 +64,38 @@ class Fault:
         return found
 
 
+# --- proofs ---------------------------------------------------------------------------------
+
+
+def refused(root: str, expected: int) -> None:
+    """A new file cannot be written there now, with this errno."""
+    with pytest.raises(OSError) as caught:
+        write_proof(root, MIB)
+    assert caught.value.errno == expected, f"the fault gives {caught.value}"
+
+
+def write_proof(root: str, nbytes: int) -> None:
+    """Allocate, write and sync a file, and remove it."""
+    path = f"{root}/.proof"
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+        os.write(fd, bytes(nbytes))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+        with contextlib.suppress(OSError):  # what has ended the write ends this too
+            os.unlink(path)
+
+
+@contextlib.contextmanager
+def hanging(call: Callable[[], object]) -> Iterator[None]:
+    """All through the block `call` does not end. Its thread goes on when the fault is lifted."""
+    waiting = Call(call)
+    yield
+    assert not waiting.ended(HANG_SECONDS), "the device has answered"
+
+
 # --- breaking -------------------------------------------------------------------------------
 
 
@@ -71,6 +105,7 @@ def shutdown(*numbers: int) -> Callable[[Rig], Iterator[None]]:
     def script(rig: Rig) -> Iterator[None]:
         for number in numbers:
             rig.disks[number].shutdown()
+            refused(rig.paths[number], errno.EIO)
         yield
 
     return script
@@ -78,11 +113,16 @@ def shutdown(*numbers: int) -> Callable[[Rig], Iterator[None]]:
 
 def yank(rig: Rig) -> Iterator[None]:
     rig.disks[0].yank()
+    fd = os.open(rig.disks[0].loop, os.O_RDONLY)
+    left = os.lseek(fd, 0, os.SEEK_END)
+    os.close(fd)
+    assert left < rig.disks[0].size_bytes, "the device has kept its size"
     yield
 
 
 def kill_server(rig: Rig) -> Iterator[None]:
     rig.faulty.kill()
+    refused(rig.paths[0], errno.ENOTCONN)
     yield
 
 
@@ -93,25 +133,36 @@ def lazy_unmount(rig: Rig) -> Iterator[None]:
 
 
 def wipe(rig: Rig) -> Iterator[None]:
-    for entry in os.scandir(rig.paths[0]):
-        if entry.is_dir():
-            shutil.rmtree(entry.path, ignore_errors=True)
-        else:
-            os.unlink(entry.path)
+    poll(WIPE_SECONDS, lambda: wiped(rig.paths[0]))
     yield
     left = [name for name in os.listdir(rig.paths[0]) if name.endswith(".json")]
     assert not left, f"a wiped device was taken back: {left}"
 
 
-def foreign(rig: Rig) -> Iterator[None]:
-    other = rig.extra_disk()
+def wiped(root: str) -> bool:
+    """Remove everything; whether it is empty now. Others may be at work in it."""
+    for entry in os.scandir(root):
+        if entry.is_dir():
+            shutil.rmtree(entry.path, ignore_errors=True)
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(entry.path)
+    return not os.listdir(root)
+
+
+def make_other_pool(rig: Rig) -> None:
     beside = rig.root / "beside"
     beside.mkdir()
     theirs = Settings(run_directory=str(rig.root / "run"))
+    paths = [rig.extra_disk().path, str(beside)]
     with hpstore.create(
-        [other.path, str(beside)], data=1, parity=1, config=rig.root / "other.toml", settings=theirs
+        paths, data=1, parity=1, config=rig.root / "other.toml", settings=theirs
     ) as pool:
         pool.put("theirs", b"x" * MIB)
+
+
+def foreign(rig: Rig) -> Iterator[None]:
+    (other,) = rig.extras
     before = tree(other.path)
     rig.disks[0].lazy_unmount()
     run("mount", other.loop, rig.paths[0])
@@ -122,11 +173,13 @@ def foreign(rig: Rig) -> Iterator[None]:
 
 def read_only(rig: Rig) -> Iterator[None]:
     rig.disks[0].read_only()
+    refused(rig.paths[0], errno.EROFS)
     yield
 
 
 def full(rig: Rig) -> Iterator[None]:
     rig.disks[0].fill()
+    refused(rig.paths[0], errno.ENOSPC)
     yield
 
 
@@ -142,29 +195,31 @@ def misbehave(*rules: Rule) -> Callable[[Rig], Iterator[None]]:
     def script(rig: Rig) -> Iterator[None]:
         before = rig.faulty.behave(*rules)
         yield
-        assert rig.faulty.behave(*rules) > before, "no call met the fault"
+        assert rig.faulty.applied() > before, "no call met the fault"
 
     return script
+
+
+def flap(rig: Rig) -> Iterator[None]:
+    for _ in range(FLAPS):
+        before = rig.faulty.behave(Rule(error=errno.EIO))
+        yield
+        assert rig.faulty.behave() > before, "no call met the fault"
+        yield
 
 
 def hang_calls(rig: Rig) -> Iterator[None]:
     rig.silent.add(rig.paths[0])
     rig.faulty.behave(Rule(operations=IO, hang=True))
-    yield
-
-
-def flap(rig: Rig) -> Iterator[None]:
-    for _ in range(FLAPS):
-        rig.faulty.behave(Rule(error=errno.EIO))
-        yield
-        rig.faulty.behave()
+    with hanging(lambda: write_proof(rig.paths[0], MIB)):
         yield
 
 
 def hang(rig: Rig) -> Iterator[None]:
     rig.silent.add(rig.paths[0])
     rig.disks[0].throttle(HANGING)
-    yield
+    with hanging(lambda: write_proof(rig.paths[0], MIB)):
+        yield
 
 
 def throttled(bytes_per_second: int) -> Callable[[Rig], Iterator[None]]:
@@ -173,23 +228,12 @@ def throttled(bytes_per_second: int) -> Callable[[Rig], Iterator[None]]:
     def script(rig: Rig) -> Iterator[None]:
         rig.disks[0].throttle(bytes_per_second)
         yield
-        least = SAMPLE_BYTES / bytes_per_second / 2  # a moment's worth passes at once
-        assert write_seconds(rig.disks[0].path, SAMPLE_BYTES) > least, "the device was not slow"
+        began = time.monotonic()
+        write_proof(rig.paths[0], bytes_per_second // 2)
+        seconds = time.monotonic() - began
+        assert seconds > 0.35, f"written in {seconds:.2f} s: nothing is throttled"
 
     return script
-
-
-def write_seconds(path: str, nbytes: int) -> float:
-    """How long a write past the page cache takes on a device."""
-    name = f"{path}/tmp/sample"
-    file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
-    try:
-        began = time.monotonic()
-        os.write(file, aligned_array(nbytes).data)
-        return time.monotonic() - began
-    finally:
-        os.close(file)
-        os.unlink(name)
 
 
 # --- ending ---------------------------------------------------------------------------------
@@ -239,8 +283,7 @@ def replace(rig: Rig, healed: Healed) -> None:
 
 def add_wiped(rig: Rig, healed: Healed) -> None:
     """The wiped disk, as a new device."""
-    for entry in Path(rig.paths[0]).iterdir():
-        shutil.rmtree(entry)
+    assert wiped(rig.paths[0])
     heal(rig, healed, lambda pool: pool.add_device(rig.paths[0]))
     heal(rig, healed, Pool.rebuild)
 
@@ -254,19 +297,27 @@ FAULTS = (
           evict=(0, 1), back=readmit(0, 1, after=remount_all)),
     Fault(name="backing vanished", method="truncate, losetup -c", script=yank, evict=(0,),
           back=replace),
+    Fault(name="backing vanished, XFS", method="the same on XFS", script=yank, evict=(0,),
+          back=replace, kind="xfs"),
     Fault(name="server killed", method="SIGKILL of the FUSE server: ENOTCONN", script=kill_server,
           evict=(0,), back=readmit(0, after=restart_server), fuse=True),
     Fault(name="lazy unmount", method="umount -l", script=lazy_unmount, back=remount),
     Fault(name="wiped", method="rm -r of all that is on it", script=wipe, evict=(0,),
           back=add_wiped),
     Fault(name="foreign", method="a device of another pool mounted in its place", script=foreign,
-          back=remount),
+          prepare=make_other_pool, back=remount),
     Fault(name="read-only", method="trigger_fs_error", script=read_only, back=remount),
     Fault(name="full", method="fallocate until ENOSPC", script=full, lift=release),
+    Fault(name="full, XFS", method="the same on XFS", script=full, lift=release, kind="xfs"),
+    Fault(name="no space for writes", method="FUSE: ENOSPC where statfs tells of room", fuse=True,
+          script=misbehave(Rule(operations=("write", "fallocate"), error=errno.ENOSPC)),
+          lift=Rig.relieve),
     Fault(name="EIO, 1 in 5", method="FUSE: reads, writes and fsyncs", fuse=True, lift=Rig.relieve,
           script=misbehave(Rule(operations=IO, error=errno.EIO, probability=0.2))),
     Fault(name="flipped at rest", method="a bit of each column, on the device below ext4",
           script=flip_columns, scrub=True),
+    Fault(name="flipped at rest, XFS", method="the same below XFS", script=flip_columns, scrub=True,
+          kind="xfs"),
     Fault(name="flipped on read", method="FUSE: a bit of 1 in 5 reads", fuse=True, lift=Rig.relieve,
           script=misbehave(Rule(operations=("read",), path=COLUMNS, flip=True, probability=0.2)),
           scrub=True),
@@ -276,9 +327,9 @@ FAULTS = (
     Fault(name="dropped writes", method="FUSE: 3 in 10 say done, are not", fuse=True, seen=False,
           lift=Rig.relieve, scrub=True,
           script=misbehave(Rule(operations=("write",), drop=True, probability=0.3))),
-    Fault(name="slow", method="blkio throttle, 4 MiB/s", seen=False, throttles=True,
+    Fault(name="slow", method="blkio throttle, 4 MiB/s", throttles=True,
           script=throttled(SLOW_BYTES_PER_SECOND), lift=Rig.relieve),
-    Fault(name="slow calls", method="FUSE: 50 ms a read, write or fsync", fuse=True, seen=False,
+    Fault(name="slow calls", method="FUSE: 50 ms a read, write or fsync", fuse=True,
           script=misbehave(Rule(operations=IO, delay_seconds=DELAY_SECONDS)), lift=Rig.relieve),
     Fault(name="hang", method="blkio throttle, 1 byte/s", throttles=True, script=hang, hangs=True,
           evict=(0,), lift=Rig.relieve, back=readmit(0)),

@@ -1,10 +1,13 @@
-"""Run a script that kills its own process at a named phase of a save.
+"""Run a script that kills its own process at a named phase.
 
 python -m tests.fault.suite.killed PHASE SCRIPT ARGUMENTS...
+
+SCRIPT is a path, or "hpstore" for the command line.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import runpy
 import signal
@@ -12,28 +15,45 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from hpstore.pool import Pool
-
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Right before or after the n-th call of a pool's method with a word in the key."""
+    """Right before or after the n-th call of a function with a word in one of its arguments.
 
-    method: str
-    word: str
+    `owner`: a module, or "module:class".
+    """
+
+    function: str
+    owner: str = "hpstore.pool:Pool"
+    word: str = ""
     after: bool = False
-    times: int = 2  # so that something is there that may be lost
+    times: int = 1
 
 
-PHASES = {
-    "before its note": Phase(method="put", word="/attempts/"),
-    "before a segment": Phase(method="put", word="/segment-"),
-    "after a segment": Phase(method="put", word="/segment-", after=True),
-    "before the manifest": Phase(method="put", word="manifest"),
-    "after the manifest": Phase(method="put", word="manifest", after=True),
-    "before an old step goes": Phase(method="delete", word="manifest", times=1),
-    "before an old segment goes": Phase(method="delete", word="/segment-", times=1),
+TRAINER = {
+    # twice, so that something is there that may be lost
+    "before its note": Phase(function="put", word="/attempts/", times=2),
+    "before a segment": Phase(function="put", word="/segment-", times=2),
+    "after a segment": Phase(function="put", word="/segment-", after=True, times=2),
+    "before the manifest": Phase(function="put", word="manifest", times=2),
+    "after the manifest": Phase(function="put", word="manifest", after=True, times=2),
+    "before an old step goes": Phase(function="delete", word="manifest"),
+    "before an old segment goes": Phase(function="delete", word="/segment-"),
 }
+REPAIR = "repair_object"  # called for each object that a rebuild or a scrub looks at
+AGENT_AWAY = {
+    "before it notes what it does": Phase(owner="hpstore.agent.loop", function="save_memory"),
+    "before an eviction": Phase(function="evict"),
+    "after an eviction": Phase(function="evict", after=True),
+    "in a rebuild": Phase(owner="hpstore.rebuild", function=REPAIR, times=5),
+    "after a rebuild": Phase(function="rebuild", after=True),
+}  # while a device does not answer
+AGENT_BACK = {
+    "before a readmission": Phase(function="readmit"),
+    "after a readmission": Phase(function="readmit", after=True),
+    "in a scrub": Phase(owner="hpstore.scrub", function=REPAIR, times=5),
+}  # when it answers again
+PHASES = {**TRAINER, **AGENT_AWAY, **AGENT_BACK}
 
 
 def reached(phase: str) -> str:
@@ -44,32 +64,42 @@ def reached(phase: str) -> str:
 def arm(name: str) -> None:
     """From now on this process dies at the phase."""
     phase, seen = PHASES[name], 0
-    original = getattr(Pool, phase.method)
+    module, _, kind = phase.owner.partition(":")
+    # Any: whatever the phase names
+    owner: Any = importlib.import_module(module)
+    owner = getattr(owner, kind) if kind else owner
+    original = getattr(owner, phase.function)
 
     def die() -> None:
         os.write(2, reached(name).encode())
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def call(pool: Pool, key: str, *args: Any, **options: Any) -> Any:
+    def call(*args: Any, **options: Any) -> Any:
         nonlocal seen
-        if phase.word in key:
-            seen += 1
-        due = phase.word in key and seen == phase.times
+        meant = any(isinstance(argument, str) and phase.word in argument for argument in args)
+        meant = meant or not phase.word
+        seen += meant
+        due = meant and seen == phase.times
         if due and not phase.after:
             die()
-        result = original(pool, key, *args, **options)
+        result = original(*args, **options)
         if due:
             die()
         return result
 
-    setattr(Pool, phase.method, call)
+    setattr(owner, phase.function, call)
 
 
 def main() -> None:
     name, script = sys.argv[1:3]
     arm(name)
     sys.argv = sys.argv[2:]
-    runpy.run_path(script, run_name="__main__")
+    if script == "hpstore":
+        from hpstore.cli import main as command_line
+
+        command_line()
+    else:
+        runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from hpstore.config import Settings
 from hpstore.errors import HpstoreError
 from hpstore.pool import Pool
 from hpstore.testing.faultfs import FaultFilesystem, Logged, read_log
-from hpstore.testing.leftovers import fails, run, scratch_directory, unmounted
+from hpstore.testing.leftovers import attach, fails, run, scratch_directory, unmounted
 from hpstore.units import MIB
 from tests.fault.suite.table import Row
 
@@ -37,15 +37,13 @@ class Mounted(Closing):
     def __init__(self, images: Sequence[Path], work: str, *, direct: bool = False) -> None:
         self.paths = [f"{work}/m{number}" for number in range(len(images))]
         self._loops: list[str] = []
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.close)
             for image, path in zip(images, self.paths, strict=True):
                 os.makedirs(path, exist_ok=True)
-                flag = ["--direct-io=on"] if direct else []
-                self._loops.append(run("losetup", "--show", "-f", *flag, str(image)))
+                self._loops.append(attach(str(image), *["--direct-io=on"] * direct))
                 run("mount", "-t", "ext4", self._loops[-1], path)
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def close(self) -> None:
         """Unmount and detach. Idempotent."""
@@ -154,9 +152,8 @@ def prefixes(recording: Recording, count: int) -> Iterator[tuple[str, int, list[
             yield f"cut {cut}, {len(kept) - len(some)} in flight lost", cut, some
 
 
-def replay(root: Path, count: int, progress: Callable[[str], None] | None = None) -> Row:
+def replay(root: Path, count: int, row: Row) -> None:
     """Record a commit, cut it at `count` places; old or new everywhere, new once acknowledged."""
-    row = Row(fault="crash in a commit", method="each prefix of its block writes, mounted")
     old = new = 0
     with Recording(root) as recording:
         acknowledged = recording.acknowledged - recording.began
@@ -167,14 +164,11 @@ def replay(root: Path, count: int, progress: Callable[[str], None] | None = None
             elif cut >= acknowledged and step != NEW:
                 row.failures.append(f"{what}: acknowledged, but step {step} is found")
             old, new = old + (step == OLD), new + (step == NEW)
-            if progress is not None:
-                progress(f"{what}: step {step} {wrong}")
         commit = recording.log[recording.began :]
         flushes = sum(record.flush for record in commit)
     row.note = f"{len(commit) - flushes} writes, {flushes} flushes; {old} states old, {new} new"
     if not old or not new:
         row.failures.append("the cuts do not show both sides of the commit")
-    return row
 
 
 __all__ = ["Recording", "prefixes", "replay"]

@@ -18,7 +18,7 @@ from hpstore.rebuild import RebuildReport
 from hpstore.testing.faultfs import FaultFilesystem
 from hpstore.testing.loopfs import Kind, LoopFilesystem
 from hpstore.units import KIB, MIB
-from tests.fault.suite.workload import Reader, fill
+from tests.fault.suite.workload import DECIDED, PROBE, Reader, fill
 
 DEVICES, DATA, PARITY = 6, 3, 2
 UNIT_BYTES = 128 * KIB
@@ -40,8 +40,10 @@ class Rig(Closing):
         self._stack = ExitStack()
         self._faulty: FaultFilesystem | None = None
         self.disks: list[LoopFilesystem] = []
+        self.extras: list[LoopFilesystem] = []
         self.silent: set[str] = set()  # paths where a call would hang
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.close)
             for _ in range(DEVICES):
                 disk = LoopFilesystem(root, size_bytes=size_bytes, kind=kind)
                 self.disks.append(self._stack.enter_context(disk))
@@ -57,9 +59,7 @@ class Rig(Closing):
                 unit_bytes=UNIT_BYTES,
             ) as pool:  # fmt: skip
                 fill(pool)
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     @property
     def faulty(self) -> FaultFilesystem:
@@ -70,21 +70,25 @@ class Rig(Closing):
     def extra_disk(self, *, like_others: bool = False) -> LoopFilesystem:
         """One more device, in no pool."""
         size = self.disks[0].size_bytes if like_others else 64 * MIB
-        return self._stack.enter_context(LoopFilesystem(self.root, size_bytes=size))
+        extra = self._stack.enter_context(LoopFilesystem(self.root, size_bytes=size))
+        self.extras.append(extra)
+        return extra
 
     def relieve(self) -> None:
         """Let every call that hangs or is slow go on, whatever was done before. Never raises."""
-        with contextlib.suppress(OSError):
-            for disk in self.disks:
+        for disk in self.disks:
+            with contextlib.suppress(OSError):
                 disk.throttle(0)
-        if self._faulty is not None:
-            with contextlib.suppress(OSError, AssertionError, ValueError):
+        if self._faulty is not None and self._faulty.serving:
+            with contextlib.suppress(OSError):
                 self._faulty.behave()
         self.silent.clear()
 
-    def columns(self, disk: LoopFilesystem) -> list[Path]:
-        """Files of the reader's objects on a device."""
-        return sorted(Path(disk.path, "objects", "probe").glob("*/@*"))
+    def columns(self, disk: LoopFilesystem, prefix: str = PROBE) -> list[Path]:
+        """Files of objects on a device: of those that are read, or of those at rest."""
+        found = sorted(Path(disk.path, "objects", prefix).glob("*/@*"))
+        assert found, f"{disk.path} has no columns to damage"
+        return found
 
     def files(self) -> dict[tuple[str, int], int]:
         """Size of every column file, by path and inode; of devices that answer."""
@@ -130,14 +134,16 @@ def status_observer(rig: Rig) -> Observer:
 
 
 def reader_observer(reader: Reader) -> Observer:
-    """What a process that reads counts by itself."""
-    before = dict(reader.counters())
+    """What a process that reads counts by itself, and how it judges devices."""
+    before, judged = dict(reader.counters()), set(reader.states())
 
     def look() -> str:
+        for state in set(reader.states()) - judged:
+            return f"reads: {state}"
         more = {name: value for name, value in reader.counters().items()
                 if value > before.get(name, 0)}  # fmt: skip
-        for name in ("column_mismatch_total", "column_read_error_total", "read_degraded_total"):
-            if name in more:
+        for name in more:  # not reads that were decoded: a spare for a late read is, in good times
+            if name != DECIDED:
                 return "reads: " + name.removesuffix("_total").replace("_", " ")
         return ""
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import os
 import platform
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from types import TracebackType
 
+from hpstore.config import write_atomically
+from hpstore.health.fence import quantile
 from hpstore.units import format_bytes
 from tests.fault.suite.workload import Read
 
 COLUMNS = ("fault", "done by", "detected after", "reads before", "during", "after", "healed",
            "verdict")  # fmt: skip
+CELL = 400  # characters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +29,7 @@ class Latency:
     count: int
     p50: float
     p99: float
+    slowest: float
 
     def __str__(self) -> str:
         return f"{self.p50:.1f} / {self.p99:.1f}" if self.count else "-"
@@ -33,12 +39,10 @@ def latency(reads: Sequence[Read]) -> Latency:
     """Of these."""
     times = sorted(1e3 * read.seconds for read in reads)
     if not times:
-        return Latency(count=0, p50=0.0, p99=0.0)
-
-    def at(share: float) -> float:
-        return times[min(len(times) - 1, int(share * len(times)))]
-
-    return Latency(count=len(times), p50=at(0.5), p99=at(0.99))
+        return Latency(count=0, p50=0.0, p99=0.0, slowest=0.0)
+    return Latency(
+        count=len(times), p50=quantile(times, 0.5), p99=quantile(times, 0.99), slowest=times[-1]
+    )
 
 
 @dataclass(kw_only=True)
@@ -57,6 +61,7 @@ class Row:
     failures: list[str] = field(default_factory=list)
     note: str = ""
     skipped: str = ""
+    seconds: float = 0.0  # that all of it took
 
     @property
     def verdict(self) -> str:
@@ -74,8 +79,9 @@ class Row:
         healed = "-"
         if self.healed_columns or self.healed_bytes:
             healed = f"{format_bytes(self.healed_bytes)}, {self.healed_columns} columns"
-        return (self.fault, self.method, seen, str(self.before), str(self.during), str(self.after),
-                healed, self.verdict)  # fmt: skip
+        cells = (self.fault, self.method, seen, str(self.before), str(self.during), str(self.after),
+                 healed, self.verdict)  # fmt: skip
+        return tuple(_in_a_cell(text) for text in cells)
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -93,12 +99,58 @@ def machine() -> str:
     return f"{os.cpu_count()} cores, {platform.system()} {platform.release()}"
 
 
-def write(rows: Sequence[Row], path: Path) -> None:
-    """The table beside the same as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(markdown(rows))
-    raw = [{**asdict(row), "verdict": row.verdict} for row in rows]
-    path.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n")
+def _in_a_cell(text: str) -> str:
+    """One line of a table's cell; what an error says may be pages."""
+    line = " ".join(text.split()).replace("|", "/")
+    return line if len(line) <= CELL else f"{line[: CELL - 4]} ..."
 
 
-__all__ = ["Latency", "Row", "latency", "machine", "markdown", "write"]
+class Table:
+    """Rows as they come, each written at once: a run that is cut leaves those that it has.
+
+    `path`: of the table, beside the same as JSON; None for a table that is not kept.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.rows: list[Row] = []
+        self._path = path
+
+    def add(self, row: Row) -> None:
+        """One more."""
+        self.rows.append(row)
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self._path, markdown(self.rows))
+        raw = [{**asdict(row), "verdict": row.verdict} for row in self.rows]
+        write_atomically(self._path.with_suffix(".json"), json.dumps(raw, indent=1) + "\n")
+
+    def row(self, fault: str, method: str) -> Filling:
+        """A row to be filled in."""
+        return Filling(self, Row(fault=fault, method=method))
+
+
+class Filling:
+    """A row is filled in; it stands in the table however that ends, also by a time limit."""
+
+    def __init__(self, table: Table, row: Row) -> None:
+        self._table, self._row = table, row
+        self._began = time.monotonic()
+
+    def __enter__(self) -> Row:
+        return self._row
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        row = self._row
+        row.seconds = time.monotonic() - self._began
+        if kind is not None:
+            row.failures.append(f"{kind.__name__}: {error}")
+        self._table.add(row)
+
+
+__all__ = ["Latency", "Row", "Table", "latency", "machine", "markdown"]

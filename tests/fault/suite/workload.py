@@ -12,9 +12,8 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +22,9 @@ import torch
 
 import hpstore
 from hpstore.checkpoint import Checkpointer
+from hpstore.clock import SystemClock
 from hpstore.errors import HpstoreError
+from hpstore.health.verdicts import HealthState
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
 from hpstore.pool import Pool
 from hpstore.units import KIB
@@ -36,8 +37,9 @@ PREFIX = "runs/gpt"
 OBJECTS, OBJECT_BYTES, READ_BYTES = 24, 600 * KIB, 128 * KIB
 PACE_SECONDS = 0.003  # between reads, so that the trainer gets a core
 SEED = 20261122
-SEEN = ("read_degraded_total", "column_mismatch_total", "column_read_error_total",
-        "column_write_error_total")  # fmt: skip
+PROBE, STILL = "probe", "still"  # prefixes of objects: those that are read, those at rest
+DECIDED = "health_decision_total"
+SEEN = ("column_mismatch_total", "column_read_error_total", DECIDED)
 PATIENCE = 120.0
 
 
@@ -50,12 +52,13 @@ class Plan:
 
 
 def fill(pool: Pool) -> None:
-    """A data set for the trainer, and objects for the reader."""
+    """A data set for the trainer, objects for the reader, others that nobody reads meanwhile."""
     rows = np.random.default_rng(SEED).integers(0, 256, (ROWS, LENGTH + 1), np.uint8)
     with DatasetWriter(pool, DATA_SET, {"tokens": Field("uint8", (LENGTH + 1,))}) as writer:
         writer.write_batch({"tokens": rows})
     for number in range(OBJECTS):
-        pool.put(f"probe/{number}", payload(f"probe/{number}", OBJECT_BYTES))
+        for key in (f"{PROBE}/{number}", f"{STILL}/{number}"):
+            pool.put(key, payload(key, OBJECT_BYTES))
 
 
 def digests(pool: Pool) -> dict[int, str]:
@@ -74,11 +77,27 @@ def digests(pool: Pool) -> dict[int, str]:
 # --- trainers -------------------------------------------------------------------------------
 
 
+class Gate:
+    """Lets a trainer of another process through, step by step: a byte a step."""
+
+    def __init__(self) -> None:
+        self.reading, self.writing = os.pipe()
+        self._allowed = 0
+
+    def allow(self, step: int) -> None:
+        """Up to this step. Whether the trainer is still there shows in its failure()."""
+        more = step - self._allowed
+        if more > 0:
+            self._allowed = step
+            with suppress(BrokenPipeError):
+                os.write(self.writing, b"x" * more)
+
+
 class Trainer:
     """A training run as seen from outside: its events are JSON lines in a file."""
 
-    def __init__(self, plan: Plan, events: Path) -> None:
-        self.plan, self.events = plan, events
+    def __init__(self, plan: Plan, events: Path, gate: Gate | None = None) -> None:
+        self.plan, self.events, self._gate = plan, events, gate
 
     def losses(self) -> dict[int, str]:
         """Loss by step, exactly. A step that was trained again must have given the same."""
@@ -104,27 +123,42 @@ class Trainer:
         """Why it ended badly; "" when it runs or ended well."""
         raise NotImplementedError
 
+    def ended(self) -> bool:
+        """Whether it is over, well or badly."""
+        raise NotImplementedError
+
     def allow(self, step: int) -> None:
         """Let it train up to this step, if it waits for that."""
+        if self._gate is not None:
+            self._gate.allow(min(step, self.plan.steps))
 
     def reach(self, step: int) -> None:
-        """Wait until it has trained so far, or has ended."""
+        """Wait until it has trained so far, or has ended badly."""
+        step = min(step, self.plan.steps)
         self.allow(step)
-        poll(PATIENCE, lambda: self.step >= min(step, self.plan.steps) or bool(self.failure()))
+        poll(
+            PATIENCE, lambda: self.step >= step or bool(self.failure()),
+            lambda: f"trained to step {step}, but {self.step},",
+        )  # fmt: skip
 
     def finish(self) -> str:
         """Let it train to the end; why it ended badly, or ""."""
-        raise NotImplementedError
+        self.allow(self.plan.steps)
+        poll(PATIENCE, self.ended, lambda: f"at its end, but step {self.step},")
+        return self.failure()
 
 
 class ExampleTrainer(Trainer):
     """examples/train.py, as users start it; `launcher` may stand before the script."""
 
     def __init__(
-        self, toml: Path, plan: Plan, events: Path, *options: str, launcher: tuple[str, ...] = ()
-    ) -> None:
-        super().__init__(plan, events)
+        self, toml: Path, plan: Plan, events: Path, *options: str,
+        launcher: tuple[str, ...] = (), gate: Gate | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(plan, events, gate)
         self._log = events.with_suffix(".log")
+        if gate is not None:
+            launcher = ("-m", "tests.fault.suite.gated", str(gate.reading))
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, *launcher, str(ROOT / "examples/train.py"), "--pool", str(toml),
@@ -134,7 +168,11 @@ class ExampleTrainer(Trainer):
                 env={**os.environ, "OMP_NUM_THREADS": "1",
                      "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])},
                 stdout=log, stderr=log, cwd=events.parent,
+                pass_fds=() if gate is None else (gate.reading,),
             )  # fmt: skip
+
+    def ended(self) -> bool:
+        return self.process.poll() is not None
 
     def failure(self) -> str:
         code = self.process.poll()
@@ -142,70 +180,60 @@ class ExampleTrainer(Trainer):
             return ""
         return f"the trainer ended with {code}: {self._log.read_text()[-400:].strip()}"
 
-    def finish(self) -> str:
-        self.process.wait(PATIENCE)
-        return self.failure()
-
-    def kill(self) -> None:
-        """SIGKILL."""
+    def kill(self) -> bool:
+        """SIGKILL; whether it was that which ended it."""
         self.process.kill()
-        self.process.wait(PATIENCE)
+        return self.process.wait(PATIENCE) == -signal.SIGKILL
 
 
 @contextmanager
 def example_trainer(toml: Path, plan: Plan, events: Path) -> Iterator[Trainer]:
-    """A run of examples/train.py that does not outlive the block."""
-    trainer = ExampleTrainer(toml, plan, events)
+    """A run of examples/train.py that does not outlive the block; each step waits to be allowed."""
+    gate = Gate()
     try:
-        yield trainer
+        trainer = ExampleTrainer(toml, plan, events, gate=gate)
+        os.close(gate.reading)
+        try:
+            yield trainer
+        finally:
+            trainer.kill()
     finally:
-        trainer.kill()
+        os.close(gate.writing)
 
 
 class LoopTrainer(Trainer):
     """Loads and saves like a trainer, computes next to nothing; each step waits to be allowed."""
 
-    def __init__(self, plan: Plan, events: Path, pid: int, gate: int) -> None:
-        super().__init__(plan, events)
-        self._pid, self._gate, self._allowed = pid, gate, 0
+    def __init__(self, plan: Plan, events: Path, gate: Gate, pid: int) -> None:
+        super().__init__(plan, events, gate)
+        self._pid = pid
         self._status: int | None = None
 
-    def failure(self) -> str:
+    def ended(self) -> bool:
         if self._status is None:
             ended, status = os.waitpid(self._pid, os.WNOHANG)
             self._status = os.waitstatus_to_exitcode(status) if ended else None
-        return f"the loop ended with {self._status}" if self._status else ""
+        return self._status is not None
 
-    def allow(self, step: int) -> None:
-        more = min(step, self.plan.steps) - self._allowed
-        if more > 0:
-            os.write(self._gate, b"x" * more)
-            self._allowed += more
-
-    def finish(self) -> str:
-        self.allow(self.plan.steps)
-        poll(PATIENCE, lambda: self._ended())
-        return self.failure()
-
-    def _ended(self) -> bool:
-        return bool(self.failure()) or self._status == 0
+    def failure(self) -> str:
+        return f"the loop ended with {self._status}" if self.ended() and self._status else ""
 
 
 @contextmanager
 def loop_trainer(toml: Path, plan: Plan, events: Path) -> Iterator[Trainer]:
     """A loop in a forked process that does not outlive the block."""
-    reading, writing = os.pipe()
+    gate = Gate()
 
     def child() -> None:
-        os.close(writing)
-        loop(toml, plan, events, reading)
+        os.close(gate.writing)
+        loop(toml, plan, events, gate.reading)
 
-    with forked(child) as pid:
-        os.close(reading)
-        try:
-            yield LoopTrainer(plan, events, pid, writing)
-        finally:
-            os.close(writing)
+    try:
+        with forked(child) as pid:
+            os.close(gate.reading)
+            yield LoopTrainer(plan, events, gate, pid)
+    finally:
+        os.close(gate.writing)
 
 
 def loop(toml: Path, plan: Plan, events: Path, gate: int) -> None:
@@ -245,8 +273,8 @@ class Read:
 class Reader:
     """The reader's log, from outside."""
 
-    def __init__(self, log: Path) -> None:
-        self._log = log
+    def __init__(self, log: Path, pid: int) -> None:
+        self._log, self._pid = log, pid
 
     def reads(self, since: float = 0.0, until: float = float("inf")) -> list[Read]:
         """Those that ended in a span of time."""
@@ -264,10 +292,19 @@ class Reader:
         found: dict[str, float] = json.loads(lines[-1]) if lines else {}
         return found
 
+    def states(self) -> tuple[str, ...]:
+        """How its health monitor has judged devices so far: each state but online."""
+        return tuple(sorted({state for line in self._lines("H") for state in line.split()}))
+
     def await_reads(self, count: int) -> None:
         """Wait for so many more."""
-        before = len(self.reads())
-        poll(PATIENCE, lambda: len(self.reads()) >= before + count)
+        wanted = len(self.reads()) + count
+
+        def done() -> bool:
+            assert os.waitpid(self._pid, os.WNOHANG) == (0, 0), "the reader has ended"
+            return len(self.reads()) >= wanted
+
+        poll(PATIENCE, done, lambda: f"{wanted} reads, but {len(self.reads())},")
 
     def _lines(self, kind: str) -> list[str]:
         if not self._log.exists():
@@ -280,36 +317,40 @@ class Reader:
 def reader(toml: Path, log: Path) -> Iterator[Reader]:
     """Reads on in a forked process until the block ends."""
     with forked(lambda: read_on(toml, log)) as pid:
-        try:
-            yield Reader(log)
-        finally:
-            os.kill(pid, signal.SIGKILL)
+        yield Reader(log, pid)
 
 
 def read_on(toml: Path, log: Path) -> None:
-    """Read random ranges of the objects, compare every byte, write down how long it took."""
-    expected = {n: payload(f"probe/{n}", OBJECT_BYTES) for n in range(OBJECTS)}
-    rng, last = random.Random(SEED), ""
+    """Read random ranges of the objects, compare every byte, write down how long it took.
+
+    One read after the other: what stalls the device stalls one read, however long it takes.
+    """
+    expected = {n: payload(f"{PROBE}/{n}", OBJECT_BYTES) for n in range(OBJECTS)}
+    rng, clock = random.Random(SEED), SystemClock()
+    last: dict[str, float] = {}
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     with hpstore.open(toml) as pool:
         while True:
             number, start = rng.randrange(OBJECTS), rng.randrange(OBJECT_BYTES - READ_BYTES)
-            began, problem = time.monotonic(), ""
+            began, problem = clock.monotonic(), ""
             try:
-                found = pool.get(f"probe/{number}", start, start + READ_BYTES)
+                found = pool.get(f"{PROBE}/{number}", start, start + READ_BYTES)
                 if found != expected[number][start : start + READ_BYTES]:
-                    problem = f"wrong bytes of probe/{number}"
+                    problem = f"wrong bytes of {PROBE}/{number}"
             except (HpstoreError, OSError) as error:
                 problem = f"{type(error).__name__}: {error}".replace("\n", " ")
-            at = time.monotonic()
+            at = clock.monotonic()
             os.write(fd, f"R {at:.6f} {at - began:.6f} {problem}\n".encode())
-            counted = json.dumps({name: pool.metrics.value(name) for name in SEEN})
-            if counted != last:
-                last = counted
-                os.write(fd, f"C {counted}\n".encode())
-            time.sleep(PACE_SECONDS)
+            counts = {name: pool.metrics.value(name) for name in SEEN}
+            if counts != last:
+                os.write(fd, f"C {json.dumps(counts)}\n".encode())
+            if counts[DECIDED] != last.get(DECIDED, 0):
+                states = {sight.state for sight in pool.health.snapshot().devices.values()}
+                os.write(fd, f"H {' '.join(states - {HealthState.ONLINE})}\n".encode())
+            last = counts
+            clock.wait(PACE_SECONDS)
 
 
-__all__ = ["DATA_SET", "LENGTH", "OBJECTS", "OBJECT_BYTES", "PREFIX", "ROOT", "ROWS",
-           "ExampleTrainer", "LoopTrainer", "Plan", "Read", "Reader", "Trainer", "digests",
-           "example_trainer", "fill", "loop_trainer", "reader"]  # fmt: skip
+__all__ = ["DATA_SET", "DECIDED", "LENGTH", "OBJECTS", "OBJECT_BYTES", "PREFIX", "PROBE", "ROOT",
+           "ROWS", "STILL", "ExampleTrainer", "Gate", "LoopTrainer", "Plan", "Read", "Reader",
+           "Trainer", "digests", "example_trainer", "fill", "loop_trainer", "reader"]  # fmt: skip
