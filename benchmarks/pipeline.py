@@ -26,17 +26,16 @@ import torch
 import torch.distributed as dist
 import torch.utils.data
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage
 
 import hpstore
 from hpstore.benchmarks.report import describe, machine
 from hpstore.checkpoint import Checkpointer
 from hpstore.loaders import DataLoader
-from hpstore.trainers.pipelining import PipelineHooks
+from hpstore.trainers.pipelining import PipelineHooks, make_schedule
 
 WIDTH = 512
 PATIENCE_SECONDS = 300.0
-SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 # Any below: torch's schedules, and JSON
 Row = dict[str, Any]
 
@@ -148,8 +147,8 @@ class Rank:
         )  # fmt: skip
         kind = self.hooks.wrap_stage(PipelineStage)
         self.stage = kind(module, rank, case.stages, torch.device("cpu"))
-        self.schedule = SCHEDULES[case.schedule](
-            self.stage, case.microbatches, loss_fn=nn.functional.mse_loss
+        self.schedule = make_schedule(
+            case.schedule, [self.stage], case.microbatches, nn.functional.mse_loss
         )
         self.optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5)
         self.hooks.restore(self.stage, self.optimizer)

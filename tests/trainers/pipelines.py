@@ -14,31 +14,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage
 
 import hpstore
 from hpstore.checkpoint import Checkpointer
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
-from hpstore.trainers.pipelining import Event, PipelineHooks
+from hpstore.trainers.pipelining import Event, PipelineHooks, make_schedule, stages_of
 from tests.integration.ranks import open_pool
 
 WIDTH, LAYERS, SAMPLES, ROWS = 160, 4, 96, 2  # a layer has 100 KB: its copy can be deferred
-SCHEDULES: dict[str, Any] = {
-    "gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B,
-    "looped-bfs": ScheduleLoopedBFS, "zero-bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble, "dualpipe-v": ScheduleDualPipeV,
-}  # fmt: skip
-ONE_STAGE = ("gpipe", "1f1b")
-V_SHAPED = ("zbv", "dualpipe-v")
 
 
 class Part(nn.Module):
@@ -67,13 +51,6 @@ def write_samples(pool: hpstore.Pool) -> None:
             "y": rng.standard_normal((SAMPLES, WIDTH), np.float32),
             "id": np.arange(SAMPLES),
         })  # fmt: skip
-
-
-def stages_of(name: str, rank: int, world: int) -> list[int]:
-    """Which stages a rank holds under a schedule."""
-    if name in ONE_STAGE:
-        return [rank]
-    return [rank, 2 * world - 1 - rank if name in V_SHAPED else world + rank]
 
 
 def squared(out: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -135,8 +112,7 @@ def build(
     cuts = [LAYERS * n // count for n in range(count + 1)]
     kind = hooks.wrap_stage(PipelineStage)
     stages = [kind(part(cuts[n], cuts[n + 1]), n, count, torch.device("cpu")) for n in mine]
-    given: Any = stages[0] if name in ONE_STAGE else stages
-    schedule = SCHEDULES[name](given, microbatches, loss_fn=squared)
+    schedule = make_schedule(name, stages, microbatches, squared)
     parameters = [p for stage in stages for p in stage.submod.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-2)
     return Trainer(hooks, stages, schedule, optimizer, checkpointer, loader, seen)
@@ -202,6 +178,5 @@ def rows_of(directory: Path, run: str, ranks: Sequence[int]) -> dict[int, dict[s
     return dict(sorted(found.items()))
 
 
-__all__ = ["LAYERS", "ONE_STAGE", "ROWS", "SAMPLES", "SCHEDULES", "WIDTH", "Part", "Trainer",
-           "build", "dies_at", "rows_of", "squared", "stages_of", "train",
-           "write_samples"]  # fmt: skip
+__all__ = ["LAYERS", "ROWS", "SAMPLES", "WIDTH", "Part", "Trainer", "build", "dies_at", "rows_of",
+           "squared", "train", "write_samples"]  # fmt: skip

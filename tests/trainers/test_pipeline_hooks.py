@@ -16,18 +16,16 @@ from torch import nn
 import hpstore
 from hpstore.checkpoint.gates import CopyGate
 from hpstore.errors import CheckpointError, ConfigError
-from hpstore.trainers.pipelining import Event
+from hpstore.trainers.pipelining import SCHEDULES, Event
 from hpstore.trainers.pipelining.plan import Work
 from hpstore.trainers.pipelining.probes import plan_of
 from tests.integration.ranks import launch, make_pool, open_pool
 from tests.trainers.pipelines import (
     ROWS,
-    SCHEDULES,
     WIDTH,
     Part,
     Trainer,
     build,
-    stages_of,
     write_samples,
 )
 
@@ -345,9 +343,3 @@ def test_replicas_read_as_data_parallel_ranks_and_observers_stop_nothing(directo
     """Two replicas of a pipeline: each reads its share as one data-parallel rank, the ledger counts
     all; what an observer raises is counted and the step goes on."""
     launch(directory, 2, replicas)
-
-
-def test_stages_of_v_shapes_come_back_to_the_first_rank() -> None:
-    """The helper that places stages, against torch's own placement."""
-    assert [stages_of("zbv", rank, 2) for rank in range(2)] == [[0, 3], [1, 2]]
-    assert [stages_of("interleaved", rank, 2) for rank in range(2)] == [[0, 2], [1, 3]]
