@@ -55,9 +55,12 @@ def _at(trainer: Trainer, step: int, point: str) -> None:
     hooks, checkpointer = trainer.hooks, trainer.checkpointer
     assert checkpointer is not None
     if point == "updated":
-        trainer.optimizer.register_step_post_hook(
-            lambda *_: die() if hooks.completed == step else None
-        )
+
+        def updated(*_: object) -> None:
+            if hooks.completed == step:
+                die()
+
+        trainer.optimizer.register_step_post_hook(updated)
     elif point in _LINES:
         name, behind = _LINES[point]
 
