@@ -2,7 +2,8 @@
 
 `hpstore bench train --plots DIR` runs the matrix (run_all.py says what it is) into DIR: a JSON file
 a row, written when the row is done, performance_report.txt and six plots. What is returned is read
-from there, so that a run that is cut returns its finished rows.
+from there, so that a run that is cut returns its finished rows. Where pipelines are among the
+methods, what storage costs their steps follows (benchmarks/pipeline.py).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ LAST_LINES = 12  # of what it said, in an error
 STOP_SECONDS = 60.0  # until the jobs of a run that is cut have ended
 WAIT_BAR = 0.02  # of a step, for data
 CHECKPOINT_BAR = 1.03  # time with a checkpoint every few steps, to time with none
-PIPELINE = "gpipe"
+PIPELINE, PIPELINES = "gpipe", ("gpipe", "f1b")
+LEAST_ROUNDS = 3  # of figures that have a bar
 # Any below: JSON
 Found = dict[str, Any]
 
@@ -71,7 +73,28 @@ def bench_train(options: Options) -> dict[str, object]:
         raise ComparisonFailed(
             f"the comparison ended with code {job.returncode}; rows that are done: {folder}\n{last}"
         )
-    return rows_in(folder)
+    found = rows_in(folder)
+    if not options.cases or set(PIPELINES) & set(options.cases.split(",")):
+        options.keep(found)
+        found["pipeline"] = measured_pipelines(folder, options)
+    return found
+
+
+def measured_pipelines(folder: Path, options: Options) -> Found:
+    """Idle ranks, checkpoints, data and hooks of larger steps, with their bars; also a file and a
+    picture in the folder."""
+    from hpstore.benchmarks.pipeline import picture, tables
+    from hpstore.benchmarks.pipeline_bars import told
+
+    found = tables(rounds=max(LEAST_ROUNDS, options.repeats), quick=options.quick)
+    try:
+        found["picture"] = str(picture(folder))
+    except ImportError as error:
+        found["picture"] = f"none: {error}; pip install 'hpstore[bench]'"
+    (folder / "pipeline.json").write_text(json.dumps(found, indent=1) + "\n")
+    (folder / "pipeline.txt").write_text("\n".join(told(found["bars"])) + "\n")
+    sys.stderr.write((folder / "pipeline.txt").read_text())
+    return found
 
 
 def command(script: Path, folder: Path, options: Options) -> list[str]:

@@ -7,10 +7,12 @@ is left is then copied at once, as somebody waits for it.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 
+_log = logging.getLogger(__name__)
 PATIENCE_SECONDS = 60.0  # a trainer that died while it computed opens nothing any more
 RECENT_PIECES = 4096  # that are remembered, for pictures
 
@@ -43,7 +45,13 @@ class CopyGate:
     def enter(self) -> None:
         """Wait, at most PATIENCE_SECONDS, until a piece may be copied."""
         self._idle = self._open.wait(PATIENCE_SECONDS if self.blocks else 0)
-        self.overdue_total += self.blocks and not self._idle
+        if self.blocks and not self._idle:
+            self.overdue_total += 1
+            if self.overdue_total == 1:
+                _log.warning(
+                    "a trainer has computed for %.0f s without a pause: copies of its save do not "
+                    "wait for one any longer", PATIENCE_SECONDS,
+                )  # fmt: skip
         self._began = time.perf_counter()
 
     def copied(self, nbytes: int) -> None:

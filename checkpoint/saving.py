@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -132,8 +133,8 @@ class SaveJob:
                 references = sorted({str(key) for keys in heard for key in json.loads(keys)})
                 message = json.dumps(self._note_attempt(references, fence=fence)).encode()
             except BaseException as error:
+                self._stop_heartbeat()  # first: a peer that is dead makes the broadcast raise
                 self._ranks.broadcast(json.dumps({"error": str(error)}).encode(), Channel.SAVER)
-                self._stop_heartbeat()
                 if isinstance(error, HpstoreError):
                     raise self._placed(error) from error
                 raise
@@ -299,13 +300,12 @@ class SaveJob:
     def _publish(self, written: Sequence[Written]) -> SaveReport:
         """Publish the manifest: that put is the commit."""
         key = manifest_key(self._prefix, self._options.step)
-        try:
+        with ExitStack() as undo:  # nothing names yet what was put
+            undo.callback(self.abandon)
             require_fence(self._pool, self._prefix, self._options.session)
             data = self._manifest(written)
             before = _existing(self._pool, key) if self._options.overwrite else None
-        except BaseException:
-            self.abandon()
-            raise
+            undo.pop_all()
         # from here on the manifest may become visible even if its put fails
         self._maybe_visible = True
         try:

@@ -178,11 +178,18 @@ class Staging:
 
 
 def _plain_copy(target: torch.Tensor, source: torch.Tensor, gate: CopyGate) -> None:
+    """Through the gate piece by piece, or as a whole where the source is not contiguous."""
+    left = source.nbytes
     with torch.no_grad():
+        gate.enter()
         for to, piece in pieces([(target, source)]):
-            gate.enter()
             np.copyto(to, piece)
             gate.copied(len(piece))
+            left -= len(piece)
+            if left:
+                gate.enter()
+        if left:  # pieces() has copied it
+            gate.copied(left)
 
 
 __all__ = ["Staging"]

@@ -20,32 +20,19 @@ import torch
 import torch.distributed as dist
 from model import ByteGPT
 from torch import nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from train import Events, positive, write_tokens
+from train import Events, write_tokens
 
 import hpstore
 from hpstore.checkpoint import Checkpointer
 from hpstore.loaders import DataLoader, Dataset, list_datasets
 from hpstore.trainers import PipelineHooks
+from hpstore.trainers.pipelining import SCHEDULES, make_schedule, stages_of
+from hpstore.units import positive
 
-ONE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-TWO_STAGES = {
-    "interleaved": ScheduleInterleaved1F1B, "looped-bfs": ScheduleLoopedBFS,
-    "zero-bubble": ScheduleInterleavedZeroBubble, "zbv": ScheduleZBVZeroBubble,
-    "dualpipe-v": ScheduleDualPipeV,
-}  # fmt: skip
-V_SHAPED = ("zbv", "dualpipe-v")
+RECOMPUTED = ("gpipe", "1f1b")  # the schedules that --recompute was tried with
 
 
 class Part(nn.Module):
@@ -76,7 +63,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pool", required=True, help="pool.toml, or a pool's name")
     parser.add_argument("--steps", type=positive, default=20)
-    parser.add_argument("--schedule", choices=[*ONE_STAGE, *TWO_STAGES], default="gpipe")
+    parser.add_argument("--schedule", choices=list(SCHEDULES), default="gpipe")
     parser.add_argument("--microbatches", type=positive, default=8, help="of one step")
     parser.add_argument("--rows", type=positive, default=4, help="samples of a micro-batch")
     parser.add_argument("--checkpoint-every", type=positive, default=5)
@@ -91,7 +78,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--events", help="append one JSON line an event to this file")
     options = parser.parse_args()
-    if options.recompute and options.schedule not in ONE_STAGE:
+    if options.recompute and options.schedule not in RECOMPUTED:
         parser.error("--recompute goes with gpipe and 1f1b")
     return options
 
@@ -111,13 +98,6 @@ def join() -> None:
         "gloo", store=dist.PrefixStore(f"hpstore-{again}", store), rank=int(os.environ["RANK"]),
         world_size=world,
     )  # fmt: skip
-
-
-def stages_of(schedule: str, rank: int, world: int) -> list[int]:
-    """The stages of a rank, of `world` or twice as many."""
-    if schedule in ONE_STAGE:
-        return [rank]
-    return [rank, 2 * world - 1 - rank if schedule in V_SHAPED else world + rank]
 
 
 def loss(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -178,10 +158,7 @@ def train(
         )
         for n in mine
     ]
-    if options.schedule in ONE_STAGE:
-        schedule = ONE_STAGE[options.schedule](stages[0], options.microbatches, loss_fn=loss)
-    else:
-        schedule = TWO_STAGES[options.schedule](stages, options.microbatches, loss_fn=loss)
+    schedule = make_schedule(options.schedule, stages, options.microbatches, loss)
     optimizer = torch.optim.AdamW(
         [p for stage in stages for p in stage.submod.parameters()], lr=1e-3
     )

@@ -29,6 +29,7 @@ from torch.nn import functional
 import hpstore
 from hpstore.checkpoint import Checkpointer
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, list_datasets
+from hpstore.units import positive
 
 PARTS = 4  # gradients of a global batch are summed from so many parts, whoever computes them
 
@@ -43,13 +44,6 @@ def write_tokens(pool: hpstore.Pool, name: str, length: int) -> int:
     with DatasetWriter(pool, name, fields) as writer:
         writer.write_batch({"tokens": text[: rows * (length + 1)].reshape(rows, length + 1)})
     return rows
-
-
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return number
 
 
 def parse() -> argparse.Namespace:

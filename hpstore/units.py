@@ -54,6 +54,14 @@ def parse_bytes(text: str | int) -> int:
     return int(Decimal(match.group(1)) * factor)
 
 
+def positive(text: str) -> int:
+    """A whole number above 0, for options of a command. Raises ValueError."""
+    number = int(text)
+    if number < 1:
+        raise ValueError(f"{text} is not above 0")
+    return number
+
+
 def format_bytes(count: float) -> str:
     """Human-readable binary size, three figures."""
     for name in ("B", "KiB", "MiB", "GiB"):
@@ -64,4 +72,4 @@ def format_bytes(count: float) -> str:
 
 
 __all__ = ["GIB", "KIB", "MIB", "div_ceil", "div_exact", "format_bytes", "parse_bytes",
-           "round_down", "round_up"]  # fmt: skip
+           "positive", "round_down", "round_up"]  # fmt: skip

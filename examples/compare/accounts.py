@@ -6,6 +6,8 @@ Each rank of a run writes one file of JSON lines an attempt (a start of the job)
     {"kind": "took", "step": 11, "epoch": 0, "share": 1, "ids": [...]}    samples of one step
     {"kind": "step", "step": 11, "epoch": 0, "seconds": ..., "wait": ..., "stall": ..., ...}
     {"kind": "end", "parameters": {name: [SHA-256, sum of magnitudes]}, "storage": {...}}
+
+The end of a pipeline that hooks drive has the report of their events, too: "pipeline".
 """
 
 from __future__ import annotations
@@ -35,9 +37,12 @@ FIELDS: dict[str, tuple[str, ...]] = {
                 "degraded_reads", "ckpt_count", "ckpt_bytes", "ckpt_stall_s", "ckpt_hidden_share",
                 "restore_s"),
     "resume": ("killed_at_step", "killed_rank", "resumed_from", "samples_lost",
-               "samples_repeated", "loss_gap", "same_digest"),
+               "samples_repeated", "loss_gap", "same_digest", "same_ledger"),
+    "pipeline": ("steps", "step_seconds", "idle_share", "theory", "modelled", "ranks", "ledger"),
 }  # fmt: skip
-"""What a results file has; "resume" only where the row was killed and resumed."""
+OPTIONAL = ("resume", "pipeline")
+"""What a results file has; "resume" only where the row was killed and resumed, "pipeline" only
+where hooks have driven it."""
 
 
 def problems(result: Result) -> list[str]:
@@ -46,7 +51,7 @@ def problems(result: Result) -> list[str]:
     for part, names in FIELDS.items():
         where = result.get(part) if part else result
         if where is None:
-            found += [] if part == "resume" else [part]
+            found += [] if part in OPTIONAL else [part]
             continue
         found += [f"{part}.{name}" if part else name for name in names if name not in where]
     for number, epoch in enumerate(result.get("epochs", [])):
@@ -79,6 +84,7 @@ def composed(facts: Mapping[str, Any], ranks: Ranks, servers: int) -> Result:
         "params_digest": digest,
         "params_abs_sum": total,
         "steps": steps_of(workers),
+        **({"pipeline": ends[0]["pipeline"]} if "pipeline" in ends[0] else {}),
     }
 
 
@@ -273,6 +279,7 @@ def resume_of(
         "stages_differ": found.differing,
         "loss_gap": max(gaps, default=math.nan),
         "same_digest": resumed["params_digest"] == baseline["params_digest"],
+        "same_ledger": ledger_in(resumed) == ledger_in(baseline),
         "restore_s": resumed["storage"]["restore_s"],
     }
 
@@ -310,7 +317,22 @@ def gate(results: Mapping[str, Result]) -> list[str]:
                 f"{wanted['params_abs_sum']:.8g}"
             )
         found += [f"{row}: {text}" for text in resume_problems(result)]
+        found += [f"{row}: {text}" for text in ledger_problems(result)]
     return found
+
+
+def ledger_in(result: Result) -> Any:
+    """Of the hooks that drove a pipeline: samples, and a sum of their hashes; None without."""
+    return result.get("pipeline", {}).get("ledger")
+
+
+def ledger_problems(result: Result) -> list[str]:
+    """What the ledger of a pipeline's hooks says, against what was to be read."""
+    ledger = ledger_in(result)
+    wanted = result["samples"] * result["epoch_count"]
+    if ledger is None or ledger["samples"] == wanted:
+        return []
+    return [f"its ledger has {ledger['samples']} samples, not {wanted}"]
 
 
 def resume_problems(result: Result) -> list[str]:
@@ -322,6 +344,8 @@ def resume_problems(result: Result) -> list[str]:
     for name in ("samples_lost", "samples_repeated", "stages_differ"):
         if resume[name]:
             found.append(f"after a kill {name.replace('_', ' ')}: {resume[name]}")
+    if not resume["same_ledger"]:
+        found.append("after a kill the ledger has other samples")
     if not 0 < resume["resumed_from"] <= resume["killed_at_step"]:
         found.append(f"resumed from step {resume['resumed_from']}, no committed one")
     if result["exact"] and not (resume["same_digest"] and resume["loss_gap"] == 0):

@@ -78,6 +78,9 @@ def written(results: Results, failed: Mapping[str, str], wrong: Sequence[str]) -
     rows = main_rows(results)
     if rows:
         parts += [methods_table(rows), "\n".join(notes(rows))]
+    driven = {row: result for row, result in results.items() if "pipeline" in result}
+    if driven:
+        parts.append(pipeline_table(driven))
     for method in sorted({row.split(".")[0] for row in results if "." in row}):
         parts += variants(results, method)
     killed = {row: result for row, result in results.items() if "resume" in result}
@@ -163,6 +166,23 @@ def notes(rows: Results) -> Iterator[str]:
             line += "; " + ", ".join(f"{way} {1e3 * (s or 0):.1f} ms" for way, s in ways.items())
         yield line
     yield "accuracy: of the training batches, before their update; loss and accuracy: last epoch"
+
+
+def pipeline_table(rows: Results) -> str:
+    """What the hooks have seen: idle shares of the step, means over the ranks."""
+    table = [["pipelines, by their hooks", "idle %", "in theory %", "as measured %", "wait %",
+              "MB copied idle", "and computing", "us an event"]]  # fmt: skip
+    for row, result in rows.items():
+        seen = result["pipeline"]
+        ranks = seen["ranks"]
+        table.append([
+            row, percent(seen["idle_share"]), percent(seen["theory"]), percent(seen["modelled"]),
+            percent(max(rank["data_wait_share"] for rank in ranks)),
+            f"{sum(rank['idle_bytes'] for rank in ranks) / 1e6:.1f}",
+            f"{sum(rank['busy_bytes'] for rank in ranks) / 1e6:.1f}",
+            f"{1e6 * max(rank['hook_seconds_per_event'] for rank in ranks):.0f}",
+        ])  # fmt: skip
+    return columns(table)
 
 
 def pauses(results: Results) -> list[str]:

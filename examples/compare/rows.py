@@ -9,6 +9,7 @@ PIPELINES = ("gpipe", "f1b")
 SERVERS = {"ps": 1, "ps_reduce": 1}
 """Processes that a method wants beside its workers; none unless it is named here."""
 STORAGES = ("hpstore", "hpstore-faulty", "memory", "files")
+POOLS = STORAGES[:2]
 SAVERS = ("hpstore", "none", "torch_save", "dcp")
 OURS = "hpstore"
 

@@ -34,6 +34,7 @@ from storages import prepare
 from train import attempts_in, write_json
 
 import hpstore
+from hpstore.units import positive
 
 HERE = Path(__file__).resolve().parent
 ROW_SECONDS = 600.0  # a job that takes longer for a row has hung
@@ -45,13 +46,6 @@ STOP_SECONDS = 45.0  # torchrun itself waits 30 s for its workers
 
 class JobFailed(Exception):
     """A job did not end well; its last lines are in the message."""
-
-
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return number
 
 
 def parse() -> argparse.Namespace:

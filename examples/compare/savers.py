@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from hpstore.checkpoint import Checkpointer, SaveHandle
 from hpstore.pool import Pool
+from hpstore.trainers import PipelineHooks
 
 HPSTORE, NONE, INLINE, DCP = SAVERS
 KEPT = 2  # checkpoints of a run; older ones go
@@ -52,6 +53,14 @@ class Saver:
     def restore(self, state: State) -> int:
         """Fill the state from the newest checkpoint; its step, 0 when there is none."""
         return 0
+
+    @property
+    def checkpointer(self) -> Checkpointer | None:
+        """What hooks of a pipeline save with."""
+        return None
+
+    def through(self, hooks: PipelineHooks) -> None:
+        """From now on let these begin to save, where they have the checkpointer."""
 
     def wait(self) -> None:
         """Until what was begun is durable."""
@@ -164,9 +173,19 @@ class Hpstore(Saver):
             pool, prefix, keep_last=KEPT, rng=False, drain_seconds=DRAIN_SECONDS
         )
         self._handles: list[SaveHandle] = []
+        self._hooks: PipelineHooks | None = None
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        return self._checkpointer
+
+    def through(self, hooks: PipelineHooks) -> None:
+        self._hooks = hooks
 
     def _save(self, step: int, state: State) -> None:
-        self._handles.append(self._checkpointer.save(step, state))
+        hooks = self._hooks
+        handle = self._checkpointer.save(step, state) if hooks is None else hooks.save()
+        self._handles.append(handle)
         self.count += 1
 
     def restore(self, state: State) -> int:

@@ -34,7 +34,7 @@ from accounts import composed
 from methods import method_named
 from methods.base import Batch, Method, Setup
 from nets import SHAPES, build
-from rows import PIPELINES, Row, row_named
+from rows import PIPELINES, POOLS, Row, row_named
 from savers import Saver, saver
 from storages import Source, open_pool
 
@@ -141,6 +141,7 @@ def one(options: argparse.Namespace, row: Row, kill: str, device: torch.device) 
             make_model=lambda: build(options.model, options.seed), shape=SHAPES[options.model],
             batch_size=options.batch_size, workers=workers, micro_batches=options.micro_batches,
             bucket_bytes=BUCKET_BYTES[options.model], device=device,
+            pooled=row.storage in POOLS,
         )
     )  # fmt: skip
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -179,18 +180,22 @@ def run(
         if place is not None:
             source = Source(
                 row.storage, options.directory, pool, place,
-                batch_size=options.batch_size // place.world_size, samples=options.samples,
-                seed=options.seed,
+                batch_size=options.batch_size // place.world_size // method.batches_a_step,
+                samples=options.samples, seed=options.seed,
             )  # fmt: skip
             held.callback(source.close)
         keeper = saver(
             row.checkpointer, pool=pool, directory=options.directory,
             name=f"{row.name}-{options.suffix}", replicated=method.replicated,
         )  # fmt: skip
-        state = method.state() | (source.state if source is not None else {})
+        method.attach(source.loader if source is not None else None, keeper)
+        held.callback(method.close)
+        state = method.state()
+        if source is not None and "pipeline" not in state:  # hooks keep the loader's state
+            state |= source.state
         method.warm_up()
         began = time.perf_counter()
-        step = keeper.restore(state)
+        step = method.restore(keeper, state)
         journal("start", step=step, restore_s=time.perf_counter() - began if step else 0.0)
         job = Job(options=options, method=method, source=source, keeper=keeper, state=state,
                   journal=journal)  # fmt: skip
@@ -201,11 +206,12 @@ def run(
             **(source.counted() if source is not None else {}),
         }  # fmt: skip
         keeper.close()  # after an error it drains by itself: the other ranks may be dead
-    journal("end", parameters=digests(method), storage=counted)
+        seen = method.seen()
+    journal("end", parameters=digests(method), storage=counted, **seen)
 
 
 def train(job: Job, step: int, dies: tuple[int, int] | None) -> None:
-    """From a step to the end. A step is: wait for data, gradients, update, checkpoint."""
+    """From a step to the end. A step is: wait for data, gradients, update; then a checkpoint."""
     options, method, watch = job.options, job.method, job.method.watch
     steps = options.samples // options.batch_size * options.epochs
     batches, place = feed(job.source), method.coordinates
@@ -213,22 +219,18 @@ def train(job: Job, step: int, dies: tuple[int, int] | None) -> None:
     while step < steps:
         epoch = step * options.epochs // steps
         began = watch.now()
-        batch = next(batches)
-        fetched = watch.now()
-        found = method.gradients(batch)
-        method.update()
+        found = method.step(batches)
+        seconds, stall = watch.now() - began, found.stall
         step += 1
-        done = watch.now()
-        if batch is not None and place is not None:
-            ids = batch["id"].tolist()
-            job.journal("took", step=step, epoch=epoch, share=place.rank, ids=ids)
-        stall = 0.0
+        if found.ids is not None and place is not None:
+            job.journal("took", step=step, epoch=epoch, share=place.rank, ids=list(found.ids))
         if step % options.checkpoint_every == 0:
-            stall = job.keeper.save(step, job.state)
+            saving = job.keeper.save(step, job.state)
+            seconds, stall = seconds + saving, stall + saving
+        outcome = found.outcome
         job.journal(
-            "step", step=step, epoch=epoch, seconds=done - began + stall, wait=fetched - began,
-            stall=stall, talk=watch.taken(), loss=found.loss, right=found.right,
-            samples=found.samples,
+            "step", step=step, epoch=epoch, seconds=seconds, wait=found.wait, stall=stall,
+            talk=watch.taken(), loss=outcome.loss, right=outcome.right, samples=outcome.samples,
         )  # fmt: skip
         if dies == (step, dist.get_rank()):
             job.keeper.wait()  # what was saved is committed: that is where the job goes on

@@ -6,13 +6,11 @@ import inspect
 from typing import Any
 
 import pytest
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, schedules
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
 
-from hpstore.trainers.pipelining import probes
+from hpstore.trainers.pipelining import SCHEDULES, make_schedule, probes, stages_of
 from hpstore.trainers.pipelining.plan import Plan, idle_shares
-
-NAMES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble",
-         "DualPipeV"]  # fmt: skip
 
 
 class Stage:
@@ -26,18 +24,30 @@ class Stage:
         self.stage_index_to_group_rank: dict[int, int] = {}
 
 
-def made(name: str, world: int, microbatches: int) -> Any:
-    """A schedule as rank 0 has it."""
-    kind: Any = schedules.get_schedule_class(name)
-    if kind in (ScheduleGPipe, Schedule1F1B):
-        return kind(Stage(0, world, 0, world), microbatches, loss_fn=min)
-    count = 2 * world
-    v_shaped = name in ("ZBVZeroBubble", "DualPipeV")
-    mine = [0, count - 1] if v_shaped else [0, world]
-    return kind([Stage(n, count, 0, world) for n in mine], microbatches, loss_fn=min)
+def made(name: str, world: int, microbatches: int, rank: int = 0) -> Any:
+    """A schedule as a rank has it."""
+    mine = stages_of(name, rank, world)
+    stages: Any = [Stage(n, world * len(mine), rank, world) for n in mine]
+    return make_schedule(name, stages, microbatches, min)
 
 
-@pytest.mark.parametrize("name", NAMES)
+def test_all_public_schedules_of_torch_have_a_short_name() -> None:
+    """But for those that have no step of training, and the bases."""
+    public = {name for name in pipelining.__all__ if name.startswith("Schedule")}
+    assert public == {f"Schedule{name}" for name in SCHEDULES.values()}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_stages_are_placed_where_torch_has_them(name: str, world: int) -> None:
+    """By the plan that the schedule itself announces."""
+    plan = probes.plan_of(made(name, world, 8), world * len(stages_of(name, 0, world)))
+    assert plan is not None
+    for rank, works in plan.orders.items():
+        assert {work.stage for work in works} == set(stages_of(name, rank, world))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_announces_a_plan_and_can_be_fed_lazily(name: str) -> None:
     """Its number of micro-batches, its order of work for all ranks, the call that takes lists: all
     that the probes ask for is there, and the plan can be played to its end."""
@@ -45,7 +55,7 @@ def test_every_schedule_announces_a_plan_and_can_be_fed_lazily(name: str) -> Non
     assert probes.microbatches_of(schedule) == 8
     assert probes.not_lazy(schedule) == ""
     assert probes.options_of_step(schedule) == {"return_outputs": False}
-    stages = 2 if name in ("GPipe", "1F1B") else 4
+    stages = 2 if name in ("gpipe", "1f1b") else 4
     plan = probes.plan_of(schedule, stages)
     assert plan is not None
     works = {work for orders in plan.orders.values() for work in orders}
@@ -62,7 +72,7 @@ def test_every_schedule_announces_a_plan_and_can_be_fed_lazily(name: str) -> Non
 @pytest.mark.parametrize(("world", "microbatches"), [(2, 4), (2, 16), (4, 8)])
 def test_plans_of_gpipe_and_1f1b_have_the_known_bubble(world: int, microbatches: int) -> None:
     """(K - 1) / (M + K - 1) of the step on every rank."""
-    for name in ("GPipe", "1F1B"):
+    for name in ("gpipe", "1f1b"):
         plan = probes.plan_of(made(name, world, microbatches), world)
         assert isinstance(plan, Plan)
         for share in idle_shares(plan.timeline()).values():

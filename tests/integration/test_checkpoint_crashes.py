@@ -385,3 +385,29 @@ def test_an_unforeseen_error_leaves_no_note_of_a_living_save(
         ckpt.close()
         assert pool.list("run") == ["run/writer"]
         assert "hpstore-beat" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_an_error_that_no_peer_can_be_told_of_leaves_no_note_either(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above, in slices, where the trainer's thread begins the save; and a peer has died."""
+
+    def broken(*_: object) -> bytes:
+        raise CheckpointError("another rank died")
+
+    original = SaveJob._note_attempt
+
+    def noted(self: SaveJob, *args: Any, **options: Any) -> None:
+        original(self, *args, **options)
+        raise ZeroDivisionError
+
+    with harness.open() as pool:
+        ckpt = checkpointer(pool, staging_bytes=4 * FROZEN)
+        monkeypatch.setattr(SaveJob, "_note_attempt", noted)
+        monkeypatch.setattr(ckpt._ranks, "broadcast", broken)
+        with pytest.raises(CheckpointError, match="died"):
+            ckpt.save(1, state_of(1.0))
+        monkeypatch.undo()
+        ckpt.close()
+        assert pool.list("run") == ["run/writer"]
+        assert "hpstore-beat" not in {thread.name for thread in threading.enumerate()}

@@ -124,6 +124,12 @@ def test_all_methods_storages_and_checkpointers_end_with_the_same_bits(tmp_path:
     report = (tmp_path / "performance_report.txt").read_text()
     assert "AGREE: 14 rows end with the same parameters, 14 of them bit by bit" in report
     assert len(list(tmp_path.glob("*.png"))) == 6
+    for row in ("gpipe", "f1b"):  # driven by hooks, killed and resumed through them
+        found = json.loads((tmp_path / f"results_{row}.json").read_text())
+        assert found["pipeline"]["ledger"]["samples"] == found["samples"] * found["epoch_count"]
+        assert found["resume"]["same_ledger"]
+        assert 0 < found["pipeline"]["idle_share"] < 1
+    assert "pipelines, by their hooks" in report
 
 
 @LONG

@@ -1,44 +1,24 @@
-"""What the tests of pipelines share: a model in stages, its data, a job that trains and may die."""
+"""What the tests of pipelines share: a model in stages, its data, one rank of a pipeline."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage
 
 import hpstore
 from hpstore.checkpoint import Checkpointer
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
-from hpstore.trainers.pipelining import Event, PipelineHooks
-from tests.integration.ranks import open_pool
+from hpstore.trainers.pipelining import PipelineHooks, make_schedule, stages_of
 
-WIDTH, LAYERS, SAMPLES, ROWS = 160, 4, 96, 2  # a layer has 100 KB: its copy can be deferred
-SCHEDULES: dict[str, Any] = {
-    "gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B,
-    "looped-bfs": ScheduleLoopedBFS, "zero-bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble, "dualpipe-v": ScheduleDualPipeV,
-}  # fmt: skip
-ONE_STAGE = ("gpipe", "1f1b")
-V_SHAPED = ("zbv", "dualpipe-v")
+WIDTH, LAYERS, ROWS = 160, 4, 2  # a layer has 100 KB: its copy can be deferred
+SAMPLES = 92  # an epoch ends in the middle of a step of 4 micro-batches
 
 
 class Part(nn.Module):
@@ -67,13 +47,6 @@ def write_samples(pool: hpstore.Pool) -> None:
             "y": rng.standard_normal((SAMPLES, WIDTH), np.float32),
             "id": np.arange(SAMPLES),
         })  # fmt: skip
-
-
-def stages_of(name: str, rank: int, world: int) -> list[int]:
-    """Which stages a rank holds under a schedule."""
-    if name in ONE_STAGE:
-        return [rank]
-    return [rank, 2 * world - 1 - rank if name in V_SHAPED else world + rank]
 
 
 def squared(out: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -107,15 +80,49 @@ class Trainer:
         self.loader.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Side:
+    """This rank's pipeline among several of `size` ranks each, one behind the other.
+
+    `pipeline`, `stage`: groups of the ranks of this pipeline, and of those with this stage.
+    """
+
+    rank: int
+    size: int
+    pipeline: Any = None  # Any: torch's process groups have no public type
+    stage: Any = None
+
+    @classmethod
+    def of(cls, replicas: int) -> Side:
+        """Collective: every rank makes all groups."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        if replicas == 1:
+            return cls(rank, world)
+        size = world // replicas
+        pipelines = [
+            dist.new_group(list(range(n * size, n * size + size))) for n in range(replicas)
+        ]
+        stages = [dist.new_group(list(range(n, world, size))) for n in range(size)]
+        return cls(rank % size, size, pipelines[rank // size], stages[rank % size])
+
+    def average(self, module: nn.Module) -> None:
+        """Make gradients those of all replicas."""
+        if self.stage is not None:
+            for parameter in module.parameters():
+                assert parameter.grad is not None
+                dist.all_reduce(parameter.grad, group=self.stage)
+                parameter.grad /= dist.get_world_size(self.stage)
+
+
 def build(
-    pool: hpstore.Pool, name: str, *, microbatches: int = 4, prefix: str | None = "run",
-    part: Callable[[int, int], nn.Module] = Part, **options: Any,
+    pool: hpstore.Pool, name: str, *, microbatches: int = 4, rows: int = ROWS, replicas: int = 1,
+    prefix: str | None = "run", part: Callable[[int, int], nn.Module] = Part, **options: Any,
 ) -> Trainer:  # fmt: skip
-    """This rank of a pipeline over all ranks. `prefix`: None saves nothing. `options`: of
-    PipelineHooks. Collective."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mine = stages_of(name, rank, world)
-    count = world * len(mine)
+    """This rank of a pipeline over all ranks, or of one of several. `prefix`: None saves nothing.
+    `rows`: samples of a micro-batch. `options`: of PipelineHooks. Collective."""
+    side = Side.of(replicas)
+    mine = stages_of(name, side.rank, side.size)
+    count = side.size * len(mine)
     seen: list[int] = []
 
     def noted(field: str) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
@@ -126,82 +133,25 @@ def build(
 
         return take
 
-    loader = DataLoader(Dataset(pool, "samples"), batch_size=ROWS, shuffle=True, drop_last=True)
+    loader = DataLoader(Dataset(pool, "samples"), batch_size=rows, shuffle=True, drop_last=True)
     checkpointer = None if prefix is None else Checkpointer(pool, prefix)
+    if replicas > 1:
+        options["before_optimizer"] = lambda: [side.average(stage.submod) for stage in stages]
     hooks = PipelineHooks(
         checkpointer, loader, stages=mine, num_stages=count, inputs=noted("x"),
-        target=noted("y"), **options,
+        target=noted("y"), group=side.pipeline, **options,
     )  # fmt: skip
     cuts = [LAYERS * n // count for n in range(count + 1)]
     kind = hooks.wrap_stage(PipelineStage)
-    stages = [kind(part(cuts[n], cuts[n + 1]), n, count, torch.device("cpu")) for n in mine]
-    given: Any = stages[0] if name in ONE_STAGE else stages
-    schedule = SCHEDULES[name](given, microbatches, loss_fn=squared)
+    stages = [
+        kind(part(cuts[n], cuts[n + 1]), n, count, torch.device("cpu"), group=side.pipeline)
+        for n in mine
+    ]
+    schedule = make_schedule(name, stages, microbatches, squared)
     parameters = [p for stage in stages for p in stage.submod.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-2)
     return Trainer(hooks, stages, schedule, optimizer, checkpointer, loader, seen)
 
 
-def dies_at(step: int, stage: int, kind: str, microbatch: int) -> Callable[[Event], None]:
-    """An observer that kills its process behind one compute call of the n-th step seen."""
-    steps = 0
-
-    def observe(event: Event) -> None:
-        nonlocal steps
-        if (event.stage, event.kind, event.microbatch) == (stage, kind, microbatch):
-            if steps == step:
-                os.kill(os.getpid(), signal.SIGKILL)
-            steps += 1
-
-    return observe
-
-
-def train(
-    rank: int, world: int, directory: Path, run: str, name: str, until: int, death: str = "",
-    options: str = "{}",
-) -> None:  # fmt: skip
-    """Steps up to `until`, saved after every second one; each step's loss and samples to a file.
-
-    `death`: "step stage kind micro-batch": the process dies behind that call, the others then end.
-    """
-    pool = open_pool(directory)
-    trainer = build(pool, name, prefix=run, every=2, **json.loads(options))
-    hooks = trainer.hooks
-    start = hooks.restore(trainer.stages, trainer.optimizer)
-    where = death.split()
-    if where and int(where[1]) in hooks.stages:
-        hooks.observe(dies_at(int(where[0]) - start, int(where[1]), where[2], int(where[3])))
-    with open(directory / f"{run}-{rank}.jsonl", "a") as log:
-        try:
-            for step in range(start, until):
-                trainer.seen.clear()
-                record = hooks.step(trainer.schedule, trainer.optimizer)
-                row = {"step": step, "loss": record.loss, "ids": list(trainer.seen),
-                       "ledger": hooks.ledger.to_dict() if trainer.seen else None}  # fmt: skip
-                log.write(json.dumps(row) + "\n")
-                log.flush()
-            trainer.wait()
-        except Exception:
-            if not death:
-                raise
-            return  # the peer is dead: torchrun would end this process now
-    trainer.close()
-    dist.barrier()
-    pool.close()
-
-
-def rows_of(directory: Path, run: str, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """What the last attempt at each step has logged, by step, of the ranks together."""
-    found: dict[int, dict[str, Any]] = {}
-    for rank in ranks:
-        path = directory / f"{run}-{rank}.jsonl"
-        for line in path.read_text().splitlines() if path.exists() else []:
-            row = json.loads(line)
-            known = found.setdefault(row["step"], {})
-            known.update({key: value for key, value in row.items() if value not in (None, [])})
-    return dict(sorted(found.items()))
-
-
-__all__ = ["LAYERS", "ONE_STAGE", "ROWS", "SAMPLES", "SCHEDULES", "WIDTH", "Part", "Trainer",
-           "build", "dies_at", "rows_of", "squared", "stages_of", "train",
+__all__ = ["LAYERS", "ROWS", "SAMPLES", "WIDTH", "Part", "Side", "Trainer", "build", "squared",
            "write_samples"]  # fmt: skip

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from hpstore.loaders import DatasetWriter, Field
+from hpstore.trainers.pipelining.schedules import ONE_STAGE, SCHEDULES
 from tests.integration.ranks import make_pool, open_pool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,7 +118,7 @@ def test_killed_twice_and_resumed_with_one_stage(directory: Path) -> None:
         assert list(found[step][1:]) == ledger, step
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble", "zbv", "dualpipe-v"])
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in ONE_STAGE])
 def test_every_kind_of_schedule_runs_as_an_example(directory: Path, schedule: str) -> None:
     """On two processes, fed lazily, copied in bubbles."""
     more = ["--schedule", schedule, "--feed-lazily", "--snapshot", "bubbles"]

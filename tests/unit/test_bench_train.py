@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ def scripts(directory: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None
         HEAD + "(Path(sys.argv[1]) / 'verdict.json').write_text('{\"agree\": true}')\n"
     )
     monkeypatch.setattr(train, "SCRIPTS", home)
+    monkeypatch.setattr(train, "measured_pipelines", lambda folder, _: {"measured in": folder})
 
 
 def options(directory: Path, kept: list[dict[str, Any]], **more: Any) -> Options:
@@ -60,8 +62,45 @@ def test_rows_are_kept_as_they_are_finished(
     found = train.bench_train(replace(options(tmp_path, []), keep=keep))
     assert list(kept[0]["rows"]) == ["ddp"]
     assert list(kept[-1]["rows"]) == ["ddp", "fsdp2"]
+    assert found["pipeline"] == {"measured in": tmp_path / "out"}
     assert found["agree"] is True
     assert found["folder"] == str(tmp_path / "out")
+
+
+def test_pipelines_are_measured_where_they_are_among_the_methods(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripts(tmp_path, monkeypatch, writing("ddp"))
+    assert "pipeline" not in train.bench_train(options(tmp_path, [], cases="ddp,ps"))
+    (tmp_path / "out" / "results_ddp.json").unlink()
+    assert "pipeline" in train.bench_train(options(tmp_path, [], cases="ddp,f1b"))
+
+
+def test_figures_of_pipelines_are_written_with_met_and_not_met(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At least three rounds, as asked; without matplotlib no picture, and it says so."""
+    from hpstore.benchmarks import pipeline
+
+    asked: list[Any] = []
+
+    def tables(**told: Any) -> dict[str, Any]:
+        asked.append(told)
+        row = {"median": 0.04, "lowest": 0.03, "highest": 0.05, "bar": 0.03, "met": False}
+        return {"bars": {"data_wait": row | {"bar": 0.05, "met": True}, "idle": row}}
+
+    monkeypatch.setattr(pipeline, "tables", tables)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    found = train.measured_pipelines(
+        tmp_path, replace(options(tmp_path, [], quick=True), repeats=1)
+    )
+    assert asked == [{"rounds": 3, "quick": True}]
+    assert found["picture"].startswith("none: ")
+    assert json.loads((tmp_path / "pipeline.json").read_text()) == found
+    assert (tmp_path / "pipeline.txt").read_text().splitlines() == [
+        "met      data_wait: 0.04 (0.03 to 0.05), bar 0.05",
+        "NOT MET  idle: 0.04 (0.03 to 0.05), bar 0.03",
+    ]
 
 
 def test_what_was_asked_for_is_handed_on(tmp_path: Path) -> None:

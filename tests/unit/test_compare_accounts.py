@@ -189,7 +189,17 @@ def killed(**changes: Any) -> dict[str, Any]:
     return {
         "killed_at_step": 4, "killed_rank": 1, "resumed_from": 2, "starts": 2, "samples_lost": 0,
         "samples_repeated": 0, "stages_differ": 0, "loss_gap": 0.0, "same_digest": True,
-        "restore_s": 0.5, **changes,
+        "same_ledger": True, "restore_s": 0.5, **changes,
+    }  # fmt: skip
+
+
+def driven(samples: int = SAMPLES * EPOCHS) -> dict[str, Any]:
+    """What the hooks of a pipeline tell at its end."""
+    rank = {"rank": 0, "idle_share": 0.4, "data_wait_share": 0.01, "hook_seconds_per_event": 5e-6,
+            "idle_bytes": 3_000_000, "busy_bytes": 1_000_000}  # fmt: skip
+    return {
+        "steps": STEPS, "step_seconds": 0.1, "idle_share": 0.4, "theory": 1 / 3, "modelled": None,
+        "ranks": [rank, rank | {"rank": 1}], "ledger": {"samples": samples, "digest": "ab"},
     }  # fmt: skip
 
 
@@ -203,6 +213,8 @@ BAD: dict[str, dict[str, Any]] = {
     "a sample twice": {"resume": killed(samples_repeated=1)},
     "stages differ": {"resume": killed(stages_differ=1)},
     "not resumed": {"resume": killed(resumed_from=0)},
+    "another ledger": {"resume": killed(same_ledger=False)},
+    "a ledger that lacks a sample": {"pipeline": driven(SAMPLES * EPOCHS - 1)},
     "another end": {"resume": killed(same_digest=False)},
     "other losses": {"resume": killed(loss_gap=1e-9)},
     "other losses, where bits cannot agree": {"exact": False, "resume": killed(loss_gap=1e-3)},
@@ -214,6 +226,7 @@ BAD: dict[str, dict[str, Any]] = {
 def test_the_gate_goes_red_and_names_the_row(changes: dict[str, Any]) -> None:
     gate = module("accounts").gate
     assert gate({"ddp": result(), "fsdp2": result("fsdp2", resume=killed())}) == []
+    assert gate({"ddp": result(), "gpipe": result("gpipe", pipeline=driven())}) == []
     close = result("fsdp2", exact=False, params_abs_sum=1.500001, params_digest="f" * 64)
     assert gate({"ddp": result(), "fsdp2": close}) == []
     wrong = gate({"ddp": result(), "fsdp2": result("fsdp2", **changes)})
@@ -257,6 +270,30 @@ def test_a_mismatch_is_in_the_report_and_in_the_exit_code(
     assert "MISMATCH" in text
     assert "AGREE" not in text
     assert json.loads((tmp_path / "verdict.json").read_text())["agree"] is False
+
+
+def test_what_hooks_have_seen_is_in_results_and_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the line at the end of a pipeline; a resumed run is compared by its ledger, too."""
+    monkeypatch.setitem(sys.modules, "plots", None)
+    accounts, analyze = module("accounts"), module("analyze")
+    lines = attempt(0, STEPS)
+    for rank in lines.values():
+        rank[-1]["pipeline"] = driven()
+    found = accounts.composed({**FACTS, "row": "gpipe", "title": "GPipe"}, lines, servers=0)
+    assert accounts.problems(found) == []
+    assert found["pipeline"] == driven()
+    store(tmp_path, result(), found)
+    assert analyze.report(tmp_path) == 0
+    row = next(
+        line for line in (tmp_path / "performance_report.txt").read_text().splitlines()
+        if line.startswith("gpipe ")
+    )  # fmt: skip
+    assert row.split() == ["gpipe", "40.0", "33.3", "-", "1.0", "6.0", "2.0", "5"]
+    again = accounts.resume_of(found, {**found, "pipeline": driven(9)}, [lines], (4, 1))
+    assert again["same_ledger"] is False
+    assert accounts.resume_of(found, found, [lines], (4, 1))["same_ledger"] is True
 
 
 def test_a_failed_row_and_an_empty_folder_are_no_success(

@@ -1,26 +1,29 @@
-"""The parts of PipelineHooks by themselves: votes, places, feeds, gates, merged stages."""
+"""The parts of PipelineHooks by themselves: votes, places, plans, merged stages, gates."""
 
 from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from enum import Enum
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-import torch.utils.data
 from torch import nn
 
+from hpstore.checkpoint.copying import PIECE_BYTES
 from hpstore.checkpoint.gates import CopyGate
+from hpstore.checkpoint.staging import _plain_copy
 from hpstore.errors import CheckpointError, ConfigError
-from hpstore.loaders import DataLoader
 from hpstore.trainers.pipelining.events import Recorder
-from hpstore.trainers.pipelining.feed import Feed, as_arguments, joined, picked
-from hpstore.trainers.pipelining.ledger import Ledger, Span, Vote, agreed
+from hpstore.trainers.pipelining.gradients import share_overflow
+from hpstore.trainers.pipelining.ledger import Ledger, Vote, agreed
 from hpstore.trainers.pipelining.places import Standing, placed
-from hpstore.trainers.pipelining.probes import Lazily, not_lazy
+from hpstore.trainers.pipelining.plan import Work
+from hpstore.trainers.pipelining.probes import plan_of
 from hpstore.trainers.pipelining.stages import Buffers, merged, require_own_names
-from hpstore.trainers.pipelining.supply import Supply
 
 LEDGER = Ledger(samples=8, digest=77)
 VOTES = [
@@ -97,174 +100,54 @@ def test_ranks_that_are_no_pipeline_are_refused(said: list[Standing]) -> None:
         placed(said, 0)
 
 
-# --- data ---------------------------------------------------------------------------------------
+# --- plans, gradients -----------------------------------------------------------------------------
 
 
-class Numbers(torch.utils.data.Dataset[Any]):
-    """Sample n is n, in two fields; `broken` raises."""
+class OldKind(Enum):
+    """As torch had the kinds of work before they were strings."""
 
-    def __init__(self, broken: int = -1) -> None:
-        self.broken = broken
+    FORWARD = 1
+    FULL_BACKWARD = 4
 
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, index: int) -> Any:
-        if index == self.broken:
-            raise OSError("this sample is gone")
-        return {"x": torch.tensor([float(index)]), "y": torch.tensor([-float(index)])}
+    def __str__(self) -> str:
+        return {1: "F", 4: "B"}[self.value]
 
 
-def loader_of(broken: int = -1) -> DataLoader:
-    return DataLoader(Numbers(broken), batch_size=3, drop_last=True)
+def schedule_with(*actions: Any) -> Any:
+    """A schedule of one stage that announces these."""
+    return SimpleNamespace(pipeline_order={0: list(actions)})
 
 
-def test_a_feed_reads_on_over_epochs_and_knows_where_each_batch_ends() -> None:
-    """Three whole micro-batches an epoch: positions, and the state behind each, without a gap."""
-    with Feed(loader_of(), ahead=2) as feed:
-        found = [feed.look(n)[0] for n in range(4)]
-        spans = [fed.span for fed in found]
-        assert spans[:3] == [Span(epoch=0, start=n, stop=n + 3) for n in (0, 3, 6)]
-        assert spans[3] == Span(epoch=1, start=0, stop=3)
-        assert [(fed.after["epoch"], fed.after["samples"]) for fed in found] == [
-            (0, 3), (0, 6), (1, 0), (1, 3),
-        ]  # fmt: skip
-        feed.drop(3)
-        assert feed.look(0)[0] is found[3]
+def test_plans_of_older_torch_are_read_and_those_of_a_newer_one_are_left(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Numbers for kinds and no shared actions; then actions without any name that is known: no
+    plan, one line in the log, and no error in a step."""
+    old = [
+        SimpleNamespace(stage_index=0, computation_type=kind, microbatch_index=0)
+        for kind in OldKind
+    ]
+    plan = plan_of(schedule_with(*old, None), 1)
+    assert plan is not None
+    assert plan.orders == {0: (Work(0, "F", 0), Work(0, "B", 0))}
+    assert plan_of(SimpleNamespace(), 1) is None
+    assert caplog.text == ""
+    for strange in (schedule_with(SimpleNamespace(verb="forward")), schedule_with(old[1])):
+        caplog.clear()
+        assert plan_of(strange, 1) is None
+        assert caplog.text.count("is not understood") == 1
 
 
-def test_a_feed_keeps_its_limit() -> None:
-    """No more than `ahead` lie ready, and what is asked for beyond is still fetched."""
-    made = threading.Semaphore(0)
-
-    class Counting(Numbers):
-        def __getitem__(self, index: int) -> Any:
-            made.release()
-            return super().__getitem__(index)
-
-    with Feed(DataLoader(Counting(), batch_size=1), ahead=2) as feed:
-        feed.look(1)
-        for _ in range(3):  # two that lie ready and one in the hand of the thread
-            assert made.acquire(timeout=60)
-        assert not made.acquire(blocking=False)
-        assert feed.look(4)[0].span.start == 4
-
-
-def test_what_the_loader_raises_is_raised_where_the_data_are_needed() -> None:
-    """The micro-batches before it are good; nobody waits for ever."""
-    with Feed(loader_of(broken=4), ahead=4) as feed:
-        assert feed.look(0)[0].batch["x"].shape == (3, 1)
-        with pytest.raises(OSError, match="gone"):
-            feed.look(1)
-    with pytest.raises(ConfigError, match="closed"):
-        feed.look(0)
-    with (
-        Feed(DataLoader(Numbers(), batch_size=11, drop_last=True), ahead=1) as empty,
-        pytest.raises(ConfigError, match="no whole micro-batch"),
-    ):
-        empty.look(0)
-
-
-def supply(**options: Any) -> Supply:
-    given: dict[str, Any] = {"first": True, "last": True, "inputs": "x", "target": "y"} | options
-    return Supply(loader_of(), **given)
-
-
-def test_a_step_that_failed_is_fed_the_same_again() -> None:
-    """finish() consumes; without it the next step gets the same micro-batches."""
-    with_both = supply()
-    with_both.begin(2)
-    first = with_both.whole()
-    with_both.begin(2)
-    again = with_both.whole()
-    assert torch.equal(first[0][0], again[0][0])
-    assert torch.equal(first[1], again[1])
-    assert first[0][0].flatten().tolist() == [0, 1, 2, 3, 4, 5]
-    used = with_both.finish()
-    assert [span.start for span in used.spans] == [0, 3]
-    assert used.after is not None
-    assert used.after["samples"] == 6
-    with_both.begin(2)
-    assert with_both.whole()[1].flatten().tolist() == [-6, -7, -8, 0, -1, -2]
-    with_both.close()
-
-
-def test_a_supply_goes_on_at_a_saved_position() -> None:
-    """What was fetched ahead is forgotten and read again."""
-    one = supply(last=False)
-    one.begin(1)
-    assert one.whole()[1] is None
-    state = one.finish().after
-    one.begin(1)
-    one.whole()
-    one.go_to(state)
-    one.begin(1)
-    assert one.whole()[0][0].flatten().tolist() == [3, 4, 5]
-    one.close()
-
-
-def test_a_rank_in_the_middle_reads_nothing() -> None:
-    """Neither arguments nor targets, and no loader is needed."""
-    middle = Supply(None, first=False, last=False, inputs="x", target="y")
-    middle.begin(4)
-    assert middle.whole() == ((), None)
-    assert middle.lazily() == (None, None)
-    assert middle.finish().after is None
-    with pytest.raises(ConfigError, match="need a loader"):
-        Supply(None, first=False, last=True, inputs="x", target="y")
-
-
-def test_lazily_made_lists_make_each_entry_once_when_asked() -> None:
-    """In any order; entries stay for the step; negative indices; no slices."""
-    asked: list[int] = []
-
-    def make(index: int) -> int:
-        asked.append(index)
-        return 10 * index
-
-    lazily = Lazily(4, make)
-    assert (len(lazily), isinstance(lazily, list)) == (4, True)
-    assert (lazily[2], lazily[2], lazily[-1], lazily[0]) == (20, 20, 30, 0)
-    assert asked == [2, 3, 0]
-    with pytest.raises(TypeError):
-        lazily[1:]
-    with pytest.raises(IndexError):
-        lazily[4]
-
-
-def test_a_schedule_of_another_torch_is_said_not_to_be_lazy() -> None:
-    """What is missing is named; the installed ones are in tests/contract."""
-
-    class Old:
-        pass
-
-    class Other:
-        def _step_microbatches(self, chunks: list[Any]) -> None: ...
-
-    class Almost:
-        def _step_microbatches(
-            self, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any, losses: Any
-        ) -> None: ...
-
-    assert "no _step_microbatches" in not_lazy(Old())
-    assert "arg_mbs" in not_lazy(Other())
-    assert "backward" in not_lazy(Almost())
-
-
-def test_parts_of_batches_by_name_by_number_and_by_function() -> None:
-    """And joined as torch's schedule cuts them again."""
-    batch = {"x": torch.ones(2, 1), "y": torch.zeros(2, 1)}
-    assert picked(batch, "x") is batch["x"]
-    assert picked((1, 2), 1) == 2
-    assert picked(batch, ("x", "y")) == (batch["x"], batch["y"])
-    assert picked(batch, lambda found: found["y"] + 1).tolist() == [[1], [1]]
-    assert as_arguments(3) == (3,)
-    pair = joined([(batch["x"], batch["y"])] * 2, "inputs")
-    assert [part.shape for part in pair] == [(4, 1), (4, 1)]
-    with pytest.raises(ConfigError, match="lazy=True"):
-        joined(["text"], "inputs")
-    with pytest.raises(ConfigError, match="drop_last=True"):
-        joined([torch.ones(2, 1), torch.ones(1, 1)], "inputs")
+def test_an_overflow_elsewhere_is_seen_in_gradients_of_any_layout() -> None:
+    """Strided, a scalar, behind one without elements: an infinity is in the gradient itself."""
+    for gradient in (torch.ones(4, 6).t(), torch.ones(()), torch.ones(2, 3, 4, 5)[:, 1:2]):
+        parameters = [nn.Parameter(torch.ones(0)), nn.Parameter(torch.ones(gradient.shape))]
+        parameters[0].grad = torch.ones(0)
+        parameters[1].grad = gradient
+        elsewhere = patch("torch.distributed.all_reduce", lambda found, **_: found.fill_(1.0))
+        with elsewhere, patch("torch.distributed.is_initialized", lambda: True):
+            assert share_overflow(parameters, None, torch.device("cpu"))
+        assert torch.isinf(gradient).sum() == 1
 
 
 # --- modules ------------------------------------------------------------------------------------
@@ -300,6 +183,20 @@ def test_names_that_two_stages_have_are_refused() -> None:
     require_own_names([((0,), ["a"]), ((1,), ["a"])], ("a",))
 
 
+def test_two_stages_of_a_rank_may_share_the_very_same_layer() -> None:
+    """As an embedding that is the head, too, of a V shape: it is there once, and no other tensor
+    may have its name."""
+    first, last = Piece(0, head=True), Piece(4)
+    last.head = first.head
+    whole = merged([first, last])
+    assert sorted(whole.state_dict()) == sorted(Piece(0, 4, head=True).state_dict())
+    assert whole.head is first.head
+    last.layers["0"] = nn.Linear(2, 2)
+    last.layers["0"].weight = first.layers["0"].weight
+    with pytest.raises(ConfigError, match=r"layers\.0\.bias"):
+        merged([first, last])
+
+
 def test_buffers_are_put_back_behind_a_trial_run() -> None:
     """A batch norm that has seen nonsense is as it was."""
     norm = nn.BatchNorm1d(2)
@@ -315,19 +212,34 @@ def test_buffers_are_put_back_behind_a_trial_run() -> None:
 # --- gates --------------------------------------------------------------------------------------
 
 
+def noting_waits(gate: CopyGate) -> threading.Event:
+    """Set when a copy comes to the gate and finds it shut."""
+    arrived = threading.Event()
+
+    class Noting(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if not self.is_set():
+                arrived.set()
+            return super().wait(timeout)
+
+    gate._open = Noting()
+    gate.open()
+    return arrived
+
+
 def test_a_shut_gate_holds_a_copy_until_it_is_opened() -> None:
     """And counts by when a piece began; one that does not block only counts."""
-    gate, passed = CopyGate(blocks=True), threading.Event()
+    gate = CopyGate(blocks=True)
+    arrived = noting_waits(gate)
     gate.shut()
 
     def copy() -> None:
         gate.enter()
         gate.copied(5)
-        passed.set()
 
     thread = threading.Thread(target=copy)
     thread.start()
-    assert not passed.is_set()
+    assert arrived.wait(60)
     assert gate.idle_bytes == gate.busy_bytes == 0
     gate.open()
     thread.join(60)
@@ -337,6 +249,40 @@ def test_a_shut_gate_holds_a_copy_until_it_is_opened() -> None:
     free.enter()
     free.copied(3)
     assert (free.idle_bytes, free.busy_bytes) == (0, 3)
+
+
+def test_a_gate_that_stays_shut_is_passed_in_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a trainer that died while it computed: counted each time, logged once."""
+    monkeypatch.setattr("hpstore.checkpoint.gates.PATIENCE_SECONDS", 0.001)
+    gate = CopyGate(blocks=True)
+    gate.shut()
+    for _ in range(2):
+        gate.enter()
+        gate.copied(7)
+    assert (gate.overdue_total, gate.busy_bytes) == (2, 14)
+    assert caplog.text.count("do not wait") == 1
+
+
+def test_a_strided_tensor_is_copied_behind_the_gate_too() -> None:
+    """It cannot be cut into pieces: it is one, which waits and is counted."""
+    gate = CopyGate(blocks=True)
+    arrived = noting_waits(gate)
+    gate.shut()
+    source = torch.arange(200_000, dtype=torch.float32).reshape(400, 500).t()
+    target = torch.zeros(500, 400)
+    thread = threading.Thread(target=_plain_copy, args=(target, source, gate))
+    thread.start()
+    assert arrived.wait(60)
+    assert not target.any()
+    gate.open()
+    thread.join(60)
+    assert torch.equal(target, source)
+    assert (gate.idle_bytes, gate.busy_bytes) == (source.nbytes, 0)
+    flat = torch.ones(3 * PIECE_BYTES // 8)
+    _plain_copy(torch.zeros_like(flat), flat, gate)
+    assert gate.idle_bytes == source.nbytes + flat.nbytes
 
 
 def test_a_recorder_opens_the_gate_whatever_happens() -> None:

@@ -13,6 +13,7 @@ from hpstore.units import (
     div_exact,
     format_bytes,
     parse_bytes,
+    positive,
     round_down,
     round_up,
 )
@@ -80,3 +81,11 @@ def test_division_says_its_intent() -> None:
     assert div_exact(12, 4) == 3
     with pytest.raises(ValueError, match="13 is not a multiple of 4"):
         div_exact(13, 4)
+
+
+def test_counts_of_options_are_above_0() -> None:
+    """As text; what is none is a ValueError, which argparse shows."""
+    assert positive("12") == 12
+    for text in ("0", "-3", "1.5", ""):
+        with pytest.raises(ValueError):
+            positive(text)

@@ -6,7 +6,7 @@ import statistics
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from nets import Chain
+from savers import Saver
 from torch.nn import functional
 
 from hpstore.loaders.ranks import Coordinates
@@ -37,6 +38,7 @@ class Setup:
     micro_batches: int
     bucket_bytes: int
     device: torch.device
+    pooled: bool  # whether samples come from a pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,16 @@ class Outcome:
     loss: float = 0.0  # mean
     right: int = 0
     samples: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step of this rank. `ids`: of its samples, None where it reads none."""
+
+    outcome: Outcome
+    ids: Sequence[int] | None
+    wait: float  # seconds for data
+    stall: float = 0.0  # seconds for copies of the save before
 
 
 class Stopwatch:
@@ -96,6 +108,31 @@ class Method(ABC):
         """This rank's share of every batch; None for one that reads nothing."""
         return Coordinates(self.rank, self.setup.workers)
 
+    @property
+    def batches_a_step(self) -> int:
+        """Of the loader."""
+        return 1
+
+    def attach(self, loader: Any, keeper: Saver) -> None:
+        """What the method reads from, if this rank does, and who saves: for those that call them by
+        themselves. Any: a loader of one of four kinds."""
+        return
+
+    def restore(self, keeper: Saver, state: dict[str, Any]) -> int:
+        """Go on from the newest checkpoint; the steps that are done."""
+        return keeper.restore(state)
+
+    def step(self, batches: Iterator[Batch | None]) -> Step:
+        """Data, gradients, update."""
+        began = self.watch.now()
+        batch = next(batches)
+        wait = self.watch.now() - began
+        outcome = self.gradients(batch)
+        self.update()
+        return Step(
+            outcome=outcome, ids=None if batch is None else batch["id"].tolist(), wait=wait
+        )  # fmt: skip
+
     @abstractmethod
     def gradients(self, batch: Batch | None) -> Outcome:
         """Leave the gradient of the whole batch where the optimizer runs."""
@@ -133,6 +170,14 @@ class Method(ABC):
     def state(self) -> dict[str, Any]:  # Any: modules and optimizers
         """What a checkpoint holds of this rank."""
         return {"model": self.module, "optimizer": self.optimizer}
+
+    def seen(self) -> dict[str, Any]:  # Any: JSON
+        """What it can tell of itself at the end. Collective."""
+        return {}
+
+    def close(self) -> None:
+        """End what runs in the background."""
+        return
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole parameters that this rank answers for, by name. Collective."""

@@ -5,5 +5,7 @@ from hpstore.trainers.pipelining.events import Event
 from hpstore.trainers.pipelining.hooks import PipelineHooks
 from hpstore.trainers.pipelining.ledger import Ledger
 from hpstore.trainers.pipelining.records import StepRecord
+from hpstore.trainers.pipelining.schedules import SCHEDULES, make_schedule, stages_of
 
-__all__ = ["BubbleReport", "Event", "Ledger", "PipelineHooks", "RankBubbles", "StepRecord"]
+__all__ = ["SCHEDULES", "BubbleReport", "Event", "Ledger", "PipelineHooks", "RankBubbles",
+           "StepRecord", "make_schedule", "stages_of"]  # fmt: skip

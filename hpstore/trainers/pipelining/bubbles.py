@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hpstore.trainers.pipelining.plan import Plan, Work, idle_shares, unit
+from hpstore.trainers.pipelining.plan import Deadlines, Plan, Work, idle_shares, unit
 from hpstore.trainers.pipelining.records import StepRecord
 
 Json = Any  # Any: what is said between ranks
@@ -147,4 +147,20 @@ def mean_idle(plan: Plan, tallies: Sequence[Tally]) -> float | None:
     return sum(shares.values()) / len(shares)
 
 
-__all__ = ["BubbleReport", "RankBubbles", "Tally", "mean_idle", "report_of"]
+def deadlines_of(plan: Plan, tally: Tally) -> Deadlines | None:
+    """With the times that one rank has measured, taken for those of the other stages; None before
+    it has measured any."""
+    if not tally.works:
+        return None
+    kinds: dict[str, list[float]] = {}
+    for name, (count, total) in tally.works.items():
+        kinds.setdefault(name.partition("/")[2], []).append(total / count)
+
+    def seconds(work: Work) -> float:
+        seen = kinds.get(work.kind)
+        return sum(seen) / len(seen) if seen else 0.0
+
+    return plan.deadlines(seconds)
+
+
+__all__ = ["BubbleReport", "RankBubbles", "Tally", "deadlines_of", "mean_idle", "report_of"]

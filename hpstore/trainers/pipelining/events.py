@@ -56,9 +56,12 @@ class Recorder:
 
     def end_step(self) -> tuple[Event, ...]:
         """The events of the step, in order. Also after an error in it: copies may go on."""
+        began = time.perf_counter()
         self.recording = False
         self.gate.open()
-        return tuple(_event(*seen) for seen in self._seen)
+        events = tuple(_event(*seen) for seen in self._seen)
+        self.hook_seconds += time.perf_counter() - began
+        return events
 
     def begin(self) -> float:
         """A compute call begins; its time."""

@@ -38,8 +38,8 @@ class Fed:
 
 
 class Feed(Closing):
-    """Fetches at most `ahead` micro-batches before they are asked for. The loader belongs to it
-    from the first look to close(); look() and drop() are for the training thread."""
+    """Keeps `ahead` micro-batches ready, those in use among them, and has one more in its hand. The
+    loader belongs to it from the first look to close(); the calls are for the training thread."""
 
     def __init__(self, loader: DataLoader, *, ahead: int) -> None:
         self._loader, self._ahead = loader, ahead
@@ -49,12 +49,25 @@ class Feed(Closing):
         self._closed = False
         self._changed = threading.Condition()  # guards the five above
         self._thread: threading.Thread | None = None
+        self.stuck = False
 
     def start(self) -> None:
         """Begin to fetch. Idempotent."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="hpstore-feed", daemon=True)
             self._thread.start()
+
+    def keep_ready(self, ahead: int) -> None:
+        """So many may lie here from now on."""
+        with self._changed:
+            self._ahead = self._wanted = ahead
+            self._changed.notify_all()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the loader has raised: nothing more comes."""
+        with self._changed:
+            return self._error is not None
 
     def look(self, index: int) -> tuple[Fed, float]:
         """The micro-batch so many places from the first that was not dropped, and the seconds
@@ -82,7 +95,8 @@ class Feed(Closing):
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Stop fetching; what lies here was not consumed. Idempotent."""
+        """Stop fetching; what lies here was not consumed. Idempotent. `stuck` tells afterwards
+        whether the thread still waits for the loader, which it would then go on with."""
         with self._changed:
             self._closed = True
             self._ready.clear()
@@ -90,7 +104,8 @@ class Feed(Closing):
         thread = self._thread
         if thread is not None:
             thread.join(CLOSE_SECONDS)
-            if thread.is_alive():
+            self.stuck = thread.is_alive()
+            if self.stuck:
                 _log.warning("the loader has kept a batch for %.0f s: its thread is left behind",
                              CLOSE_SECONDS)  # fmt: skip
 
@@ -110,16 +125,17 @@ class Feed(Closing):
                 self._changed.notify_all()
 
     def _stream(self) -> Iterator[Fed]:
-        """Micro-batches without end, over the borders of epochs."""
+        """Micro-batches without end, over the borders of epochs. What is left of an epoch may be
+        less than one, after a resume with larger ones."""
         while True:
             count = 0
-            before = self._loader.state_dict()
+            before = begun = self._loader.state_dict()
             for batch in self._loader:
                 after = self._loader.state_dict()
                 yield Fed(batch=batch, span=self._span(before), after=after,
                           ready=time.perf_counter())  # fmt: skip
                 before, count = after, count + 1
-            if not count:
+            if not count and not begun["samples"]:
                 raise ConfigError("the loader has no whole micro-batch in an epoch")
 
     def _span(self, before: dict[str, Any]) -> Span:

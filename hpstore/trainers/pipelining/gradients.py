@@ -56,8 +56,9 @@ def share_overflow(
     found = torch.tensor([float(mine)], device=device)
     if dist.is_initialized():
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    if bool(found) and not mine and gradients:
-        gradients[0].reshape(-1)[:1].fill_(float("inf"))
+    first = next((gradient for gradient in gradients if gradient.numel()), None)
+    if bool(found) and not mine and first is not None:
+        first[(0,) * first.dim()] = float("inf")  # a reshape of a strided one would be a copy
     return bool(found)
 
 

@@ -21,13 +21,18 @@ from hpstore.checkpoint.ranks import Channel, Ranks
 from hpstore.closing import Closing
 from hpstore.errors import CheckpointError, ConfigError, FormatTooNew
 from hpstore.loaders import DataLoader
-from hpstore.trainers.pipelining.bubbles import BubbleReport, Tally, report_of
+from hpstore.trainers.pipelining.bubbles import (
+    BubbleReport,
+    Tally,
+    deadlines_of,
+    report_of,
+)
 from hpstore.trainers.pipelining.events import Event, Recorder
 from hpstore.trainers.pipelining.feed import Pick
 from hpstore.trainers.pipelining.gradients import clip_norm, share_overflow
 from hpstore.trainers.pipelining.ledger import Ledger, Vote, agreed
 from hpstore.trainers.pipelining.places import Place, Standing, placed
-from hpstore.trainers.pipelining.plan import Deadlines, Plan, Work
+from hpstore.trainers.pipelining.plan import Plan
 from hpstore.trainers.pipelining.probes import (
     microbatches_of,
     not_lazy,
@@ -123,8 +128,8 @@ class PipelineHooks(Closing):
         self._tally = Tally()
         self._plan: Plan | None = None
         self._seen: Any = None  # the schedule whose shapes torch has tried out
-        self.counters = {"lazy_refused_total": 0, "buffers_put_back_total": 0,
-                         "steps_skipped_by_scaler_total": 0}  # fmt: skip
+        self._counters = {"lazy_refused_total": 0, "buffers_put_back_total": 0,
+                          "steps_skipped_by_scaler_total": 0}  # fmt: skip
 
     def _find_place(self) -> Place:
         group = () if self._group is None else tuple(dist.get_process_group_ranks(self._group))
@@ -242,7 +247,8 @@ class PipelineHooks(Closing):
     def step(self, schedule: Any, optimizer: Optimizer) -> StepRecord:
         """One step: data, schedule, optimizer, and every `every` steps a save.
 
-        Raises what the loader, the schedule and the save before raised; the step is then void.
+        Raises what the loader and the schedule raised: the step is then void. And what was raised
+        by the save that follows it, or the save before: the step then counts (`completed`).
         """
         if self._state.get("optimizer") is not optimizer:
             raise ConfigError("call restore(stage, optimizer) first, with this optimizer")
@@ -292,13 +298,12 @@ class PipelineHooks(Closing):
                 options |= {"target": target, "losses": losses}
             schedule.step(*whole, **options)
             seconds = time.perf_counter() - began
-        self._plan = self._plan or plan_of(schedule, self.num_stages)
         plain = self._plain_losses(losses or [])
         return _Run(began=began, seconds=seconds, losses=plain, lazy=lazy)
 
     def _slack(self, run: _Run, ready: tuple[float, ...]) -> float | None:
         """Between the arrival of the micro-batches and their deadlines."""
-        due = self._deadlines() if run.lazy else None
+        due = deadlines_of(self._plan, self._tally) if run.lazy and self._plan else None
         return slack_of(due, ready, run.began, first=self._supply.first, lazy=run.lazy)
 
     def _plain_losses(self, losses: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -317,8 +322,8 @@ class PipelineHooks(Closing):
             return False
         reason = not_lazy(schedule)
         if reason:
-            self.counters["lazy_refused_total"] += 1
-            if self.counters["lazy_refused_total"] == 1:
+            self._counters["lazy_refused_total"] += 1
+            if self._counters["lazy_refused_total"] == 1:
                 _log.warning(
                     "lazy=True is not possible with %s of this torch: %s. Whole batches are used.",
                     type(schedule).__name__, reason,
@@ -330,12 +335,12 @@ class PipelineHooks(Closing):
         if self._seen is schedule and not self._recorder.events_outside:
             return
         self._seen, self._recorder.events_outside = schedule, 0
-        self._plan = None
+        self._plan = plan_of(schedule, self.num_stages)
         buffers = Buffers(stage.submod for stage in self._stages)
 
         def put_back() -> None:
             buffers.put_back()
-            self.counters["buffers_put_back_total"] += buffers.changed
+            self._counters["buffers_put_back_total"] += buffers.changed
 
         self._recorder.before_first = put_back
 
@@ -360,7 +365,7 @@ class PipelineHooks(Closing):
         else:
             scaler.step(optimizer)
             scaler.update()
-            self.counters["steps_skipped_by_scaler_total"] += weights == self._weights
+            self._counters["steps_skipped_by_scaler_total"] += weights == self._weights
         self._step += 1
 
     def _consumed(self, count: int) -> tuple[float, ...]:
@@ -379,26 +384,13 @@ class PipelineHooks(Closing):
         self._copied = self.gate.idle_bytes, self.gate.busy_bytes
         return self._copied[0] - before[0], self._copied[1] - before[1]
 
-    def _deadlines(self) -> Deadlines | None:
-        """With the times that this rank has measured, taken for those of the other stages."""
-        if self._plan is None or not self._tally.works:
-            return None
-        kinds: dict[str, list[float]] = {}
-        for name, (count, total) in self._tally.works.items():
-            kinds.setdefault(name.partition("/")[2], []).append(total / count)
-
-        def seconds(work: Work) -> float:
-            seen = kinds.get(work.kind)
-            return sum(seen) / len(seen) if seen else 0.0
-
-        return self._plan.deadlines(seconds)
-
     def clip_grad_norm(self, max_norm: float) -> float:
         """For `before_optimizer`: clip by the norm over all stages; the norm. Collective."""
         return clip_norm(self._parameters(), max_norm, self._group, self._device)
 
     def _parameters(self) -> Iterable[torch.nn.Parameter]:
-        return (p for stage in self._stages for p in stage.submod.parameters())
+        """Each once, though two stages share it."""
+        return dict.fromkeys(p for stage in self._stages for p in stage.submod.parameters())
 
     @property
     def _device(self) -> torch.device:
@@ -466,6 +458,14 @@ class PipelineHooks(Closing):
                       self.num_stages)  # fmt: skip
 
     # --- report -----------------------------------------------------------------------------
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What was skipped, undone or done in another way, since the start."""
+        return self._counters | {
+            "observer_errors_total": self._recorder.observer_errors_total,
+            "copies_overdue_total": self.gate.overdue_total,
+        }
 
     def bubbles(self) -> BubbleReport:
         """Idle shares of the ranks of this pipeline since the last report. Collective."""

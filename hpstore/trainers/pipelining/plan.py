@@ -118,14 +118,16 @@ class Deadlines:
 
 
 def _works(actions: Iterable[Any]) -> Iterable[Work]:
-    """Compute actions; those that two directions share are taken apart."""
+    """Compute actions; those that two directions share are taken apart. Older torch has no
+    `sub_actions`, and numbers for values of the kinds, which it writes as newer ones do."""
     for action in actions:
         if action is None:
             continue
-        if action.sub_actions is not None:
+        if getattr(action, "sub_actions", None) is not None:
             yield from _works(action.sub_actions)
             continue
-        kind = getattr(action.computation_type, "value", str(action.computation_type))
+        named = action.computation_type
+        kind = named.value if isinstance(named.value, str) else str(named)
         if kind in UNIT_SECONDS and action.microbatch_index is not None:
             yield Work(action.stage_index, kind, action.microbatch_index)
 

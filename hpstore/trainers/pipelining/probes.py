@@ -7,12 +7,14 @@ of one. tests/contract/test_torch_pipelining.py holds for the versions that were
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, SupportsIndex
 
 from hpstore.errors import ConfigError
 from hpstore.trainers.pipelining.plan import Plan
 
+_log = logging.getLogger(__name__)
 _LAZY_ARGUMENTS = ("arg_mbs", "kwarg_mbs", "target_mbs", "losses")
 
 
@@ -29,9 +31,19 @@ def microbatches_of(schedule: Any) -> int:
 
 
 def plan_of(schedule: Any, num_stages: int) -> Plan | None:
-    """The order of work that a schedule announces; None when it announces none."""
+    """The order of work that a schedule announces; None when it announces none, or one that cannot
+    be read or played here (logged): deadlines and the theory of a report are then missing."""
     orders = getattr(schedule, "pipeline_order", None)
-    return Plan.of(orders, num_stages) if orders else None
+    if not orders:
+        return None
+    try:
+        plan = Plan.of(orders, num_stages)
+        plan.deadlines()
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        _log.warning("the plan of %s of this torch is not understood: %r", type(schedule).__name__,
+                     error)  # fmt: skip
+        return None
+    return plan
 
 
 def options_of_step(schedule: Any) -> dict[str, bool]:
@@ -68,6 +80,9 @@ class Lazily(list[Any]):
             self[at] = self._make(at)
             self._made.add(at)
         return super().__getitem__(at)
+
+    def __iter__(self) -> Iterator[Any]:  # list's own would not ask
+        return (self[index] for index in range(len(self)))
 
 
 def run_lazily(

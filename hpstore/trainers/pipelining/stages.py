@@ -75,9 +75,9 @@ def bare(module: torch.nn.Module) -> torch.nn.Module:
 def merged(modules: Sequence[torch.nn.Module]) -> torch.nn.Module:
     """One module with the names of all: it holds the very parameters and layers of the stages.
 
-    One stage is itself. Of several, a layer that one of them alone has is taken whole; where two
-    have a container of the same name (ModuleDicts of layers), their children are put side by side.
-    Raises ConfigError where two stages have different tensors under one name.
+    One stage is itself. Of several, a layer that one of them alone has, or that they share, is
+    taken whole; where two have a container of the same name (ModuleDicts of layers), their children
+    are put side by side. Raises ConfigError where two have different tensors under one name.
     """
     if len(modules) == 1:
         return modules[0]
@@ -86,26 +86,28 @@ def merged(modules: Sequence[torch.nn.Module]) -> torch.nn.Module:
 
 def _grafted(modules: Sequence[torch.nn.Module], path: str) -> torch.nn.Module:
     whole = torch.nn.Module()
-    children: dict[str, list[torch.nn.Module]] = {}
+    children: dict[str, dict[torch.nn.Module, None]] = {}  # by name, those that differ, in order
     for module in modules:
         for name, parameter in module.named_parameters(recurse=False):
-            _own(whole, path, name)
+            _require_same(whole._parameters.get(name), parameter, f"{path}{name}")
             whole.register_parameter(name, parameter)
         for name, tensor in module.named_buffers(recurse=False):
-            _own(whole, path, name)
+            _require_same(whole._buffers.get(name), tensor, f"{path}{name}")
             kept = name not in module._non_persistent_buffers_set
             whole.register_buffer(name, tensor, persistent=kept)
         for name, child in module.named_children():
-            children.setdefault(name, []).append(child)
+            children.setdefault(name, {})[child] = None
     for name, found in children.items():
-        child = found[0] if len(found) == 1 else _grafted(found, f"{path}{name}.")
+        child, *others = found
+        if others:
+            child = _grafted([child, *others], f"{path}{name}.")
         whole.add_module(name, child)
     return whole
 
 
-def _own(whole: torch.nn.Module, path: str, name: str) -> None:
-    if name in whole._parameters or name in whole._buffers:
-        raise ConfigError(twice(f"{path}{name}"))
+def _require_same(held: torch.Tensor | None, tensor: torch.Tensor, name: str) -> None:
+    if held is not None and held is not tensor:
+        raise ConfigError(twice(name))
 
 
 def twice(name: str) -> str:
@@ -113,7 +115,8 @@ def twice(name: str) -> str:
     return (
         f"two stages have a tensor called {name!r}: only one of them would be saved. Keep the "
         "names of the whole model: delete layers from a ModuleDict instead of renumbering a "
-        "ModuleList. Tensors that stages share on purpose go into tied=(...). Nothing was changed."
+        "ModuleList. Tensors that stages share on purpose are one tensor where a rank holds both, "
+        "and go into tied=(...) where two ranks do. Nothing was changed."
     )
 
 

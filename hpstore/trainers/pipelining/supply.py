@@ -11,6 +11,8 @@ from hpstore.trainers.pipelining.feed import Fed, Feed, Pick, as_arguments, join
 from hpstore.trainers.pipelining.ledger import Span
 from hpstore.trainers.pipelining.probes import Lazily
 
+STEPS_READY = 2  # steps whose micro-batches may lie ready: the one that runs and the next
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Consumed:
@@ -35,6 +37,8 @@ class Supply:
         self.first, self.last = first, last
         self._inputs, self._target = inputs, target
         self._feed: Feed | None = None
+        self._stands: dict[str, Any] | None = None  # the loader's state behind what is consumed
+        self._stuck = False
         self._count = 0
         self._late = set[int]()
         self.wait_seconds = 0.0  # of the step
@@ -50,11 +54,19 @@ class Supply:
         return len(self._late)
 
     def begin(self, count: int) -> None:
-        """A step of so many micro-batches; as many more are fetched while it runs."""
+        """A step of so many micro-batches; as many more are fetched while it runs. After an error
+        of the loader it is asked again, from where the run stands."""
         self._count, self._late, self.wait_seconds = count, set(), 0.0
-        if self.fed and self._feed is None and self._loader is not None:
-            self._feed = Feed(self._loader, ahead=count)
-            self._feed.start()
+        if not self.fed or self._loader is None:
+            return
+        if self._feed is not None and self._feed.failed:
+            self.close()
+        if self._feed is None:
+            self._require_own_loader()
+            self._stands = self._loader.state_dict()
+            self._feed = Feed(self._loader, ahead=STEPS_READY * count)
+        self._feed.keep_ready(STEPS_READY * count)
+        self._feed.start()
 
     def _look(self, index: int) -> Fed:
         assert self._feed is not None
@@ -91,6 +103,7 @@ class Supply:
             return Consumed()
         used = [self._feed.look(n)[0] for n in range(self._count)]
         self._feed.drop(self._count)
+        self._stands = used[-1].after
         return Consumed(
             spans=tuple(fed.span for fed in used),
             ready=tuple(fed.ready for fed in used),
@@ -98,16 +111,31 @@ class Supply:
         )
 
     def go_to(self, state: dict[str, Any] | None) -> None:
-        """Go on at a saved position of the loader; what was fetched ahead is forgotten."""
+        """Go on at a saved position of the loader; what was fetched ahead is forgotten. Raises
+        ConfigError for a state of another run, and when the loader hangs."""
         self.close()
         if self.fed and self._loader is not None and state is not None:
+            self._require_own_loader()
             self._loader.load_state_dict(state)
 
     def close(self) -> None:
-        """Stop fetching. The next step begins anew."""
+        """Stop fetching. The loader stands behind what was consumed, where another begin() goes on;
+        where it was until now when it hangs (logged). Idempotent."""
         feed, self._feed = self._feed, None
-        if feed is not None:
-            feed.close()
+        if feed is None:
+            return
+        feed.close()
+        self._stuck = feed.stuck
+        if self._loader is not None and self._stands is not None and not feed.stuck:
+            self._loader.load_state_dict(self._stands)
+
+    def _require_own_loader(self) -> None:
+        """A thread that a hanging loader has kept would take micro-batches that nobody sees."""
+        if self._stuck:
+            raise ConfigError(
+                "the loader hangs in an earlier fetch, so its position is not known any more. What "
+                "was committed is untouched: end this process, the next one goes on from there."
+            )
 
 
 __all__ = ["Consumed", "Supply"]

@@ -1,0 +1,137 @@
+"""Devices that are lost, full, slow while a pipeline trains: real file systems, real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch.distributed as dist
+
+import hpstore
+from hpstore.config import Settings, find_config
+from hpstore.devices import Device
+from hpstore.devices.wrappers import DeviceWrapper
+from hpstore.opening import device_opener
+from hpstore.pool import Pool
+from hpstore.testing.loopfs import LoopFilesystem
+from hpstore.units import MIB
+from tests.fault.common import Call, MakeDisks, poll
+from tests.integration.ranks import PATIENCE, launch, open_pool
+from tests.trainers.pipelines import build, write_samples
+from tests.trainers.runs import Run, keep_on, require_each_sample_once, require_same_losses
+
+T = TypeVar("T")
+STEPS, HURT = 14, 5  # steps in all, steps that are done when something breaks
+SLOW_SECONDS = 0.05  # by which every read, write and sync of a device takes longer
+pytestmark = [
+    pytest.mark.fault,
+    pytest.mark.root,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(
+        not os.environ.get("HPSTORE_LONG_TESTS"),
+        reason="four launches of a pipeline a fault: HPSTORE_LONG_TESTS=1",
+    ),
+]
+
+
+class Slow(DeviceWrapper):
+    """Answers late while a file is there."""
+
+    def __init__(self, inner: Device, sign: Path) -> None:
+        super().__init__(inner)
+        self.sign, self.late = sign, 0
+
+    def around(self, operation: str, nbytes: int, call: Callable[[], T]) -> T:
+        if operation in ("read", "write", "sync") and self.sign.exists():
+            self.late += 1
+            time.sleep(SLOW_SECONDS)
+        return call()
+
+
+def train_meanwhile(
+    rank: int, world: int, directory: Path, run: str, attempt: int, until: int, pause: bool
+) -> None:
+    """Train up to a step on a pool whose first device may be slow. `pause`: when HURT steps are
+    done, until somebody has broken something."""
+    config = find_config(directory / "pool.toml")
+    plain = device_opener(config.settings)
+    slow: list[Slow] = []
+
+    def opener(url: str) -> Device:
+        if url != config.devices[0]:
+            return plain(url)
+        slow.append(Slow(plain(url), directory / "slow"))
+        return slow[-1]
+
+    def wait() -> None:
+        if trainer.hooks.completed == HURT:
+            (directory / f"reached-{rank}").touch()
+            poll(PATIENCE, (directory / "hurt").exists)
+
+    with Pool(config, opener=opener) as pool:
+        options = {"before_optimizer": wait} if pause else {}
+        trainer = build(pool, "1f1b", prefix=run, **options)
+        keep_on(trainer, until, directory / f"{run}.{attempt}.{rank}.jsonl")
+        trainer.close()
+        dist.barrier()
+        late = sum(device.late for device in slow)
+        (directory / f"late-{rank}").write_text(json.dumps(late))
+
+
+def lose(disks: list[LoopFilesystem], directory: Path) -> None:
+    """Two devices give EIO for everything."""
+    for disk in disks[:2]:
+        disk.shutdown()
+        with pytest.raises(OSError):
+            os.listdir(disk.path)
+
+
+def fill(disks: list[LoopFilesystem], directory: Path) -> None:
+    """Two devices take nothing more."""
+    for disk in disks[:2]:
+        disk.fill()
+        assert disk.free_bytes() < MIB
+
+
+def slow_down(disks: list[LoopFilesystem], directory: Path) -> None:
+    """One device takes its time."""
+    (directory / "slow").touch()
+
+
+@pytest.mark.parametrize("hurt", [lose, fill, slow_down])
+def test_a_pipeline_trains_and_resumes_whatever_its_devices_do(
+    make_disks: MakeDisks, tmp_path: Path, hurt: Callable[[list[LoopFilesystem], Path], None]
+) -> None:
+    """m of 4 + 2 devices lost, or full, or one slow, from the middle of a step on: training goes
+    on, saves are committed, and another job resumes from them on what is left. Losses bit by bit
+    those of healthy devices; samples lost = repeated = 0."""
+    disks = make_disks(6)
+    settings = Settings(memory_bytes=16 * MIB, run_directory=str(tmp_path / "run"))
+    hpstore.create(
+        [disk.path for disk in disks], data=4, parity=2, config=tmp_path / "pool.toml",
+        settings=settings,
+    ).close()  # fmt: skip
+    with open_pool(tmp_path) as pool:
+        write_samples(pool)
+    whole, run = Run(tmp_path, "whole"), Run(tmp_path, "hurt")
+    whole.go(2, "1f1b", STEPS)
+
+    job = Call(lambda: launch(tmp_path, 2, train_meanwhile, run.name, 0, 10, True))
+    poll(PATIENCE, lambda: (tmp_path / "reached-0").exists() or job.ended(0))
+    hurt(disks, tmp_path)
+    (tmp_path / "hurt").touch()
+    assert job.ended(2 * PATIENCE)
+    job.result()
+    run.attempts = 1
+    assert run.committed()[-1] == 10
+    late = [json.loads((tmp_path / f"late-{rank}").read_text()) for rank in range(2)]
+    assert all(count > 0 for count in late) == (hurt is slow_down)
+    assert run.go(2, "1f1b", STEPS) == 10
+    found = run.steps()
+    require_each_sample_once(found, STEPS)
+    require_same_losses(found, whole.steps(), exact_to=0.0)
