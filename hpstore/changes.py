@@ -67,18 +67,18 @@ def add_member(
         fresh = Identity(
             pool_id=record.pool_id, device_id=device_id, domain=domain or f"d-{device_id[:8]}"
         )
-        _ask_once(store, f"add {device.url}", lambda: claim(device, fresh))
+        _ask_once(store, device, lambda: claim(device, fresh))
         identity = fresh
     member = Member(device_id=device_id, url=url, domain=domain or identity.domain)
     commit_record(store, with_member(record, member), {device_id: device}, force=force)
     return member
 
 
-def _ask_once(store: Store, name: str, call: Callable[[], T]) -> T:
+def _ask_once(store: Store, device: Device, call: Callable[[], T]) -> T:
     """Make a call on a device that is no member, under the open deadline: whoever holds the change
     lock waits for nobody longer (PROTOCOL 15). Raises what it raises."""
     deadline = store.settings.open_deadline_seconds
-    (answer,) = store.scheduler.gather_once({name: call}, deadline).values()
+    (answer,) = store.scheduler.gather_once({device.url: call}, deadline).values()
     if isinstance(answer, Exception):
         raise answer
     return answer
@@ -103,7 +103,7 @@ def _own_identity(store: Store, device: Device) -> Identity | None:
             return None
         return Identity.decode(data, where=f"{device.url}/{IDENTITY_FILE}")
 
-    return _ask_once(store, f"add {device.url}", read)
+    return _ask_once(store, device, read)
 
 
 def lost_without(view: View, layout: Layout, leaving: str) -> bool:
@@ -352,7 +352,7 @@ def reconcile(store: Store, device_id: str, device: Device) -> Reconciled:
 
 def readmit_member(store: Store, member: Member, device: Device) -> Reconciled:
     """Reconcile an evicted device, then make it a member. The caller holds the change lock."""
-    _ask_once(store, f"return {member.device_id}", lambda: device.probe(write=True))
+    _ask_once(store, device, lambda: device.probe(write=True))
     found = reconcile(store, member.device_id, device)
     back = replace(member, url=device.url, state=DeviceState.ONLINE)
     record = with_member(store.view.record, back)

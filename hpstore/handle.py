@@ -224,7 +224,7 @@ class PoolHandle(Closing):
                 future.result().close()
 
         scheduler, deadline = self._store.scheduler, self.config.settings.open_deadline_seconds
-        (found,) = scheduler.gather_once({f"add {url}": open_it}, deadline, late).values()
+        (found,) = scheduler.gather_once({same_form(url): open_it}, deadline, late).values()
         if isinstance(found, Exception):
             raise found
         return found

@@ -210,7 +210,8 @@ class Scheduler:
         results: dict[str, T | Exception] = {}
         for name, future in futures.items():
             if future.done():
-                results[name] = outcome(future, name, deadline_seconds)
+                answer = outcome(future, name, deadline_seconds)
+                results[name] = answer
                 if self.answers(name):  # else it was refused: an earlier call has the lane
                     self.forget(name, _no_end)
                 continue

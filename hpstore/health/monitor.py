@@ -219,7 +219,7 @@ class Monitor:
             self._detector.forget(device)
             self._writes.forget(device)
             for known in (self._meters, self._traits, self._counts, self._latencies):
-                known.pop(device, None)  # type: ignore[attr-defined]  # dicts of several kinds
+                known.pop(device, None)
 
     def _learn_traits(self) -> None:
         """What kinds of device there are; asked on their lanes, as it may wait for them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -196,7 +197,7 @@ def test_time_in_which_the_process_was_stopped_is_no_delay_of_a_unit(
                 hangs.release()
             return 3600.0 * next(hours)
 
-        monkeypatch.setattr(fill_module.time, "monotonic", later)
+        monkeypatch.setattr(time, "monotonic", later)
         _, found, _ = within(20.0, lambda: read(reader, [0]))
         monkeypatch.undo()
         assert next(hours) > 10

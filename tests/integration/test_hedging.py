@@ -20,6 +20,7 @@ from hpstore.health.recorder import Outcome
 from hpstore.health.verdicts import HealthState
 from hpstore.objects import hedging
 from hpstore.objects import read as read_module
+from hpstore.patience import wait_awake
 from hpstore.pool import Pool
 from hpstore.pooled import PooledReader
 from hpstore.testing import ManualClock
@@ -247,11 +248,10 @@ def test_a_late_read_is_waited_for_one_deadline_not_two(
 ) -> None:
     """What was waited for a spare that could not be read counts as waited for the device."""
     asked: list[float] = []
-    plain = read_module.wait_awake
 
     def note(futures: Collection[Future[Any]], seconds: float) -> float:
         asked.append(seconds)
-        return plain(futures, seconds)
+        return wait_awake(futures, seconds)
 
     deadline = 0.3
     with late_pool(tmp_path, device_deadline_seconds=deadline) as late:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from hpstore.config import load_config
+from hpstore.devices.local import LocalDevice
 from hpstore.errors import ConfigError
 from hpstore.pool import Pool
 from hpstore.scheduler import Scheduler
@@ -214,11 +215,13 @@ def test_a_place_that_hangs_while_it_is_added_blocks_no_other_change(
     """PROTOCOL 15: it is refused after the deadline, and the change lock is free. When it answers
     it can be added."""
     new = f"{bench.root}/new"
+    os.mkdir(new)
+    LocalDevice(new).prepare()  # what is wrapped is not told apart from a store
     gates.shut = {(new, operation)}
     with bench.open(wrap=gates.wrap) as pool:
         assert not within(LIMIT / 2, lambda: attempt(lambda: pool.add_device(new)))
         assert gates.waiting == 1
         within(LIMIT / 2, lambda: pool.evict(bench.paths[1]))
         gates.let_go()
-        within(LIMIT / 2, lambda: pool.add_device(new))
+        poll(LIMIT, lambda: attempt(lambda: pool.add_device(new)))
         assert new in pool.places.values()

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from hpstore.errors import AlreadyClosed
-from hpstore.loaders import DataLoader, Dataset
+from hpstore.loaders import DataLoader, Dataset, open_shards
+from hpstore.loaders.open_shards import OpenShards
 from hpstore.loaders.slab import Slab
 from tests.fault.common import Bench, Call, Gates, poll
 from tests.integration.loader_cases import COUNT, MODES, PLAIN, flat, labels, write
@@ -97,3 +98,29 @@ def test_closing_a_pool_is_no_fault_of_the_pages_that_are_being_read(
         assert slab.reserve(pages + 2) is None
         assert pool.metrics.value("page_load_error_total") == 0
         assert "record by record" not in caplog.text
+
+
+class _Opened:
+    """A reader of a shard whose closing is looked at."""
+
+    def __init__(self, shards: OpenShards, free: list[bool]) -> None:
+        self._shards, self._free = shards, free
+
+    def share(self) -> _Opened:
+        return self
+
+    def close(self) -> None:
+        self._free.append(not self._shards._lock.locked())
+
+
+def test_a_file_that_nobody_uses_is_closed_while_others_are_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a device that hangs close() may wait: not under the lock that every opening takes."""
+    monkeypatch.setattr(open_shards, "LEAST_READERS", 1)
+    monkeypatch.setattr(open_shards, "FILES_SHARE", 1 << 40)
+    shards, free = OpenShards(1), list[bool]()
+    for key in ("a", "b", "c"):
+        shards.get(key, lambda: _Opened(shards, free))  # type: ignore[arg-type,return-value]
+    assert len(free) >= 3  # the thread's own and what they came from
+    assert all(free)
