@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass
 
+from hpstore.expiry import read_notes
 from hpstore.keys import Kind
-from hpstore.objects.catalog import walk
+from hpstore.objects.catalog import Catalog, walk
 from hpstore.objects.store import Store
 from hpstore.objects.survey import (
     Layout,
@@ -34,7 +35,8 @@ class Condition:
     """What a walk has found.
 
     `holding`: devices with a column of a live object that no other device has. `needed`: devices
-    without which some object could not be read.
+    without which some object could not be read. `expiring`: degraded objects that are healed last,
+    or left alone, as their owner soon deletes them: why, and how many.
     """
 
     objects: int
@@ -46,10 +48,11 @@ class Condition:
     holding: frozenset[str]
     needed: frozenset[str]
     silent: frozenset[str]  # devices that did not answer
+    expiring: dict[str, int]
 
 
 def survey_condition(store: Store) -> Condition:
-    """Walk all keys and add up. Nothing is opened."""
+    """Walk all keys and add up. Nothing is opened but notes on what expires."""
     view, found = store.view, walk(store)
     usable = len(store.candidates())
     objects = degraded = unreadable = todo = 0
@@ -57,6 +60,7 @@ def survey_condition(store: Store) -> Condition:
     worst: list[Degraded] = []
     holding: set[str] = set()
     needed: set[str] = set()
+    short_keys: set[str] = set()
     for key, survey in found.surveys.items():
         todo += needs_work(view, survey, usable)
         layout = newest_by_name(view, survey)
@@ -73,6 +77,8 @@ def survey_condition(store: Store) -> Condition:
         serves = verdict is Verdict.SERVES
         degraded += serves and short
         unreadable += not serves
+        if short and serves:
+            short_keys.add(key)
         if short or not serves:
             worst.append(Degraded(key=key, spare=spare))
             if len(worst) > 8 * _NAMED:
@@ -81,7 +87,14 @@ def survey_condition(store: Store) -> Condition:
         objects=objects, degraded=degraded, unreadable=unreadable, losses_tolerated=tolerated,
         todo=todo, most_endangered=tuple(_worst(worst)), holding=frozenset(holding),
         needed=frozenset(needed), silent=found.unknown,
+        expiring=_expiring(store, found, short_keys),
     )  # fmt: skip
+
+
+def _expiring(store: Store, found: Catalog, short: Set[str]) -> dict[str, int]:
+    notes = read_notes(store, found) if short else []
+    counts = {note.reason: sum(key in short for key in note.sizes) for note in notes}
+    return {reason: count for reason, count in counts.items() if count}
 
 
 def needed_by(layout: Layout, devices: Set[str]) -> set[str]:

@@ -56,6 +56,7 @@ class PoolStatus:
     degraded: int  # readable, but short of their full stripe
     unreadable: int  # need devices that are missing now
     losses_tolerated: int  # further devices that may be lost: the pool opens, all objects read
+    expiring: Mapping[str, int]  # degraded objects that soon go, so are healed last: why, how many
     debts: int
     usable_bytes: int  # object bytes that still fit, at the geometry of now
     can_shrink_by: int  # devices that may go before new data loses its full parity
@@ -183,6 +184,7 @@ def pool_status(
         degraded=found.degraded,
         unreadable=found.unreadable,
         losses_tolerated=min(tolerated, store.view.may_leave(silent)),
+        expiring=found.expiring,
         debts=len(read_debts(store)),
         usable_bytes=free * effective // width if effective else 0,
         can_shrink_by=max(0, len(candidates) - record.parity - 1),

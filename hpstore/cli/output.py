@@ -162,6 +162,10 @@ def show_status(status: PoolStatus) -> None:
         f"room for {format_bytes(status.usable_bytes)}; can shrink by {status.can_shrink_by} "
         "devices with full parity",
     ]
+    lines += [
+        f"{count} of the degraded objects are healed last: {why}"
+        for why, count in status.expiring.items()
+    ]
     if status.effective_data == 0:
         lines.append("too few devices for new data: reads only")
     lines += status.decisions

@@ -343,7 +343,7 @@ def test_a_walk_that_is_not_of_the_devices_there_are_is_not_believed(tended: Ten
     tended.rounds(10)
     assert tended.agent.eyes.condition() is not None
     before = tended.agent.eyes.condition()
-    tended.harness.lose(["memory://d0"])
+    tended.harness.lose([tended.harness.columns("large")[0][0]])
     tended.agent.eyes.presence.look(tended.clock.monotonic() + 100)
     assert tended.agent.eyes.condition() is None
     tended.clock.advance(100)
@@ -542,9 +542,10 @@ def iter_of(*outcomes: object) -> Callable[[], object]:
 
 
 def test_a_job_that_crashes_is_counted_and_does_not_end_the_others(
-    tended: Tended, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bug in one must not end healing for good."""
+    tended = Tended(tmp_path, config=AgentConfig(smart_hours=0.0, scrub_days=2.0))
     tended.rounds(10)
     monkeypatch.setattr(tended.pool, "scrub", iter_of(ZeroDivisionError("a bug")))
     jobs = tended.agent.jobs
@@ -556,3 +557,4 @@ def test_a_job_that_crashes_is_counted_and_does_not_end_the_others(
     jobs.run_all()
     assert tended.pool.metrics.value("agent_job_crash_total") == 1
     assert any("crashed" in event.text for event in jobs.events())
+    tended.stop()

@@ -115,11 +115,13 @@ def test_what_is_put_off_keeps_an_evicted_device_from_counting_as_made_up_for(
     expiring.rebuild()
     with expiring.harness.open(read_only=True) as pool:
         assert pool.record.unhealed()
+        assert pool.status().expiring == {"step 1 goes": 1}
     report, _ = expiring.rebuild(everything=True)
     assert report.whole
     assert expiring.spare(OLD) == 2
     with expiring.harness.open(read_only=True) as pool:
         assert not pool.record.unhealed()
+        assert pool.status().expiring == {}
 
 
 def test_what_would_be_whole_in_time_is_healed_last(expiring: Expiring) -> None:
