@@ -37,7 +37,8 @@ class SharedPace:
             busy = max(0.0, now - self._resumed)
             self.bytes += nbytes
             self.busy_seconds += busy
-            until = now + pause_seconds(busy, self._share())
+            # who comes while another waits waits as long: the pause is for all of the work
+            until = max(now, self._resumed) + pause_seconds(busy, self._share())
             if self._limit:
                 self._free_at = max(now, self._free_at) + nbytes / self._limit
                 until = max(until, self._free_at)

@@ -61,6 +61,36 @@ def test_work_takes_its_share_of_the_time(steps: list[float], share: float) -> N
     assert whole == pytest.approx(share * alone, rel=1e-6)
 
 
+class Meanwhile(FakeClock):
+    """While somebody waits for the first time, something else happens."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        super().__init__()
+        self._then: Callable[[], None] | None = then
+
+    def wait(self, seconds: float) -> None:
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+        super().wait(seconds)
+
+
+def test_two_threads_share_one_pause() -> None:
+    """A laying out anew reads on two threads: one may not work on while the other pauses."""
+    ended: list[float] = []
+
+    def other() -> None:
+        pace(1000)
+        ended.append(clock.monotonic())
+
+    clock = Meanwhile(other)
+    pace = SharedPace(clock, lambda: 0.25, stop=lambda: False)
+    clock.advance(1.0)
+    pace(1000)
+    assert ended == [pytest.approx(4.0)]
+    assert clock.monotonic() == pytest.approx(4.0, abs=0.3)  # its wait was of 0.2 s
+
+
 def test_a_stall_does_not_stop_work_for_minutes() -> None:
     """A step of a minute is waited for as one of two seconds."""
     assert pause_seconds(60.0, 0.5) == 2.0
