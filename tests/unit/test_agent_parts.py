@@ -38,7 +38,7 @@ from hpstore.health.forecast.forecaster import FailureForecaster, Forecast, Risk
 from hpstore.health.overrides import Command
 from hpstore.health.smart import DiskActivity, Readout, SmartReading
 from hpstore.health.states import Outlook
-from hpstore.rebuild import RebuildReport
+from hpstore.rebuild import Pace, RateLimit, RebuildReport
 from hpstore.testing.harness import FakeClock
 from tests.unit.tended import Tended
 
@@ -109,6 +109,29 @@ def test_a_further_limit_holds_too_and_a_stop_ends_the_wait() -> None:
     pace(10**9)
     assert clock.monotonic() == pytest.approx(5.0)
     assert not pace.go_on()
+
+
+@pytest.mark.parametrize("made", [
+    lambda clock: RateLimit(1000.0, clock),
+    lambda clock: SharedPace(clock, lambda: 1.0, stop=lambda: False, bytes_per_second=1000.0),
+])  # fmt: skip
+def test_a_rate_is_reached_by_work_that_takes_most_of_the_time(
+    made: Callable[[FakeClock], Pace],
+) -> None:
+    """Steps of 1,000 bytes take 0.8 s each; with 1,000 bytes a second allowed there is one a
+    second, not one in 1.8. After a stall of a minute two seconds are made up for, not sixty.
+    """
+    clock = FakeClock()
+    pace = made(clock)
+    for _ in range(10):
+        pace(1000)
+        clock.advance(0.8)
+    assert clock.monotonic() == pytest.approx(10.8)
+    clock.advance(60.0)
+    before = clock.monotonic()
+    for _ in range(6):
+        pace(1000)
+    assert clock.monotonic() - before == pytest.approx(4.0)
 
 
 def test_a_scrub_reads_all_within_nine_tenths_of_its_days() -> None:
