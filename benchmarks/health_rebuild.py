@@ -91,15 +91,18 @@ def agent_process(connection: Connection, toml: str, config: AgentConfig) -> Non
 
 
 def _heal(agent: Agent) -> Healed | str:
-    """Rounds until a rebuild has begun and ended."""
-    until, began, working = time.monotonic() + SILENT_SECONDS, 0.0, 0.0
+    """Rounds until a rebuild has begun and ended, or another has taken its place: rounds that see
+    the loss while it is being made up for ask for one more."""
+    until, began, last = time.monotonic() + SILENT_SECONDS, 0.0, None
     due = time.monotonic()
     while time.monotonic() < until:
         now, sight = time.monotonic(), agent.jobs.sight()
+        if last is not None and (sight is None or sight.seconds < last.seconds):
+            return Healed(
+                began=began, ended=now, working_bytes_per_second=last.bytes_per_second_alone
+            )
         if sight is not None and sight.kind == JobKind.REBUILD:
-            began, working = began or now, sight.bytes_per_second_alone
-        elif began and sight is None:
-            return Healed(began=began, ended=now, working_bytes_per_second=working)
+            began, last = began or now, sight
         if now >= due:
             agent.tick()
             due = time.monotonic() + ROUND_SECONDS
