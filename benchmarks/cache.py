@@ -19,7 +19,7 @@ from hpstore.benchmarks.cache_peers import PeerRun, missing, packages_named
 from hpstore.benchmarks.cache_plots import plot_workload
 from hpstore.benchmarks.cache_traces import BLOCKS, TRACES, Trace, trace_named
 from hpstore.benchmarks.checkpoint import progress
-from hpstore.benchmarks.measure import Options
+from hpstore.benchmarks.measure import Options, unmet
 from hpstore.errors import ConfigError
 from hpstore.loaders.policy import CacheReport, belady, simulate
 
@@ -90,18 +90,6 @@ def bench_cache(options: Options) -> dict[str, object]:
 
 def _say(bar: Progress, name: str, part: str) -> None:
     bar.update(bar.task_ids[0], description=f"{name} {part}".strip())
-
-
-def unmet(results: Mapping[str, Any], path: str = "") -> list[str]:
-    """Where a figure misses its bar: the path of every "met" that is False."""
-    found = []
-    for key, value in results.items():
-        here = f"{path}/{key}" if path else str(key)
-        if isinstance(value, Mapping):
-            found += unmet(value, here)
-        elif (key == "met" or key.endswith("_met")) and key != "not_met" and value is False:
-            found.append(here)
-    return found
 
 
 def _cases(named: str) -> list[str]:
@@ -212,4 +200,4 @@ def _plotted(directory: Path, name: str, rows: Mapping[str, Any]) -> dict[str, s
     return {}
 
 
-__all__ = ["bench_cache", "unmet"]
+__all__ = ["bench_cache"]

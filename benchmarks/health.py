@@ -1,247 +1,205 @@
-"""Device health on made-up times: how soon a slow device is found, how often a well one is.
+"""Device health: the detector on made-up times, and pools on devices of which one turns slow or
+is lost, against the bars of issue 6.
 
-A device is *found* at its first verdict, suspect: from there on reads are planned round it. Bars
-are those of issue 6. Everything is seeded; only the cost of telemetry depends on the machine.
+`hpstore bench health --json FILE` is one command for all of them; each part says what it measures:
+
+slow, healthy, load, hang, telemetry   made-up service times (health_detector.py)
+window, global, reads                  one of eight devices at 10 MB/s (health_slow.py)
+saves                                  checkpoints meanwhile (health_saves.py)
+overhead                               what the monitor costs a loader (health_cost.py)
+rebuild                                bandwidth, and p99 of a foreground (health_rebuild.py)
+forecast                               failures, on files of the user's (health_forecast.py)
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-import numpy as np
+from rich.progress import Progress
 
+from hpstore.benchmarks import health_detector as detector
+from hpstore.benchmarks.checkpoint import progress
+from hpstore.benchmarks.devices import workspace
+from hpstore.benchmarks.health_cost import MODES, cost_case
+from hpstore.benchmarks.health_forecast import forecast_case
 from hpstore.benchmarks.health_peers import RULES, Ours, Rule
-from hpstore.benchmarks.health_traces import (
-    BARRED,
+from hpstore.benchmarks.health_reads import Objects
+from hpstore.benchmarks.health_rebuild import QUICK as QUICK_PLAN
+from hpstore.benchmarks.health_rebuild import Plan, Rebuild
+from hpstore.benchmarks.health_rig import (
+    DATA,
     DEVICES,
-    HEALTHY,
-    HOUR_TICKS,
-    ONSET,
-    ROUGH_SIGMA,
-    SHAPES,
-    SIGMAS,
-    TICK_SECONDS,
-    USUAL_SECONDS,
-    Shape,
-    Trace,
-    healthy_trace,
-    slow_trace,
+    PARITY,
+    SLOW_BYTES_PER_SECOND,
+    Rig,
+    loads,
 )
-from hpstore.benchmarks.measure import Options
+from hpstore.benchmarks.health_saves import OTHER_REPEATS, Pattern, Saves
+from hpstore.benchmarks.health_saves import QUICK as QUICK_PATTERN
+from hpstore.benchmarks.health_slow import OFF_REPEATS, Phases, Scene, loader_case, reads_case
+from hpstore.benchmarks.health_slow import POOL as SCENE_POOL
+from hpstore.benchmarks.health_slow import QUICK as QUICK_PHASES
+from hpstore.benchmarks.health_traces import HOUR_TICKS
+from hpstore.benchmarks.loader_data import Data
+from hpstore.benchmarks.measure import Options, unmet
 from hpstore.errors import ConfigError
-from hpstore.health import Signs, SlowDetector
-from hpstore.health.recorder import Operation, Recorder
-from hpstore.health.telemetry import Telemetry
+from hpstore.units import GIB, MIB
 
-CASES = ("slow", "healthy", "load", "hang", "telemetry")
+_log = logging.getLogger(__name__)
+MADE_UP = ("slow", "healthy", "load", "hang", "telemetry")
+ON_DEVICES = ("window", "global", "reads", "saves", "overhead", "rebuild")
+CASES = (*MADE_UP, *ON_DEVICES, "forecast")
 RUNS_A_REPEAT = 4
-LOAD_TICKS = 300
-_READ_BYTES = 12 * 1024
+MOST_REPEATS = 3  # of saves and rebuilds: half a minute each
+LAID_ANEW = 1
+# Any: JSON
+Found = dict[str, Any]
 
-Row = dict[str, object]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """How much is stored, and for how long things are watched."""
+
+    data_bytes: int = 1200 * MIB
+    device_bytes: int = GIB
+    objects: Objects = field(default_factory=Objects)
+    phases: Phases = field(default_factory=Phases)
+    pattern: Pattern = field(default_factory=Pattern)
+    plan: Plan = field(default_factory=Plan)
+    turns: int = 12
+    turn_seconds: float = 2.0
+    hour_ticks: int = HOUR_TICKS
+
+
+QUICK = Scale(
+    data_bytes=150 * MIB, device_bytes=256 * MIB, objects=Objects(count=4), phases=QUICK_PHASES,
+    pattern=QUICK_PATTERN, plan=QUICK_PLAN, turns=2, turn_seconds=0.5, hour_ticks=200,
+)  # fmt: skip
 
 
 def bench_health(options: Options) -> dict[str, object]:
-    """Verdicts by case; `--repeats` scales the number of seeds."""
-    cases = tuple(options.cases.split(",")) if options.cases else CASES
-    unknown = [case for case in cases if case not in CASES]
-    if unknown:
-        raise ConfigError(f"no case of health is called {unknown[0]!r}; there are {list(CASES)}")
-    rules: dict[str, Callable[..., Rule]] = {"hpstore": Ours}
-    if options.peers:
-        rules = dict(RULES)
-    made: dict[str, Callable[[], dict[str, object]]] = {
-        "slow": lambda: slow_devices(RUNS_A_REPEAT * options.repeats, rules),
-        "healthy": lambda: healthy_devices(options.repeats, rules, HOUR_TICKS),
-        "load": lambda: load(options.repeats, LOAD_TICKS),
-        "hang": hang,
-        "telemetry": lambda: telemetry(10 * options.repeats, 2_000),
-    }
-    return {case: made[case]() for case in cases}
+    """Figures by case, with verdicts; `not_met` and `not_run` name those that are not good.
 
-
-def first_found(rule: Rule, trace: Trace) -> tuple[list[int | None], list[int | None]]:
-    """The tick of each device's first verdict, and of the first that it should sit out."""
-    found: list[int | None] = [None] * DEVICES
-    out: list[int | None] = [None] * DEVICES
-    for number in range(len(trace.means)):
-        for which, devices in zip(
-            (found, out), rule.tick(number * TICK_SECONDS, trace.tick(number)), strict=True
-        ):
-            for device in devices:
-                index = int(device[1:])
-                which[index] = number if which[index] is None else which[index]
-    return found, out
-
-
-def slow_devices(runs: int, rules: Mapping[str, Callable[..., Rule]]) -> dict[str, object]:
-    """Recall and delay in ticks, by shape, noise and rule."""
-    rows: dict[str, object] = {}
-    for name, shape in SHAPES.items():
-        for sigma in (*SIGMAS, ROUGH_SIGMA):
-            traces = [slow_trace(shape, sigma, seed) for seed in range(runs)]
-            bar = shape.within if sigma in SIGMAS else None
-            rows[f"{name}, sigma {sigma}"] = {
-                rule: _delays([first_found(make({}), trace) for trace in traces], shape,
-                              bar if rule == "hpstore" else None)
-                for rule, make in rules.items()
-            }  # fmt: skip
-    return rows
-
-
-def _delays(
-    found: Sequence[tuple[list[int | None], list[int | None]]], shape: Shape, bar: int | None
-) -> Row:
-    """Ticks from the onset to the first verdict on the slow device, the tick itself counted."""
-    delays = [_since_onset(first[0]) for first, _ in found]
-    sitouts = [_since_onset(out[0]) for _, out in found]
-    known = sorted(delay for delay in delays if delay is not None)
-    row: Row = {
-        "runs": len(found),
-        "recall": round(len(known) / len(found), 3),
-        "ticks_median": statistics.median(known) if known else None,
-        "ticks_most": known[-1] if len(known) == len(found) else None,
-        "sitout_recall": round(sum(d is not None for d in sitouts) / len(found), 3),
-        "others_found": sum(tick is not None for first, _ in found for tick in first[1:]),
-    }
-    if shape.within is not None:
-        row["recall_in_time"] = round(sum(d <= shape.within for d in known) / len(found), 3)
-    if bar is not None:
-        row |= {"bar": f"recall 1.0 within {bar} ticks", "met": row["recall_in_time"] == 1.0}
-    return row
-
-
-def _since_onset(tick: int | None) -> int | None:
-    """None for no verdict; one before the onset is a false alarm that counts as found at once."""
-    return None if tick is None else max(1, tick - ONSET + 1)
-
-
-def healthy_devices(
-    hours: int, rules: Mapping[str, Callable[..., Rule]], ticks: int
-) -> dict[str, object]:
-    """Devices that were found though all were well, by case, noise and rule."""
-    rows: dict[str, object] = {}
-    for name in HEALTHY:
-        for sigma in (*SIGMAS, ROUGH_SIGMA):
-            traces = [healthy_trace(name, sigma, seed, ticks) for seed in range(hours)]
-            rows[f"{name}, sigma {sigma}"] = {
-                rule: _alarms(
-                    make,
-                    traces,
-                    barred=rule == "hpstore" and name in BARRED and sigma in SIGMAS,
-                )
-                for rule, make in rules.items()
-            }
-    return rows
-
-
-def _alarms(make: Callable[..., Rule], traces: Sequence[Trace], *, barred: bool) -> Row:
-    """False alarms: each time a device enters the set of suspects."""
-    alarms = out = 0
-    for trace in traces:
-        rule, before, before_out = make(trace.traits), set[str](), set[str]()
-        for number in range(len(trace.means)):
-            found, sits = rule.tick(number * TICK_SECONDS, trace.tick(number))
-            alarms += len(found - before)
-            out += len(sits - before_out)
-            before, before_out = found, sits
-    days = sum(trace.means.size for trace in traces) * TICK_SECONDS / 86400
-    row: Row = {
-        "device_hours": round(24 * days, 1),
-        "alarms": alarms,
-        "alarms_a_device_day": round(alarms / days, 3),
-        "sitouts": out,
-    }
-    if barred:
-        row |= {"bar": "no alarm", "met": alarms == 0}
-    return row
-
-
-def load(runs: int, ticks: int) -> dict[str, object]:
-    """One device has four times the calls in flight, each of which takes four times as long.
-
-    Through recorders and ticks; `plain means` is what the detector would say without them.
+    `options.cases`: all unless given. `repeats`: of everything that has a bar, and the number of
+    seeds of what is made up. `quick`: one repeat of little, which shows that all works; its figures
+    mean nothing.
     """
-    rows: dict[str, object] = {}
-    for name, factor, bar in (("4 x the load, well", 1.0, None), ("4 x the load, x3 slow", 3.0, 6)):
-        normal, plain = [], []
-        for seed in range(runs):
-            trace, raw = _loaded(seed, ticks, factor)
-            normal.append(first_found(Ours({}), trace)[0])
-            plain.append(first_found(Ours({}), raw)[0])
-        for how, found in (("hpstore", normal), ("plain means", plain)):
-            delays = [_since_onset(first[0]) for first in found]
-            known = [delay for delay in delays if delay is not None]
-            row: Row = {
-                "runs": runs, "found": len(known), "ticks_most": max(known, default=None),
-                "others_found": sum(t is not None for first in found for t in first[1:]),
-            }  # fmt: skip
-            if how == "hpstore":
-                in_time = [delay for delay in known if bar is None or delay <= bar]
-                good = len(in_time) == runs if bar is not None else not known
-                row |= {"bar": f"all within {bar} ticks" if bar else "none", "met": good}
-            rows[f"{name}, {how}"] = row
-    return rows
+    run = _Run(options)
+    with progress(run.steps()) as bar, workspace(options) as root:
+        run.bar = bar
+        run.made_up()
+        if any(case in ON_DEVICES for case in run.chosen):
+            with Rig(root, device_bytes=run.scale.device_bytes) as rig:
+                run.results["devices"] = _devices(rig)
+                run.on_devices(rig)
+        if "forecast" in run.chosen:
+            run.keep("forecast", forecast_case(options.drive_stats))
+    return run.results
 
 
-def _loaded(seed: int, ticks: int, factor: float) -> tuple[Trace, Trace]:
-    """Normalised and plain means of such a pool; the first device is slow from ONSET on."""
-    rng = np.random.default_rng([2000 + seed])
-    telemetry, normal, plain = Telemetry(), [], []
-    recorders = [telemetry.recorder(f"d{i}") for i in range(DEVICES)]
-    telemetry.tick(0.0)
-    for number in range(ticks):
-        means = []
-        for index, recorder in enumerate(recorders):
-            depth = 8 if index == 0 else 2
-            usual = USUAL_SECONDS * depth / 2 * (factor if index == 0 and number >= ONSET else 1)
-            times = usual * rng.lognormal(-0.18, 0.6, 16)
-            for seconds in times:
-                recorder.record(Operation.READ, _READ_BYTES, depth, float(seconds))
-            means.append(float(times.mean()))
-        found = telemetry.tick(TICK_SECONDS * (number + 1)).means()
-        normal.append([found[f"d{i}"] for i in range(DEVICES)])
-        plain.append(means)
-    return Trace(means=np.array(normal)), Trace(means=np.array(plain))
+def _devices(rig: Rig) -> Found:
+    return {"kind": rig.kind, "why_not_real": rig.problem, "devices": DEVICES,
+            "geometry": f"{DATA}+{PARITY}", "slow_bytes_per_second": SLOW_BYTES_PER_SECOND,
+            "cores": os.cpu_count()}  # fmt: skip
 
 
-def hang() -> dict[str, object]:
-    """A call that does not return, seen each tick: seconds until each verdict."""
-    detector = SlowDetector()
-    began: dict[str, float] = {}
-    usual = {f"d{i}": USUAL_SECONDS for i in range(1, DEVICES)}
-    for number in range(30):
-        age = TICK_SECONDS * number
-        for verdict in detector.tick(age, usual, {"d0": Signs(oldest_seconds=age)}):
-            began.setdefault(str(verdict.state), age)
-    return {"seconds_until": began}
+def cases_named(names: str) -> list[str]:
+    """Cases of a comma-separated list in their order; all when it is empty. Raises ConfigError."""
+    wanted = [name.strip() for name in names.split(",") if name.strip()] or list(CASES)
+    for name in wanted:
+        if name not in CASES:
+            raise ConfigError(f"no case of health is called {name!r}; there are {list(CASES)}")
+    return [case for case in CASES if case in wanted]
 
 
-def telemetry(repeats: int, count: int) -> dict[str, object]:
-    """Nanoseconds an I/O, the best of the repeats: on its thread, and in the tick.
+class _Run:
+    """One call: what is measured, how much of it, and what was found so far."""
 
-    What that is of a loader's throughput is to be measured where the pool is wired to it.
-    """
-    on_thread, in_tick = [], []
-    for _ in range(repeats):
-        recorder, telemetry = Recorder(), Telemetry()
-        began = time.perf_counter()
-        for _ in range(count):
-            recorder.end(recorder.begin(1.0), Operation.READ, _READ_BYTES, 1.001)
-        on_thread.append(time.perf_counter() - began)
-        shared = telemetry.recorder("d0")
-        for _ in range(count):
-            shared.record(Operation.READ, _READ_BYTES, 2, 1e-3)
-        began = time.perf_counter()
-        telemetry.tick(1.0)
-        in_tick.append(time.perf_counter() - began)
-    return {
-        "begin_and_end_ns": round(min(on_thread) / count * 1e9),
-        "tick_ns_an_io": round(min(in_tick) / count * 1e9),
-    }
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self.chosen = cases_named(options.cases)
+        self.scale = QUICK if options.quick else Scale()
+        self._repeats = 1 if options.quick else options.repeats
+        self._few = min(self._repeats, MOST_REPEATS)
+        self.results: dict[str, object] = {
+            "configuration": {"repeats": self._repeats, "quick": options.quick,
+                              "load_at_start": loads()},
+        }  # fmt: skip
+        self.bar: Progress | None = None
+
+    def steps(self) -> int:
+        """Of the progress bar: one for each run of seconds."""
+        both, few = self._repeats + OFF_REPEATS, self._few
+        each = {"window": both, "global": both, "reads": both, "saves": few + 2 * OTHER_REPEATS,
+                "overhead": len(MODES) * self.scale.turns, "rebuild": few + LAID_ANEW}  # fmt: skip
+        return sum(each.get(case, 1) for case in self.chosen)
+
+    def step(self, case: str, part: str = "") -> None:
+        """A step is done."""
+        if self.bar is not None:
+            task = self.bar.task_ids[0]
+            self.bar.update(task, description=f"{case} {part}".strip())
+            self.bar.advance(task)
+
+    def keep(self, case: str, found: Found) -> None:
+        """A case is done."""
+        self.results[case] = found
+        self.results["not_met"] = unmet(self.results)
+        self.results["not_run"] = {
+            name: row["skipped"] for name, row in self.results.items()
+            if isinstance(row, Mapping) and "skipped" in row
+        }  # fmt: skip
+        self._options.keep(self.results)
+        _log.info("bench health: %s done", case)
+
+    def made_up(self) -> None:
+        """The detector's cases."""
+        repeats, ticks = self._repeats, self.scale.hour_ticks
+        rules: dict[str, Callable[..., Rule]] = {"hpstore": Ours}
+        if self._options.peers:
+            rules = dict(RULES)
+        runs: dict[str, Callable[[], Found]] = {
+            "slow": lambda: detector.slow_devices(RUNS_A_REPEAT * repeats, rules),
+            "healthy": lambda: detector.healthy_devices(repeats, rules, ticks),
+            "load": lambda: detector.load(repeats, detector.LOAD_TICKS),
+            "hang": detector.hang,
+            "telemetry": lambda: detector.telemetry(10 * repeats, 2_000),
+        }
+        for case in self.chosen:
+            if case in runs:
+                self.keep(case, runs[case]())
+                self.step(case)
+
+    def on_devices(self, rig: Rig) -> None:
+        """The cases of real pools. What one of them has stored is removed before the next."""
+        scale, repeats = self.scale, self._repeats
+        done = {case: partial(self.step, case) for case in ON_DEVICES}
+        of_scene: dict[str, Callable[[Scene], Found]] = {
+            "window": lambda scene: loader_case(scene, "window", repeats, done["window"]),
+            "global": lambda scene: loader_case(scene, "global", repeats, done["global"]),
+            "reads": lambda scene: reads_case(scene, repeats, done["reads"]),
+            "overhead": lambda scene: cost_case(
+                scene, scale.turns, scale.turn_seconds, done["overhead"]
+            ),
+        }
+        chosen = [case for case in self.chosen if case in of_scene]
+        if chosen:
+            scene = Scene(rig, Data("A", scale.data_bytes), scale.objects, scale.phases)
+            self.results["data"] = scene.facts()
+            for case in chosen:
+                self.keep(case, of_scene[case](scene))
+            rig.drop(SCENE_POOL)
+        if "saves" in self.chosen:
+            self.keep("saves", Saves(rig, scale.pattern).case(self._few, done["saves"]))
+            rig.drop("saves")
+        if "rebuild" in self.chosen:
+            healing = Rebuild(rig, scale.plan)
+            self.keep("rebuild", healing.case(self._few, LAID_ANEW, done["rebuild"]))
 
 
-__all__ = ["CASES", "bench_health", "first_found", "hang", "healthy_devices", "load",
-           "slow_devices", "telemetry"]  # fmt: skip
+__all__ = ["CASES", "QUICK", "Scale", "bench_health", "cases_named"]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 import hpstore
-from hpstore.benchmarks.devices import linked_pool, make_pool
-from hpstore.benchmarks.loader_data import BATCH, Batch
+from hpstore.benchmarks.devices import DATA, linked_pool, make_pool
+from hpstore.benchmarks.loader_data import BATCH, Batch, Data
 from hpstore.benchmarks.loader_peers import Peer
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
 from hpstore.units import MIB
@@ -30,16 +30,8 @@ class Ours(Peer):
     lost = 0
 
     def write(self) -> None:
-        data = self.data
-        shape = (None,) if data.ragged else (int(data.lengths[0]),)
-        fields = {"value": Field("uint8", shape), "label": Field("int64")}
-        pool = make_pool(self.directory / "pool", recycle_bytes=0)
-        with pool, DatasetWriter(pool, NAME, fields, shard_bytes=_shard_bytes(data.nbytes)) as out:
-            for first in range(0, data.rows, BLOCK_ROWS):
-                numbers = range(first, min(first + BLOCK_ROWS, data.rows))
-                rows = [data.record(number) for number in numbers]
-                values = rows if data.ragged else np.stack(rows)
-                out.write_batch({"value": values, "label": np.array(numbers)})
+        with make_pool(self.directory / "pool", recycle_bytes=0) as pool:
+            write_data_set(pool, self.data, shard_bytes=_shard_bytes(self.data.nbytes))
 
     def open(self) -> Dataset:
         """The data set, in a pool that lacks `lost` devices."""
@@ -74,6 +66,18 @@ class Ours(Peer):
             self._dataset.close()
             self._pool.close()
             del self._dataset, self._pool
+
+
+def write_data_set(pool: hpstore.Pool, data: Data, *, shard_bytes: int) -> None:
+    """All records of `data` as the data set NAME."""
+    shape = (None,) if data.ragged else (int(data.lengths[0]),)
+    fields = {"value": Field("uint8", shape), "label": Field("int64")}
+    with DatasetWriter(pool, NAME, fields, shard_bytes=shard_bytes) as out:
+        for first in range(0, data.rows, BLOCK_ROWS):
+            numbers = range(first, min(first + BLOCK_ROWS, data.rows))
+            rows = [data.record(number) for number in numbers]
+            values = rows if data.ragged else np.stack(rows)
+            out.write_batch({"value": values, "label": np.array(numbers)})
 
 
 def _pair(batch: Any) -> Batch:
@@ -114,15 +118,21 @@ OURS: tuple[type[Ours], ...] = (Ours, OursWindowCached, OursRecords, OursWindow)
 
 def lost_share(directory: Path, lost: int) -> float:
     """Share of the data columns' bytes that lie on the missing devices."""
+    places = sorted(directory.glob("pool/d[0-9]"))
+    return share_on(places, [place for place in places if place.name in LOST[lost]], DATA)
+
+
+def share_on(places: Sequence[Path], some: Sequence[Path], data: int) -> float:
+    """Share of the data columns' bytes (k = `data`, below 10) that lie on some devices of all."""
     held = {
-        path.name: sum(
-            file.stat().st_size for column in "0123"
-            for file in path.glob(f"objects/data/**/@*.c0{column}.*")
+        place: sum(
+            file.stat().st_size for column in range(data)
+            for file in place.glob(f"objects/data/**/@*.c0{column}.*")
         )
-        for path in sorted(directory.glob("pool/d[0-9]"))
+        for place in places
     }  # fmt: skip
     total = sum(held.values())
-    return sum(held[name] for name in LOST[lost]) / total if total else 0.0
+    return sum(held[place] for place in some) / total if total else 0.0
 
 
 def batches(loader: DataLoader, count: int) -> list[Any]:
@@ -130,4 +140,5 @@ def batches(loader: DataLoader, count: int) -> list[Any]:
     return list(itertools.islice(iter(loader), count))
 
 
-__all__ = ["LOST", "OURS", "Ours", "OursRecords", "OursWindow", "OursWindowCached", "lost_share"]
+__all__ = ["LOST", "NAME", "OURS", "Ours", "OursRecords", "OursWindow", "OursWindowCached",
+           "lost_share", "share_on", "write_data_set"]  # fmt: skip

@@ -26,8 +26,9 @@ class Options:
     compression: bool = False  # of checkpoints: what each codec costs
     cases: str = ""  # of loaders, caches, training: comma-separated, all unless given
     device: str = "cpu"  # of loaders and training: where batches go
-    quick: bool = False  # of caches and training: small data, to show that all works
+    quick: bool = False  # of caches, health, training: small data, to show that all works
     plots: Path | None = None  # of caches and training: a directory for pictures
+    drive_stats: tuple[Path, ...] = ()  # of health: files that failures are forecast from
     keep: Keep = forget  # is told what has been found so far, from time to time
 
 
@@ -80,4 +81,16 @@ def ratio(ours: list[float], raw: list[float], scale: float = 1.0) -> dict[str, 
     }
 
 
-__all__ = ["Options", "forget", "interleave", "rates", "ratio", "seconds"]
+def unmet(results: Mapping[str, object], path: str = "") -> list[str]:
+    """Where a figure misses its bar: the path of every "met" that is False."""
+    found = []
+    for key, value in results.items():
+        here = f"{path}/{key}" if path else str(key)
+        if isinstance(value, Mapping):
+            found += unmet(value, here)
+        elif (key == "met" or key.endswith("_met")) and key != "not_met" and value is False:
+            found.append(here)
+    return found
+
+
+__all__ = ["Options", "forget", "interleave", "rates", "ratio", "seconds", "unmet"]

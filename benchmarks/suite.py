@@ -39,7 +39,7 @@ def bench_train(options: Options) -> dict[str, object]:
 
 
 def bench_health(options: Options) -> dict[str, object]:
-    """benchmarks/health.py; nothing is stored."""
+    """benchmarks/health.py; makes devices of its own."""
     from hpstore.benchmarks.health import bench_health as run
 
     return run(options)

@@ -6,6 +6,7 @@ resumed by running it again.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
@@ -33,6 +34,7 @@ class Progress:
     key: str
 
 
+CREDIT_SECONDS = 2.0
 ProgressCallback = Callable[[Progress], None]
 
 
@@ -88,20 +90,31 @@ class RebuildReport:
 
 
 class RateLimit:
-    """Spreads bytes over time: at most `bytes_per_second`, None for no limit. One thread."""
+    """Spreads bytes over time: at most `bytes_per_second`, None for no limit. Thread-safe.
+
+    Time that the work itself takes counts, so that the rate is reached by work that could go
+    faster. At most two seconds in which less was moved than allowed are made up for.
+    """
 
     def __init__(self, bytes_per_second: float | None, clock: Clock) -> None:
         self._rate, self._clock = bytes_per_second, clock
         self._free_at = clock.monotonic()
+        self._lock = threading.Lock()  # guards _free_at
+
+    def due(self, nbytes: int) -> float:
+        """When bytes that are about to be moved may be, by the clock; accounts for them."""
+        with self._lock:
+            now = self._clock.monotonic()
+            if not self._rate:
+                return now
+            self._free_at = max(now - CREDIT_SECONDS, self._free_at) + nbytes / self._rate
+            return self._free_at
 
     def __call__(self, nbytes: int) -> None:
         """Account for bytes that are about to be moved; waits when they come too fast."""
-        if not self._rate:
-            return
-        now = self._clock.monotonic()
-        self._free_at = max(now, self._free_at) + nbytes / self._rate
-        if self._free_at > now:
-            self._clock.wait(self._free_at - now)
+        pause = self.due(nbytes) - self._clock.monotonic()
+        if pause > 0:
+            self._clock.wait(pause)
 
     def go_on(self) -> bool:
         """Always."""

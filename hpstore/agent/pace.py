@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 
 from hpstore.clock import Clock
+from hpstore.rebuild import RateLimit
 
 _COUNTED_SECONDS = 2.0  # of one step: a device that stalls does not stop the work for minutes
 _STEP_SECONDS = 0.2  # of a wait, between two looks at whether to stop
@@ -24,10 +25,9 @@ class SharedPace:
         bytes_per_second: float | None = None,
     ) -> None:  # fmt: skip
         self._clock, self._share, self._stop = clock, share, stop
-        self._limit = bytes_per_second
-        self._lock = threading.Lock()  # guards all below
+        self._limit = RateLimit(bytes_per_second, clock)
+        self._lock = threading.Lock()  # guards all below; the limit's is taken inside of it
         self._resumed = self._began = clock.monotonic()
-        self._free_at = self._resumed
         self.bytes = 0
         self.busy_seconds = 0.0
 
@@ -37,10 +37,9 @@ class SharedPace:
             busy = max(0.0, now - self._resumed)
             self.bytes += nbytes
             self.busy_seconds += busy
-            until = now + pause_seconds(busy, self._share())
-            if self._limit:
-                self._free_at = max(now, self._free_at) + nbytes / self._limit
-                until = max(until, self._free_at)
+            # who comes while another waits waits as long: the pause is for all of the work
+            until = max(now, self._resumed) + pause_seconds(busy, self._share())
+            until = max(until, self._limit.due(nbytes))
             self._resumed = until
         while not self._stop():
             left = until - self._clock.monotonic()

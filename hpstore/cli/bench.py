@@ -30,7 +30,8 @@ _PEERS = (
 )
 _CASES = (
     "for loader: warm,cold,limited,degraded,special; for cache: workloads, cost, end-to-end; "
-    "for health: slow,healthy,load,hang,telemetry; for train: methods (default: all)"
+    "for health: slow,healthy,load,hang,telemetry,window,global,reads,saves,overhead,rebuild,"
+    "forecast; for train: methods (default: all)"
 )
 
 
@@ -54,8 +55,11 @@ def run(
     device: Annotated[str, typer.Option(help="for loader and train: cpu or cuda")] = "cpu",
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="for cache and train: little data, to show that all works"),
+        typer.Option("--quick", help="for cache, health, train: little data, shows that all works"),
     ] = False,
+    drive_stats: Annotated[
+        list[Path] | None, typer.Option(help="for health: a file to forecast failures from")
+    ] = None,
     plots: Annotated[
         Path | None, typer.Option(help="for cache and train: a directory for pictures (PNG)")
     ] = None,
@@ -76,6 +80,7 @@ def run(
         cases=cases,
         device=device,
         quick=quick,
+        drive_stats=tuple(drive_stats or ()),
         plots=plots,
     )
     results = measured(

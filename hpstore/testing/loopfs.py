@@ -36,8 +36,9 @@ class LoopFilesystem(Closing):
     """A filesystem on a loop device, mounted at `path`; a context manager that always cleans up.
 
     `directory` is where image and mount point are made, in a folder of their own; what a killed
-    process leaves there, `leftovers.sweep` removes. One thread at a time. Not for use in a
-    read-only or unprivileged container: `loop_mounts_problem` tells.
+    process leaves there, `leftovers.sweep` removes. `direct`: the image is read and written past
+    the page cache, which would otherwise answer for the disk. One thread at a time. Not for use in
+    a read-only or unprivileged container: `loop_mounts_problem` tells.
     """
 
     def __init__(
@@ -46,9 +47,10 @@ class LoopFilesystem(Closing):
         *,
         size_bytes: int = 64 * MIB,
         kind: Kind = "ext4",
+        direct: bool = False,
     ) -> None:
         self._work = scratch_directory(directory)
-        self._image, self._kind = f"{self._work}/image", kind
+        self._image, self._kind, self._direct = f"{self._work}/image", kind, direct
         self._throttled = False
         self.path = f"{self._work}/mount"
         self.size_bytes = max(size_bytes, XFS_MIN_BYTES) if kind == "xfs" else size_bytes
@@ -64,13 +66,15 @@ class LoopFilesystem(Closing):
                 run("mkfs.ext4", "-q", "-F", "-b", str(_BLOCK), "-m", "0", self._image)
             else:
                 run("mkfs.xfs", "-q", "-f", "-b", f"size={_BLOCK}", self._image)
-            self.loop = attach(self._image)
+            flags = ("--direct-io=on",) if self._direct else ()
+            self.loop = attach(self._image, *flags)
             self._mount()
             undo.pop_all()
         return self
 
     def _mount(self) -> None:
-        options = "errors=remount-ro" if self._kind == "ext4" else "rw"
+        # no thread of the kernel writes empty inode tables beside what is tested or measured
+        options = "errors=remount-ro,noinit_itable" if self._kind == "ext4" else "rw"
         run("mount", "-t", self._kind, "-o", options, self.loop, self.path)
 
     @property
@@ -193,8 +197,13 @@ class LoopFilesystem(Closing):
             shutil.rmtree(self._work, ignore_errors=True)
 
 
-def loop_mounts_problem(kind: Kind = "ext4") -> str | None:
-    """Why loop filesystems cannot be used here, or None: really makes one and writes to it."""
+def loop_mounts_problem(
+    kind: Kind = "ext4", *, directory: str | os.PathLike[str] | None = None, direct: bool = False
+) -> str | None:
+    """Why loop filesystems cannot be used here, or None: really makes one and writes to it.
+
+    Their images are in `directory`, the machine's temporary one unless given.
+    """
     if os.geteuid() != 0:
         return "needs root (loop devices, mounts)"
     for program in (f"mkfs.{kind}", "losetup", "mount", "umount"):
@@ -202,8 +211,8 @@ def loop_mounts_problem(kind: Kind = "ext4") -> str | None:
             return f"needs {program}"
     try:
         with (
-            tempfile.TemporaryDirectory() as directory,
-            LoopFilesystem(directory, size_bytes=16 * MIB, kind=kind) as filesystem,
+            tempfile.TemporaryDirectory(dir=directory) as work,
+            LoopFilesystem(work, size_bytes=16 * MIB, kind=kind, direct=direct) as filesystem,
             open(f"{filesystem.path}/probe", "wb") as file,
         ):
             file.write(b"x")

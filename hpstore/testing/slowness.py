@@ -1,4 +1,4 @@
-"""Devices that take their time: seconds a call, by a clock that tests move or a real one."""
+"""Devices that take their time: seconds a call, or bytes a second that can be set and lifted."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from hpstore.clock import Clock
-from hpstore.devices.base import Device
-from hpstore.devices.wrappers import DeviceWrapper
+from hpstore.devices.base import Device, ReadHandle
+from hpstore.devices.wrappers import Bandwidth, DeviceWrapper, WrappedReader
 
 T = TypeVar("T")
 _TIMED = ("read", "write", "sync", "sync_directory")
@@ -51,4 +51,44 @@ class LatentDevice(DeviceWrapper):
         return call()
 
 
-__all__ = ["Latencies", "LatentDevice"]
+class SlowableDevice(DeviceWrapper):
+    """A device that can be limited to so many bytes a second, and let go, while it is in use.
+
+    What the limit of a block device does, for those who may not set one. Reads and writes share it.
+    While there is none, batches of reads go to the kernel as they would without this wrapper.
+    """
+
+    def __init__(self, inner: Device, clock: Clock | None = None) -> None:
+        super().__init__(inner)
+        self._bandwidth: Bandwidth | None = None
+        self._clock = clock
+
+    @property
+    def slow(self) -> bool:
+        """Whether there is a limit now."""
+        return self._bandwidth is not None
+
+    def throttle(self, bytes_per_second: float) -> None:
+        """Limit it from the next call on; 0 lifts the limit. Any thread."""
+        limit = Bandwidth(bytes_per_second, self._clock) if bytes_per_second else None
+        self._bandwidth = limit
+
+    def around(self, operation: str, nbytes: int, call: Callable[[], T]) -> T:
+        bandwidth = self._bandwidth
+        if bandwidth is not None and operation in ("read", "write") and nbytes:
+            bandwidth.wait(nbytes)
+        return call()
+
+    def open(self, path: str) -> ReadHandle:
+        return _SlowableReader(self, self.around("open", 0, lambda: self.inner.open(path)))
+
+
+class _SlowableReader(WrappedReader):
+    _device: SlowableDevice
+
+    @property
+    def descriptor(self) -> int:  # type: ignore[override]  # a constant in the parent
+        return -1 if self._device.slow else self._inner.descriptor
+
+
+__all__ = ["Latencies", "LatentDevice", "SlowableDevice"]

@@ -20,6 +20,7 @@ from hpstore.health.metered import DeviceMeter, MeteredDevice
 from hpstore.health.recorder import Recorder
 from hpstore.testing import ManualClock
 from hpstore.testing.device_contract import DeviceContract
+from hpstore.testing.slowness import SlowableDevice
 from hpstore.units import MIB
 
 _RECYCLE_BYTES = 64 * MIB
@@ -109,6 +110,15 @@ class TestThrottled(MemoryRaw):
 
     def make_device(self, tmp_path: Path) -> Device:
         return ThrottledDevice(MemoryDevice(recycle_bytes=_RECYCLE_BYTES), 1e9, ManualClock())
+
+
+class TestSlowable(MemoryRaw):
+    """Slow from the beginning: it takes time, and changes nothing."""
+
+    def make_device(self, tmp_path: Path) -> Device:
+        device = SlowableDevice(MemoryDevice(recycle_bytes=_RECYCLE_BYTES), ManualClock())
+        device.throttle(1e9)
+        return device
 
 
 class TestFaultyWithoutFaults(MemoryRaw):

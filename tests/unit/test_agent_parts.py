@@ -39,7 +39,7 @@ from hpstore.health.forecast.forecaster import FailureForecaster, Forecast, Risk
 from hpstore.health.overrides import Command
 from hpstore.health.smart import DiskActivity, Readout, SmartReading
 from hpstore.health.states import Outlook
-from hpstore.rebuild import RebuildReport
+from hpstore.rebuild import Pace, RateLimit, RebuildReport
 from hpstore.testing.harness import FakeClock
 from tests.unit.tended import Tended
 
@@ -62,6 +62,36 @@ def test_work_takes_its_share_of_the_time(steps: list[float], share: float) -> N
     assert whole == pytest.approx(share * alone, rel=1e-6)
 
 
+class Meanwhile(FakeClock):
+    """While somebody waits for the first time, something else happens."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        super().__init__()
+        self._then: Callable[[], None] | None = then
+
+    def wait(self, seconds: float) -> None:
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+        super().wait(seconds)
+
+
+def test_two_threads_share_one_pause() -> None:
+    """A laying out anew reads on two threads: one may not work on while the other pauses."""
+    ended: list[float] = []
+
+    def other() -> None:
+        pace(1000)
+        ended.append(clock.monotonic())
+
+    clock = Meanwhile(other)
+    pace = SharedPace(clock, lambda: 0.25, stop=lambda: False)
+    clock.advance(1.0)
+    pace(1000)
+    assert ended == [pytest.approx(4.0)]
+    assert clock.monotonic() == pytest.approx(4.0, abs=0.3)  # its wait was of 0.2 s
+
+
 def test_a_stall_does_not_stop_work_for_minutes() -> None:
     """A step of a minute is waited for as one of two seconds."""
     assert pause_seconds(60.0, 0.5) == 2.0
@@ -80,6 +110,29 @@ def test_a_further_limit_holds_too_and_a_stop_ends_the_wait() -> None:
     pace(10**9)
     assert clock.monotonic() == pytest.approx(5.0)
     assert not pace.go_on()
+
+
+@pytest.mark.parametrize("made", [
+    lambda clock: RateLimit(1000.0, clock),
+    lambda clock: SharedPace(clock, lambda: 1.0, stop=lambda: False, bytes_per_second=1000.0),
+])  # fmt: skip
+def test_a_rate_is_reached_by_work_that_takes_most_of_the_time(
+    made: Callable[[FakeClock], Pace],
+) -> None:
+    """Steps of 1,000 bytes take 0.8 s each; with 1,000 bytes a second allowed there is one a
+    second, not one in 1.8. After a stall of a minute two seconds are made up for, not sixty.
+    """
+    clock = FakeClock()
+    pace = made(clock)
+    for _ in range(10):
+        pace(1000)
+        clock.advance(0.8)
+    assert clock.monotonic() == pytest.approx(10.8)
+    clock.advance(60.0)
+    before = clock.monotonic()
+    for _ in range(6):
+        pace(1000)
+    assert clock.monotonic() - before == pytest.approx(4.0)
 
 
 def test_a_scrub_reads_all_within_nine_tenths_of_its_days() -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpstore.benchmarks.cache import bench_cache, unmet
+from hpstore.benchmarks.cache import bench_cache
 from hpstore.benchmarks.cache_bars import BARS, CAPACITIES, share_of_min, to_best_peer
 from hpstore.benchmarks.cache_cost import measure_cost
 from hpstore.benchmarks.cache_peers import PACKAGES, SCRIPT, PeerRun, missing, packages_named
 from hpstore.benchmarks.cache_traces import TRACES, trace_named
-from hpstore.benchmarks.measure import Options
+from hpstore.benchmarks.measure import Options, unmet
 from hpstore.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from hpstore.benchmarks import health
-from hpstore.benchmarks.health import bench_health, first_found, hang, load, telemetry
+from hpstore.benchmarks import health_detector as health
+from hpstore.benchmarks.health import bench_health
+from hpstore.benchmarks.health_detector import first_found, hang, load, telemetry
 from hpstore.benchmarks.health_peers import RULES, Autosit, FiveInARow, Hadoop, Ours
 from hpstore.benchmarks.health_traces import (
     DEVICES,
@@ -109,7 +110,7 @@ def test_hangs_and_telemetry_have_figures() -> None:
 def test_cases_are_chosen_by_name() -> None:
     """And an unknown one is refused."""
     options = Options(directory=None, size_bytes=0, repeats=1, cases="hang")
-    assert bench_health(options).keys() == {"hang"}
+    assert bench_health(options).keys() == {"configuration", "hang", "not_met", "not_run"}
     with pytest.raises(ConfigError, match="no case of health is called 'sl0w'"):
         bench_health(Options(directory=None, size_bytes=0, repeats=1, cases="sl0w"))
     assert RULES["hpstore"]({"d0": Traits()}).tick(0.0, {"d0": 1.0}) == (set(), set())
