@@ -13,7 +13,7 @@ import os
 import shutil
 import statistics
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -215,7 +215,7 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def interleaved(
-    runs: dict[str, Callable[[], T]], repeats: dict[str, int]
+    runs: Mapping[str, Callable[[], T]], repeats: Mapping[str, int]
 ) -> Iterator[tuple[str, T]]:
     """What each run found, A B C A B C ...; those with fewer repeats are left out at the end."""
     for number in range(max(repeats.values(), default=0)):

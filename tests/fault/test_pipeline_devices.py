@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch.distributed as dist
@@ -74,7 +74,7 @@ def train_meanwhile(
             poll(PATIENCE, (directory / "hurt").exists)
 
     with Pool(config, opener=opener) as pool:
-        options = {"before_optimizer": wait} if pause else {}
+        options: dict[str, Any] = {"before_optimizer": wait} if pause else {}
         trainer = build(pool, "1f1b", prefix=run, **options)
         keep_on(trainer, until, directory / f"{run}.{attempt}.{rank}.jsonl")
         trainer.close()

@@ -13,7 +13,7 @@ from hpstore.errors import ObjectNotFound
 from hpstore.expiry import Expiry, note_key
 from hpstore.pool import Pool
 
-STATE = {"w": torch.arange(50_000, dtype=torch.float32), "n": 1}
+WEIGHTS = torch.arange(50_000, dtype=torch.float32)
 
 
 def note(pool: Pool, prefix: str = "run") -> Expiry | None:
@@ -34,7 +34,7 @@ def saved(pool: Pool, steps: int, **words: object) -> None:
     """So many steps of one run, each of other tensors."""
     with Checkpointer(pool, "run", **words) as ckpt:  # type: ignore[arg-type]  # by name
         for step in range(1, steps + 1):
-            state = {"w": STATE["w"] + step, "loss": float(step)}
+            state = {"w": WEIGHTS + step, "loss": float(step)}
             ckpt.save(step, state, metrics={"loss": 1.0 / step if step < 3 else 9.0}).result()
 
 
@@ -44,7 +44,7 @@ def test_a_note_names_what_the_next_save_removes(pool: Pool) -> None:
     found = note(pool)
     assert found is not None
     assert steps_of(found) == {2}
-    assert max(found.sizes.values()) >= STATE["w"].nbytes
+    assert max(found.sizes.values()) >= WEIGHTS.nbytes
     assert {key.split("/")[1] for key in found.instead} == {f"step-{3:012d}"}
     assert "step 2 of 'run'" in found.reason
     assert found.expected_ms < found.limit_ms
@@ -82,7 +82,7 @@ def test_protecting_a_step_withdraws_the_note(pool: Pool) -> None:
     with Checkpointer(pool, "run", keep_last=2) as ckpt:
         ckpt.protect(2, "good")
         assert note(pool) is None
-        ckpt.save(4, {"w": STATE["w"], "loss": 0.0}).result()
+        ckpt.save(4, {"w": WEIGHTS, "loss": 0.0}).result()
     found = note(pool)
     assert found is not None
     assert steps_of(found) == {3}
@@ -92,7 +92,7 @@ def test_what_a_later_step_refers_to_is_not_named(pool: Pool) -> None:
     """Unchanged tensors are referred to: the segment of the older step stays with the newer."""
     with Checkpointer(pool, "run", keep_last=2, reuse=True) as ckpt:
         for step in (1, 2, 3):
-            ckpt.save(step, {"same": STATE["w"], "other": STATE["w"] + step}).result()
+            ckpt.save(step, {"same": WEIGHTS, "other": WEIGHTS + step}).result()
     found = note(pool)
     assert found is not None
     with Checkpointer(pool, "run") as ckpt:

@@ -135,15 +135,21 @@ def build(
 
     loader = DataLoader(Dataset(pool, "samples"), batch_size=rows, shuffle=True, drop_last=True)
     checkpointer = None if prefix is None else Checkpointer(pool, prefix)
+    stages: list[PipelineStage] = []
     if replicas > 1:
-        options["before_optimizer"] = lambda: [side.average(stage.submod) for stage in stages]
+
+        def average() -> None:
+            for stage in stages:
+                side.average(stage.submod)
+
+        options["before_optimizer"] = average
     hooks = PipelineHooks(
         checkpointer, loader, stages=mine, num_stages=count, inputs=noted("x"),
         target=noted("y"), group=side.pipeline, **options,
     )  # fmt: skip
     cuts = [LAYERS * n // count for n in range(count + 1)]
     kind = hooks.wrap_stage(PipelineStage)
-    stages = [
+    stages += [
         kind(part(cuts[n], cuts[n + 1]), n, count, torch.device("cpu"), group=side.pipeline)
         for n in mine
     ]

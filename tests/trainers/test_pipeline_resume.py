@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -130,7 +131,7 @@ def test_death_anywhere_in_a_step_loses_nothing(prepared: Path, name: str, snaps
     """Every kind of schedule x every way to copy, fed lazily: SIGKILL of the first, a middle and
     the last stage behind the first, a middle and the last micro-batch, forward and backward, while
     the save before may be under way; five times in one run."""
-    options = {"snapshot": snapshot, "lazy": True}
+    options: dict[str, Any] = {"snapshot": snapshot, "lazy": True}
     whole, run = (Run(prepared, f"{kind}-{name}-{snapshot}") for kind in ("whole", "cut"))
     whole.go(2, name, STEPS, **options)
     last = (2 if name in ONE_STAGE else 4) - 1

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from hpstore import rebuild
 from hpstore.agent import AgentConfig
 from hpstore.agent.page import render
 from hpstore.errors import DeviceError, IntegrityError
 from hpstore.expiry import Expiry, note_key
-from hpstore.objects.repair import Repair
+from hpstore.objects.repair import Repair, repair_object
 from hpstore.objects.store import Store
 from hpstore.pool import Pool
 from hpstore.rebuild import Progress, RebuildReport, put_last
@@ -154,14 +153,14 @@ def test_nothing_is_put_off_while_what_replaces_it_is_not_whole(
     with expiring.harness.open() as pool:
         expiring.note(pool, after_ms=1)
     expiring.without(1)
-    real = rebuild.repair_object
+    real = repair_object
 
     def failing(store: Store, key: str, **words: Any) -> Repair:
         if key == NEW:
             raise DeviceError("not now")
         return real(store, key, **words)
 
-    monkeypatch.setattr(rebuild, "repair_object", failing)
+    monkeypatch.setattr("hpstore.rebuild.repair_object", failing)
     report, order = expiring.rebuild()
     assert set(report.failed) == {NEW}
     assert order[-1] == OLD

@@ -393,8 +393,6 @@ def test_local_device_tells_a_read_only_mount(
     """By statvfs: a pool that is opened read-only finds out without writing."""
     import os
 
-    from hpstore.devices import local
-
     device = LocalDevice(str(tmp_path))
     assert not device.usage().read_only
     real = os.fstatvfs
@@ -407,7 +405,7 @@ def test_local_device_tells_a_read_only_mount(
         def __getattr__(self, name: str) -> object:
             return getattr(self._found, name)
 
-    monkeypatch.setattr(local.os, "fstatvfs", Flagged)
+    monkeypatch.setattr("hpstore.devices.local.os.fstatvfs", Flagged)
     assert device.usage().read_only
     device.close()
 

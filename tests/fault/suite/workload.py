@@ -341,7 +341,7 @@ def read_on(toml: Path, log: Path) -> None:
                 problem = f"{type(error).__name__}: {error}".replace("\n", " ")
             at = clock.monotonic()
             os.write(fd, f"R {at:.6f} {at - began:.6f} {problem}\n".encode())
-            counts = {name: pool.metrics.value(name) for name in SEEN}
+            counts: dict[str, float] = {name: pool.metrics.value(name) for name in SEEN}
             if counts != last:
                 os.write(fd, f"C {json.dumps(counts)}\n".encode())
             if counts[DECIDED] != last.get(DECIDED, 0):
