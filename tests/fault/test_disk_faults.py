@@ -349,9 +349,15 @@ def test_disks_that_vanish_under_an_open_pool_are_read_round(
     with bench.open() as pool:
         assert old_is_whole(pool)
         assert pool.rebuild(include_missing=True).unreadable == {}
-        # all objects survive two losses; the pool opens with two members away, and two are
+        # all objects survive two losses; the pool opens with two members away. A yanked disk may
+        # have become a read-only file system: that opens, and is a member that is read
         assert pool.stat("x/1").spare_columns == 2
-        assert pool.status().losses_tolerated == 0
+        status = pool.status()
+        away = sum(device.state == "missing" for device in status.devices)
+        assert status.losses_tolerated == 2 - away
+        read_only = sum(device.state == "read-only" for device in status.devices)
+        assert away + read_only == 2
+        assert away == 2 or fault == "yank"
         assert old_is_whole(pool)
 
 
