@@ -140,13 +140,13 @@ def parse_table(
     """`defaults`, a dataclass of plain values, with what a decoded table says.
 
     Raises ConfigError for names that are no fields or among `without`, and for values of another
-    type. A field that ends in `_bytes` may be written as "64MiB".
+    type. A field that ends in `_bytes` or `_bytes_per_second` may be written as "64MiB".
     """
     _check_names(raw, tuple(f.name for f in fields(defaults) if f.name not in without), where)
     values: dict[str, object] = {}
     for name, value in raw.items():
         wanted = type(getattr(defaults, name))
-        if name.endswith("_bytes") and isinstance(value, str):
+        if name.endswith(("_bytes", "_bytes_per_second")) and isinstance(value, str):
             value = parse_bytes(value)
         if wanted is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
