@@ -56,7 +56,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prefix", default="runs/gpt", help="where checkpoints go in the pool")
     parser.add_argument("--batch-size", type=positive, default=8, help="of all ranks together")
     parser.add_argument("--length", type=positive, default=128, help="tokens a sample")
+    parser.add_argument("--width", type=positive, default=256, help="of the model")
+    parser.add_argument("--layers", type=positive, default=4, help="of the model")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cache", help="bytes of samples kept in memory, such as 8GiB; 0: none")
     parser.add_argument("--events", help="append one JSON line an event to this file")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -79,7 +82,8 @@ class Events:
             return
         print(text, flush=True)
         if self._file is not None:
-            self._file.write(json.dumps({"event": kind, **facts}) + "\n")
+            said = {"event": kind, "monotonic_seconds": time.monotonic(), **facts}
+            self._file.write(json.dumps(said) + "\n")
             self._file.flush()
 
 
@@ -102,9 +106,11 @@ def main() -> int:
             dist.barrier()
         loader = DataLoader(
             Dataset(pool, name), batch_size=options.batch_size // world, shuffle=True,
-            seed=options.seed, drop_last=True,
+            seed=options.seed, drop_last=True, cache=options.cache,
         )  # fmt: skip
-        model = ByteGPT(length=options.length).to(options.device)
+        model = ByteGPT(
+            width=options.width, layers=options.layers, length=options.length
+        ).to(options.device)  # fmt: skip
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         state = {"model": model, "optimizer": optimizer, "loader": loader}
         with Checkpointer(pool, options.prefix, keep_last=3, rng=False) as checkpointer:

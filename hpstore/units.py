@@ -71,5 +71,10 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-__all__ = ["GIB", "KIB", "MIB", "div_ceil", "div_exact", "format_bytes", "parse_bytes",
-           "positive", "round_down", "round_up"]  # fmt: skip
+def format_seconds(seconds: float) -> str:
+    """What a call took, three figures: milliseconds below a second."""
+    return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"
+
+
+__all__ = ["GIB", "KIB", "MIB", "div_ceil", "div_exact", "format_bytes", "format_seconds",
+           "parse_bytes", "positive", "round_down", "round_up"]  # fmt: skip

@@ -83,6 +83,9 @@ class Slots:
         self.least = 0
         self._count = 0  # slots that there are
         self._free: list[Slot] = []
+        # those that are out: while the user has a slot only its own finalizer refers to it, and the
+        # garbage collector would take both together
+        self._out: set[Slot] = set()
         self._returned: deque[Slot] = deque()
         self._lock = threading.Lock()  # guards all of the above but the returned ones
 
@@ -94,6 +97,7 @@ class Slots:
             if fitting:
                 best = min(fitting, key=lambda slot: len(slot.memory))
                 self._free.remove(best)
+                self._out.add(best)
                 return best
             size = slot_bytes(nbytes)
             while self._free and self.made_bytes + size > self.limit_bytes:
@@ -112,11 +116,15 @@ class Slots:
         memory = aligned_array(size, populate=True)
         if self._pin is not None:
             self._pin(memory)
-        return Slot(memory, self)
+        made = Slot(memory, self)
+        with self._lock:
+            self._out.add(made)
+        return made
 
     def forget(self, slot: Slot) -> None:
         """A slot that does not come back: its memory goes when the last writer is done."""
         with self._lock:
+            self._out.discard(slot)
             self._gone(slot)
 
     def _gone(self, slot: Slot) -> None:
@@ -128,6 +136,7 @@ class Slots:
         while self._returned:
             slot = self._returned.popleft()
             if slot.dropped():
+                self._out.discard(slot)
                 self._free.append(slot)
 
 

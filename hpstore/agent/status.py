@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpstore.agent.disks import DiskSight, worst
+from hpstore.agent.facts import told_by_processes
 from hpstore.agent.jobs import Event, JobSight
 from hpstore.condition import Condition
 from hpstore.health.states import EXPECTED, Decision
@@ -38,6 +39,8 @@ class DeviceView:
     score: float
     refused: str  # why what should be done is not
     reason: str  # what this process holds against it now
+    process_state: str  # where a process of this node has it; "" where it is well
+    process_reason: str
     total_bytes: int
     free_bytes: int
     probe_seconds: tuple[float, ...]  # write + sync + read of the last probes, oldest first
@@ -92,12 +95,15 @@ def make_status(agent: Agent, decisions: Sequence[Decision]) -> AgentStatus:
     """Gather it; on the agent's thread, between rounds. `decisions`: newest first."""
     pool, eyes, memory, record = agent.pool, agent.eyes, agent.memory, agent.pool.record
     walked, others = eyes.walked, eyes.foreground
+    told = told_by_processes(decisions, memory.policy, pool.clock.wall_ms() / 1000)
     return AgentStatus(
         pool=pool.config.name, pool_id=record.pool_id, process=os.getpid(),
         at_ms=pool.clock.wall_ms(), began_ms=agent.began_ms, ticks=agent.ticks,
         dry_run=agent.dry_run, generation=record.generation, data=record.data,
         parity=record.parity,
-        devices=tuple(_device(agent, m) for m in (*record.members, *record.evicted)),
+        devices=tuple(
+            _device(agent, m, told.get(m.device_id)) for m in (*record.members, *record.evicted)
+        ),
         condition=None if walked is None else walked.condition,
         condition_at_ms=0 if walked is None else walked.at_ms,
         job=agent.jobs.sight(),
@@ -126,16 +132,19 @@ def _warnings(agent: Agent) -> tuple[str, ...]:
     return tuple(text for text in found if text)
 
 
-def _device(agent: Agent, member: Member) -> DeviceView:
+def _device(agent: Agent, member: Member, told: Decision | None) -> DeviceView:
     device = member.device_id
     health = agent.memory.policy.health(device)
     seen, watched = agent.eyes.seen().get(device), agent.watch.devices().get(device)
+    told = None if member.left else told  # nobody reads it
     return DeviceView(
         device=device, url=agent.url(device), domain=member.domain, state=health.state,
         since_seconds=health.since_seconds, pool_state=member.state,
         present=device in agent.present, problem="" if seen is None else seen.problem,
         score=health.score, refused=health.refused,
         reason="" if watched is None else watched.reason,
+        process_state="" if told is None else told.becomes.value,
+        process_reason="" if told is None else told.reason,
         total_bytes=0 if seen is None else seen.total_bytes,
         free_bytes=0 if seen is None else seen.free_bytes,
         probe_seconds=() if seen is None else seen.probe_seconds,

@@ -21,7 +21,7 @@ from hpstore.config import PoolConfig, find_config
 from hpstore.errors import MembershipError
 from hpstore.health.overrides import Command
 from hpstore.pool import Pool
-from hpstore.units import format_bytes
+from hpstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from hpstore.agent import Agent, AgentConfig
@@ -118,7 +118,7 @@ def show_agent(status: AgentStatus) -> None:
     """A status for people."""
     rows = [
         (d.device[:8], d.url, d.state, "" if d.pool_state == d.state else d.pool_state,
-         f"{d.probe_seconds[-1] * 1e3:.3g} ms" if d.probe_seconds else "",
+         format_seconds(d.probe_seconds[-1]) if d.probe_seconds else "",
          format_bytes(d.free_bytes) if d.total_bytes else "", d.problem or d.refused)
         for d in status.devices
     ]  # fmt: skip

@@ -118,11 +118,11 @@ def status(
     ] = False,
 ) -> None:
     """Show devices, objects, what is degraded, space.  hpstore status pool.toml --json"""
-    with hpstore.open(pool, read_only=True) as opened:
-        if watch and not as_json:
-            from hpstore.cli.watching import watch as show
+    if watch and not as_json:
+        from hpstore.cli.watching import watch as show
 
-            show(opened)
+        show(pool)
+    with hpstore.open(pool, read_only=True) as opened:
         while True:
             found = opened.status()
             if not as_json:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from typing import NoReturn
 
@@ -17,35 +18,50 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+import hpstore
 from hpstore.agent.status import read_status
 from hpstore.cli.output import show_status
 from hpstore.pool import Pool
 from hpstore.status import PoolStatus
-from hpstore.units import format_bytes
+from hpstore.units import format_bytes, format_seconds
 
 _SECONDS = 2.0
 _DECISIONS = 8
 _BARS = "▁▂▃▄▅▆▇█"
 _BAR_VALUES = 24
+_WHY = ("problem", "refused", "process_reason")  # the first that is there
 _STYLES = {"online": "green", "faulted": "red", "removed": "red", "evicted": "red",
            "missing": "red"}  # fmt: skip
 # of JSON: every part is checked by its type
 Row = Mapping[str, object]
 
 
-def watch(pool: Pool) -> NoReturn:
-    """Until interrupted. On what is no terminal: a plain status each time."""
-    console, run_directory = Console(), pool.run_directory
-    if not console.is_terminal:
-        while True:
+def watch(where: str) -> NoReturn:
+    """Until interrupted. On what is no terminal: a plain status each time.
+
+    The pool is open only while no agent's rounds are there to be shown: whoever has it open without
+    asking it anything keeps a device busy that was given up, and it could not be unmounted.
+    """
+    console = Console()
+    with ExitStack() as stack:
+        pool = stack.enter_context(hpstore.open(where, read_only=True))
+        run_directory, clock = pool.run_directory, pool.clock
+        while not console.is_terminal:
             show_status(pool.status())
             sys.stdout.flush()
             time.sleep(_SECONDS)
-    with Live(console=console, screen=True, auto_refresh=False) as live:
+        held: Pool | None = pool
+        live = stack.enter_context(Live(console=console, screen=True, auto_refresh=False))
         while True:
-            found = read_status(run_directory, pool.clock.wall_ms())
-            live.update(pool_view(pool.status()) if found is None else agent_view(found),
-                        refresh=True)  # fmt: skip
+            found = read_status(run_directory, clock.wall_ms())
+            if found is None:
+                held = held or stack.enter_context(hpstore.open(where, read_only=True))
+                live.update(pool_view(held.status()), refresh=True)
+            else:
+                live.update(agent_view(found), refresh=True)
+                if held is not None:
+                    held.close()
+                held = None
             time.sleep(_SECONDS)
 
 
@@ -93,34 +109,52 @@ def agent_view(status: Row) -> RenderableType:
     job = status.get("job")
     if isinstance(job, Mapping):
         done, total = _number(job, "done"), _number(job, "total")
+        bar = Table.grid()  # a bar alone does not end its line
+        bar.add_row(ProgressBar(total=total or 1.0, completed=done, width=60))
         parts += [
-            Text(f"{job.get('kind')} {job.get('reason')}: {done:.0f} of {total:.0f} objects, "
+            Text(f"{job.get('kind')}: {job.get('reason')}; {done:.0f} of {total:.0f} objects, "
                  f"{format_bytes(_number(job, 'bytes_per_second'))}/s"),
-            ProgressBar(total=total or 1.0, completed=done, width=60),
+            bar,
         ]  # fmt: skip
-    for said in _rows(status, "decisions")[:_DECISIONS]:
-        at = datetime.fromtimestamp(_number(said, "at_seconds"), UTC).strftime("%H:%M:%S")
-        url = urls.get(str(said.get("device")), str(said.get("device")))
-        parts.append(Text(f"{at} {url}: {said.get('was')} -> {said.get('becomes')}: "
-                          f"{said.get('reason')}", "dim"))  # fmt: skip
+    decisions = _rows(status, "decisions")[:_DECISIONS]
+    parts += [Text(_decided(said, urls), "dim") for said in decisions]
     return Group(*parts)
+
+
+def _decided(said: Row, urls: Mapping[str, str]) -> str:
+    """When, where, what, by whom, why."""
+    at = datetime.fromtimestamp(_number(said, "at_seconds"), UTC).strftime("%H:%M:%S")
+    where = urls.get(str(said.get("device")), str(said.get("device")))
+    change = f"{said.get('was')} -> {said.get('becomes')}"
+    if said.get("was") == said.get("becomes"):
+        change = f"stays {said.get('was')}"
+    return f"{at} {where}: {change} by {said.get('role')}: {said.get('reason')}"
 
 
 def _devices(status: Row) -> Table:
     rows = Table()
-    for name in ("device", "state", "probe", "", "full", "why"):
-        rows.add_column(name, overflow="fold")
+    for name in ("device", "state", "probe", "", "full"):
+        rows.add_column(name, no_wrap=True)
+    rows.add_column("why", overflow="fold")
     for device in _rows(status, "devices"):
         probes = [float(v) for v in _list(device, "probe_seconds") if isinstance(v, int | float)]
         total, free = _number(device, "total_bytes"), _number(device, "free_bytes")
         state = str(device.get("state"))
         rows.add_row(
-            str(device.get("url")), Text(state, _STYLES.get(state, "yellow")),
-            f"{probes[-1] * 1e3:.3g} ms" if probes else "", bars(probes),
+            str(device.get("url")), _state(state, str(device.get("process_state") or "")),
+            format_seconds(probes[-1]) if probes else "", bars(probes),
             f"{1 - free / total:.0%}" if total else "",
-            str(device.get("problem") or device.get("refused") or ""),
+            str(next(filter(None, map(device.get, _WHY)), "")),
         )  # fmt: skip
     return rows
+
+
+def _state(agent: str, process: str) -> Text:
+    """What the agent makes of a device, and what a process of the node, where that differs."""
+    shown = Text(agent, _STYLES.get(agent, "yellow"))
+    if process in ("", agent):
+        return shown
+    return shown.append(f", {process} in a process", "yellow")
 
 
 def bars(values: list[float]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
+import stat
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -197,9 +198,18 @@ class History:
 
 
 def _make(path: str) -> None:
-    """Create the file for its owner alone; sqlite would ask the umask."""
+    """Create the file for its owner alone; sqlite would ask the umask.
+
+    It is not opened: closing any descriptor of a file ends all locks that this process has on it,
+    those of another connection, too. Others then take themselves for the last user, and delete the
+    log (WAL) under it.
+    """
     try:
-        os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
+        os.mknod(path, stat.S_IFREG | 0o600)
+    except FileExistsError:
+        # sqlite would open it for reading, and make its log such that nobody can write it later
+        if not os.access(path, os.W_OK, effective_ids=True):
+            raise sqlite3.OperationalError(f"Permission denied: {path!r}") from None
     except OSError as error:
         raise sqlite3.OperationalError(str(error)) from error
 

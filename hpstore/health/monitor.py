@@ -14,7 +14,7 @@ import logging
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -98,6 +98,7 @@ class Monitor:
         self._latencies: dict[str, deque[float]] = {}
         self._verdicts: dict[str, Verdict] = {}
         self._decisions: deque[Decision] = deque(maxlen=_DECISIONS)
+        self._members: Set[str] | None = None  # at the last tick
         self._ticks, self._at_seconds, self._ticked = 0, 0.0, 0.0
 
     # --- devices ----------------------------------------------------------------------------
@@ -187,7 +188,9 @@ class Monitor:
         tick = self.telemetry.tick(now)
         self._stalls.note(now)
         members = self._store.view.record.members
+        returned = self._returned({member.device_id for member in members})
         signs = self._stalls.excused(tick.signs, now, len(members), self._store.view.record.parity)
+        signs = {device: sign for device, sign in signs.items() if device not in returned}
         watched = self._in_state(HealthState.PROBATION)
         judged = self._gathering.add(tick)
         means = {} if judged is None else judged.means()
@@ -207,6 +210,16 @@ class Monitor:
         self._ticks, self._at_seconds, self._ticked = self._ticks + 1, wall, now
         found = Round(tick=tick, verdicts=tuple(verdicts), now_seconds=now, at_seconds=wall)
         return found, decisions
+
+    def _returned(self, members: Set[str]) -> Set[str]:
+        """Devices that have become members since the last tick. They start anew: what they failed
+        before they left, and while they were away, is forgiven."""
+        known = members if self._members is None else self._members
+        returned, self._members = members - known, members
+        for device in returned:
+            self._detector.forget(device)
+            self._writes.forget(device)
+        return returned
 
     def _in_state(self, *states: HealthState) -> list[str]:
         return [d for d, health in self._policy.devices.items() if health.state in states]

@@ -19,6 +19,7 @@ from hpstore.errors import ConfigError
 from hpstore.health.fence import Fence, fence_of, points, quantile
 from hpstore.health.signs import ErrorWindow, Media, Signs, Traits
 from hpstore.health.verdicts import HealthState, Verdict
+from hpstore.units import format_seconds
 
 _LEAVE_ONE_OUT_MOST = 8  # in larger groups one device hardly moves the quartiles
 _NO_TRAITS = Traits()
@@ -397,7 +398,7 @@ class _Group:
         value, track = self.values[device], self._tracks[device]
         usual = fence.middle or value or 1.0
         track.reason = (
-            f"{value * 1e3:.3g} ms a call is {value / usual:.1f} x {whom}, "
+            f"{format_seconds(value)} a call is {value / usual:.1f} x {whom}, "
             f"{track.smooth / usual:.1f} x lately"
         )
 

@@ -102,11 +102,11 @@ def throttle_problem() -> str | None:
     return None
 
 
-def throttle(loop: str, bytes_per_second: int) -> None:
-    """Limit reads and writes of a loop device, each; 0 lifts the limit. For all processes."""
+def throttle(loop: str, bytes_per_second: int, calls_per_second: int = 0) -> None:
+    """Limit reads and writes of a loop device, each; 0 lifts a limit. For all processes."""
     number = Path(f"/sys/block/{os.path.basename(loop)}/dev").read_text().strip()
     for limit in _LIMITS:
-        value = bytes_per_second if limit.endswith("bps") else 0
+        value = bytes_per_second if limit.endswith("bps") else calls_per_second
         (_BLKIO / f"blkio.throttle.{limit}_device").write_text(f"{number} {value}")
 
 

@@ -105,6 +105,24 @@ class LoopFilesystem(Closing):
         self.unmount()
         self._mount()
 
+    def replug(self) -> None:
+        """The disk is back as another device, as after a cable was pulled: same bytes, same path.
+
+        After shutdown(). Unlike remount() it needs nothing to be closed: who has files of the old
+        mount open keeps them, and their errors; the old device is gone with the last of them.
+        """
+        if self._throttled:
+            self.throttle(0)
+        _flush(self.loop)
+        if self.mounted:
+            self.lazy_unmount()
+        again = f"{self._image}.again"  # of its own: the old device can never write into it
+        run("cp", "--sparse=always", self._image, again)
+        fails("losetup", "-d", self.loop)
+        os.replace(again, self._image)
+        self.loop = attach(self._image)
+        self._mount()
+
     def unmount(self) -> None:
         """Unmount when mounted. OSError EBUSY while files are open on it."""
         while self.mounted:
@@ -144,10 +162,13 @@ class LoopFilesystem(Closing):
         """Detach: open files go on, the path silently names the parent filesystem."""
         run("umount", "-l", self.path)
 
-    def throttle(self, bytes_per_second: int) -> None:
-        """Limit reads and writes of the device, each, for all processes; 0 lifts it. Cgroup v1."""
-        throttle(self.loop, bytes_per_second)
-        self._throttled = bytes_per_second > 0
+    def throttle(self, bytes_per_second: int, *, calls_per_second: int = 0) -> None:
+        """Limit reads and writes of the device, each, for all processes; 0 lifts it. Cgroup v1.
+
+        Small calls far below a limit of bytes are as fast as ever; one of calls slows them, too.
+        """
+        throttle(self.loop, bytes_per_second, calls_per_second)
+        self._throttled = bytes_per_second > 0 or calls_per_second > 0
 
     def flip(self, file: str | os.PathLike[str], offset: int) -> None:
         """Change one bit of a file's bytes on the device, below the filesystem.
@@ -176,11 +197,7 @@ class LoopFilesystem(Closing):
         os.truncate(self._image, keep_bytes)
         run("losetup", "-c", self.loop)
         with contextlib.suppress(OSError):
-            fd = os.open(self.loop, os.O_RDONLY)
-            try:
-                fcntl.ioctl(fd, _FLUSH_BUFFERS, 0)
-            finally:
-                os.close(fd)
+            _flush(self.loop)
 
     # --- end --------------------------------------------------------------------------------
 
@@ -195,6 +212,15 @@ class LoopFilesystem(Closing):
             self.loop = ""
         if gone:
             shutil.rmtree(self._work, ignore_errors=True)
+
+
+def _flush(loop: str) -> None:
+    """Write what the page cache has of a device, and forget it."""
+    fd = os.open(loop, os.O_RDONLY)
+    try:
+        fcntl.ioctl(fd, _FLUSH_BUFFERS, 0)
+    finally:
+        os.close(fd)
 
 
 def loop_mounts_problem(

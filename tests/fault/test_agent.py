@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import urllib.error
 import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -137,6 +140,50 @@ def test_one_round_by_the_command_line_and_a_dry_run(node: Node) -> None:
     node.until("over", lambda: "evicted" in node.run("agent", "--once"))
     assert node.whole()
     node.check()
+
+
+def held_below(process: int, directory: Path) -> list[str]:
+    """Files of a process that lie in the directories of devices."""
+    found = []
+    for link in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            found.append(os.readlink(link))
+    return [path for path in found if path.startswith(f"{directory}/d")]
+
+
+@long
+def test_a_terminal_that_shows_an_agents_rounds_holds_no_device(node: Node) -> None:
+    """Else one that was evicted could not be unmounted. Without an agent it asks the pool."""
+    ours, theirs = os.openpty()
+    with node.agent("--listen", "none") as agent:
+        node.until("looking", lambda: node.state_of(2) == "online/online")
+        watching = subprocess.Popen(
+            node.command("status", "--watch"), stdin=theirs, stdout=theirs, stderr=theirs,
+            env={**node.environment(), "TERM": "xterm"},
+        )  # fmt: skip
+        os.close(theirs)
+        sent = bytearray()
+
+        def shows(words: bytes) -> Callable[[], bool]:
+            def look() -> bool:
+                if select.select([ours], [], [], 0)[0]:
+                    sent.extend(os.read(ours, 1 << 16))
+                return words in sent
+
+            return look
+
+        try:
+            node.until("shown", shows(b", agent "))
+            node.until("let go", lambda: not held_below(watching.pid, node.directory))
+            agent.kill()
+            agent.wait()
+            (node.run_directory / "agent-status.json").unlink()
+            node.until("shown by itself", shows(b"no agent runs on this node"))
+            assert held_below(watching.pid, node.directory)
+        finally:
+            watching.kill()
+            watching.wait()
+            os.close(ours)
 
 
 @long

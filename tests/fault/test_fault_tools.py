@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import select
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -198,6 +200,58 @@ def test_throttled_device_hangs_until_it_is_relieved(make_disks: MakeDisks) -> N
         disk.throttle(0)
     assert waiting.ended(30.0)
     waiting.result()
+
+
+def test_a_disk_comes_back_as_another_device_while_its_old_files_are_open(
+    make_disks: MakeDisks,
+) -> None:
+    """Synced bytes are there under the same path; the old file has errors, its device goes last."""
+    (disk,) = make_disks(1)
+    path, old = Path(disk.path, "file"), disk.loop
+    path.write_bytes(DATA)
+    os.sync()
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    disk.shutdown()
+    with pytest.raises(OSError, match="busy"):
+        disk.unmount()
+    disk.replug()
+    assert disk.loop != old
+    assert path.read_bytes() == DATA
+    path.write_bytes(DATA[::-1])
+    with pytest.raises(OSError, match="Input/output"):
+        os.preadv(fd, [mmap.mmap(-1, 4096)], 0)
+    os.close(fd)
+    poll(30.0, lambda: old not in loops())
+    assert path.read_bytes() == DATA[::-1]
+
+
+def test_a_limit_of_calls_slows_small_ones_that_a_limit_of_bytes_does_not(
+    make_disks: MakeDisks,
+) -> None:
+    """Three reads of 4 KiB, far below 1 MiB a second; at 4 calls a second they wait."""
+    problem = throttle_problem()
+    if problem is not None:
+        pytest.skip(problem)
+    (disk,) = make_disks(1)
+    path = Path(disk.path, "file")
+    path.write_bytes(bytes(64 * KIB))
+    os.sync()
+
+    def seconds() -> float:
+        began, page = time.monotonic(), mmap.mmap(-1, 4096)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        for number in range(3):
+            os.preadv(fd, [page], 4096 * number)
+        os.close(fd)
+        return time.monotonic() - began
+
+    disk.throttle(MIB)
+    quick = seconds()
+    disk.throttle(0, calls_per_second=4)
+    try:
+        assert seconds() > quick + 0.2
+    finally:
+        disk.throttle(0)
 
 
 def test_what_a_killed_process_left_is_swept_and_nothing_else(

@@ -266,6 +266,30 @@ def test_a_device_comes_back_over_a_sit_out_and_probation(slowly: Slowly) -> Non
     assert steps[-1] is HealthState.ONLINE
 
 
+def test_a_device_that_left_and_is_a_member_again_starts_anew(slowly: Slowly) -> None:
+    """Evicted, healed and readmitted elsewhere: this process reads it again at once, although the
+    errors from before are not ten minutes old."""
+    url = slowly.urls[0]
+    for _ in range(3):
+        slowly.round()
+    slowly.harness.lose([url])
+    slowly.until(url, HealthState.FAULTED, 10)
+    with slowly.harness.open() as other:
+        other.evict(url)
+        assert other.rebuild().whole
+        slowly.pool.refresh()
+        slowly.round()
+        slowly.harness.bring_back()
+        other.readmit(url)
+        other.rebuild()
+    slowly.pool.refresh()
+    before = slowly.latencies.reads(url)
+    for _ in range(3):
+        slowly.round()
+        assert slowly.state(url) is HealthState.ONLINE
+    assert slowly.latencies.reads(url) > before
+
+
 def test_an_object_that_is_not_on_a_suspect_does_not_use_up_its_probe(slowly: Slowly) -> None:
     """Each round reads it first: the suspect is seen all the same, by what others have there."""
     holders = {url for url, _ in slowly.harness.columns(KEYS[0])}

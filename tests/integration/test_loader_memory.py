@@ -223,3 +223,16 @@ def test_slots_come_back_when_the_last_array_over_them_goes() -> None:
     assert ring.made_bytes == 0
     assert len(ring.take(MIB // 2).memory) == MIB
     assert ring.ordinary_total == 3
+
+
+def test_the_garbage_collector_takes_no_slot_of_a_batch_that_is_out() -> None:
+    """It comes back when the array goes, however often cycles were collected meanwhile."""
+    ring = Slots(2 * MIB)
+    for _ in range(5):
+        slot = ring.take(MIB // 2)
+        array = slot.memory[:100]
+        slot.hand_out([array])
+        del slot
+        gc.collect()
+        del array
+    assert (ring.made_bytes, ring.ordinary_total) == (MIB, 0)

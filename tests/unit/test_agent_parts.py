@@ -365,6 +365,8 @@ def test_the_terminal_shows_what_the_agent_left(tended: Tended) -> None:
     for words in ("memory://d0", "removed", "3 of 9 objects", "online -> removed", "! too many",
                   "more devices may be lost", "no agent runs on this node"):  # fmt: skip
         assert words in text
+    (bar,) = [line for line in text.splitlines() if line.startswith("━")]
+    assert set(bar) <= set("━╸╺ ")  # a line of its own
     assert bars([0.0, 1.0, 2.0]) == "▁▅█"
     assert bars([]) == ""
 

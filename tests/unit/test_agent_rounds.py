@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import io
+import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from hpstore.agent import AgentConfig, agent_config
 from hpstore.agent.jobs import Job, JobKind
 from hpstore.agent.memory import MEMORY_FILE, load_memory
 from hpstore.agent.orders import ORDERS_FILE, give_order
+from hpstore.agent.page import render
 from hpstore.agent.status import AgentStatus, read_status
+from hpstore.cli.watching import agent_view
 from hpstore.errors import ConfigError, LockTimeout, TooManyErasures
 from hpstore.health import HealthState
 from hpstore.health.history import History
@@ -233,13 +238,16 @@ def test_one_agent_looks_after_a_pool_rule_15(tended: Tended) -> None:
     tended.start()
 
 
-def report(tended: Tended, device: int, at: float) -> None:
-    """What a process of this node writes when it has given up on a device."""
+def report(
+    tended: Tended, device: int, at: float, was: S = S.SITOUT, becomes: S = S.SITOUT,
+    reason: str = "report: 3 sit-outs within a day",
+) -> None:  # fmt: skip
+    """What a process of this node writes; unless given, when it has given up on a device."""
     pool = tended.pool
     history = History(history_path(pool.config.settings, pool.record.pool_id), Metrics())
     history.add_decisions([
-        Decision(at_seconds=at, device=tended.device(device), was=S.SITOUT, becomes=S.SITOUT,
-                 reason="report: 3 sit-outs within a day", role=Role.PROCESS)
+        Decision(at_seconds=at, device=tended.device(device), was=was, becomes=becomes,
+                 reason=reason, role=Role.PROCESS)
     ])  # fmt: skip
     history.close()
 
@@ -280,6 +288,52 @@ def test_old_reports_and_those_from_before_a_pardon_do_not_count(tended: Tended)
     give_order(tended.pool.state_directory, Command.READMIT, tended.device(5), tended.clock)
     tended.rounds(60)
     assert tended.states() == {}
+
+
+def test_where_processes_have_a_device_is_shown_until_it_is_too_old_to_be_true(
+    tended: Tended,
+) -> None:
+    """PROTOCOL 16: shown on the page and the terminal; the agent's own state is its own."""
+    tended.rounds(10)
+    now = tended.clock.wall_ms() / 1000
+    report(tended, 4, now - 10, S.ONLINE, S.SUSPECT, "9.1 x its peers")
+    report(tended, 5, now - 20, S.ONLINE, S.SUSPECT, "8.2 x its peers")
+    report(tended, 5, now - 5, S.SUSPECT, S.ONLINE, "quiet again")
+
+    def shown() -> dict[str, tuple[str, str]]:
+        tended.rounds(5)
+        assert tended.status is not None
+        return {
+            view.url: (view.process_state, view.process_reason)
+            for view in tended.status.devices if view.process_state
+        }  # fmt: skip
+
+    assert shown() == {"memory://d4": ("suspect", "9.1 x its peers")}
+    assert tended.states() == {}
+    assert tended.status is not None
+    page = render(tended.status)
+    assert page.count("</span> in a process") == 1
+    assert "9.1 x its peers" in page
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(agent_view(json.loads(json.dumps(tended.status.as_dict(), default=str))))
+    assert "online, suspect in a process" in console.export_text()
+    tended.rounds(3600, step=60)
+    assert shown() == {}
+
+
+def test_what_a_process_said_before_a_device_returned_is_not_shown(tended: Tended) -> None:
+    """It was lost, evicted and is back; while it is evicted nobody reads it."""
+    tended.rounds(10)
+    tended.harness.lose(["memory://d4"])
+    report(tended, 4, tended.clock.wall_ms() / 1000, S.ONLINE, S.FAULTED, "10 I/O errors")
+    tended.rounds(1200, step=20)
+    assert tended.states() == {4: S.EVICTED}
+    assert tended.status is not None
+    assert not any(view.process_state for view in tended.status.devices)
+    tended.harness.bring_back()
+    tended.rounds(1200, step=20)
+    assert tended.states() == {}
+    assert not any(view.process_state for view in tended.status.devices)
 
 
 def test_orders_are_obeyed_once_and_refusals_told(tended: Tended) -> None:
@@ -378,6 +432,8 @@ def test_settings_of_the_agent_name_the_nearest_key(tmp_path: Path) -> None:
         5.0,
         Role.AGENT,
     )
+    limited = agent_config(replace(config, agent={"heal_bytes_per_second": "200MB"}))
+    assert limited.heal_bytes_per_second == 200_000_000  # as docs/health.md writes it
     with pytest.raises(ConfigError, match="did you mean 'tick_seconds'"):
         agent_config(replace(config, agent={"tick_second": 1}))
     with pytest.raises(ConfigError, match=r"\[agent.policy\].*unknown setting 'role'"):

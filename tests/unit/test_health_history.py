@@ -6,6 +6,8 @@ import logging
 import os
 import shutil
 import sqlite3
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -63,6 +65,28 @@ def test_samples_and_decisions_come_back_in_a_later_process(path: Path) -> None:
             assert reader.decisions(1) == [decision(1002.0, "slower")]
             assert len(reader.decisions(10)) == 2
     assert path.stat().st_mode & 0o777 == 0o600
+    assert metrics.value(ERRORS) == 0
+
+
+def test_a_second_history_of_a_process_does_not_end_the_locks_of_the_first(path: Path) -> None:
+    """A monitor's beside the agent's, which stays open: another process that writes meanwhile is
+    not the last one, so what it leaves is seen, and what the first one writes is not lost."""
+    write = (
+        "import sqlite3, sys; file = sqlite3.connect(sys.argv[1]); "
+        "file.execute(\"INSERT INTO decisions VALUES (NULL, 3, 'd', 'online', 'suspect', 'other', "
+        "'agent', 0)\"); file.commit(); file.close()"
+    )
+    metrics = Metrics()
+    with closing(History(path, metrics)) as history:
+        history.add_decisions([decision(1.0, "first")])
+        with closing(History(path, metrics)) as second:
+            second.add_decisions([decision(2.0, "second")])
+        subprocess.run([sys.executable, "-S", "-c", write, str(path)], check=True, timeout=60)
+        assert path.with_name(f"{path.name}-wal").exists()
+        history.add_decisions([decision(4.0, "last")])
+        with closing(History(path, metrics, read_only=True)) as reader:
+            reasons = [said.reason for said in reader.decisions(9)]
+        assert reasons == ["last", "other", "second", "first"]
     assert metrics.value(ERRORS) == 0
 
 

@@ -12,6 +12,7 @@ from hpstore.units import (
     div_ceil,
     div_exact,
     format_bytes,
+    format_seconds,
     parse_bytes,
     positive,
     round_down,
@@ -71,6 +72,16 @@ def test_whole_numbers_are_parsed_exactly() -> None:
 def test_bytes_are_shown_in_binary_units(count: int, text: str) -> None:
     """format_bytes chooses the largest unit below the count."""
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "0 ms"), (0.000123, "0.123 ms"), (0.0227, "22.7 ms"), (0.9994, "999 ms"),
+     (0.9996, "1 s"), (3.552, "3.55 s"), (240.0, "240 s")],
+)  # fmt: skip
+def test_times_are_shown_with_three_figures_and_no_exponent(seconds: float, text: str) -> None:
+    """A call of 3.5 s was "3.55e+03 ms" before."""
+    assert format_seconds(seconds) == text
 
 
 def test_division_says_its_intent() -> None:
