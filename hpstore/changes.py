@@ -17,7 +17,6 @@ from hpstore.errors import DeviceTimeout, HpstoreError, MembershipError
 from hpstore.keys import ColumnName, Kind
 from hpstore.membership import commit_record, with_member, with_state, without_member
 from hpstore.objects.catalog import walk
-from hpstore.objects.remove import remove_files
 from hpstore.objects.repair import Action, Throttle, repair_object
 from hpstore.objects.store import Store, View
 from hpstore.objects.survey import (
@@ -278,7 +277,9 @@ def _remove_tombstones(store: Store, device_id: str) -> None:
             continue
         elsewhere = {f.device for f in layout.files} - {device_id}
         if len(elsewhere) > layout.parity:
-            remove_files(store, key, [f for f in layout.files if f.device == device_id])
+            for file in layout.files:
+                if file.device == device_id:
+                    _on_device(store, device_id, partial(_delete, key, file.name))
 
 
 def _on_device(store: Store, device_id: str, call: Callable[[Device], None]) -> None:
