@@ -69,7 +69,9 @@ def test_the_best_step_is_not_named(pool: Pool) -> None:
     assert steps_of(found) == {3}
 
 
-@pytest.mark.parametrize("words", [{}, {"keep_last": 1}, {"keep_last": 5}])
+@pytest.mark.parametrize(
+    "words", [{}, {"keep_last": 1}, {"keep_last": 1, "keep_every": 2}, {"keep_last": 5}]
+)
 def test_without_anything_that_goes_there_is_no_note(pool: Pool, words: dict[str, int]) -> None:
     """All are kept; the only one is never said to go; not enough of them yet."""
     saved(pool, 3, **words)

@@ -227,32 +227,60 @@ def test_keys_put_last_keep_their_order() -> None:
     assert put_last(["c", "a", "b", "d"], {"a", "d"}) == ["c", "b", "a", "d"]
 
 
+class Tending:
+    """An agent that has put an old step off: 15 minutes after a device was lost that has columns of
+    both steps. `limit_ms`: of the note, from then on."""
+
+    def __init__(self, directory: Path, *, limit_ms: int) -> None:
+        config = AgentConfig(scrub_days=0.0, smart_hours=0.0, heal_bytes_per_second=100_000)
+        self.tended = tended = Tended(directory, config=config)
+        for key in (OLD, NEW):
+            tended.content[key] = BODIES[key]
+            tended.pool.put(key, BODIES[key])
+        tended.rounds(10)
+        both = [{url for url, _ in tended.harness.columns(key)} for key in (OLD, NEW)]
+        tended.harness.lose([min(both[0] & both[1])])
+        tended.rounds(900, step=45)
+        now = tended.clock.wall_ms()
+        note = Expiry(
+            reason="step 1 goes", sizes={OLD: len(BODIES[OLD])}, instead=(NEW,),
+            expected_ms=now, limit_ms=now + limit_ms,
+        )  # fmt: skip
+        tended.pool.put(note_key("run"), note.encode())
+        tended.rounds(300, step=50)
+        assert tended.status is not None
+        self.status = tended.status
+
+    def put_off(self) -> dict[str, int]:
+        assert self.tended.status is not None
+        return self.tended.status.put_off
+
+
 def test_agent_says_what_it_puts_off_and_heals_it_when_it_stays(tmp_path: Path) -> None:
-    """On the page, too; after the note's limit it is healed at once, not an hour later."""
-    config = AgentConfig(scrub_days=0.0, smart_hours=0.0, heal_bytes_per_second=100_000)
-    tended = Tended(tmp_path, config=config)
-    tended.content |= {key: BODIES[key] for key in (OLD, NEW)}
-    for key in (OLD, NEW):
-        tended.pool.put(key, BODIES[key])
-    tended.rounds(10)
-    both = [{url for url, _ in tended.harness.columns(key)} for key in (OLD, NEW)]
-    tended.harness.lose([min(both[0] & both[1])])
-    tended.rounds(900, step=45)
-    now = tended.clock.wall_ms()
-    note = Expiry(
-        reason="step 1 goes", sizes={OLD: len(BODIES[OLD])}, instead=(NEW,),
-        expected_ms=now, limit_ms=now + 10 * MINUTE,
-    )  # fmt: skip
-    tended.pool.put(note_key("run"), note.encode())
-    tended.rounds(300, step=50)
+    """On the page, too; after the note's limit it is healed at once, not at the next retry."""
+    made = Tending(tmp_path, limit_ms=400_000)
+    tended = made.tended
     assert tended.pool.stat(OLD).spare_columns == 1
     assert tended.pool.stat(NEW).spare_columns == 2
-    assert tended.status is not None
-    assert list(tended.status.put_off.values()) == [1]
-    assert "Put off: 1 objects: step 1 goes" in render(tended.status)
-    tended.rounds(600, step=50)
+    assert list(made.put_off().values()) == [1]
+    assert "Put off: 1 objects: step 1 goes" in render(made.status)
+    tended.rounds(250, step=50)
     assert tended.pool.stat(OLD).spare_columns == 2
-    tended.rounds(40, step=20)
-    assert tended.status.put_off == {}
+    assert made.put_off() == {}
+    assert tended.whole()
+    tended.stop()
+
+
+def test_agent_forgets_what_it_has_put_off_when_it_is_gone(tmp_path: Path) -> None:
+    """Retention has removed it: nothing was healed in vain, and nothing is said of it any more."""
+    made = Tending(tmp_path, limit_ms=10 * MINUTE)
+    tended = made.tended
+    assert list(made.put_off().values()) == [1]
+    del tended.content[OLD]
+    tended.pool.delete(OLD)
+    tended.agent.eyes.disturb()
+    tended.rounds(20, step=10, work=False)
+    assert made.put_off() == {}
+    tended.rounds(20, step=10)
     assert tended.whole()
     tended.stop()
