@@ -21,11 +21,12 @@ from hpstore.testing.leftovers import (
     loops,
     mount_points,
     owner_is_dead,
+    run,
     scratch_directory,
     sweep,
     throttle_problem,
 )
-from hpstore.testing.loopfs import HANGING, LoopFilesystem
+from hpstore.testing.loopfs import HANGING, Kind, LoopFilesystem, loop_mounts_problem
 from hpstore.units import KIB, MIB
 from tests.fault.common import Bench, Call, MakeDisks, exit_status, forked, payload, poll
 
@@ -91,9 +92,12 @@ def test_healthy_fuse_is_an_ordinary_file_system(faulty: FaultFilesystem) -> Non
 def test_each_rule_does_what_it_says(faulty: FaultFilesystem) -> None:
     """Errors, flips, drops, short writes; none where the rule is not about; all end with it."""
     path = Path(faulty.path, "file")
-    faulty.behave(Rule(operations=("read",), error=errno.EIO))
-    with pytest.raises(OSError, match="Input/output error"):
-        path.read_bytes()
+    before = faulty.behave(Rule(operations=("read",), error=errno.EIO))
+    assert faulty.applied() == before
+    for times in (1, 2):  # to be asked how often changes nothing
+        with pytest.raises(OSError, match="Input/output error"):
+            path.read_bytes()
+        assert faulty.applied() >= before + times
     faulty.behave(Rule(operations=("read",), path="/elsewhere", error=errno.EIO))
     assert path.read_bytes() == DATA
     faulty.behave(Rule(operations=("read",), flip=True))
@@ -177,6 +181,25 @@ def test_bit_flipped_on_the_device_is_read_from_the_file(make_disks: MakeDisks) 
         found = file.read_bytes()
         assert found[9000] == expected
         assert found[:9000] + found[9001:] == DATA[:9000] + DATA[9001:]
+
+
+@pytest.mark.parametrize("kind", ["ext4", "xfs"])
+def test_file_system_that_was_shut_down_is_mounted_anew(kind: Kind, tmp_path: Path) -> None:
+    """Nothing can be asked of an XFS then, not even whether it is a mount point."""
+    problem = loop_mounts_problem(kind)
+    if problem is not None:
+        pytest.skip(problem)
+    with LoopFilesystem(tmp_path, kind=kind) as disk:
+        Path(disk.path, "file").write_bytes(DATA)
+        run("sync", "-f", disk.path)
+        disk.shutdown()
+        assert disk.mounted
+        with pytest.raises(OSError, match="Input/output error"):
+            Path(disk.path, "other").write_bytes(DATA)
+        disk.remount()
+        assert Path(disk.path, "file").read_bytes() == DATA
+        disk.unmount()
+        assert not disk.mounted
 
 
 def test_throttled_device_hangs_until_it_is_relieved(make_disks: MakeDisks) -> None:

@@ -22,7 +22,7 @@ from hpstore.units import MIB
 from tests.fault.common import Call, poll, tree
 from tests.fault.suite.rig import Healed, Rig, heal
 
-SLOW_BYTES_PER_SECOND = 4 * MIB
+SLOW_BYTES_PER_SECOND = MIB  # less than the reader asks of each device
 DELAY_SECONDS = 0.05
 FLAPS, WIPE_SECONDS, HANG_SECONDS = 4, 30.0, 0.5
 IO = ("read", "write", "fsync")
@@ -327,7 +327,7 @@ FAULTS = (
     Fault(name="dropped writes", method="FUSE: 3 in 10 say done, are not", fuse=True, seen=False,
           lift=Rig.relieve, scrub=True,
           script=misbehave(Rule(operations=("write",), drop=True, probability=0.3))),
-    Fault(name="slow", method="blkio throttle, 4 MiB/s", throttles=True,
+    Fault(name="slow", method="blkio throttle, 1 MiB/s", throttles=True,
           script=throttled(SLOW_BYTES_PER_SECOND), lift=Rig.relieve),
     Fault(name="slow calls", method="FUSE: 50 ms a read, write or fsync", fuse=True,
           script=misbehave(Rule(operations=IO, delay_seconds=DELAY_SECONDS)), lift=Rig.relieve),
