@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -18,12 +19,13 @@ from hpstore.geometry import BLOCK_BYTES, Code, Geometry
 from hpstore.keys import Kind, Version
 from hpstore.objects.columnset import ColumnSet, MembershipMoved
 from hpstore.objects.debts import clear_debt
+from hpstore.objects.flights import RebuiltRun
 from hpstore.objects.read import Changed, ObjectReader, open_survey
 from hpstore.objects.remove import remove_files
 from hpstore.objects.source import MemorySource
 from hpstore.objects.store import Store
 from hpstore.objects.survey import Found, Survey, newest_by_name, stable_survey
-from hpstore.objects.windows import run_bytes
+from hpstore.objects.windows import background_run_bytes
 from hpstore.objects.write import (
     Content,
     WriteFailed,
@@ -269,7 +271,7 @@ class _Repairer:
         source = ObjectSource(self._reader, self._throttle)
         with self._store.relay_lock:  # it holds memory while it waits for more: one at a time
             columns = write_columns(
-                self._store, content, geometry, devices, source, roll_back=False
+                self._store, content, geometry, devices, source, roll_back=False, background=True
             )
         settle_or_owe(self._store, columns)
         self._alive = len(columns.published()) - geometry.data
@@ -371,34 +373,45 @@ def rebuild_columns(
 def _rebuild_runs(
     store: Store, reader: ObjectReader, columns: ColumnSet, throttle: Throttle
 ) -> None:
-    geometry = reader.header.geometry
-    wanted = tuple(columns.columns)
-    step = run_bytes(geometry.width, store.buffers.budget.limit_bytes) // BLOCK_BYTES * BLOCK_BYTES
-    for low in range(0, geometry.column_bytes, step):
-        high = min(low + step, geometry.column_bytes)
+    """Run by run: the next one is read and decoded while one is written."""
+    wanted, size = tuple(columns.columns), reader.header.geometry.column_bytes
+    step = background_run_bytes(reader.header.geometry.width, store.buffers.budget.limit_bytes)
+
+    def made(low: int) -> RebuiltRun:
+        high = min(low + step, size)
         throttle((high - low) * len(wanted))
-        run = reader.rebuild_run(low, high, wanted)
+        return reader.rebuild_run(low, high, wanted)
+
+    with ThreadPoolExecutor(1, "hpstore-rebuild") as ahead:
+        coming = ahead.submit(made, 0) if size else None
+        low = 0
         try:
-            for number, writer in columns.columns.items():
-                first, count = low // BLOCK_BYTES, -(-(high - low) // BLOCK_BYTES)
-                block_digests(
-                    writer.header.seed,
-                    first,
-                    run.rows[number].data,
-                    writer.table[first : first + count],
-                )
-            rows = run.rows
-
-            def write_run(number: int, low: int = low, rows: dict[int, Bytes] = rows) -> None:
-                columns.columns[number].write(low, [rows[number]])
-
-            columns.settle(
-                columns.submit(lambda c: lambda n=c.header.column: write_run(n))  # type: ignore[misc]
-            )
+            while coming is not None:
+                run, coming = coming.result(), None
+                try:
+                    if low + step < size:
+                        coming = ahead.submit(made, low + step)
+                    _write_run(columns, low, run)
+                finally:
+                    run.release()
+                if columns.failures():
+                    return
+                low += step
         finally:
-            run.release()
-        if columns.failures():
-            return
+            if coming is not None and coming.exception() is None:
+                coming.result().release()
+
+
+def _write_run(columns: ColumnSet, low: int, run: RebuiltRun) -> None:
+    for number, writer in columns.columns.items():
+        row = run.rows[number]
+        first, count = low // BLOCK_BYTES, -(-len(row) // BLOCK_BYTES)
+        block_digests(
+            writer.header.seed, first, row.data, writer.table[first : first + count]
+        )  # fmt: skip
+    columns.settle(
+        columns.submit(lambda c: lambda: c.write(low, [run.rows[c.header.column]]))
+    )  # fmt: skip
 
 
 __all__ = ["Action", "Repair", "Throttle", "no_throttle", "rebuild_columns", "repair_object"]

@@ -21,7 +21,6 @@ from hpstore.geometry import BLOCK_BYTES, Code, Geometry
 from hpstore.objects.columnset import ColumnSet
 from hpstore.objects.source import Source
 from hpstore.objects.store import Store
-from hpstore.objects.windows import run_bytes
 from hpstore.units import round_up
 
 BATCHES_IN_FLIGHT = 4
@@ -79,8 +78,11 @@ class _Flight:
 class StripeWriter:
     """Runs one source through the pipeline into a ColumnSet."""
 
-    def __init__(self, store: Store, columns: ColumnSet, geometry: Geometry, floor: int) -> None:
-        self._store, self._columns = store, columns
+    def __init__(
+        self, store: Store, columns: ColumnSet, geometry: Geometry, floor: int, batch_bytes: int
+    ) -> None:
+        """`batch_bytes`: of one column."""
+        self._store, self._columns, self._batch_bytes = store, columns, batch_bytes
         self._geometry, self._floor = geometry, floor
 
     def run(self, source: Source, throttle: Throttle | None = None) -> None:
@@ -88,8 +90,7 @@ class StripeWriter:
         flying: deque[_Flight] = deque()
         patience = self._store.settings.put_deadline_seconds
         try:
-            memory = self._store.buffers.budget.limit_bytes
-            for batch in plan_batches(self._geometry, run_bytes(self._geometry.width, memory)):
+            for batch in plan_batches(self._geometry, self._batch_bytes):
                 if len(flying) >= BATCHES_IN_FLIGHT:
                     self._land(flying.popleft())
                 if throttle is not None:

@@ -24,6 +24,7 @@ from hpstore.objects.survey import (
     require_known,
     stable_survey,
 )
+from hpstore.objects.windows import background_run_bytes, run_bytes
 from hpstore.placement import choose
 from hpstore.records import Debt
 
@@ -121,8 +122,11 @@ def write_columns(
     *,
     roll_back: bool,
     throttle: Throttle | None = None,
+    background: bool = False,
 ) -> ColumnSet:
     """Write and publish one version. On return at least the floor of rule 5 is durable.
+
+    `background`: in smaller batches, behind which nobody's reads queue up for long.
 
     `store` is pinned, so that plan and execution see one membership. Raises MembershipMoved or
     WriteFailed; with `roll_back` after removing what this call had published, which only the one
@@ -140,7 +144,9 @@ def write_columns(
     try:
         columns.create()
         if not columns.failures():  # else plan again, while no byte has moved
-            StripeWriter(store, columns, geometry, floor).run(source, throttle)
+            limits = run_bytes if not background else background_run_bytes
+            batch = limits(geometry.width, store.buffers.budget.limit_bytes)
+            StripeWriter(store, columns, geometry, floor, batch).run(source, throttle)
             if len(columns.alive()) >= floor:
                 columns.finish()
         if len(columns.published()) >= floor:
