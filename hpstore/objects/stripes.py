@@ -38,14 +38,20 @@ class Batch:
 
 
 def plan_batches(geometry: Geometry, column_bytes: int) -> Iterator[Batch]:
-    """Cut an object into batches of about `column_bytes` that begin on a block."""
+    """Cut an object into batches of about `column_bytes` that begin on a block.
+
+    A shrunk last stripe is a batch of its own, where that can be: it alone is copied then.
+    """
     unit = geometry.unit_bytes
     count = max(1, column_bytes // unit)
     count = round_up(count * unit, max(BLOCK_BYTES, unit)) // unit
     while count * unit % BLOCK_BYTES:
         count += 1  # units are multiples of 4 KiB: at most 15 more
-    for first in range(0, geometry.stripe_count, count):
-        last = min(first + count, geometry.stripe_count)
+    whole = geometry.full_stripe_count
+    starts = list(range(0, geometry.stripe_count, count))
+    if 0 < whole < geometry.stripe_count and whole % count and not unit % BLOCK_BYTES:
+        starts.append(whole)
+    for first, last in itertools.pairwise([*starts, geometry.stripe_count]):
         start = geometry.column_offset_of(first)
         end = geometry.column_bytes if last == geometry.stripe_count else last * unit
         yield Batch(first=first, last=last, column_offset=start, column_bytes=end - start)

@@ -345,3 +345,13 @@ def test_impossible_shapes_are_refused(shape: dict[str, int]) -> None:
     good = {"data": 4, "parity": 2, "unit_bytes": 64 * KIB, "size": 10}
     with pytest.raises(ConfigError):
         Geometry(**{**good, **shape})  # type: ignore[arg-type]  # code is given by name
+
+
+@given(geometries(), st.sampled_from([BLOCK_BYTES, 4 * BLOCK_BYTES, MIB, 4 * MIB]))
+def test_a_shrunk_last_stripe_is_a_batch_of_its_own(geometry: Geometry, column_bytes: int) -> None:
+    """So that whole stripes are written in place: a batch with part of one is copied."""
+    if geometry.unit_bytes % BLOCK_BYTES or not geometry.last_unit_bytes:
+        return
+    *others, last = plan_batches(geometry, column_bytes)
+    assert (last.first, last.last) == (geometry.full_stripe_count, geometry.stripe_count)
+    assert all(batch.last <= geometry.full_stripe_count for batch in others)
