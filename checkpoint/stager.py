@@ -125,16 +125,24 @@ class Stage:
         if current is not None:
             current[0].finish()
 
-    def write(self, job: SaveJob, part: int) -> None:
-        """Give the staged slice to a save, on its thread. What goes wrong is the job's to raise."""
+    def write(self, job: SaveJob, part: int, begin: Callable[[], None] = lambda: None) -> None:
+        """Give the staged slice to a save, on its thread. What goes wrong is the job's to raise.
+
+        `begin` is called when all of it is in the arena: what it does in the interpreter would
+        hold up a training that has gone on beside the copies. What it raises is raised.
+        """
         current = self._current
         if current is None:
             raise CheckpointError("nothing is staged")
         staging, piece = current
+        failed: BaseException | None = None
         try:
             staging.wait()
         except BaseException as error:  # noqa: BLE001 (raised by the job's commit)
-            job.fail(error)
+            failed = error
+        begin()
+        if failed is not None:
+            job.fail(failed)
             return
         segment = job.write(self.arena.view(piece.size), piece.items, part=part)
         if segment is not None:

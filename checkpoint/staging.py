@@ -111,7 +111,8 @@ class Staging:
         else:
             self._copied.set()
         targets, sources = self._targets, self._staged.tensors
-        self._copier.run((targets[n], sources[n]) for n in self._now)
+        if self._now:
+            self._copier.run((targets[n], sources[n]) for n in self._now)
         if self._small:
             with torch.no_grad():  # one call: 10,000 of them cost more than their bytes
                 torch._foreach_copy_(

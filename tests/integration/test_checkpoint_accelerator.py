@@ -15,6 +15,7 @@ import hpstore
 from hpstore.checkpoint import Checkpointer
 from hpstore.checkpoint.accelerator import Accelerator
 from hpstore.checkpoint.saving import SaveJob
+from hpstore.checkpoint.stager import Stage
 from hpstore.config import Settings
 from hpstore.errors import CheckpointError, DeviceFull
 from hpstore.testing.fake_accelerator import FakeAccelerator
@@ -72,24 +73,24 @@ def restored(ckpt: Checkpointer, step: int) -> list[torch.Tensor]:
 class Writer:
     """Notes how many copies are outstanding when a slice is given to the writer.
 
-    Saves begin, on their thread, once `begin` is set.
+    Saves wait for their copies, on their thread, once `begin` is set.
     """
 
     def __init__(self, fake: FakeAccelerator, patch: pytest.MonkeyPatch) -> None:
         self.begin = threading.Event()
         self.outstanding: list[int] = []
-        begin, write = SaveJob.begin, SaveJob.write
+        stage, write = Stage.write, SaveJob.write
 
-        def held(job: SaveJob, *, fence: bool) -> None:
+        def held(*args: Any) -> None:
             if not self.begin.wait(20):
                 raise TimeoutError("the test forgot to let the save begin")
-            begin(job, fence=fence)
+            stage(*args)
 
         def noted(job: SaveJob, *args: Any, **options: Any) -> Any:
             self.outstanding.append(fake.pending)
             return write(job, *args, **options)
 
-        patch.setattr(SaveJob, "begin", held)
+        patch.setattr(Stage, "write", held)
         patch.setattr(SaveJob, "write", noted)
 
 

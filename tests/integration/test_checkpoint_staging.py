@@ -401,10 +401,11 @@ def test_a_save_that_cannot_begin_leaves_the_next_one_whole(
     monkeypatch.setattr(pool, "put", put)
     with Checkpointer(pool, "run", staging="overlap") as ckpt:
         handle = ckpt.save(1, state)
+        assert not ckpt.wait_at_most(0.05)  # its copies are still to come: the arena is theirs
+        assert not failed.is_set()  # nor has it begun to compute beside the training
+        gate.go()
         with pytest.raises(DeviceFull):
             handle.result(60)
-        assert not ckpt.wait_at_most(0)  # its copies are still to come: the arena is theirs
-        gate.go()
         ckpt.wait()
         assert gate.bytes == net.head.weight.nbytes
         wanted = values(net, optimizer)
