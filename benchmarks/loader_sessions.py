@@ -68,7 +68,8 @@ def epoch_session(sections: Sections, spec: Spec) -> Found:
     found all files in the page cache.
     """
     who = spec.peer()
-    room = 2 * spec.data.nbytes if spec.group is None else 0
+    room = min(2 * spec.data.nbytes, limits.LIMIT_BYTES if spec.group is not None else 1 << 62)
+    gc.collect()  # of what was imported: it takes 0.2 s, at any moment of a first epoch
     if spec.cold:
         problem = limits.drop_caches(who.directory, spec.data.nbytes)
         sections.warm(room)
