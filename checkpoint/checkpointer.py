@@ -409,6 +409,7 @@ class Checkpointer(Keeping):
 
     # --- restoring --------------------------------------------------------------------------
 
+    @collector_paused()
     def restore(self, state: State, step: int | None = None, *, strict: bool = True) -> int | None:
         """Fill `state` from a step, by default the newest valid one; returns the step.
 
@@ -441,6 +442,7 @@ class Checkpointer(Keeping):
     def _memory(self) -> Warm | None:
         return self._stage.warm if self.warm else None
 
+    @collector_paused()
     def load(
         self,
         step: int,
@@ -459,6 +461,7 @@ class Checkpointer(Keeping):
             self.pool, manifest, chosen(names, keys, step), device, self._memory
         )  # fmt: skip
 
+    @collector_paused()
     def load_state(
         self, step: int, *, map_location: str | torch.device | None = None
     ) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Keep Python's collector out of a stall: a full collection in the middle of 10,000 tensors takes
-longer than to stage them."""
+"""Keep Python's collector out of a stall or a load: a full collection takes 0.2 s with torch's
+modules alone, longer than to stage 10,000 tensors, and all threads of a load wait for it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,78 @@
+"""Python's collector does not run while tensors are staged or loaded, and does afterwards."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hpstore.checkpoint import Checkpointer
+from hpstore.errors import CheckpointMismatch
+from hpstore.testing.harness import Harness
+
+
+@pytest.fixture
+def ckpt(tmp_path: Path) -> Iterator[Checkpointer]:
+    """With one step, of two tensors."""
+    harness = Harness(tmp_path, data=2, parity=1, devices=3)
+    with harness.open() as pool, Checkpointer(pool, "run") as made:
+        made.save(1, {"a": torch.ones(9), "b": torch.ones(70_000)}).result()
+        yield made
+
+
+@pytest.fixture
+def collections() -> Iterator[Callable[[], int]]:
+    """How many collections there were so far; each new container calls for one."""
+    seen: list[str] = []
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        seen.append(phase)
+
+    before = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    gc.callbacks.append(note)
+    yield lambda: len(seen)
+    gc.callbacks.remove(note)
+    gc.set_threshold(*before)
+
+
+@pytest.mark.parametrize("load", ["restore", "load", "load_state"])
+def test_nothing_is_collected_in_a_load(
+    ckpt: Checkpointer, collections: Callable[[], int], load: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first and the last thing that a load does see the same count."""
+    state = {"a": torch.zeros(9), "b": torch.zeros(70_000)}
+    seen: list[int] = []
+    usable, manifest = ckpt._usable, ckpt.manifest
+
+    def begun(*args: Any) -> Any:
+        seen.append(collections())
+        return manifest(*args) if args else usable()
+
+    monkeypatch.setattr(ckpt, "_usable" if load == "restore" else "manifest", begun)
+    if load == "restore":
+        assert ckpt.restore(state) == 1
+    else:
+        getattr(ckpt, load)(1)
+    after = collections()
+    assert after - seen[0] < 10  # those that the return calls for, with starts and ends
+    assert gc.isenabled()
+
+
+def test_an_error_lets_it_run_again(ckpt: Checkpointer) -> None:
+    with pytest.raises(CheckpointMismatch):
+        ckpt.restore({"a": torch.zeros(9), "c": torch.zeros(3)})
+    assert gc.isenabled()
+
+
+def test_who_has_switched_it_off_has_it_off(ckpt: Checkpointer) -> None:
+    gc.disable()
+    try:
+        ckpt.load(1)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
