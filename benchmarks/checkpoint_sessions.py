@@ -188,6 +188,7 @@ def load_session(sections: Sections, spec: Spec) -> Found:
         for _, tensor in leaves(target):
             tensor.zero_()  # so that a load of nothing is seen
         drop_cache(spec.directory / spec.contender)
+        gc.collect()  # else a full collection falls into one load or another
         sections.warm(spec.copies)
         taken = seconds(lambda: load(target, who.last_step))
         content.check(target, who.last_step, f"{spec.contender} ({name}, cold)")
