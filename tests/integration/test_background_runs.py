@@ -11,7 +11,7 @@ from typing import TypeVar
 import pytest
 
 from hpstore.devices.base import Device
-from hpstore.devices.wrappers import DeviceWrapper, FaultyDevice
+from hpstore.devices.wrappers import DeviceWrapper, FaultyDevice, SimulatedCrash
 from hpstore.errors import HpstoreError
 from hpstore.objects.windows import BACKGROUND_RUN_BYTES, background_run_bytes, run_bytes
 from hpstore.testing.harness import Harness
@@ -20,6 +20,16 @@ from tests.fault.common import payload
 
 T = TypeVar("T")
 BODY = payload("k", 12 * MIB)
+
+
+def one_lost(directory: Path) -> tuple[Harness, str, str]:
+    """3+2 over six devices with an object: one of its devices, which is lost, and the spare one."""
+    harness = Harness(directory, data=3, parity=2, devices=6)
+    with harness.open() as pool:
+        pool.put("k", BODY)
+    holders = [url for url, _ in harness.columns("k")]
+    harness.lose(holders[:1])
+    return harness, holders[0], next(url for url in harness.urls if url not in holders)
 
 
 class Noted(DeviceWrapper):
@@ -63,12 +73,7 @@ def test_runs_are_no_larger_than_memory_allows() -> None:
 
 def test_the_next_run_is_read_while_one_is_written(tmp_path: Path) -> None:
     """A write of the second run that waits for reads of the third is not waited for in vain."""
-    harness = Harness(tmp_path, data=3, parity=2, devices=6)
-    with harness.open() as pool:
-        pool.put("k", BODY)
-    lost, _ = harness.columns("k")[0]
-    spare = next(u for u in harness.urls if u not in {u for u, _ in harness.columns("k")})
-    harness.lose([lost])
+    harness, lost, spare = one_lost(tmp_path)
     offsets: list[int] = []
     ahead = threading.Event()
 
@@ -97,12 +102,7 @@ def test_the_next_run_is_read_while_one_is_written(tmp_path: Path) -> None:
 
 def test_memory_of_a_rebuild_that_fails_is_given_back(tmp_path: Path) -> None:
     """The run that was read ahead, too. The next rebuild, on a device that takes it, succeeds."""
-    harness = Harness(tmp_path, data=3, parity=2, devices=6)
-    with harness.open() as pool:
-        pool.put("k", BODY)
-    lost, _ = harness.columns("k")[0]
-    spare = next(u for u in harness.urls if u not in {u for u, _ in harness.columns("k")})
-    harness.lose([lost])
+    harness, lost, spare = one_lost(tmp_path)
 
     def wrap(url: str, device: Device) -> Device:
         return FaultyDevice(device, "WWWE*") if url == spare else device
@@ -117,3 +117,31 @@ def test_memory_of_a_rebuild_that_fails_is_given_back(tmp_path: Path) -> None:
         pool.rebuild()
         assert pool.get("k") == BODY
         assert pool.scrub().clean
+
+
+def test_a_rebuild_of_many_runs_that_dies_anywhere_leaves_the_object_whole_rule_10(
+    tmp_path: Path,
+) -> None:
+    """PROTOCOL 10: dead before operation 0, 7, 14 ..., and without power; one run is read ahead."""
+    died = 0
+    for crash_at in range(0, 10_000, 7):
+        directory = tmp_path / str(crash_at)
+        directory.mkdir()
+        harness, lost, _ = one_lost(directory)
+        with harness.open() as pool:
+            pool.evict(lost)
+        pool, _ = harness.open_crashing(crash_at)
+        try:
+            finished = pool.rebuild().rebuilt == 1
+        except SimulatedCrash:
+            finished = False
+        harness.power_cut()
+        with harness.open() as after:
+            assert after.get("k") == BODY
+            assert after.rebuild().whole
+            assert after.stat("k").losses_tolerated == 2
+            assert after.scrub().clean
+        if finished:
+            break
+        died += 1
+    assert died > 5
