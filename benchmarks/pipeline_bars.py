@@ -78,7 +78,11 @@ def slowest(ranks: Sequence[Mapping[str, Row]], way: str, name: str) -> list[flo
 def bars(
     idle: Mapping[str, Row], cost: Mapping[str, Row], hook_us: Sequence[float]
 ) -> dict[str, Verdict]:
-    """Every figure that has a bar, with the median of its rounds; of inline torch.save beside."""
+    """Every figure that has a bar, with the median of its rounds; of inline torch.save beside.
+
+    What hooks cost has it twice: all they add to a call in a loop (`hook_us`), and what they count
+    themselves while a schedule runs, where computations have emptied the caches in between.
+    """
     found = {f"idle_gap_{name}": idle_verdict(row) for name, row in idle.items()}
     found["checkpoint_every_5_steps"] = verdict(
         cost[OURS]["overhead"]["values"], CHECKPOINT_BAR,
@@ -86,6 +90,8 @@ def bars(
     )  # fmt: skip
     found["data_wait"] = verdict(cost[OURS]["data_wait"]["values"], WAIT_BAR)
     found["hook_us_an_event"] = verdict(hook_us, HOOK_BAR)
+    for name, row in idle.items():
+        found[f"hook_us_in_schedule_{name}"] = verdict(row["us_an_event"]["values"], HOOK_BAR)
     return found
 
 

@@ -55,6 +55,18 @@ def test_idle_is_the_median_of_rounds_and_its_distance_to_theory_decides() -> No
     assert not pipeline_bars.idle_verdict(low)["met"]
 
 
+def test_hooks_in_a_running_schedule_have_the_bar_too() -> None:
+    """10 microseconds an event in the rounds of all ranks; with 25 it is not met."""
+    rows = pipeline_bars.idle_rows([[idle_round(4, 0.2, 0.06)]], 2)
+    plain = {way: {"overhead": {"values": [0.0], "median": 0.0}, "data_wait": {"values": [0.0]}}
+             for way in ("free", "torch.save")}  # fmt: skip
+    found = pipeline_bars.bars(rows, plain, [1.0])
+    assert found["hook_us_in_schedule_M=4"]["median"] == 10.0
+    assert found["hook_us_in_schedule_M=4"]["met"]
+    rows["M=4"]["us_an_event"]["values"] = [25.0]
+    assert not pipeline_bars.bars(rows, plain, [1.0])["hook_us_in_schedule_M=4"]["met"]
+
+
 def test_a_checkpoint_costs_what_its_steps_take_beyond_those_of_the_same_round() -> None:
     """The slowest rank counts, in each round; torch.save stands beside it."""
     ranks = [

@@ -213,17 +213,15 @@ def test_buffers_are_put_back_behind_a_trial_run() -> None:
 
 
 def noting_waits(gate: CopyGate) -> threading.Event:
-    """Set when a copy comes to the gate and finds it shut."""
+    """Set when a copy waits at the gate."""
     arrived = threading.Event()
 
     class Noting(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:
-            if not self.is_set():
-                arrived.set()
+            arrived.set()
             return super().wait(timeout)
 
-    gate._open = Noting()
-    gate.open()
+    gate._opened = Noting()
     return arrived
 
 
@@ -265,6 +263,33 @@ def test_a_gate_that_stays_shut_is_passed_in_the_end(
     assert caplog.text.count("do not wait") == 1
 
 
+@pytest.mark.parametrize("moment", ["clear", "wait"])
+def test_a_gate_that_opens_while_a_copy_arrives_lets_it_through(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind its first look and before its second, or behind that: no lock keeps them apart."""
+    monkeypatch.setattr("hpstore.checkpoint.gates.PATIENCE_SECONDS", 0.01)
+    gate = CopyGate(blocks=True)
+
+    class Opening(threading.Event):
+        def clear(self) -> None:
+            super().clear()
+            if moment == "clear":
+                gate.open()
+
+        def wait(self, timeout: float | None = None) -> bool:
+            gate.open()
+            return super().wait(timeout)
+
+    gate._opened = Opening()
+    for _ in range(2):
+        gate.shut()
+        gate.enter()
+        gate.copied(7)
+    assert (gate.overdue_total, gate.idle_bytes, gate.busy_bytes) == (0, 14, 0)
+    assert not gate.awaited
+
+
 def test_a_strided_tensor_is_copied_behind_the_gate_too() -> None:
     """It cannot be cut into pieces: it is one, which waits and is counted."""
     gate = CopyGate(blocks=True)
@@ -294,12 +319,12 @@ def test_a_recorder_opens_the_gate_whatever_happens() -> None:
     assert recorder.events_outside == 1
     recorder.begin_step()
     began = recorder.begin()
-    assert not gate._open.is_set()
+    assert gate.is_shut
     recorder.end(1, "I", 3, began)
-    assert gate._open.is_set()
+    assert not gate.is_shut
     recorder.begin()
     (event,) = recorder.end_step()
-    assert gate._open.is_set()
+    assert not gate.is_shut
     assert (event.stage, event.kind, event.microbatch) == (1, "I", 3)
     assert event.begin <= event.end
     assert recorder.hook_seconds > 0

@@ -15,6 +15,7 @@ import pytest
 import hpstore
 from hpstore.config import Settings
 from hpstore.pool import Pool
+from hpstore.rebuild import RebuildReport
 from hpstore.testing.faultfs import Rule, fuse_problem
 from hpstore.testing.leftovers import run, throttle_problem
 from hpstore.testing.loopfs import HANGING, Kind, loop_mounts_problem
@@ -253,6 +254,11 @@ def remount_all(rig: Rig) -> None:
         disk.remount()
 
 
+def rebuild_everything(pool: Pool) -> RebuildReport:
+    """Also what retention would drop with the next save: training is over, none comes."""
+    return pool.rebuild(everything=True)
+
+
 def readmit(
     *numbers: int, after: Callable[[Rig], None] | None = None
 ) -> Callable[[Rig, Healed], None]:
@@ -263,7 +269,7 @@ def readmit(
             after(rig)
         for number in numbers:
             heal(rig, healed, lambda pool, n=number: pool.readmit(rig.paths[n]))  # type: ignore[misc]
-        heal(rig, healed, Pool.rebuild)
+        heal(rig, healed, rebuild_everything)
 
     return back
 
@@ -271,21 +277,21 @@ def readmit(
 def remount(rig: Rig, healed: Healed) -> None:
     """A member that was away: mounted again, brought up to date."""
     rig.disks[0].remount()
-    heal(rig, healed, Pool.rebuild)
+    heal(rig, healed, rebuild_everything)
 
 
 def replace(rig: Rig, healed: Healed) -> None:
     """A new disk instead of one that is gone for good."""
     rig.paths[0] = rig.extra_disk(like_others=True).path
     heal(rig, healed, lambda pool: pool.add_device(rig.paths[0]))
-    heal(rig, healed, Pool.rebuild)
+    heal(rig, healed, rebuild_everything)
 
 
 def add_wiped(rig: Rig, healed: Healed) -> None:
     """The wiped disk, as a new device."""
     assert wiped(rig.paths[0])
     heal(rig, healed, lambda pool: pool.add_device(rig.paths[0]))
-    heal(rig, healed, Pool.rebuild)
+    heal(rig, healed, rebuild_everything)
 
 
 FAULTS = (
