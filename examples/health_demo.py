@@ -203,11 +203,15 @@ class Show:
         self._began = time.monotonic()
         self.longest_gap = 0.0
 
-    def step(self, name: str, facts: list[str], words: str) -> None:
-        """`words` must be on the terminal and on the page; then a while of training."""
+    def step(self, name: str, facts: list[str], words: str, pattern: str = "") -> None:
+        """`words`, or a `pattern` that stands for them, must be on the terminal and on the page;
+        then a while of training."""
         node, number = self._node, next(self._number)
-        node.until(f"{words!r} on the terminal", lambda: words in node.terminal.frame())
-        node.until(f"{words!r} on the page", lambda: words in fetch(node.url))
+        seen = re.compile(pattern or re.escape(words))
+        node.until(
+            f"{words!r} on the terminal", lambda: bool(seen.search(node.terminal.frame()))
+        )  # fmt: skip
+        node.until(f"{words!r} on the page", lambda: bool(seen.search(fetch(node.url))))
         frame, page = node.terminal.frame(), fetch(node.url)
         if self._pictures is not None and self._browser is not None:
             self._keep(f"{number}-{name.replace(' ', '-')}", frame, self._browser)
@@ -257,8 +261,8 @@ def without(directory: str, frame: str) -> str:
 # --- what happens ---------------------------------------------------------------------------
 
 
-def gets_slow(node: Node) -> list[str]:
-    """Throttle a disk that is read from; the trainer notices and goes round it."""
+def gets_slow(node: Node) -> tuple[list[str], int]:
+    """Throttle a disk that is read from; the trainer notices and goes round it. Its number, too."""
     before = node.reads_per_second()
     # those of parity columns are not read yet
     number, node.dead = sorted(range(DEVICES), key=lambda n: -before[n])[:2]
@@ -280,7 +284,13 @@ def gets_slow(node: Node) -> list[str]:
         f"disk{number} may do {SLOW_CALLS} calls a second now (blkio throttle)",
         f"the trainer has found it slow after {seconds:.1f} s: {reason}",
         f"reads a second: {rates(before)}; now {rates(after)}",
-    ]
+    ], number
+
+
+def row(number: int, *states: str) -> str:
+    """A pattern for a disk's row, on the terminal or the page, with one of these states: of the
+    agent, or of a process of the node."""
+    return rf"disk{number}(?: *│|</td>)[^\n]{{0,80}}?(?:{'|'.join(states)})"
 
 
 def rates(reads_per_second: list[float]) -> str:
@@ -353,10 +363,11 @@ def whole(status: Status) -> bool:
 def demonstrate(node: Node, show: Show) -> None:
     """Everything, in order; raises DemoFailed where it is not seen."""
     show.step("healthy", [f"{DATA}+{PARITY} on {DEVICES} disks"], "online")
-    show.step("slow", gets_slow(node), "in a process")
+    facts, number = gets_slow(node)
+    show.step("slow", facts, f"disk{number} slow", row(number, "suspect", "sitout"))
     show.step("dead", dies(node), "evicted")
     show.step("healed", is_made_up_for(node), f"{PARITY} more devices may be lost")
-    show.step("back", returns(node), "passed its probation")
+    show.step("back", returns(node), f"disk{node.dead} online", row(node.dead, "online"))
     steps = len(node.step_times())
     node.stop_trainer()
     newest = newest_step(node.toml, PREFIX)
