@@ -32,6 +32,8 @@ class Box:
 
     def overlap(self, other: Box) -> Box | None:
         """What both cover; None when that is nothing. A 0-d box covers its one element."""
+        if self == other and all(self.sizes):
+            return self
         low = tuple(map(max, self.offsets, other.offsets))
         high = tuple(
             min(a + n, b + m)

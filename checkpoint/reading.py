@@ -82,9 +82,9 @@ class _Into:
         self._target, self._digest = target, digest
 
     def take(self, at: int, data: Bytes) -> None:
-        self._target[at : at + len(data)] = data
-        if self._digest is not None:
+        if self._digest is not None:  # first: the copy then finds it in the processor's cache
             self._digest.take(at, data, len(self._target))
+        self._target[at : at + len(data)] = data
 
 
 class _Gather:
@@ -215,6 +215,10 @@ def _reads_of(wanted: Chunk, item: Item, common: Box) -> list[Read]:
     """Reads for what one stored box gives to a wanted one."""
     width = dtype_named(item.dtype).itemsize
     target = wanted.tensor
+    is_all = common == item.box
+    digest = _Digest(item) if is_all and item.digest else None
+    if is_all and common == wanted.box and _plain(target, item.dtype):  # most of all reads
+        return [_plain_read(target, item, 0, common.count * width, digest)]
     for axis, (low, origin, size) in enumerate(
         zip(common.offsets, wanted.box.offsets, common.sizes, strict=True)
     ):
@@ -225,13 +229,18 @@ def _reads_of(wanted: Chunk, item: Item, common: Box) -> list[Read]:
     last = (
         first + width + width * sum((n - 1) * s for n, s in zip(common.sizes, strides, strict=True))
     )
-    is_all = common.sizes == item.box.sizes
-    digest = _Digest(item) if is_all and item.digest else None
     if (last - first) == common.count * width and _plain(target, item.dtype):
-        # not reshape(-1): that keeps the stride of a single element, which has any
-        flat = target.detach().as_strided((target.numel(),), (1,)).view(torch.uint8).numpy()
-        return [_stored_read(item, first, last, _Into(flat, digest), hashed=digest is not None)]
+        return [_plain_read(target, item, first, last, digest)]
     return _gathered(target, item, (first, last), strides, digest)
+
+
+def _plain_read(
+    target: torch.Tensor, item: Item, low: int, high: int, digest: _Digest | None
+) -> Read:  # fmt: skip
+    """The read of raw bytes [low, high) straight into a tensor that lies as they do."""
+    # not reshape(-1): that keeps the stride of a single element, which has any
+    flat = target.detach().as_strided((target.numel(),), (1,)).view(torch.uint8).numpy()
+    return _stored_read(item, low, high, _Into(flat, digest), hashed=digest is not None)
 
 
 def _plain(target: torch.Tensor, dtype: str) -> bool:
