@@ -220,7 +220,7 @@ class Show:
         for fact in facts:
             print(f"  - {fact}")
         print(f"  - the page ({node.url}, {len(page)} bytes) shows {words!r}, and the terminal:\n")
-        print(without(f"{node.root}/", frame), end="\n\n")
+        print(frame, end="\n\n")
         print(f"  trainer: {self._progress()}", flush=True)
 
     def _keep(self, name: str, frame: str, browser: str) -> None:
@@ -244,18 +244,6 @@ class Show:
             f"at step {len(times)}, {len(mine)} of them in the last {seconds:.0f} s; "
             f"the longest pause {gap:.2f} s"
         )
-
-
-def without(directory: str, frame: str) -> str:
-    """A frame whose first column has names instead of paths."""
-    kept = len("┃ device")  # of borders and of other rows, which become as much shorter
-    lines = []
-    for line in frame.split("\n"):
-        short = line.replace(directory, "")
-        if short == line and line.startswith(("┏", "┃", "┡", "│", "└")):
-            short = line[:kept] + line[kept + len(directory) :]
-        lines.append(short)
-    return "\n".join(lines)
 
 
 # --- what happens ---------------------------------------------------------------------------

@@ -5,9 +5,10 @@ Where an agent runs its rounds are shown, which cost nothing; else the pool is a
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from typing import NoReturn
@@ -29,6 +30,7 @@ _SECONDS = 2.0
 _DECISIONS = 8
 _BARS = "▁▂▃▄▅▆▇█"
 _BAR_VALUES = 24
+_LONG_BYTES = 20  # a directory of all devices that is longer stands above the table, once
 _WHY = ("problem", "refused", "process_reason")  # the first that is there
 _STYLES = {"online": "green", "faulted": "red", "removed": "red", "evicted": "red",
            "missing": "red"}  # fmt: skip
@@ -88,12 +90,15 @@ def pool_view(status: PoolStatus) -> RenderableType:
 def agent_view(status: Row) -> RenderableType:
     """What an agent has left, as JSON."""
     urls = {str(d.get("device")): str(d.get("url")) for d in _rows(status, "devices")}
+    above = shared_directory(list(urls.values()))
+    urls = {device: url.removeprefix(above) for device, url in urls.items()}
     parts: list[RenderableType] = [
         Text(
             f"{status.get('pool')} {status.get('data')}+{status.get('parity')}, generation "
             f"{status.get('generation')}, agent {status.get('process')}", "bold",
         ),
-        _devices(status),
+        *([Text(f"devices are in {above}")] if above else []),
+        _devices(status, above),
     ]  # fmt: skip
     parts += [Text(f"! {text}", "red") for text in _list(status, "warnings")]
     found = status.get("condition")
@@ -131,7 +136,15 @@ def _decided(said: Row, urls: Mapping[str, str]) -> str:
     return f"{at} {where}: {change} by {said.get('role')}: {said.get('reason')}"
 
 
-def _devices(status: Row) -> Table:
+def shared_directory(urls: Sequence[str]) -> str:
+    """What the places of several devices begin with, where it is long enough to push their ends and
+    other columns off a terminal; "" else. Pure."""
+    start = os.path.commonprefix(list(urls)) if len(urls) > 1 else ""  # noqa: RUF071 (URLs too)
+    found = start[: start.rfind("/") + 1]
+    return found if len(found) > _LONG_BYTES else ""
+
+
+def _devices(status: Row, above: str) -> Table:
     rows = Table()
     for name in ("device", "state", "probe", "", "full"):
         rows.add_column(name, no_wrap=True)
@@ -141,7 +154,8 @@ def _devices(status: Row) -> Table:
         total, free = _number(device, "total_bytes"), _number(device, "free_bytes")
         state = str(device.get("state"))
         rows.add_row(
-            str(device.get("url")), _state(state, str(device.get("process_state") or "")),
+            str(device.get("url")).removeprefix(above),
+            _state(state, str(device.get("process_state") or "")),
             format_seconds(probes[-1]) if probes else "", bars(probes),
             f"{1 - free / total:.0%}" if total else "",
             str(next(filter(None, map(device.get, _WHY)), "")),
@@ -180,4 +194,4 @@ def _number(row: Row, name: str) -> float:
     return float(found) if isinstance(found, int | float) else 0.0
 
 
-__all__ = ["agent_view", "bars", "pool_view", "watch"]
+__all__ = ["agent_view", "bars", "pool_view", "shared_directory", "watch"]

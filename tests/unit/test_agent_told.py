@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from hpstore.agent.jobs import Job, JobKind
 from hpstore.agent.orders import ORDERS_FILE, give_order
 from hpstore.agent.page import render
 from hpstore.agent.status import read_status
-from hpstore.cli.watching import agent_view
+from hpstore.cli.watching import agent_view, shared_directory
 from hpstore.errors import ConfigError
 from hpstore.health import HealthState
 from hpstore.health.history import History
@@ -110,6 +111,36 @@ def test_where_processes_have_a_device_is_shown_until_it_is_too_old_to_be_true(
     assert "online, suspect in a process" in console.export_text()
     tended.rounds(3600, step=60)
     assert shown() == {}
+
+
+def test_a_long_path_of_all_devices_pushes_nothing_off_the_terminal(tended: Tended) -> None:
+    """It stands above the table; names and states are whole."""
+    report(tended, 4, tended.clock.wall_ms() / 1000, S.ONLINE, S.SUSPECT, "9.1 x its peers")
+    tended.rounds(5)
+    assert tended.status is not None
+    where = "/tmp/" + "very-" * 16 + "long/"
+    text = json.dumps(tended.status.as_dict(), default=str).replace("memory://", where)
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(agent_view(json.loads(text)))
+    shown = console.export_text()
+    assert re.search(r"│ d4 +│ online, suspect in a process │", shown)
+    assert f"devices are in {where}" in shown
+
+
+@pytest.mark.parametrize(
+    ("urls", "above"),
+    [
+        (["/mnt/a", "/mnt/b"], ""),  # short: shown with each
+        (["/data/cluster-7/node-12/a", "/data/cluster-7/node-12/b"], "/data/cluster-7/node-12/"),
+        (["/data/cluster-7/node-12/disk1", "/data/cluster-7/node-12/disk12"],
+         "/data/cluster-7/node-12/"),
+        (["/data/cluster-7/node-12/a"], ""),  # one: nothing is shared
+        (["/data/cluster-7/node-12/a", "s3://bucket/a"], ""),
+        ([], ""),
+    ],
+)  # fmt: skip
+def test_what_devices_have_in_common_is_a_long_directory(urls: list[str], above: str) -> None:
+    assert shared_directory(urls) == above
 
 
 def test_what_a_process_said_before_a_device_returned_is_not_shown(tended: Tended) -> None:
