@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 import hpstore
-from hpstore.config import Settings, find_config
-from hpstore.devices import Device
-from hpstore.devices.wrappers import DeviceWrapper
-from hpstore.opening import device_opener
-from hpstore.pool import Pool
+from hpstore.config import Settings
+from hpstore.testing.leftovers import throttle_problem
 from hpstore.testing.loopfs import LoopFilesystem
 from hpstore.units import MIB
 from tests.fault.common import Call, MakeDisks, poll
+from tests.fault.suite.faults import SLOW_BYTES_PER_SECOND, write_proof
 from tests.integration.ranks import PATIENCE, launch, open_pool
 from tests.trainers.pipelines import build, write_samples
 from tests.trainers.runs import Run, keep_on, require_each_sample_once, require_same_losses
 
-T = TypeVar("T")
 STEPS, HURT = 14, 5  # steps in all, steps that are done when something breaks
-SLOW_SECONDS = 0.05  # by which every read, write and sync of a device takes longer
 pytestmark = [
     pytest.mark.fault,
     pytest.mark.root,
@@ -39,51 +34,25 @@ pytestmark = [
 ]
 
 
-class Slow(DeviceWrapper):
-    """Answers late while a file is there."""
-
-    def __init__(self, inner: Device, sign: Path) -> None:
-        super().__init__(inner)
-        self.sign, self.late = sign, 0
-
-    def around(self, operation: str, nbytes: int, call: Callable[[], T]) -> T:
-        if operation in ("read", "write", "sync") and self.sign.exists():
-            self.late += 1
-            time.sleep(SLOW_SECONDS)
-        return call()
-
-
 def train_meanwhile(
     rank: int, world: int, directory: Path, run: str, attempt: int, until: int, pause: bool
 ) -> None:
-    """Train up to a step on a pool whose first device may be slow. `pause`: when HURT steps are
-    done, until somebody has broken something."""
-    config = find_config(directory / "pool.toml")
-    plain = device_opener(config.settings)
-    slow: list[Slow] = []
-
-    def opener(url: str) -> Device:
-        if url != config.devices[0]:
-            return plain(url)
-        slow.append(Slow(plain(url), directory / "slow"))
-        return slow[-1]
+    """Train up to a step. `pause`: after HURT steps, until somebody has broken something."""
 
     def wait() -> None:
         if trainer.hooks.completed == HURT:
             (directory / f"reached-{rank}").touch()
             poll(PATIENCE, (directory / "hurt").exists)
 
-    with Pool(config, opener=opener) as pool:
+    with open_pool(directory) as pool:
         options: dict[str, Any] = {"before_optimizer": wait} if pause else {}
         trainer = build(pool, "1f1b", prefix=run, **options)
         keep_on(trainer, until, directory / f"{run}.{attempt}.{rank}.jsonl")
         trainer.close()
         dist.barrier()
-        late = sum(device.late for device in slow)
-        (directory / f"late-{rank}").write_text(json.dumps(late))
 
 
-def lose(disks: list[LoopFilesystem], directory: Path) -> None:
+def lose(disks: list[LoopFilesystem]) -> None:
     """Two devices give EIO for everything but what the kernel has cached of them."""
     for disk in disks[:2]:
         disk.shutdown()
@@ -91,21 +60,27 @@ def lose(disks: list[LoopFilesystem], directory: Path) -> None:
             Path(disk.path, "new").touch()
 
 
-def fill(disks: list[LoopFilesystem], directory: Path) -> None:
+def fill(disks: list[LoopFilesystem]) -> None:
     """Two devices take nothing more."""
     for disk in disks[:2]:
         disk.fill()
         assert disk.free_bytes() < MIB
 
 
-def slow_down(disks: list[LoopFilesystem], directory: Path) -> None:
-    """One device takes its time."""
-    (directory / "slow").touch()
+def slow_down(disks: list[LoopFilesystem]) -> None:
+    """The kernel lets one device do 1 MiB a second."""
+    problem = throttle_problem()
+    if problem is not None:
+        pytest.skip(problem)
+    disks[0].throttle(SLOW_BYTES_PER_SECOND)
+    began = time.monotonic()
+    write_proof(disks[0].path, SLOW_BYTES_PER_SECOND // 2)
+    assert time.monotonic() - began > 0.35, "nothing is throttled"
 
 
 @pytest.mark.parametrize("hurt", [lose, fill, slow_down])
 def test_a_pipeline_trains_and_resumes_whatever_its_devices_do(
-    make_disks: MakeDisks, tmp_path: Path, hurt: Callable[[list[LoopFilesystem], Path], None]
+    make_disks: MakeDisks, tmp_path: Path, hurt: Callable[[list[LoopFilesystem]], None]
 ) -> None:
     """m of 4 + 2 devices lost, or full, or one slow, from the middle of a step on: training goes
     on, saves are committed, and another job resumes from them on what is left. Losses bit by bit
@@ -123,14 +98,14 @@ def test_a_pipeline_trains_and_resumes_whatever_its_devices_do(
 
     job = Call(lambda: launch(tmp_path, 2, train_meanwhile, run.name, 0, 10, True))
     poll(PATIENCE, lambda: (tmp_path / "reached-0").exists() or job.ended(0))
-    hurt(disks, tmp_path)
-    (tmp_path / "hurt").touch()
+    try:
+        hurt(disks)
+    finally:
+        (tmp_path / "hurt").touch()  # whatever became of it: the job ends
     assert job.ended(2 * PATIENCE)
     job.result()
     run.attempts = 1
     assert run.committed()[-1] == 10
-    late = [json.loads((tmp_path / f"late-{rank}").read_text()) for rank in range(2)]
-    assert all(count > 0 for count in late) == (hurt is slow_down)
     assert run.go(2, "1f1b", STEPS) == 10
     found = run.steps()
     require_each_sample_once(found, STEPS)
