@@ -111,10 +111,15 @@ class Assembler:
         for name in self._scalars:
             found[name] = self._data.fields[name].as_tensor(self._data.scalars(name, indices))
         for stream in self._data.streams:
+            slab = self._slabs.get(stream.number)
+            rows = None if slab is None else slab.rows_of(indices)
+            if slab is not None and rows is not None:
+                found.update(self._gathered(stream, slab, rows))
+                continue
             places = self._data.locate(stream, indices, checksums=False)  # read_rows has its own
-            if awaited and stream.number in self._slabs:
+            if awaited and slab is not None:
                 ahead = places.page[:awaited]
-                self._slabs[stream.number].wait(ahead[ahead >= 0], urgent)
+                slab.wait(ahead[ahead >= 0], urgent)
             if stream.fixed is None:
                 found.update(self._ragged(stream, indices, places))
             elif self._direct is not None and stream.number not in self._slabs:
@@ -141,41 +146,62 @@ class Assembler:
 
         return direct.batch(self._data, stream, indices, places, host, fields)
 
+    def _gathered(self, stream: Stream, slab: Slab, at: Int64s) -> dict[str, torch.Tensor]:
+        """Records of one size that are all in memory: `at`, their rows in the slab."""
+        self._counts.gathered_total += len(at)
+        return self._in_slot(
+            stream, len(at), slab.stride, lambda rows, lost: slab.gather_rows(at, rows)
+        )
+
     def _fixed(self, stream: Stream, indices: Int64s, places: Locations) -> dict[str, torch.Tensor]:
-        """Records of one size: gathered as rows, taken apart where there are several fields."""
+        """Records of one size: gathered as rows, or read."""
         assert stream.fixed is not None
         slab = self._slabs.get(stream.number)
         stride = stream.fixed.stride if slab is not None and slab.stride else stream.fixed.length
-        names = [n for n in stream.record.fixed if n in self._data.fields]
+
+        def fill(rows: Bytes, lost: bool) -> None:
+            if lost:
+                self._read_verified(stream, indices, rows)
+            else:
+                self._fill(stream, indices, places, rows)
+
+        return self._in_slot(stream, len(indices), stride, fill)
+
+    def _in_slot(
+        self, stream: Stream, count: int, stride: int, fill: Callable[[Bytes, bool], None]
+    ) -> dict[str, torch.Tensor]:
+        """Fields of records of one size, taken apart where there are several. fill(rows, False)
+        makes rows (count, stride); after SlotLost fill(rows, True) makes others.
+        """
+        fields = self._data.fields
+        names = [n for n in stream.record.fixed if n in fields]
         whole = len(names) == 1 and stream.record.fields[names[0]].row_bytes == stride
-        count, rows_bytes = len(indices), len(indices) * stride
-        sizes = [0] if whole else [count * self._data.fields[n].row_bytes for n in names]
-        starts = _places([rows_bytes, *sizes])
+        sizes = [0] if whole else [count * fields[n].row_bytes for n in names]
+        starts = _places([count * stride, *sizes])
         slot = self._slots.take(starts[-1])
         try:
-            rows = slot.memory[:rows_bytes].reshape(count, stride)
+            rows = slot.memory[: count * stride].reshape(count, stride)
             try:
-                self._fill(stream, indices, places, rows)
+                fill(rows, False)
             except SlotLost:  # a hung device may still write into it
                 slot.lose()
                 slot = self._slots.take(starts[-1])
-                rows = slot.memory[:rows_bytes].reshape(count, stride)
-                self._read_verified(stream, indices, rows)
-            views = field_views(stream, rows)
-            arrays: list[Array] = []
-            for name, start in zip(names, starts[1:], strict=False):
-                if whole:
-                    arrays.append(views[name])
-                    continue
-                part = slot.memory[start : start + views[name].nbytes]
-                made = part.view(views[name].dtype).reshape(views[name].shape)
-                np.copyto(made, views[name])
-                arrays.append(made)
+                rows = slot.memory[: count * stride].reshape(count, stride)
+                fill(rows, True)
+            if whole:
+                arrays = [_typed(rows, fields[names[0]])]
+            else:
+                views = field_views(stream, rows)
+                arrays = [
+                    _typed(slot.memory[start : start + views[name].nbytes], fields[name])
+                    for name, start in zip(names, starts[1:], strict=False)
+                ]
+                for name, made in zip(names, arrays, strict=True):
+                    np.copyto(made, views[name])
         except BaseException:
             slot.release()
             raise
         slot.hand_out(arrays)
-        fields = self._data.fields
         return {n: fields[n].as_tensor(a) for n, a in zip(names, arrays, strict=True)}
 
     def _fill(self, stream: Stream, indices: Int64s, places: Locations, rows: Bytes) -> None:

@@ -46,6 +46,10 @@ class BlockTable:
         row_bytes = sum(d.itemsize * int(np.prod(s, dtype=np.int64)) for d, s in sections)
         self._slots = min(count, max(2, budget_bytes // (row_bytes * self._block_rows)))
         self._slot = np.full(count, -1, np.int64)  # of each block
+        # rows lie one after another in memory once all are there: no gaps, a slot for every block
+        full = self._first[:-1] * self._block_rows
+        self._dense = self._slots == count and np.array_equal(full, self._starts[:-1])
+        self._all: list[Table] | None = None
         self._holds = np.full(self._slots, -1, np.int64)  # the block in each slot
         self._hand = 0  # the slot that is taken next
         self._tables: list[Table] = []
@@ -65,6 +69,8 @@ class BlockTable:
 
         `cuts`: cut_of(rows), when it is known.
         """
+        if self._all is not None:
+            return [table[rows] for table in self._all]
         cuts = self.cut_of(rows) if cuts is None else cuts
         local, inside = np.divmod(rows - self._starts[cuts], self._block_rows)
         blocks = self._first[cuts] + local
@@ -132,11 +138,15 @@ class BlockTable:
         if not self._tables:
             self._tables = self._fresh()
         slot, self._hand = self._hand, (self._hand + 1) % self._slots
+        if self._dense:
+            slot = block
         if self._holds[slot] >= 0:
             self._slot[self._holds[slot]] = -1
         self._holds[slot], self._slot[block] = block, slot
         for table, found in zip(self._tables, values, strict=True):
             table[slot, : len(found)] = found
+        if self._dense and self._holds.min() >= 0:
+            self._all = [t.reshape(-1, *t.shape[2:]) for t in self._tables]
 
 
 __all__ = ["BLOCK_ROWS", "TABLE_BYTES", "BlockTable", "Load"]

@@ -88,6 +88,7 @@ class Session:
         if self._left:
             return True
         hurried = piece.epoch == self.epoch and piece.start in self.hurried
+        hurried |= self.filler is not None and not self.filler.begun  # nothing comes before it
         return self._head is piece and (hurried or not self.ordered)
 
     def batch(self, indices: Indices) -> Batch:
@@ -108,11 +109,12 @@ class Session:
     def needed_from(self, piece: Piece | None) -> None:
         """This piece is the next to be handed out: what only earlier ones needed may go."""
         self._head = piece
-        now = 0
         if self.own and self.order is not None and piece is not None:
-            now = piece.epoch * self.order.length + piece.start
-        for slab in self.slabs.values():
-            slab.advance(now)
+            for slab in self.slabs.values():
+                slab.advance(piece.epoch * self.order.length + piece.start)
+        if not self.ordered or self.hurried:  # the head is urgent, others are not
+            for slab in self.slabs.values():
+                slab.look_again()
 
     def leave(self) -> None:
         """Nobody needs what is filled for this run alone. Does not wait. Idempotent."""
@@ -122,7 +124,7 @@ class Session:
         if self.cached is not None:
             self.cached.leave()
         for slab in self.slabs.values():
-            slab.advance(0)  # who waits looks again
+            slab.look_again()
 
     def close(self) -> None:
         """The same, and wait until nothing is being read for it. Idempotent."""
@@ -175,15 +177,18 @@ class Engine(Closing):
         """Get ready for the pieces from a position on. leave() the session when it is over."""
         data, order, windows = self._data, self.order, windows_of(self.order)
         fresh = self.mode == "resident" and self._filler is None
+        ordered = windows is not None and (fresh or self.mode == "window")
+        hurried = range(0)
+        if ordered and windows is not None and 0 < position < windows.length:
+            hurried = range(position, windows.window_of(epoch, position).stop)
+        held = windows is None or len(hurried) > 0  # then the first batch goes first
         if fresh:
             self._slabs = {s.number: Slab(data, s, int(s.page_starts[-1])) for s in self._paged}
             fills = everything(self._slabs)
             if windows is not None:
                 fills = everything_in_windows(data, windows, self._slabs, epoch, position)
-            held = windows is None  # then the first batch goes first
             self._filler = Filler(self._slabs, fills, held=held)
         slabs, filler, own = self._slabs, self._filler, False
-        ordered = fresh and windows is not None
         if self.mode == "window" and windows is not None:
             stripes, counts = data.stripes(), windows.samples_by_stripe
             kept = stripes_kept(counts[counts > 0], windows.window_stripes, self._batch_rows)
@@ -192,12 +197,13 @@ class Engine(Closing):
                 low, high = page_bounds(data.pages(stream).first_sample, stripes)
                 pages = int(np.sort(high - low)[::-1][:kept].sum())
                 slabs[stream.number] = Slab(data, stream, pages)
-            filler = Filler(slabs, in_windows(data, windows, slabs, epoch, position))
+            # where all pages fit they stay: a filler that need not wait for room would never rest
+            fits = all(slab.capacity == len(slab.pages.start) for slab in slabs.values())
+            chosen = everything_in_windows if fits else in_windows
+            fills = chosen(data, windows, slabs, epoch, position)
+            filler = Filler(slabs, fills, held=held)
             self._fillers.add(filler)
-            own = ordered = True
-        hurried = range(0)
-        if ordered and windows is not None and 0 < position < windows.length:
-            hurried = range(position, windows.window_of(epoch, position).stop)
+            own = True
         cached = None if self.cached is None else self.cached.begin()
         assembler = Assembler(
             data, self._slots, slabs, self.counts, None if cached is None else cached.read,

@@ -117,6 +117,11 @@ class Filler(Closing):
         for thread in self._threads:
             thread.start()
 
+    @property
+    def begun(self) -> bool:
+        """False while it is held."""
+        return self._begun.is_set()
+
     def begin(self) -> None:
         """Nobody needs the devices for something more urgent. Idempotent."""
         self._begun.set()

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 LEAST_AHEAD, MOST_AHEAD = 2, 16  # batches, unless prefetch_factor says
 HELD = 3  # by a user who keeps none: the last one, the next one, one on its way to a GPU
-RECORD_THREADS = 4  # where batches are read record by record they wait for devices
+# where batches are read record by record they wait for devices
+THREADS = {"records": 6, "cached": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +128,7 @@ class Run:
         slices, finish = loader.slices, loader.finish
         engine = loader.engine()
         few = min(2, len(os.sched_getaffinity(0)))
-        records = engine.mode in ("records", "cached")
-        threads = loader.num_workers or (RECORD_THREADS if records else few)
+        threads = loader.num_workers or THREADS.get(engine.mode, few)
         depth = loader.prefetch_factor
         depth = depth * threads if depth else _depth(loader, native, threads)
         self._pid, self.slices = os.getpid(), slices
@@ -182,6 +182,11 @@ class Run:
             raise
         self._session.needed_from(self._pipeline.peek())
         return taken
+
+    @property
+    def ready(self) -> int:
+        """As Pipeline.ready."""
+        return self._pipeline.ready
 
     @property
     def going(self) -> bool:
@@ -244,6 +249,11 @@ class NativeIterator:
 
     def __len__(self) -> int:
         return len(self._loader)
+
+    @property
+    def ready(self) -> int:
+        """How many batches next() has at hand now, of this epoch and the next."""
+        return 0 if self._run is None else self._run.ready
 
     def __next__(self) -> Any:
         while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import queue
 import threading
@@ -10,14 +11,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from hpstore.closing import Closing
 from hpstore.loaders.progress import Piece
 
 T = TypeVar("T")
-_Jobs = queue.SimpleQueue["tuple[Piece, Future[T]] | None"]
 JOIN_SECONDS = 5.0  # for threads at the end of the process
 
 
@@ -25,10 +24,41 @@ class BatchTimeout(Exception):
     """The next batch was not made in time."""
 
 
+class _Job(Generic[T]):
+    """A piece and what becomes of it: a future without callbacks, a condition and their locks.
+
+    Who takes a batch makes the job for another one, with cold caches after each training step.
+    """
+
+    __slots__ = ("_busy", "done", "error", "made", "piece")
+
+    def __init__(self, piece: Piece) -> None:
+        self.piece, self.done = piece, False
+        self.made: T | None = None
+        self.error: BaseException | None = None
+        self._busy = threading.Lock()  # held until it is done
+        self._busy.acquire()
+
+    def settle(self, made: T | None, error: BaseException | None) -> None:
+        """It is done. Once."""
+        self.made, self.error, self.done = made, error, True
+        self._busy.release()
+
+    def wait(self, seconds: float | None) -> bool:
+        """Whether it is done, waited for. One thread at a time; an interrupt does no harm."""
+        if not self.done and self._busy.acquire(timeout=-1 if seconds is None else seconds):
+            self._busy.release()
+        return self.done
+
+
+_Jobs = queue.SimpleQueue["_Job[T] | None"]
+
+
 class Pipeline(Closing, Generic[T]):
     """Makes `make(piece)` for the pieces to come, `depth` of them ahead, on `threads` threads.
 
-    The first one is made alone: somebody waits for it, and the others would share its cores.
+    It is filled up when a quarter of them was taken: threads are woken less often. The first one
+    is made alone: somebody waits for it, and the others would share its cores.
     One thread takes; closing or dropping it gives up what is under way. `wait_seconds`: how long
     take() waited; `waiting`: whether it does. The threads are daemons, stopped and joined at exit:
     those of an executor are joined before anybody could wake one that waits inside `make`.
@@ -38,25 +68,23 @@ class Pipeline(Closing, Generic[T]):
         self, todo: Iterator[Piece], make: Callable[[Piece], T], *, depth: int, threads: int
     ) -> None:
         self._todo, self._depth = todo, max(1, depth)
-        self._flying: deque[tuple[Piece, Future[T]]] = deque()
+        self._low = self._depth - max(1, self._depth // 4)  # it is filled up from here
+        self._flying: deque[_Job[T]] = deque()
         self._jobs: _Jobs[T] = queue.SimpleQueue()
-        self._held: deque[tuple[Piece, Future[T]]] = deque()  # until the first one is made
+        self._held: deque[_Job[T]] = deque()  # until the first one is made
         self._closed = threading.Event()
         self.wait_seconds = 0.0
         self.waiting = False
         self._threads = [
             threading.Thread(
-                target=_work, args=(self._jobs, make, self._closed),
+                target=_work, args=(self._jobs, make, self._closed, self._held),
                 name=f"hpstore-loader-{number}", daemon=True,
             )
             for number in range(threads)
         ]  # fmt: skip
         self._top_up()
         if self._held:
-            first = self._held.popleft()
-            self._jobs.put(first)
-            held, jobs = self._held, self._jobs
-            first[1].add_done_callback(lambda _: _hand_out(held, jobs))
+            self._jobs.put(self._held.popleft())
         for thread in self._threads:
             thread.start()
         self._stop = weakref.finalize(
@@ -70,7 +98,12 @@ class Pipeline(Closing, Generic[T]):
 
     def peek(self) -> Piece | None:
         """What comes next; None when nothing does."""
-        return self._flying[0][0] if self._flying else None
+        return self._flying[0].piece if self._flying else None
+
+    @property
+    def ready(self) -> int:
+        """How many batches can be taken at once, without waiting for one."""
+        return sum(1 for _ in itertools.takewhile(lambda job: job.done, tuple(self._flying)))
 
     def take(self, timeout_seconds: float | None = None) -> tuple[Piece, T]:
         """The next one, waited for. Raises what making it raised (it is then over), StopIteration.
@@ -80,33 +113,33 @@ class Pipeline(Closing, Generic[T]):
         """
         if not self._flying:
             raise StopIteration
-        piece, future = self._flying[0]
-        if not future.done():
+        job = self._flying[0]
+        if not job.done:
             began = time.perf_counter()
             try:
                 self.waiting = True
-                wait([future], timeout_seconds)
-                if not future.done():
+                if not job.wait(timeout_seconds):
                     raise BatchTimeout
-                made = future.result()
             finally:
                 self.waiting = False
                 self.wait_seconds += time.perf_counter() - began
-        else:
-            made = future.result()
+        if job.error is not None:
+            raise job.error
         self._flying.popleft()
         self._top_up()
         _hand_out(self._held, self._jobs)
-        return piece, made
+        return job.piece, cast(T, job.made)
 
     def _top_up(self) -> None:
+        if len(self._flying) > self._low:
+            return
         while len(self._flying) < self._depth:
             piece = next(self._todo, None)
             if piece is None:
                 return
-            future: Future[T] = Future()
-            self._flying.append((piece, future))
-            self._held.append((piece, future))
+            job = _Job[T](piece)
+            self._flying.append(job)
+            self._held.append(job)
 
     def close(self) -> None:
         """Give up what is not made yet; waits for what is being made. Idempotent."""
@@ -120,26 +153,31 @@ class Pipeline(Closing, Generic[T]):
         self._stop()
 
 
-def _hand_out(held: deque[tuple[Piece, Future[T]]], jobs: _Jobs[T]) -> None:
+def _hand_out(held: deque[_Job[T]], jobs: _Jobs[T]) -> None:
     """Put what was held into the queue. Any thread may."""
     with contextlib.suppress(IndexError):
         while True:
             jobs.put(held.popleft())
 
 
-def _work(jobs: _Jobs[T], make: Callable[[Piece], T], closed: threading.Event) -> None:
+def _work(
+    jobs: _Jobs[T], make: Callable[[Piece], T], closed: threading.Event, held: deque[_Job[T]]
+) -> None:  # fmt: skip
     """Main function of a thread. Between two pieces it holds on to nothing."""
     while (job := jobs.get()) is not None:
         if not closed.is_set():  # else nobody waits for it
-            _make(make, *job)
+            _make(make, job)
         del job
+        _hand_out(held, jobs)  # after the first one
 
 
-def _make(make: Callable[[Piece], T], piece: Piece, future: Future[T]) -> None:
+def _make(make: Callable[[Piece], T], job: _Job[T]) -> None:
     try:
-        future.set_result(make(piece))
+        made = make(job.piece)
     except BaseException as error:  # noqa: BLE001 (raised again to who takes it)
-        future.set_exception(error)
+        job.settle(None, error)
+    else:
+        job.settle(made, None)
 
 
 def _stop(

@@ -24,6 +24,7 @@ _log = logging.getLogger(__name__)
 Places = dict[int, int]  # page -> its slot
 NEVER = 1 << 62
 MOST_PADDING = 1.125  # memory for pages over the bytes of their units
+TABLE_STRIDE = 512  # bytes of a record from which on a table of 8 bytes a record is no matter
 
 
 class Slab:
@@ -51,9 +52,17 @@ class Slab:
         self._failed = np.zeros(count, bool)
         self._free = list(range(self.capacity))
         self._expiry: dict[int, int] = {}  # page that is there or being read -> when it may go
+        self._kept = 0  # pages that are there and stay
         self._now = 0
         self._closed = False
-        self._moved = threading.Condition()  # guards all of the above but the memory
+        self._leaves = NEVER  # when a page may go for which somebody waits
+        # guards all of the above but the memory; the collector may end a run, which asks those who
+        # wait to look again, on a thread that holds it
+        lock = threading.RLock()
+        self._moved = threading.Condition(lock)  # pages came, or cannot; or all is over
+        self._room_made = threading.Condition(lock)
+        self._table: Int64s | None = None  # row of every record, once all pages are there to stay
+        self._making_table = threading.Lock()
 
     @staticmethod
     def bytes_needed(stream: Stream, pages: int) -> int:
@@ -108,7 +117,8 @@ class Slab:
                     chosen = wanted[: len(self._free)]
                     self._expiry.update(dict.fromkeys(chosen, expire))
                     return {page: self._free.pop() for page in chosen}
-                self._moved.wait()
+                self._leaves = min(self._expiry.values(), default=NEVER)
+                self._room_made.wait()
         return None
 
     def _give_up(self) -> None:
@@ -134,7 +144,10 @@ class Slab:
         def arrived(page: int) -> None:
             with self._moved:
                 self._slot[page] = places.pop(page)
+                self._kept += self._expiry[page] == NEVER
                 self._moved.notify_all()
+                if self._expiry[page] <= self._now:
+                    self._room_made.notify_all()
 
         numbers = np.array(sorted(places), np.int64)
         shard = partial(self._data.reader, self._stream)
@@ -159,7 +172,7 @@ class Slab:
             for page, slot in places.items():
                 self._fail(page)
                 self._free.append(slot)
-            self._moved.notify_all()
+            self._tell()
 
     def _lose(self, late: list[int], places: dict[int, int]) -> None:
         """Reads that do not end may still write into these slots: nobody uses them again.
@@ -174,7 +187,7 @@ class Slab:
                 del places[page]
                 self._closed |= self._expiry[page] != NEVER
                 self._fail(page)
-            self._moved.notify_all()
+            self._tell()
 
     def _fail(self, page: int) -> None:
         self._failed[page] = True
@@ -183,7 +196,7 @@ class Slab:
     def wait(self, pages: Int64s, urgent: Callable[[], bool]) -> None:
         """Wait until pages that somebody loads are there, or have failed, or nobody loads more.
 
-        Or until it is `urgent`: what makes it so is followed by advance().
+        Or until it is `urgent`: what makes it so is followed by look_again().
         """
         with self._moved:
             self._moved.wait_for(
@@ -195,11 +208,44 @@ class Slab:
         """The slot of each record's page, -1 where it is not in memory."""
         return np.where(places.page >= 0, self._slot[places.page], -1)
 
+    def rows_of(self, indices: Int64s) -> Int64s | None:
+        """Where samples lie, for gather_rows(): None unless all of the stream is here to stay.
+
+        Then a batch needs no look at pages (docs/decisions/0018). None also for an index out of
+        range.
+        """
+        table = self._table
+        if table is None:
+            if self._kept < len(self._slot) or self.stride < TABLE_STRIDE:
+                return None
+            table = self._make_table()
+            if table is None:
+                return None
+        if len(indices) and int(indices.view(np.uint64).max()) >= len(table):  # or negative
+            return None
+        rows: Int64s = table[indices]
+        return rows
+
+    def _make_table(self) -> Int64s | None:
+        """The row of every record; None while another thread makes the table."""
+        if not self._making_table.acquire(blocking=False):
+            return None
+        try:
+            first = self.pages.first_sample
+            shift = self._slot * (self._page_bytes // self.stride) - first[:-1]
+            self._table = np.repeat(shift, np.diff(first)) + np.arange(first[-1])
+        finally:
+            self._making_table.release()
+        return self._table
+
     def gather(self, slots: Int64s, places: Locations, out: Bytes) -> None:
         """Records of one size whose pages are there into `out` (n, stride)."""
-        assert self._rows is not None
         inside = places.start % self._stream.unit_bytes // self.stride
-        rows = slots * (self._page_bytes // self.stride) + inside
+        self.gather_rows(slots * (self._page_bytes // self.stride) + inside, out)
+
+    def gather_rows(self, rows: Int64s, out: Bytes) -> None:
+        """Records by their rows, of rows_of(), into `out` (n, stride)."""
+        assert self._rows is not None
         # on this thread alone: torch's index_select wakes others, which starve where cores are few
         np.take(self._rows, rows, axis=0, out=out, mode="clip")
 
@@ -211,16 +257,27 @@ class Slab:
         return [memory[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
 
     def advance(self, now: int) -> None:
-        """What expires by `now` may be given up."""
-        with self._moved:
+        """What expires by `now` may be given up. Wakes nobody for whom there is nothing."""
+        with self._room_made:
             self._now = max(self._now, now)
+            if self._now >= self._leaves:
+                self._leaves = NEVER
+                self._room_made.notify_all()
+
+    def look_again(self) -> None:
+        """It may have become urgent for those in wait()."""
+        with self._moved:
             self._moved.notify_all()
 
     def close(self) -> None:
         """Nobody waits any more. The memory goes with the last view of it."""
         with self._moved:
             self._closed = True
-            self._moved.notify_all()
+            self._tell()
+
+    def _tell(self) -> None:
+        self._moved.notify_all()
+        self._room_made.notify_all()
 
 
 __all__ = ["NEVER", "Places", "Slab"]

@@ -95,7 +95,8 @@ class Slots:
             self._collect()
             fitting = [slot for slot in self._free if len(slot.memory) >= nbytes]
             if fitting:
-                best = min(fitting, key=lambda slot: len(slot.memory))
+                # of equal ones the last to come back, which the processor's cache may still hold
+                best = min(reversed(fitting), key=lambda slot: len(slot.memory))
                 self._free.remove(best)
                 self._out.add(best)
                 return best

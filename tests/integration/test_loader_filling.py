@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import hpstore
-from hpstore.loaders import Dataset, DatasetWriter, Field
-from hpstore.loaders.filling import everything_in_windows
+from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
+from hpstore.loaders.filling import everything, everything_in_windows
 from hpstore.loaders.slab import NEVER, Slab
 from hpstore.loaders.windows import WindowOrder
 from hpstore.units import KIB, MIB
+from tests.fault.common import poll
 
 COUNT = 4000
 
@@ -44,3 +49,86 @@ def test_a_window_shuffle_fills_memory_in_its_own_order_and_all_of_it(tmp_path: 
         assert set(first[: len(own)]) == own
         slab.close()
         data.close()
+
+
+def test_rows_are_known_once_all_pages_are_there_to_stay(tmp_path: Path) -> None:
+    """Three shards, pages with padding and a short last one, filled in another order: the rows are
+    those of the records. Unknown before, for pages that may go, and for samples out of range.
+    """
+    paths = [tmp_path / f"d{i}" for i in range(4)]
+    made = np.random.default_rng(0).integers(0, 256, (2100, 3000), np.uint8)
+    with hpstore.create(paths, data=2, parity=1, config=tmp_path / "pool.toml") as pool:
+        with DatasetWriter(
+            pool, "a", {"x": Field("uint8", (3000,))}, shard_bytes=2 * MIB, unit_bytes=256 * KIB
+        ) as writer:
+            writer.write_batch({"x": made})
+        data = Dataset(pool, "a")
+        (stream,) = data.streams
+        count = int(stream.page_starts[-1])
+        assert len(stream.rows) > 2
+        assert 0 < stream.rows[-1] < stream.rows[0]
+        indices = np.random.default_rng(1).permutation(len(made))
+        slab, leaving = Slab(data, stream, count), Slab(data, stream, count)
+        (fill,) = everything({0: slab})
+        pages = np.random.default_rng(2).permutation(fill.pages[0])
+        for part in np.array_split(pages, 3):
+            assert slab.rows_of(indices) is None
+            slab.read(slab.reserve(part) or {})
+            leaving.read(leaving.reserve(part, 7) or {})
+        rows = slab.rows_of(indices)
+        assert rows is not None
+        out = np.empty((len(indices), slab.stride), np.uint8)
+        slab.gather_rows(rows, out)
+        assert np.array_equal(out[:, :3000], made[indices])
+        assert leaving.rows_of(indices) is None
+        assert slab.rows_of(np.array([0, len(made)])) is None
+        assert slab.rows_of(np.array([-1])) is None
+        assert slab.rows_of(np.empty(0, np.int64)) is not None
+        data.close()
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Dataset]:
+    """300 records that fit into memory."""
+    paths = [tmp_path / f"d{i}" for i in range(4)]
+    with hpstore.create(paths, data=2, parity=1, config=tmp_path / "pool.toml") as pool:
+        with DatasetWriter(pool, "a", {"x": Field("uint8", (3000,))}) as writer:
+            writer.write_batch({"x": np.zeros((300, 3000), np.uint8)})
+        with Dataset(pool, "a") as data:
+            yield data
+
+
+def test_a_run_may_end_on_a_thread_that_is_looking_at_its_pages(small: Dataset) -> None:
+    """The garbage collector takes a dropped iterator at any moment, also while room is given up."""
+    loader = DataLoader(small, 50, shuffle="window")
+    batches = iter(loader)
+    next(batches)
+    (slab,) = batches._run._session.slabs.values()
+    plain = slab._give_up
+
+    def collecting() -> None:
+        batches._run.abandon()
+        plain()
+
+    def reserve() -> None:
+        slab._free.clear()
+        slab._expiry.clear()
+        slab._give_up = collecting
+        slab.reserve(np.arange(1))
+
+    thread = threading.Thread(target=reserve, daemon=True)
+    thread.start()
+    poll(10, lambda: not batches._run.going)
+    slab.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    loader.close()
+
+
+def test_a_sample_out_of_range_is_named_also_when_all_are_in_memory(small: Dataset) -> None:
+    """A sampler of the user's gives one that is not there."""
+    for wrong in (300, -1):
+        with closing(DataLoader(small, 50, sampler=[*range(300), *range(300), wrong])) as loader:
+            with pytest.raises(IndexError, match=f"sample {wrong} of data set 'a'"):
+                list(loader)
+            assert loader.stats()["mode"] == "resident"

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import hpstore
 from hpstore.errors import TooManyErasures
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
 from hpstore.loaders.blocks import BlockTable, Table
-from hpstore.loaders.pipeline import Pipeline
+from hpstore.loaders.engine import Session
+from hpstore.loaders.pipeline import BatchTimeout, Pipeline
 from hpstore.loaders.progress import Piece
 from hpstore.loaders.slab import Slab
+from hpstore.loaders.windows import WindowOrder
 from hpstore.pool import Pool
 from hpstore.pooled import PooledReader
 from hpstore.units import KIB, MIB
+from tests.fault.common import poll
 
 COUNT, BATCH = 4000, 50
 
@@ -118,6 +123,131 @@ def test_the_first_batch_is_made_alone() -> None:
     assert all(alone for _, alone in taken)
     assert [piece.start for piece, _ in taken] == list(range(9))
     pipeline.close()
+
+
+def numbered(count: int) -> Iterator[Piece]:
+    return iter([Piece(epoch=0, start=n, stop=n + 1, after=(0, n + 1)) for n in range(count)])
+
+
+def test_a_pipeline_is_filled_up_by_the_quarter() -> None:
+    """Threads are woken once for two of eight batches; no more than eight are ever ahead."""
+    made = list[int]()
+    pipeline = Pipeline(numbered(40), lambda piece: made.append(piece.start), depth=8, threads=2)
+    poll(10, lambda: pipeline.ready == 8)
+    for taken in range(1, 33):
+        assert pipeline.take()[0].start == taken - 1
+        expected = 8 + taken // 2 * 2
+        time.sleep(0.02)  # a batch too many, made by another thread, would show by now
+        poll(10, lambda expected=expected: len(made) == expected)  # type: ignore[misc]
+        assert pipeline.ready == expected - taken
+    assert [pipeline.take()[0].start for _ in range(8)] == list(range(32, 40))
+    with pytest.raises(StopIteration):
+        pipeline.take()
+    assert pipeline.ready == 0
+    pipeline.close()
+
+
+def test_what_is_ready_is_what_comes_next() -> None:
+    """A later batch that is done does not count while one before it is not."""
+    go, gate = threading.Event(), threading.Event()
+
+    def make(piece: Piece) -> None:
+        if piece.start == 1:
+            gate.wait(10)
+        if piece.start == 3:
+            go.set()
+
+    pipeline = Pipeline(numbered(4), make, depth=4, threads=2)
+    assert go.wait(10)
+    poll(10, lambda: pipeline.ready == 1)
+    with pytest.raises(BatchTimeout):
+        (pipeline.take(), pipeline.take(0.01))
+    gate.set()
+    assert [pipeline.take()[0].start for _ in range(3)] == [1, 2, 3]
+    pipeline.close()
+
+
+def test_an_error_that_looks_like_a_timeout_is_the_makers() -> None:
+    """It is raised as it is, each time, and what was made before it comes first."""
+
+    def make(piece: Piece) -> int:
+        if piece.start == 2:
+            raise TimeoutError("of the user's own")
+        return piece.start
+
+    pipeline = Pipeline(numbered(4), make, depth=4, threads=2)
+    assert [pipeline.take(5)[1] for _ in range(2)] == [0, 1]
+    for _ in range(2):
+        with pytest.raises(TimeoutError, match="of the user's own"):
+            pipeline.take(5)
+    pipeline.close()
+
+
+@pytest.mark.parametrize("cache", [0, None])
+def test_a_run_that_begins_inside_a_window_fills_nothing_before_its_first_batch(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, cache: int | None
+) -> None:
+    """It comes singly: pages that are read meanwhile only take its share of the devices."""
+    events, plain, make = list[str](), Slab.read, Session.make
+
+    def read(self: Slab, *args: object) -> None:
+        events.append("page")
+        plain(self, *args)  # type: ignore[arg-type]
+
+    def slow(self: Session, piece: Piece) -> object:
+        time.sleep(0.1 if not events else 0)  # a filler that is not held would read now
+        found = make(self, piece)
+        events.append("batch")
+        return found
+
+    monkeypatch.setattr(Slab, "read", read)
+    monkeypatch.setattr(Session, "make", slow)
+    data = Dataset(pool, "a")
+    loader = DataLoader(data, batch_size=BATCH, shuffle="window", seed=1, cache=cache)
+    loader.load_state_dict(loader.state_dict() | {"samples": COUNT // 2})
+    batches = iter(loader)
+    for _ in range(10):
+        next(batches)
+    assert events[0] == "batch"
+    assert "page" in events
+    loader.close()
+    data.close()
+
+
+def test_a_rank_whose_first_rows_lie_beyond_the_window_begins_too(pool: Pool) -> None:
+    """The run begins at the last sample of a window, the other rank's: nobody waits for pages that
+    are filled only after the first batch.
+    """
+    data = Dataset(pool, "a")
+    loader = DataLoader(
+        data, BATCH, rank=1, world_size=2, shuffle="window", seed=1, window_bytes="2MiB", cache=0,
+        timeout=10,
+    )  # fmt: skip
+    order = loader.order
+    assert isinstance(order, WindowOrder)
+    at = order.window_of(0, COUNT // 2).stop - 1
+    loader.load_state_dict(loader.state_dict() | {"samples": at})
+    check(next(iter(loader)), order.indices(0, at + BATCH, at + 2 * BATCH))
+    loader.close()
+    data.close()
+
+
+@pytest.mark.parametrize("fields", [None, ["y"]])
+def test_who_has_nothing_left_to_fill_ends(pool: Pool, fields: list[str] | None) -> None:
+    """Windows of data that fit beside them, or of scalars alone: no thread runs for ever."""
+    data = Dataset(pool, "a", fields=fields)
+    loader = DataLoader(data, BATCH, shuffle="window", seed=1, window_bytes="256MiB", cache=0)
+    batches = iter(loader)
+    next(batches)
+    poll(10, lambda: not [t for t in threading.enumerate() if "hpstore-fill" in t.name])
+    assert sum(len(batch["y"]) for batch in batches) == COUNT - BATCH
+    order = loader.order
+    assert order is not None
+    for epoch in (1, 2):
+        found = torch.cat([batch["y"] for batch in loader])
+        assert torch.equal(found, torch.from_numpy(order.indices(epoch, 0, COUNT)))
+    loader.close()
+    data.close()
 
 
 def test_a_run_that_begins_inside_a_window_does_not_wait_for_all_of_it(

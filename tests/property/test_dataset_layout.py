@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import google_crc32c
 import numpy as np
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -234,6 +235,23 @@ def test_a_table_by_blocks_gives_what_the_whole_array_gives(
         before = len(reads)
         table.get(np.array([n % total for n in requests[-1]], np.int64))
         assert len(reads) == before or budget < total * 12  # kept, when there is room
+
+
+@pytest.mark.parametrize("cuts", [[995], [500, 495], [495, 500]])
+def test_a_table_that_is_all_there_gives_the_same_rows(cuts: list[int]) -> None:
+    """Its blocks came last to first; what a cut leaves free in its last block is no row."""
+    values, starts = np.arange(sum(cuts)), [0, *np.cumsum(cuts).tolist()]
+
+    def load(cut: int, runs: list[tuple[int, int]]) -> list[list[Table]]:
+        return [[values[starts[cut] + a : starts[cut] + a + n]] for a, n in runs]
+
+    table = BlockTable(cuts, [(values.dtype, ())], load, block_rows=10)
+    for row in reversed(values.tolist()):
+        assert table.get(np.array([row]))[0].tolist() == [row]
+    found = table.get(values)[0]
+    assert np.array_equal(found, values)
+    found[:] = -1  # a copy
+    assert np.array_equal(table.get(values)[0], values)
 
 
 def test_a_table_is_read_by_many_threads_at_once() -> None:
