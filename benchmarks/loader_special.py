@@ -24,7 +24,7 @@ from hpstore.units import MIB
 
 MODES = tuple(kind.name for kind in OURS)
 BOUNDARIES, READY, EPOCHS, WARM_EPOCHS = 5, 50, 50, 10
-GROWTH_ROWS = 4096
+GROWTH_BATCHES = 12
 _PAUSE_SECONDS = 0.02  # between batches that are taken when they are ready
 
 
@@ -95,20 +95,23 @@ def boundary_session(sections: Sections, spec: Spec) -> Found:
 
 
 def ready_session(sections: Sections, spec: Spec) -> Found:
-    """Seconds of next() when the batch has been there for a while."""
+    """Seconds of next() when the batch has been there for a while; the one before is still held."""
     found: Found = {}
     for mode in MODES:
         sections.warm(spec.data.nbytes)
         who, times = _ours(spec, mode), []
         loader = who.make()
-        batches = iter(loader)
+        batches: Any = iter(loader)
         batch: Any = next(batches)
         for _ in range(min(READY, spec.data.rows // BATCH - 2)):
             time.sleep(_PAUSE_SECONDS)
+            while not batches.ready:
+                time.sleep(_PAUSE_SECONDS)
             began = time.perf_counter()
-            batch = next(batches)
+            fresh = next(batches)
             times.append(time.perf_counter() - began)
-        del batch
+            batch = fresh
+        del batch, fresh
         loader.close()
         who.close()
         found[mode] = {"seconds": times}
@@ -117,7 +120,8 @@ def ready_session(sections: Sections, spec: Spec) -> Found:
 
 def growth_session(sections: Sections, spec: Spec) -> Found:
     """Resident bytes gained between the tenth and the last epoch of a small set, by mode."""
-    small = Data(spec.data.kind, GROWTH_ROWS * 12288)
+    share = GROWTH_BATCHES * BATCH / spec.data.rows
+    small = Data(spec.data.kind, int(spec.data.size_bytes * share))
     directory = spec.directory / "growth"
     if not directory.exists():
         (directory / "pool").mkdir(parents=True)

@@ -197,7 +197,7 @@ def test_memory_limit_holds_or_says_why_not() -> None:
     assert not path.exists()
 
 
-SMALL = {"EPOCHS": 3, "WARM_EPOCHS": 1, "GROWTH_ROWS": 1024, "BOUNDARIES": 1, "READY": 2}
+SMALL = {"EPOCHS": 3, "WARM_EPOCHS": 1, "GROWTH_BATCHES": 4, "BOUNDARIES": 1, "READY": 2}
 
 
 @pytest.mark.skipif(
