@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -153,7 +154,9 @@ class Engine(Closing):
         self._slots = Slots(prefetch_bytes, pin)
         self._slabs: dict[int, Slab] = {}  # of all runs
         self._filler: Filler | None = None
-        self._fillers: weakref.WeakSet[Filler] = weakref.WeakSet()  # of single runs
+        # of single runs; a thread outlives its filler where the run was dropped
+        self._fillers: weakref.WeakSet[Filler] = weakref.WeakSet()
+        self._filling: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self.counts = Counts()
         # records larger than a page are read by themselves: pages of them are of no use
         self._paged = [s for s in data.streams if s.fixed is None or s.fixed.per_page]
@@ -203,6 +206,7 @@ class Engine(Closing):
             fills = chosen(data, windows, slabs, epoch, position)
             filler = Filler(slabs, fills, held=held)
             self._fillers.add(filler)
+            self._filling.update(filler.threads)
             own = True
         cached = None if self.cached is None else self.cached.begin()
         assembler = Assembler(
@@ -255,6 +259,8 @@ class Engine(Closing):
             return
         for filler in list(self._fillers):
             filler.close()
+        for thread in list(self._filling):
+            thread.join()
         if self._filler is not None:
             self._filler.close()
         if self.direct is not None:

@@ -118,6 +118,11 @@ class Filler(Closing):
             thread.start()
 
     @property
+    def threads(self) -> tuple[threading.Thread, ...]:
+        """Those that load."""
+        return tuple(self._threads)
+
+    @property
     def begun(self) -> bool:
         """False while it is held."""
         return self._begun.is_set()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,30 @@ def test_a_closed_loader_has_waited_for_its_reads(bench: Bench, mode: str, dropp
         closing.result()
         assert not reading()
         data.close()
+
+
+class _Lingering(threading.Thread):
+    """Lives on after its function, and what this belonged to, are gone."""
+
+    def run(self) -> None:
+        super().run()
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_closed_loader_has_waited_for_threads_of_runs_that_are_gone(
+    bench: Bench, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread is waited for by itself: what it belongs to may be collected before it has ended."""
+    monkeypatch.setattr(threading, "Thread", _Lingering)
+    with bench.open() as pool, Dataset(pool, "rows") as data:
+        loader = DataLoader(data, **settings(mode))
+        run = iter(loader)
+        next(run)
+        del run
+        gc.collect()
+        loader.close()
+        assert not reading()
 
 
 def test_closing_a_pool_is_no_fault_of_the_pages_that_are_being_read(
