@@ -22,7 +22,7 @@ from hpstore.testing.slowness import Latencies
 from hpstore.units import KIB, MIB
 from tests.fault.common import Bench, payload, wrapping
 
-KEYS = [f"k{i}" for i in range(8)]
+KEYS = [f"k{i}" for i in range(16)]  # on every device a data column of some: 1 in 65,536 has none
 SIZE = 250 * KIB  # two stripes of 3 x 64 KiB, the last one shrunk
 BODIES = {key: payload(key, SIZE) for key in KEYS}
 
