@@ -42,7 +42,8 @@ class Recent(Generic[Key, Value]):
             if found == key:
                 return value
         value = compute()
-        self._entries = ((key, value), *self._entries)[: self._keep]
+        others = (entry for entry in self._entries if entry[0] != key)  # of a thread that raced
+        self._entries = ((key, value), *others)[: self._keep]
         return value
 
     def __contains__(self, key: Key) -> bool:

@@ -87,7 +87,7 @@ class GlobalOrder:
     """Each epoch another permutation of all samples.
 
     Up to `table_samples` a table of 4 bytes a sample, made at the first use of an epoch (about
-    40 ms at 2e6). Above, a Feistel network: 1 to 2 ms for 64 Ki positions, evaluated a block at a
+    40 ms at 2e6), or in the middle of the epoch before it, so that nobody waits for it. Above, a Feistel network: 1 to 2 ms for 64 Ki positions, evaluated a block at a
     time when read in sequence, and for just what is asked after a jump (about 50 us for 256).
     Set a lower limit where one loader has many orders, as in a mixture: the sum of all tables is
     made before the first batch.
@@ -102,16 +102,21 @@ class GlobalOrder:
         self._tables: Recent[int, npt.NDArray[np.int32]] = Recent(EPOCHS_KEPT)
         self._networks: Recent[int, Feistel] = Recent(EPOCHS_KEPT)
         self._ahead = Ahead(self.length)
+        self._prepared = 0  # the last epoch whose table was made before its time
 
     def indices(self, epoch: int, start: int, stop: int) -> Indices:
         """See Order."""
         check_range(self, epoch, start, stop)
         if start == stop:
             return np.empty(0, np.int64)
-        if not self.network:
-            table = self._tables.get(epoch, lambda: self._table(epoch))
-            return table[start:stop].astype(np.int64)
-        return self._ahead.read(self._evaluate, epoch, start, stop)
+        if self.network:
+            return self._ahead.read(self._evaluate, epoch, start, stop)
+        ahead = 2 * start >= self.length and self._prepared != epoch + 1
+        if ahead and epoch in self._tables:  # not before the first batch
+            self._prepared = epoch + 1
+            self._tables.get(epoch + 1, lambda: self._table(epoch + 1))
+        table = self._tables.get(epoch, lambda: self._table(epoch))
+        return table[start:stop].astype(np.int64)
 
     def describe(self) -> dict[str, object]:
         """See Order."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hpstore.errors import ConfigError
 from hpstore.loaders import order as order_module
-from hpstore.loaders.ahead import BLOCK_POSITIONS, NEAR_POSITIONS
+from hpstore.loaders.ahead import BLOCK_POSITIONS, NEAR_POSITIONS, Recent
 from hpstore.loaders.draws import Indices, Purpose, below, derive_seed, shuffled, words
 from hpstore.loaders.feistel import ROUNDS, Feistel
 from hpstore.loaders.order import (
@@ -237,6 +237,40 @@ def test_the_limit_of_tables_is_the_one_that_is_stated() -> None:
         GlobalOrder(1001, 0, table_samples=1000).indices(0, 0, 10)
         with pytest.raises(AssertionError, match="a table was made"):
             GlobalOrder(1000, 0, table_samples=1000).indices(0, 0, 10)
+
+
+def test_the_next_epochs_table_is_made_in_the_middle_of_an_epoch() -> None:
+    """So nobody waits for it at the border, and the first batch of a run waits for one alone."""
+    made: list[int] = []
+
+    def counted(purpose: Purpose, *, epoch: int, **words: int) -> np.ndarray:
+        made.append(epoch)
+        return shuffled(purpose, epoch=epoch, **words)
+
+    with patch.object(order_module, "shuffled", side_effect=counted):
+        order = GlobalOrder(1000, 3)
+        order.indices(4, 900, 910)
+        assert made == [4]
+        for start in (0, 490, 500, 600, 990):
+            order.indices(4, start, start + 10)
+            assert made == ([4] if start < 500 else [4, 5])
+        order.indices(5, 0, 10)
+        order.indices(4, 990, 1000)  # by a thread that is behind
+        assert made == [4, 5]
+        order.indices(5, 990, 1000)
+        assert made == [4, 5, 6]
+        order.indices(0, 0, 10)  # set_epoch(0)
+        order.indices(0, 990, 1000)
+        assert made == [4, 5, 6, 0, 1]
+
+
+def test_a_value_that_two_threads_computed_takes_one_place() -> None:
+    """Else it would push out one that is still asked for."""
+    kept: Recent[int, str] = Recent(2)
+    kept.get(1, lambda: "a")
+    kept.get(2, lambda: kept.get(2, lambda: "b"))
+    assert 1 in kept
+    assert 2 in kept
 
 
 @given(st.integers(0, 2000), seeds, epochs, seeds)
