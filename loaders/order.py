@@ -87,10 +87,11 @@ class GlobalOrder:
     """Each epoch another permutation of all samples.
 
     Up to `table_samples` a table of 4 bytes a sample, made at the first use of an epoch (about
-    40 ms at 2e6), or in the middle of the epoch before it, so that nobody waits for it. Above, a Feistel network: 1 to 2 ms for 64 Ki positions, evaluated a block at a
-    time when read in sequence, and for just what is asked after a jump (about 50 us for 256).
-    Set a lower limit where one loader has many orders, as in a mixture: the sum of all tables is
-    made before the first batch.
+    40 ms at 2e6), or in the middle of the epoch before it, so that nobody waits for it. Above, a
+    Feistel network: 1 to 2 ms for 64 Ki positions, evaluated a block at a time when read in
+    sequence, and for just what is asked after a jump (about 50 us for 256). Set a lower limit
+    where one loader has many orders, as in a mixture: the sum of all tables is made before the
+    first batch.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from hpstore.buffers import aligned_array
+from hpstore.buffers import aligned_array, touch
 from hpstore.codec.galois import Bytes
 from hpstore.errors import AlreadyClosed
 from hpstore.geometry import ALIGNMENT_BYTES
@@ -50,7 +50,8 @@ class Slab:
         )
         self._slot = np.full(count, -1, np.int64)  # of each page
         self._failed = np.zeros(count, bool)
-        self._free = list(range(self.capacity))
+        self._free = list(range(self.capacity))[::-1]  # the first one is taken first
+        self._fresh = np.ones(self.capacity, bool)  # slots that were never used
         self._expiry: dict[int, int] = {}  # page that is there or being read -> when it may go
         self._kept = 0  # pages that are there and stay
         self._now = 0
@@ -151,6 +152,7 @@ class Slab:
 
         numbers = np.array(sorted(places), np.int64)
         shard = partial(self._data.reader, self._stream)
+        self._touch(places)
         try:
             if self._direct:
                 late = fill_pages(shard, self._stream, self.pages, numbers, target, arrived)
@@ -165,6 +167,15 @@ class Slab:
             if not self._failed.any():
                 _log.warning("pages that cannot be read are read record by record: %s", error)
             self._give_back(places)
+
+    def _touch(self, places: Places) -> None:
+        """Clear fresh memory here, while pages of another fill come, not in each read's way."""
+        slots = np.array(sorted(places.values()), np.int64)
+        fresh = slots[self._fresh[slots]]
+        self._fresh[fresh] = False
+        for run in np.split(fresh, np.flatnonzero(np.diff(fresh) > 1) + 1):
+            if len(run):
+                touch(self._memory[run[0] * self._page_bytes : (run[-1] + 1) * self._page_bytes])
 
     def _give_back(self, places: Places) -> None:
         """Room of pages that could not be read."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -11,12 +12,16 @@ import numpy as np
 import pytest
 
 import hpstore
+from hpstore import buffers
+from hpstore.codec.galois import Bytes
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
+from hpstore.loaders import slab as slab_module
 from hpstore.loaders.filling import everything, everything_in_windows
 from hpstore.loaders.slab import NEVER, Slab
 from hpstore.loaders.windows import WindowOrder
 from hpstore.units import KIB, MIB
-from tests.fault.common import poll
+from tests.fault.common import Bench, poll
+from tests.integration.loader_cases import MODES, PLAIN, value_of, write
 
 COUNT = 4000
 
@@ -132,3 +137,28 @@ def test_a_sample_out_of_range_is_named_also_when_all_are_in_memory(small: Datas
             with pytest.raises(IndexError, match=f"sample {wrong} of data set 'a'"):
                 list(loader)
             assert loader.stats()["mode"] == "resident"
+
+
+@pytest.mark.parametrize("mode", ["resident", "window"])
+def test_memory_is_cleared_before_the_first_page_comes_into_it_and_never_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Also where clearing it writes into it, as on a kernel without MADV_POPULATE_WRITE."""
+    monkeypatch.setattr(buffers, "_madvise", lambda *_: -1)
+    cleared: list[tuple[int, int]] = []
+
+    def noted(memory: Bytes) -> None:
+        buffers.touch(memory)
+        cleared.append((memory.ctypes.data, memory.ctypes.data + len(memory)))
+
+    monkeypatch.setattr(slab_module, "touch", noted)
+    with Bench(tmp_path).create(4, data=2, parity=1) as pool:
+        data = write(pool, "rows", PLAIN, COUNT // 10)
+        with closing(DataLoader(data, batch_size=16, seed=1, **MODES[mode])) as loader:
+            for _ in range(3):
+                for batch in loader:
+                    for row, label in zip(batch["image"], batch["label"].tolist(), strict=True):
+                        assert np.array_equal(row.numpy(), value_of(PLAIN["image"], label))
+    ends = sorted(cleared)
+    assert ends
+    assert all(first[1] <= second[0] for first, second in itertools.pairwise(ends))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import mmap
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from hpstore import buffers
 from hpstore.budget import ByteBudget
-from hpstore.buffers import BufferPool, aligned_array
+from hpstore.buffers import BufferPool, aligned_array, touch
 from hpstore.codec.galois import Bytes
 from hpstore.errors import BudgetExceeded
 from hpstore.units import KIB, MIB
@@ -41,7 +43,7 @@ def test_an_array_lives_as_long_as_its_last_view() -> None:
 
 
 class _NoAdvice(mmap.mmap):
-    """A kernel without huge pages and without MADV_POPULATE_WRITE."""
+    """A kernel without huge pages."""
 
     def madvise(self, *_: object) -> None:
         raise OSError(22, "Invalid argument")
@@ -51,8 +53,9 @@ class _NoAdvice(mmap.mmap):
 def test_advice_that_the_kernel_refuses_is_no_error(
     monkeypatch: pytest.MonkeyPatch, nbytes: int
 ) -> None:
-    """Huge pages and population make it faster; memory is given without them too."""
+    """Huge pages and MADV_POPULATE_WRITE make it faster; memory is given without them too."""
     monkeypatch.setattr(mmap, "mmap", _NoAdvice)
+    monkeypatch.setattr(buffers, "_madvise", lambda *_: -1)
     array = aligned_array(nbytes, populate=True)
     assert array.shape == (nbytes,)
     assert not array.any()
@@ -190,3 +193,48 @@ def test_threads_share_a_pool_without_sharing_buffers() -> None:
         thread.join()
     assert wrong == []
     assert pool.budget.used_bytes == 0
+
+
+@pytest.mark.parametrize("old_kernel", [False, True])
+def test_touched_memory_is_there_and_what_lies_beside_it_is_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, old_kernel: bool
+) -> None:
+    """Any part of a mapping, whether it begins on a page or not; also without MADV_POPULATE_WRITE.
+    Neither bytes before it nor behind it change."""
+    if old_kernel:
+        monkeypatch.setattr(buffers, "_madvise", lambda *_: -1)
+    memory = aligned_array(64 * mmap.PAGESIZE)
+    memory[: 10 * mmap.PAGESIZE + 100] = 7
+    memory[20 * mmap.PAGESIZE + 5 :] = 9
+    touch(memory[10 * mmap.PAGESIZE + 100 : 20 * mmap.PAGESIZE + 5])
+    assert all(_is_resident(memory, page) for page in range(10, 21))
+    assert (memory[: 10 * mmap.PAGESIZE + 100] == 7).all()
+    assert (memory[20 * mmap.PAGESIZE + 5 :] == 9).all()
+    touch(memory[:0])
+
+
+def test_others_run_while_memory_is_touched() -> None:
+    """A training loop goes on while 256 MiB are cleared for it."""
+    memory, ticks, done = aligned_array(256 * MIB), [0.0], threading.Event()
+
+    def tick() -> None:
+        while not done.is_set():
+            time.sleep(0.001)
+            ticks.append(time.monotonic())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    began = time.monotonic()
+    touch(memory)
+    ended = time.monotonic()
+    done.set()
+    thread.join()
+    assert sum(began < at < ended for at in ticks) > 5
+
+
+def _is_resident(memory: Bytes, page: int) -> bool:
+    """By the kernel's table of this process's pages."""
+    number = memory.ctypes.data // mmap.PAGESIZE + page
+    with open("/proc/self/pagemap", "rb") as table:
+        table.seek(8 * number)
+        return bool(int.from_bytes(table.read(8), "little") >> 63)
