@@ -9,13 +9,13 @@ from __future__ import annotations
 import difflib
 import os
 import tempfile
+import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import tomlkit
-from tomlkit.exceptions import TOMLKitError
 
 from hpstore.errors import ConfigError
 from hpstore.units import GIB, MIB, parse_bytes
@@ -104,13 +104,13 @@ def load_config(path: str | os.PathLike[str]) -> PoolConfig:
     """Read a pool.toml. Raises ConfigError that names the place and the nearest valid key."""
     file = Path(path)
     try:
-        document = tomlkit.parse(file.read_text()).unwrap()
+        document = tomllib.loads(file.read_text())
     except FileNotFoundError as error:
         raise ConfigError(f"{file} does not exist; `hpstore create` makes one") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file} is not TOML: {error}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
-    except TOMLKitError as error:
-        raise ConfigError(f"{file} is not TOML: {error}") from error
     _check_names(document, ("name", "devices", "settings", "agent"), file)
     devices, raw = document.get("devices"), document.get("settings", {})
     if not isinstance(devices, list) or not all(isinstance(d, str) for d in devices) or not devices:

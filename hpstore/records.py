@@ -5,10 +5,12 @@ Each record is JSON that an operator can read, with a digest over the rest of it
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import lru_cache
 
 from hpstore.checksum import digest128
 from hpstore.errors import FormatTooNew, IntegrityError
@@ -168,8 +170,15 @@ class PoolRecord:
             evicted=tuple(evicted),
         )
 
+    @staticmethod
+    def decode(data: bytes, *, where: str) -> PoolRecord:
+        """A record from one of its devices; those of all the others hold the same bytes."""
+        with contextlib.suppress(IntegrityError, FormatTooNew):  # raised below, with the place
+            return _decoded(data)
+        return PoolRecord._parse(data, where)
+
     @classmethod
-    def decode(cls, data: bytes, *, where: str) -> PoolRecord:
+    def _parse(cls, data: bytes, where: str) -> PoolRecord:
         body = unseal(data, where=where)
 
         def members(name: str) -> tuple[Member, ...]:
@@ -202,6 +211,11 @@ class PoolRecord:
             )
         except (KeyError, ValueError, TypeError) as error:
             raise IntegrityError(f"{where}: membership is malformed: {error}") from error
+
+
+@lru_cache(maxsize=64)
+def _decoded(data: bytes) -> PoolRecord:
+    return PoolRecord._parse(data, "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

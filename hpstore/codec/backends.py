@@ -172,8 +172,9 @@ def bundled_isal() -> str | None:
     return str(found[0]) if found else None
 
 
+@lru_cache
 def open_backend(name: str) -> Backend:
-    """One back end by name: isal-pyeclib, isal-system, pyeclib, numpy.
+    """One back end by name: isal-pyeclib, isal-system, pyeclib, numpy. Tested and made once.
 
     Raises OSError or ImportError when it is not on this machine, RuntimeError when its answers
     differ from the numpy reference.

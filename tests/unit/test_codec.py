@@ -300,6 +300,7 @@ def test_an_unusable_back_end_is_passed_over_aloud(
 def test_the_fastest_back_end_is_chosen() -> None:
     """ISA-L is in pyeclib's wheel, so it is what a plain install uses."""
     assert choose_backend().name == FAST
+    assert choose_backend() is choose_backend()  # every pool of a process has the same one
     assert choose_backend("numpy").name == "numpy"
     with pytest.raises(ValueError, match="no erasure back end"):
         open_backend("magic")

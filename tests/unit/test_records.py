@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
+from hpstore import records
 from hpstore.checksum import digest128
 from hpstore.errors import FormatTooNew, IntegrityError
 from hpstore.keys import Version
@@ -192,3 +194,23 @@ def test_the_file_name_of_a_debt_is_its_own() -> None:
     }
     assert len(names) == 6
     assert all("/" not in name and len(name) < 200 for name in names)
+
+
+def test_a_membership_that_many_devices_hold_is_decoded_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All hold the same bytes. What cannot be decoded names each place that it was found at."""
+    looked_at: list[str] = []
+
+    def counted(data: bytes, *, where: str) -> records.Json:
+        looked_at.append(where)
+        return unseal(data, where=where)
+
+    monkeypatch.setattr(records, "unseal", counted)
+    record = replace(POOL, nonce="of this test alone")
+    found = [PoolRecord.decode(record.encode(), where=f"d{i}") for i in range(6)]
+    assert found == [record] * 6
+    assert len(looked_at) == 1
+    for place in ("d0", "d1", "d0"):
+        with pytest.raises(IntegrityError, match=f"{place}: record does not match its digest"):
+            PoolRecord.decode(record.encode().replace(b"alone", b"above"), where=place)
