@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -101,7 +101,7 @@ class ColumnSet:
         }
         self._store, self._floor, self._generation = store, floor, generation
         self._decided = False
-        self._lock = threading.Lock()  # guards _decided and every column's `failed`
+        self._lock = threading.Lock()  # guards _decided and every column's `failed` and `flying`
 
     def alive(self) -> list[ColumnWriter]:
         """Columns that have not failed."""
@@ -112,13 +112,18 @@ class ColumnSet:
         return {c.device_id: c.failed for c in self.columns.values() if c.failed is not None}
 
     def submit(
-        self, call: Callable[[ColumnWriter], Callable[[], None]]
-    ) -> dict[int, Future[None]]:  # fmt: skip
-        """Start `call(column)` on the lane of every column that is alive."""
+        self,
+        call: Callable[[ColumnWriter], Callable[[], None]],
+        only: Collection[int] | None = None,
+    ) -> dict[int, Future[None]]:
+        """Start `call(column)` on the lane of every column that is alive, `only` of these."""
         futures = {}
         for column in self.alive():
+            if only is not None and column.header.column not in only:
+                continue
             future = self._store.scheduler.submit(column.device_id, call(column))
-            column.flying = [f for f in column.flying if not f.done()] + [future]
+            with self._lock:  # several threads start writes of one column
+                column.flying = [f for f in column.flying if not f.done()] + [future]
             futures[column.header.column] = future
         return futures
 

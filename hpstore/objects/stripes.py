@@ -1,14 +1,15 @@
 """The write pipeline: fill a batch of stripes, encode, checksum, hand to the devices' lanes.
 
-Full stripes of aligned memory are written in place; the rest is copied into a lease first. A batch
-is one lease, taken at once; at most BATCHES_IN_FLIGHT are on their way.
+Full stripes of aligned memory are written in place, their data while the parity is still being
+computed; the rest is copied into a lease first. A batch is one lease, taken at once; at most
+BATCHES_IN_FLIGHT are on their way, and the next one starts when any of them is through.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
@@ -23,7 +24,8 @@ from hpstore.objects.source import Source
 from hpstore.objects.store import Store
 from hpstore.units import round_up
 
-BATCHES_IN_FLIGHT = 4
+BATCHES_IN_FLIGHT = 5  # two are computed while two are written; one more evens out who is slow
+IN_ORDER_SECONDS = 0.25  # no batch was through for so long: the oldest is waited for by itself
 Throttle = Callable[[int], None]  # told the bytes about to be written; waits as it likes
 
 
@@ -60,8 +62,31 @@ def plan_batches(geometry: Geometry, column_bytes: int) -> Iterator[Batch]:
 class _Flight:
     """One batch between its lease and its last write."""
 
-    def __init__(self, lease: Lease, prepared: Future[dict[int, Future[None]]]) -> None:
-        self.lease, self.prepared = lease, prepared
+    def __init__(
+        self, lease: Lease, prepared: Future[dict[int, Future[None]]], told: threading.Semaphore
+    ) -> None:
+        """`told` is released once, when the last write has answered or the batch has failed."""
+        self.lease, self.prepared, self._told = lease, prepared, told
+        self.through = False
+        prepared.add_done_callback(self._watch)
+
+    def _watch(self, prepared: Future[dict[int, Future[None]]]) -> None:
+        failed = prepared.cancelled() or prepared.exception() is not None
+        writes = [] if failed else list(prepared.result().values())
+        if not writes:
+            self._end()
+        arrivals = itertools.count(1)  # next() is atomic
+
+        def arrived(_: Future[None]) -> None:
+            if next(arrivals) == len(writes):
+                self._end()
+
+        for write in writes:
+            write.add_done_callback(arrived)
+
+    def _end(self) -> None:
+        self.through = True
+        self._told.release()
 
     def drop(self) -> None:
         """Release the lease when the last write has answered (PROTOCOL 21)."""
@@ -90,91 +115,100 @@ class StripeWriter:
         """`batch_bytes`: of one column."""
         self._store, self._columns, self._batch_bytes = store, columns, batch_bytes
         self._geometry, self._floor = geometry, floor
+        self._told = threading.Semaphore(0)  # as often as flights were through
 
     def run(self, source: Source, throttle: Throttle | None = None) -> None:
         """Write all stripes. Stops early when fewer columns than the floor are left."""
-        flying: deque[_Flight] = deque()
-        patience = self._store.settings.put_deadline_seconds
+        flying: list[_Flight] = []
         try:
             for batch in plan_batches(self._geometry, self._batch_bytes):
                 if len(flying) >= BATCHES_IN_FLIGHT:
-                    self._land(flying.popleft())
+                    self._land(flying)
                 if throttle is not None:
                     throttle(batch.column_bytes * self._geometry.data)
                 if len(self._columns.alive()) < self._floor:
                     return
-                in_place = self._in_place(batch, source)
-                rows = self._geometry.parity if in_place else self._geometry.width
-                lease = self._lease(rows * batch.column_bytes, flying, patience)
-                if in_place:
-                    prepared = self._store.scheduler.compute(
-                        lambda b=batch, x=lease: self._prepare_in_place(b, source, x)  # type: ignore[misc]
-                    )
-                else:
-                    prepared = self._store.scheduler.compute(
-                        lambda b=batch, x=lease: self._prepare_packed(b, source, x)  # type: ignore[misc]
-                    )
-                flying.append(_Flight(lease, prepared))
+                flying.append(self._launch(batch, source, flying))
             while flying:
-                self._land(flying.popleft())
+                self._land(flying)
         finally:
             for flight in flying:
                 wait([flight.prepared])
                 flight.drop()
 
-    def _lease(self, nbytes: int, flying: deque[_Flight], patience: float) -> Lease:
+    def _launch(self, batch: Batch, source: Source, flying: list[_Flight]) -> _Flight:
+        """Start a batch; data that lie ready need not wait for the parity."""
+        rows = self._rows_in_place(batch, source)
+        count = self._geometry.width if rows is None else self._geometry.parity
+        lease = self._lease(count * batch.column_bytes, flying)
+        compute = self._store.scheduler.compute
+        if rows is None:
+            prepared = compute(lambda: self._prepare_packed(batch, source, lease))
+        else:
+            early = self._start(batch, rows)
+            prepared = compute(lambda: early | self._prepare_parity(batch, rows, lease))
+        return _Flight(lease, prepared, self._told)
+
+    def _lease(self, nbytes: int, flying: list[_Flight]) -> Lease:
         """Memory for a batch; lands earlier ones first when it is short, so nobody deadlocks."""
         while flying:
             try:
                 return self._store.buffers.lease(nbytes, 0.0)
             except BudgetExceeded:
-                self._land(flying.popleft())
-        return self._store.buffers.lease(nbytes, patience)
+                self._land(flying)
+        return self._store.buffers.lease(nbytes, self._store.settings.put_deadline_seconds)
 
-    def _land(self, flight: _Flight) -> None:
+    def _land(self, flying: list[_Flight]) -> None:
+        """Wait for the batch that is through first, or for the oldest when that takes long: then a
+        device hangs, and settle() gives its column up in time."""
+        self._told.acquire(timeout=IN_ORDER_SECONDS)
+        flight = next((f for f in flying if f.through), flying[0])
+        flying.remove(flight)
         try:
             self._columns.settle(flight.prepared.result())
         finally:
             flight.drop()
 
-    def _in_place(self, batch: Batch, source: Source) -> bool:
-        """Whether the batch can be written from the caller's memory without a copy."""
-        geometry = self._geometry
-        if geometry.code is Code.COPIES or geometry.unit_bytes % BLOCK_BYTES:
-            return False
-        if batch.last > geometry.full_stripe_count:
-            return False
-        start = batch.first * geometry.stripe_bytes
-        view = source.view(start, batch.last * geometry.stripe_bytes)
-        step = max(c.device.memory_alignment for c in self._columns.columns.values())
-        return view is not None and view.ctypes.data % step == 0
-
-    def _prepare_in_place(
-        self, batch: Batch, source: Source, lease: Lease
-    ) -> dict[int, Future[None]]:  # fmt: skip
-        """Encode and checksum a batch in the caller's memory, then start its writes."""
+    def _rows_in_place(self, batch: Batch, source: Source) -> dict[int, list[Bytes]] | None:
+        """The data columns' units in the caller's memory; None when a copy must be written."""
         geometry, unit = self._geometry, self._geometry.unit_bytes
-        rows: list[list[Bytes]] = [[] for _ in range(geometry.width)]
+        if geometry.code is Code.COPIES or unit % BLOCK_BYTES:
+            return None
+        if batch.last > geometry.full_stripe_count:
+            return None
+        view = source.view(batch.first * geometry.stripe_bytes, batch.last * geometry.stripe_bytes)
+        step = max(c.device.memory_alignment for c in self._columns.columns.values())
+        if view is None or view.ctypes.data % step:
+            return None
+        return {
+            column: [
+                view[at : at + unit]
+                for at in range(column * unit, len(view), geometry.stripe_bytes)
+            ]
+            for column in range(geometry.data)
+        }
+
+    def _prepare_parity(
+        self, batch: Batch, data: dict[int, list[Bytes]], lease: Lease
+    ) -> dict[int, Future[None]]:
+        """Encode and checksum a batch in the caller's memory, start the writes of its parity."""
+        geometry, unit = self._geometry, self._geometry.unit_bytes
+        numbers = range(geometry.data, geometry.width)
+        rows: dict[int, list[Bytes]] = {number: [] for number in numbers}
         encode = self._store.code.encoder(geometry.data, geometry.parity)
         parity_at = address_of(lease.array)
-        for stripe in range(batch.first, batch.last):
-            start = stripe * geometry.stripe_bytes
-            data = source.view(start, start + geometry.stripe_bytes)
-            assert data is not None  # _in_place has checked
-            units = [data[i * unit : (i + 1) * unit] for i in range(geometry.data)]
-            at = (stripe - batch.first) * geometry.parity * unit
-            parity = [
-                lease.array[at + i * unit : at + (i + 1) * unit] for i in range(geometry.parity)
-            ]
-            data_at = address_of(data)
+        for n, stripe in enumerate(range(batch.first, batch.last)):
+            at = n * geometry.parity * unit
+            for i, number in enumerate(numbers):
+                rows[number].append(lease.array[at + i * unit : at + (i + 1) * unit])
+            data_at = address_of(data[0][n])
             encode(
                 [data_at + i * unit for i in range(geometry.data)],
                 [parity_at + at + i * unit for i in range(geometry.parity)],
                 unit,
             )
-            for column, row in enumerate((*units, *parity)):
-                rows[column].append(row)
-                self._digest(column, stripe * unit, row)
+            for column, row in itertools.chain(data.items(), rows.items()):
+                self._digest(column, stripe * unit, row[n])
         return self._start(batch, rows)
 
     def _prepare_packed(
@@ -198,7 +232,7 @@ class StripeWriter:
         )
         for column, row in enumerate(columns):
             self._digest(column, batch.column_offset, row)
-        return self._start(batch, [[row] for row in columns])
+        return self._start(batch, {number: [row] for number, row in enumerate(columns)})
 
     def _digest(self, column: int, column_offset: int, row: Bytes) -> None:
         writer = self._columns.columns[column]
@@ -206,9 +240,11 @@ class StripeWriter:
         count = -(-len(row) // BLOCK_BYTES)
         block_digests(writer.header.seed, first, row.data, writer.table[first : first + count])
 
-    def _start(self, batch: Batch, rows: list[list[Bytes]]) -> dict[int, Future[None]]:
+    def _start(self, batch: Batch, rows: Mapping[int, list[Bytes]]) -> dict[int, Future[None]]:
+        """Start the writes of these columns' rows."""
         return self._columns.submit(
-            lambda column: lambda: column.write(batch.column_offset, rows[column.header.column])
+            lambda column: lambda: column.write(batch.column_offset, rows[column.header.column]),
+            rows,
         )
 
 
