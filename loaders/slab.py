@@ -86,38 +86,26 @@ class Slab:
     def reserve(self, pages: Int64s, expire: int = NEVER) -> Places | None:
         """Places for pages that are not there, waiting for room; None when the slab was closed.
 
-        They are to be read(), by any thread. What must come before there is room for the rest is
-        read here. They may be given up when advance() has passed `expire`.
+        They are to be read(), by any thread, and may be given up when advance() has passed
+        `expire`. Room is taken for all of them at once: reads of a part would queue behind those of
+        others, and what comes free meanwhile would stay unused. Raises ValueError for more pages
+        than there is ever room for.
         """
-        missing: list[int] = []
         with self._moved:
+            missing: list[int] = []
             for page in pages.tolist():
                 if page in self._expiry:  # there, or about to be
                     self._expiry[page] = max(self._expiry[page], expire)
                 elif not self._failed[page]:
                     missing.append(page)
-        places: Places = {}
-        while missing:
-            found = self._room(missing, expire)
-            if found is None:
-                return None
-            del missing[: len(found)]
-            if missing:
-                self.read(found)
-            else:
-                places = found
-        return places
-
-    def _room(self, wanted: list[int], expire: int) -> Places | None:
-        """Slots for as many of `wanted` as there is room for; waits for one."""
-        with self._moved:
+            if len(missing) > self.capacity:
+                raise ValueError(f"{len(missing)} pages at once, there is room for {self.capacity}")
             while not self._closed:
-                if len(self._free) < len(wanted):
+                if len(self._free) < len(missing):
                     self._give_up()
-                if self._free:
-                    chosen = wanted[: len(self._free)]
-                    self._expiry.update(dict.fromkeys(chosen, expire))
-                    return {page: self._free.pop() for page in chosen}
+                if len(self._free) >= len(missing):
+                    self._expiry.update(dict.fromkeys(missing, expire))
+                    return {page: self._free.pop() for page in missing}
                 self._leaves = min(self._expiry.values(), default=NEVER)
                 self._room_made.wait()
         return None

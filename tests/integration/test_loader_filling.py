@@ -17,7 +17,7 @@ from hpstore.codec.galois import Bytes
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
 from hpstore.loaders import slab as slab_module
 from hpstore.loaders.filling import everything, everything_in_windows
-from hpstore.loaders.slab import NEVER, Slab
+from hpstore.loaders.slab import NEVER, Places, Slab
 from hpstore.loaders.windows import WindowOrder
 from hpstore.units import KIB, MIB
 from tests.fault.common import Bench, poll
@@ -162,3 +162,40 @@ def test_memory_is_cleared_before_the_first_page_comes_into_it_and_never_after(
     ends = sorted(cleared)
     assert ends
     assert all(first[1] <= second[0] for first, second in itertools.pairwise(ends))
+
+
+@pytest.fixture
+def several(tmp_path: Path) -> Iterator[Dataset]:
+    """2100 records in three shards and more."""
+    paths = [tmp_path / f"d{i}" for i in range(4)]
+    with hpstore.create(paths, data=2, parity=1, config=tmp_path / "pool.toml") as pool:
+        with DatasetWriter(
+            pool, "a", {"x": Field("uint8", (3000,))}, shard_bytes=2 * MIB, unit_bytes=256 * KIB
+        ) as writer:
+            writer.write_batch({"x": np.zeros((2100, 3000), np.uint8)})
+        with Dataset(pool, "a") as data:
+            yield data
+
+
+def test_pages_wait_until_there_is_room_for_all_of_them(several: Dataset) -> None:
+    """Half of the room comes first: nothing is taken or read before the rest does."""
+    (stream,) = several.streams
+    slab = Slab(several, stream, 4)
+    slab.read(slab.reserve(np.arange(2), 5) or {})
+    slab.read(slab.reserve(np.arange(2, 4), 9) or {})
+    found: list[Places | None] = []
+    thread = threading.Thread(target=lambda: found.append(slab.reserve(np.arange(4, 8), 20)))
+    thread.start()
+    poll(10, lambda: slab._leaves == 5)
+    slab.advance(5)
+    poll(10, lambda: slab._leaves == 9)
+    assert not found
+    assert (slab._slot[4:8] < 0).all()
+    slab.advance(9)
+    thread.join(10)
+    (places,) = found
+    assert places is not None
+    assert sorted(places) == [4, 5, 6, 7]
+    with pytest.raises(ValueError, match="5 pages at once, there is room for 4"):
+        slab.reserve(np.arange(8, 13))
+    slab.close()

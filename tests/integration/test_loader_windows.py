@@ -20,7 +20,8 @@ import torch
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
 from hpstore.loaders.engine import worth_reading
 from hpstore.loaders.filling import page_bounds, stripes_kept
-from hpstore.loaders.slab import Places, Slab
+from hpstore.loaders.layout import Int64s
+from hpstore.loaders.slab import NEVER, Places, Slab
 from hpstore.pool import Pool
 from hpstore.units import KIB
 from tests.fault.common import within
@@ -101,14 +102,14 @@ def test_bytes_are_right_when_room_is_used_again(data: Dataset) -> None:
 def test_a_slow_user_bounds_the_room(data: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slab never has more pages than it was made for, however far the filler could go."""
     most: list[tuple[int, int]] = []
-    plain = Slab._room
+    plain = Slab.reserve
 
-    def room(slab: Slab, wanted: list[int], expire: int) -> Places | None:
-        found = plain(slab, wanted, expire)
+    def reserve(slab: Slab, pages: Int64s, expire: int = NEVER) -> Places | None:
+        found = plain(slab, pages, expire)
         most.append((len(slab._expiry), slab.capacity))
         return found
 
-    monkeypatch.setattr(Slab, "_room", room)
+    monkeypatch.setattr(Slab, "reserve", reserve)
     loader = DataLoader(data, 2, prefetch_factor=1, num_workers=1, **WINDOW)
     assert len(flat(loader)) == COUNT
     assert all(pages <= capacity < 15 for pages, capacity in most)
