@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 from hpstore.errors import InvalidKey
 
@@ -22,6 +23,7 @@ MAX_NAME_BYTES = 255
 MAX_COUNTER = 1 << 62  # versions beyond are nobody's: damage must not push counters out of range
 OBJECTS = "objects"
 _HEX = "0123456789abcdef"
+_KEPT = 1024  # keys: each is asked for on all devices, and again when its columns are opened
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -112,6 +114,11 @@ def check_key(key: str) -> str:
     """Return `key` if it can name an object, else raise InvalidKey."""
     if not isinstance(key, str):
         raise InvalidKey(f"a key is a str, not {type(key).__name__}")
+    return _check_text(key)
+
+
+@lru_cache(_KEPT)
+def _check_text(key: str) -> str:
     try:
         encoded = key.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -180,6 +187,7 @@ def is_component(name: str, *, folding: bool) -> bool:
         return False
 
 
+@lru_cache(_KEPT)
 def object_directory(key: str, *, folding: bool = False) -> str:
     """Directory of a key, relative to the device root."""
     return "/".join([OBJECTS, *(escape(part, folding=folding) for part in key.split("/"))])
