@@ -13,6 +13,7 @@ from hpstore.codec.galois import Bytes
 from hpstore.errors import AlreadyClosed, TooManyErasures
 from hpstore.objects.fill import Filled, UnitFill
 from hpstore.objects.info import version_token
+from hpstore.objects.many import MOST_KEYS, open_objects
 from hpstore.objects.read import Changed, Deliver, ObjectReader, open_object
 from hpstore.objects.scatter import Scatter, Scattered
 from hpstore.objects.store import Store
@@ -122,6 +123,30 @@ class PooledReader(Closing):
         self._reader.close()
 
 
+def open_readers(store: Store, keys: Sequence[str]) -> dict[str, PooledReader | Exception]:
+    """A reader of each key, or why there is none; opened with a few calls on each device for all.
+
+    All are the caller's to close.
+    """
+    opened: dict[str, ObjectReader] = {}
+    found: dict[str, PooledReader | Exception] = {}
+    different = list(dict.fromkeys(keys))
+    try:
+        for first in range(0, len(different) if len(different) > 1 else 0, MOST_KEYS):
+            opened |= open_objects(store, different[first : first + MOST_KEYS])
+        for key in different:
+            try:
+                found[key] = PooledReader(store, key, opened.pop(key, None))
+            except Exception as error:  # noqa: BLE001 (handed to whoever asked)
+                found[key] = error
+    except BaseException:
+        for reader in (*opened.values(), *found.values()):
+            if not isinstance(reader, Exception):
+                reader.close()
+        raise
+    return found
+
+
 def writable_bytes(buffer: object) -> Bytes:
     """A writable buffer as (n,) uint8. Raises TypeError."""
     view = memoryview(buffer)  # type: ignore[arg-type]  # raises TypeError for what is no buffer
@@ -131,4 +156,4 @@ def writable_bytes(buffer: object) -> Bytes:
 
 
 __all__ = ["READ_TRIES", "Filled", "PooledReader", "RangeReads", "Scatter", "Scattered", "UnitFill",
-           "writable_bytes"]  # fmt: skip
+           "open_readers", "writable_bytes"]  # fmt: skip

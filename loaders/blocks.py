@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hpstore.loaders.layout import Int64s
-from hpstore.loaders.together import together
 
 BLOCK_ROWS = 8192  # 64 KiB of 8-byte values: what the pool verifies at once
 TABLE_BYTES = 256 << 20  # of one table; 32 million checksums
 Table = npt.NDArray[Any]
-# (cut, [(first row, rows), ...] in it) -> for each run, the rows of each section
-Load = Callable[[int, list[tuple[int, int]]], list[list[Table]]]
+Runs = list[tuple[int, int]]  # [(first row, rows), ...] in a cut
+# {cut: runs} -> for each cut and each of its runs, the rows of each section
+Load = Callable[[dict[int, Runs]], list[list[list[Table]]]]
 
 
 class BlockTable:
@@ -117,16 +116,16 @@ class BlockTable:
         ]
 
     def _read(self, missing: Int64s) -> list[tuple[int, list[Table]]]:
-        """Blocks from their objects, a few objects at a time."""
+        """Blocks from their objects, all in one call."""
         found: list[tuple[int, list[Table]]] = []
         cuts = np.searchsorted(self._first, missing, "right") - 1
-        of_cut = [(cut, missing[cuts == cut]) for cut in np.unique(cuts).tolist()]
-        loads = [partial(self._load, cut, self._runs(cut, blocks)) for cut, blocks in of_cut]
-        for (_, blocks), loaded in zip(of_cut, together(loads), strict=True):
-            found += zip(blocks.tolist(), loaded.result(), strict=True)
+        of_cut = {cut: missing[cuts == cut] for cut in np.unique(cuts).tolist()}
+        loaded = self._load({cut: self._runs(cut, blocks) for cut, blocks in of_cut.items()})
+        for blocks, tables in zip(of_cut.values(), loaded, strict=True):
+            found += zip(blocks.tolist(), tables, strict=True)
         return found
 
-    def _runs(self, cut: int, blocks: Int64s) -> list[tuple[int, int]]:
+    def _runs(self, cut: int, blocks: Int64s) -> Runs:
         rows = int(self._starts[cut + 1] - self._starts[cut])
         firsts = ((blocks - self._first[cut]) * self._block_rows).tolist()
         return [(first, min(self._block_rows, rows - first)) for first in firsts]
@@ -149,4 +148,4 @@ class BlockTable:
             self._all = [t.reshape(-1, *t.shape[2:]) for t in self._tables]
 
 
-__all__ = ["BLOCK_ROWS", "TABLE_BYTES", "BlockTable", "Load"]
+__all__ = ["BLOCK_ROWS", "TABLE_BYTES", "BlockTable", "Load", "Runs"]

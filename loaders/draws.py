@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from numpy.random import PCG64, SeedSequence  # here: numpy loads it at its first use
 
 from hpstore.errors import ConfigError
 
@@ -55,7 +56,7 @@ def words(
     key = [DRAWS_VERSION, int(purpose)]
     for number in (seed, epoch, part):
         key += [number & _LOW, number >> 32]
-    generator = np.random.PCG64(np.random.SeedSequence(key))
+    generator = PCG64(SeedSequence(key))
     if start:
         generator.advance(start)
     drawn: Words = generator.random_raw(count)

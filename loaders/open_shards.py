@@ -7,14 +7,14 @@ import resource
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from functools import partial
 
 from hpstore.closing import Closing
-from hpstore.loaders.together import together
 from hpstore.pooled import PooledReader
 
+# keys -> a reader of each, or what is wrong with it
+Make = Callable[[list[str]], Mapping[str, PooledReader | Exception]]
 FILES_SHARE = 8  # a thread keeps at most one part in so many of the files that a process may open
 LEAST_READERS = 4
 
@@ -51,6 +51,12 @@ class _First:
         self.users = 0
 
 
+def _required(found: PooledReader | Exception) -> PooledReader:
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
 def _close_first(first: dict[str, _First], pid: int) -> None:
     while first:
         opened = first.popitem()[1].opened
@@ -76,33 +82,37 @@ class OpenShards(Closing):
         self._lock = threading.Lock()  # guards _first, and sharing of what is in it
         weakref.finalize(self, _close_first, self._first, self._pid).atexit = False
 
-    def get(self, key: str, make: Callable[[], PooledReader]) -> PooledReader:
+    def get(self, key: str, make: Make) -> PooledReader:
         """The calling thread's reader of a key, made if need be.
 
-        It stays open until the thread has asked for `limit` other ones; not to be closed.
+        It stays open until the thread has asked for `limit` other ones; not to be closed. Raises
+        what `make` says of it.
         """
         readers = self._own.shelf.readers
         if key in readers:
             readers.move_to_end(key)
             return readers[key]
-        found = readers[key] = self._shared(key, make)
+        found = readers[key] = _required(self._shared([key], make)[key])
         self._make_room(readers)
         return found
 
-    def get_all(self, wanted: Mapping[str, Callable[[], PooledReader]]) -> None:
-        """As get() for many keys, which are opened at the same time. Raises what one of them does;
+    def get_all(self, keys: Iterable[str], make: Make) -> None:
+        """As get() for many keys, which are opened together. Raises what is wrong with one of them;
         the others are open then."""
         readers = self._own.shelf.readers
-        for key in wanted.keys() & readers.keys():
-            readers.move_to_end(key)
-        missing = [key for key in wanted if key not in readers]
-        opened = together([partial(self._shared, key, wanted[key]) for key in missing])
-        for key, outcome in zip(missing, opened, strict=True):
-            if outcome.exception() is None:
-                readers[key] = outcome.result()
+        missing = []
+        for key in dict.fromkeys(keys):
+            if key in readers:
+                readers.move_to_end(key)
+            else:
+                missing.append(key)
+        opened = self._shared(missing, make)
+        for key, found in opened.items():
+            if not isinstance(found, Exception):
+                readers[key] = found
         self._make_room(readers)
-        for outcome in opened:
-            outcome.result()
+        for found in opened.values():
+            _required(found)
 
     def _make_room(self, readers: OrderedDict[str, PooledReader]) -> None:
         while len(readers) > self.limit:
@@ -110,36 +120,52 @@ class OpenShards(Closing):
             reader.close()
             self._closed.append(old)
 
-    def _shared(self, key: str, make: Callable[[], PooledReader]) -> PooledReader:
+    def _shared(self, keys: list[str], make: Make) -> dict[str, PooledReader | Exception]:
+        """Readers for this thread over files that those of all threads share."""
+        joined, mine = dict[str, _First](), dict[str, _First]()
         with self._lock:
             unused = self._take_unused()
-            first = self._first.get(key)
-            mine = first is None
-            if first is None:
-                first = self._first[key] = _First()
-            first.users += 1
+            for key in keys:
+                if key not in self._first:
+                    self._first[key] = mine[key] = _First()
+                joined[key] = self._first[key]
+                joined[key].users += 1
         for reader in unused:  # not under the lock: on a device that hangs it may wait
             reader.close()
         try:
             if mine:
-                self._open(key, first, make)
-            opened = first.opened.result()
+                self._open(mine, make)
+            return {key: self._share(key, first, make) for key, first in joined.items()}
         except BaseException:
-            self._closed.append(key)
+            self._closed.extend(joined)
             raise
+
+    def _open(self, mine: Mapping[str, _First], make: Make) -> None:
+        made: Mapping[str, PooledReader | BaseException] = {}
+        try:
+            made = make(list(mine))
+        except BaseException as error:
+            made = dict.fromkeys(mine, error)
+            raise
+        finally:
+            for key, first in mine.items():
+                found = made[key]
+                if isinstance(found, BaseException):
+                    with self._lock:
+                        del self._first[key]  # the next one tries again
+                    first.opened.set_exception(found)
+                else:
+                    first.opened.set_result(found)
+
+    def _share(self, key: str, first: _First, make: Make) -> PooledReader | Exception:
+        error = first.opened.exception()  # waits for the thread that opens it
+        if isinstance(error, Exception):
+            return error
+        opened = first.opened.result()
         with self._lock:
             if self._first.get(key) is first:
                 return opened.share()
-        return make()  # it was closed meanwhile
-
-    def _open(self, key: str, first: _First, make: Callable[[], PooledReader]) -> None:
-        try:
-            first.opened.set_result(make())
-        except BaseException as error:
-            with self._lock:
-                del self._first[key]  # the next one tries again
-            first.opened.set_exception(error)
-            raise
+        return make([key])[key]  # it was closed meanwhile
 
     def _take_unused(self) -> list[PooledReader]:
         """What no thread has open any more, to be closed: what was replaced is then seen."""

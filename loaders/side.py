@@ -58,7 +58,7 @@ def decode_tables(
     ]
 
 
-def check_header(magic: bytes, data: bytes | bytearray, tables: int, *, where: str) -> None:
+def check_header(magic: bytes, data: bytes, tables: int, *, where: str) -> None:
     """Raise IntegrityError or FormatTooNew unless the object begins as it should."""
     if len(data) < HEADER_BYTES or data[:8] != magic:
         raise IntegrityError(f"{where} is not what its key says")

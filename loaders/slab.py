@@ -142,6 +142,8 @@ class Slab:
         shard = partial(self._data.reader, self._stream)
         self._touch(places)
         try:
+            shards = np.unique(self.pages.shard[numbers])
+            self._data.open_all(self._stream, shards.tolist())
             if self._direct:
                 late = fill_pages(shard, self._stream, self.pages, numbers, target, arrived)
                 self._lose(late.tolist(), places)

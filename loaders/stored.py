@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from hpstore.closing import Closing
 from hpstore.codec.galois import Bytes
 from hpstore.errors import AlreadyClosed, ConfigError, IntegrityError, ObjectNotFound
 from hpstore.geometry import ALIGNMENT_BYTES
-from hpstore.loaders.blocks import BLOCK_ROWS, BlockTable
+from hpstore.loaders.blocks import BLOCK_ROWS, BlockTable, Runs
 from hpstore.loaders.fields import Array, Field, FieldKind
 from hpstore.loaders.layout import Int64s, group_fields
 from hpstore.loaders.manifest import (
@@ -47,6 +47,29 @@ from hpstore.pooled import PooledReader, Scatter
 from hpstore.units import div_ceil
 
 ReadRows = Callable[[Stream, Int64s, Sequence[Bytes] | Bytes], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Ranges of an object of a known size."""
+
+    key: str
+    ranges: list[tuple[int, int]]
+    size: int
+
+
+def _read_piece(piece: _Piece, reader: PooledReader | Exception) -> list[Bytes]:
+    if isinstance(reader, Exception):
+        raise reader
+    if reader.size != piece.size:
+        raise IntegrityError(f"object {piece.key!r} has {reader.size} bytes, not {piece.size}")
+    bounds = np.array(piece.ranges, np.int64).reshape(-1, 2)
+    lengths = bounds[:, 1] - bounds[:, 0]
+    plan = plan_spans(np.zeros(len(bounds), np.int32), bounds[:, 0], lengths)
+    buffer = np.empty(plan.total, np.uint8)
+    read_spans(reader, plan, 0, buffer)
+    places = zip(plan.position.tolist(), lengths.tolist(), strict=True)
+    return [buffer[at : at + count] for at, count in places]
 
 
 class StoredData(Closing):
@@ -99,32 +122,49 @@ class StoredData(Closing):
         return BlockTable(
             stream.rows.tolist(),
             [(d, ()) for d in dtypes],
-            partial(self._load_side, stream, dtypes),
+            partial(self._load_sides, stream, dtypes),
         )
 
-    def _load_side(
-        self, stream: Stream, dtypes: list[np.dtype[Any]], shard: int, runs: list[tuple[int, int]]
-    ) -> list[list[Table]]:
-        """Rows of a side object. One that is a single block is checked against the manifest."""
-        rows = int(stream.rows[shard])
-        if rows <= BLOCK_ROWS:
-            return [self.side_tables(stream, shard)]
-        key = side_key(self.name, stream.nonces[shard], stream.number, stream.numbers[shard])
-        starts = table_starts(dtypes, rows)
-        ranges = [
-            (start + first * d.itemsize, start + (first + count) * d.itemsize)
-            for first, count in runs
-            for d, start in zip(dtypes, starts, strict=False)
-        ]
-        head, *found = self._get_ranges(key, [(0, starts[0]), *ranges], starts[-1])
-        check_header(SIDE_MAGIC, head, len(dtypes), where=f"object {key!r}")
-        values = iter(found)
-        return [[np.frombuffer(next(values), d) for d in dtypes] for _ in runs]
+    def _load_sides(
+        self, stream: Stream, dtypes: list[np.dtype[Any]], wanted: dict[int, Runs]
+    ) -> list[list[list[Table]]]:
+        """Rows of side objects. One that is a single block is checked against the manifest."""
+        pieces = []
+        for shard, runs in wanted.items():
+            starts = table_starts(dtypes, int(stream.rows[shard]))
+            ranges = [
+                (start + first * d.itemsize, start + (first + count) * d.itemsize)
+                for first, count in runs
+                for d, start in zip(dtypes, starts, strict=False)
+            ]
+            if stream.rows[shard] <= BLOCK_ROWS:
+                bounds = [(0, starts[-1])]
+            else:
+                bounds = [(0, starts[0]), *ranges]
+            pieces.append(_Piece(self._side_key(stream, shard), bounds, starts[-1]))
+        made = []
+        for (shard, runs), piece, found in zip(
+            wanted.items(), pieces, self._get_pieces(pieces), strict=True
+        ):
+            if stream.rows[shard] <= BLOCK_ROWS:
+                made.append([self._side_of(stream, shard, found[0].tobytes())])
+                continue
+            head, *values = found
+            where = f"object {piece.key!r}"
+            check_header(SIDE_MAGIC, head.tobytes(), len(dtypes), where=where)
+            rows = iter(values)
+            made.append([[np.frombuffer(next(rows), d) for d in dtypes] for _ in runs])
+        return made
 
     def side_tables(self, stream: Stream, shard: int) -> list[Table]:
         """All of a side object, checked against the manifest: see side_dtypes."""
-        key = side_key(self.name, stream.nonces[shard], stream.number, stream.numbers[shard])
-        data, dtypes = self._get(key), side_dtypes(stream.record)
+        return self._side_of(stream, shard, self._get(self._side_key(stream, shard)))
+
+    def _side_key(self, stream: Stream, shard: int) -> str:
+        return side_key(self.name, stream.nonces[shard], stream.number, stream.numbers[shard])
+
+    def _side_of(self, stream: Stream, shard: int, data: bytes) -> list[Table]:
+        key, dtypes = self._side_key(stream, shard), side_dtypes(stream.record)
         check_hash(key, data, stream.side_hashes[shard])
         rows = int(stream.rows[shard])
         return decode_tables(SIDE_MAGIC, data, dtypes, rows, where=f"object {key!r}")
@@ -132,12 +172,17 @@ class StoredData(Closing):
     def _column_table(self, made: Field, column: str) -> BlockTable:
         shape = made.inner_shape
 
-        def load(cut: int, runs: list[tuple[int, int]]) -> list[list[Table]]:
-            nonce, number, rows = self._cuts[cut]
-            key = column_key(self.name, nonce, column, number)
-            ranges = [(a * made.row_bytes, (a + n) * made.row_bytes) for a, n in runs]
-            found = self._get_ranges(key, ranges, rows * made.row_bytes)
-            return [[np.frombuffer(raw, made.storage).reshape(-1, *shape)] for raw in found]
+        def load(wanted: dict[int, Runs]) -> list[list[list[Table]]]:
+            pieces = []
+            for cut, runs in wanted.items():
+                nonce, number, rows = self._cuts[cut]
+                ranges = [(a * made.row_bytes, (a + n) * made.row_bytes) for a, n in runs]
+                key = column_key(self.name, nonce, column, number)
+                pieces.append(_Piece(key, ranges, rows * made.row_bytes))
+            return [
+                [[np.frombuffer(raw, made.storage).reshape(-1, *shape)] for raw in found]
+                for found in self._get_pieces(pieces)
+            ]
 
         return BlockTable([rows for _, _, rows in self._cuts], [(made.storage, shape)], load)
 
@@ -147,26 +192,17 @@ class StoredData(Closing):
         except ObjectNotFound as error:
             raise self._gone(key) from error
 
-    def _get_ranges(self, key: str, ranges: list[tuple[int, int]], size: int) -> list[bytearray]:
-        """Byte ranges of an object of a known size; no two of them overlap."""
-        found = [bytearray(end - start) for start, end in ranges]
+    def _get_pieces(self, pieces: Sequence[_Piece]) -> list[list[Bytes]]:
+        """Byte ranges of several objects."""
+        readers = self.pool.readers([piece.key for piece in pieces])
         try:
-            with self.pool.reader(key) as reader:
-                if reader.size != size:
-                    raise IntegrityError(f"object {key!r} has {reader.size} bytes, not {size}")
-                wanted = sorted(
-                    (a, b, out) for (a, b), out in zip(ranges, found, strict=True) if a < b
-                )
-                starts = [a for a, _, _ in wanted]
-
-                def deliver(offset: int, piece: Bytes) -> None:
-                    start, _, out = wanted[bisect.bisect_right(starts, offset) - 1]
-                    out[offset - start : offset - start + len(piece)] = piece.data
-
-                reader.read_ranges([(a, b) for a, b, _ in wanted], deliver)
+            return [_read_piece(piece, readers[piece.key]) for piece in pieces]
         except ObjectNotFound as error:
-            raise self._gone(key) from error
-        return found
+            raise self._gone(error.key or pieces[0].key) from error
+        finally:
+            for reader in readers.values():
+                if not isinstance(reader, Exception):
+                    reader.close()
 
     def _gone(self, key: str) -> ObjectNotFound:
         known = self.manifest.fingerprint
@@ -300,7 +336,7 @@ class StoredData(Closing):
         self._require_open()
         key = self.shard_key(stream, shard)
         try:
-            return self._readers.get(key, lambda: self.pool.reader(key))
+            return self._readers.get(key, self.pool.readers)
         except ObjectNotFound as error:
             raise self._gone(key) from error
 
@@ -308,12 +344,12 @@ class StoredData(Closing):
         if self._closed:
             raise AlreadyClosed(f"data set {self.name!r} is closed")
 
-    def _open_all(self, stream: Stream, shards: Sequence[int]) -> None:
-        """Open what reader() would open one by one, as far as readers of them can stay open."""
+    def open_all(self, stream: Stream, shards: Sequence[int]) -> None:
+        """Open together what reader() would open one by one, as far as that stays open."""
         self._require_open()
         keys = [self.shard_key(stream, shard) for shard in shards[: self._readers.limit]]
         try:
-            self._readers.get_all({key: partial(self.pool.reader, key) for key in keys})
+            self._readers.get_all(keys, self.pool.readers)
         except ObjectNotFound as error:
             raise self._gone(error.key or keys[0]) from error
 
@@ -371,7 +407,7 @@ class StoredData(Closing):
                 rows, lambda number, got: digest(got.data) == wanted[number], addresses
             )
             shards = np.unique(places.shard).tolist()
-            self._open_all(stream, shards)
+            self.open_all(stream, shards)
             for shard in shards:
                 mine = np.flatnonzero(places.shard == shard)
                 reader = self.reader(stream, shard)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -167,30 +168,45 @@ def stable_survey(store: Store, key: str) -> Survey:
 
 def survey_key(store: Store, key: str) -> Survey:
     """List a key's directory on every member, of the newest membership that any of them knows."""
+    return survey_keys(store, [key])[key]
+
+
+def survey_keys(store: Store, keys: Sequence[str]) -> dict[str, Survey]:
+    """As survey_key for many keys, with one call on each device for all of them.
+
+    A device that cannot list one of them counts as silent about all.
+    """
     for _ in range(SURVEY_TRIES):
-        survey, newest = _survey_once(store, key)
+        surveys, newest = _survey_once(store, keys)
         if newest <= store.view.record.generation:
-            return survey
+            return surveys
         before = store.view.record.generation
         store.refresh()
         if store.view.record.generation == before:
-            return survey  # the newer record could not be read: its device counts as silent
-    return survey
+            return surveys  # the newer record could not be read: its device counts as silent
+    return surveys
 
 
-def _survey_once(store: Store, key: str) -> tuple[Survey, int]:
-    def look(device_id: str, device: Device) -> tuple[int, list[Found]]:
+def _survey_once(store: Store, keys: Sequence[str]) -> tuple[dict[str, Survey], int]:
+    def look(device_id: str, device: Device) -> tuple[int, list[list[Found]]]:
         # first the generation: a wiped device must not look merely empty
         generation = store.generation_on(device_id, device)
-        return generation, list_object(device_id, device, key)
+        return generation, [list_object(device_id, device, key) for key in keys]
 
     results = store.each(store.view.devices, look)
     answers = [r for r in results.values() if not isinstance(r, Exception)]
     silent = {d for d, found in results.items() if isinstance(found, Exception)}
-    files = tuple(file for _, found in answers for file in found)
     unknown = frozenset(silent) | store.view.missing
     newest = max((generation for generation, _ in answers), default=0)
-    return Survey(key=key, files=files, unknown=unknown), newest
+    surveys = {
+        key: Survey(
+            key=key,
+            files=tuple(file for _, found in answers for file in found[number]),
+            unknown=unknown,
+        )
+        for number, key in enumerate(keys)
+    }
+    return surveys, newest
 
 
 def list_object(device_id: str, device: Device, key: str) -> list[Found]:
@@ -222,5 +238,4 @@ def empty_geometry(parity: int) -> Geometry:
 
 __all__ = ["Found", "Layout", "Survey", "Verdict", "empty_geometry", "judge", "list_object",
            "may_be_acknowledged", "newest_by_name", "path_on", "require_known", "spare_losses",
-           "stable_survey",
-           "survey_key", "too_many", "unknown_devices"]  # fmt: skip
+           "stable_survey", "survey_key", "survey_keys", "too_many", "unknown_devices"]  # fmt: skip

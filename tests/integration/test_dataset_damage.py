@@ -158,14 +158,13 @@ def test_threads_share_open_files(pool: Pool, monkeypatch: pytest.MonkeyPatch) -
     """A shard is looked up once, however many threads want it at the same moment."""
     data = write_samples(pool, "a", range(COUNT))
     stream, looked = data.streams[0], list[str]()
-    plain, met = pool.reader, threading.Barrier(5)
+    plain, met = pool.readers, threading.Barrier(5)
 
-    def reader(key: str) -> PooledReader:
-        if "stream-" in key:
-            looked.append(key)
-        return plain(key)
+    def readers(keys: list[str]) -> dict[str, PooledReader | Exception]:
+        looked.extend(key for key in keys if "stream-" in key and not key.endswith(".side"))
+        return plain(keys)
 
-    monkeypatch.setattr(pool, "reader", reader)
+    monkeypatch.setattr(pool, "readers", readers)
     right: list[bool] = []
 
     def read() -> None:
@@ -191,15 +190,15 @@ def test_a_shard_that_could_not_be_opened_is_tried_again(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = write_samples(pool, "a", range(COUNT))
-    plain = pool.reader
+    plain = pool.readers
 
-    def fail(key: str) -> PooledReader:
-        raise TooManyErasures("not now", key=key)
+    def fail(keys: list[str]) -> dict[str, PooledReader | Exception]:
+        return {key: TooManyErasures("not now", key=key) for key in keys}
 
-    monkeypatch.setattr(pool, "reader", fail)
+    monkeypatch.setattr(pool, "readers", fail)
     with pytest.raises(TooManyErasures):
         data.reader(data.streams[0], 0)
-    monkeypatch.setattr(pool, "reader", plain)
+    monkeypatch.setattr(pool, "readers", plain)
     check_sample(data[0], 0)
     data.close()
 

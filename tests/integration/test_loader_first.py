@@ -1,4 +1,4 @@
-"""What stands before the first batch: objects are opened at the same time, nothing else is made."""
+"""What stands before the first batch: objects are opened together, nothing else is made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import hpstore
 from hpstore.errors import TooManyErasures
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
-from hpstore.loaders.blocks import BlockTable, Table
+from hpstore.loaders.blocks import BlockTable, Runs, Table
 from hpstore.loaders.engine import Session
 from hpstore.loaders.pipeline import BatchTimeout, Pipeline
 from hpstore.loaders.progress import Piece
@@ -47,41 +47,39 @@ def check(batch: dict[str, object], numbers: np.ndarray) -> None:
     assert np.array_equal(np.asarray(batch["x"])[:, 7], numbers.astype(np.uint8))
 
 
-def test_shards_of_a_batch_are_opened_at_the_same_time(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two meet while they are opened; one after the other they never would."""
-    data, plain, met = Dataset(pool, "a"), pool.reader, threading.Barrier(2)
+def test_what_a_batch_needs_is_opened_together(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four shards and what lies beside them: one look-up for all of a kind."""
+    data, plain, asked = Dataset(pool, "a"), pool.readers, list[list[str]]()
 
-    def reader(key: str) -> PooledReader:
-        if "stream-" in key and not key.endswith(".side"):
-            met.wait(10)
-        return plain(key)
+    def readers(keys: list[str]) -> dict[str, PooledReader | Exception]:
+        asked.append(list(keys))
+        return plain(keys)
 
-    monkeypatch.setattr(pool, "reader", reader)
+    monkeypatch.setattr(pool, "readers", readers)
     (stream,) = data.streams
     assert stream.shard_count == 4
     rows = np.arange(0, COUNT, 100)
     outs = [np.empty(4096, np.uint8) for _ in rows]
     assert data.read_rows(stream, rows, outs)
     assert [int(out[0]) for out in outs] == (rows % 256).tolist()
+    shards = [data.shard_key(stream, shard) for shard in range(4)]
+    assert asked == [[f"{key}.side" for key in shards], shards]
     data.close()
 
 
 def test_one_shard_that_does_not_open_is_told_and_closes_no_other(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data, plain = Dataset(pool, "a"), pool.reader
+    data, plain = Dataset(pool, "a"), pool.readers
     (stream,) = data.streams
     bad, opened = {data.shard_key(stream, 2)}, list[str]()
 
-    def reader(key: str) -> PooledReader:
-        if key in bad:
-            raise TooManyErasures("not now", key=key)
-        opened.append(key)
-        return plain(key)
+    def readers(keys: list[str]) -> dict[str, PooledReader | Exception]:
+        opened.extend(key for key in keys if key not in bad)
+        found = plain(keys)
+        return found | {key: TooManyErasures("not now", key=key) for key in bad & set(keys)}
 
-    monkeypatch.setattr(pool, "reader", reader)
+    monkeypatch.setattr(pool, "readers", readers)
     rows = np.arange(0, COUNT, 100)
     outs = [np.empty(4096, np.uint8) for _ in rows]
     with pytest.raises(TooManyErasures):
@@ -95,16 +93,20 @@ def test_one_shard_that_does_not_open_is_told_and_closes_no_other(
     data.close()
 
 
-def test_side_tables_of_several_objects_are_read_at_the_same_time() -> None:
-    met = threading.Barrier(2)
+def test_blocks_of_several_objects_are_read_by_one_call() -> None:
+    asked = list[dict[int, Runs]]()
 
-    def load(cut: int, runs: list[tuple[int, int]]) -> list[list[Table]]:
-        met.wait(10)
-        return [[np.arange(first, first + count) + 1000 * cut] for first, count in runs]
+    def load(wanted: dict[int, Runs]) -> list[list[list[Table]]]:
+        asked.append(wanted)
+        return [
+            [[np.arange(first, first + count) + 1000 * cut] for first, count in runs]
+            for cut, runs in wanted.items()
+        ]
 
     table = BlockTable([10, 10], [(np.dtype(np.int64), ())], load, block_rows=4)
     (found,) = table.get(np.array([1, 19, 5, 11]))
     assert found.tolist() == [1, 1009, 5, 1001]
+    assert asked == [{0: [(0, 4), (4, 4)], 1: [(0, 4), (8, 2)]}]
 
 
 def test_the_first_batch_is_made_alone() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hpstore.loaders.blocks import BlockTable, Table
+from hpstore.loaders.blocks import BlockTable, Runs, Table
 from hpstore.loaders.fields import Field, FieldKind
 from hpstore.loaders.layout import (
     LARGE_RECORD_BYTES,
@@ -216,11 +216,14 @@ def test_a_table_by_blocks_gives_what_the_whole_array_gives(
     first = np.concatenate([[0], np.cumsum(cuts)])
     reads: list[int] = []
 
-    def load(cut: int, runs: list[tuple[int, int]]) -> list[list[Table]]:
-        reads.extend(count for _, count in runs)
-        lows = [(int(first[cut]) + a, int(first[cut]) + a + n) for a, n in runs]
-        assert all(a + n <= cuts[cut] for a, n in runs)
-        return [[values[a:b], pairs[a:b]] for a, b in lows]
+    def load(wanted: dict[int, Runs]) -> list[list[list[Table]]]:
+        found: list[list[list[Table]]] = []
+        for cut, runs in wanted.items():
+            reads.extend(count for _, count in runs)
+            lows = [(int(first[cut]) + a, int(first[cut]) + a + n) for a, n in runs]
+            assert all(a + n <= cuts[cut] for a, n in runs)
+            found.append([[values[a:b], pairs[a:b]] for a, b in lows])
+        return found
 
     table = BlockTable(
         cuts, [(values.dtype, ()), (pairs.dtype, (2,))], load,
@@ -242,8 +245,11 @@ def test_a_table_that_is_all_there_gives_the_same_rows(cuts: list[int]) -> None:
     """Its blocks came last to first; what a cut leaves free in its last block is no row."""
     values, starts = np.arange(sum(cuts)), [0, *np.cumsum(cuts).tolist()]
 
-    def load(cut: int, runs: list[tuple[int, int]]) -> list[list[Table]]:
-        return [[values[starts[cut] + a : starts[cut] + a + n]] for a, n in runs]
+    def load(wanted: dict[int, Runs]) -> list[list[list[Table]]]:
+        return [
+            [[values[starts[cut] + a : starts[cut] + a + n]] for a, n in runs]
+            for cut, runs in wanted.items()
+        ]
 
     table = BlockTable(cuts, [(values.dtype, ())], load, block_rows=10)
     for row in reversed(values.tolist()):
@@ -258,8 +264,8 @@ def test_a_table_is_read_by_many_threads_at_once() -> None:
     """Room for two blocks, four threads with different blocks: each gets its own rows."""
     values = np.arange(1000)
 
-    def load(_: int, runs: list[tuple[int, int]]) -> list[list[Table]]:
-        return [[values[a : a + n]] for a, n in runs]
+    def load(wanted: dict[int, Runs]) -> list[list[list[Table]]]:
+        return [[[values[a : a + n]] for a, n in runs] for runs in wanted.values()]
 
     table = BlockTable([1000], [(values.dtype, ())], load, block_rows=10, budget_bytes=1)
     wrong: list[int] = []

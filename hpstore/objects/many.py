@@ -1,0 +1,118 @@
+"""Many objects opened together: a few calls on each device for all of them.
+
+An object on its own takes a call on each device to look for it and one more on k of them to open
+its columns. Handing so many short calls from thread to thread costs several times what they do; and
+a call waits for those that are under way on its device, which read megabytes each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from hpstore.errors import TooManyErasures
+from hpstore.keys import ColumnName, Kind
+from hpstore.objects.columns import ColumnReader, open_column
+from hpstore.objects.read import Changed, ObjectReader
+from hpstore.objects.store import Store
+from hpstore.objects.survey import survey_keys
+from hpstore.patience import wait_awake
+from hpstore.scheduler import outcome
+
+MOST_KEYS = 64  # of one call: it must end within the deadline for a call
+_Opened = list[ColumnReader | Exception]
+_Wanted = tuple[ObjectReader, int, ColumnName]
+
+
+def open_objects(store: Store, keys: Sequence[str]) -> dict[str, ObjectReader]:
+    """Readers of those keys whose newest version can be opened without another look (PROTOCOL 7).
+
+    At most MOST_KEYS of them, each once. What is left out is for open_object(), which says what is
+    wrong with it. Errors of calls count as they do there.
+    """
+    found = _surveyed(store, keys)
+    try:
+        _open_columns(store, found)
+        for key, reader in list(found.items()):
+            if not _ready(reader):
+                found.pop(key).close()
+    except BaseException:
+        for reader in found.values():
+            reader.close()
+        raise
+    return found
+
+
+def _surveyed(store: Store, keys: Sequence[str]) -> dict[str, ObjectReader]:
+    """Readers of the newest layouts, without columns; of keys about which no device is silent."""
+    found: dict[str, ObjectReader] = {}
+    for key, survey in survey_keys(store, keys).items():
+        newest = next(iter(survey.layouts()), None)
+        plain = newest is not None and newest.kind is not Kind.TOMBSTONE
+        if newest is not None and plain and survey.unknown <= store.view.missing:
+            found[key] = ObjectReader(store, newest, key, unknown=survey.unknown)
+    return found
+
+
+def _open_columns(store: Store, readers: dict[str, ObjectReader]) -> None:
+    """The columns that each would open first."""
+    wanted: defaultdict[str, list[_Wanted]] = defaultdict(list)
+    for reader in readers.values():
+        first = itertools.islice(reader.closed_columns().items(), reader.layout.data)
+        for column, file in first:
+            wanted[file.device].append((reader, column, file.name))
+    begun: dict[str, Future[_Opened]] = {}
+    for device, columns in wanted.items():
+        names = [(reader.key, name) for reader, _, name in columns]
+        begun[device] = store.scheduler.submit(device, partial(_open_all, store, device, names))
+    deadline = store.settings.device_deadline_seconds
+    wait_awake(begun.values(), deadline)
+    for device, future in begun.items():
+        opened = outcome(future, device, deadline)
+        answers: _Opened
+        if isinstance(opened, Exception):
+            future.add_done_callback(_close_opened)  # they may still be opened: nobody wants them
+            answers = [opened for _ in wanted[device]]
+        else:
+            answers = opened
+        for (reader, column, _), answer in zip(wanted[device], answers, strict=True):
+            if readers.get(reader.key) is not reader:  # it has changed
+                if isinstance(answer, ColumnReader):
+                    answer.close()
+            elif isinstance(answer, FileNotFoundError):
+                readers.pop(reader.key).close()
+            else:
+                reader.adopt(column, answer)
+
+
+def _open_all(store: Store, device: str, columns: list[tuple[str, ColumnName]]) -> _Opened:
+    """By a thread of the device's lane."""
+    found: _Opened = []
+    pool_id = store.view.record.pool_id
+    for key, name in columns:
+        try:
+            found.append(open_column(device, store.view.devices[device], pool_id, key, name))
+        except Exception as error:  # noqa: BLE001 (as of a call of its own: noted by the reader)
+            found.append(error)
+    return found
+
+
+def _close_opened(future: Future[_Opened]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        for opened in future.result():
+            if isinstance(opened, ColumnReader):
+                opened.close()
+
+
+def _ready(reader: ObjectReader) -> bool:
+    """Whether k columns are open, after one look more where some could not be."""
+    with contextlib.suppress(Changed, TooManyErasures):
+        return reader.open_enough()
+    return False
+
+
+__all__ = ["MOST_KEYS", "open_objects"]
