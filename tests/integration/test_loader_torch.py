@@ -438,6 +438,16 @@ def test_a_timeout_of_next_is_as_torchs_and_loses_nothing(data: Dataset) -> None
         go.wait(LIMIT)
         return batch
 
+    def patiently(run: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            try:
+                yield next(run)
+            except StopIteration:
+                return
+            except RuntimeError as error:  # a machine that is busy for 0.05 s
+                if "timed out" not in str(error):
+                    raise
+
     whole = flat(DataLoader(data, 10))
     loader = DataLoader(data, 10, timeout=0.05, batch_transform=slow)
     run = iter(loader)
@@ -446,8 +456,7 @@ def test_a_timeout_of_next_is_as_torchs_and_loses_nothing(data: Dataset) -> None
             next(run)
     assert loader.state_dict()["samples"] == 0
     go.set()
-    loader.timeout = 60
-    assert flat(run) + flat(loader) == [*whole, *whole]
+    assert flat(patiently(run)) + flat(patiently(iter(loader))) == [*whole, *whole]
     loader.close()
 
 
