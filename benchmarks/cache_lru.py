@@ -59,7 +59,7 @@ class LruData(Dataset):
 
     def read_rows(
         self, stream: Stream, indices: Int64s, rows: Sequence[Bytes],
-        addresses: Int64s | None = None,
+        addresses: Int64s | None = None, room: Sequence[Bytes] | None = None,
     ) -> bool:  # fmt: skip
         """As StoredData.read_rows; a record that a batch has twice is read once."""
         keys = [(stream.number, index) for index in indices.tolist()]
@@ -72,7 +72,9 @@ class LruData(Dataset):
         if not lacking:
             return True
         firsts = [where[0] for where in lacking.values()]
-        if not super().read_rows(stream, indices[np.array(firsts)], [rows[i] for i in firsts]):
+        wanted, into = indices[np.array(firsts)], [rows[i] for i in firsts]
+        behind = None if room is None else [room[i] for i in firsts]
+        if not super().read_rows(stream, wanted, into, room=behind):
             return False
         for first, *again in lacking.values():
             for i in again:

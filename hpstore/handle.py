@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
+from hpstore.buffers import BufferPool
 from hpstore.clock import Clock, SystemClock
 from hpstore.closing import Closing
 from hpstore.codec import choose_backend
@@ -335,6 +336,11 @@ class PoolHandle(Closing):
         self._repairs, self._repairer, self._wake = RepairQueue(), None, threading.Event()
         renew_after_fork(self._store)
         self.health.after_fork()
+
+    @property
+    def buffers(self) -> BufferPool:
+        """Memory of this pool in this process, `memory_bytes` in all."""
+        return self._store.buffers
 
     @property
     def recycles(self) -> bool:

@@ -16,6 +16,7 @@ from hpstore.loaders.assemble import field_views
 from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.fields import Array, Field, FieldKind
 from hpstore.loaders.layout import Int64s
+from hpstore.loaders.parts import read_parts
 from hpstore.loaders.slab import Slab
 from hpstore.loaders.slots import Slots
 from hpstore.loaders.stored import ReadRows
@@ -243,29 +244,27 @@ class Assembler:
             rows[row, : len(record)] = record
         self._counts.read_total += len(indices)
 
-    def _records(self, stream: Stream, indices: Int64s, places: Locations) -> list[Bytes]:
-        """Records of many sizes as views, of the slab where they are there."""
-        slab = self._slabs.get(stream.number)
-        if slab is None:
-            self._counts.read_total += len(indices)
-            return self._data.read_direct(stream, indices, self._cached)
-        slots = slab.resident(places)
-        have, lack = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
-        records: list[Bytes] = [_NOTHING] * len(indices)
-        found = slab.views(slots[have], chosen(places, have))
-        for row, record in zip(have.tolist(), found, strict=True):
-            records[row] = record
-        if len(lack):
-            read = self._data.read_direct(stream, indices[lack])
-            for row, record in zip(lack.tolist(), read, strict=True):
-                records[row] = record
-        self._counts.gathered_total += len(have)
+    def _records(
+        self, stream: Stream, indices: Int64s, places: Locations
+    ) -> Iterator[tuple[list[int], list[Bytes]]]:
+        """Records of many sizes as views, of the slab where they are there, and their rows.
+
+        Views of records that are read are good until the next are asked for.
+        """
+        slab, cached = self._slabs.get(stream.number), self._cached
+        lack = np.arange(len(indices))
+        if slab is not None:
+            slots = slab.resident(places)
+            have, lack, cached = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0), None
+            self._counts.gathered_total += len(have)
+            yield have.tolist(), slab.views(slots[have], chosen(places, have))
+        lengths = places.length[lack]
+        for part, records in read_parts(self._data, stream, indices[lack], lengths, cached):
+            yield lack[part].tolist(), records
         self._counts.read_total += len(lack)
-        return records
 
     def _ragged(self, stream: Stream, indices: Int64s, places: Locations) -> Batch:
         """Records with ragged fields: each field's values back to back."""
-        records = self._records(stream, indices, places)
         record, fields = stream.record, self._data.fields
         fixed = [n for n in record.fixed if n in fields]
         ragged = [(c, n) for c, n in enumerate(record.ragged) if n in fields]
@@ -273,25 +272,28 @@ class Assembler:
         sizes += [int(places.ragged[:, c].sum()) for c, _ in ragged]
         starts = _places(sizes)
         slot = self._slots.take(starts[-1])
+        outs = [
+            slot.memory[at : at + size] for at, size in zip(starts, sizes, strict=False)
+        ]  # of each field, as long as its values
         found: Batch = {}
         arrays: list[Array] = []
         try:
-            for name, at in zip(fixed, starts, strict=False):
-                low, size = record.offsets[name], record.fields[name].row_bytes
-                out = slot.memory[at : at + len(records) * size].reshape(len(records), size)
-                for row, one in enumerate(records):
-                    out[row] = one[low : low + size]
-                field = fields[name]
-                arrays.append(out.reshape(-1).view(field.storage).reshape(-1, *field.inner_shape))
-                found[name] = field.as_tensor(arrays[-1])
+            pieces = [(record.offsets[n], record.fields[n].row_bytes) for n in fixed]
+            moves = [_Move.fixed(len(indices), *piece) for piece in pieces]
             begin = record.ragged_starts(places.ragged)
-            for (column, name), at in zip(ragged, starts[len(fixed) :], strict=False):
+            moves += [_Move.ragged(begin[:, c], places.ragged[:, c]) for c, _ in ragged]
+            for rows, records in self._records(stream, indices, places):
+                for move, out in zip(moves, outs, strict=True):
+                    move.run(rows, records, out)
+            for name, out in zip(fixed, outs, strict=False):
+                arrays.append(_typed(out, fields[name]))
+                found[name] = fields[name].as_tensor(arrays[-1])
+            for (column, name), out in zip(ragged, outs[len(fixed) :], strict=True):
                 lengths = places.ragged[:, column]
-                values = _joined(records, begin[:, column], lengths, slot.memory[at:])
                 if fields[name].dtype == "str":
-                    found[name] = _texts(values, lengths)
+                    found[name] = _texts(out, lengths)
                     continue
-                arrays.append(_typed(values, fields[name]))
+                arrays.append(_typed(out, fields[name]))
                 ends = np.concatenate([[0], np.cumsum(lengths // fields[name].row_bytes)])
                 tensor = fields[name].as_tensor(arrays[-1])
                 found[name] = Ragged(tensor, torch.from_numpy(ends.astype(np.int64)))
@@ -302,7 +304,32 @@ class Assembler:
         return found
 
 
-_NOTHING: Bytes = np.empty(0, np.uint8)
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """Where the values of a field lie: row i is `length[i]` bytes from `low[i]` of its record, and
+    goes to `at[i]` of the field's own memory.
+    """
+
+    low: list[int]
+    length: list[int]
+    at: list[int]
+
+    @classmethod
+    def fixed(cls, count: int, low: int, size: int) -> _Move:
+        """Rows of one size."""
+        return cls([low] * count, [size] * count, [row * size for row in range(count)])
+
+    @classmethod
+    def ragged(cls, low: Int64s, length: Int64s) -> _Move:
+        """Rows of many sizes."""
+        return cls(low.tolist(), length.tolist(), (np.cumsum(length) - length).tolist())
+
+    def run(self, rows: Sequence[int], records: Sequence[Bytes], out: Bytes) -> None:
+        """Copy these rows."""
+        lows, lengths, places = self.low, self.length, self.at
+        for row, record in zip(rows, records, strict=True):
+            low, length, at = lows[row], lengths[row], places[row]
+            out[at : at + length] = record[low : low + length]
 
 
 def _places(sizes: Sequence[int]) -> list[int]:
@@ -312,14 +339,6 @@ def _places(sizes: Sequence[int]) -> list[int]:
         found.append(at)
         at += round_up(size, _ALIGNMENT)
     return [*found, at]
-
-
-def _joined(records: Sequence[Bytes], begin: Int64s, lengths: Int64s, out: Bytes) -> Bytes:
-    at = 0
-    for record, low, length in zip(records, begin.tolist(), lengths.tolist(), strict=True):
-        out[at : at + length] = record[low : low + length]
-        at += length
-    return out[:at]
 
 
 def _texts(values: Bytes, lengths: Int64s) -> list[str]:

@@ -14,7 +14,6 @@ from hpstore.buffers import aligned_array
 from hpstore.closing import Closing
 from hpstore.codec.galois import Bytes
 from hpstore.errors import AlreadyClosed, ConfigError, IntegrityError, ObjectNotFound
-from hpstore.geometry import ALIGNMENT_BYTES
 from hpstore.loaders.blocks import BLOCK_ROWS, BlockTable, Runs
 from hpstore.loaders.fields import Array, Field, FieldKind
 from hpstore.loaders.layout import Int64s, group_fields
@@ -29,6 +28,7 @@ from hpstore.loaders.manifest import (
 )
 from hpstore.loaders.open_shards import OpenShards
 from hpstore.loaders.pages import read_compressed
+from hpstore.loaders.parts import aligned_bytes, aligned_rows, part_bounds
 from hpstore.loaders.side import (
     PAGE_MAGIC,
     SIDE_MAGIC,
@@ -41,9 +41,16 @@ from hpstore.loaders.side import (
     table_starts,
 )
 from hpstore.loaders.spans import plan_spans, read_spans
-from hpstore.loaders.stream import Locations, PageTable, Stream, make_stream, stripe_firsts
+from hpstore.loaders.stream import (
+    Int32s,
+    Locations,
+    PageTable,
+    Stream,
+    make_stream,
+    stripe_firsts,
+)
 from hpstore.pool import Pool
-from hpstore.pooled import PooledReader, Scatter
+from hpstore.pooled import PooledReader, Scatter, Scattered
 from hpstore.units import div_ceil
 
 ReadRows = Callable[[Stream, Int64s, Sequence[Bytes] | Bytes], bool]
@@ -70,6 +77,10 @@ def _read_piece(piece: _Piece, reader: PooledReader | Exception) -> list[Bytes]:
     read_spans(reader, plan, 0, buffer)
     places = zip(plan.position.tolist(), lengths.tolist(), strict=True)
     return [buffer[at : at + count] for at, count in places]
+
+
+def _matches(checksums: Sequence[int], number: int, found: Bytes) -> bool:
+    return bool(xxhash.xxh3_64_intdigest(found.data) == checksums[number])
 
 
 class StoredData(Closing):
@@ -372,29 +383,21 @@ class StoredData(Closing):
             )
         return records, places
 
-    def read_direct(
-        self, stream: Stream, indices: Int64s, read: ReadRows | None = None
-    ) -> list[Bytes]:
-        """As read_records, straight from the devices where that can be; without the places.
-
-        `read`: in the place of read_rows.
-        """
+    def read_direct(self, stream: Stream, indices: Int64s) -> list[Bytes]:
+        """As read_records, straight from the devices where that can be; without the places."""
         lengths = self.locate(stream, indices).length
-        steps = -(-lengths // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        ends = np.cumsum(steps)
-        buffer = aligned_array(int(ends[-1]) if len(ends) else 0)
-        starts = (ends - steps).tolist()
-        rows = [buffer[a : a + n] for a, n in zip(starts, lengths.tolist(), strict=True)]
-        if (self.read_rows if read is None else read)(stream, indices, rows):
+        rows, room = aligned_rows(aligned_array(aligned_bytes(lengths)), lengths)
+        if self.read_rows(stream, indices, rows, room=room):
             return rows
         return self.read_records(stream, indices)[0]
 
     def read_rows(
         self, stream: Stream, indices: Int64s, rows: Sequence[Bytes],
-        addresses: Int64s | None = None,
+        addresses: Int64s | None = None, room: Sequence[Bytes] | None = None,
     ) -> bool:  # fmt: skip
         """Verified records of n samples into rows[i], each as long as its record, where it can be
-        straight from the devices. `addresses`: where they begin, when that is known.
+        straight from the devices. `addresses`: where they begin, when that is known; `room`: as
+        Scatter has it.
 
         False when a device hangs: `rows` is then lost, its memory must not be used again
         (PROTOCOL 21). Raises as read_records.
@@ -402,27 +405,35 @@ class StoredData(Closing):
         places = self.locate(stream, indices)
         left = np.ones(len(indices), bool)
         if not stream.compression and len(indices):
-            digest, wanted = xxhash.xxh3_64_intdigest, places.checksum.tolist()
-            scatter = Scatter(
-                rows, lambda number, got: digest(got.data) == wanted[number], addresses
-            )
-            shards = np.unique(places.shard).tolist()
-            self.open_all(stream, shards)
-            for shard in shards:
-                mine = np.flatnonzero(places.shard == shard)
-                reader = self.reader(stream, shard)
-                reader.add_to(scatter, places.start[mine], mine)
-            found = reader.run_scatter(scatter)
-            if found.late:
-                self.pool.metrics.count("records_abandoned_total", len(indices))
-                return False
-            left = ~found.good
+            self.open_all(stream, np.unique(places.shard).tolist())
+            for first, last in part_bounds(places.length):
+                part = slice(first, last)
+                scatter = Scatter(
+                    rows[part], partial(_matches, places.checksum[part].tolist()),
+                    None if addresses is None else addresses[part],
+                    None if room is None else room[part],
+                )  # fmt: skip
+                found = self._run_scatter(stream, scatter, places.shard[part], places.start[part])
+                if found.late:
+                    self.pool.metrics.count("records_abandoned_total", len(indices))
+                    return False
+                left[part] = ~found.good
         again = np.flatnonzero(left)
         if len(again):
             records, _ = self.read_records(stream, indices[again])
             for row, record in zip(again.tolist(), records, strict=True):
                 rows[row][:] = record
         return True
+
+    def _run_scatter(
+        self, stream: Stream, scatter: Scatter, shard: Int32s, start: Int64s
+    ) -> Scattered:
+        """Ranges of several shards, at least one."""
+        for one in np.unique(shard).tolist():
+            mine = np.flatnonzero(shard == one)
+            reader = self.reader(stream, one)
+            reader.add_to(scatter, start[mine], mine)
+        return reader.run_scatter(scatter)
 
     def raw_records(self, stream: Stream, indices: Int64s) -> tuple[list[Bytes], Locations]:
         """As read_records, without a look at the records' checksums."""

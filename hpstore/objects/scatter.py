@@ -29,6 +29,7 @@ from hpstore.objects.metering import BatchMeter
 from hpstore.objects.read import ObjectReader
 from hpstore.objects.store import Store
 from hpstore.patience import wait_awake
+from hpstore.units import round_up
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -89,15 +90,22 @@ class Scatter:
 
     `targets[i]` is filled with range number i, where `check` says that its bytes are right. Their
     memory belongs to run() until it returns, and longer while `late` is not empty (PROTOCOL 21).
-    `addresses`: where they begin, when that is known.
+    `addresses`: where they begin, when that is known. `room[i]`: targets[i] with what may be
+    overwritten behind it. A range that begins at a multiple of 4 KiB, in the object and in memory,
+    is read in place when its last 4 KiB have room; others cost a copy.
     """
 
     def __init__(
-        self, targets: Sequence[Bytes], check: Check, addresses: Int64s | None = None
-    ) -> None:
+        self, targets: Sequence[Bytes], check: Check, addresses: Int64s | None = None,
+        room: Sequence[Bytes] | None = None,
+    ) -> None:  # fmt: skip
         count = len(targets)
         self._targets, self._check = targets, check
         self._lengths = np.fromiter(map(len, targets), np.int64, count)
+        self._room = targets if room is None else room
+        self._limits = (
+            self._lengths if room is None else np.fromiter(map(len, room), np.int64, count)
+        )
         self._addresses = (
             np.fromiter((address_of(t) if len(t) else 0 for t in targets), np.int64, count)
             if addresses is None else addresses
@@ -138,8 +146,8 @@ class Scatter:
     def _add_held(
         self, held: ColumnReader, low: Int64s, size: Int64s, number: Int64s, inside: Int64s
     ) -> None:
-        bits = inside | self._lengths[number] | self._addresses[number]
-        room = np.where(bits % ALIGNMENT_BYTES == 0, 0, size)
+        aligned = (inside | self._addresses[number]) % ALIGNMENT_BYTES == 0
+        room = np.where(aligned & (size <= self._limits[number]), 0, size)
         place = np.where(room > 0, self._scratch_bytes + np.cumsum(room) - room, -1)
         self._scratch_bytes += int(room.sum())
         self._parts[held.device_id].append(
@@ -209,8 +217,9 @@ class Scatter:
         """Memory for what does not go straight into targets; without it, that is left out."""
         if not self._scratch_bytes:
             return None
-        try:
-            return store.buffers.lease(self._scratch_bytes, 0.0)
+        step = 1 << max(0, self._scratch_bytes.bit_length() - 3)
+        try:  # few different sizes, so that memory is used again
+            return store.buffers.lease(round_up(self._scratch_bytes, step), 0.0)
         except BudgetExceeded:
             store.metrics.count("scatter_without_memory_total")
             self._lost = []
@@ -274,7 +283,7 @@ class Scatter:
                 into = memory[place : place + size]
             else:
                 assert part.number is not None
-                into = self._targets[part.number[index]]
+                into = self._room[part.number[index]][:size]
             try:
                 part.held.read_raw(low, into)
             except (HpstoreError, OSError):  # who reads it in another way notes what is wrong

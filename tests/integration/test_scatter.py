@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpstore.buffers import aligned_array
+from hpstore.buffers import Lease, aligned_array
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError, DeviceTimeout
 from hpstore.objects import scatter as scatter_module
@@ -24,6 +24,7 @@ from tests.fault.common import Bench, Hangs, column_number, flip, payload, rings
 
 UNIT, DATA = 64 * KIB, 3
 STRIPE = UNIT * DATA
+needs_ring = pytest.mark.skipif(not rings(), reason="no io_uring here")
 SIZE = 2 * STRIPE + 100_000  # the last stripe is shrunk
 BODY = payload("scatter", SIZE)
 
@@ -123,6 +124,39 @@ def test_aligned_memory_is_filled_in_place(open_pool: Pool) -> None:
     assert memory[4096:8192].tobytes() == BODY[8192 : 8192 + 4096]
     assert memory[8292:9000].tobytes() == BODY[333 : 333 + 708]
     assert set(memory[:4096]) | set(memory[8192:8292]) | set(memory[9000:]) == {0x11}
+
+
+@pytest.mark.parametrize("batches", [pytest.param(True, marks=needs_ring), False])
+def test_a_range_with_room_behind_it_is_read_in_place(
+    open_pool: Pool, monkeypatch: pytest.MonkeyPatch, batches: bool
+) -> None:
+    """5000 bytes at a multiple of 4 KiB with room for 8192: no memory in between, and nothing
+    behind those is touched. 4999 bytes with room for 5000 take the other way.
+    """
+    if not batches:
+        monkeypatch.setattr(scatter_module, "read_batch", lambda *_, **__: None)
+    memory = aligned_array(6 * 4096)
+    memory[:] = 0x11
+    targets, room = [memory[:5000], memory[12_288:17_287]], [memory[:12_288], memory[12_288:17_288]]
+    asked = list[int]()
+    buffers, lease = open_pool.buffers, open_pool.buffers.lease
+
+    def noted(nbytes: int, timeout_seconds: float | None = None) -> Lease:
+        asked.append(nbytes)
+        return lease(nbytes, timeout_seconds)
+
+    monkeypatch.setattr(buffers, "lease", noted)
+    for which, wanted in ((slice(0, 1), []), (slice(0, 2), [8192])):
+        asked.clear()
+        scatter = Scatter(targets[which], lambda number, found: True, room=room[which])
+        with open_pool.reader("x") as reader:
+            numbers = np.arange(len(targets[which]))
+            reader.add_to(scatter, np.array([8192, 4096], np.int64)[which], numbers)
+            assert reader.run_scatter(scatter).good.all()
+        assert asked == wanted
+        assert memory[:5000].tobytes() == BODY[8192 : 8192 + 5000]
+    assert memory[12_288:17_287].tobytes() == BODY[4096 : 4096 + 4999]
+    assert set(memory[8192:12_288]) | set(memory[17_287:]) == {0x11}
 
 
 def test_ranges_of_several_objects_are_read_at_once(open_pool: Pool) -> None:
@@ -227,7 +261,7 @@ def test_reads_of_a_hung_device_are_late_and_end(tmp_path: Path) -> None:
         del targets
 
 
-@pytest.mark.skipif(not rings(), reason="no io_uring here")
+@needs_ring
 def test_reads_of_one_batch_that_do_not_end_are_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
