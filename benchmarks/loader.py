@@ -216,6 +216,7 @@ def bench_loader(options: Options) -> dict[str, object]:
                 if "special" in cases:
                     runner.special()
             found[kind] = report(runner.found, data, options, ballast)
+            options.keep(found)
             shutil.rmtree(spec.directory)
     return found
 
