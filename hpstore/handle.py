@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
-from hpstore.buffers import BufferPool
+from hpstore.buffers import Lease
 from hpstore.clock import Clock, SystemClock
 from hpstore.closing import Closing
 from hpstore.codec import choose_backend
@@ -337,10 +337,12 @@ class PoolHandle(Closing):
         renew_after_fork(self._store)
         self.health.after_fork()
 
-    @property
-    def buffers(self) -> BufferPool:
-        """Memory of this pool in this process, `memory_bytes` in all."""
-        return self._store.buffers
+    def scratch(self, nbytes: int, what: str) -> Lease | None:
+        """Page-aligned memory of `memory_bytes`, to be released; None when all is in use.
+
+        That is counted as `<what>_without_memory_total`, and logged once.
+        """
+        return self._store.scratch(nbytes, what)
 
     @property
     def recycles(self) -> bool:

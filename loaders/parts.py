@@ -13,7 +13,7 @@ import numpy as np
 
 from hpstore.buffers import Lease, aligned_array
 from hpstore.codec.galois import Bytes
-from hpstore.errors import BudgetExceeded, HpstoreError
+from hpstore.errors import HpstoreError
 from hpstore.geometry import ALIGNMENT_BYTES
 from hpstore.loaders.layout import Int64s
 from hpstore.loaders.stream import Stream
@@ -89,12 +89,8 @@ def read_parts(
 
 def _memory(pool: Pool, nbytes: int) -> tuple[Lease | None, Bytes]:
     """Of the pool's, or ordinary where that is in use."""
-    try:
-        lease = pool.buffers.lease(nbytes if nbytes <= MIB else max(nbytes, PART_BYTES), 0.0)
-    except BudgetExceeded:
-        pool.metrics.count("records_without_memory_total")
-        return None, aligned_array(nbytes)
-    return lease, lease.array
+    lease = pool.scratch(nbytes if nbytes <= MIB else max(nbytes, PART_BYTES), "records")
+    return lease, aligned_array(nbytes) if lease is None else lease.array
 
 
 def _release(lease: Lease | None) -> None:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from hpstore.buffers import Lease
 from hpstore.codec.galois import Bytes
-from hpstore.errors import BudgetExceeded, HpstoreError
+from hpstore.errors import HpstoreError
 from hpstore.geometry import BLOCK_BYTES, Geometry
 from hpstore.objects.columns import ColumnReader
 from hpstore.objects.read import ObjectReader
@@ -118,19 +118,18 @@ class UnitFill:
         for stripe in self._stripes:
             spare = [c for c in stripe.held if c not in stripe.there]
             unit = stripe.geometry.unit_bytes
-            try:
-                leases = {c: store.buffers.lease(unit, 0.0) for c in spare}
-            except BudgetExceeded:
-                store.metrics.count("fill_without_memory_total")
-                group, leases = None, {}
-            else:
-                group = stripe
-            self._scratch += leases.values()
+            lease = store.scratch(unit * len(spare), "fill") if spare else None
+            group = stripe if lease is not None or not spare else None
+            self._scratch += [] if lease is None else [lease]
+            places = {column: index * unit for index, column in enumerate(spare)}
             for column, held in stripe.held.items():
                 number = stripe.there.get(column, -1)
-                if number < 0 and group is None:
+                if number >= 0:
+                    into = self._targets[number]
+                elif lease is not None:
+                    into = lease.array[places[column] :][:unit]
+                else:
                     continue
-                into = leases[column].array[:unit] if number < 0 else self._targets[number]
                 stripe.sources[column] = into
                 self._add(_Read(held, stripe.offset, into, number, group))
 

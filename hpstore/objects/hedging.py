@@ -113,10 +113,8 @@ class _Race:
         if kind == "hedged" and not store.routing.budget.spend(nbytes):
             store.metrics.count("read_hedge_refused_total")
             return None
-        try:
-            lease = store.buffers.lease(memory, 0.0)
-        except BudgetExceeded:
-            store.metrics.count("read_hedge_without_memory_total")
+        lease = store.scratch(memory, "read_hedge")
+        if lease is None:
             return None
         store.metrics.count(f"read_{kind}_total")
         spare = Flight(plan, lease, self._flight)

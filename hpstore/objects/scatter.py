@@ -20,7 +20,7 @@ from hpstore.buffers import Lease
 from hpstore.codec import address_of
 from hpstore.codec.galois import Bytes
 from hpstore.devices.ring import LATE, read_batch
-from hpstore.errors import BudgetExceeded, HpstoreError
+from hpstore.errors import HpstoreError
 from hpstore.geometry import ALIGNMENT_BYTES, Geometry
 from hpstore.header import HEADER_BYTES
 from hpstore.objects.columns import ColumnReader
@@ -218,15 +218,14 @@ class Scatter:
         if not self._scratch_bytes:
             return None
         step = 1 << max(0, self._scratch_bytes.bit_length() - 3)
-        try:  # few different sizes, so that memory is used again
-            return store.buffers.lease(round_up(self._scratch_bytes, step), 0.0)
-        except BudgetExceeded:
-            store.metrics.count("scatter_without_memory_total")
+        # few different sizes, so that memory is used again
+        found = store.scratch(round_up(self._scratch_bytes, step), "scatter")
+        if found is None:
             self._lost = []
             for device, parts in self._parts.items():
                 straight = [part.some(np.flatnonzero(part.place < 0)) for part in parts]
                 self._parts[device] = [part for part in straight if len(part.low)]
-            return None
+        return found
 
     def _read_batch(
         self, store: Store, devices: dict[str, list[_Part]], memory: Bytes

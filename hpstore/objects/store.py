@@ -10,12 +10,18 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from hpstore.buffers import BufferPool
+from hpstore.buffers import BufferPool, Lease
 from hpstore.clock import Clock, HybridCounter
 from hpstore.codec import ErasureCode
 from hpstore.config import Settings
 from hpstore.devices.base import READABLE, Device, Stamp
-from hpstore.errors import DeviceError, DeviceMissing, DeviceReadOnly, IntegrityError
+from hpstore.errors import (
+    BudgetExceeded,
+    DeviceError,
+    DeviceMissing,
+    DeviceReadOnly,
+    IntegrityError,
+)
 from hpstore.keys import MAX_COUNTER, Version
 from hpstore.metrics import Metrics
 from hpstore.objects.routing import Routing
@@ -23,6 +29,7 @@ from hpstore.opening import has_room
 from hpstore.placement import Candidate
 from hpstore.records import MAX_RECORD_BYTES, POOL_FILE, DeviceState, Member, PoolRecord
 from hpstore.scheduler import Scheduler
+from hpstore.units import format_bytes
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -90,6 +97,22 @@ class Store:
             {d: lambda d=d: call(d, found[d]) for d in devices if d in found},  # type: ignore[misc]
             self.settings.device_deadline_seconds,
         )
+
+    def scratch(self, nbytes: int, what: str) -> Lease | None:
+        """Memory for reads that have another way, a slower one; None where all is in use.
+
+        Counted as `<what>_without_memory_total`, and logged once.
+        """
+        try:
+            return self.buffers.lease(nbytes, 0.0)
+        except BudgetExceeded:
+            if self.metrics.count(f"{what}_without_memory_total") == 1:
+                _log.warning(
+                    "memory_bytes (%s) is all in use, reads that wanted %s more take slower ways; "
+                    "%s_without_memory_total counts them. Raise it where they are many.",
+                    format_bytes(self.buffers.budget.limit_bytes), format_bytes(nbytes), what,
+                )  # fmt: skip
+            return None
 
     def kept_off(self) -> tuple[str, ...]:
         """Devices that get no ordinary reads at all now, the worst first."""

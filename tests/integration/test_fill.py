@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -147,6 +148,28 @@ def test_without_memory_for_spare_units_only_the_lost_are_left(made: Bench) -> N
         assert good.tolist() == [unit < 12 and unit % DATA != 0 for unit in ALL]
         assert pool.metrics.value("fill_without_memory_total") > 0
         assert read(reader, ALL)[1].good[0]
+
+
+@pytest.mark.parametrize("room", [0, 1, 2])
+def test_memory_for_some_of_the_spare_units_is_given_back(
+    made: Bench, caplog: pytest.LogCaptureFixture, room: int
+) -> None:
+    """One lost unit wants three spare ones; said once, however often."""
+    os.unlink(files(made)[0])
+    with made.open() as pool, pool.reader("x") as reader:
+        reader.read_into(bytearray(10))
+        budget = reader._store.buffers.budget
+        taken = budget.limit_bytes - budget.used_bytes - room * UNIT - 1000
+        budget.acquire(taken)
+        before = budget.used_bytes
+        with caplog.at_level(logging.WARNING):
+            for _ in range(2):
+                assert not read(reader, [0])[1].good.any()
+        assert budget.used_bytes == before
+        assert pool.metrics.value("fill_without_memory_total") == 2
+        assert len([r for r in caplog.records if "memory_bytes" in r.message]) == 1
+        budget.release(taken)
+        assert read(reader, [0])[1].good.all()
 
 
 def test_units_of_a_hung_device_are_late_and_others_arrive(tmp_path: Path) -> None:

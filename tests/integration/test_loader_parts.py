@@ -128,7 +128,7 @@ def test_batches_in_parts_are_whole(
         loader.close()
         assert pool.metrics.value("records_without_memory_total") == 0
         assert pool.metrics.value("scatter_without_memory_total") == 0
-        assert pool.buffers.budget.used_bytes == 0
+        assert pool._store.buffers.budget.used_bytes == 0
         if not cache:  # which reads whole pages
             assert bool(pool.metrics.value("read_degraded_total")) == (lost > 0)
 
@@ -149,13 +149,13 @@ def test_batches_in_parts_are_whole_where_reads_are_made_one_by_one(
 def test_memory_of_the_pool_that_is_in_use_is_counted_and_others_takes_its_place(
     pool: Pool,
 ) -> None:
-    lease = pool.buffers.lease(pool.buffers.budget.limit_bytes - PART_BYTES // 2)
+    lease = pool._store.buffers.lease(pool._store.buffers.budget.limit_bytes - PART_BYTES // 2)
     loader = DataLoader(Dataset(pool, "a"), 100, shuffle=True, cache=0)  # 2.5 MB a batch
     check(loader)
     loader.close()
     assert pool.metrics.value("records_without_memory_total") > 0
     lease.release()
-    assert pool.buffers.budget.used_bytes == 0
+    assert pool._store.buffers.budget.used_bytes == 0
 
 
 def test_a_part_whose_read_hangs_is_never_used_again(
@@ -179,7 +179,7 @@ def test_a_part_whose_read_hangs_is_never_used_again(
     assert not any(np.shares_memory(a, b) for a, b in zip(found, given, strict=True))
     records, _ = data.read_records(stream, wanted)
     assert all(np.array_equal(a, b) for a, b in zip(found, records, strict=True))
-    assert pool.buffers.budget.used_bytes == MIB
+    assert pool._store.buffers.budget.used_bytes == MIB
     for _, rows in read_parts(data, stream, wanted, lengths):
         assert not any(np.shares_memory(a, given[0]) for a in rows)
     data.close()
@@ -198,5 +198,5 @@ def test_a_record_that_cannot_be_read_gives_the_memory_back(
     wanted = np.arange(BATCH)
     with pytest.raises(IntegrityError, match="sample 3"):
         next(read_parts(data, stream, wanted, data.locate(stream, wanted).length))
-    assert pool.buffers.budget.used_bytes == 0
+    assert pool._store.buffers.budget.used_bytes == 0
     data.close()

@@ -139,7 +139,8 @@ def test_a_range_with_room_behind_it_is_read_in_place(
     memory[:] = 0x11
     targets, room = [memory[:5000], memory[12_288:17_287]], [memory[:12_288], memory[12_288:17_288]]
     asked = list[int]()
-    buffers, lease = open_pool.buffers, open_pool.buffers.lease
+    buffers = open_pool._store.buffers
+    lease = buffers.lease
 
     def noted(nbytes: int, timeout_seconds: float | None = None) -> Lease:
         asked.append(nbytes)
