@@ -26,6 +26,10 @@ from hpstore.objects.read import ObjectReader
 from hpstore.objects.scatter import Int64s
 from hpstore.objects.store import Store
 from hpstore.patience import STEP_SECONDS
+from hpstore.units import MIB
+
+_NOTHING: Bytes = np.empty(0, np.uint8)
+_PIECE_BYTES = 8 * MIB
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +44,11 @@ class _Stripe:
     sources: dict[int, Bytes] = field(default_factory=dict)  # column -> where its unit is read to
     landed: list[_Read] = field(default_factory=list)
     failed: bool = False
+
+    @property
+    def spare_bytes(self) -> int:
+        """Of sources that nobody asked for."""
+        return (len(self.held) - len(self.there)) * self.geometry.unit_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +85,7 @@ class UnitFill:
         self._stripes: list[_Stripe] = []  # with lost units
         self._landed: queue.SimpleQueue[tuple[_Read, bool] | None] = queue.SimpleQueue()
         self._scratch: list[Lease] = []  # for sources that nobody asked for
+        self._rest = _NOTHING  # of the last one, not taken yet
         self._abandoned = False
 
     def add(self, reader: ObjectReader, starts: Int64s, numbers: Int64s) -> None:
@@ -115,23 +125,37 @@ class UnitFill:
 
     def _add_sources(self, store: Store) -> None:
         """Reads for stripes with lost units; where memory is short, for what is not lost alone."""
+        left = sum(stripe.spare_bytes for stripe in self._stripes)
         for stripe in self._stripes:
             spare = [c for c in stripe.held if c not in stripe.there]
-            unit = stripe.geometry.unit_bytes
-            lease = store.scratch(unit * len(spare), "fill") if spare else None
-            group = stripe if lease is not None or not spare else None
-            self._scratch += [] if lease is None else [lease]
+            unit, memory = stripe.geometry.unit_bytes, self._room(store, stripe.spare_bytes, left)
+            left -= stripe.spare_bytes
+            group = stripe if memory is not None else None
             places = {column: index * unit for index, column in enumerate(spare)}
             for column, held in stripe.held.items():
                 number = stripe.there.get(column, -1)
                 if number >= 0:
                     into = self._targets[number]
-                elif lease is not None:
-                    into = lease.array[places[column] :][:unit]
+                elif memory is not None:
+                    into = memory[places[column] :][:unit]
                 else:
                     continue
                 stripe.sources[column] = into
                 self._add(_Read(held, stripe.offset, into, number, group))
+
+    def _room(self, store: Store, nbytes: int, left: int) -> Bytes | None:
+        """Memory for sources that nobody asked for, of `left` that are needed from here on.
+
+        In large pieces: devices read into huge pages at more than twice the rate.
+        """
+        if len(self._rest) < nbytes:
+            lease = store.scratch(max(nbytes, min(left, _PIECE_BYTES)), "fill")
+            if lease is None:
+                return None
+            self._scratch.append(lease)
+            self._rest = lease.array
+        found, self._rest = self._rest[:nbytes], self._rest[nbytes:]
+        return found
 
     def run(self, store: Store) -> Filled:
         """Read and decode all. What is neither good nor late is to be read in another way."""

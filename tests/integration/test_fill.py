@@ -121,6 +121,28 @@ def test_units_of_a_device_that_reads_keep_off_are_decoded(made: Bench, units: l
         assert read(reader, units)[1].good.tolist() == [unit < 12 for unit in units]
 
 
+@pytest.mark.parametrize("piece_bytes", [1, 2 * UNIT, 100 * UNIT])
+def test_spare_units_share_large_pieces_of_memory(
+    made: Bench, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
+    """Three stripes want one each: as few pieces as hold them, none larger than is needed."""
+    monkeypatch.setattr(fill_module, "_PIECE_BYTES", piece_bytes)
+    os.unlink(files(made)[0])
+    with made.open() as pool, pool.reader("x") as reader:
+        store = reader._store
+        lease, asked = store.buffers.lease, []
+
+        def spy(nbytes: int, timeout_seconds: float | None = None) -> Any:
+            asked.append(nbytes)
+            return lease(nbytes, timeout_seconds)
+
+        monkeypatch.setattr(store.buffers, "lease", spy)
+        assert read(reader, ALL[:9])[1].good.all()
+        wanted = {1: [UNIT] * 3, 2 * UNIT: [2 * UNIT, UNIT], 100 * UNIT: [3 * UNIT]}
+        assert asked == wanted[piece_bytes]
+        assert store.buffers.budget.used_bytes == 0
+
+
 def test_a_flipped_bit_costs_its_unit_and_what_is_decoded_from_it(made: Bench) -> None:
     """PROTOCOL 10: nothing is decoded from bytes that do not match."""
     flip(files(made)[1], 4096 + UNIT + 5)  # of stripe 1
