@@ -13,7 +13,7 @@ import numpy as np
 
 from hpstore.buffers import Lease, aligned_array
 from hpstore.codec.galois import Bytes
-from hpstore.errors import HpstoreError
+from hpstore.errors import AlreadyClosed, HpstoreError
 from hpstore.geometry import ALIGNMENT_BYTES
 from hpstore.loaders.layout import Int64s
 from hpstore.loaders.stream import Stream
@@ -75,6 +75,8 @@ def read_parts(
                 good = data.read_rows(stream, some, rows, room=room)
             else:
                 good = read(stream, some, rows)
+        except AlreadyClosed:  # in mid-submission, perhaps: reads before it may go on (PROTOCOL 21)
+            raise
         except HpstoreError:  # all reads have ended
             _release(lease)
             raise
