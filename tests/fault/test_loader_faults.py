@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from hpstore.buffers import Lease
 from hpstore.errors import IntegrityError, ObjectNotFound, TooManyErasures
-from hpstore.loaders import DataLoader, Dataset, DatasetWriter
+from hpstore.loaders import DataLoader, Dataset, DatasetWriter, parts
 from hpstore.loaders.slots import Slot, Slots
 from tests.fault.common import Bench, Hangs, column_number, flip, within
 from tests.integration.data_sets import SMALL, sample
@@ -151,6 +152,60 @@ def test_a_hung_device_in_mid_epoch_delays_and_changes_nothing(
         within(LIMIT, pool.close)
         for batch in found + again:
             check(batch, PLAIN)  # after the late reads
+
+
+def test_memory_under_reads_of_large_records_that_hang_is_never_used_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PROTOCOL 21: it stays charged, also when the device answers after all; batches are right."""
+    kind = "ragged rows"
+    filled(bench, [kind], device_deadline_seconds=2.0, straggler_seconds=2.0)
+    taken: list[Lease] = []
+    returned: list[Lease | None] = []
+    take, give = parts._memory, parts._release
+
+    def spy(pool: Any, nbytes: int) -> tuple[Lease | None, Any]:
+        lease, memory = take(pool, nbytes)
+        assert lease is not None
+        assert not any(np.shares_memory(memory, one.array) for one in held())
+        taken.append(lease)
+        return lease, memory
+
+    def note(lease: Lease | None) -> None:
+        returned.append(lease)
+        give(lease)
+
+    def held() -> list[Lease]:
+        return [one for one in taken if not any(one is other for other in returned)]
+
+    monkeypatch.setattr(parts, "_memory", spy)
+    monkeypatch.setattr(parts, "_release", note)
+    hangs = Hangs(bench)
+    with bench.open(wrap=hangs.wrap) as pool:
+        data = Dataset(pool, kind.replace(" ", "-"))
+        healthy = epoch(data, "records", num_workers=1)
+        loader = DataLoader(data, **{**settings("records"), "num_workers": 1}, prefetch_factor=1)
+        run = iter(loader)
+        found = [next(run), next(run)]
+        column, _ = record_columns(bench, data, 0)[0]
+        assert not held()
+        hangs.hang(next(path for path in bench.paths if str(column).startswith(path)))
+        try:
+            found += within(LIMIT, lambda: list(run))
+            lost, charged = held(), pool._store.buffers.budget.used_bytes
+            assert lost
+            assert charged >= sum(one.nbytes for one in lost)
+            assert pool.metrics.value("records_abandoned_total") > 0
+        finally:
+            hangs.release()
+        again = within(LIMIT, lambda: list(loader))
+        assert same(found, healthy)
+        assert sorted(flat(again)) == list(range(COUNT))
+        within(LIMIT, loader.close)
+        assert held() == lost
+        assert pool._store.buffers.budget.used_bytes >= sum(one.nbytes for one in lost)
+    for batch in found + again:
+        check(batch, KINDS[kind][0])  # after the late reads
 
 
 def record_columns(bench: Bench, data: Dataset, index: int) -> list[tuple[Path, int]]:

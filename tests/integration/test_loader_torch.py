@@ -18,11 +18,11 @@ import torch.utils.data
 from torch.utils.data.distributed import DistributedSampler
 
 from hpstore.errors import ConfigError
-from hpstore.loaders import DataLoader, Dataset, Ragged
+from hpstore.loaders import DataLoader, Dataset
 from hpstore.pool import Pool
 from tests.fault.common import exit_status, forked, poll, within
 from tests.integration.data_sets import FIELDS, check_sample, make_pool
-from tests.integration.loader_cases import COUNT, MODES, PLAIN, check, flat, labels, same, write
+from tests.integration.loader_cases import COUNT, MODES, PLAIN, check, flat, labels, write
 
 LIMIT = 60.0
 
@@ -488,20 +488,3 @@ def test_wrong_arguments_are_named(data: Dataset) -> None:
             next(iter(DataLoader(data, 10, **options)))
     with pytest.raises(ConfigError, match="stripes"):
         DataLoader(Rows(), shuffle="window")
-
-
-def test_ragged_fields_of_a_batch(ragged: Dataset) -> None:
-    """Rows, iteration, nested tensors and moving: the same values."""
-    batch = next(iter(DataLoader(ragged, 8)))
-    sound = batch["sound"]
-    assert isinstance(sound, Ragged)
-    assert len(sound) == 8
-    for row, one in enumerate(sound):
-        assert torch.equal(one, sound[row])
-        assert same(one, ragged[row]["sound"])
-    assert torch.equal(sound[-1], sound[7])
-    with pytest.raises(IndexError):
-        sound[8]
-    assert same(list(sound.nested().unbind()), list(sound))
-    assert sound.to(torch.float64).values.dtype is torch.float64
-    assert batch["text"] == [ragged[i]["text"] for i in range(8)]
