@@ -8,6 +8,15 @@ another: `pip install hpstore[lightning]`, `[huggingface]`, `[torch-checkpointin
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hpstore.trainers.huggingface import HPAccelerate, HPLoader, HPTrainerCallback
+    from hpstore.trainers.lightning import HPCheckpointIO
+    from hpstore.trainers.pipelining.bubbles import BubbleReport
+    from hpstore.trainers.pipelining.hooks import PipelineHooks
+    from hpstore.trainers.pipelining.records import StepRecord
+    from hpstore.trainers.torch_checkpointing import HPStorage, HPStorageConfig
 
 _HOMES = {
     "BubbleReport": "hpstore.trainers.pipelining.bubbles",
@@ -28,4 +37,5 @@ def __getattr__(name: str) -> object:
     return getattr(import_module(_HOMES[name]), name)
 
 
-__all__ = list(_HOMES)
+__all__ = ["BubbleReport", "HPAccelerate", "HPCheckpointIO", "HPLoader", "HPStorage",
+           "HPStorageConfig", "HPTrainerCallback", "PipelineHooks", "StepRecord"]  # fmt: skip

@@ -215,5 +215,6 @@ def test_a_missing_trainer_names_its_extra(
 
 def test_every_adapter_is_where_it_is_listed() -> None:
     """The lazy names are the modules' own."""
+    assert set(hpstore.trainers.__all__) == set(hpstore.trainers._HOMES)
     for name in hpstore.trainers.__all__:
         assert getattr(hpstore.trainers, name).__name__ == name
