@@ -119,13 +119,17 @@ def ready_session(sections: Sections, spec: Spec) -> Found:
 
 
 def growth_session(sections: Sections, spec: Spec) -> Found:
-    """Resident bytes gained between the tenth and the last epoch of a small set, by mode."""
+    """Resident bytes gained between the tenth and the last epoch of a small set, by mode; the most
+    beyond those of the process before its first loader, and what the loader says that it may take.
+    """
     share = GROWTH_BATCHES * BATCH / spec.data.rows
     small = Data(spec.data.kind, int(spec.data.size_bytes * share))
     directory = spec.directory / "growth"
     if not directory.exists():
         (directory / "pool").mkdir(parents=True)
         _ours(replace(spec, directory=directory, data=small), MODES[0]).write()
+    gc.collect()
+    before = resident_bytes()
     found: Found = {}
     for mode in MODES:
         who = _ours(replace(spec, directory=directory, data=small), mode)
@@ -140,7 +144,7 @@ def growth_session(sections: Sections, spec: Spec) -> Found:
         who.close()
         found[mode] = {
             "growth_bytes": sizes[-1] - sizes[min(WARM_EPOCHS, len(sizes) - 1)],
-            "highest_bytes": max(sizes),
+            "taken_bytes": max(sizes) - before,
             "budget_bytes": small.nbytes + loader.batch_memory_bytes,
         }
     return found

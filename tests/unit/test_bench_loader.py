@@ -213,9 +213,19 @@ def test_figures_without_peers_have_bars(tmp_path: Path, monkeypatch: pytest.Mon
     rows = loader_bars.special_verdicts(found)
     for mode in loader_special.MODES:
         for figure in ("first_batch_ms, {}, 99 %", "boundary_gap_in_batches, {}",
-                       "ready_next_us, {}", "growth_MiB_50_epochs, {}"):  # fmt: skip
+                       "ready_next_us, {}", "growth_MiB_50_epochs, {}",
+                       "memory_MiB_50_epochs, {}"):  # fmt: skip
             assert isinstance(rows[figure.format(mode)]["met"], bool)
     assert rows["names_in_shared_memory_after_kill"]["median"] == 0
+
+
+@pytest.mark.parametrize("taken", [39, 41])
+def test_memory_is_held_against_what_the_loader_may_take(taken: int) -> None:
+    """Beside growth: flat, but too much, is no success."""
+    grown = {"growth_bytes": 0, "taken_bytes": taken * MIB, "budget_bytes": 40 * MIB}
+    rows = loader_bars.special_verdicts({"growth": {"hpstore": grown}})
+    assert rows["growth_MiB_50_epochs, hpstore"]["met"] is True
+    assert rows["memory_MiB_50_epochs, hpstore"]["met"] is (taken < 40)
 
 
 def test_run_reports_both_data_sets_with_verdicts(tmp_path: Path) -> None:
