@@ -107,9 +107,10 @@ class Slots:
                 self.ordinary_total += 1
                 if self.ordinary_total == 1:
                     _log.warning(
-                        "%d batches of %d MiB in all are held by the user: further ones are made "
-                        "in ordinary memory, which is slower. Drop batches, or raise "
-                        "prefetch_bytes.", self._count, self.made_bytes // MIB,
+                        "the memory for batches is in use (%d batches, together %d MiB) and held "
+                        "by the user: further ones are made in ordinary memory, which is slower. "
+                        "Drop batches, or raise prefetch_bytes.",
+                        self._count, self.made_bytes // MIB,
                     )  # fmt: skip
                 return Slot(np.empty(nbytes, np.uint8), None)
             self.made_bytes += size
