@@ -28,7 +28,6 @@ from hpstore.objects.store import Store
 from hpstore.patience import STEP_SECONDS
 from hpstore.units import MIB
 
-_NOTHING: Bytes = np.empty(0, np.uint8)
 _PIECE_BYTES = 8 * MIB
 
 
@@ -85,7 +84,7 @@ class UnitFill:
         self._stripes: list[_Stripe] = []  # with lost units
         self._landed: queue.SimpleQueue[tuple[_Read, bool] | None] = queue.SimpleQueue()
         self._scratch: list[Lease] = []  # for sources that nobody asked for
-        self._rest = _NOTHING  # of the last one, not taken yet
+        self._rest: Bytes = np.empty(0, np.uint8)  # of the last one, not taken yet
         self._abandoned = False
 
     def add(self, reader: ObjectReader, starts: Int64s, numbers: Int64s) -> None:
