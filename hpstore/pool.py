@@ -39,7 +39,7 @@ from hpstore.objects.source import as_source
 from hpstore.objects.space import prepare_space
 from hpstore.objects.write import delete_object, put_object
 from hpstore.opening import device_opener
-from hpstore.pooled import READ_TRIES, PooledReader, open_readers, writable_bytes
+from hpstore.pooled import READ_TRIES, PooledReader, Readers, open_readers, writable_bytes
 from hpstore.rebuild import (
     Pace,
     Progress,
@@ -216,10 +216,13 @@ class Pool(TendedPool):
         check_key(key)
         return PooledReader(self._store, key)
 
-    def readers(self, keys: Sequence[str]) -> dict[str, PooledReader | Exception]:
-        """A reader() of each key, opened together, or what it would have raised."""
+    def readers(self, keys: Sequence[str], *, whole: bool = False) -> Readers:
+        """A reader() of each key, opened together, or what it would have raised.
+
+        `whole`: small objects are read as they are opened, to be read now and closed.
+        """
         self._usable()
-        return open_readers(self._store, [check_key(key) for key in keys])
+        return open_readers(self._store, [check_key(key) for key in keys], whole=whole)
 
     def stat(self, key: str) -> ObjectInfo:
         """Facts about the newest version. Raises ObjectNotFound, TooManyErasures."""

@@ -20,6 +20,7 @@ from hpstore.objects.store import Store
 
 READ_TRIES = 8
 T = TypeVar("T")
+Readers = dict[str, "PooledReader | Exception"]  # by key; why there is none
 Int64s = npt.NDArray[np.int64]
 
 
@@ -123,17 +124,17 @@ class PooledReader(Closing):
         self._reader.close()
 
 
-def open_readers(store: Store, keys: Sequence[str]) -> dict[str, PooledReader | Exception]:
+def open_readers(store: Store, keys: Sequence[str], *, whole: bool = False) -> Readers:
     """A reader of each key, or why there is none; opened with a few calls on each device for all.
 
-    All are the caller's to close.
+    All are the caller's to close. `whole`: as open_column has it, where they are opened together.
     """
     opened: dict[str, ObjectReader] = {}
-    found: dict[str, PooledReader | Exception] = {}
+    found: Readers = {}
     different = list(dict.fromkeys(keys))
     try:
         for first in range(0, len(different) if len(different) > 1 else 0, MOST_KEYS):
-            opened |= open_objects(store, different[first : first + MOST_KEYS])
+            opened |= open_objects(store, different[first : first + MOST_KEYS], whole=whole)
         for key in different:
             try:
                 found[key] = PooledReader(store, key, opened.pop(key, None))
@@ -155,5 +156,5 @@ def writable_bytes(buffer: object) -> Bytes:
     return np.frombuffer(view.cast("B"), np.uint8)
 
 
-__all__ = ["READ_TRIES", "Filled", "PooledReader", "RangeReads", "Scatter", "Scattered", "UnitFill",
-           "open_readers", "writable_bytes"]  # fmt: skip
+__all__ = ["READ_TRIES", "Filled", "PooledReader", "RangeReads", "Readers", "Scatter", "Scattered",
+           "UnitFill", "open_readers", "writable_bytes"]  # fmt: skip

@@ -152,7 +152,7 @@ class Scheduler:
         AlreadyClosed.
         """
         if not self._threads:
-            return _at_once(call)
+            return at_once(call)
         future: Future[T] = Future()
         job: _Job = (future, call)  # type: ignore[assignment]  # futures are invariant
         taken: bool | None = None
@@ -230,7 +230,7 @@ class Scheduler:
     def compute(self, call: Callable[[], T]) -> Future[T]:
         """Run CPU work (encoding, checksums) on the compute pool."""
         if not self._threads:
-            return _at_once(call)
+            return at_once(call)
         with self._lock:
             self._require_open()
             if self._compute is None:
@@ -291,7 +291,7 @@ class Scheduler:
             compute.shutdown(wait=True)
 
 
-def _at_once(call: Callable[[], T]) -> Future[T]:
+def at_once(call: Callable[[], T]) -> Future[T]:
     """Call on this thread; a crash goes up, an error into the future."""
     future: Future[T] = Future()
     try:
@@ -320,4 +320,4 @@ def no_answer(device: str, deadline_seconds: float) -> DeviceTimeout:
     )
 
 
-__all__ = ["Scheduler", "outcome"]
+__all__ = ["Scheduler", "at_once", "outcome"]

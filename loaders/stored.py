@@ -205,7 +205,7 @@ class StoredData(Closing):
 
     def _get_pieces(self, pieces: Sequence[_Piece]) -> list[list[Bytes]]:
         """Byte ranges of several objects."""
-        readers = self.pool.readers([piece.key for piece in pieces])
+        readers = self.pool.readers([piece.key for piece in pieces], whole=True)
         try:
             return [_read_piece(piece, readers[piece.key]) for piece in pieces]
         except ObjectNotFound as error:

@@ -12,10 +12,33 @@ from hpstore.checksum import first_bad_block
 from hpstore.codec.galois import Bytes
 from hpstore.devices.base import Device, ReadHandle
 from hpstore.errors import IntegrityError
-from hpstore.geometry import BLOCK_BYTES
+from hpstore.geometry import ALIGNMENT_BYTES, BLOCK_BYTES
 from hpstore.header import HEADER_BYTES, ColumnHeader, decode_header, decode_table
 from hpstore.keys import ColumnName
 from hpstore.objects.survey import path_on
+from hpstore.units import KIB
+
+WHOLE_OBJECT_BYTES = 256 * KIB
+"""Of objects up to about this size a column can be read whole when it is opened: one read, where
+header, table and units would be three. See docs/decisions/0032."""
+
+
+class _Whole:
+    """A small file, read whole; a ReadHandle. The `file` stays open, held against recycling."""
+
+    def __init__(self, file: ReadHandle, page: Bytes) -> None:
+        self.file, self._page = file, page
+        self.size_bytes = len(page)
+
+    @property
+    def descriptor(self) -> int:
+        return self.file.descriptor
+
+    def read_into(self, offset: int, target: Bytes) -> None:
+        target[:] = self._page[offset : offset + len(target)]
+
+    def close(self) -> None:
+        self.file.close()
 
 
 class ColumnReader:
@@ -32,6 +55,11 @@ class ColumnReader:
         self._table: NDArray[np.uint64] | None = None
         self._users = 1
         self._lock = threading.Lock()  # guards _users and the first read of _table
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether reads touch the device no more: they can be made by any thread, and at once."""
+        return isinstance(self._handle, _Whole)
 
     @property
     def url(self) -> str:
@@ -77,9 +105,11 @@ class ColumnReader:
         return self._handle.descriptor
 
     def retain(self) -> ColumnReader:
-        """For one user more."""
+        """For one user more. What several use stays open for long, without its copy in memory."""
         with self._lock:
             self._users += 1
+            if isinstance(self._handle, _Whole):
+                self._handle = self._handle.file
         return self
 
     def close(self) -> None:
@@ -92,21 +122,23 @@ class ColumnReader:
 
 
 def open_column(
-    device_id: str, device: Device, pool_id: str, key: str, name: ColumnName
+    device_id: str, device: Device, pool_id: str, key: str, name: ColumnName, *, whole: bool = False
 ) -> ColumnReader:
     """Open a column and check that it is what its name says.
 
+    `whole`: all of it is read at once, unless it is large; for who reads it now, and then closes.
     Raises FileNotFoundError when it is gone or being recycled, IntegrityError when it is damaged or
     holds something else.
     """
     path = path_on(device, key, name)
     handle = device.open(path)
     try:
-        page = aligned_array(HEADER_BYTES)
         if handle.size_bytes < HEADER_BYTES:
             raise IntegrityError(f"{path} on {device.url} is truncated")
+        whole &= handle.size_bytes <= _whole_bytes(name.data)
+        page = aligned_array(handle.size_bytes if whole else HEADER_BYTES)
         handle.read_into(0, page)
-        header = decode_header(page.data, where=f"{path} on {device.url}")
+        header = decode_header(page[:HEADER_BYTES].data, where=f"{path} on {device.url}")
         if header.pool_id != pool_id or header.key != key or header.name != name:
             raise IntegrityError(
                 f"{path} on {device.url} holds {header.key!r} {header.name}, not what it is called"
@@ -124,7 +156,13 @@ def open_column(
     except BaseException:
         handle.close()
         raise
-    return ColumnReader(device_id, device, handle, header, path)
+    held = _Whole(handle, page) if whole else handle
+    return ColumnReader(device_id, device, held, header, path)
+
+
+def _whole_bytes(data: int) -> int:
+    """The largest file that is read whole, of an object of so many data columns. Pure."""
+    return HEADER_BYTES + WHOLE_OBJECT_BYTES // data + ALIGNMENT_BYTES
 
 
 __all__ = ["ColumnReader", "open_column"]

@@ -28,15 +28,19 @@ _Opened = list[ColumnReader | Exception]
 _Wanted = tuple[ObjectReader, int, ColumnName]
 
 
-def open_objects(store: Store, keys: Sequence[str]) -> dict[str, ObjectReader]:
+def open_objects(
+    store: Store, keys: Sequence[str], *, whole: bool = False
+) -> dict[str, ObjectReader]:
     """Readers of those keys whose newest version can be opened without another look (PROTOCOL 7).
+
+    `whole`: as open_column has it.
 
     At most MOST_KEYS of them, each once. What is left out is for open_object(), which says what is
     wrong with it. Errors of calls count as they do there.
     """
     found = _surveyed(store, keys)
     try:
-        _open_columns(store, found)
+        _open_columns(store, found, whole)
         for key, reader in list(found.items()):
             if not _ready(reader):
                 found.pop(key).close()
@@ -58,7 +62,7 @@ def _surveyed(store: Store, keys: Sequence[str]) -> dict[str, ObjectReader]:
     return found
 
 
-def _open_columns(store: Store, readers: dict[str, ObjectReader]) -> None:
+def _open_columns(store: Store, readers: dict[str, ObjectReader], whole: bool) -> None:
     """The columns that each would open first."""
     wanted: defaultdict[str, list[_Wanted]] = defaultdict(list)
     for reader in readers.values():
@@ -68,7 +72,8 @@ def _open_columns(store: Store, readers: dict[str, ObjectReader]) -> None:
     begun: dict[str, Future[_Opened]] = {}
     for device, columns in wanted.items():
         names = [(reader.key, name) for reader, _, name in columns]
-        begun[device] = store.scheduler.submit(device, partial(_open_all, store, device, names))
+        call = partial(_open_all, store, device, names, whole)
+        begun[device] = store.scheduler.submit(device, call)
     deadline = store.settings.device_deadline_seconds
     wait_awake(begun.values(), deadline)
     for device, future in begun.items():
@@ -89,13 +94,15 @@ def _open_columns(store: Store, readers: dict[str, ObjectReader]) -> None:
                 reader.adopt(column, answer)
 
 
-def _open_all(store: Store, device: str, columns: list[tuple[str, ColumnName]]) -> _Opened:
+def _open_all(
+    store: Store, device_id: str, columns: list[tuple[str, ColumnName]], whole: bool
+) -> _Opened:
     """By a thread of the device's lane."""
     found: _Opened = []
-    pool_id = store.view.record.pool_id
+    device, pool_id = store.view.devices[device_id], store.view.record.pool_id
     for key, name in columns:
         try:
-            found.append(open_column(device, store.view.devices[device], pool_id, key, name))
+            found.append(open_column(device_id, device, pool_id, key, name, whole=whole))
         except Exception as error:  # noqa: BLE001 (as of a call of its own: noted by the reader)
             found.append(error)
     return found

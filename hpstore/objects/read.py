@@ -38,7 +38,7 @@ from hpstore.objects.windows import (
 )
 from hpstore.patience import wait_awake
 from hpstore.records import DeviceState
-from hpstore.scheduler import outcome
+from hpstore.scheduler import at_once, outcome
 
 _log = logging.getLogger(__name__)
 RESOLVE_TRIES = 8  # a reader meets at most this many replacements of its key in a row
@@ -313,6 +313,9 @@ class ObjectReader:
         flight = Flight(plan, lease)
         for column, (low, _) in plan.reads.items():
             reader, array = self.columns[column], flight.arrays[column]
+            if reader.in_memory:
+                flight.futures[column] = at_once(partial(read_held, reader, low, array))
+                continue
             late_after = self.store.patience_seconds(reader.device_id, len(array))
             if late_after is not None:
                 flight.patience[column] = late_after

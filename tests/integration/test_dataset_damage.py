@@ -34,7 +34,7 @@ from hpstore.loaders import (
     verify_dataset,
 )
 from hpstore.pool import Pool
-from hpstore.pooled import PooledReader
+from hpstore.pooled import Readers
 from tests.integration.data_sets import (
     FIELDS,
     SMALL,
@@ -160,9 +160,9 @@ def test_threads_share_open_files(pool: Pool, monkeypatch: pytest.MonkeyPatch) -
     stream, looked = data.streams[0], list[str]()
     plain, met = pool.readers, threading.Barrier(5)
 
-    def readers(keys: list[str]) -> dict[str, PooledReader | Exception]:
+    def readers(keys: list[str], *, whole: bool = False) -> Readers:
         looked.extend(key for key in keys if "stream-" in key and not key.endswith(".side"))
-        return plain(keys)
+        return plain(keys, whole=whole)
 
     monkeypatch.setattr(pool, "readers", readers)
     right: list[bool] = []
@@ -192,7 +192,7 @@ def test_a_shard_that_could_not_be_opened_is_tried_again(
     data = write_samples(pool, "a", range(COUNT))
     plain = pool.readers
 
-    def fail(keys: list[str]) -> dict[str, PooledReader | Exception]:
+    def fail(keys: list[str]) -> Readers:
         return {key: TooManyErasures("not now", key=key) for key in keys}
 
     monkeypatch.setattr(pool, "readers", fail)

@@ -21,7 +21,7 @@ from hpstore.loaders.progress import Piece
 from hpstore.loaders.slab import Slab
 from hpstore.loaders.windows import WindowOrder
 from hpstore.pool import Pool
-from hpstore.pooled import PooledReader
+from hpstore.pooled import Readers
 from hpstore.units import KIB, MIB
 from tests.fault.common import poll
 
@@ -48,12 +48,13 @@ def check(batch: dict[str, object], numbers: np.ndarray) -> None:
 
 
 def test_what_a_batch_needs_is_opened_together(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four shards and what lies beside them: one look-up for all of a kind."""
-    data, plain, asked = Dataset(pool, "a"), pool.readers, list[list[str]]()
+    """Four shards and what lies beside them: one look-up for all of a kind. Tables are small and
+    read at once, shards stay open."""
+    data, plain, asked = Dataset(pool, "a"), pool.readers, list[tuple[list[str], bool]]()
 
-    def readers(keys: list[str]) -> dict[str, PooledReader | Exception]:
-        asked.append(list(keys))
-        return plain(keys)
+    def readers(keys: list[str], *, whole: bool = False) -> Readers:
+        asked.append((list(keys), whole))
+        return plain(keys, whole=whole)
 
     monkeypatch.setattr(pool, "readers", readers)
     (stream,) = data.streams
@@ -63,7 +64,7 @@ def test_what_a_batch_needs_is_opened_together(pool: Pool, monkeypatch: pytest.M
     assert data.read_rows(stream, rows, outs)
     assert [int(out[0]) for out in outs] == (rows % 256).tolist()
     shards = [data.shard_key(stream, shard) for shard in range(4)]
-    assert asked == [[f"{key}.side" for key in shards], shards]
+    assert asked == [([f"{key}.side" for key in shards], True), (shards, False)]
     data.close()
 
 
@@ -74,9 +75,9 @@ def test_one_shard_that_does_not_open_is_told_and_closes_no_other(
     (stream,) = data.streams
     bad, opened = {data.shard_key(stream, 2)}, list[str]()
 
-    def readers(keys: list[str]) -> dict[str, PooledReader | Exception]:
+    def readers(keys: list[str], *, whole: bool = False) -> Readers:
         opened.extend(key for key in keys if key not in bad)
-        found = plain(keys)
+        found = plain(keys, whole=whole)
         return found | {key: TooManyErasures("not now", key=key) for key in bad & set(keys)}
 
     monkeypatch.setattr(pool, "readers", readers)

@@ -1,0 +1,149 @@
+"""Small objects whose columns are read whole when they are opened (docs/decisions/0032)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from hpstore.devices.base import Device
+from hpstore.devices.wrappers import DeviceWrapper
+from hpstore.geometry import ALIGNMENT_BYTES, BLOCK_BYTES, SMALL_OBJECT_BYTES
+from hpstore.header import HEADER_BYTES
+from hpstore.objects.columns import WHOLE_OBJECT_BYTES
+from hpstore.objects.many import open_objects
+from hpstore.pool import Pool
+from hpstore.pooled import PooledReader
+from hpstore.testing.harness import Harness
+from hpstore.units import KIB
+
+T = TypeVar("T")
+
+
+class Noting(DeviceWrapper):
+    """Notes the bytes of every read of an open file."""
+
+    def __init__(self, inner: Device, reads: list[int]) -> None:
+        super().__init__(inner)
+        self._reads = reads
+
+    def around(self, operation: str, nbytes: int, call: Callable[[], T]) -> T:
+        if operation == "read":
+            self._reads.append(nbytes)
+        return super().around(operation, nbytes, call)
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Harness:
+    return Harness(tmp_path, data=4, parity=2, devices=6)
+
+
+def payload(size: int) -> bytes:
+    return np.random.default_rng(size).bytes(size)
+
+
+def get_whole(pool: Pool, size: int) -> bytes:
+    """The object "k", opened beside another one."""
+    found = pool.readers(["k", "other"], whole=True)
+    body = bytearray(size)
+    for key, reader in found.items():
+        assert isinstance(reader, PooledReader)
+        with reader:
+            if key == "k":
+                assert reader.read_into(body) == size
+    return bytes(body)
+
+
+@pytest.mark.parametrize(
+    ("size", "columns"),
+    [(0, 1), (1, 1), (100_000, 1), (128 * KIB, 1), (128 * KIB + 1, 4), (WHOLE_OBJECT_BYTES, 4)],
+)
+@pytest.mark.parametrize("threads", [False, True])
+def test_a_small_object_takes_one_read_of_each_column(
+    harness: Harness, size: int, columns: int, threads: bool
+) -> None:
+    reads: list[int] = []
+    with harness.open(lambda _, device: Noting(device, reads), threads=threads) as pool:
+        pool.put("k", payload(size))
+        pool.put("other", b"")
+        reads.clear()
+        assert get_whole(pool, size) == payload(size)
+        assert len(reads) == columns + 1  # one of the other
+
+
+def test_of_a_larger_object_headers_alone_are_read_when_it_is_opened(harness: Harness) -> None:
+    """Not what nobody may ask for."""
+    reads: list[int] = []
+    size = WHOLE_OBJECT_BYTES + 1
+    with harness.open(lambda _, device: Noting(device, reads)) as pool:
+        pool.put("k", payload(size))
+        pool.put("other", payload(size))
+        reads.clear()
+        for reader in pool.readers(["k", "other"], whole=True).values():
+            assert isinstance(reader, PooledReader)
+            reader.close()
+        assert reads == [HEADER_BYTES] * 8
+        assert get_whole(pool, size) == payload(size)
+
+
+def test_who_does_not_ask_for_it_reads_headers_alone(harness: Harness) -> None:
+    """Repairs open what they may not need; readers that are held follow what devices do."""
+    reads: list[int] = []
+    with harness.open(lambda _, device: Noting(device, reads)) as pool:
+        for key in ("k", "other"):
+            pool.put(key, payload(100_000))
+        reads.clear()
+        pool.stat("k")
+        pool.reader("k").close()
+        for reader in pool.readers(["k", "other"]).values():
+            assert isinstance(reader, PooledReader)
+            reader.close()
+        assert reads == [HEADER_BYTES] * len(reads)
+
+
+@pytest.mark.parametrize("size", [100_000, 200_000])
+@pytest.mark.parametrize("where", ["header", "first byte", "second block", "table", "cut short"])
+def test_damage_anywhere_in_a_column_is_found_and_made_up_for(
+    harness: Harness, size: int, where: str
+) -> None:
+    """PROTOCOL 7: what is read whole is verified like what is read in parts."""
+    with harness.open() as pool:
+        pool.put("k", payload(size))
+        pool.put("other", b"")
+    first = ".r00." if size <= SMALL_OBJECT_BYTES else ".c00."
+    url, path = next(found for found in harness.columns("k") if first in found[1])
+    content = harness.devices[url].files[path].bytes
+    at = {
+        "header": 100,
+        "first byte": HEADER_BYTES,
+        "second block": HEADER_BYTES + min(BLOCK_BYTES, size // 8),
+        "table": len(content) - ALIGNMENT_BYTES,
+    }
+    if where == "cut short":
+        del content[-ALIGNMENT_BYTES:]
+    else:
+        content[at[where]] ^= 1
+    with harness.open() as pool:
+        assert get_whole(pool, size) == payload(size)
+        assert pool.metrics.value("column_mismatch_total") == 1
+
+
+def test_who_shares_a_small_object_keeps_no_copy_of_it(harness: Harness) -> None:
+    """Readers that are shared stay open for long: of thousands the copies would be a cache."""
+    reads: list[int] = []
+    with harness.open(lambda _, device: Noting(device, reads)) as pool:
+        pool.put("k", payload(200_000))
+        opened = open_objects(pool._store, ["k"], whole=True)["k"]
+        assert all(column.in_memory for column in opened.columns.values())
+        shared = opened.share()
+        opened.close()
+        assert not any(column.in_memory for column in shared.columns.values())
+        reads.clear()
+        body = np.empty(200_000, np.uint8)
+        shared.read_into(0, body)
+        shared.close()
+        assert body.tobytes() == payload(200_000)
+        assert len(reads) == 2 * 4  # table and units of each column
