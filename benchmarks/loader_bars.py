@@ -118,14 +118,15 @@ def to_raw(
 
 
 def degraded_verdicts(
-    healthy: Mapping[str, Figures], found: Mapping[int, Mapping[str, Figures]],
-    allowed: Mapping[int, float],
-) -> dict[str, Verdict]:  # fmt: skip
-    """With devices missing, by case ("warm", "cold") and contender; `allowed`: what arithmetic
-    leaves of the rate of random reads.
+    found: Mapping[int, Mapping[str, Figures]], allowed: Mapping[int, float]
+) -> dict[str, Verdict]:
+    """By devices missing, case ("warm", "cold") and contender; `allowed`: what arithmetic leaves of
+    the rate of random reads.
     """
     rows: dict[str, Verdict] = {}
-    for lost, cases in found.items():
+    healthy = found.get(0, {})
+    for lost in sorted(found.keys() - {0}):
+        cases = found[lost]
         for case, name, bar, label in (
             ("warm", RESIDENT, 0.85, "in_memory"), ("cold", WINDOWS, 0.85, "window"),
             ("cold", RECORDS, 0.9, "global"),

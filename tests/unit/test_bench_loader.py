@@ -334,9 +334,12 @@ def test_bars_of_warm_data_compare_with_the_peer_they_name() -> None:
 def test_degraded_random_reads_are_held_against_arithmetic() -> None:
     """Half of healthy is all that is allowed when one in three units is lost: 0.45 is 0.9 of it."""
     names = (loader_bars.RECORDS, loader_bars.WINDOWS)
-    healthy = {"cold": {name: [session(100.0)] for name in names}}
-    lost = {2: {"cold": {name: [session(46.0)] for name in names}}}
-    rows = loader_bars.degraded_verdicts(healthy, lost, {2: 0.5})
+    found = {
+        lost: {"cold": {name: [session(rate)] for name in names}}
+        for lost, rate in ((0, 100.0), (2, 46.0))
+    }
+    rows = loader_bars.degraded_verdicts(found, {2: 0.5})
+    assert not any(title.startswith("degraded_0") for title in rows)
     assert rows["degraded_2_global_to_what_arithmetic_allows"]["met"]
     assert not rows["degraded_2_window_to_healthy"]["met"]
     assert "skipped" in rows["degraded_2_in_memory_to_healthy"]
