@@ -219,7 +219,7 @@ class Pool(TendedPool):
     def readers(self, keys: Sequence[str], *, whole: bool = False) -> Readers:
         """A reader() of each key, opened together, or what it would have raised.
 
-        `whole`: small objects are read as they are opened, to be read now and closed.
+        `whole`: small ones are read as they are opened together, to be read now and closed.
         """
         self._usable()
         return open_readers(self._store, [check_key(key) for key in keys], whole=whole)

@@ -127,7 +127,8 @@ class PooledReader(Closing):
 def open_readers(store: Store, keys: Sequence[str], *, whole: bool = False) -> Readers:
     """A reader of each key, or why there is none; opened with a few calls on each device for all.
 
-    All are the caller's to close. `whole`: as open_column has it, where they are opened together.
+    All are the caller's to close. `whole`: as open_column has it, for several keys whose newest
+    versions can be opened so; up to 256 KiB each beside the memory budget, until they are closed.
     """
     opened: dict[str, ObjectReader] = {}
     found: Readers = {}
@@ -156,5 +157,5 @@ def writable_bytes(buffer: object) -> Bytes:
     return np.frombuffer(view.cast("B"), np.uint8)
 
 
-__all__ = ["READ_TRIES", "Filled", "PooledReader", "RangeReads", "Readers", "Scatter", "Scattered",
-           "UnitFill", "open_readers", "writable_bytes"]  # fmt: skip
+__all__ = ["MOST_KEYS", "READ_TRIES", "Filled", "PooledReader", "RangeReads", "Readers", "Scatter",
+           "Scattered", "UnitFill", "open_readers", "writable_bytes"]  # fmt: skip

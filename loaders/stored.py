@@ -50,7 +50,7 @@ from hpstore.loaders.stream import (
     stripe_firsts,
 )
 from hpstore.pool import Pool
-from hpstore.pooled import PooledReader, Scatter, Scattered
+from hpstore.pooled import MOST_KEYS, PooledReader, Scatter, Scattered
 from hpstore.units import div_ceil
 
 ReadRows = Callable[[Stream, Int64s, Sequence[Bytes] | Bytes], bool]
@@ -204,7 +204,13 @@ class StoredData(Closing):
             raise self._gone(key) from error
 
     def _get_pieces(self, pieces: Sequence[_Piece]) -> list[list[Bytes]]:
-        """Byte ranges of several objects."""
+        """Byte ranges of several objects, so many at a time as are opened together."""
+        found = []
+        for first in range(0, len(pieces), MOST_KEYS):
+            found += self._get_some(pieces[first : first + MOST_KEYS])
+        return found
+
+    def _get_some(self, pieces: Sequence[_Piece]) -> list[list[Bytes]]:
         readers = self.pool.readers([piece.key for piece in pieces], whole=True)
         try:
             return [_read_piece(piece, readers[piece.key]) for piece in pieces]

@@ -42,7 +42,8 @@ class _Whole:
 
 
 class ColumnReader:
-    """A column whose header was checked. Thread-safe; reads run on the device's lane.
+    """A column whose header was checked. Thread-safe; reads run on the device's lane, but for those
+    of a column that is `in_memory`.
 
     It may have several users: who retains it closes it once more.
     """
@@ -54,7 +55,7 @@ class ColumnReader:
         self._device, self._handle = device, handle
         self._table: NDArray[np.uint64] | None = None
         self._users = 1
-        self._lock = threading.Lock()  # guards _users and the first read of _table
+        self._lock = threading.Lock()  # guards _users, changes of _handle, the first read of _table
 
     @property
     def in_memory(self) -> bool:
@@ -136,6 +137,7 @@ def open_column(
         if handle.size_bytes < HEADER_BYTES:
             raise IntegrityError(f"{path} on {device.url} is truncated")
         whole &= handle.size_bytes <= _whole_bytes(name.data)
+        whole &= handle.size_bytes % ALIGNMENT_BYTES == 0  # cut short: its header says so
         page = aligned_array(handle.size_bytes if whole else HEADER_BYTES)
         handle.read_into(0, page)
         header = decode_header(page[:HEADER_BYTES].data, where=f"{path} on {device.url}")

@@ -110,7 +110,7 @@ class RebuiltRun:
 
 
 def read_held(held: ColumnReader, low: int, target: Bytes) -> ColumnReader | None:
-    """Fill `target` with verified bytes of an open column. On a lane; nothing was opened."""
+    """Fill `target` with verified bytes of an open column; nothing was opened for that."""
     held.read_into(low, target)
     return None
 

@@ -23,6 +23,7 @@ from hpstore.objects.store import Store
 from hpstore.objects.survey import Found
 from hpstore.objects.windows import WindowPlan, plan_window
 from hpstore.patience import wait_awake
+from hpstore.scheduler import at_once
 
 if TYPE_CHECKING:
     from hpstore.objects.read import ObjectReader
@@ -117,14 +118,15 @@ class _Race:
         if lease is None:
             return None
         store.metrics.count(f"read_{kind}_total")
-        spare = Flight(plan, lease, self._flight)
+        spare, submit = Flight(plan, lease, self._flight), store.scheduler.submit
         for column, (low, _) in plan.reads.items():
             if column in spare.shared:
                 continue
             held, array = reader.columns.get(column), spare.arrays[column]
             device = closed[column].device if held is None else held.device_id
             call = partial(_read, reader, held, closed.get(column), low, array)
-            spare.futures[column] = store.scheduler.submit(device, call)
+            begin = at_once if held is not None and held.in_memory else partial(submit, device)
+            spare.futures[column] = begin(call)
         return spare
 
     def _plan(self, late: list[int], closed: Mapping[int, Found]) -> WindowPlan | None:

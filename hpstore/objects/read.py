@@ -315,6 +315,7 @@ class ObjectReader:
             reader, array = self.columns[column], flight.arrays[column]
             if reader.in_memory:
                 flight.futures[column] = at_once(partial(read_held, reader, low, array))
+                flight.patience[column] = 0.0  # what others need says when a spare read is due
                 continue
             late_after = self.store.patience_seconds(reader.device_id, len(array))
             if late_after is not None:

@@ -164,8 +164,9 @@ def test_a_column_that_goes_between_the_two_calls_is_looked_for_again(
         assert descriptors(tmp_path) == 0
 
 
+@pytest.mark.parametrize("whole", [False, True])
 def test_a_device_that_hangs_holds_up_none_that_others_can_serve(
-    bench: Bench, tmp_path: Path
+    bench: Bench, tmp_path: Path, whole: bool
 ) -> None:
     """Its late answer is closed, whatever it opens."""
     hangs = Hangs(bench)
@@ -173,7 +174,7 @@ def test_a_device_that_hangs_holds_up_none_that_others_can_serve(
         pool._store.settings = pool.config.settings
         object.__setattr__(pool._store.settings, "device_deadline_seconds", 0.5)
         hangs.hang(bench.paths[0], "L" * len(KEYS) + "H*")  # after it has listed them all
-        opened = within(60, lambda: pool.readers(KEYS))
+        opened = within(60, lambda: pool.readers(KEYS, whole=whole))
         assert isinstance(opened, dict)
         assert [said(opened[key]) for key in KEYS] == BODIES
         assert pool.metrics.value("column_read_error_total") > 0
