@@ -128,7 +128,8 @@ def open_readers(store: Store, keys: Sequence[str], *, whole: bool = False) -> R
     """A reader of each key, or why there is none; opened with a few calls on each device for all.
 
     All are the caller's to close. `whole`: as open_column has it, for several keys whose newest
-    versions can be opened so; up to 256 KiB each beside the memory budget, until they are closed.
+    versions can be opened so: beside the memory budget, and until they are closed, up to 256 KiB
+    of data each, and 8 KiB a column.
     """
     opened: dict[str, ObjectReader] = {}
     found: Readers = {}

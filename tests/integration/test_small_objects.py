@@ -196,6 +196,21 @@ def test_tables_of_many_objects_are_held_a_bounded_number_at_a_time(
         data.close()
 
 
+def test_columns_in_memory_hold_up_no_spare_read_of_others(harness: Harness) -> None:
+    """When a spare read is due is the longest patience of a window's columns: theirs is none, where
+    an unknown one would be the deadline."""
+    with harness.open() as pool:
+        pool.put("k", payload(200_000))
+        reader = open_objects(pool._store, ["k"], whole=True)["k"]
+        flight = reader._launch(reader._plan_window(0, 200_000), block=True)
+        assert flight is not None
+        assert not flight.late()
+        assert flight.patience == dict.fromkeys(range(4), 0.0)
+        assert flight.overdue_in(flight.futures, 30.0) <= 0
+        flight.drop()
+        reader.close()
+
+
 def test_who_shares_a_small_object_keeps_no_copy_of_it(harness: Harness) -> None:
     """Readers that are shared stay open for long: of thousands the copies would be a cache."""
     reads: list[int] = []
