@@ -159,7 +159,9 @@ def special_verdicts(found: Mapping[str, Found]) -> dict[str, Verdict]:
         rows[f"boundary_gap_in_batches, {mode}"] = verdict(values, 2.0, least=False)
     for mode, ready in found.get("ready batch", {}).items():
         values = [seconds * 1e6 for seconds in ready["seconds"]]
-        rows[f"ready_next_us, {mode}"] = verdict(values, 200.0, least=False)
+        rows[f"ready_next_us, {mode}"] = (
+            verdict(values, 200.0, least=False) if values else skipped("too few batches")
+        )
     for mode, grown in found.get("growth", {}).items():
         values = [grown["growth_bytes"] / MIB]
         rows[f"growth_MiB_50_epochs, {mode}"] = verdict(values, GROWTH_BYTES / MIB, least=False)

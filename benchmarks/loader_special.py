@@ -109,7 +109,8 @@ def ready_session(sections: Sections, spec: Spec) -> Found:
         who, times = _ours(spec, mode), []
         loader = who.make()
         batches: Any = iter(loader)
-        batch: Any = next(batches)
+        fresh: Any = next(batches)
+        batch: Any = fresh
         for _ in range(min(READY, spec.data.rows // BATCH - 2)):
             time.sleep(_PAUSE_SECONDS)
             while not batches.ready:

@@ -33,8 +33,8 @@ def open_objects(
 ) -> dict[str, ObjectReader]:
     """Readers of those keys whose newest version can be opened without another look (PROTOCOL 7).
 
-    At most MOST_KEYS of them, each once. `whole`: as open_column has it. What is left out is for open_object(), which says what is
-    wrong with it. Errors of calls count as they do there.
+    At most MOST_KEYS of them, each once. `whole`: as open_column has it. What is left out is for
+    open_object(), which says what is wrong with it. Errors of calls count as they do there.
     """
     found = _surveyed(store, keys)
     try:

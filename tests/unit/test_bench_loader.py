@@ -219,6 +219,17 @@ def test_figures_without_peers_have_bars(tmp_path: Path, monkeypatch: pytest.Mon
     assert rows["names_in_shared_memory_after_kill"]["median"] == 0
 
 
+def test_too_few_batches_to_wait_for_are_no_figure_and_no_error(tmp_path: Path) -> None:
+    """Of large records `--size small` makes less than three."""
+    spec = Spec(contender=Ours.name, directory=tmp_path, data=Data("B", SIZE))
+    assert spec.data.rows < 3 * loader_special.BATCH
+    write_session(NoBallast(), spec)
+    found = loader_special.ready_session(NoBallast(), spec)
+    rows = loader_bars.special_verdicts({"ready batch": found})
+    assert len(rows) == len(loader_special.MODES)
+    assert all("batches" in row["skipped"] for row in rows.values())
+
+
 @pytest.mark.parametrize("taken", [39, 41])
 def test_memory_is_held_against_what_the_loader_may_take(taken: int) -> None:
     """Beside growth: flat, but too much, is no success."""
