@@ -24,7 +24,7 @@ from hpstore.checkpoint.keeping import Keeping
 from hpstore.checkpoint.manifest import checked_step
 from hpstore.checkpoint.options import VerifyReport, require_options
 from hpstore.checkpoint.pacing import checked_background, pace
-from hpstore.checkpoint.packing import Key, Known, known_items
+from hpstore.checkpoint.packing import known_items
 from hpstore.checkpoint.planner import Planner, Prepared, sizes_of_all
 from hpstore.checkpoint.preparing import SpaceMaker
 from hpstore.checkpoint.ranks import Channel, Ranks
@@ -38,7 +38,7 @@ from hpstore.checkpoint.restoring import (
     load_tensors,
 )
 from hpstore.checkpoint.retention import Best, Retention
-from hpstore.checkpoint.saving import SaveJob, SaveOptions
+from hpstore.checkpoint.saving import Earlier, SaveJob, SaveOptions
 from hpstore.checkpoint.stager import Stage, checked_staging
 from hpstore.checkpoint.steps import Steps
 from hpstore.checkpoint.streaming import ByteProgress, counting
@@ -123,7 +123,7 @@ class Checkpointer(Keeping):
         self._stage = Stage(checked_staging(staging), accelerator)
         self._planner = Planner(self._ranks, budget, rng=rng, allow_pickle=allow_pickle)
         self._session, self._fenced = secrets.token_hex(8), False
-        self._known: dict[Key, Known] = {}
+        self._earlier = Earlier()
         self._flying: SaveHandle | None = None
         self._thread: threading.Thread | None = None
         self._tidied: Future[None] = Future()  # what comes after a commit
@@ -202,7 +202,7 @@ class Checkpointer(Keeping):
             require = None if overwrite else self._steps.require_new
             prepared = self._planner.prepare(step, state, require)
         options = self._options(checked_step(step), prepared, overwrite, metrics, began, progress)
-        job = SaveJob(self.pool, self.prefix, self._ranks, options, self._known)
+        job = SaveJob(self._steps, self._ranks, options, self._earlier)
         future: Future[SaveReport] = Future()
         staged: Future[float] = Future()
         thread = threading.Thread(
@@ -267,7 +267,7 @@ class Checkpointer(Keeping):
 
     def _give_up(self, job: SaveJob, error: BaseException) -> None:
         """What staging raised is told to the other ranks, which would wait for this one."""
-        self._known = {}
+        self._earlier = Earlier()
         if job.begun and not job.noted:
             return  # begin() failed, on all ranks
         job.fail(error)
@@ -297,10 +297,11 @@ class Checkpointer(Keeping):
                 self._stage.write(job, last)
             else:
                 self._begin_job(job)
-            self._known = {}
+            self._earlier = Earlier()
             report = job.commit()
             self._note_differing(job.differing)
-            self._known = job.next_known if self.reuse else {}
+            if self.reuse:
+                self._earlier = Earlier(step=report.step, known=job.next_known)
             committed.append(report)
             self._steps.committed(report.step)
             return report.with_stall(staged.result())
@@ -314,6 +315,8 @@ class Checkpointer(Keeping):
             if committed and self._ranks.leads and not self._told_of_later:
                 self._told_of_later = True
                 self._steps.warn_of_later(committed[0].step)
+            if job.replaced:
+                self._steps.remove_unnamed(job.replaced)
             whole = committed and committed[0].spare_columns >= self.pool.parity
             if whole and self._ranks.leads:
                 self._steps.retain(committed[0].step, self.retention)
@@ -435,7 +438,8 @@ class Checkpointer(Keeping):
             return None
         manifest, self.last_restore = found
         if self.reuse:
-            self._known = known_items(manifest.segments, manifest.items)
+            known = known_items(manifest.segments, manifest.items)
+            self._earlier = Earlier(step=manifest.step, known=known)
         return manifest.step
 
     @property

@@ -47,6 +47,14 @@ class SaveOptions:
     progress: Callable[[int], None] | None = None  # told the bytes that are about to be written
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Earlier:
+    """What a save may refer to: items, and the step whose manifest names their segments."""
+
+    step: int = 0
+    known: Mapping[Key, Known] = field(default_factory=dict)
+
+
 @dataclass(slots=True, kw_only=True)
 class Written:
     """What one rank has written and refers to; columns' segments count into `segments`."""
@@ -98,24 +106,21 @@ class SaveJob:
     """
 
     def __init__(
-        self,
-        pool: Pool,
-        prefix: str,
-        ranks: Ranks,
-        options: SaveOptions,
-        known: Mapping[Key, Known],
-    ) -> None:
-        self._pool, self._prefix, self._ranks = pool, prefix, ranks
-        self._options, self._known = options, known
+        self, steps: Steps, ranks: Ranks, options: SaveOptions, earlier: Earlier
+    ) -> None:  # fmt: skip
+        self._steps, self._ranks, self._options = steps, ranks, options
+        self._pool, self._prefix = steps.pool, steps.prefix
+        self._earlier, self._known = earlier.step, earlier.known
         self._nonce = ""
         self._heartbeat: Heartbeat | None = None
-        self._written = Written(tree=options.tree, tolerated=pool.parity)
+        self._written = Written(tree=options.tree, tolerated=self._pool.parity)
         self._own: list[str] = []  # keys of segments that this rank has put
         self._error: BaseException | None = None
         self._maybe_visible = False  # the manifest's put has begun
         self.begun = False  # begin() was called
         self._tree_text: Future[str] | None = None  # of options.tree, made beside the writes
         self.next_known: dict[Key, Known] = {}
+        self.replaced: set[str] = set()  # segments of the step that this one has overwritten
         self.differing: list[str] = []  # values in which ranks differ; rank 0's is recorded
 
     def begin(self, *, fence: bool) -> None:
@@ -156,8 +161,23 @@ class SaveJob:
             self._pool, self._prefix, self._options.step, secrets.token_hex(8),
             self._options.session, references,
         )  # fmt: skip
-        gone = [key for key in references if not _is_there(self._pool, key)]
+        there = self._referable(references)
+        gone = [key for key in references if key not in there]
         return {"nonce": self._heartbeat.nonce, "gone": gone}
+
+    def _referable(self, references: Sequence[str]) -> set[str]:
+        """Those that a manifest names now, after the note was put. PROTOCOL 18.
+
+        Who deletes a step removes its manifest before it looks at notes: either it sees the note,
+        or the manifest is gone here. A segment that merely lies there may be about to go.
+        """
+        if not references:
+            return set()
+        try:
+            named = {segment.key for segment in self._steps.facts(self._earlier).segments}
+        except (HpstoreError, OSError):
+            return set()  # all is written anew
+        return {key for key in references if key in named and _is_there(self._pool, key)}
 
     @property
     def noted(self) -> bool:
@@ -304,7 +324,7 @@ class SaveJob:
             undo.callback(self.abandon)
             require_fence(self._pool, self._prefix, self._options.session)
             data = self._manifest(written)
-            before = _existing(self._pool, key) if self._options.overwrite else None
+            before, replaced = self._standing(key) if self._options.overwrite else (None, set())
             undo.pop_all()
         # from here on the manifest may become visible even if its put fails
         self._maybe_visible = True
@@ -312,6 +332,7 @@ class SaveJob:
             info = self._pool.put(key, data, if_absent=before is None, if_version=before)
         except VersionConflict as error:
             raise already_committed(self._prefix, self._options.step, key) from error
+        self.replaced = replaced
         spare = min(info.spare_columns, *(w.tolerated for w in written))
         return SaveReport(
             step=self._options.step,
@@ -323,6 +344,18 @@ class SaveJob:
             losses_tolerated=min(info.losses_tolerated, spare),
             spare_columns=spare,
         )
+
+    def _standing(self, key: str) -> tuple[str | None, set[str]]:
+        """The version of the manifest that is to be replaced, and the segments that it names."""
+        before = _existing(self._pool, key)
+        if before is None:
+            return None, set()
+        try:
+            return before, {
+                segment.key for segment in self._steps.facts(self._options.step).segments
+            }
+        except (HpstoreError, OSError):
+            return before, set()  # garbage collection finds them
 
     def _manifest(self, written: Sequence[Written]) -> bytes:
         """The manifest of what all ranks wrote. Raises CheckpointError unless that is all."""

@@ -178,6 +178,11 @@ class Steps:
             except ObjectNotFound:
                 continue
 
+    def remove_unnamed(self, segments: set[str]) -> None:
+        """Delete what no step names and no save under way refers to; best effort."""
+        for segment in segments - self.still_named(segments):
+            self._delete_if_there(segment)
+
     def _seems_there(self, key: str) -> bool:
         """False only when it is certain: what is damaged beyond reading can still be deleted."""
         try:

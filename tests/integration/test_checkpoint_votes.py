@@ -12,7 +12,8 @@ from hpstore.checkpoint.items import Item, ItemColumns, whole
 from hpstore.checkpoint.manifest import manifest_key
 from hpstore.checkpoint.packing import Segment
 from hpstore.checkpoint.ranks import Channel, Ranks
-from hpstore.checkpoint.saving import SaveJob, SaveOptions, Written
+from hpstore.checkpoint.saving import Earlier, SaveJob, SaveOptions, Written
+from hpstore.checkpoint.steps import Steps
 from hpstore.checkpoint.tree import tensor_names
 from hpstore.errors import CheckpointError
 
@@ -38,7 +39,7 @@ def job(pool: hpstore.Pool, tree: Any, other: Written) -> SaveJob:
     options = SaveOptions(step=1, tree=tree,
         names=tuple(tensor_names(tree)), session="s", overwrite=False, extra={}, codec="",
                           rate_bytes_per_second=None, began=0.0)  # fmt: skip
-    made = SaveJob(pool, "run", Two(lambda: other), options, {})
+    made = SaveJob(Steps(pool, "run"), Two(lambda: other), options, Earlier())
     made.begin(fence=True)
     return made
 
