@@ -142,9 +142,19 @@ class PoolHandle(Closing):
             if self.config.path.exists():
                 save_config(self.config)
 
-    def _forget_place(self, member: Member) -> None:
-        """Stop looking for a device that left; readmit finds it by its record."""
-        rest = {same_form(place) for place in self.config.devices} - {same_form(member.url)}
+    @contextmanager
+    def _leaving(self, device: str) -> Iterator[Member]:
+        """A member that the block evicts. Its place is then looked at no more, unless another one
+        answers there, such as the disk that replaces it; readmit finds it by its record.
+        """
+        member = self._member(device)
+        if member.left:
+            raise MembershipError(f"{device} is evicted already")
+        here = self._store.view.devices.get(member.device_id)
+        place = same_form(member.url if here is None else here.url)
+        yield member
+        kept = {same_form(other.url) for other in self._store.view.devices.values()}
+        rest = {same_form(known) for known in self.config.devices} - ({place} - kept)
         if rest:
             self._set_places(rest)
 

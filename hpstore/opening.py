@@ -222,14 +222,14 @@ def shares_filesystem(urls: list[str]) -> list[str]:
     return shared
 
 
-def has_room(device: Device) -> bool:
-    """Whether new columns may go there: writable, 1 % or 1 GiB left, the smaller."""
+def has_room(device: Device, *, reserve: bool = True) -> bool:
+    """Whether new columns may go there: writable, and with its `reserve` left."""
     usage = device.usage()
-    return not usage.read_only and usage.free >= reserve_bytes(usage)
+    return not usage.read_only and (not reserve or usage.free >= reserve_bytes(usage))
 
 
 def reserve_bytes(usage: Usage) -> int:
-    """Space that new columns leave on a device."""
+    """Space that new columns leave on a device, for what deletes: 1 % or 1 GiB, the smaller."""
     return min(usage.total // 100, GIB)
 
 

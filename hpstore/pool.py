@@ -15,7 +15,6 @@ from hpstore.config import PoolConfig, Settings, find_config, register, save_con
 from hpstore.errors import (
     ConfigError,
     HpstoreError,
-    MembershipError,
     ObjectNotFound,
     TooFewDevices,
     TooManyErasures,
@@ -368,12 +367,8 @@ class Pool(TendedPool):
         Refused when an object could not be read without it, unless forced.
         """
         self._writable()
-        with self._change():
-            member = self._member(device)
-            if member.left:
-                raise MembershipError(f"{device} is evicted already")
+        with self._change(), self._leaving(device) as member:
             changes.evict_member(self._store, member, self.refresh, force=force)
-            self._forget_place(member)
 
     def drain(
         self,
@@ -393,13 +388,8 @@ class Pool(TendedPool):
             if progress is not None:
                 progress(Progress(done=done, total=total, bytes=0, key=key))
 
-        with self._change():
-            member = self._member(device)
-            if member.left:
-                raise MembershipError(f"{device} is evicted already")
-            moved = changes.drain_member(self._store, member, self.refresh, throttle, report)
-            self._forget_place(member)
-            return moved
+        with self._change(), self._leaving(device) as member:
+            return changes.drain_member(self._store, member, self.refresh, throttle, report)
 
     def readmit(self, device: str, *, reason: str = "") -> changes.Reconciled | None:
         """Take an evicted device back, or a draining one online again.

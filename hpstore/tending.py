@@ -164,11 +164,10 @@ class TendedPool(PoolHandle):
         self._writable()
         throttle = RateLimit(rate_bytes_per_second, self._store.clock)
         with self._change():
-            member = self._member(device)
-            if member.state is not DeviceState.DRAINING:
+            if self._member(device).state is not DeviceState.DRAINING:
                 return False
-            changes.drain_member(self._store, member, self.refresh, throttle, lambda *_: None)
-            self._forget_place(member)
+            with self._leaving(device) as member:
+                changes.drain_member(self._store, member, self.refresh, throttle, lambda *_: None)
             return True
 
 

@@ -210,13 +210,13 @@ class Store:
             refused = DeviceReadOnly(f"device {device.url} is mounted read-only", device=device_id)
         return refused
 
-    def candidates(self, exclude: Iterable[str] = ()) -> list[Candidate]:
-        """Devices that may take new columns (PROTOCOL 3)."""
+    def candidates(self, exclude: Iterable[str] = (), *, reserve: bool = True) -> list[Candidate]:
+        """Devices that may take new columns (PROTOCOL 3); without `reserve` full ones, too."""
 
         def takes(device_id: str, device: Device) -> bool:
             if device_id in self.refusing and self.probe(device_id, device) is not None:
                 return False
-            return has_room(device)
+            return has_room(device, reserve=reserve)
 
         left_out = set(exclude) | self.view.sitting_out
         asked = [

@@ -71,7 +71,9 @@ def plan_columns(
     `unit_bytes`: of this object, the pool's unless given. Raises TooFewDevices when not even one
     data column fits.
     """
-    record, candidates = store.view.record, store.candidates(exclude)
+    # the reserve is kept for tombstones: else a pool that has filled itself could delete nothing
+    record = store.view.record
+    candidates = store.candidates(exclude, reserve=kind is not Kind.TOMBSTONE)
     if len(candidates) <= record.parity:
         raise TooFewDevices(
             f"{len(candidates)} of {len(record.members)} devices can take new data; "
