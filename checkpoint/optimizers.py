@@ -86,11 +86,19 @@ def check_optimizer(
     """Raise CheckpointMismatch when a recorded state is not that of these parameters."""
     if not isinstance(loaded, Mapping) or "param_groups" not in loaded or "state" not in loaded:
         raise CheckpointMismatch(f"{path!r}: what was saved is not the state of an optimizer")
-    if names is None or not strict:
+    if names is None:
         return
-    recorded = {name: None for group in loaded["param_groups"] for name in group["params"]}
     mine = {names[p]: None for group in optimizer.param_groups for p in group["params"]}
-    check_names(mine, recorded, path, strict=True)
+    try:
+        check_names(mine, dict.fromkeys(_recorded(loaded)), path, strict=strict)
+        _matched(path, optimizer, names, loaded["param_groups"], strict=strict)
+    except (KeyError, TypeError) as error:
+        raise CheckpointMismatch(f"optimizer {path!r}: {error}. Nothing was changed.") from error
+
+
+def _recorded(loaded: Mapping[str, Any]) -> set[str]:
+    """Names of the parameters whose optimizer was saved."""
+    return {name for group in loaded["param_groups"] for name in group["params"]}
 
 
 def load_optimizer(
@@ -109,11 +117,14 @@ def load_optimizer(
             return
         packed = optimizer.state_dict()
         numbers = {names[p]: number for number, p in _numbered(optimizer, packed)}
-        by_name = loaded["state"]
-        state = {numbers[name]: slots for name, slots in by_name.items() if name in numbers}
+        by_name, others = loaded["state"], _recorded(loaded) - numbers.keys()
+        # what belongs to no parameter is handed on as it is
+        state = {numbers.get(key, key): slots for key, slots in by_name.items()
+                 if key not in others}  # fmt: skip
+        matched = _matched(path, optimizer, names, loaded["param_groups"], strict=strict)
         groups = [
-            _group(path, saved, names, group, loaded["param_groups"], strict=strict)
-            for saved, group in zip(packed["param_groups"], optimizer.param_groups, strict=True)
+            {**mine, **saved, "params": mine["params"]}
+            for mine, saved in zip(packed["param_groups"], matched, strict=True)
         ]
         optimizer.load_state_dict({**loaded, "state": state, "param_groups": groups})
     except (KeyError, ValueError, RuntimeError, TypeError) as error:
@@ -121,34 +132,50 @@ def load_optimizer(
     _keep_dtypes(optimizer, names, by_name)
 
 
-def _group(
-    path: str, packed: Mapping[str, Any], names: Parameters, group: Mapping[str, Any],
-    recorded: list[Mapping[str, Any]], *, strict: bool,
-) -> dict[str, Any]:  # fmt: skip
-    """The recorded options of a parameter group, found by its parameters' names."""
-    wanted = {names[p] for p in group["params"]}
-    matching = [saved for saved in recorded if wanted & set(saved["params"])]
-    if len(matching) > 1 or (strict and not matching):
-        raise CheckpointMismatch(
-            f"optimizer {path!r}: the parameters of one group, among them {min(wanted)!r}, were "
-            f"saved in {len(matching)} groups; build the optimizer with the groups of the save"
-        )
-    return {**packed, **(matching[0] if matching else {}), "params": packed["params"]}
+def _matched(
+    path: str, optimizer: Optimizer, names: Parameters, recorded: list[Mapping[str, Any]], *,
+    strict: bool,
+) -> list[Mapping[str, Any]]:  # fmt: skip
+    """The recorded options of each parameter group, found by its parameters' names; {} for none.
+
+    Groups without parameters, which have no names, are taken in their order.
+    """
+    found: list[Mapping[str, Any]] = []
+    empty = iter([saved for saved in recorded if not saved["params"]])
+    for group in optimizer.param_groups:
+        wanted = {names[p] for p in group["params"]}
+        if not wanted:
+            found.append(next(empty, {}))
+            continue
+        matching = [saved for saved in recorded if wanted & set(saved["params"])]
+        if len(matching) > 1 or (strict and not matching):
+            raise CheckpointMismatch(
+                f"optimizer {path!r}: the parameters of one group, among them {min(wanted)!r}, "
+                f"were saved in {len(matching)} groups; build the optimizer with the groups of the "
+                "save. Nothing was changed."
+            )
+        found.append(matching[0] if matching else {})
+    return found
 
 
 def _keep_dtypes(
     optimizer: Optimizer, names: Mapping[torch.Tensor, Any], by_name: Mapping[Any, Any]
 ) -> None:
     for parameter, slots in optimizer.state.items():
-        recorded = by_name.get(names.get(parameter), {})
-        for slot, value in recorded.items():
-            mine = slots.get(slot)
-            if (
-                isinstance(value, torch.Tensor)
-                and isinstance(mine, torch.Tensor)
-                and mine.dtype != value.dtype
-            ):
-                slots[slot] = value.to(mine.device)
+        if isinstance(parameter, torch.Tensor):
+            _as_saved(slots, by_name.get(names.get(parameter), {}))
+
+
+def _as_saved(mine: Any, saved: Any) -> Any:
+    """A loaded value with the recorded dtypes; dicts are changed in place."""
+    if isinstance(mine, torch.Tensor) and isinstance(saved, torch.Tensor):
+        return mine if mine.dtype == saved.dtype else saved.to(mine.device)
+    if isinstance(mine, dict) and isinstance(saved, Mapping):
+        for key in mine.keys() & saved.keys():
+            mine[key] = _as_saved(mine[key], saved[key])
+    elif type(mine) in (list, tuple) and type(saved) is type(mine) and len(saved) == len(mine):
+        return type(mine)(map(_as_saved, mine, saved))
+    return mine
 
 
 __all__ = ["check_optimizer", "load_optimizer", "named_parameters", "optimizer_tensors",

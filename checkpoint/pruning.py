@@ -73,7 +73,10 @@ def _optimizer(
         some = [name for name in params if name in mine]
         if some or not params:
             kept.append({**group, "params": some} if isinstance(group, dict) else group)
-    own = {name: slots for name, slots in state.items() if name in mine or name == TAG}
+    named = {
+        name for group in groups if isinstance(group, dict) for name in group.get("params", [])
+    }
+    own = {name: slots for name, slots in state.items() if name in mine or name not in named}
     return {**node, "state": own, "param_groups": kept}
 
 

@@ -134,8 +134,10 @@ def restore_state(
     for chunk in wanted:
         if not chunk.tensor.is_inference():
             torch.autograd.graph.increment_version(chunk.tensor)
-    missing, unexpected = _differences(filling, of_rank(tree, how.rank))
+    missing = tuple(filling.filled.lacking(set(paths(of_rank(tree, how.rank)))))
     apply(state, loaded, filled=filling.filled, strict=how.strict, rng=how.rng)
+    filling.filled.take_loaded()
+    unexpected = _untaken(filling, of_rank(tree, how.rank))
     return RestoreReport(
         step=manifest.step,
         tensors=len(filling.wanted),
@@ -147,11 +149,11 @@ def restore_state(
     )
 
 
-def _differences(filling: _Filling, tree: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of tensors and values that only the state has, and that only the checkpoint has."""
-    missing = filling.filled.lacking(set(paths(tree)))
-    left = [leaf.path for leaf in leaves(tree) if not filling.filled.takes(leaf.path)]
-    return tuple(missing), tuple(sorted(left))
+def _untaken(filling: _Filling, tree: Any) -> tuple[str, ...]:
+    """Names of tensors and values that only the checkpoint has."""
+    return tuple(
+        sorted(leaf.path for leaf in leaves(tree) if not filling.filled.takes(leaf.path))
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

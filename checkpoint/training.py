@@ -129,7 +129,7 @@ class Destinations:
         default_factory=dict
     )  # "optimizer/state/NAME": parameter
     taken: set[str] = field(default_factory=lambda: {RNG_KEY})  # as a whole, with all below
-    optimizers: set[str] = field(default_factory=set)  # with named parameters
+    optimizers: dict[str, Optimizer] = field(default_factory=dict)  # with named parameters
     lists: set[str] = field(default_factory=set)  # replaced as a whole when the lengths differ
 
     def like(self, name: str) -> torch.Tensor | None:
@@ -149,6 +149,12 @@ class Destinations:
             if at in self.optimizers and last != "state":
                 return True
         return False
+
+    def take_loaded(self) -> None:
+        """What optimizers were given that belongs to no parameter has been taken."""
+        for path, optimizer in self.optimizers.items():
+            own = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
+            self.taken.update(join(path, join("state", key)) for key in own)
 
     def lacking(self, recorded: Collection[str]) -> list[str]:
         """Paths of what is wanted and not among the recorded ones."""
@@ -180,7 +186,7 @@ def _find_places(path: str, value: Any, names: Names, found: Destinations, rank:
     elif isinstance(value, Optimizer):
         parameters = names.of(value)
         if parameters is not None:
-            found.optimizers.add(path)
+            found.optimizers[path] = value
             found.places.update(optimizer_tensors(value, parameters, path))
             for parameter, name in parameters.items():
                 found.likes[join(path, f"state/{name}")] = parameter.detach()

@@ -197,7 +197,7 @@ def _encode_scalar(value: Tree, path: str, found: Collected) -> Json:
     if isinstance(value, bytes):
         return {TAG: "bytes", "v": base64.b64encode(value).decode()}
     if isinstance(value, complex):
-        return {TAG: "complex", "v": [repr(value.real), repr(value.imag)]}
+        return {TAG: "complex", "v": [repr(float(value.real)), repr(float(value.imag))]}
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
         return {TAG: "scalar", "dtype": value.dtype.str, "v": value.tobytes().hex()}
     if isinstance(value, torch.dtype):
@@ -289,7 +289,7 @@ def _decode_scalar(kind: str, node: Mapping[str, Any]) -> Tree:
     if kind == "bytes":
         return base64.b64decode(value)
     if kind == "complex":
-        return complex(float(value[0]), float(value[1]))
+        return complex(_float(value[0]), _float(value[1]))
     if kind == "scalar":
         return np.frombuffer(bytes.fromhex(value), np.dtype(node["dtype"]))[0]
     if kind == "size":
@@ -399,8 +399,18 @@ def check_leaf(
         raise CheckpointMismatch(f"{path!r}: {value.dtype} was saved, {wanted} is wanted")
 
 
+def _float(text: str) -> float:
+    """Of a complex number. Those of numpy were once written as numpy shows them."""
+    return float(text.removeprefix("np.float64(").removesuffix(")"))
+
+
 def require_memory(path: str, target: Any) -> None:
-    """Raise CheckpointMismatch for a meta tensor: torch would fill nothing, with a warning."""
+    """Raise CheckpointMismatch for a tensor that has no memory for all of its elements."""
+    if any(size > 1 and not step for size, step in zip(target.shape, target.stride(), strict=True)):
+        raise CheckpointMismatch(
+            f"{path!r} is an expanded tensor: several of its elements are one place in memory. "
+            "Give its clone(). Nothing was changed."
+        )
     if target.device.type == "meta":
         raise CheckpointMismatch(
             f"{path!r} is on the meta device and has no memory to fill: call the module's "

@@ -24,7 +24,7 @@ from hpstore.benchmarks.loader_contenders import (
     not_installed,
     peers_named,
 )
-from hpstore.benchmarks.loader_data import BATCH, Batch, Data
+from hpstore.benchmarks.loader_data import BATCH, BATCH, Batch, Data
 from hpstore.benchmarks.loader_library_peers import LIBRARY_PEERS
 from hpstore.benchmarks.loader_limits import MemoryLimit, enter
 from hpstore.benchmarks.loader_ours import OURS, Ours, lost_share
@@ -222,7 +222,7 @@ def test_figures_without_peers_have_bars(tmp_path: Path, monkeypatch: pytest.Mon
 def test_too_few_batches_to_wait_for_are_no_figure_and_no_error(tmp_path: Path) -> None:
     """Of large records `--size small` makes less than three."""
     spec = Spec(contender=Ours.name, directory=tmp_path, data=Data("B", SIZE))
-    assert spec.data.rows < 3 * loader_special.BATCH
+    assert spec.data.rows < 3 * BATCH
     write_session(NoBallast(), spec)
     found = loader_special.ready_session(NoBallast(), spec)
     rows = loader_bars.special_verdicts({"ready batch": found})
