@@ -24,7 +24,7 @@ from hpstore.benchmarks.loader_contenders import (
     not_installed,
     peers_named,
 )
-from hpstore.benchmarks.loader_data import BATCH, BATCH, Batch, Data
+from hpstore.benchmarks.loader_data import BATCH, Batch, Data
 from hpstore.benchmarks.loader_library_peers import LIBRARY_PEERS
 from hpstore.benchmarks.loader_limits import MemoryLimit, enter
 from hpstore.benchmarks.loader_ours import OURS, Ours, lost_share
