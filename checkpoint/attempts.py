@@ -36,6 +36,7 @@ class Attempt:
     pid: int
     namespace: str  # of process ids: another container's pid says nothing here
     started_ms: int
+    ticks: int = 0  # when the process began: its id alone is used again, 1 in every container
     beat_ms: int = 0  # when the note was last renewed
     session: str = ""
     references: tuple[str, ...] = field(default=())  # segments of earlier steps it may refer to
@@ -55,6 +56,7 @@ class Attempt:
             pid=int(str(body["pid"])),
             namespace=str(body["namespace"]),
             started_ms=int(str(body["started_ms"])),
+            ticks=int(str(body.get("ticks", 0))),
             beat_ms=int(str(body.get("beat_ms", 0))),
             session=str(body.get("session", "")),
             references=tuple(map(str, references)) if isinstance(references, list) else (),
@@ -71,10 +73,25 @@ def here() -> tuple[str, str, str]:
     return os.uname().nodename, boot, namespace
 
 
+def began(pid: int) -> int | None:
+    """When a process of this host began, in clock ticks since the boot (proc(5), stat, field 22).
+
+    None when there is none; 0 when that cannot be told.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        return int(text.rpartition(")")[2].split()[19])  # a name before it may hold anything
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
 def attempt_lives(attempt: Attempt, now_ms: int) -> bool:
     """Whether a save may still be under way: its process runs here, or its note is young."""
     if (attempt.host, attempt.boot, attempt.namespace) == here() and attempt.boot:
-        return Path(f"/proc/{attempt.pid}").exists()
+        ticks = began(attempt.pid)
+        return ticks is not None and (not ticks or not attempt.ticks or ticks == attempt.ticks)
     return now_ms - max(attempt.started_ms, attempt.beat_ms) < ATTEMPT_SECONDS * 1000
 
 
@@ -102,7 +119,8 @@ class Heartbeat:
         now = time.time_ns() // 1_000_000
         self._note = Attempt(
             step=step, nonce=nonce, host=host, boot=boot, pid=os.getpid(), namespace=namespace,
-            started_ms=now, beat_ms=now, session=session, references=tuple(references),
+            started_ms=now, ticks=began(os.getpid()) or 0, beat_ms=now, session=session,
+            references=tuple(references),
         )  # fmt: skip
         self._over = threading.Event()
         self._version = pool.put(self._key, self._note.encode()).version
@@ -177,5 +195,5 @@ def require_fence(pool: Pool, prefix: str, session: str) -> None:
         )
 
 
-__all__ = ["ATTEMPT_SECONDS", "Attempt", "Heartbeat", "attempt_lives", "fence_key", "here",
+__all__ = ["ATTEMPT_SECONDS", "Attempt", "Heartbeat", "attempt_lives", "began", "fence_key", "here",
            "require_fence", "take_fence"]  # fmt: skip

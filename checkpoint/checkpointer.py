@@ -132,7 +132,8 @@ class Checkpointer(Keeping):
         self.last_restore: RestoreReport | None = None
         self.counters = {"saves_skipped_total": 0, "stalls_over_limit_total": 0,
                          "overlap_without_optimizer_total": 0, "sliced_saves_total": 0,
-                         "saves_with_differing_values_total": 0}  # fmt: skip
+                         "saves_with_differing_values_total": 0,
+                         "retentions_postponed_total": 0}  # fmt: skip
         self._draining = Draining(self, drain_seconds) if not pool.read_only else None
         self._space = SpaceMaker(pool, self._steps, keep_last or 0, self.background)
         self._make_ready(example, prepare=prepare and keep_last is not None)
@@ -300,8 +301,7 @@ class Checkpointer(Keeping):
             self._earlier = Earlier()
             report = job.commit()
             self._note_differing(job.differing)
-            if self.reuse:
-                self._earlier = Earlier(step=report.step, known=job.next_known)
+            self._earlier = Earlier(step=report.step, known=job.next_known if self.reuse else {})
             committed.append(report)
             self._steps.committed(report.step)
             return report.with_stall(staged.result())
@@ -321,6 +321,8 @@ class Checkpointer(Keeping):
             if whole and self._ranks.leads:
                 self._steps.retain(committed[0].step, self.retention)
                 note_expiring(self._steps, committed[0].step, self.retention)
+            elif committed and self._ranks.leads and self.retention.keep_last is not None:
+                self._note_postponed(committed[0])
 
         guarded(finish, future)
         guarded(tidy, self._tidied)
@@ -330,6 +332,16 @@ class Checkpointer(Keeping):
         """The time since the save before says nothing of the next one's: "gentle" then takes its
         own pace, as for a first save."""
         self._saved_at = None
+
+    def _note_postponed(self, report: SaveReport) -> None:
+        """Older steps stay until a newer one has no debt (PROTOCOL 19): counted, logged once."""
+        if not self.counters["retentions_postponed_total"]:
+            _log.warning(
+                "older steps under %r are kept: step %d, or what it refers to, survives %d lost "
+                "devices, not %d. Bring devices back, or rebuild the pool; until then saves "
+                "take up space.", self.prefix, report.step, report.spare_columns, self.pool.parity,
+            )  # fmt: skip
+        self.counters["retentions_postponed_total"] += 1
 
     def _note_differing(self, paths: Sequence[str]) -> None:
         """Ranks that record different values under one name: counted, logged once."""

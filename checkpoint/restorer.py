@@ -94,6 +94,8 @@ def _try(
     tree: Any = None
     left: list[str] = []
     try:
+        if ranks.leads:
+            steps.settle(step)
         manifest = steps.manifest(step)
         tree = manifest.tree
         if ranks.world > 1:

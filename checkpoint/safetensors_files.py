@@ -84,6 +84,8 @@ def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
     body: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
     for entry in entries:
+        if entry.name == "__metadata__":
+            raise CheckpointError("a safetensors file cannot hold a tensor called '__metadata__'")
         body[entry.name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape),
                             "data_offsets": [at, at + entry.nbytes]}  # fmt: skip
         at += entry.nbytes
@@ -157,7 +159,14 @@ def _read_file(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         _require_contiguous([row[3:] for row in rows], size - 8 - length)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise CheckpointError(f"{path} is no safetensors file: {error}") from error
     mapped = np.memmap(path, np.uint8, mode="c") if size else np.empty(0, np.uint8)
     start = 8 + length
@@ -180,6 +189,9 @@ def _checked(name: str, entry: Mapping[str, Any]) -> tuple[torch.dtype, list[int
     dtype = DTYPES[entry["dtype"]]
     if min(shape, default=0) < 0 or not 0 <= low <= high:
         raise ValueError(f"{name!r} has a negative shape or range")
+    if prod(size or 1 for size in shape) >= 1 << 63:  # an empty one may say so
+        raise ValueError(f"{name!r} has a shape that is too large, {shape}")
+    name.encode()  # ValueError for half a surrogate pair
     if high - low != prod(shape) * dtype.itemsize:
         raise ValueError(f"{name!r} has {high - low} bytes for {shape} of {entry['dtype']}")
     return dtype, shape, low, high

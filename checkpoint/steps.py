@@ -82,6 +82,19 @@ class Steps:
                 else nothing_under(self.pool, self.prefix)
             ) from error
 
+    def settle(self, step: int) -> None:
+        """PROTOCOL 8: bring a manifest that is to be acted on to all its copies, where it can be.
+
+        One that a crash left with fewer would be gone with the devices that hold it, after it was
+        restored. With devices missing it may have to stay as it is.
+        """
+        key = manifest_key(self.prefix, step)
+        try:
+            if not self.pool.read_only and self.pool.stat(key).spare_columns < self.pool.parity:
+                self.pool.settle(key)
+        except (HpstoreError, OSError) as error:
+            _log.warning("the manifest of step %d has fewer copies than it should: %s", step, error)
+
     def facts(self, step: int) -> Manifest:
         """A step's manifest without items and tree, from memory when it was read before."""
         key = manifest_key(self.prefix, step)

@@ -23,6 +23,7 @@ from hpstore.errors import CheckpointError, CheckpointMismatch, IntegrityError
 
 _log = logging.getLogger(__name__)
 TAG = "$"
+MOST_BITS = 14_000  # of an int: Python reads and writes 4,300 digits
 MAX_DEPTH = 64
 _PARTS = {
     torch.sparse_coo: "x.coalesce().indices() and .values()",
@@ -105,6 +106,8 @@ def encode_tree(value: Tree, path: str, found: Collected, depth: int = 0) -> Jso
         return {TAG: "ndarray", "item": _array_item(value, path, found)}
     if isinstance(value, str) and not _is_unicode(value):
         raise CheckpointError(f"state {path!r} is text with half a surrogate pair")
+    if type(value) is int and value.bit_length() > MOST_BITS:
+        raise CheckpointError(f"state {path!r} is a number of {value.bit_length()} bits")
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value
     if type(value) is float:

@@ -458,6 +458,8 @@ def create_pool(
     path = Path(config).absolute()
     if path.exists():
         raise ConfigError(f"{path} exists; a pool is not made over another one's settings")
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"{path} cannot be written: {path.parent} is no directory, or read-only")
     if domains is not None and len(domains) != len(devices):
         raise ConfigError(f"{len(domains)} domains for {len(devices)} devices")
     urls = [os.fspath(d) if "://" in os.fspath(d) else os.path.abspath(d) for d in devices]

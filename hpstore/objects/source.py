@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import stat
 from typing import BinaryIO, Protocol
 
 import numpy as np
@@ -45,11 +46,16 @@ _EMPTY: Bytes = np.empty(0, np.uint8)
 
 
 class FileSource:
-    """A regular file, read by position; it must not change until the put returns."""
+    """A regular file, read by position, all of it, wherever it stands; it must not change until the
+    put returns. Raises TypeError for what has no bytes by position, such as a pipe.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file.fileno()
-        self.size = os.fstat(self._file).st_size
+        status = os.fstat(self._file)
+        if not stat.S_ISREG(status.st_mode):
+            raise TypeError("data is no regular file: read() it, and give its bytes")
+        self.size = status.st_size
 
     def view(self, start: int, end: int) -> Bytes | None:
         return None
@@ -68,7 +74,13 @@ def as_source(data: object) -> Source:
     if isinstance(data, io.BytesIO):
         return MemorySource(data.getbuffer())
     if hasattr(data, "fileno") and hasattr(data, "read"):
-        return FileSource(data)  # type: ignore[arg-type]  # duck-typed binary file
+        file = getattr(data, "file", data)  # of tempfile.NamedTemporaryFile
+        if not isinstance(file, io.RawIOBase | io.BufferedReader | io.BufferedRandom):
+            raise TypeError(
+                f"data is a {type(data).__name__}, whose bytes are not those of its file: open it "
+                "in mode 'rb', or give what read() returns"
+            )
+        return FileSource(file)  # type: ignore[arg-type]  # raw or buffered, as open() gives it
     return MemorySource(data)
 
 

@@ -13,7 +13,7 @@ import hpstore
 from hpstore.checkpoint import Checkpointer
 from hpstore.checkpoint.pruning import pruned
 from hpstore.checkpoint.tree import TAG, Decoding, decode_tree
-from hpstore.errors import CheckpointMismatch
+from hpstore.errors import CheckpointError, CheckpointMismatch
 
 Made = tuple[torch.nn.Module, torch.optim.Optimizer]
 
@@ -143,6 +143,16 @@ def test_a_complex_number_of_numpy_comes_back(pool: hpstore.Pool) -> None:
         assert state == {"v": 1 + 2j}
     old = {TAG: "complex", "v": ["np.float64(1.0)", "np.float64(nan)"]}
     assert repr(decode_tree(old, Decoding(tensor=lambda name: torch.empty(0)))) == "(1+nanj)"
+
+
+def test_a_number_that_cannot_be_written_is_named(pool: hpstore.Pool) -> None:
+    with Checkpointer(pool, "run") as ckpt:
+        with pytest.raises(CheckpointError, match="'a/b' is a number of 16610 bits"):
+            ckpt.save(1, {"a": {"b": 10**5000}})
+        ckpt.save(1, {"a": 10**4000}).result()
+        state = {"a": 0}
+        ckpt.restore(state)
+        assert state["a"] == 10**4000
 
 
 def test_what_belongs_to_no_parameter_stays_where_a_rank_takes_a_part() -> None:

@@ -370,7 +370,13 @@ def broken_safetensors() -> dict[str, bytes]:
         "dtype": changed(b"F32", b"F33"), "shape": changed(b"[4]", b"[5]"),
         "negative": changed(b"[4]", b"[-4]"), "overlap": changed(b"[16,24]", b"[12,20]"),
         "into": changed(b'[2],"data_offsets":[16,24]', b'[3],"data_offsets":[12,24]'),
-        "list": (2).to_bytes(8, "little") + b"[]",
+        "list": (2).to_bytes(8, "little") + b"[]", "infinite": changed(b"[4]", b"[Infinity]"),
+        "huge": changed(b"[4]", b"[%d]" % 10**30),
+        "deep": (9000).to_bytes(8, "little") + 9000 * b"[",
+        "empty and huge": (69).to_bytes(8, "little")
+        + b'{"a":{"dtype":"F32","shape":[0,%d,4],"data_offsets":[0,0]}}' % 2**62,
+        "surrogate": (59).to_bytes(8, "little")
+        + b'{"\\ud800":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}',
     }  # fmt: skip
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import os
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +90,31 @@ def test_a_file_can_be_put_without_loading_it(pool: hpstore.Pool, tmp_path: Path
         pool.put("k", file)
         assert pool.get("k") == data
         assert pool._store.buffers.budget.peak_bytes <= 32 * MIB
+
+
+def test_what_is_no_plain_file_is_refused(pool: hpstore.Pool, tmp_path: Path) -> None:
+    """A pipe would be stored as empty, a gzip.open() as what is compressed; temporary files are."""
+    (tmp_path / "file.gz").write_bytes(gzip.compress(b"text"))
+    read, write = os.pipe()
+    os.close(write)
+    with pool, gzip.open(tmp_path / "file.gz") as zipped, os.fdopen(read, "rb") as pipe:
+        for what in (zipped, pipe):
+            with pytest.raises(TypeError, match="read"):
+                pool.put("k", what)
+        assert pool.list() == []
+        with tempfile.NamedTemporaryFile() as named, tempfile.TemporaryFile(buffering=0) as plain:
+            for file in (named, plain):
+                file.write(b"data")
+                file.flush()
+                pool.put("k", file)
+                assert pool.get("k") == b"data"
+
+
+def test_a_pool_whose_settings_cannot_be_written_claims_nothing(tmp_path: Path) -> None:
+    places = [tmp_path / f"d{i}" for i in range(3)]
+    with pytest.raises(ConfigError, match="cannot be written"):
+        hpstore.create(places, data=2, parity=1, config=tmp_path / "nowhere" / "pool.toml")
+    hpstore.create(places, data=2, parity=1, config=tmp_path / "pool.toml").close()
 
 
 def test_memory_stays_within_the_budget(pool: hpstore.Pool) -> None:
