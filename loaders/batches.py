@@ -211,19 +211,17 @@ class Assembler:
         if slab is None or not slab.stride:
             self._read(stream, indices, np.arange(len(indices)), rows)
             return
-        slots = slab.resident(places)
-        there = slots >= 0
-        if there.all():
-            slab.gather(slots, places, rows)
-            self._counts.gathered_total += len(indices)
-            return
-        have, lack = np.flatnonzero(there), np.flatnonzero(~there)
-        if len(have):
-            part = np.empty((len(have), slab.stride), np.uint8)
-            slab.gather(slots[have], chosen(places, have), part)
-            rows[have] = part
+        with slab.resident(places) as slots:
+            have, lack = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
+            if not len(lack):
+                slab.gather(slots, places, rows)
+            elif len(have):
+                part = np.empty((len(have), slab.stride), np.uint8)
+                slab.gather(slots[have], chosen(places, have), part)
+                rows[have] = part
         self._counts.gathered_total += len(have)
-        self._read(stream, indices, lack, rows)
+        if len(lack):
+            self._read(stream, indices, lack, rows)
 
     def _read(self, stream: Stream, indices: Int64s, which: Int64s, rows: Bytes) -> None:
         assert stream.fixed is not None
@@ -249,15 +247,15 @@ class Assembler:
     ) -> Iterator[tuple[list[int], list[Bytes]]]:
         """Records of many sizes as views, of the slab where they are there, and their rows.
 
-        Views of records that are read are good until the next are asked for.
+        Views are good until the next are asked for.
         """
         slab, cached = self._slabs.get(stream.number), self._cached
         lack = np.arange(len(indices))
         if slab is not None:
-            slots = slab.resident(places)
-            have, lack, cached = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0), None
-            self._counts.gathered_total += len(have)
-            yield have.tolist(), slab.views(slots[have], chosen(places, have))
+            with slab.resident(places) as slots:
+                have, lack, cached = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0), None
+                self._counts.gathered_total += len(have)
+                yield have.tolist(), slab.views(slots[have], chosen(places, have))
         lengths = places.length[lack]
         for part, records in read_parts(self._data, stream, indices[lack], lengths, cached):
             yield lack[part].tolist(), records

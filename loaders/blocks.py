@@ -131,7 +131,10 @@ class BlockTable:
         return [(first, min(self._block_rows, rows - first)) for first in firsts]
 
     def _install(self, block: int, values: list[Table]) -> None:
-        """Keep a block in the slot that was filled longest ago."""
+        """Keep a block in the slot that was filled longest ago.
+
+        In this order: the child of a fork in its midst finds no block that is not there.
+        """
         if self._slot[block] >= 0:
             return  # another thread was faster
         if not self._tables:
@@ -141,9 +144,11 @@ class BlockTable:
             slot = block
         if self._holds[slot] >= 0:
             self._slot[self._holds[slot]] = -1
-        self._holds[slot], self._slot[block] = block, slot
+        self._holds[slot] = -1
         for table, found in zip(self._tables, values, strict=True):
             table[slot, : len(found)] = found
+        self._slot[block] = slot
+        self._holds[slot] = block
         if self._dense and self._holds.min() >= 0:
             self._all = [t.reshape(-1, *t.shape[2:]) for t in self._tables]
 

@@ -75,7 +75,7 @@ class Session:
         indices = piece.indices(self.order)
         ahead = len(indices)
         if self.order is not None:  # rows that pad an epoch are from its begin: not filled again
-            ahead = min(ahead, self.order.length - piece.start)
+            ahead = max(0, min(ahead, self.order.length - piece.start))
         made = self._batch(indices, ahead, lambda: self._urgent(piece))
         self.counts.make_seconds += time.perf_counter() - began
         return indices, made

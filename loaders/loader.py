@@ -164,6 +164,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self.skipped_batches_total = 0  # read again to get to a position: see docs/data.md
         self.wait_seconds = 0.0  # that next() waited for a batch
         self._engine: AnyEngine | None = None
+        self._engine_end: weakref.finalize[..., Any] | None = None
         self._ready: Run | None = None  # made ahead for the next epoch
         self._forget_runs()
 
@@ -285,8 +286,16 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 self._engine = Engine(
                     data, order, **options, direct=self._direct_access(), share=self._share()
                 )
-            weakref.finalize(self, self._engine.stop).atexit = False
+            self._let_engine_go()  # of a parent
+            self._engine_end = weakref.finalize(self, self._engine.stop)
+            self._engine_end.atexit = False
         return self._engine
+
+    def _let_engine_go(self) -> None:
+        """Nothing keeps the memory of an engine that was closed."""
+        if self._engine_end is not None:
+            self._engine_end.detach()
+            self._engine_end = None
 
     def _share(self) -> float:
         """The part of the data set's samples that this rank reads in an epoch."""
@@ -405,7 +414,15 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def __getstate__(self) -> dict[str, Any]:
         """For another process: what was asked for and where it stands, no threads, no memory."""
         state = self.__dict__.copy()
-        for name in ("_engine", "_ready", "_iterator", "finish", "_runs", "_threads"):
+        for name in (
+            "_engine",
+            "_engine_end",
+            "_ready",
+            "_iterator",
+            "finish",
+            "_runs",
+            "_threads",
+        ):
             state[name] = None
         if isinstance(self.cache, Cache):
             state["cache"] = None
@@ -444,6 +461,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
+        self._let_engine_go()
 
 
 __all__ = ["DataLoader"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 
 from hpstore.closing import Closing
+from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError
 from hpstore.loaders.batches import Batch, BatchValue, Counts, Ragged, samples_of
 from hpstore.loaders.cache import Cache
@@ -191,7 +193,7 @@ def _merged(count: int, parts: Sequence[tuple[Indices, BatchValue]]) -> BatchVal
         out = torch.empty((count, *first.shape[1:]), dtype=first.dtype)
         for rows, value in parts:
             assert isinstance(value, torch.Tensor)
-            out[torch.from_numpy(rows)] = value
+            _bytes_of(out)[rows] = _bytes_of(value)  # torch has no index_put for unsigned integers
         return out
     by_row: dict[int, Any] = {}
     for rows, value in parts:
@@ -201,6 +203,13 @@ def _merged(count: int, parts: Sequence[tuple[Indices, BatchValue]]) -> BatchVal
         return values
     lengths = torch.tensor([0, *(len(value) for value in values)])
     return Ragged(torch.cat(values), lengths.cumsum(0))
+
+
+def _bytes_of(tensor: torch.Tensor) -> Bytes:
+    """Its rows as bytes, (n, bytes of a row), over the same memory."""
+    flat = tensor.contiguous().reshape(len(tensor), math.prod(tensor.shape[1:]))
+    raw: Bytes = flat.view(torch.uint8).numpy()
+    return raw
 
 
 def fingerprints(data: Mixture | Dataset) -> tuple[str, ...]:

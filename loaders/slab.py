@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -52,6 +53,7 @@ class Slab:
         self._failed = np.zeros(count, bool)
         self._free = list(range(self.capacity))[::-1]  # the first one is taken first
         self._fresh = np.ones(self.capacity, bool)  # slots that were never used
+        self._held = np.zeros(count, np.int64)  # of each page, by how many it is copied from
         self._expiry: dict[int, int] = {}  # page that is there or being read -> when it may go
         self._kept = 0  # pages that are there and stay
         self._now = 0
@@ -111,7 +113,7 @@ class Slab:
         return None
 
     def _give_up(self) -> None:
-        gone = [p for p, expire in self._expiry.items() if expire <= self._now]
+        gone = [p for p, e in self._expiry.items() if e <= self._now and not self._held[p]]
         for page in gone:
             if self._slot[page] >= 0:  # else it is being read
                 self._free.append(int(self._slot[page]))
@@ -205,8 +207,29 @@ class Slab:
                 or bool(((self._slot[pages] >= 0) | self._failed[pages]).all())
             )  # fmt: skip
 
-    def resident(self, places: Locations) -> Int64s:
-        """The slot of each record's page, -1 where it is not in memory."""
+    @contextmanager
+    def resident(self, places: Locations) -> Iterator[Int64s]:
+        """The slot of each record's page, -1 where it is not in memory.
+
+        Inside none of them is given up: a batch that is made long ahead may find a page there of an
+        earlier window, which goes before the batch is handed out.
+        """
+        if self.capacity == len(self._slot):  # there is room for all: none ever goes
+            yield self._slots_of(places)
+            return
+        with self._moved:
+            slots = self._slots_of(places)
+            pages = np.unique(places.page[slots >= 0])
+            self._held[pages] += 1
+        try:
+            yield slots
+        finally:
+            with self._moved:
+                self._held[pages] -= 1
+                if any(self._expiry.get(page, NEVER) <= self._now for page in pages.tolist()):
+                    self._room_made.notify_all()
+
+    def _slots_of(self, places: Locations) -> Int64s:
         return np.where(places.page >= 0, self._slot[places.page], -1)
 
     def rows_of(self, indices: Int64s) -> Int64s | None:
@@ -251,7 +274,7 @@ class Slab:
         np.take(self._rows, rows, axis=0, out=out, mode="clip")
 
     def views(self, slots: Int64s, places: Locations) -> list[Bytes]:
-        """Records whose pages are there, as views of the slab; copy them before they expire."""
+        """Records whose pages are there, as views of the slab; for use inside resident()."""
         starts = slots * self._page_bytes + places.start % self._stream.unit_bytes
         ends = starts + places.length
         memory = self._memory
