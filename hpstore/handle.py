@@ -179,6 +179,8 @@ class PoolHandle(Closing):
             with self._exchange:
                 sitting_out = store.view.sitting_out & wanted
                 store.view = View(record=record, devices=devices, sitting_out=sitting_out)
+            if devices.keys() != view.devices.keys() or record.generation != view.record.generation:
+                self._repairs.rest_no_more()
             for device_id in view.devices.keys() - kept.keys() - quiet.keys():
                 store.scheduler.forget(device_id, view.devices[device_id].close)
 
@@ -302,12 +304,16 @@ class PoolHandle(Closing):
                 self._wake.wait(0.2)
                 self._wake.clear()
                 continue
+            good = False
             try:
                 repair_object(self._store, key, verify=True)
                 self._store.metrics.count("read_repair_total")
+                good = True
             except (HpstoreError, OSError) as error:
                 self._store.metrics.count("read_repair_error_total")
-                _log.warning("repair of %r after a damaged read failed: %s", key, error)
+                _log.warning("repair of %r failed, it is tried again later: %s", key, error)
+            finally:
+                self._repairs.done(key, good=good)
 
     @contextmanager
     def _change(self) -> Iterator[None]:

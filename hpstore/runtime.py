@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 
 from hpstore.budget import ByteBudget
 from hpstore.buffers import BufferPool
@@ -58,19 +60,29 @@ def renew_after_fork(store: Store) -> None:
 
 
 class RepairQueue:
-    """Keys that a read found damaged, repaired by one background thread; bounded."""
+    """Keys that a read found damaged, repaired by one background thread; bounded.
+
+    A key that is being repaired is not queued again: the repair reads all of it, and meets the same
+    damage. One whose repair failed rests, twice as long each time.
+    """
 
     LIMIT = 1024
+    REST_SECONDS, MOST_SECONDS = 60.0, 3600.0
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
         self._keys: dict[str, None] = {}
-        self.lock = threading.Lock()  # guards _keys and dropped
+        self._busy: str | None = None
+        self._failed: dict[str, tuple[float, float]] = {}  # key -> when it may be tried, its rest
+        self.lock = threading.Lock()  # guards all of these
         self.dropped = 0
 
     def add(self, key: str) -> bool:
-        """Remember a key; False when it is known already or the queue is full."""
+        """Remember a key; False when it is known already, rests, or the queue is full."""
         with self.lock:
-            if key in self._keys:
+            if key in self._keys or key == self._busy:
+                return False
+            if key in self._failed and self._now() < self._failed[key][0]:
                 return False
             if len(self._keys) >= self.LIMIT:
                 self.dropped += 1  # a scrub finds it
@@ -79,12 +91,28 @@ class RepairQueue:
             return True
 
     def take(self) -> str | None:
-        """The oldest key, or None."""
+        """The oldest key, or None. To be followed by done()."""
         with self.lock:
-            key = next(iter(self._keys), None)
+            key = self._busy = next(iter(self._keys), None)
             if key is not None:
                 del self._keys[key]
             return key
+
+    def done(self, key: str, *, good: bool) -> None:
+        """Its repair has ended."""
+        with self.lock:
+            self._busy = None
+            _, rest = self._failed.pop(key, (0.0, self.REST_SECONDS / 2))
+            if not good:
+                rest = min(2 * rest, self.MOST_SECONDS)
+                self._failed[key] = (self._now() + rest, rest)
+                while len(self._failed) > self.LIMIT:
+                    del self._failed[next(iter(self._failed))]
+
+    def rest_no_more(self) -> None:
+        """Devices have come or gone: what failed may work now."""
+        with self.lock:
+            self._failed.clear()
 
 
 __all__ = ["RepairQueue", "make_scheduler", "make_store", "renew_after_fork"]
