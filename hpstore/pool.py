@@ -246,7 +246,8 @@ class Pool(TendedPool):
         """Keys that begin with `prefix`, sorted; also those that cannot be read just now.
 
         With more than m devices away, keys may be there unseen: with `certain` that raises
-        TooFewDevices. Ask for it before anything is done because a key is not listed.
+        TooFewDevices. Ask for it before anything is done because a key is not listed. Raises
+        InvalidKey for a prefix that no key can have.
         """
         self._usable()
         found = walk(self._store, prefix)
@@ -346,10 +347,11 @@ class Pool(TendedPool):
     def add_device(self, url: str, domain: str | None = None, *, force: bool = False) -> str:
         """Make an unused place a member; returns its device id. New objects use it at once."""
         self._writable()
+        url = same_form(url)
         with self._change():
             fresh, before = self._open_place(url), self.config
             try:
-                self._set_places({*map(same_form, before.devices), same_form(url)})
+                self._set_places({*map(same_form, before.devices), url})
                 # the settings first: a crash after the record is written must find the device
                 member = changes.add_member(self._store, fresh, url, domain, force=force)
             except HpstoreError:

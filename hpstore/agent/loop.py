@@ -23,7 +23,7 @@ from hpstore.agent.memory import load_memory, save_memory
 from hpstore.agent.orders import read_orders
 from hpstore.agent.pace import scrub_rate
 from hpstore.agent.settings import AgentConfig
-from hpstore.agent.status import AgentStatus, make_status, publish
+from hpstore.agent.status import AgentStatus, make_status, publish, withdraw
 from hpstore.agent.watch import MonitorWatch, Watch
 from hpstore.closing import Closing
 from hpstore.errors import HpstoreError, MembershipError
@@ -366,6 +366,8 @@ class Agent(Closing):
         self._closed = True
         self.jobs.close()
         self.watch.close()
+        if not self.dry_run:
+            withdraw(self.run_directory)
         self._stack.close()
 
 

@@ -163,6 +163,11 @@ def publish(directory: Path, status: AgentStatus) -> None:
     temporary.replace(path)
 
 
+def withdraw(directory: Path) -> None:
+    """Nobody is to wait for an agent that has ended."""
+    (directory / STATUS_FILE).unlink(missing_ok=True)
+
+
 def read_status(directory: Path, now_ms: int) -> dict[str, object] | None:
     """What an agent of this node has left lately, as JSON; None when no agent runs."""
     try:
@@ -175,4 +180,4 @@ def read_status(directory: Path, now_ms: int) -> dict[str, object] | None:
 
 
 __all__ = ["STALE_SECONDS", "STATUS_FILE", "AgentStatus", "DeviceView", "make_status", "publish",
-           "read_status"]  # fmt: skip
+           "read_status", "withdraw"]  # fmt: skip

@@ -24,11 +24,6 @@ def main() -> None:
     except HpstoreError as error:
         sys.stderr.write(f"hpstore: {type(error).__name__}: {error}\n")
         sys.exit(error.exit_code)
-    except BrokenPipeError:
-        sys.exit(0)
-    except KeyboardInterrupt:
-        sys.stderr.write("hpstore: interrupted; what was acknowledged is safe, run it again\n")
-        sys.exit(130)
     except OSError as error:
         sys.stderr.write(f"hpstore: {error}\n")
         sys.exit(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
 import sys
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import hpstore
-from hpstore.cli.output import emit_json, table
+from hpstore.cli.output import emit_json, json_text, table
 from hpstore.config import PoolConfig, find_config
 from hpstore.errors import MembershipError
 from hpstore.health.overrides import Command
@@ -87,7 +86,7 @@ def _settings(config: PoolConfig, *, once: bool, dry_run: bool) -> AgentConfig:
 
 def emit_line(status: AgentStatus) -> None:
     """A status in one line, for a program that reads along."""
-    sys.stdout.write(json.dumps(status.as_dict(), default=str) + "\n")
+    sys.stdout.write(json_text(status.as_dict()) + "\n")
     sys.stdout.flush()
 
 

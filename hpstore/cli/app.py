@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import hpstore
 from hpstore.cli import agent, bench, durability, gpu
@@ -33,7 +35,25 @@ from hpstore.rebalance import SPREAD
 from hpstore.rebuild import RebuildReport
 from hpstore.units import MIB, format_bytes, parse_bytes
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+
+class _Commands(TyperGroup):
+    """All commands. How a broken pipe and an interrupt end is said here: typer has its own way."""
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # click's Context
+        try:
+            found = super().invoke(ctx)
+            sys.stdout.flush()
+        except KeyboardInterrupt:
+            sys.stderr.write("hpstore: interrupted; what was acknowledged is safe, run it again\n")
+            raise typer.Exit(130) from None
+        except BrokenPipeError:  # the reader has what it wanted
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
+            raise typer.Exit(0) from None
+        return found
+
+
+app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False,
+                  pretty_exceptions_enable=False,
                   help="Erasure-coded storage for training: data in, checkpoints out.")  # fmt: skip
 app.command("agent")(agent.run)
 app.command("bench")(bench.run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpstore.cli.output import emit_json
+from hpstore.cli.output import emit_json, json_text
 from hpstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -71,6 +70,8 @@ def run(
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:
         raise ConfigError(f"no benchmark is called {unknown[0]!r}; there are {list(BENCHMARKS)}")
+    if json_file not in ("", "-") and not Path(json_file).absolute().parent.is_dir():
+        raise ConfigError(f"results cannot be written: {Path(json_file).parent} is no directory")
     told = Options(
         directory=directory.absolute() if directory else None,
         size_bytes=0,
@@ -101,7 +102,7 @@ def measured(todo: Mapping[str, Options], json_file: str) -> dict[str, object]:
 
     def write() -> None:
         if json_file not in ("", "-"):
-            Path(json_file).write_text(json.dumps(results, indent=1) + "\n")
+            Path(json_file).write_text(json_text(results, indent=1) + "\n")
 
     def keep(name: str, found: dict[str, object]) -> None:
         results[name] = {**found, "unfinished": True}

@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.tree import Tree
 
@@ -17,6 +16,7 @@ from hpstore.checkpoint.items import by_name
 from hpstore.checkpoint.manifest import Manifest
 from hpstore.checkpoint.outline import leaves, subtree
 from hpstore.checkpoint.streaming import tensor_bytes
+from hpstore.cli.output import StdoutConsole
 from hpstore.units import format_bytes
 
 
@@ -125,7 +125,7 @@ def show_tree(found: Description) -> None:
     for path, text in found.values.items():
         where, _, name = path.rpartition("/")
         _branch(branches, where).add(f"{escape(name)} = {escape(text)}")
-    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(root)
+    StdoutConsole(width=None if sys.stdout.isatty() else 160, highlight=False).print(root)
     sys.stdout.write(_summary_text(found))
 
 

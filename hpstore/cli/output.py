@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -48,9 +49,31 @@ class SampleCount(Protocol):
     def bytes(self) -> int: ...
 
 
+def json_text(value: object, *, indent: int | None = None) -> str:
+    """One JSON document. JSON has no NaN and no infinity: they become null."""
+    return json.dumps(_finite(value), indent=indent, default=str, allow_nan=False)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(child) for child in value]
+    return value
+
+
 def emit_json(value: object) -> None:
     """One JSON document on standard output."""
-    sys.stdout.write(json.dumps(value, indent=1, default=str) + "\n")
+    sys.stdout.write(json_text(value, indent=1) + "\n")
+
+
+class StdoutConsole(Console):
+    """Of standard output; a pipe that nobody reads is for main() to judge."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -60,7 +83,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
         made.add_column(column, overflow="fold")
     for row in rows:
         made.add_row(*(str(value) for value in row))
-    Console(width=None if sys.stdout.isatty() else 160).print(made)
+    StdoutConsole(width=None if sys.stdout.isatty() else 160).print(made)
 
 
 @contextmanager
@@ -212,6 +235,6 @@ def show_rebalance(report: RebalanceReport) -> None:
         sys.stdout.write(f"NOT MOVED {key}: {reason}\n")
 
 
-__all__ = ["UNMENDED_EXIT_CODE", "SampleCount", "byte_progress", "emit_json", "object_progress",
-           "output_file", "sample_progress", "show_rebalance", "show_report", "show_status",
-           "table"]  # fmt: skip
+__all__ = ["UNMENDED_EXIT_CODE", "SampleCount", "StdoutConsole", "byte_progress", "emit_json",
+           "json_text", "object_progress", "output_file", "sample_progress", "show_rebalance",
+           "show_report", "show_status", "table"]  # fmt: skip

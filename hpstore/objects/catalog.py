@@ -8,7 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hpstore.devices.base import Device
-from hpstore.keys import OBJECTS, Kind, is_component, object_directory, parse_column_name, unescape
+from hpstore.keys import (
+    OBJECTS,
+    Kind,
+    check_key,
+    is_component,
+    object_directory,
+    parse_column_name,
+    unescape,
+)
 from hpstore.objects.store import Store
 from hpstore.objects.survey import Found, Layout, Survey, newest_by_name
 
@@ -27,6 +35,9 @@ class Catalog:
 def walk(store: Store, prefix: str = "") -> Catalog:
     """List all keys that begin with `prefix`, with their files on every device."""
 
+    parent = prefix.rpartition("/")[0]
+    if parent:  # what is looked into, by name: ".." would lead out
+        check_key(parent)
     devices = store.view.devices
     answers = store.each(devices, store.generation_on)  # so that a hung one costs its deadline only
     silent = {d for d, answer in answers.items() if isinstance(answer, Exception)}

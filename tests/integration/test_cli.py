@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +19,7 @@ from typer.testing import CliRunner
 
 from hpstore import errors
 from hpstore.cli import app
+from hpstore.cli.output import json_text
 
 
 class Cli:
@@ -131,3 +136,69 @@ def test_every_command_has_help_with_an_example() -> None:
         shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"})
         assert shown.exit_code == 0
         assert f"hpstore {name}" in shown.output
+
+
+@pytest.mark.parametrize("prefix", ["../", "../../", "a/../", "a//", "/a/"])
+def test_a_prefix_leads_to_nothing_but_keys(cli: Cli, prefix: str) -> None:
+    """Not to files of another device, or out of the pool."""
+    assert not cli.json("ls", cli.pool, "a")
+    assert "InvalidKey" in cli("ls", cli.pool, prefix, code=errors.InvalidKey.exit_code)
+    assert "InvalidKey" in cli(
+        "scrub", cli.pool, "--prefix", prefix, code=errors.InvalidKey.exit_code
+    )
+
+
+def test_a_device_that_was_added_by_a_relative_path_is_known_by_its_place(
+    cli: Cli, tmp_path: Path
+) -> None:
+    """Also when it is gone, and nobody can ask where it was."""
+    cli("add", cli.pool, "disk6")
+    (tmp_path / "disk6").rename(tmp_path / "away")
+    assert "is evicted" in cli("evict", cli.pool, tmp_path / "disk6")
+
+
+def test_numbers_that_json_lacks_are_null() -> None:
+    found = json_text({"a": math.nan, "b": [1.5, -math.inf, (math.inf,)], "c": Path("x")})
+    assert json.loads(found) == {"a": None, "b": [1.5, None, [None]], "c": "x"}
+    assert "NaN" not in found
+
+
+def started(cli: Cli, *words: object, **streams: Any) -> subprocess.Popen[str]:
+    root = Path(__file__).resolve().parents[2]
+    return subprocess.Popen(
+        [sys.executable, "-c", "from hpstore.cli import main; main()", *map(str, words)],
+        cwd=cli.tmp_path, env={**os.environ, "PYTHONPATH": str(root), "HOME": str(cli.tmp_path)},
+        text=True, stderr=subprocess.PIPE, **streams,
+    )  # fmt: skip
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(cli: Cli) -> None:
+    """Such as `hpstore ls | head -1` with `set -o pipefail`."""
+    read, write = os.pipe()
+    os.close(read)
+    ended = started(cli, "status", cli.pool, stdout=write)
+    os.close(write)
+    assert ended.communicate(timeout=60)[1] == ""
+    assert ended.returncode == 0
+
+
+def test_an_interrupt_says_what_is_safe(cli: Cli) -> None:
+    ended = started(cli, "status", cli.pool, "--watch", stdout=subprocess.PIPE)
+    assert ended.stdout is not None
+    assert ended.stdout.readline()
+    ended.send_signal(signal.SIGINT)
+    assert "interrupted; what was acknowledged is safe" in ended.communicate(timeout=60)[1]
+    assert ended.returncode == 130
+
+
+def test_an_agent_that_has_ended_keeps_nobody_waiting(cli: Cli, tmp_path: Path) -> None:
+    """A round by cron, then an order: there is no agent to come to it now."""
+    cli("agent", cli.pool, "--once")
+    began = time.monotonic()
+    assert "no agent runs here now" in cli("sit-out", cli.pool, tmp_path / "disk0")
+    assert time.monotonic() - began < 10
+
+
+def test_results_that_cannot_be_written_are_refused_before_the_work(cli: Cli) -> None:
+    said = cli("bench", "erasure", "--json", "nowhere/x.json", code=errors.ConfigError.exit_code)
+    assert "nowhere is no directory" in said
