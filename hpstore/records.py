@@ -13,7 +13,7 @@ from enum import StrEnum
 from functools import lru_cache
 
 from hpstore.checksum import digest128
-from hpstore.errors import FormatTooNew, IntegrityError
+from hpstore.errors import ConfigError, FormatTooNew, IntegrityError
 from hpstore.keys import Version, check_key
 
 FORMAT = 1
@@ -27,7 +27,11 @@ Json = dict[str, object]
 def seal(body: Json) -> bytes:
     """JSON with its digest."""
     text = json.dumps(body, sort_keys=True, ensure_ascii=False)
-    digest = digest128(text.encode()).hex()
+    try:
+        digest = digest128(text.encode()).hex()
+    except UnicodeEncodeError as error:
+        near = text[max(0, error.start - 40) : error.end + 10]
+        raise ConfigError(f"{near!r} is no text that can be recorded: {error.reason}") from error
     return json.dumps({**body, "digest": digest}, sort_keys=True, ensure_ascii=False,
                       indent=1).encode()  # fmt: skip
 

@@ -31,12 +31,12 @@ from hpstore.loaders.filling import (
     stripes_kept,
 )
 from hpstore.loaders.gpu import Cuda, Gpu
-from hpstore.loaders.order import Order
+from hpstore.loaders.order import Order, SubsetOrder
 from hpstore.loaders.progress import Piece
 from hpstore.loaders.slab import Slab
 from hpstore.loaders.slots import Slots
 from hpstore.loaders.stream import Stream
-from hpstore.loaders.windows import windows_of
+from hpstore.loaders.windows import WindowOrder, subset_stripes, windows_of
 from hpstore.units import KIB, MIB, parse_bytes
 
 if TYPE_CHECKING:
@@ -167,10 +167,24 @@ class Engine(Closing):
             self.cached = CachedReads(cache, data, batch_rows=batch_rows)
         elif needed <= cache_bytes:
             self.mode = "resident"
-        elif windows_of(order) is not None and share >= worth_reading(_record_bytes(self._paged)):
+        elif self._windows() is not None and share >= worth_reading(_record_bytes(self._paged)):
             self.mode = "window"
         else:
             self.mode = "records"
+
+    def _windows(self) -> WindowOrder | None:
+        """The windows of the order, when they are of this data set's stripes: pages of others would
+        be waited for that nobody loads."""
+        windows = windows_of(self.order)
+        if windows is None:
+            return None
+        stripes = self._data.stripes()
+        if isinstance(self.order, SubsetOrder):
+            if (np.diff(self.order.mapping) < 0).any():
+                return None
+            stripes = subset_stripes(stripes, self.order.mapping)
+        same = np.array_equal(np.diff(stripes), windows.samples_by_stripe)
+        return windows if same else None
 
     def expect(self, batches: int) -> None:
         """So many are made ahead or held at a time by a user who keeps none."""
@@ -178,7 +192,7 @@ class Engine(Closing):
 
     def start(self, epoch: int, position: int) -> Session:
         """Get ready for the pieces from a position on. leave() the session when it is over."""
-        data, order, windows = self._data, self.order, windows_of(self.order)
+        data, order, windows = self._data, self.order, self._windows()
         fresh = self.mode == "resident" and self._filler is None
         ordered = windows is not None and (fresh or self.mode == "window")
         hurried = range(0)

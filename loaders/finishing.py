@@ -27,10 +27,11 @@ _DOMAIN = 0x68707374  # keeps generators for transforms apart from those of orde
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A finished batch, None when nothing is left of it, and how many samples were skipped."""
+    """A finished batch, `empty` when nothing is left of it, and how many samples were skipped."""
 
     batch: Any
     skipped: int
+    empty: bool = False
 
 
 # Any below: batches are whatever the user's functions return
@@ -61,6 +62,12 @@ class Finish:
 
     def make(self, session: AnySession, piece: Piece) -> Made:
         """Read and finish a piece."""
+        try:
+            return self._make(session, piece)
+        except StopIteration as error:  # it would end the epoch (PEP 479)
+            raise RuntimeError("a function given to the loader raised StopIteration") from error
+
+    def _make(self, session: AnySession, piece: Piece) -> Made:
         rows: Sequence[int] | None = None
         skipped = 0
         try:
@@ -70,7 +77,7 @@ class Finish:
             rows = self._readable(session, piece, indices)
             skipped = len(indices) - len(rows)
             if not rows:
-                return Made(None, skipped)
+                return Made(None, skipped, empty=True)
             indices = indices[list(rows)]
             batch = session.batch(indices)
         made: Any = batch
@@ -138,12 +145,9 @@ class Finish:
         return good
 
     def hand_out(self, made: Made) -> Any:
-        """On the user's thread: what was sent to a device is ordered before what the user does.
-
-        None when all samples were skipped.
-        """
+        """On the user's thread: what was sent to a device is ordered before what the user does."""
         self.skipped_total += made.skipped
-        self.batches_total += made.batch is not None
+        self.batches_total += not made.empty
         return made.batch.wait() if isinstance(made.batch, Arriving) else made.batch
 
 

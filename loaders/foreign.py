@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections import deque
@@ -52,10 +53,11 @@ class ForeignIterator:
         self._epoch, self._number = epoch, position
         self._over = False
         self._asked = loader.positions.asked if loader.positions is not None else None
-        try:
-            self._length: int | None = len(loader)
-        except TypeError:  # an iterable data set that does not tell
-            self._length = None
+        self._length: int | None = None
+        iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
+        if not (iterable and loader.num_workers):  # each worker of theirs ends with a smaller batch
+            with contextlib.suppress(TypeError):  # an iterable data set that does not tell
+                self._length = len(loader)
         if self._asked is None and position:
             # an IterableDataset or a sampler of the user's: what was handed out is read again
             for _ in itertools.islice(found, position):

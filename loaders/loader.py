@@ -122,9 +122,23 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             "pin_memory_device": pin_memory_device, "batch_size": batch_size,
             "drop_last": drop_last,
         }  # fmt: skip
+        if self._native is None:
+            self._refuse_for_foreign(type(dataset).__name__)
         self._collate_given = collate_fn  # torch puts its own in the place of None
         self.finish = self._make_finish()
         self._start_torch(dataset, sampler, batch_sampler, options)
+
+    def _refuse_for_foreign(self, kind: str) -> None:
+        given = {"transform": self.transform, "batch_transform": self.batch_transform,
+                 "device": self.device}  # fmt: skip
+        names = [name for name, value in given.items() if value is not None]
+        names += ["on_error"] if self.on_error == "skip" else []
+        if names:
+            raise ConfigError(
+                f"{', '.join(names)}: for data sets of hpstore alone. This is a "
+                f"{kind}, which torch's own workers read: do that in its "
+                "__getitem__, in collate_fn, or in the training loop."
+            )
 
     def _make_finish(self) -> Finish:
         return Finish(

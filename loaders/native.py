@@ -184,6 +184,11 @@ class Run:
         return taken
 
     @property
+    def cut_short(self) -> bool:
+        """As Pipeline.cut_short."""
+        return self._pipeline.cut_short
+
+    @property
     def ready(self) -> int:
         """As Pipeline.ready."""
         return self._pipeline.ready
@@ -263,6 +268,11 @@ class NativeIterator:
                     "the loader was closed, and with it this iterator: the epoch is not over. To "
                     "go on there, load state_dict() and iterate anew."
                 )
+            if run is not None and run.cut_short:
+                raise RuntimeError(
+                    "the loader was interrupted while it looked ahead: the epoch is not over. To "
+                    "go on where it stands, load state_dict() and iterate anew."
+                )
             piece = run.peek() if run is not None else None
             if run is None or piece is None or piece.epoch != self._epoch:
                 self._end(run, more=piece is not None)
@@ -276,7 +286,7 @@ class NativeIterator:
             self._loader.wait_seconds = self._waited + run.wait_seconds
             self._loader.moved(piece.after)
             batch = self._loader.finish.hand_out(made)
-            if batch is not None:  # else all of its samples were skipped
+            if not made.empty:  # else all of its samples were skipped
                 return batch
 
     def _end(self, run: Run | None, *, more: bool) -> None:

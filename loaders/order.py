@@ -155,12 +155,12 @@ class SubsetOrder:
             raise ConfigError(
                 f"a subset with indices {mapping.min()} .. {mapping.max()} of {samples} samples"
             )
-        self.inner, self._mapping = order, mapping
+        self.inner, self.mapping = order, mapping
         self._digest = digest(mapping)
 
     def indices(self, epoch: int, start: int, stop: int) -> Indices:
         """See Order."""
-        return self._mapping[self.inner.indices(epoch, start, stop)]
+        return self.mapping[self.inner.indices(epoch, start, stop)]
 
     def describe(self) -> dict[str, object]:
         """See Order."""

@@ -69,6 +69,7 @@ class Pipeline(Closing, Generic[T]):
     ) -> None:
         self._todo, self._depth = todo, max(1, depth)
         self._low = self._depth - max(1, self._depth // 4)  # it is filled up from here
+        self._interrupted = False  # in the midst of `todo`
         self._flying: deque[_Job[T]] = deque()
         self._jobs: _Jobs[T] = queue.SimpleQueue()
         self._held: deque[_Job[T]] = deque()  # until the first one is made
@@ -101,6 +102,11 @@ class Pipeline(Closing, Generic[T]):
         return self._flying[0].piece if self._flying else None
 
     @property
+    def cut_short(self) -> bool:
+        """Whether nothing comes next because an interrupt ended the order of pieces."""
+        return self._interrupted and not self._flying
+
+    @property
     def ready(self) -> int:
         """How many batches can be taken at once, without waiting for one."""
         return sum(1 for _ in itertools.takewhile(lambda job: job.done, tuple(self._flying)))
@@ -125,16 +131,20 @@ class Pipeline(Closing, Generic[T]):
                 self.wait_seconds += time.perf_counter() - began
         if job.error is not None:
             raise job.error
+        self._top_up(taken=1)  # first: an interrupt in it loses no batch
         self._flying.popleft()
-        self._top_up()
         _hand_out(self._held, self._jobs)
         return job.piece, cast(T, job.made)
 
-    def _top_up(self) -> None:
-        if len(self._flying) > self._low:
+    def _top_up(self, taken: int = 0) -> None:
+        if len(self._flying) - taken > self._low:
             return
-        while len(self._flying) < self._depth:
-            piece = next(self._todo, None)
+        while len(self._flying) - taken < self._depth and not self._interrupted:
+            try:
+                piece = next(self._todo, None)
+            except BaseException:  # a generator is over then, and does not tell
+                self._interrupted = True
+                raise
             if piece is None:
                 return
             job = _Job[T](piece)

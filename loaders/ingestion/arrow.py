@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +202,8 @@ def _fixed_lists(arrow: Any, field: Any) -> tuple[Field, Convert]:
         raise ConfigError(f"column {field.name!r} is {field.type}, which no field can hold")
 
     def rows(column: Any) -> Sequence[object]:
+        if column.null_count:  # its place in the flat values is empty, or filled with anything
+            raise _NullInside
         values = np.asarray(convert(column.flatten()))
         return values.reshape(len(column), size, *inner.inner_shape)  # type: ignore[return-value]
 
@@ -221,10 +223,11 @@ class _NullInside(ValueError):
 
 def _ragged(column: Any, convert: Convert) -> Sequence[object]:
     """Views of the flat values, one a row."""
+    if column.null_count:
+        raise _NullInside
     values = np.asarray(convert(column.flatten()))
     ends = np.cumsum(column.value_lengths().to_numpy(zero_copy_only=False))
-    starts = chain([0], ends[:-1])
-    return [values[a:b] for a, b in zip(starts, ends, strict=True)]
+    return [values[a:b] for a, b in pairwise([0, *ends.tolist()])]
 
 
 def _samples(

@@ -19,7 +19,13 @@ import numpy as np
 from hpstore.errors import ConfigError, IngestError
 from hpstore.loaders.fields import Field
 from hpstore.loaders.ingestion.image_checks import image_problem
-from hpstore.loaders.ingestion.source import IndexedSource, Item, digest_of, in_order
+from hpstore.loaders.ingestion.source import (
+    IndexedSource,
+    Item,
+    digest_of,
+    in_order,
+    printable,
+)
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 MAX_DEPTH = 64
@@ -40,13 +46,13 @@ class ImageFolder(IndexedSource):
         self, root: str | os.PathLike[str], *, extensions: Iterable[str] = EXTENSIONS,
         check: bool = True,
     ) -> None:  # fmt: skip
-        self.where = str(root)
+        self.where = printable(str(root))
         self._root, self._check = Path(root), check
         self._extensions = frozenset(e.lower() for e in extensions)
         if not self._root.is_dir():
             raise ConfigError(f"{self.where} is not a folder of images")
         top = sorted(entry.name for entry in _entries(self._root) if entry.is_dir())
-        self.classes = top
+        self.classes = [printable(name) for name in top]
         self._paths: list[str] = []
         labels: list[int] = []
         facts: list[tuple[int, int]] = []
@@ -105,7 +111,7 @@ class ImageFolder(IndexedSource):
         return digest_of([self.kind, self.classes, *facts])
 
     def name_of(self, index: int) -> str:
-        return self._paths[index]
+        return printable(self._paths[index])
 
     def bytes_of(self, index: int) -> int:
         return int(self._sizes[index])
@@ -139,11 +145,12 @@ class ImageFolder(IndexedSource):
         sample: dict[str, object] = {"image": data}
         if self.classes:
             sample["label"] = int(self._labels[index])
+        name = printable(name)
         return Item(name=name, origin=index, sample=None if problem else sample, problem=problem)
 
     def _unreadable(self, index: int, error: OSError) -> Item:
         reason = f"it cannot be read: {error.strerror or error}"
-        return Item(name=self._paths[index], origin=index, problem=reason)
+        return Item(name=self.name_of(index), origin=index, problem=reason)
 
 
 class FileLoop:

@@ -63,6 +63,11 @@ class Source(ABC):
         del names
 
 
+def printable(name: str) -> str:
+    """The name of a file as text that can be recorded: bytes that are no UTF-8 with backslashes."""
+    return name.encode(errors="backslashreplace").decode()
+
+
 class IndexedSource(Source):
     """A source whose records are read by number, in any order."""
 

@@ -25,6 +25,7 @@ from hpstore.loaders.ingestion.source import (
     Item,
     Source,
     digest_of,
+    printable,
 )
 from hpstore.loaders.ingestion.tar_index import TAR_ERRORS, Recorded, TarIndex, members, opened_tar
 
@@ -66,7 +67,7 @@ class TarShards(IndexedSource):
 
     def name_of(self, index: int) -> str:
         tar, key = self._files[self._index.shard(index)].name, self._index.key(index)
-        return f"{tar}: {key}" if key else tar
+        return printable(f"{tar}: {key}" if key else tar)
 
     def bytes_of(self, index: int) -> int:
         return self._index.nbytes(index)

@@ -1,0 +1,180 @@
+"""What users give a loader, and what it must not do with it in silence."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset, Subset, get_worker_info
+
+import hpstore
+from hpstore.errors import ConfigError
+from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
+from hpstore.loaders.pipeline import Pipeline
+from hpstore.loaders.progress import Piece, pieces
+from hpstore.loaders.slices import Slices
+from hpstore.loaders.windows import WindowOrder
+from hpstore.units import KIB
+
+COUNT = 100
+
+
+@pytest.fixture
+def data(pool: hpstore.Pool) -> Iterator[Dataset]:
+    fields = {"x": Field("uint8", (8 * KIB,)), "i": Field("int64")}
+    with DatasetWriter(pool, "d", fields, unit_bytes=64 * KIB) as out:
+        out.write_batch({"x": np.zeros((COUNT, 8 * KIB), np.uint8), "i": np.arange(COUNT)})
+    with Dataset(pool, "d") as opened:
+        yield opened
+
+
+class Foreign(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("transform", abs), ("batch_transform", abs), ("device", "cpu"), ("on_error", "skip")],
+)
+def test_what_is_for_our_data_sets_is_refused_for_others(name: str, value: Any) -> None:
+    """Not left out in silence."""
+    with pytest.raises(ConfigError, match=f"{name}: for data sets of hpstore alone.*Foreign"):
+        DataLoader(Foreign(), batch_size=3, **{name: value})
+    assert len(list(DataLoader(Foreign(), batch_size=3))) == 2
+
+
+class Uneven(IterableDataset[int]):
+    """Two workers take five samples each: three batches of four would do, they make four."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None
+        yield from range(info.id * 5, info.id * 5 + 5)
+
+
+def test_a_resumed_iterable_loses_none_of_what_its_workers_had_left() -> None:
+    """torch's len() counts the batches of one process."""
+
+    def made() -> DataLoader:
+        return DataLoader(Uneven(), batch_size=4, num_workers=2)
+
+    loader = made()
+    running = iter(loader)
+    given = [next(running).tolist() for _ in range(3)]
+    state = loader.state_dict()
+    again = made()
+    again.load_state_dict(state)
+    rest = [batch.tolist() for batch in again]
+    assert sorted(i for batch in [*given, *rest] for i in batch) == list(range(10))
+    assert again.state_dict()["epoch"] == 1
+
+
+@pytest.mark.parametrize("name", ["collate_fn", "batch_transform"])
+def test_a_batch_that_is_none_is_a_batch(data: Dataset, name: str) -> None:
+    numbers = iter(range(1000))
+    given: dict[str, Any] = {name: lambda batch: None if next(numbers) % 2 else 1}
+    found = list(DataLoader(data, 10, num_workers=1, **given))
+    assert len(found) == 10
+    assert found.count(None) == 5
+
+
+@pytest.mark.parametrize("name", ["transform", "collate_fn", "batch_transform"])
+def test_stop_iteration_of_a_function_ends_no_epoch(data: Dataset, name: str) -> None:
+    left = iter(range(3))
+
+    def function(value: Any) -> Any:
+        next(left)
+        return value
+
+    given: dict[str, Any] = {name: function}
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        list(DataLoader(data, 10, num_workers=1, **given))
+
+
+def test_an_interrupt_in_the_order_ends_no_epoch() -> None:
+    """Nor is the batch lost in whose taking it came."""
+    whole = Slices(length=100, batch_size=10, drop_last=False, even="uneven")
+
+    def todo() -> Iterator[Piece]:
+        for number, piece in enumerate(pieces(whole, 0, 0, single=False)):
+            if number == 4:
+                raise KeyboardInterrupt
+            yield piece
+
+    pipeline = Pipeline(todo(), lambda piece: piece.start, depth=3, threads=1)
+    taken = []
+    for _ in range(5):
+        try:
+            taken.append(pipeline.take()[1])
+        except KeyboardInterrupt:
+            taken.append(-1)
+    assert sorted(taken) == [-1, 0, 10, 20, 30]
+    assert pipeline.cut_short
+    pipeline.close()
+
+
+class Sampler(torch.utils.data.Sampler[list[int]]):
+    """Batches of ten in order; asked for the sixth, it interrupts."""
+
+    def __init__(self, *, interrupts: bool) -> None:
+        self._interrupts = interrupts
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for first in range(0, COUNT, 10):
+            if first == 50 and self._interrupts:
+                signal.raise_signal(signal.SIGINT)
+            yield list(range(first, first + 10))
+
+    def __len__(self) -> int:
+        return 10
+
+
+def until_it_fails(loader: DataLoader, seen: list[int]) -> None:
+    """By a user who catches interrupts and goes on."""
+    running = iter(loader)
+    while True:
+        try:
+            seen += next(running)["i"].tolist()
+        except KeyboardInterrupt:
+            continue
+
+
+def test_a_loader_that_was_interrupted_in_the_order_says_so(data: Dataset) -> None:
+    """The epoch does not seem to be over, and its state goes on after what was handed out."""
+    loader = DataLoader(data, batch_sampler=Sampler(interrupts=True), prefetch_bytes="1KiB")
+    seen: list[int] = []
+    with pytest.raises(RuntimeError, match="the epoch is not over"):
+        until_it_fails(loader, seen)
+    loader.close()
+    again = DataLoader(data, batch_sampler=Sampler(interrupts=False))
+    again.load_state_dict(loader.state_dict())
+    assert seen + [i for batch in again for i in batch["i"].tolist()] == list(range(COUNT))
+    assert 0 < len(seen) < COUNT
+
+
+@pytest.mark.parametrize("subset", [False, True])
+@pytest.mark.parametrize("stripes", [np.array([0, 50, 100]), np.arange(0, 101, 5)])
+def test_windows_over_other_stripes_are_read_record_by_record(
+    data: Dataset, stripes: Any, subset: bool
+) -> None:
+    """An order of one's own: nobody would load the pages that it waits for."""
+    over: Any = Subset(data, range(COUNT)) if subset else data
+    order = WindowOrder(stripes, 0, window_stripes=1)
+    loader = DataLoader(over, 10, shuffle=order, cache=0, timeout=20)
+    seen = [i for batch in loader for i in batch["i"].tolist()]
+    assert sorted(seen) == list(range(COUNT))
+    assert loader.stats()["mode"] == "records"
+    own = DataLoader(over, 10, shuffle="window", window_bytes=1, cache=0, timeout=20)
+    assert sorted(i for batch in own for i in batch["i"].tolist()) == list(range(COUNT))
+    assert own.stats()["mode"] == "window"
