@@ -115,6 +115,8 @@ def load_config(path: str | os.PathLike[str]) -> PoolConfig:
     devices, raw = document.get("devices"), document.get("settings", {})
     if not isinstance(devices, list) or not all(isinstance(d, str) for d in devices) or not devices:
         raise ConfigError(f"{file}: devices must be a list of paths or URLs")
+    if any("\0" in device for device in devices):
+        raise ConfigError(f"{file}: a device's path holds a NUL")
     if not isinstance(document.get("name", ""), str):
         raise ConfigError(f"{file}: name must be text")
     agent = document.get("agent", {})
@@ -147,13 +149,19 @@ def parse_table(
     for name, value in raw.items():
         wanted = type(getattr(defaults, name))
         if name.endswith(("_bytes", "_bytes_per_second")) and isinstance(value, str):
-            value = parse_bytes(value)
+            try:
+                value = parse_bytes(value)
+            except ConfigError as error:
+                raise ConfigError(f"{where}: {name}: {error}") from error
         if wanted is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if type(value) is not wanted:
             raise ConfigError(f"{where}: {name} must be {wanted.__name__}, not {value!r}")
         values[name] = value
-    return replace(defaults, **values)
+    try:
+        return replace(defaults, **values)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def _check_names(table: Mapping[str, object], valid: tuple[str, ...], where: object) -> None:
@@ -187,16 +195,23 @@ def save_config(config: PoolConfig) -> None:
     array = tomlkit.array()
     array.extend(config.devices)
     document["devices"] = array.multiline(True)
-    write_atomically(config.path, _tables_last(document))
+    try:
+        write_atomically(config.path, _tables_last(document))
+    except OSError as error:
+        raise ConfigError(f"{config.path} cannot be written: {error}") from error
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace a text file; its content is synced before it has the name."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    with temporary.open() as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        temporary.write_text(text)
+        with temporary.open() as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _tables_last(document: tomlkit.TOMLDocument) -> str:
@@ -217,15 +232,40 @@ def registry_path(name: str) -> Path:
     return Path.home() / ".config" / "hpstore" / "pools" / f"{name}.toml"
 
 
+def require_new(path: Path, name: str | None) -> None:
+    """Raise ConfigError unless a pool can have its settings there, and this name."""
+    if path.exists():
+        raise ConfigError(f"{path} exists; a pool is not made over another one's settings")
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"{path} cannot be written: {path.parent} is no directory, or read-only")
+    if name is not None:
+        _free_place(name, path)
+
+
+def _free_place(name: str, path: Path) -> Path:
+    """Where the name of a pool with these settings is kept. Raises ConfigError when it is taken, or
+    no such place can be had."""
+    link = registry_path(name)
+    if name.endswith(".toml"):
+        raise ConfigError(f"the name {name!r} would be taken for a file: choose one without .toml")
+    try:
+        name.encode()
+        link.parent.mkdir(parents=True, exist_ok=True)
+        taken = link.exists() and link.resolve() != path.resolve()
+    except (OSError, UnicodeEncodeError) as error:
+        raise ConfigError(
+            f"the name {name!r} cannot be kept under {link.parent}: {error}"
+        ) from error
+    if taken:
+        raise ConfigError(
+            f"the name {name!r} belongs to {link.resolve()}; choose another name, or remove {link}"
+        )
+    return link
+
+
 def register(config: PoolConfig) -> None:
     """Let `hpstore.open(config.name)` find this pool. Raises ConfigError when it is taken."""
-    link = registry_path(config.name)
-    link.parent.mkdir(parents=True, exist_ok=True)
-    if link.exists() and link.resolve() != config.path.resolve():
-        raise ConfigError(
-            f"the name {config.name!r} belongs to {link.resolve()}; choose another name, or remove "
-            f"{link}"
-        )
+    link = _free_place(config.name, config.path)
     link.unlink(missing_ok=True)
     link.symlink_to(config.path)
 
@@ -242,5 +282,5 @@ def find_config(where: str | os.PathLike[str]) -> PoolConfig:
 
 
 __all__ = ["PoolConfig", "Settings", "find_config", "load_config", "parse_settings",
-           "parse_table", "register", "registry_path", "save_config",
-           "write_atomically"]  # fmt: skip
+           "parse_table", "register", "registry_path", "require_new",
+           "save_config", "write_atomically"]  # fmt: skip

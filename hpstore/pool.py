@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from hpstore import changes
-from hpstore.config import PoolConfig, Settings, find_config, register, save_config
+from hpstore.config import PoolConfig, Settings, find_config, register, require_new, save_config
 from hpstore.errors import (
     ConfigError,
     HpstoreError,
@@ -458,10 +458,7 @@ def create_pool(
     Raises ConfigError, DeviceInUse, DeviceError.
     """
     path = Path(config).absolute()
-    if path.exists():
-        raise ConfigError(f"{path} exists; a pool is not made over another one's settings")
-    if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"{path} cannot be written: {path.parent} is no directory, or read-only")
+    require_new(path, name)
     if domains is not None and len(domains) != len(devices):
         raise ConfigError(f"{len(domains)} domains for {len(devices)} devices")
     urls = [os.fspath(d) if "://" in os.fspath(d) else os.path.abspath(d) for d in devices]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import hpstore
-from hpstore.config import Settings
+from hpstore.config import Settings, write_atomically
 from hpstore.errors import (
     ConfigError,
     DeviceInUse,
@@ -110,10 +110,22 @@ def test_what_is_no_plain_file_is_refused(pool: hpstore.Pool, tmp_path: Path) ->
                 assert pool.get("k") == b"data"
 
 
-def test_a_pool_whose_settings_cannot_be_written_claims_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("taken", "belongs to"), ("x.toml", "without .toml"), ("m\udcff", "cannot be kept"),
+     ("n" * 300, "cannot be kept"), ("../x", "not a name"), (None, "cannot be written")],
+)  # fmt: skip
+def test_a_pool_that_cannot_be_made_claims_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str | None, said: str
+) -> None:
+    """Its settings cannot be written, or its name cannot be had: the next try finds all free."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    other = [tmp_path / f"e{i}" for i in range(3)]
+    hpstore.create(other, data=2, parity=1, config=tmp_path / "e.toml", name="taken").close()
     places = [tmp_path / f"d{i}" for i in range(3)]
-    with pytest.raises(ConfigError, match="cannot be written"):
-        hpstore.create(places, data=2, parity=1, config=tmp_path / "nowhere" / "pool.toml")
+    where = tmp_path / ("nowhere" if name is None else "") / "pool.toml"
+    with pytest.raises(ConfigError, match=said):
+        hpstore.create(places, data=2, parity=1, config=where, name=name)
     hpstore.create(places, data=2, parity=1, config=tmp_path / "pool.toml").close()
 
 
@@ -323,3 +335,28 @@ def test_a_pool_opens_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         pool.put("k", b"x")
     with pytest.raises(ConfigError, match="no pool is called"):
         hpstore.open("other")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [('memory_bytes = "lots"', "pool.toml: memory_bytes: 'lots'"), ("memory_bytes = -1",
+     "pool.toml: setting memory_bytes")],
+)  # fmt: skip
+def test_a_bad_setting_is_named_with_its_file(tmp_path: Path, line: str, said: str) -> None:
+    (tmp_path / "pool.toml").write_text(f'devices = ["a"]\n[settings]\n{line}\n')
+    with pytest.raises(ConfigError, match=said):
+        hpstore.open(tmp_path / "pool.toml")
+
+
+def test_a_device_with_a_nul_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "pool.toml").write_text('devices = ["a\\u0000b"]\n')
+    with pytest.raises(ConfigError, match="holds a NUL"):
+        hpstore.open(tmp_path / "pool.toml")
+
+
+def test_settings_that_cannot_be_replaced_leave_no_file(tmp_path: Path) -> None:
+    """The target is a directory here."""
+    (tmp_path / "x").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        write_atomically(tmp_path / "x", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]

@@ -253,6 +253,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(
         raise OSError("no")
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="no"):
+    with pytest.raises(ConfigError, match="cannot be written: no"):
         save_config(replace(load_config(path), devices=("/mnt/z",)))
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
     assert path.read_text() == PLAIN
