@@ -62,7 +62,7 @@ class Session:
     own: bool  # slabs and filler are of this run alone
     ordered: bool  # pages come in its order
     cached: CachedRun | None = None
-    hurried: range = range(0)  # positions of its first epoch, in a window begun in the middle
+    hurried: range = range(0)  # positions of its first epoch that are read before windows are
     epoch: int = 0  # the first
     _head: Piece | None = None  # what the trainer gets next
     _left: bool = False
@@ -186,6 +186,19 @@ class Engine(Closing):
         same = np.array_equal(np.diff(stripes), windows.samples_by_stripe)
         return windows if same else None
 
+    def _hurried(self, windows: WindowOrder, epoch: int, position: int) -> range:
+        """Where batches that a run begins with are read record by record, before windows are.
+
+        To the end of a window that it begins in the midst of. At the start of an epoch the first
+        batch alone, where its records are cheaper than the windows that hold them: of large records
+        these are several, and the next one would be read at the same time.
+        """
+        if position:
+            return range(position, windows.window_of(epoch, position).stop)
+        last = min(self._batch_rows, windows.length) - 1
+        share = (last + 1) / windows.window_of(epoch, last).stop
+        return range(share < worth_reading(_record_bytes(self._paged)))
+
     def expect(self, batches: int) -> None:
         """So many are made ahead or held at a time by a user who keeps none."""
         self._slots.least = batches * max(1, len(self._data.streams))
@@ -196,8 +209,8 @@ class Engine(Closing):
         fresh = self.mode == "resident" and self._filler is None
         ordered = windows is not None and (fresh or self.mode == "window")
         hurried = range(0)
-        if ordered and windows is not None and 0 < position < windows.length:
-            hurried = range(position, windows.window_of(epoch, position).stop)
+        if ordered and windows is not None and position < windows.length:
+            hurried = self._hurried(windows, epoch, position)
         held = windows is None or len(hurried) > 0  # then the first batch goes first
         if fresh:
             self._slabs = {s.number: Slab(data, s, int(s.page_starts[-1])) for s in self._paged}
