@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import os
@@ -17,7 +18,8 @@ from hpstore.closing import Closing
 from hpstore.loaders.progress import Piece
 
 T = TypeVar("T")
-JOIN_SECONDS = 5.0  # for threads at the end of the process
+JOIN_SECONDS = 20.0  # at the end of the process: a batch of slow transforms, not a hung disk
+_leaving: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # they end with their piece
 
 
 class BatchTimeout(Exception):
@@ -199,10 +201,18 @@ def _stop(
     closed.set()
     for _ in threads:
         jobs.put(None)
+    _leaving.update(threads)
     if not threading.main_thread().is_alive():
-        until = time.monotonic() + JOIN_SECONDS
-        for thread in threads:
-            thread.join(max(0.0, until - time.monotonic()))
+        _join_leaving()
+
+
+@atexit.register
+def _join_leaving() -> None:
+    """Wait for threads that were told to stop: one that comes back out of C++ to an interpreter
+    that is gone takes the whole process down with it (SIGABRT), whatever its exit status was."""
+    until = time.monotonic() + JOIN_SECONDS
+    for thread in list(_leaving):
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 __all__ = ["BatchTimeout", "Pipeline"]

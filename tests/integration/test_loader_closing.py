@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -150,3 +152,32 @@ def test_a_file_that_nobody_uses_is_closed_while_others_are_opened(
         shards.get(key, lambda keys: {k: _Opened(shards, free) for k in keys})  # type: ignore[misc]
     assert len(free) >= 3  # the thread's own and what they came from
     assert all(free)
+
+
+LEFT = """
+import sys, hpstore, torch
+from hpstore.loaders import DataLoader, Dataset
+
+def shifted(sample):
+    picture = torch.ones(1000, 1000)
+    for _ in range(40):
+        picture = torch.roll(picture, (1, 1), (0, 1))
+    return {"label": sample["label"]}
+
+def main():
+    with hpstore.open(sys.argv[1]) as pool:
+        for batch in DataLoader(Dataset(pool, "rows"), 8, transform=shifted, shuffle=True):
+            return 7
+
+sys.exit(main())
+"""
+
+
+def test_a_program_that_leaves_in_mid_epoch_ends_with_its_own_status(bench: Bench) -> None:
+    """Threads that torch works on for a run that was dropped are waited for: they would come back
+    out of C++ without an interpreter, and abort the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT, str(bench.toml)],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (7, "")
