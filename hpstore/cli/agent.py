@@ -1,4 +1,4 @@
-"""`hpstore agent`: look after a pool on this node; and an operator's words to it."""
+"""`hpstore agent`: look after a pool on this node."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-import hpstore
 from hpstore.cli.output import emit_json, json_text, table
 from hpstore.config import PoolConfig, find_config
-from hpstore.errors import MembershipError
-from hpstore.health.overrides import Command
 from hpstore.pool import Pool
 from hpstore.units import format_bytes, format_seconds
 
@@ -27,7 +24,6 @@ if TYPE_CHECKING:
     from hpstore.agent.status import AgentStatus
 
 _LISTEN = "127.0.0.1:9640"
-_ORDER_SECONDS = 15.0  # that a running agent has to obey
 _STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -137,47 +133,4 @@ def show_agent(status: AgentStatus) -> None:
         sys.stdout.write(f"{at} {event.text}\n")
 
 
-def looked_after(pool: Pool) -> bool:
-    """Whether an agent has ever looked after a pool on this node."""
-    from hpstore.agent.memory import MEMORY_FILE
-
-    return (pool.state_directory / MEMORY_FILE).exists()
-
-
-def order(pool: str, device: str, word: Command) -> None:
-    """Give an operator's word to the agent of this node, and say what became of it."""
-    from hpstore.agent.orders import give_order
-    from hpstore.agent.status import read_status
-
-    with hpstore.open(pool, read_only=True) as opened:
-        member, clock = opened.find(device), opened.clock
-        directory, run_directory = opened.state_directory, opened.run_directory
-    given = give_order(directory, word, member.device_id, clock)
-    if read_status(run_directory, clock.wall_ms()) is None:
-        sys.stdout.write(
-            f"{word} of {member.url} is noted; no agent runs here now, the next one obeys\n"
-        )
-        return
-    until = clock.monotonic() + _ORDER_SECONDS
-    while clock.monotonic() < until:
-        status = read_status(run_directory, clock.wall_ms())
-        if status is not None and int(str(status.get("orders_done", 0))) >= given.number:
-            _told(status, given.number, word, member.url)
-            return
-        clock.wait(0.1)
-    sys.stdout.write(
-        f"{word} of {member.url} is noted; the agent has not come to it yet (`hpstore status`)\n"
-    )
-
-
-def _told(status: dict[str, object], number: int, word: Command, url: str) -> None:
-    events = status.get("events")
-    for event in events if isinstance(events, list) else ():
-        text = str(event.get("text", "")) if isinstance(event, dict) else ""
-        if text.startswith(f"order {number}, "):
-            sys.stderr.write(f"hpstore: {text}\n")
-            raise typer.Exit(MembershipError.exit_code)
-    sys.stdout.write(f"{word} of {url}: the agent obeys\n")
-
-
-__all__ = ["emit_line", "looked_after", "order", "run", "show_agent"]
+__all__ = ["emit_line", "run", "show_agent"]

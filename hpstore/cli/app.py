@@ -6,15 +6,16 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import typer
 from typer.core import TyperGroup
 
 import hpstore
-from hpstore.cli import agent, bench, durability, gpu
+from hpstore.cli import agent, bench, devices, durability, gpu
 from hpstore.cli.checkpoints import checkpoints
 from hpstore.cli.datasets import datasets
+from hpstore.cli.devices import rate_of
 from hpstore.cli.health import health
 from hpstore.cli.output import (
     UNMENDED_EXIT_CODE,
@@ -22,13 +23,14 @@ from hpstore.cli.output import (
     emit_json,
     object_progress,
     output_file,
+    say,
     show_rebalance,
     show_report,
     show_status,
+    standard_input,
     table,
 )
 from hpstore.errors import ConfigError, ObjectNotFound
-from hpstore.health.overrides import Command
 from hpstore.interop.names import add_to_table, require_free
 from hpstore.opening import shares_filesystem
 from hpstore.rebalance import SPREAD
@@ -56,6 +58,11 @@ app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False,
                   pretty_exceptions_enable=False,
                   help="Erasure-coded storage for training: data in, checkpoints out.")  # fmt: skip
 app.command("agent")(agent.run)
+app.command()(devices.add)
+app.command()(devices.evict)
+app.command()(devices.drain)
+app.command()(devices.readmit)
+app.command("sit-out")(devices.sit_out)
 app.command("bench")(bench.run)
 app.command("durability")(durability.run)
 app.command("gpu")(gpu.run)
@@ -78,8 +85,6 @@ PoolName = Annotated[str, typer.Argument(help="pool.toml, or the name of a regis
 Key = Annotated[str, typer.Argument(help="path-like key, such as runs/a")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
 Rate = Annotated[str, typer.Option(help="limit in bytes a second, such as 200MB")]
-Force = Annotated[bool, typer.Option("--force", help="without the usual safety checks")]
-DeviceName = Annotated[str, typer.Argument(help="path, URL, or the beginning of a device id")]
 _GET_BYTES = 64 * MIB
 
 
@@ -163,21 +168,26 @@ def put(
     as_json: Json = False,
 ) -> None:
     """Store a file.  hpstore put pool.toml data/train.bin train.bin"""
-    with hpstore.open(pool) as opened:
-        if str(file) == "-":
-            info = opened.put(key, sys.stdin.buffer.read(), if_absent=if_absent)
-        else:
-            if not file.is_file():
-                raise ConfigError(f"{file} is not a file")
-            with file.open("rb") as source:
-                info = opened.put(key, source, if_absent=if_absent)
-    if as_json:
-        emit_json(info.as_dict())
-    else:
-        sys.stdout.write(
-            f"{key}: {format_bytes(info.size)} as {info.data}+{info.parity}, "
-            f"{info.losses_tolerated} more devices may be lost\n"
+    with (
+        standard_input() if str(file) == "-" else _opened(file) as source,
+        hpstore.open(pool) as opened,
+        byte_progress(key, os.fstat(source.fileno()).st_size) as bar,
+    ):
+        info = opened.put(
+            key,
+            source,
+            if_absent=if_absent,
+            progress=lambda count: bar.advance(bar.task_ids[0], count),
         )
+    say(info.as_dict(),
+        f"{key}: {format_bytes(info.size)} as {info.data}+{info.parity}, "
+        f"{info.losses_tolerated} more devices may be lost", as_json=as_json)  # fmt: skip
+
+
+def _opened(file: Path) -> BinaryIO:
+    if not file.is_file():
+        raise ConfigError(f"{file} is not a file")
+    return file.open("rb")
 
 
 @app.command()
@@ -185,8 +195,11 @@ def get(
     pool: PoolName,
     key: Key,
     file: Annotated[Path, typer.Argument(help="file to write, - for standard output")],
+    as_json: Json = False,
 ) -> None:
     """Read an object into a file.  hpstore get pool.toml data/train.bin copy.bin"""
+    if as_json and str(file) == "-":
+        raise ConfigError("standard output is for the object here: --json needs a file to write")
     with (
         hpstore.open(pool, read_only=True) as opened,
         opened.reader(key) as reader,
@@ -198,6 +211,8 @@ def get(
             count = reader.read_into(buffer, start)
             out.write(memoryview(buffer)[:count])
             bar.advance(bar.task_ids[0], count)
+    if as_json:
+        emit_json({"key": key, "size": reader.size, "file": str(file)})
 
 
 @app.command()
@@ -241,68 +256,24 @@ def rm(
     pool: PoolName,
     keys: Annotated[list[str], typer.Argument(help="keys to delete")],
     ignore_missing: Annotated[bool, typer.Option(help="do not fail on absent keys")] = False,
+    as_json: Json = False,
 ) -> None:
     """Delete objects; goes on past absent ones.  hpstore rm pool.toml runs/a runs/b"""
-    absent = False
+    deleted: list[str] = []
+    absent: list[str] = []
     with hpstore.open(pool) as opened:
         for key in keys:
             try:
                 opened.delete(key)
+                deleted.append(key)
             except ObjectNotFound as error:
+                absent.append(key)
                 if not ignore_missing:
-                    absent = True
                     sys.stderr.write(f"hpstore: ObjectNotFound: {error}\n")
-    if absent:
+    if as_json:
+        emit_json({"deleted": deleted, "absent": absent})
+    if absent and not ignore_missing:
         raise typer.Exit(ObjectNotFound.exit_code)
-
-
-@app.command()
-def add(
-    pool: PoolName,
-    device: Annotated[str, typer.Argument(help="directory or URL")],
-    domain: Annotated[str | None, typer.Option(help="failure domain")] = None,
-    force: Force = False,
-) -> None:
-    """Add a device; `rebuild` then widens objects over it.  hpstore add pool.toml /mnt/g"""
-    with hpstore.open(pool) as opened:
-        device_id = opened.add_device(device, domain, force=force)
-    sys.stdout.write(f"{device} is device {device_id[:8]}\n")
-
-
-@app.command()
-def evict(pool: PoolName, device: DeviceName, force: Force = False) -> None:
-    """Take a device out at once; what it held counts as lost.  hpstore evict pool.toml /mnt/b"""
-    with hpstore.open(pool) as opened:
-        opened.evict(device, force=force)
-    sys.stdout.write(f"{device} is evicted; `hpstore rebuild` heals what it held\n")
-
-
-@app.command()
-def drain(pool: PoolName, device: DeviceName, rate: Rate = "") -> None:
-    """Move everything off a device, then evict it.  hpstore drain pool.toml /mnt/b --rate 200MB"""
-    with hpstore.open(pool) as opened, object_progress("drain") as progress:
-        moved = opened.drain(device, progress=progress, rate_bytes_per_second=_rate(rate))
-    sys.stdout.write(f"{device} is drained and evicted; {moved} objects moved\n")
-
-
-@app.command()
-def readmit(pool: PoolName, device: DeviceName) -> None:
-    """Take an evicted device back, or a draining one online.  hpstore readmit pool.toml /mnt/b"""
-    with hpstore.open(pool) as opened:
-        found = opened.readmit(device)
-        looked_after = agent.looked_after(opened)
-    if looked_after:
-        agent.order(pool, device, Command.READMIT)
-    detail = "" if found is None else (
-        f": {found.kept} files kept, {found.removed} removed, {found.quarantined} in quarantine"
-    )  # fmt: skip
-    sys.stdout.write(f"{device} is online{detail}\n")
-
-
-@app.command("sit-out")
-def sit_out(pool: PoolName, device: DeviceName) -> None:
-    """Keep the agent from using a device until readmit.  hpstore sit-out pool.toml /mnt/b"""
-    agent.order(pool, device, Command.SIT_OUT)
 
 
 @app.command()
@@ -320,7 +291,7 @@ def rebuild(
     """Make every object whole on the devices there are.  hpstore rebuild pool.toml --rate 500MB"""
     with hpstore.open(pool) as opened, object_progress("rebuild") as progress:
         report = opened.rebuild(
-            progress=progress, rate_bytes_per_second=_rate(rate), include_missing=include_missing,
+            progress=progress, rate_bytes_per_second=rate_of(rate), include_missing=include_missing,
             everything=everything,
         )  # fmt: skip
     _finish("rebuild", report, as_json)
@@ -337,7 +308,10 @@ def scrub(
     """Verify every block and mend what is damaged.  hpstore scrub pool.toml --rate 200MB"""
     with hpstore.open(pool) as opened, object_progress("scrub") as progress:
         report = opened.scrub(
-            prefix=prefix, progress=progress, rate_bytes_per_second=_rate(rate), resume=not restart
+            prefix=prefix,
+            progress=progress,
+            rate_bytes_per_second=rate_of(rate),
+            resume=not restart,
         )
     _finish("scrub", report, as_json)
 
@@ -354,7 +328,7 @@ def rebalance(
     """Move columns from full devices to empty ones.  hpstore rebalance pool.toml --rate 200MB"""
     with hpstore.open(pool) as opened, object_progress("rebalance") as progress:
         report = opened.rebalance(
-            spread=spread, progress=progress, rate_bytes_per_second=_rate(rate)
+            spread=spread, progress=progress, rate_bytes_per_second=rate_of(rate)
         )
     if as_json:
         emit_json(report.as_dict())
@@ -369,10 +343,6 @@ def _finish(what: str, report: RebuildReport, as_json: bool) -> None:
         show_report(what, report)
     if report.unreadable or report.failed or report.stuck:
         raise typer.Exit(UNMENDED_EXIT_CODE)
-
-
-def _rate(text: str) -> float | None:
-    return float(parse_bytes(text)) if text else None
 
 
 __all__ = ["app"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import hpstore
-from hpstore.cli.output import UNMENDED_EXIT_CODE, byte_progress, emit_json, table
+from hpstore.cli.output import UNMENDED_EXIT_CODE, byte_progress, emit_json, say, table
 from hpstore.cli.transfer import export, import_
 from hpstore.errors import CheckpointError, ConfigError, HpstoreError
 from hpstore.units import format_bytes
@@ -171,9 +171,11 @@ def rm(
     steps: Annotated[list[str], typer.Argument(help="committed steps; latest needs --yes")],
     force: Force = False,
     yes: Annotated[bool, typer.Option("--yes", help="really the latest")] = False,
+    as_json: Json = False,
 ) -> None:
     """Delete steps; not protected ones.  hpstore checkpoint rm pool.toml runs/gpt 100 200"""
-    failed: HpstoreError | None = None
+    failed: dict[int, HpstoreError] = {}
+    deleted: list[int] = []
     with hpstore.open(pool) as opened:
         found = steps_of(opened, prefix)
         numbers = dict.fromkeys(resolved(found, step) for step in steps)  # before any is deleted
@@ -186,12 +188,16 @@ def rm(
             try:
                 found.delete(step, force=force)
             except HpstoreError as error:
-                failed = failed or error
+                failed[step] = error
                 sys.stderr.write(f"hpstore: {type(error).__name__}: {error}\n")
             else:
-                sys.stdout.write(f"step {step} is deleted\n")
-    if failed is not None:
-        raise typer.Exit(failed.exit_code)
+                deleted.append(step)
+                if not as_json:
+                    sys.stdout.write(f"step {step} is deleted\n")
+    if as_json:
+        emit_json({"deleted": deleted, "failed": {n: str(why) for n, why in failed.items()}})
+    if failed:
+        raise typer.Exit(next(iter(failed.values())).exit_code)
 
 
 @checkpoints.command()
@@ -200,6 +206,7 @@ def protect(
     prefix: Prefix,
     step: StepName,
     name: Annotated[str, typer.Argument(help="a name for it, such as release-1")],
+    as_json: Json = False,
 ) -> None:
     """Keep a step, whatever retention says.  hpstore checkpoint protect pool.toml runs/gpt 100 best"""  # noqa: E501
     with hpstore.open(pool) as opened:
@@ -209,7 +216,7 @@ def protect(
         if before is not None and before != number:
             raise CheckpointError(f"{name!r} protects step {before}: unprotect it first")
         steps.protect(number, name)
-    sys.stdout.write(f"step {number} is protected as {name}\n")
+    say({"step": number, "name": name}, f"step {number} is protected as {name}", as_json=as_json)
 
 
 @checkpoints.command()
@@ -217,11 +224,14 @@ def unprotect(
     pool: PoolName,
     prefix: Prefix,
     name: Annotated[str, typer.Argument(help="the name it was protected as")],
+    as_json: Json = False,
 ) -> None:
     """Let retention have a step again.  hpstore checkpoint unprotect pool.toml runs/gpt best"""
     with hpstore.open(pool) as opened:
-        steps_of(opened, prefix).unprotect(name)
-    sys.stdout.write(f"{name} protects nothing now\n")
+        steps = steps_of(opened, prefix)
+        before = steps.protected().get(name)
+        steps.unprotect(name)
+    say({"step": before, "name": name}, f"{name} protects nothing now", as_json=as_json)
 
 
 def resolved(steps: Steps, step: str) -> int:

@@ -13,6 +13,7 @@ from hpstore.cli.output import (
     emit_json,
     object_progress,
     sample_progress,
+    say,
     table,
 )
 from hpstore.units import format_bytes, parse_bytes
@@ -182,13 +183,13 @@ def _show_verified(report: DatasetReport) -> None:
 
 
 @datasets.command()
-def rm(pool: PoolName, name: Name) -> None:
+def rm(pool: PoolName, name: Name, as_json: Json = False) -> None:
     """Delete a data set, or an unfinished ingest.  hpstore dataset rm pool.toml train"""
     from hpstore.loaders import delete_dataset
 
     with hpstore.open(pool) as opened:
         delete_dataset(opened, name)
-    sys.stdout.write(f"data set {name} is deleted\n")
+    say({"deleted": name}, f"data set {name} is deleted", as_json=as_json)
 
 
 __all__ = ["datasets"]

@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpstore.cli.agent import order
-from hpstore.cli.output import byte_progress, emit_json, object_progress, output_file, table
+from hpstore.cli.orders import tell
+from hpstore.cli.output import (
+    byte_progress,
+    emit_json,
+    object_progress,
+    output_file,
+    require_place,
+    table,
+)
 from hpstore.errors import ConfigError, ForecastError
 from hpstore.health.overrides import Command
 from hpstore.rebuild import Progress as Step
@@ -67,6 +74,7 @@ def train(
     from hpstore.health.forecast.training import TrainOptions
     from hpstore.health.forecast.training import train as learn
 
+    require_place(out)  # it takes hours
     bad = BadRows()
     gathered = _load(files, bad, family, memory)
     first = min(int(h.days[0]) for h in gathered.histories)
@@ -180,21 +188,21 @@ def report(
 
 
 @health.command()
-def ignore(pool: PoolName, device: DeviceName) -> None:
+def ignore(pool: PoolName, device: DeviceName, as_json: Json = False) -> None:
     """Never act on a device's slowness, until readmit.  hpstore health ignore pool.toml /mnt/b"""
-    order(pool, device, Command.IGNORE)
+    tell(pool, device, Command.IGNORE, as_json=as_json)
 
 
 @health.command()
-def accept(pool: PoolName, device: DeviceName) -> None:
+def accept(pool: PoolName, device: DeviceName, as_json: Json = False) -> None:
     """Take what a device does now as normal for it.  hpstore health accept pool.toml /mnt/b"""
-    order(pool, device, Command.ACCEPT)
+    tell(pool, device, Command.ACCEPT, as_json=as_json)
 
 
 @health.command()
-def maintenance(pool: PoolName, device: DeviceName) -> None:
+def maintenance(pool: PoolName, device: DeviceName, as_json: Json = False) -> None:
     """Leave a device to an operator until readmit.  hpstore health maintenance pool.toml /mnt/b"""
-    order(pool, device, Command.MAINTENANCE)
+    tell(pool, device, Command.MAINTENANCE, as_json=as_json)
 
 
 def _load(files: list[Path], bad: BadRows, family: str | None, memory: str) -> Gathered:

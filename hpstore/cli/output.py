@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
+import stat
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,10 +33,11 @@ from hpstore.rebalance import RebalanceReport
 from hpstore.rebuild import Progress as Step
 from hpstore.rebuild import ProgressCallback, RebuildReport
 from hpstore.status import DeviceStatus, PoolStatus
-from hpstore.units import format_bytes
+from hpstore.units import MIB, format_bytes
 
 UNMENDED_EXIT_CODE = 50
 _REFRESH_SECONDS = 0.1
+_SPOOL_BYTES = 1 * MIB
 
 
 class SampleCount(Protocol):
@@ -67,6 +71,14 @@ def _finite(value: object) -> object:
 def emit_json(value: object) -> None:
     """One JSON document on standard output."""
     sys.stdout.write(json_text(value, indent=1) + "\n")
+
+
+def say(facts: object, text: str, *, as_json: bool) -> None:
+    """What was done: one JSON document for machines, or text for people."""
+    if as_json:
+        emit_json(facts)
+    else:
+        sys.stdout.write(text + "\n")
 
 
 class StdoutConsole(Console):
@@ -144,6 +156,15 @@ def byte_progress(what: str, total: int) -> Iterator[Progress]:
         yield bar
 
 
+def require_place(path: Path) -> None:
+    """Raises ConfigError where no file can be made: look before work that takes long."""
+    target = path.resolve()
+    if target.is_dir() or not path.name:
+        raise ConfigError(f"{str(path)!r} is a directory; give a file to write")
+    if not target.parent.is_dir():
+        raise ConfigError(f"{path} cannot be written: {target.parent} is no directory")
+
+
 @contextmanager
 def output_file(path: Path) -> Iterator[BinaryIO]:
     """Where `get` writes: a regular file appears whole or not at all, anything else (a pipe, a
@@ -151,9 +172,8 @@ def output_file(path: Path) -> Iterator[BinaryIO]:
     if str(path) == "-":
         yield sys.stdout.buffer
         return
+    require_place(path)
     target = path.resolve()
-    if target.is_dir() or not path.name:
-        raise ConfigError(f"{str(path)!r} is a directory; give a file to write")
     if target.exists() and not target.is_file():
         with target.open("wb") as out:
             yield out
@@ -165,6 +185,19 @@ def output_file(path: Path) -> Iterator[BinaryIO]:
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextmanager
+def standard_input() -> Iterator[BinaryIO]:
+    """A regular file with all of standard input, which may be larger than memory: its size and any
+    part of it a second time are needed. What it takes lies in the folder for temporary files."""
+    if stat.S_ISREG(os.fstat(sys.stdin.fileno()).st_mode) and not sys.stdin.buffer.tell():
+        yield sys.stdin.buffer
+        return
+    with tempfile.TemporaryFile() as spooled:
+        shutil.copyfileobj(sys.stdin.buffer, spooled, _SPOOL_BYTES)
+        spooled.flush()
+        yield spooled
 
 
 def show_status(status: PoolStatus) -> None:
@@ -236,5 +269,5 @@ def show_rebalance(report: RebalanceReport) -> None:
 
 
 __all__ = ["UNMENDED_EXIT_CODE", "SampleCount", "StdoutConsole", "byte_progress", "emit_json",
-           "json_text", "object_progress", "output_file", "sample_progress", "show_rebalance",
-           "show_report", "show_status", "table"]  # fmt: skip
+           "json_text", "object_progress", "output_file", "require_place", "sample_progress", "say",
+           "show_rebalance", "show_report", "show_status", "standard_input", "table"]  # fmt: skip

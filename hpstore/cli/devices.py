@@ -1,0 +1,89 @@
+"""Device commands: add, evict, drain, readmit, sit out."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+import hpstore
+from hpstore.cli import orders
+from hpstore.cli.output import object_progress, say
+from hpstore.health.overrides import Command
+from hpstore.units import parse_bytes
+
+PoolName = Annotated[str, typer.Argument(help="pool.toml, or the name of a registered pool")]
+DeviceName = Annotated[str, typer.Argument(help="path, URL, or the beginning of a device id")]
+Force = Annotated[bool, typer.Option("--force", help="without the usual safety checks")]
+Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
+Rate = Annotated[str, typer.Option(help="limit in bytes a second, such as 200MB")]
+
+
+def add(
+    pool: PoolName,
+    device: Annotated[str, typer.Argument(help="directory or URL")],
+    domain: Annotated[str | None, typer.Option(help="failure domain")] = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Add a device; `rebuild` then widens objects over it.  hpstore add pool.toml /mnt/g"""
+    with hpstore.open(pool) as opened:
+        found = opened.find(opened.add_device(device, domain, force=force))
+    facts = {"device": found.device_id, "url": found.url, "domain": found.domain, "state": "online"}
+    say(facts, f"{device} is device {found.device_id[:8]}", as_json=as_json)
+
+
+def evict(
+    pool: PoolName, device: DeviceName, force: Force = False, as_json: Json = False
+) -> None:  # fmt: skip
+    """Take a device out at once; what it held counts as lost.  hpstore evict pool.toml /mnt/b"""
+    with hpstore.open(pool) as opened:
+        found = opened.find(device)
+        opened.evict(device, force=force)
+    say({"device": found.device_id, "url": found.url, "state": "evicted"},
+        f"{device} is evicted; `hpstore rebuild` heals what it held", as_json=as_json)  # fmt: skip
+
+
+def drain(
+    pool: PoolName, device: DeviceName, rate: Rate = "", as_json: Json = False
+) -> None:  # fmt: skip
+    """Move everything off a device, then evict it.  hpstore drain pool.toml /mnt/b --rate 200MB"""
+    limit = rate_of(rate)
+    with hpstore.open(pool) as opened, object_progress("drain") as progress:
+        found = opened.find(device)
+        moved = opened.drain(device, progress=progress, rate_bytes_per_second=limit)
+    say({"device": found.device_id, "url": found.url, "state": "evicted", "objects_moved": moved},
+        f"{device} is drained and evicted; {moved} objects moved", as_json=as_json)  # fmt: skip
+
+
+def readmit(pool: PoolName, device: DeviceName, as_json: Json = False) -> None:
+    """Take an evicted device back, or a draining one online.  hpstore readmit pool.toml /mnt/b"""
+    with hpstore.open(pool) as opened:
+        found = opened.find(device)
+        files = opened.readmit(device)
+        looked_after = orders.looked_after(opened)
+    given = orders.order(pool, device, Command.READMIT) if looked_after else None
+    detail = "" if files is None else (
+        f": {files.kept} files kept, {files.removed} removed, {files.quarantined} in quarantine"
+    )  # fmt: skip
+    facts = {
+        "device": found.device_id, "url": found.url, "state": "online",
+        "files": None if files is None else asdict(files),
+        "agent": None if given is None else given.outcome,
+    }  # fmt: skip
+    say(facts, ("" if given is None else f"{given}\n") + f"{device} is online{detail}",
+        as_json=as_json)  # fmt: skip
+
+
+def sit_out(pool: PoolName, device: DeviceName, as_json: Json = False) -> None:
+    """Keep the agent from using a device until readmit.  hpstore sit-out pool.toml /mnt/b"""
+    orders.tell(pool, device, Command.SIT_OUT, as_json=as_json)
+
+
+def rate_of(text: str) -> float | None:
+    """Bytes a second of a --rate; None where no limit is wanted. Raises ConfigError."""
+    return float(parse_bytes(text)) if text else None
+
+
+__all__ = ["add", "drain", "evict", "rate_of", "readmit", "sit_out"]

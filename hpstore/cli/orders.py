@@ -1,0 +1,86 @@
+"""An operator's words to the agent of this node."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import hpstore
+from hpstore.cli.output import say
+from hpstore.errors import MembershipError
+from hpstore.health.overrides import Command
+from hpstore.pool import Pool
+
+_ORDER_SECONDS = 15.0  # that a running agent has to obey
+_SAID = {
+    "obeyed": "{word} of {url}: the agent obeys",
+    "noted": "{word} of {url} is noted; no agent runs here now, the next one obeys",
+    "waiting": "{word} of {url} is noted; the agent has not come to it yet (`hpstore status`)",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What became of an order."""
+
+    order: str
+    device: str
+    url: str
+    outcome: Literal["obeyed", "noted", "waiting"]
+
+    def __str__(self) -> str:
+        return _SAID[self.outcome].format(word=self.order, url=self.url)
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return asdict(self)
+
+
+def looked_after(pool: Pool) -> bool:
+    """Whether an agent has ever looked after a pool on this node."""
+    from hpstore.agent.memory import MEMORY_FILE
+
+    return (pool.state_directory / MEMORY_FILE).exists()
+
+
+def order(pool: str, device: str, word: Command) -> Given:
+    """Give a word to the agent, and wait for what becomes of it. Raises MembershipError when the
+    agent refuses."""
+    from hpstore.agent.orders import give_order
+    from hpstore.agent.status import read_status
+
+    with hpstore.open(pool, read_only=True) as opened:
+        member, clock = opened.find(device), opened.clock
+        directory, run_directory = opened.state_directory, opened.run_directory
+    given = give_order(directory, word, member.device_id, clock)
+
+    def became(outcome: Literal["obeyed", "noted", "waiting"]) -> Given:
+        return Given(order=str(word), device=member.device_id, url=member.url, outcome=outcome)
+
+    if read_status(run_directory, clock.wall_ms()) is None:
+        return became("noted")
+    until = clock.monotonic() + _ORDER_SECONDS
+    while clock.monotonic() < until:
+        status = read_status(run_directory, clock.wall_ms())
+        if status is not None and int(str(status.get("orders_done", 0))) >= given.number:
+            _require_obeyed(status, given.number)
+            return became("obeyed")
+        clock.wait(0.1)
+    return became("waiting")
+
+
+def tell(pool: str, device: str, word: Command, *, as_json: bool) -> None:
+    """A command that is one word to the agent."""
+    given = order(pool, device, word)
+    say(given.as_dict(), str(given), as_json=as_json)
+
+
+def _require_obeyed(status: dict[str, object], number: int) -> None:
+    events = status.get("events")
+    for event in events if isinstance(events, list) else ():
+        text = str(event.get("text", "")) if isinstance(event, dict) else ""
+        if text.startswith(f"order {number}, "):
+            raise MembershipError(text)
+
+
+__all__ = ["Given", "looked_after", "order", "tell"]

@@ -1,0 +1,163 @@
+"""What commands say to machines, and where `put` and `get` take and leave bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import hpstore
+from hpstore import errors
+from hpstore.cli import app
+
+SPOOLED_MIB = 160
+MEASURED = """
+import resource
+from hpstore.cli import main
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    main()
+finally:
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+class Cli:
+    """Runs commands in this process: most of a second less for each."""
+
+    def __init__(self, config: Path) -> None:
+        self.pool = str(config)
+
+    def __call__(self, *words: object) -> str:
+        done = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+        assert done.exit_code == 0, f"{words}: {done.output}"
+        return done.stdout
+
+    def json(self, *words: object) -> dict[str, object]:
+        found: dict[str, object] = json.loads(self(*words, "--json"))
+        return found
+
+
+@pytest.fixture
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    made = Cli(tmp_path / "pool.toml")
+    made("create", made.pool, "--data", 2, "--parity", 1, *(tmp_path / f"d{i}" for i in range(3)))
+    (tmp_path / "in").write_bytes(b"x" * 1000)
+    return made
+
+
+def leaves(command: Any, path: str = "hpstore") -> Iterator[tuple[str, Any]]:
+    """All commands that do something, by their words. Typer's own click has its own types."""
+    children = getattr(command, "commands", None)
+    if children is None:
+        yield path, command
+        return
+    for name, child in children.items():
+        yield from leaves(child, f"{path} {name}")
+
+
+def test_every_command_has_json() -> None:
+    """The contract of the command line: each one can be called by machines."""
+    commands = dict(leaves(typer.main.get_command(app)))
+    assert len(commands) > 30
+    without = [
+        words
+        for words, command in commands.items()
+        if not any("--json" in option.opts for option in command.params)
+    ]
+    assert without == []
+
+
+def test_device_commands_tell_machines_which_device_they_changed(cli: Cli, tmp_path: Path) -> None:
+    """By its whole id, whatever part of it, or path, was typed."""
+    cli("put", cli.pool, "k", "in")
+    added = cli.json("add", cli.pool, tmp_path / "d3", "--domain", "rack")
+    assert (added["state"], added["domain"]) == ("online", "rack")
+    device = str(added["device"])
+    drained = cli.json("drain", cli.pool, device[:8])
+    assert (drained["device"], drained["state"]) == (device, "evicted")
+    assert isinstance(drained["objects_moved"], int)
+    back = cli.json("readmit", cli.pool, device[:8])
+    assert (back["device"], back["state"], back["agent"]) == (device, "online", None)
+    files = back["files"]
+    assert isinstance(files, dict)
+    assert sorted(files) == ["kept", "quarantined", "removed"]
+    evicted = cli.json("evict", cli.pool, tmp_path / "d3")
+    assert (evicted["device"], evicted["state"]) == (device, "evicted")
+    assert cli.json("readmit", cli.pool, device)["state"] == "online"
+    noted = cli.json("sit-out", cli.pool, device)
+    assert (noted["order"], noted["device"], noted["outcome"]) == ("sit-out", device, "noted")
+    assert cli.json("health", "ignore", cli.pool, device)["order"] == "ignore"
+
+
+def test_rm_and_get_tell_machines_what_they_did(cli: Cli) -> None:
+    """Deleted and absent keys; where an object lies and how large it is."""
+    for key in ("a", "b"):
+        cli("put", cli.pool, key, "in")
+    found = cli.json("get", cli.pool, "a", "out")
+    assert found == {"key": "a", "size": 1000, "file": "out"}
+    said = cli.json("rm", cli.pool, "a", "missing", "b", "--ignore-missing")
+    assert said == {"deleted": ["a", "b"], "absent": ["missing"]}
+    with pytest.raises(errors.ConfigError, match="standard output"):
+        cli("get", cli.pool, "c", "-", "--json")
+
+
+def test_steps_are_protected_and_deleted_for_machines(cli: Cli) -> None:
+    """checkpoint protect, unprotect, rm: one document each, refusals in it."""
+    from hpstore.checkpoint import Checkpointer
+
+    with hpstore.open(cli.pool) as pool, Checkpointer(pool, "runs/a") as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, {"n": step})
+    words = ("checkpoint", "protect", cli.pool, "runs/a", 1, "best")
+    assert cli.json(*words) == {"step": 1, "name": "best"}
+    done = CliRunner().invoke(app, ["checkpoint", "rm", cli.pool, "runs/a", "1", "2", "--json"])
+    assert done.exit_code == errors.CheckpointError.exit_code
+    said = json.loads(done.stdout)
+    assert (said["deleted"], list(said["failed"])) == ([2], ["1"])
+    assert cli.json("checkpoint", "unprotect", cli.pool, "runs/a", "best") == {
+        "step": 1, "name": "best",
+    }  # fmt: skip
+    assert cli.json("checkpoint", "rm", cli.pool, "runs/a", 1) == {"deleted": [1], "failed": {}}
+
+
+def test_standard_input_is_stored_whole_and_not_through_memory(cli: Cli, tmp_path: Path) -> None:
+    """From a pipe, whose length nobody knows before: it may be larger than memory."""
+    block = np.random.default_rng(0).bytes(1 << 20)
+    with subprocess.Popen(
+        [sys.executable, "-c", MEASURED, "put", cli.pool, "big", "-"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+    ) as run:  # fmt: skip
+        assert run.stdin is not None
+        assert run.stdout is not None
+        for _ in range(SPOOLED_MIB):
+            run.stdin.write(block)
+        run.stdin.close()
+        grown_mib = int(run.stdout.read().split()[-1])
+    assert run.returncode == 0
+    assert grown_mib < SPOOLED_MIB / 2
+    with hpstore.open(cli.pool, read_only=True) as pool:
+        assert pool.stat("big").size == SPOOLED_MIB << 20
+        assert pool.get("big", (SPOOLED_MIB - 1) << 20) == block
+
+
+def test_a_place_that_is_not_there_is_named_before_the_work(cli: Cli, tmp_path: Path) -> None:
+    """`get` and `health train`: the folder, not the name of a part file."""
+    cli("put", cli.pool, "a", "in")
+    with pytest.raises(errors.ConfigError, match=f"{tmp_path}/no/such is no directory"):
+        cli("get", cli.pool, "a", "no/such/out")
+    (tmp_path / "drives.csv").write_text("nonsense")  # it is not even opened
+    with pytest.raises(errors.ConfigError, match=f"{tmp_path}/no is no directory"):
+        cli("health", "train", "drives.csv", "--out", "no/model.json")
