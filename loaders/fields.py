@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import difflib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -195,17 +196,22 @@ def _number(field: Field, value: complex) -> Array:
     """A Python number as the field's dtype. Raises ConfigError when it does not fit."""
     order = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
     level = next(n for n, kind in enumerate((bool, int, float, complex)) if isinstance(value, kind))
-    if field.dtype == BFLOAT16:
-        if level > 2:
-            raise ConfigError(f"is {value!r}, the field has {field.dtype}")
-        return torch.tensor(value, dtype=torch.bfloat16).view(torch.uint16).numpy()
-    wanted = order[field.storage.kind]
+    wanted = 2 if field.dtype == BFLOAT16 else order[field.storage.kind]
     if level > wanted or (level == 0) != (wanted == 0):
         raise ConfigError(f"is {value!r}, the field has {field.dtype}")
     try:
-        return np.array(value, field.storage)
-    except OverflowError as error:
+        if field.dtype == BFLOAT16:
+            made = torch.tensor(value, dtype=torch.bfloat16)
+            stored, finite = made.view(torch.uint16).numpy(), bool(made.isfinite())
+        else:
+            with np.errstate(over="ignore"):  # said below
+                stored = np.array(value, field.storage)
+            finite = bool(np.isfinite(stored))
+    except (OverflowError, RuntimeError) as error:
         raise ConfigError(f"is {value!r}, which does not fit {field.dtype}") from error
+    if not finite and cmath.isfinite(value):
+        raise ConfigError(f"is {value!r}, which is infinite as {field.dtype}")
+    return stored
 
 
 def fixed_rows(name: str, field: Field, values: object, where: str) -> Array:

@@ -171,6 +171,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 self.positions = PositionSampler(self.order, self.shares, single=batch_size is None)
         self._epoch = self._position = 0
         self._begun = False  # an iterator has been made at or since this position
+        self._asked: int | None = None  # the epoch that set_epoch wants next
         self._consumed: tuple[int, int] | None = None  # a wrapper says what counts
         self._restart_counting()
         self._told: int | None = None  # the epoch that the user's sampler was told
@@ -231,7 +232,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def __iter__(self) -> Any:
         if self._begun and self._position:
             self._epoch, self._position = self._epoch + 1, 0
-        self._begun = True
+        if self._asked not in (None, self._epoch):  # while an iterator went on with another one
+            self.set_epoch(self._asked)
+        self._begun, self._asked = True, None
         slices = self.slices
         if self._by_user:
             self._epoch = agree_on_epoch(self, self._epoch, self._told)
@@ -355,6 +358,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if epoch < 0:
             raise ConfigError(f"epoch {epoch} is negative")
         self._begun = False  # the next iter() is of this epoch
+        self._asked = None if epoch == self._epoch else int(epoch)
         if epoch != self._epoch:
             self._epoch, self._position = int(epoch), 0
             self._restart_counting()
@@ -379,6 +383,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         length = self.order.length if self.order is not None else 1 << 62
         found.require_same_run(fingerprints=prints, order=order, seed=self.seed, length=length)
         self._epoch, self._position, self._begun = found.epoch, found.samples, False
+        self._asked = None
         self._restart_counting()
 
     def _restart_counting(self) -> None:

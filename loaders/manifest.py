@@ -23,6 +23,7 @@ FORMAT = 1
 KIND = "dataset"
 PART_KIND = "dataset-part"
 PREFIX = "data"
+MOST_STREAMS = 9999  # of a data set: fields of their own
 ORDER = "order"  # the column of a data set that was shuffled on write
 _NONCE = re.compile(r"[0-9a-f]{16}")
 _RESERVED = ("journal", "manifest", "parts")
@@ -228,6 +229,14 @@ def check_dataset_name(name: str) -> str:
     return name
 
 
+def check_new_name(name: str) -> str:
+    """As check_dataset_name, for one that is to be written: the longest of its keys fits, too."""
+    nonce, number = "0" * 16, (10**9, 10**9)
+    for key in (side_key(name, nonce, MOST_STREAMS, 10**9), part_key(name, number)):
+        check_key(key)
+    return check_dataset_name(name)
+
+
 def manifest_key(name: str) -> str:
     """Key of the manifest."""
     return f"{PREFIX}/{name}/manifest"
@@ -280,6 +289,6 @@ def column_names(fields: Sequence[str], scalars: Sequence[str]) -> dict[str, str
 
 
 __all__ = ["FORMAT", "KIND", "ORDER", "PREFIX", "Content", "DatasetManifest", "Part",
-           "StreamShards", "check_dataset_name", "column_key", "column_names", "journal_key",
-           "manifest_key", "nonce_of", "object_prefix", "pages_key", "part_key", "shard_key",
-           "side_key"]  # fmt: skip
+           "StreamShards", "check_dataset_name", "check_new_name", "column_key", "column_names",
+           "journal_key", "manifest_key", "nonce_of", "object_prefix", "pages_key", "part_key",
+           "shard_key", "side_key"]  # fmt: skip

@@ -39,6 +39,13 @@ class Mixture:
     ) -> None:  # fmt: skip
         if not datasets:
             raise ConfigError("a mixture of no data sets")
+        for data in datasets:
+            if not isinstance(data, Dataset):
+                raise ConfigError(
+                    f"a mixture is of hpstore's Datasets, this is a {type(data).__name__}. A part "
+                    "of a data set is mixed in as a data set of its own; a Subset may be of the "
+                    "whole mixture."
+                )
         first = datasets[0]
         for other in datasets[1:]:
             if other.fields != first.fields:

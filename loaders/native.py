@@ -129,19 +129,22 @@ class Run:
         engine = loader.engine()
         few = min(2, len(os.sched_getaffinity(0)))
         threads = loader.num_workers or THREADS.get(engine.mode, few)
-        depth = loader.prefetch_factor
-        depth = depth * threads if depth else _depth(loader, native, threads)
         self._pid, self.slices = os.getpid(), slices
         self._timeout = loader.timeout or None
-        engine.expect(depth + HELD)
         self._session = session = engine.start(epoch, position)
+        rows = loader.batch_size or 1
         cached = session.cached if isinstance(session, Session) else None
         if slices is not None:
             todo = endless(slices, epoch, position, single=loader.batch_size is None)
             if cached is not None:
                 cached.follow(loader.order, slices, epoch, position)
         else:
-            todo = listed(_batches(loader, native, cached, epoch, position), epoch, position)
+            batches = _batches(loader, native, cached, epoch, position)
+            rows, batches = _first_rows(batches)
+            todo = listed(batches, epoch, position)
+        depth = loader.prefetch_factor
+        depth = depth * threads if depth else _depth(loader, native, threads, rows)
+        engine.expect(depth + HELD)
         self._pipeline = Pipeline(
             todo, lambda piece: finish.make(session, piece), depth=depth, threads=threads
         )
@@ -222,9 +225,9 @@ def _leave(session: AnySession, pid: int) -> None:
         session.leave()
 
 
-def _depth(loader: DataLoader, native: Native, threads: int) -> int:
+def _depth(loader: DataLoader, native: Native, threads: int, rows: int) -> int:
     """Batches ahead: half of the memory for batches, the other half is the user's."""
-    fitting = loader.batch_memory_bytes // 2 // batch_bytes(native.data, loader.batch_size or 1)
+    fitting = loader.batch_memory_bytes // 2 // batch_bytes(native.data, max(1, rows))
     return max(LEAST_AHEAD, threads, min(MOST_AHEAD, fitting))
 
 
@@ -308,7 +311,23 @@ def _batches(
     batches: Iterator[Any] = itertools.islice(sampler, skip, None)
     if mapping is not None:
         batches = (mapping[np.asarray(chosen, np.int64)] for chosen in batches)
+    else:
+        batches = (_from_the_end(chosen, len(native)) for chosen in batches)
     return batches if known or cached is None else cached.drawn(batches)
+
+
+def _from_the_end(chosen: Any, count: int) -> Indices:
+    """A sampler's choice with negative indices as torch's map-style data sets take them."""
+    found: Indices = np.asarray(chosen, np.int64)
+    return np.where(found < 0, found + count, found) if found.size and found.min() < 0 else found
+
+
+def _first_rows(batches: Iterator[Any]) -> tuple[int, Iterator[Any]]:
+    """How many samples the first batch has, and all batches: a batch sampler need not say."""
+    first = next(batches, None)
+    if first is None:
+        return 1, batches
+    return int(np.size(first)), itertools.chain([first], batches)
 
 
 def _sampler(loader: DataLoader) -> Any:

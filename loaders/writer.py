@@ -27,7 +27,7 @@ from hpstore.loaders.layout import SHARD_BYTES, group_fields
 from hpstore.loaders.manifest import (
     DatasetManifest,
     Part,
-    check_dataset_name,
+    check_new_name,
     manifest_key,
     part_key,
 )
@@ -76,7 +76,7 @@ class DatasetWriter(Closing):
         overwrite: bool = False,
         metadata: Mapping[str, object] | None = None,
     ) -> None:
-        self.pool, self.name = pool, check_dataset_name(name)
+        self.pool, self.name = pool, check_new_name(name)
         self.fields = check_fields(fields)
         self.layout, records = group_fields(self.fields, layout)
         self.part, self.overwrite = _checked_part(part), overwrite

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from torch.utils.data import IterableDataset, Subset, get_worker_info
 
 import hpstore
 from hpstore.errors import ConfigError
-from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
+from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, Mixture
 from hpstore.loaders.pipeline import Pipeline
 from hpstore.loaders.progress import Piece, pieces
 from hpstore.loaders.slices import Slices
@@ -178,3 +179,77 @@ def test_windows_over_other_stripes_are_read_record_by_record(
     own = DataLoader(over, 10, shuffle="window", window_bytes=1, cache=0, timeout=20)
     assert sorted(i for batch in own for i in batch["i"].tolist()) == list(range(COUNT))
     assert own.stats()["mode"] == "window"
+
+
+class Backwards:
+    """A batch sampler that does not say how many samples it takes, and counts from the end."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return COUNT // self._rows
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for first in range(0, COUNT, self._rows):
+            yield list(range(-1 - first, -1 - first - self._rows, -1))
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_negative_indices_of_a_sampler_count_from_the_end(data: Dataset, part: bool) -> None:
+    """As torch's loader hands them to a map-style data set, to a Subset too."""
+    source: Any = Subset(data, range(COUNT)) if part else data
+    ours = [batch["i"].tolist() for batch in DataLoader(source, batch_sampler=Backwards(10))]
+    theirs = torch.utils.data.DataLoader(source, batch_sampler=Backwards(10))
+    assert ours == [batch["i"].tolist() for batch in theirs]
+    assert ours[0][:2] == [99, 98]
+
+
+def test_an_index_beyond_either_end_is_refused(data: Dataset) -> None:
+    for bad in (COUNT, -COUNT - 1):
+        with pytest.raises(IndexError):
+            list(DataLoader(data, batch_sampler=[[0, bad]]))
+
+
+def test_batches_of_a_batch_sampler_keep_the_memory_for_batches(pool: hpstore.Pool) -> None:
+    """It need not say how large they are: the first one does. 16 of the largest took 112 MiB."""
+    with DatasetWriter(pool, "large", {"x": Field("uint8", (110 * KIB,))}) as out:
+        out.write_batch({"x": np.zeros((COUNT, 110 * KIB), np.uint8)})
+    with Dataset(pool, "large") as data:
+        ahead = []
+        for rows in (1, 10, 50):  # slots of 1, 2 and 7 MiB; half of the memory is the user's
+            loader = DataLoader(data, batch_sampler=Backwards(rows), prefetch_bytes="48MiB")
+            with contextlib.closing(loader):
+                run = iter(loader)
+                assert len(next(run)["x"]) == rows
+                ahead.append(next(iter(loader._runs))._pipeline._depth)
+                assert sum(len(batch["x"]) for batch in run) == COUNT - rows
+    assert ahead == [16, 12, 3]
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_an_epoch_that_is_asked_for_in_the_midst_of_another_is_the_next(
+    data: Dataset, native: bool
+) -> None:
+    """As with torch's samplers: the one under way ends as it is, the next iter() is of that one."""
+    source: Any = data if native else Foreign()
+    wanted = DataLoader(source, 2, shuffle=True, seed=1)
+    wanted.set_epoch(7)
+    loader = DataLoader(source, 2, shuffle=True, seed=1)
+    for number, _ in enumerate(loader):
+        if number == 1:
+            loader.set_epoch(7)
+    assert str(list(loader)) == str(list(wanted))
+    assert loader.state_dict()["epoch"] == 8
+    for number, _ in enumerate(loader):
+        if number == 1:
+            loader.set_epoch(7)
+            break
+    assert loader.state_dict()["epoch"] == 7
+    assert len(list(loader)) == len(loader)
+    assert loader.state_dict()["epoch"] == 8
+
+
+def test_a_mixture_of_something_else_is_refused_by_name(data: Dataset) -> None:
+    with pytest.raises(ConfigError, match="this is a Subset"):
+        Mixture([Subset(data, range(5))], [1.0])  # type: ignore[list-item]

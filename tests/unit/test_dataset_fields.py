@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from hpstore.errors import ConfigError, FormatTooNew, IntegrityError, InvalidKey
+from hpstore.keys import MAX_KEY_BYTES
 from hpstore.loaders import Field
 from hpstore.loaders.fields import (
     FieldKind,
@@ -25,10 +27,14 @@ from hpstore.loaders.manifest import (
     DatasetManifest,
     Part,
     check_dataset_name,
+    check_new_name,
+    column_key,
+    journal_key,
     manifest_key,
     nonce_of,
     part_key,
     shard_key,
+    side_key,
 )
 from hpstore.records import seal
 
@@ -111,6 +117,12 @@ def test_a_missing_and_an_extra_field_are_named() -> None:
         (Field("bool"), 1, "is 1, the field has bool"),
         (Field("uint8"), 256, "does not fit uint8"),
         (Field("uint8"), -1, "does not fit uint8"),
+        (Field("float16"), 70000.0, "is 70000.0, which is infinite as float16"),
+        (Field("float32"), -1e39, "infinite as float32"),
+        (Field("bfloat16"), 3.4e38, "infinite as bfloat16"),
+        (Field("complex64"), 1e39j, "infinite as complex64"),
+        (Field("float32"), 10**400, "does not fit float32"),
+        (Field("bfloat16"), 10**400, "does not fit bfloat16"),
         (Field("int64"), None, "is a NoneType"),
         (Field("float32"), 1j, "the field has float32"),
         (Field("int64"), np.int32(3), "dtype int32"),
@@ -129,6 +141,8 @@ def test_a_wrong_value_is_named(field: Field, value: object, says: str) -> None:
         (Field("int64"), 3, np.array(3, np.int64)),
         (Field("float32"), 3, np.array(3, np.float32)),
         (Field("float32"), 0.5, np.array(0.5, np.float32)),
+        (Field("float16"), -math.inf, np.array(-math.inf, np.float16)),
+        (Field("bfloat16"), math.inf, np.array(0x7F80, np.uint16)),
         (Field("complex64"), 0.5, np.array(0.5, np.complex64)),
         (Field("bool"), True, np.array(True)),
         (Field("bfloat16"), 1.5, np.array(0x3FC0, np.uint16)),
@@ -221,6 +235,20 @@ def test_a_data_set_name_is_a_key() -> None:
     with pytest.raises(InvalidKey):
         check_dataset_name("a//b")
     assert check_dataset_name("a/b") == "a/b"
+
+
+@pytest.mark.parametrize("length", [950, 970, 990, 1007])
+def test_a_new_name_leaves_room_for_all_keys_of_the_data_set(length: int) -> None:
+    """Else the writer finds out at its first shard, after hours. To be read it need not."""
+    name = "/".join(["n" * 100] * (length // 101)) + "/" + "n" * (length % 101 or 1)
+    keys = [side_key(name, "0" * 16, 12, 123456), column_key(name, "0" * 16, "123", 123456),
+            part_key(name, (1000, 1000)), journal_key(name)]  # fmt: skip
+    assert check_dataset_name(name) == name
+    if max(map(len, keys)) > MAX_KEY_BYTES:
+        with pytest.raises(InvalidKey, match="at most 1024"):
+            check_new_name(name)
+    elif length < 960:
+        assert check_new_name(name) == name
 
 
 def test_keys_tell_whose_objects_they_name() -> None:
