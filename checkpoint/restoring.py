@@ -18,7 +18,7 @@ from hpstore.checkpoint.outline import leaves, of_rank, paths
 from hpstore.checkpoint.planning import Chunk, chunks_of
 from hpstore.checkpoint.reading import Warm, fill_chunks
 from hpstore.checkpoint.training import State, apply, check, destinations
-from hpstore.checkpoint.tree import Decoding, decode_tree, dtype_name, dtype_named
+from hpstore.checkpoint.tree import Decoding, decode_tree, dtype_name, dtype_named, require_shape
 from hpstore.errors import CheckpointError, CheckpointMismatch, IntegrityError
 from hpstore.pool import Pool
 
@@ -89,6 +89,8 @@ class _Filling:
     def _make(self, name: str, item: Item) -> torch.Tensor:
         dtype = dtype_named(item.dtype)
         there = self.filled.places.get(name)
+        if there is not None:
+            require_shape(name, there)
         if there is not None and there.device.type != "meta":
             if there.dtype != dtype or tuple(there.shape) != item.shape:
                 raise CheckpointMismatch(

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hpstore.checkpoint import opaque
@@ -96,7 +97,7 @@ def encode_tree(value: Tree, path: str, found: Collected, depth: int = 0) -> Jso
         raise CheckpointError(f"state {path!r} is nested deeper than {MAX_DEPTH}")
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value, path, found)
-    if type(value) is dict and TAG not in value and all(type(k) is str for k in value):
+    if type(value) is dict and TAG not in value and all(map(_is_plain_key, value)):
         start = f"{path}/" if path else ""  # the common case, without a call more a leaf
         return {k: encode_tree(v, start + k, found, depth + 1) for k, v in value.items()}
     if isinstance(value, PerRank):
@@ -125,6 +126,10 @@ def encode_tree(value: Tree, path: str, found: Collected, depth: int = 0) -> Jso
     return _encode_scalar(value, path, found)
 
 
+def _is_plain_key(key: object) -> bool:
+    return type(key) is str and key.isascii()
+
+
 def _is_unicode(text: str) -> bool:
     return not any(0xD800 <= ord(character) <= 0xDFFF for character in text)
 
@@ -137,11 +142,16 @@ def _has_chunks(value: torch.Tensor) -> bool:
 
 
 def _encode_tensor(value: torch.Tensor, path: str, found: Collected) -> Json:
-    if value.layout is not torch.strided or value.is_quantized:
+    plain = type(value) in _PLAIN_TYPES
+    if not plain and is_lazy(value):
+        raise CheckpointError(
+            f"state {path!r} is a parameter without a shape yet, of a lazy module: nothing was "
+            "written. Run the module once, or save what has run alone"
+        )
+    if value.layout is not torch.strided or value.is_quantized or value.is_nested:
         require_plain(value, f"state {path!r}")
     if value.is_meta:
         raise CheckpointError(f"state {path!r} is a meta tensor: it holds no values to save")
-    plain = type(value) in _PLAIN_TYPES
     if not plain and is_traceable_wrapper_subclass(value) and not _has_chunks(value):
         raise CheckpointError(
             f"state {path!r} is a {type(value).__qualname__}, made of several tensors: it would "
@@ -154,9 +164,14 @@ def _encode_tensor(value: torch.Tensor, path: str, found: Collected) -> Json:
 
 
 def require_plain(tensor: torch.Tensor, where: str) -> None:
-    """Raise CheckpointError for sparse and quantised tensors, saying what to save instead."""
-    if tensor.layout is torch.strided and not tensor.is_quantized:
+    """Raise CheckpointError for sparse, nested and quantised tensors, saying what to save."""
+    if tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested:
         return
+    if tensor.is_nested and tensor.layout is torch.strided:
+        raise CheckpointError(
+            f"{where} is a nested tensor, which cannot be saved as it is; nothing was written. "
+            "Save x.unbind(), a tuple, and make it of that after restore()"
+        )
     layout = str(tensor.layout).removeprefix("torch.")
     parts = _PARTS.get(tensor.layout, "the dense tensors that it is made of")
     if tensor.is_quantized:
@@ -187,6 +202,11 @@ def _array_item(value: np.ndarray[Any, Any], path: str, found: Collected) -> str
 def _encode_mapping(value: Mapping[Any, Any], path: str, found: Collected, depth: int) -> Json:
     plain = all(type(k) is str and k != TAG for k in value)
     if plain:
+        for key in value:
+            if not _is_unicode(key):
+                raise CheckpointError(
+                    f"state {path!r} has the key {key!r}, text with half a surrogate pair"
+                )
         return {k: encode_tree(v, join(path, k), found, depth + 1) for k, v in value.items()}
     rows = [
         [encode_tree(k, f"{path} (key)", found, depth + 1),
@@ -388,6 +408,8 @@ def check_leaf(
 ) -> None:  # fmt: skip
     """Raise CheckpointMismatch unless a loaded value can be put into a tensor or array."""
     kind = torch.Tensor if isinstance(target, torch.Tensor) else np.ndarray
+    if isinstance(target, torch.Tensor):
+        require_shape(path, target)
     if not isinstance(value, kind) or value.shape != target.shape:
         found = tuple(value.shape) if isinstance(value, kind) else type(value).__name__
         raise CheckpointMismatch(
@@ -405,6 +427,20 @@ def check_leaf(
 def _float(text: str) -> float:
     """Of a complex number. Those of numpy were once written as numpy shows them."""
     return float(text.removeprefix("np.float64(").removesuffix(")"))
+
+
+def require_shape(path: str, target: torch.Tensor) -> None:
+    """Raise CheckpointMismatch for a tensor that has none to compare with what was saved."""
+    if is_lazy(target):
+        raise CheckpointMismatch(
+            f"{path!r} has no shape yet, its module is lazy: run the module once, then restore. "
+            "Nothing was changed."
+        )
+    if target.is_nested:
+        raise CheckpointMismatch(
+            f"{path!r} is a nested tensor, which no checkpoint fills: give a tuple such as its "
+            "unbind(). Nothing was changed."
+        )
 
 
 def require_memory(path: str, target: Any) -> None:
@@ -457,5 +493,6 @@ __all__ = [
     "join",
     "require_memory",
     "require_plain",
+    "require_shape",
     "tensor_names",
 ]

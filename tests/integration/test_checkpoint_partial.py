@@ -249,3 +249,37 @@ def test_tensors_that_cannot_be_saved_say_what_can(pool: hpstore.Pool, kind: str
         pytest.raises(CheckpointError, match=rf"'a/b' is a {kind}.*{parts}"),
     ):
         ckpt.save(1, {"a": {"b": make()}})
+
+
+LATER: dict[str, tuple[Callable[[], Any], str]] = {
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+               r"'a/b' is a nested tensor.*x\.unbind\(\)"),
+    "lazy": (lambda: torch.nn.LazyLinear(3), "'a/b/weight' is a parameter without a shape"),
+    "key": (lambda: {"\ud800": 1}, r"'a/b' has the key '\\ud800'"),
+    "key of a module": (lambda: torch.nn.ParameterDict({"\ud800": torch.ones(2)}), "surrogate"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LATER)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_has_no_shape_or_no_name_is_refused_by_name(pool: hpstore.Pool, kind: str) -> None:
+    """torch's own errors for these say nothing of where in the state they are."""
+    make, says = LATER[kind]
+    with ckpt_of(pool) as ckpt, pytest.raises(CheckpointError, match=says):
+        ckpt.save(1, {"a": {"b": make()}})
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_has_no_shape_is_not_restored_into(pool: hpstore.Pool) -> None:
+    """A lazy module that has not run, a nested tensor; the rest of the state stays."""
+    with ckpt_of(pool) as ckpt:
+        ckpt.save(1, {"a": torch.nn.Linear(2, 3), "z": torch.ones(2)}).result()
+        ckpt.save(2, {"a": torch.ones(2), "z": torch.ones(2)}).result()
+        for step, made, says in (
+            (1, torch.nn.LazyLinear(3), "'a/weight' has no shape yet"),
+            (2, LATER["nested"][0](), "'a' is a nested tensor"),
+        ):
+            state: dict[str, Any] = {"a": made, "z": torch.zeros(2)}
+            with pytest.raises(CheckpointMismatch, match=says):
+                ckpt.restore(state, step=step)
+            assert torch.equal(state["z"], torch.zeros(2))
