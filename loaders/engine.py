@@ -262,6 +262,7 @@ class Engine(Closing):
             "assemble_seconds": self.counts.make_seconds,
             "records_gathered": self.counts.gathered_total,
             "records_read": self.counts.read_total,
+            "shards_reopened": self._data.shards_reopened,
             "batches_in_ordinary_memory": self._slots.ordinary_total,
             "batch_memory_bytes": self._slots.made_bytes,
         }

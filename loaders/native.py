@@ -319,7 +319,9 @@ def _batches(
 def _from_the_end(chosen: Any, count: int) -> Indices:
     """A sampler's choice with negative indices as torch's map-style data sets take them."""
     found: Indices = np.asarray(chosen, np.int64)
-    return np.where(found < 0, found + count, found) if found.size and found.min() < 0 else found
+    if not found.size or found.min() >= 0:
+        return found
+    return np.where((found < 0) & (found >= -count), found + count, found)
 
 
 def _first_rows(batches: Iterator[Any]) -> tuple[int, Iterator[Any]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import resource
 import threading
 import weakref
 from collections import OrderedDict, deque
@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 
 from hpstore.closing import Closing
+from hpstore.descriptors import may_open
 from hpstore.pooled import PooledReader
 
 # keys -> a reader of each, or what is wrong with it
+_log = logging.getLogger(__name__)
 Make = Callable[[list[str]], Mapping[str, PooledReader | Exception]]
 FILES_SHARE = 8  # a thread keeps at most one part in so many of the files that a process may open
 LEAST_READERS = 4
@@ -68,12 +70,16 @@ class OpenShards(Closing):
     """Readers by key. Thread-safe: no two threads share one. In a forked child, made anew.
 
     `files_each`: that one of them keeps open. An object is looked up and opened once; the readers
-    of other threads share its files.
+    of other threads share its files. `objects`: how many there are. The process' limit of open
+    files is raised to keep all of them open, as far as that may be (docs/decisions/0035); with
+    fewer, what was used longest ago is closed; `reopened_total` counts what is opened again.
     """
 
-    def __init__(self, files_each: int) -> None:
-        may_open, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self.limit = max(LEAST_READERS, may_open // FILES_SHARE // files_each)
+    def __init__(self, files_each: int, *, objects: int = 0) -> None:
+        allowed = may_open(objects * files_each * FILES_SHARE)
+        self.limit = max(LEAST_READERS, allowed // FILES_SHARE // files_each)
+        self._objects, self.reopened_total = objects, 0
+        self._made_room: set[str] = set()  # keys of readers that were closed for others
         self._pid = os.getpid()
         self._shelves: weakref.WeakSet[_Shelf] = weakref.WeakSet()
         self._closed: deque[str] = deque()  # keys of readers that threads have closed
@@ -92,6 +98,7 @@ class OpenShards(Closing):
         if key in readers:
             readers.move_to_end(key)
             return readers[key]
+        self._count_again([key])
         found = readers[key] = _required(self._shared([key], make)[key])
         self._make_room(readers)
         return found
@@ -106,6 +113,7 @@ class OpenShards(Closing):
                 readers.move_to_end(key)
             else:
                 missing.append(key)
+        self._count_again(missing)
         opened = self._shared(missing, make)
         for key, found in opened.items():
             if not isinstance(found, Exception):
@@ -119,6 +127,18 @@ class OpenShards(Closing):
             old, reader = readers.popitem(last=False)
             reader.close()
             self._closed.append(old)
+            self._made_room.add(old)
+
+    def _count_again(self, keys: Iterable[str]) -> None:
+        again = sum(key in self._made_room for key in keys)
+        said = self.reopened_total > self.limit
+        self.reopened_total += again
+        if self.reopened_total > self.limit and not said:
+            _log.warning(
+                "shards are opened again and again: there are %d, and a thread keeps %d open, an "
+                "eighth of what this process may (ulimit -n, its hard limit): raise that",
+                self._objects, self.limit,
+            )  # fmt: skip
 
     def _shared(self, keys: list[str], make: Make) -> dict[str, PooledReader | Exception]:
         """Readers for this thread over files that those of all threads share."""

@@ -120,7 +120,7 @@ class StoredData(Closing):
         }
         self._order = self._column_table(Field("int64"), ORDER)
         self._pages: dict[int, PageTable] = {}
-        self._readers = OpenShards(self.manifest.data)
+        self._readers = self._closed_shards()
         self._closed = False
 
     def __len__(self) -> int:
@@ -468,7 +468,16 @@ class StoredData(Closing):
         """Locks and readers of the parent are not ours."""
         for table in (*self._sides.values(), *self._columns.values(), self._order):
             table.renew()
-        self._readers = OpenShards(self.manifest.data)
+        self._readers = self._closed_shards()
+
+    def _closed_shards(self) -> OpenShards:
+        count = sum(len(stream.numbers) for stream in self.streams)
+        return OpenShards(self.manifest.data, objects=count)
+
+    @property
+    def shards_reopened(self) -> int:
+        """How often a shard was opened again because too few may be open at a time."""
+        return self._readers.reopened_total
 
     def close(self) -> None:
         """Close what is open, of all threads; none of them reads now. Idempotent."""
