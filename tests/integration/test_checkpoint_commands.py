@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +17,16 @@ import hpstore
 from hpstore.checkpoint import Checkpointer, StorageWriter
 from hpstore.cli import main
 from hpstore.errors import CheckpointError, ConfigError, HpstoreError, ObjectNotFound
+from tests.fault.common import poll
+from tests.integration.cli_cases import PoolCommands
 
 RUN = "runs/a"
 
 
 @pytest.fixture
-def cli(pool: hpstore.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:  # fmt: skip
-    """`hpstore checkpoint COMMAND pool.toml ...` in this process; its output."""
-
-    def run(command: str, *words: object, code: int = 0) -> str:
-        capsys.readouterr()
-        argv = ["hpstore", "checkpoint", command, str(tmp_path / "pool.toml"), *map(str, words)]
-        monkeypatch.setattr(sys, "argv", argv)
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        shown = capsys.readouterr()
-        assert (stopped.value.code or 0) == code, shown
-        return shown.out if code == 0 else shown.err
-
-    return run
+def cli(pool: hpstore.Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> PoolCommands:
+    del pool  # it is at pool.toml there
+    return PoolCommands(tmp_path, capsys, "checkpoint")
 
 
 def save(pool: hpstore.Pool, step: int, state: dict[str, Any], prefix: str = RUN) -> None:
@@ -45,7 +34,7 @@ def save(pool: hpstore.Pool, step: int, state: dict[str, Any], prefix: str = RUN
         checkpointer.save(step, state).result()
 
 
-def test_garbage_gives_one_line(cli: Callable[..., str], tmp_path: Path) -> None:
+def test_garbage_gives_one_line(cli: PoolCommands, tmp_path: Path) -> None:
     """No traceback, the class' exit code, for every kind of source."""
     junk = np.random.default_rng(0).bytes(5000)
     (tmp_path / "dir").mkdir()
@@ -64,9 +53,7 @@ def test_garbage_gives_one_line(cli: Callable[..., str], tmp_path: Path) -> None
             assert text.startswith(f"hpstore: {error.__name__}: ")
 
 
-def test_the_day_of_a_checkpoint(
-    cli: Callable[..., str], pool: hpstore.Pool, tmp_path: Path
-) -> None:
+def test_the_day_of_a_checkpoint(cli: PoolCommands, pool: hpstore.Pool, tmp_path: Path) -> None:
     """ls, inspect, verify, export, import, protect, rm as one types them."""
     with Checkpointer(pool, RUN, lineage={"git": "abc"}) as checkpointer:
         for step in (1, 2, 3):
@@ -99,14 +86,14 @@ def test_the_day_of_a_checkpoint(
     cli("rm", RUN, 2)
 
 
-def test_commands_leave_a_running_training_alone(
-    cli: Callable[..., str], pool: hpstore.Pool
-) -> None:
+def test_commands_leave_a_running_training_alone(cli: PoolCommands, pool: hpstore.Pool) -> None:
     """None takes the fence or collects garbage: the training saves on, its keys are unchanged."""
     with Checkpointer(pool, RUN) as training_run:
         training_run.save(1, {"a": torch.zeros(9)}).result()
         training_run.save(2, {"a": torch.ones(9)}).result()
         pool.put(f"{RUN}/step-000000000009/segment-00ff-r00000", b"of nobody")
+        # the note of an attempt goes after its result is there
+        poll(10, lambda: not any("/attempts/" in key for key in pool.list(RUN)))
         before = pool.list()
         for words in (("ls", RUN), ("inspect", RUN), ("verify", RUN, "--all"),
                       ("protect", RUN, 1, "x"), ("unprotect", RUN, "x")):  # fmt: skip
@@ -118,7 +105,7 @@ def test_commands_leave_a_running_training_alone(
 
 
 def test_verify_goes_on_past_a_step_that_cannot_be_read(
-    cli: Callable[..., str], pool: hpstore.Pool
+    cli: PoolCommands, pool: hpstore.Pool
 ) -> None:
     """--all reports each step, and exits as verify does for damage."""
     for step in (1, 2):
@@ -144,7 +131,7 @@ def test_verify_tells_how_far_it_is(pool: hpstore.Pool) -> None:
     assert len(seen) > 3
 
 
-def test_every_checkpoint_command_has_help_with_an_example(cli: Callable[..., str],
+def test_every_checkpoint_command_has_help_with_an_example(cli: PoolCommands,
         monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """--help shows a line that can be typed."""
     monkeypatch.setenv("COLUMNS", "200")
@@ -153,7 +140,7 @@ def test_every_checkpoint_command_has_help_with_an_example(cli: Callable[..., st
 
 
 def test_a_mistyped_prefix_is_told_where_checkpoints_are(
-    cli: Callable[..., str], pool: hpstore.Pool, capsys: pytest.CaptureFixture[str]
+    cli: PoolCommands, pool: hpstore.Pool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every command that reads names near prefixes; `ls` says so beside its empty list."""
     for prefix in (RUN, "runs/b", "other", "deep/er/c"):
@@ -192,9 +179,7 @@ def test_an_empty_list_says_on_the_side_where_checkpoints_are(
         assert said in shown.err
 
 
-def test_verify_of_a_step_and_of_all_is_refused(
-    cli: Callable[..., str], pool: hpstore.Pool
-) -> None:
+def test_verify_of_a_step_and_of_all_is_refused(cli: PoolCommands, pool: hpstore.Pool) -> None:
     """`verify 1 --all` would have read all and said nothing of the step."""
     save(pool, 1, {"a": torch.ones(3)})
     for step in ("1", "latest"):
@@ -202,9 +187,7 @@ def test_verify_of_a_step_and_of_all_is_refused(
         assert f"both step {step} and --all" in said
 
 
-def test_rm_of_the_latest_step_needs_a_word_more(
-    cli: Callable[..., str], pool: hpstore.Pool
-) -> None:
+def test_rm_of_the_latest_step_needs_a_word_more(cli: PoolCommands, pool: hpstore.Pool) -> None:
     """Without --yes nothing goes, also not what is named beside it."""
     for step in (1, 2, 3):
         save(pool, step, {"a": torch.full((9,), step)})
@@ -216,7 +199,7 @@ def test_rm_of_the_latest_step_needs_a_word_more(
 
 
 def test_an_export_under_an_unknown_suffix_is_refused(
-    cli: Callable[..., str], pool: hpstore.Pool, tmp_path: Path
+    cli: PoolCommands, pool: hpstore.Pool, tmp_path: Path
 ) -> None:
     """It would have been a folder of safetensors; a slash, --format or a folder there makes it."""
     save(pool, 1, {"a": torch.ones(3)})

@@ -8,10 +8,8 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,34 +18,13 @@ from typer.testing import CliRunner
 from hpstore import errors
 from hpstore.cli import app
 from hpstore.cli.output import json_text
-
-
-class Cli:
-    """Runs `hpstore ...` in a process of its own."""
-
-    def __init__(self, tmp_path: Path) -> None:
-        self.tmp_path, self.pool = tmp_path, str(tmp_path / "pool.toml")
-
-    def __call__(self, *words: object, code: int = 0) -> str:
-        root = Path(__file__).resolve().parents[2]
-        done = subprocess.run(
-            [sys.executable, "-c", "from hpstore.cli import main; main()", *map(str, words)],
-            capture_output=True, text=True, timeout=120, check=False, cwd=self.tmp_path,
-            env={**os.environ, "PYTHONPATH": str(root), "HOME": str(self.tmp_path)},
-        )  # fmt: skip
-        assert done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}{done.stderr}"
-        return done.stdout if code == 0 else done.stderr
-
-    def json(self, *words: object) -> dict[str, object]:
-        found: dict[str, object] = json.loads(self(*words, "--json"))
-        return found
+from tests.integration.cli_cases import Cli
 
 
 @pytest.fixture
-def cli(tmp_path: Path) -> Cli:
-    made = Cli(tmp_path)
-    devices = [tmp_path / f"disk{i}" for i in range(6)]
-    made("create", made.pool, "--data", 4, "--parity", 2, *devices)
+def cli(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
+    made = Cli(tmp_path, capsys)
+    made.create(data=4, parity=2, devices=6)
     return made
 
 
@@ -88,7 +65,7 @@ def test_devices_come_and_go(cli: Cli, tmp_path: Path) -> None:
     cli("add", cli.pool, tmp_path / "disk6")
     assert "drained" in cli("drain", cli.pool, tmp_path / "disk0")
     assert "online" in cli("readmit", cli.pool, tmp_path / "disk0")
-    states = [d["state"] for d in cli.json("status", cli.pool)["devices"]]  # type: ignore[attr-defined]
+    states = [d["state"] for d in cli.json("status", cli.pool)["devices"]]
     assert states == ["online"] * 7
 
 
@@ -105,7 +82,7 @@ def test_errors_are_one_line_with_their_own_exit_code(cli: Cli, tmp_path: Path) 
           *(tmp_path / f"e{i}" for i in range(5))), errors.DeviceInUse),
     ]  # fmt: skip
     for words, error in cases:
-        text = cli(*words, code=error.exit_code)
+        text = cli.fails(*words, code=error.exit_code)
         assert text.count("\n") == 1, text
         assert error.__name__ in text
     assert not (tmp_path / "out").exists()
@@ -163,27 +140,18 @@ def test_numbers_that_json_lacks_are_null() -> None:
     assert "NaN" not in found
 
 
-def started(cli: Cli, *words: object, **streams: Any) -> subprocess.Popen[str]:
-    root = Path(__file__).resolve().parents[2]
-    return subprocess.Popen(
-        [sys.executable, "-c", "from hpstore.cli import main; main()", *map(str, words)],
-        cwd=cli.tmp_path, env={**os.environ, "PYTHONPATH": str(root), "HOME": str(cli.tmp_path)},
-        text=True, stderr=subprocess.PIPE, **streams,
-    )  # fmt: skip
-
-
 def test_a_reader_that_has_seen_enough_is_no_error(cli: Cli) -> None:
     """Such as `hpstore ls | head -1` with `set -o pipefail`."""
     read, write = os.pipe()
     os.close(read)
-    ended = started(cli, "status", cli.pool, stdout=write)
+    ended = cli.start("status", cli.pool, stdout=write)
     os.close(write)
     assert ended.communicate(timeout=60)[1] == ""
     assert ended.returncode == 0
 
 
 def test_an_interrupt_says_what_is_safe(cli: Cli) -> None:
-    ended = started(cli, "status", cli.pool, "--watch", stdout=subprocess.PIPE)
+    ended = cli.start("status", cli.pool, "--watch", stdout=subprocess.PIPE)
     assert ended.stdout is not None
     assert ended.stdout.readline()
     ended.send_signal(signal.SIGINT)

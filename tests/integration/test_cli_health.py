@@ -13,30 +13,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hpstore.cli import app, main
+from hpstore.cli import app
 from hpstore.cli import health_report as reports
+from tests.integration.cli_cases import Cli
 from tests.integration.fleets import HEADER, fleet, write_csv
 
 FLEET = fleet(150, 120)
-
-
-class Cli:
-    """Runs `hpstore health ...` in a directory, as its process would."""
-
-    def __init__(self, path: Path, captured: pytest.CaptureFixture[str] | None = None) -> None:
-        self.path, self.captured, self.err = path, captured, ""
-
-    def __call__(self, *words: object, code: int = 0) -> str:
-        assert self.captured is not None
-        patch = pytest.MonkeyPatch()
-        with patch.context() as patched:
-            patched.chdir(self.path)
-            patched.setattr(sys, "argv", ["hpstore", "health", *map(str, words)])
-            with pytest.raises(SystemExit) as ended:
-                main()
-        out, self.err = self.captured.readouterr()
-        assert (ended.value.code or 0) == code, f"{words}: {ended.value.code}\n{out}{self.err}"
-        return out if code == 0 else self.err
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +34,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cli(place: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
-    return Cli(place, capsys)
+    return Cli(place, capsys, "health")
 
 
 def test_train_writes_a_model_with_its_card_and_figures(cli: Cli) -> None:
     """--json: what it learned from, until when, what it was seen to do; as in the model file."""
     said = json.loads(cli("train", "a.csv", "--out", "m.json", "--trees", 8, "--folds", 2,
                           "--horizon-days", 10, "--until", "2024-03-01", "--json"))  # fmt: skip
-    card = json.loads((cli.path / "m.json").read_text())["card"]
+    card = json.loads((cli.directory / "m.json").read_text())["card"]
     assert said["card"] == card
     assert (card["horizon_days"], card["known_until"]) == (10, "2024-03-01")
     assert list(card["families"]) == ["ST4000DM000"]
@@ -103,10 +85,10 @@ def test_a_model_is_used_without_scikit_learn(place: Path) -> None:
 
 def test_errors_are_one_line_with_their_code_and_leave_no_model(cli: Cli) -> None:
     """Another family, a cut file, missing columns, a hostile model, nothing left to judge."""
-    write_csv(cli.path / "other.csv", fleet(30, 120, model="WD40EFRX"))
-    write_csv(cli.path / "short.csv", FLEET[:9], HEADER[1:])
-    (cli.path / "cut.csv.xz").write_bytes(b"\xfd7zXZ\0\0\4")
-    (cli.path / "bad.json").write_text('{"format": "hpstore-failure-forecast"}')
+    write_csv(cli.directory / "other.csv", fleet(30, 120, model="WD40EFRX"))
+    write_csv(cli.directory / "short.csv", FLEET[:9], HEADER[1:])
+    (cli.directory / "cut.csv.xz").write_bytes(b"\xfd7zXZ\0\0\4")
+    (cli.directory / "bad.json").write_text('{"format": "hpstore-failure-forecast"}')
     for words, code, said in (
         (("evaluate", "other.csv", "--model", "model.json"), 71, "covers ST4000DM000"),
         (("evaluate", "a.csv", "--model", "bad.json"), 70, "damaged or not one of ours"),
@@ -120,7 +102,7 @@ def test_errors_are_one_line_with_their_code_and_leave_no_model(cli: Cli) -> Non
         text = cli(*words, code=code)
         assert said in text
         assert text.count("\n") == 1
-    assert not (cli.path / "x.json").exists()
+    assert not (cli.directory / "x.json").exists()
     assert "not evaluated: the model knows everything" in cli(
         "train", "a.csv", "--out", "all.json", "--trees", 2, "--folds", 2, "--until", "last"
     )
@@ -128,7 +110,9 @@ def test_errors_are_one_line_with_their_code_and_leave_no_model(cli: Cli) -> Non
 
 def test_a_family_is_named_for_files_without_a_model_column(cli: Cli) -> None:
     """As the samples of one drive model are; bad rows are named on standard error."""
-    path = write_csv(cli.path / "one.csv", FLEET[:60], tuple(n for n in HEADER if n != "model"))
+    path = write_csv(
+        cli.directory / "one.csv", FLEET[:60], tuple(n for n in HEADER if n != "model")
+    )
     path.write_text(path.read_text() + "2024-01-09,S,zero\n")
     words = ("evaluate", "one.csv", "--model", "model.json", "--far", "0.05", "--resamples", 10)
     assert "the files hold unnamed" in cli(*words, code=71)
@@ -139,7 +123,7 @@ def test_a_family_is_named_for_files_without_a_model_column(cli: Cli) -> None:
 def test_report_on_files_gives_reasons_in_words(cli: Cli) -> None:
     """The living by risk, worst first; the failed only counted; with and without a model."""
     sick = next(d for d in FLEET if d.failed and d.counts[-1].sum() > 100)
-    write_csv(cli.path / "now.csv", [
+    write_csv(cli.directory / "now.csv", [
         *(d for d in FLEET if not d.failed), type(sick)(
             serial="SICK", model=sick.model, counts=sick.counts, failed=False)])  # fmt: skip
     found = json.loads(cli("report", "now.csv", "--model", "model.json", "--far", "0.05", "--json"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
-from typer.testing import CliRunner
 
 import hpstore
 from hpstore import errors
 from hpstore.cli import app
+from tests.integration.cli_cases import ROOT, Cli
 
 SPOOLED_MIB = 160
 MEASURED = """
@@ -31,28 +30,10 @@ finally:
 """
 
 
-class Cli:
-    """Runs commands in this process: most of a second less for each."""
-
-    def __init__(self, config: Path) -> None:
-        self.pool = str(config)
-
-    def __call__(self, *words: object) -> str:
-        done = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
-        assert done.exit_code == 0, f"{words}: {done.output}"
-        return done.stdout
-
-    def json(self, *words: object) -> dict[str, object]:
-        found: dict[str, object] = json.loads(self(*words, "--json"))
-        return found
-
-
 @pytest.fixture
-def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    made = Cli(tmp_path / "pool.toml")
-    made("create", made.pool, "--data", 2, "--parity", 1, *(tmp_path / f"d{i}" for i in range(3)))
+def cli(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
+    made = Cli(tmp_path, capsys)
+    made.create(data=2, parity=1, devices=3)
     (tmp_path / "in").write_bytes(b"x" * 1000)
     return made
 
@@ -82,7 +63,7 @@ def test_every_command_has_json() -> None:
 def test_device_commands_tell_machines_which_device_they_changed(cli: Cli, tmp_path: Path) -> None:
     """By its whole id, whatever part of it, or path, was typed."""
     cli("put", cli.pool, "k", "in")
-    added = cli.json("add", cli.pool, tmp_path / "d3", "--domain", "rack")
+    added = cli.json("add", cli.pool, tmp_path / "disk3", "--domain", "rack")
     assert (added["state"], added["domain"]) == ("online", "rack")
     device = str(added["device"])
     drained = cli.json("drain", cli.pool, device[:8])
@@ -93,7 +74,7 @@ def test_device_commands_tell_machines_which_device_they_changed(cli: Cli, tmp_p
     files = back["files"]
     assert isinstance(files, dict)
     assert sorted(files) == ["kept", "quarantined", "removed"]
-    evicted = cli.json("evict", cli.pool, tmp_path / "d3")
+    evicted = cli.json("evict", cli.pool, tmp_path / "disk3")
     assert (evicted["device"], evicted["state"]) == (device, "evicted")
     assert cli.json("readmit", cli.pool, device)["state"] == "online"
     noted = cli.json("sit-out", cli.pool, device)
@@ -109,8 +90,8 @@ def test_rm_and_get_tell_machines_what_they_did(cli: Cli) -> None:
     assert found == {"key": "a", "size": 1000, "file": "out"}
     said = cli.json("rm", cli.pool, "a", "missing", "b", "--ignore-missing")
     assert said == {"deleted": ["a", "b"], "absent": ["missing"]}
-    with pytest.raises(errors.ConfigError, match="standard output"):
-        cli("get", cli.pool, "c", "-", "--json")
+    said_no = cli("get", cli.pool, "c", "-", "--json", code=errors.ConfigError.exit_code)
+    assert "standard output" in said_no
 
 
 def test_steps_are_protected_and_deleted_for_machines(cli: Cli) -> None:
@@ -122,10 +103,7 @@ def test_steps_are_protected_and_deleted_for_machines(cli: Cli) -> None:
             checkpointer.save(step, {"n": step})
     words = ("checkpoint", "protect", cli.pool, "runs/a", 1, "best")
     assert cli.json(*words) == {"step": 1, "name": "best"}
-    done = CliRunner().invoke(app, ["checkpoint", "rm", cli.pool, "runs/a", "1", "2", "--json"])
-    assert done.exit_code == errors.CheckpointError.exit_code
-    said = json.loads(done.stdout)
-    assert (said["deleted"], list(said["failed"])) == ([2], ["1"])
+    cli("checkpoint", "rm", cli.pool, "runs/a", 1, 2, code=errors.CheckpointError.exit_code)
     assert cli.json("checkpoint", "unprotect", cli.pool, "runs/a", "best") == {
         "step": 1, "name": "best",
     }  # fmt: skip
@@ -138,7 +116,7 @@ def test_standard_input_is_stored_whole_and_not_through_memory(cli: Cli, tmp_pat
     with subprocess.Popen(
         [sys.executable, "-c", MEASURED, "put", cli.pool, "big", "-"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     ) as run:  # fmt: skip
         assert run.stdin is not None
         assert run.stdout is not None
@@ -156,8 +134,8 @@ def test_standard_input_is_stored_whole_and_not_through_memory(cli: Cli, tmp_pat
 def test_a_place_that_is_not_there_is_named_before_the_work(cli: Cli, tmp_path: Path) -> None:
     """`get` and `health train`: the folder, not the name of a part file."""
     cli("put", cli.pool, "a", "in")
-    with pytest.raises(errors.ConfigError, match=f"{tmp_path}/no/such is no directory"):
-        cli("get", cli.pool, "a", "no/such/out")
+    said = cli("get", cli.pool, "a", "no/such/out", code=errors.ConfigError.exit_code)
+    assert f"{tmp_path}/no/such is no directory" in said
     (tmp_path / "drives.csv").write_text("nonsense")  # it is not even opened
-    with pytest.raises(errors.ConfigError, match=f"{tmp_path}/no is no directory"):
-        cli("health", "train", "drives.csv", "--out", "no/model.json")
+    words = ("health", "train", "drives.csv", "--out", "no/model.json")
+    assert f"{tmp_path}/no is no directory" in cli(*words, code=errors.ConfigError.exit_code)

@@ -132,7 +132,7 @@ def test_a_run_may_end_on_a_thread_that_is_looking_at_its_pages(small: Dataset) 
 
 def test_a_sample_out_of_range_is_named_also_when_all_are_in_memory(small: Dataset) -> None:
     """A sampler of the user's gives one that is not there."""
-    for wrong in (300, -1):
+    for wrong in (300, -301):
         with closing(DataLoader(small, 50, sampler=[*range(300), *range(300), wrong])) as loader:
             with pytest.raises(IndexError, match=f"sample {wrong} of data set 'a'"):
                 list(loader)

@@ -156,7 +156,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_memory_stays_flat_over_many_epochs(data: Dataset, mode: str) -> None:
-    """Of what 80 epochs hand out, at most a half may be left, beside the slots there are."""
+    """Of what 50 epochs hand out, at most a half may be left, beside the slots there are."""
     loader = DataLoader(data, BATCH, prefetch_bytes="8MiB", **{"shuffle": True, **MODES[mode]})
 
     def left_after(epochs: int) -> int:
@@ -167,8 +167,8 @@ def test_memory_stays_flat_over_many_epochs(data: Dataset, mode: str) -> None:
         return resident_bytes() - int(loader.stats()["batch_memory_bytes"])
 
     before = left_after(5)
-    handed = 80 * sum(int(stream.payload_bytes.sum()) for stream in data.streams)
-    assert left_after(80) - before < handed // 2
+    handed = 50 * sum(int(stream.payload_bytes.sum()) for stream in data.streams)
+    assert left_after(50) - before < handed // 2
     loader.close()
 
 
