@@ -194,8 +194,9 @@ def _choose_view(
     """The view of the newest record, from devices of one pool that prove to work."""
     if not any(o.record is not None for o in opened.values()):
         raise TooFewDevices(
-            f"pool {config.name!r} ({config.path}): no device answers with a membership record. "
-            + _reasons(problems)
+            f"pool {config.name!r} ({config.path}): no device answers with a membership "
+            "record. Objects are not touched; one device of the pool with a whole pool.json opens "
+            "it again. " + _reasons(problems | {url: one.lacks for url, one in opened.items()})
         )
     pool_id = _majority_pool(opened)
     for url, found in list(opened.items()):

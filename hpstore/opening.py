@@ -29,11 +29,12 @@ Opener = Callable[[str], Device]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedDevice:
-    """A device that answered, what it says of itself and what it knows of the pool."""
+    """A device that answered, what it says of itself and what it knows of the pool, or why not."""
 
     device: Device
     identity: Identity
     record: PoolRecord | None
+    lacks: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +97,10 @@ def _identify(url: str, device: Device) -> OpenedDevice:
         record = PoolRecord.decode(
             device.read_small(POOL_FILE, MAX_RECORD_BYTES), where=f"{url}/{POOL_FILE}"
         )
-    except (FileNotFoundError, IntegrityError):
-        record = None  # the other devices know; this one is brought up to date
+    except (FileNotFoundError, IntegrityError) as error:
+        # the other devices know; this one is brought up to date
+        lacks = f"{url} has no {POOL_FILE}" if isinstance(error, FileNotFoundError) else str(error)
+        return OpenedDevice(device=device, identity=identity, record=None, lacks=lacks)
     return OpenedDevice(device=device, identity=identity, record=record)
 
 

@@ -216,6 +216,24 @@ def test_spoilt_records_on_m_devices_cost_nothing(bench: Bench, name: str, how: 
 
 
 @pytest.mark.parametrize("how", SPOILS)
+def test_a_pool_whose_records_are_all_spoilt_says_so_of_each_device(bench: Bench, how: str) -> None:
+    """And what is still safe; one whole pool.json opens it again."""
+    with bench.create(3, data=2, parity=1) as pool:
+        pool.put("x", payload("x", 300 * KIB))
+    files = [Path(path, "pool.json") for path in bench.paths]
+    whole = files[0].read_bytes()
+    for file in files:
+        spoil(file, how)
+    with pytest.raises(TooFewDevices, match="Objects are not touched") as caught:
+        bench.open()
+    assert all(str(path) in str(caught.value) for path in bench.paths)
+    assert str(caught.value).count("pool.json") >= 3
+    files[0].write_bytes(whole)
+    with bench.open() as pool:
+        assert pool.get("x") == payload("x", 300 * KIB)
+
+
+@pytest.mark.parametrize("how", SPOILS)
 def test_spoilt_membership_records_under_an_open_pool_cost_nothing(bench: Bench, how: str) -> None:
     """Damage pool.json on m devices while the pool is open; reads and puts go on."""
     with bench.create(5, data=2, parity=2) as pool:
