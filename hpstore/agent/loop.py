@@ -137,6 +137,10 @@ class Agent(Closing):
             except (HpstoreError, OSError) as error:
                 self.pool.metrics.count("agent_round_error_total")
                 self.jobs.note(f"a round failed: {error}", ok=False)
+            except Exception as error:  # noqa: BLE001 (one disk's odd answer: others need it)
+                self.pool.metrics.count("agent_round_error_total")
+                self.jobs.note(f"a round failed: {type(error).__name__}: {error}", ok=False)
+                _log.exception("a round of the agent failed")
             if status is not None:
                 each(status)
             stop.wait(self.config.tick_seconds)

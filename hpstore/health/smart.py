@@ -251,11 +251,16 @@ def _reading(
 ) -> SmartReading:
     found.put(SPEC_FLAG, int(bool(found.flags)))
     return SmartReading(
-        device=device, readout=Readout.OK, serial=str(serial or "").strip(),
-        model=str(model or "").strip(), capacity_bytes=capacity if type(capacity) is int else 0,
+        device=device, readout=Readout.OK, serial=_text(serial),
+        model=_text(model), capacity_bytes=capacity if type(capacity) is int else 0,
         values=tuple(found.values), flags=tuple(dict.fromkeys(found.flags)),
         notes=tuple(found.notes),
     )  # fmt: skip
+
+
+def _text(value: Json) -> str:
+    """What a drive says of itself, fit for every file and terminal: firmware writes odd bytes."""
+    return str(value or "").strip().encode("utf-8", "replace").decode()
 
 
 def _json(text: str) -> dict[str, Json]:
@@ -274,7 +279,7 @@ def _table(body: Mapping[str, Json], name: str) -> Mapping[str, Json]:
 
 def _messages(body: Mapping[str, Json]) -> list[str]:
     rows = _table(body, "smartctl").get("messages")
-    return [str(row.get("string", "")) for row in (rows if isinstance(rows, list) else ())
+    return [_text(row.get("string")) for row in (rows if isinstance(rows, list) else ())
             if isinstance(row, Mapping)]  # fmt: skip
 
 

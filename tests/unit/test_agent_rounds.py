@@ -319,6 +319,19 @@ def test_a_round_that_fails_is_told_and_the_next_one_is_made(
     assert [e.text for e in tended.agent.jobs.events()] == ["a round failed: x"]
 
 
+def test_an_answer_nobody_thought_of_does_not_end_the_agent(
+    tended: Tended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One disk whose serial number cannot be written down must not keep the others unhealed."""
+    odd = UnicodeEncodeError("utf-8", "\udcff", 0, 1, "surrogates not allowed")
+    monkeypatch.setattr(threading.Event, "wait", lambda self, timeout=None: self.is_set())
+    monkeypatch.setattr(tended.agent, "tick", iter_of(odd, tended.agent.tick()))
+    stop = threading.Event()
+    tended.agent.run(stop, lambda status: stop.set())
+    assert tended.pool.metrics.value("agent_round_error_total") == 1
+    assert "a round failed: UnicodeEncodeError" in tended.agent.jobs.events()[0].text
+
+
 def iter_of(*outcomes: object) -> Callable[[], object]:
     """A call that gives one after the other, or raises it."""
     rest = iter(outcomes)

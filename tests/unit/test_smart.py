@@ -128,6 +128,15 @@ def test_a_sleeping_disk_is_told_from_one_that_cannot_be_opened() -> None:
     assert smartctl(2, denied).readout is Readout.FORBIDDEN
 
 
+def test_what_a_drive_says_of_itself_can_be_written_down() -> None:
+    """Firmware writes odd bytes into serial numbers; status files and logs are UTF-8."""
+    odd = {**ATA, "serial_number": "WD\udcff1 ", "model_name": "\ud800"}
+    found = smartctl(0, odd)
+    assert (found.serial, found.model) == ("WD?1", "?")
+    asleep = smartctl(2, {"smartctl": {"messages": [{"string": "odd \udcff"}]}})
+    assert asleep.problem.encode()
+
+
 def test_answers_of_any_shape_are_survived() -> None:
     """Text, depth, tables that are lists, counts that are none."""
     for text in ("", "no json", "[" * 100_000, "{" * 100_000, '{"ata_smart_attributes": []}',
