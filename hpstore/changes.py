@@ -13,7 +13,15 @@ from functools import partial
 from typing import TypeVar
 
 from hpstore.devices.base import Device
-from hpstore.errors import DeviceTimeout, HpstoreError, MembershipError
+from hpstore.errors import (
+    DeviceTimeout,
+    HpstoreError,
+    IntegrityError,
+    LockTimeout,
+    MembershipError,
+    TooFewDevices,
+    TooManyErasures,
+)
 from hpstore.keys import ColumnName, Kind
 from hpstore.membership import commit_record, with_member, with_state, without_member
 from hpstore.objects.catalog import walk
@@ -219,19 +227,23 @@ def drain_member(
         if not keys or kept:
             evict_member(store, member, refresh, force=False, emptied=True)
             return moved
-        stuck = []
+        stuck: dict[str, str] = {}
         for number, key in enumerate(keys, 1):
-            repair = repair_object(store, key, throttle=throttle)
-            moved += repair.action in (Action.REBUILT, Action.RELAID)
-            if repair.action in (Action.STUCK, Action.WAITING):
-                stuck.append(key)
+            try:
+                repair = repair_object(store, key, throttle=throttle)
+            except (TooManyErasures, TooFewDevices, IntegrityError, LockTimeout) as error:
+                stuck[key] = str(error)  # the others can leave
+            else:
+                moved += repair.action in (Action.REBUILT, Action.RELAID)
+                if repair.action in (Action.STUCK, Action.WAITING):
+                    stuck[key] = "too few other devices, or some are missing"
             progress(number, len(keys), key)
         _remove_tombstones(store, member.device_id)
         if stuck:
             raise MembershipError(
-                f"{len(stuck)} objects cannot leave {member.url} ({', '.join(stuck[:_NAMED])}): "
-                "too few other devices, or some are missing. It stays draining; add a device and "
-                "drain again, or readmit it."
+                f"{len(stuck)} objects cannot leave {member.url} "
+                f"({', '.join(list(stuck)[:_NAMED])}): {next(iter(stuck.values()))}. It stays "
+                "draining; add a device or bring missing ones back, and drain again, or readmit it."
             )
     raise MembershipError(f"{member.url} still gets files after {RESCANS} rounds; drain again")
 

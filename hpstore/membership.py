@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from hpstore.config import PoolConfig
@@ -363,9 +363,12 @@ def with_state(record: PoolRecord, device_id: str, state: DeviceState) -> PoolRe
     )  # fmt: skip
 
 
-def with_healed(record: PoolRecord) -> PoolRecord:
-    """The next generation, in which every evicted device has been made up for."""
-    evicted = [replace(m, state=DeviceState.HEALED) for m in record.evicted]
+def with_healed(record: PoolRecord, healed: Collection[str]) -> PoolRecord:
+    """The next generation, in which these evicted devices have been made up for."""
+    evicted = [
+        replace(m, state=DeviceState.HEALED) if m.device_id in healed else m
+        for m in record.evicted
+    ]  # fmt: skip
     return record.successor(
         members=record.members, evicted=evicted, nonce=secrets.token_hex(8)
     )  # fmt: skip
@@ -395,18 +398,27 @@ def with_member(record: PoolRecord, member: Member) -> PoolRecord:
 
 
 def find_member(record: PoolRecord, devices: Mapping[str, Device], wanted: str) -> Member:
-    """A member or evicted device by URL, path, id or a unique beginning of the id."""
-    urls = {d: device.url for d, device in devices.items()}
+    """A member or evicted device by URL, path, id or a unique beginning of the id.
+
+    A place is that of the device which is open there now, else of a member that was last there,
+    else of one that was evicted: disks are replaced at their mount points, and change them.
+    """
+    plain = wanted.removeprefix("file://").rstrip("/")
     everyone = [*record.members, *record.evicted]
 
-    def matches(member: Member) -> bool:
-        places = {member.url, urls.get(member.device_id, member.url)}
-        plain = wanted.removeprefix("file://").rstrip("/")
-        return plain in {place.removeprefix("file://").rstrip("/") for place in places} or (
-            len(wanted) >= 4 and member.device_id.startswith(wanted)
-        )
+    def at(url: str | None) -> bool:
+        return url is not None and url.removeprefix("file://").rstrip("/") == plain
 
-    found = [member for member in everyone if matches(member)]
+    def open_at(member: Member) -> str | None:
+        device = devices.get(member.device_id)
+        return None if device is None else device.url
+
+    found = (
+        [m for m in record.members if at(open_at(m))]
+        or [m for m in record.members if at(m.url) and open_at(m) is None]
+        or [m for m in record.evicted if at(m.url)]
+        or [m for m in everyone if len(wanted) >= 4 and m.device_id.startswith(wanted)]
+    )
     if len(found) != 1:
         known = ", ".join(f"{m.url} ({m.device_id[:8]}, {m.state})" for m in everyone)
         raise MembershipError(

@@ -332,13 +332,17 @@ class Pool(TendedPool):
         self._writable()
         self.refresh()
         with self._lock("repair.lock", "rebuild"):
+            unhealed = self._store.view.record.unhealed()
             report = rebuild_all(
                 self._store, progress=progress, rate_bytes_per_second=rate_bytes_per_second,
                 include_missing=include_missing, everything=everything, pace=pace,
             )  # fmt: skip
-        if report.whole and not self._store.view.missing and self._store.view.record.unhealed():
+        if report.whole and not self._store.view.missing and unhealed:
             with self._change():
-                commit_record(self._store, with_healed(self._store.view.record), {}, force=False)
+                # not those that were evicted meanwhile
+                unhealed &= self._store.view.record.unhealed()
+                record = with_healed(self._store.view.record, unhealed)
+                commit_record(self._store, record, {}, force=False)
                 self.refresh()
         return report
 

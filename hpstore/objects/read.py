@@ -472,8 +472,8 @@ def _open_group(store: Store, survey: Survey, layouts: list[Layout]) -> ObjectRe
 def open_object(store: Store, key: str, version: Version | None = None) -> ObjectReader:
     """Resolve a key and open it, again when it changes underneath, a bounded number of times.
 
-    A listing of several devices is no snapshot: what looks torn or absent although files were seen
-    is believed only when a second look shows the same files.
+    A listing of several devices is no snapshot: what looks torn or absent is believed only when a
+    second look shows the same files, or none again.
     """
     seen: set[Found] | None = None
     for _ in range(RESOLVE_TRIES):
@@ -484,7 +484,7 @@ def open_object(store: Store, key: str, version: Version | None = None) -> Objec
             store.metrics.count("read_resolved_again_total")
             seen = None
         except (ObjectNotFound, TooManyErasures):
-            if not survey.files or seen == set(survey.files):
+            if seen == set(survey.files):
                 raise
             seen = set(survey.files)
     raise IntegrityError(f"object {key!r} was replaced {RESOLVE_TRIES} times while it was opened")

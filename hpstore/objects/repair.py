@@ -119,7 +119,9 @@ def _repair_locked(
 
 
 def _finish_delete(store: Store, survey: Survey) -> Repair:
-    """A tombstone seen means finish it (PROTOCOL 12); torn puts are left alone."""
+    """A tombstone seen means finish it (PROTOCOL 12); torn puts are left alone.
+
+    Written anew it keeps its counter and nonce: a put may have come since the survey."""
     newest = newest_by_name(store.view, survey)
     if newest is not None and newest.kind is Kind.TOMBSTONE:
         online = {m.device_id for m in store.view.members() if m.state is DeviceState.ONLINE}
@@ -132,6 +134,7 @@ def _finish_delete(store: Store, survey: Survey) -> Repair:
                 metadata={},
                 kind=Kind.TOMBSTONE,
                 survey=survey,
+                revise=newest.version,
             )
             version = columns.published()[0].header.version
         else:

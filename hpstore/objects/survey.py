@@ -152,12 +152,14 @@ def require_known(view: View, survey: Survey) -> None:
         )
 
 
-def stable_survey(store: Store, key: str) -> Survey:
-    """A survey to act on: a listing of several devices is no snapshot, so one that amounts to
-    nothing although files were seen is made again until two agree."""
+def stable_survey(store: Store, key: str, *, absent: bool = True) -> Survey:
+    """A survey to act on: a listing of several devices is no snapshot. One that amounts to nothing
+    is made again until two agree: the old version may have gone from where it was looked for last,
+    and the new one come where it was looked for first. Without `absent`, for a caller who does the
+    same with a key that is not there, one that shows no file is not."""
     survey = survey_key(store, key)
     for _ in range(SURVEY_TRIES):
-        if not survey.files or newest_by_name(store.view, survey) is not None:
+        if newest_by_name(store.view, survey) is not None or not (survey.files or absent):
             return survey
         again = survey_key(store, key)
         if set(again.files) == set(survey.files):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hpstore.errors import ObjectNotFound, TooFewDevices, VersionConflict
 from hpstore.geometry import Code, Geometry, plan_geometry
@@ -177,19 +177,26 @@ def write_new_version(
     survey: Survey,
     throttle: Throttle | None = None,
     unit_bytes: int | None = None,
+    revise: Version | None = None,
 ) -> ColumnSet:
     """Plan and write a version above all of the survey, again when devices fail or leave.
 
     A full stripe is preferred: when devices fail, the plan moves to other ones while there are
-    enough, and only then goes on with a debt.
+    enough, and only then goes on with a debt. `revise`: write this one anew, as a later revision
+    of it, which beats no put that came meanwhile (PROTOCOL 1); the caller holds the key's lock.
     """
     exclude: set[str] = set()
     last: Exception | None = None
-    for _ in range(PUT_TRIES):
+    for number in range(PUT_TRIES):
         now = store.pinned()
+        version = (
+            store.new_version(survey.versions())
+            if revise is None
+            else replace(revise, revision=revise.revision + 1 + number)
+        )
         content = Content(
             key=key,
-            version=store.new_version(survey.versions()),
+            version=version,
             kind=kind,
             created_ms=store.clock.wall_ms(),
             metadata=metadata,
@@ -269,7 +276,7 @@ def put_object(
     The caller holds the key's lock when a condition is given. `throttle` is called with the bytes
     of each batch before it is written. `unit_bytes`: of this object, the pool's unless given.
     """
-    survey = stable_survey(store, key)
+    survey = stable_survey(store, key, absent=if_absent or if_version is not None)
     check_conditions(store, survey, if_absent=if_absent, if_version=if_version)
     columns = write_new_version(
         store, key, source, metadata=metadata, kind=Kind.COLUMN, survey=survey, throttle=throttle,
