@@ -34,7 +34,7 @@ class Settings:
     recycle_bytes: int = 2 * GIB  # files kept for overwriting on each device
     open_deadline_seconds: float = 10.0  # a device that does not answer by then is missing
     device_deadline_seconds: float = 30.0  # for one call; a hang counts as a loss from then on
-    put_deadline_seconds: float = 600.0  # longest put; sweeping waits longer
+    put_deadline_seconds: float = 600.0  # a longer put publishes under the lock of sweeps
     straggler_seconds: float = 5.0  # grace for the slowest device of a put, or 8 x its peers
     lock_deadline_seconds: float = 30.0  # for membership changes and conditional puts
     tombstone_seconds: float = 3600.0  # horizon of deletes; longer than the longest put

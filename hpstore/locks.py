@@ -17,7 +17,7 @@ from hpstore.clock import Clock
 from hpstore.errors import ConfigError, LockTimeout
 
 _POLL_SECONDS = 0.01
-_KEY_LOCKS = 256
+_KEY_LOCKS = 4096
 
 
 @contextmanager
@@ -50,8 +50,8 @@ def file_lock(
 
 
 def key_lock_name(key: str) -> str:
-    """One of a bounded number of lock files for conditional puts."""
-    return f"key-{zlib.crc32(key.encode()) % _KEY_LOCKS:03d}.lock"
+    """One of a bounded number of lock files: few keys wait for a stranger."""
+    return f"key-{zlib.crc32(key.encode()) % _KEY_LOCKS:04d}.lock"
 
 
 __all__ = ["file_lock", "key_lock_name"]

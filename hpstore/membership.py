@@ -11,7 +11,8 @@ import logging
 import os
 import secrets
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpstore.config import PoolConfig
@@ -213,7 +214,7 @@ def _choose_view(
     records = [o.record for o in opened.values() if o.record is not None]
     if not records:
         raise TooFewDevices(f"pool {config.name!r}: no device works. " + _reasons(problems))
-    record = max(records, key=_order)
+    record = newest_of(records)
     view = make_view(record, opened.values(), problems)
     answering, needed = len(view.devices), len(record.members) - record.parity
     if answering < needed:
@@ -246,10 +247,6 @@ def foreign(url: str) -> str:
     return str(DeviceForeign(f"device {url} belongs to another pool; nothing was written there"))
 
 
-def _order(record: PoolRecord) -> tuple[int, str]:
-    return record.order
-
-
 def _reasons(problems: Mapping[str, str]) -> str:
     return "; ".join(problems.values())
 
@@ -276,6 +273,22 @@ def make_view(record: PoolRecord, opened: Iterable[OpenedDevice], problems: dict
     return View(record=record, devices=devices)
 
 
+def newest_of(found: Sequence[PoolRecord], known: PoolRecord | None = None) -> PoolRecord:
+    """The record of the highest generation among those that devices hold. Pure. PROTOCOL 14.
+
+    A change that died on its first device may be followed by another of the same generation while
+    that device is away. The one on more devices is then the one that was committed: `known`, which
+    is in use, gives way to one on a quorum only; the nonce decides what is left.
+    """
+    records = {record.order: record for record in found}
+    held = Counter(record.order for record in found)
+    top = max(record.generation for record in (*found, *([known] if known else ())))
+    rivals = [record for record in records.values() if record.generation == top]
+    if known is not None and known.generation == top:
+        rivals = [r for r in rivals if held[r.order] >= r.quorum()] or [known]
+    return max(rivals, key=lambda record: (held[record.order], record.nonce))
+
+
 def newest_record(store: Store) -> PoolRecord:
     """The newest record on any device that answers."""
 
@@ -288,22 +301,24 @@ def newest_record(store: Store) -> PoolRecord:
             return None
 
     results = store.each(store.view.devices, read)
-    found = [store.view.record]
+    found = []
     for result in results.values():
         if isinstance(result, FormatTooNew):
             raise result
         if isinstance(result, PoolRecord) and result.pool_id == store.view.record.pool_id:
             found.append(result)
-    return max(found, key=_order)
+    return newest_of(found, store.view.record)
 
 
 def roll_forward(store: Store, record: PoolRecord) -> int:
-    """Bring devices that are behind up to `record`; returns how many members hold it now."""
+    """Bring devices that are behind, or hold a rival of its generation, up to `record`; returns
+    how many members hold it now."""
 
     def update(device_id: str, device: Device) -> None:
         try:
             data = device.read_small(POOL_FILE, MAX_RECORD_BYTES)
-            if PoolRecord.decode(data, where=device.url).order >= record.order:
+            found = PoolRecord.decode(data, where=device.url)
+            if found.generation > record.generation or found.order == record.order:
                 return
         except (FileNotFoundError, IntegrityError):
             if device.stamp(IDENTITY_FILE) is None:

@@ -123,7 +123,7 @@ class PoolRecord:
 
     @property
     def order(self) -> tuple[int, str]:
-        """Newest record wins; the nonce decides between two of one generation."""
+        """Which record it is, and which generation comes first."""
         return (self.generation, self.nonce)
 
     def member(self, device_id: str) -> Member | None:

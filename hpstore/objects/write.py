@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from hpstore.errors import ObjectNotFound, TooFewDevices, VersionConflict
@@ -150,7 +151,8 @@ def write_columns(
             batch = limits(geometry.width, store.buffers.budget.limit_bytes)
             StripeWriter(store, columns, geometry, floor, batch).run(source, throttle)
             if len(columns.alive()) >= floor:
-                columns.finish()
+                with _no_sweep(store, content, repairs=not roll_back):
+                    columns.finish()
         if len(columns.published()) >= floor:
             columns.check_generations()
         done = len(columns.published()) >= floor
@@ -165,6 +167,18 @@ def write_columns(
             failures,
         )
     return columns
+
+
+def _no_sweep(store: Store, content: Content, *, repairs: bool) -> AbstractContextManager[None]:
+    """PROTOCOL 12: a put that took so long that a sweep may hold its first columns for those of a
+    writer that is long gone publishes under the lock that sweeps take. Repairs hold it already.
+
+    By the wall clock, as sweeps do: it may have been set during the put.
+    """
+    age_ms = store.clock.wall_ms() - content.version.counter
+    if repairs or age_ms < store.settings.put_deadline_seconds * 1000:
+        return nullcontext()
+    return store.key_lock(content.key)
 
 
 def write_new_version(
@@ -209,8 +223,9 @@ def write_new_version(
             raise error from last
         try:
             columns = write_columns(
-                now, content, geometry, devices, source, roll_back=True, throttle=throttle
-            )
+                now, content, geometry, devices, source, roll_back=revise is None,
+                throttle=throttle,
+            )  # fmt: skip
         except MembershipMoved as error:
             store.metrics.count("put_replanned_total")
             store.refresh()

@@ -14,9 +14,11 @@ from hpstore.errors import MembershipError, ObjectNotFound, VersionConflict
 from hpstore.keys import object_directory
 from hpstore.pool import Pool
 from hpstore.rebuild import Progress
-from hpstore.testing.harness import Harness
+from hpstore.records import POOL_FILE, DeviceState
+from hpstore.testing.harness import FakeClock, Harness
 
 T = TypeVar("T")
+HORIZON = 3600.0  # Settings.tombstone_seconds
 
 
 class Between(DeviceWrapper):
@@ -145,6 +147,59 @@ def test_a_drain_takes_what_can_leave_past_what_cannot(tmp_path: Path) -> None:
         assert left == [0]
         for number in range(1, 8):
             assert pool.get(f"k{number}") == bytes([number]) * 300_000
+
+
+def test_a_sweep_takes_no_columns_of_a_put_that_lasts_rule_12(tmp_path: Path) -> None:
+    """PROTOCOL 12: a put began longer ago than a tombstone lives, or the clock was set meanwhile,
+    and a scrub comes between its renames. What is acknowledged is there."""
+    clock = FakeClock()
+    harness = Harness(tmp_path, data=4, parity=2, devices=6, clock=clock)
+    with harness.open() as other:
+        nothing: Callable[[], object] = lambda: None  # noqa: E731
+        late: list[Callable[[], object]] = [other.scrub, *[nothing] * 3]  # from the end
+        passes: list[Callable[[], object]] = [lambda: clock.advance(HORIZON + 1)]
+        with harness.open(
+            lambda _, device: Between(Between(device, "publish", late), "write", passes)
+        ) as pool:
+            pool.put("k", b"n" * 300_000)
+        assert late == []
+        assert other.get("k") == b"n" * 300_000
+        assert len(harness.columns("k")) == 6
+
+
+# --- two changes of one generation --------------------------------------------------------------
+
+
+class Deaf(DeviceWrapper):
+    """Takes no membership record."""
+
+    def write_small(self, path: str, data: bytes) -> None:
+        raise OSError(5, f"no {path} here")
+
+
+@pytest.mark.parametrize("number", range(8))  # the nonces of the two are chance
+def test_a_change_that_died_does_not_beat_the_one_that_was_made_instead_rule_14(
+    tmp_path: Path, number: int
+) -> None:
+    """PROTOCOL 14: the first reached one device, which then was away while the second was made."""
+    harness = Harness(tmp_path, data=2, parity=1, devices=5)
+    first = harness.urls[0]
+    with (
+        harness.open(lambda url, device: device if url == first else Deaf(device)) as pool,
+        pytest.raises(MembershipError, match="reached 1 of 5 devices"),
+    ):
+        pool.drain(harness.urls[4])
+    harness.lose([first])
+    with harness.open() as pool:
+        new = pool.add_device("memory://d5")
+        harness.bring_back()
+        for _ in range(2):  # it comes back, and what it holds is seen
+            pool.refresh()
+        assert pool.record.member(new) is not None
+    with harness.open() as pool:
+        assert pool.record.member(new) is not None
+        assert {m.state for m in pool.record.members} == {DeviceState.ONLINE}
+    assert len({bytes(device.files[POOL_FILE].bytes) for device in harness.devices.values()}) == 1
 
 
 # --- which device is meant by a place -----------------------------------------------------------
