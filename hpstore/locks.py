@@ -25,28 +25,41 @@ def file_lock(
     directory: Path, name: str, clock: Clock, deadline_seconds: float, what: str
 ) -> Iterator[None]:
     """Hold `directory/name` exclusively. Raises LockTimeout, which says who waits for what."""
+    until = clock.monotonic() + deadline_seconds
+    while (fd := _try_lock(directory, name)) is None:
+        if clock.monotonic() >= until:
+            raise LockTimeout(
+                f"{what}: another process on this host holds {directory / name} for more "
+                f"than {deadline_seconds:.0f} s. Nothing was changed; try again later."
+            )
+        clock.wait(_POLL_SECONDS)
     try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        fd = os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigError(f"lock directory {directory} is not usable: {error.strerror}") from error
-    try:
-        until = clock.monotonic() + deadline_seconds
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if clock.monotonic() >= until:
-                    raise LockTimeout(
-                        f"{what}: another process on this host holds {directory / name} for more "
-                        f"than {deadline_seconds:.0f} s. Nothing was changed; try again later."
-                    ) from error
-                clock.wait(_POLL_SECONDS)
         yield
     finally:
         fcntl.flock(fd, fcntl.LOCK_UN)  # for copies that forks have left, too
         os.close(fd)
+
+
+def _try_lock(directory: Path, name: str) -> int | None:
+    """The descriptor of the lock, or None: it is held, or its file was removed meanwhile, as those
+    who tidy temporary folders do, and another may be made and held."""
+    path = directory / name
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"lock directory {directory} is not usable: {error.strerror}") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(fd), os.stat(path)):
+            return fd
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except BaseException:
+        os.close(fd)
+        raise
+    os.close(fd)
+    return None
 
 
 def key_lock_name(key: str) -> str:

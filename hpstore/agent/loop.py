@@ -72,10 +72,7 @@ class Agent(Closing):
         self._directory, self.run_directory = pool.state_directory, pool.run_directory
         self._clock, self._closed = pool.clock, False
         with ExitStack() as stack:
-            stack.enter_context(file_lock(
-                self.run_directory, LOCK_FILE, self._clock, _LOCK_SECONDS,
-                f"agent of pool {pool.config.name!r}",
-            ))  # fmt: skip
+            self._lock_inode = self._take_lock(stack)
             self.memory = self._saved = load_memory(self._directory)
             disks = disks or self._make_disks()
             path = history_path(pool.config.settings, pool.record.pool_id)
@@ -145,8 +142,30 @@ class Agent(Closing):
                 each(status)
             stop.wait(self.config.tick_seconds)
 
+    def _take_lock(self, stack: ExitStack) -> int:
+        stack.enter_context(file_lock(
+            self.run_directory, LOCK_FILE, self._clock, _LOCK_SECONDS,
+            f"agent of pool {self.pool.config.name!r}",
+        ))  # fmt: skip
+        return os.stat(self.run_directory / LOCK_FILE).st_ino
+
+    def _keep_lock(self) -> None:
+        """The lock is known by its file, and old files in temporary folders are tidied away.
+
+        Raises LockTimeout while another agent has what this one lost: it does nothing until then.
+        """
+        path = self.run_directory / LOCK_FILE
+        try:
+            if os.stat(path).st_ino == self._lock_inode:
+                os.utime(path)
+                return
+        except FileNotFoundError:
+            pass
+        self._lock_inode = self._take_lock(self._stack)
+
     def tick(self) -> AgentStatus:
-        """One round."""
+        """One round. Raises LockTimeout when another agent has taken over meanwhile."""
+        self._keep_lock()
         now, at = self._clock.monotonic(), self._clock.wall_ms() / 1000
         self.eyes.look(now)
         facts = pool_facts(self._sighting(at), self.config.policy)
@@ -303,10 +322,12 @@ class Agent(Closing):
             self.jobs.submit(Job(kind=JobKind.REBALANCE, reason=reason))
 
     def _look_for_scrub(self, now: float) -> None:
+        began, wall = self.memory.scrub_began_ms, self._clock.wall_ms()
         with self._lock:
             ended = max(self._scrubbed_ms, self.memory.scrub_ended_ms)
             rested = now - self._scrub_failed_seconds >= self.config.survey_seconds
-        began, wall = self.memory.scrub_began_ms, self._clock.wall_ms()
+            if max(began, ended) > wall:  # by a clock that was ahead
+                began = ended = self._scrubbed_ms = 0
         if ended < began or wall - began >= self.config.scrub_days * _DAY_MS:
             running = self.jobs.running
             if rested and (running is None or running.kind is not JobKind.SCRUB):

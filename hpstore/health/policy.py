@@ -51,7 +51,8 @@ def decide(
 ) -> Outcome:  # fmt: skip
     """One round over all devices of `facts`; others are forgotten.
 
-    `now_seconds` since 1970; a clock that goes back stands still here. What nobody chose comes
+    `now_seconds` since 1970; a clock that goes back stands still here, but for one that was over
+    an hour ahead: what is remembered by it is moved (PolicyState.as_of). What nobody chose comes
     first: absences, faults, returns; then sit-outs end that parity needs; then wishes, the highest
     score first. With `config.dry_run` the state goes on as if, and all actions say `dry_run`.
     """
@@ -90,6 +91,8 @@ class Turn:
     def __init__(
         self, state: PolicyState, facts: PoolFacts, now_seconds: float, config: PolicyConfig
     ) -> None:
+        if state.now_seconds - now_seconds > HOUR_SECONDS:
+            state = state.as_of(now_seconds)
         self.now = max(now_seconds, state.now_seconds)
         self.facts, self.config = facts, config
         self.devices = {d: state.health(d) for d in sorted(facts.devices)}

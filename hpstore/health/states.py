@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 
 from hpstore.errors import ConfigError, IntegrityError
@@ -97,6 +97,11 @@ class DeviceHealth:
         return self.state is HealthState.ONLINE
 
 
+_TIMES = tuple(
+    field.name for field in fields(DeviceHealth) if field.name.endswith("_seconds")
+)  # and the tuples but sat_out, which are durations
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyState:
     """Everything that must survive a restart: guards are not reset by one."""
@@ -109,6 +114,26 @@ class PolicyState:
     def health(self, device: str) -> DeviceHealth:
         """A device's; that of an unknown one is ONLINE."""
         return self.devices.get(device, DeviceHealth())
+
+    def as_of(self, now_seconds: float) -> PolicyState:
+        """The same, remembered by a clock that was ahead and has been set right: what lay so long
+        back then lies so long back now. Nothing would be due until the old time came again."""
+        ahead = self.now_seconds - now_seconds
+
+        def then(at: float) -> float:
+            return at - ahead if at > now_seconds else at
+
+        devices = {
+            device: replace(
+                health,
+                **{name: then(at) for name in _TIMES if (at := getattr(health, name)) is not None},
+                sitouts=tuple(map(then, health.sitouts)),
+                changes=tuple(map(then, health.changes)),
+            )
+            for device, health in self.devices.items()
+        }
+        removals = tuple(map(then, self.removals))
+        return replace(self, now_seconds=now_seconds, devices=devices, removals=removals)
 
     def encode(self) -> bytes:
         """JSON with a digest."""

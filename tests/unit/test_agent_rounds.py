@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from hpstore.agent import AgentConfig
+from hpstore.agent import Agent, AgentConfig
 from hpstore.agent.jobs import Job, JobKind
+from hpstore.agent.loop import LOCK_FILE
 from hpstore.agent.memory import MEMORY_FILE, load_memory
 from hpstore.agent.status import AgentStatus, read_status
 from hpstore.errors import ConfigError, LockTimeout, TooManyErasures
@@ -219,6 +221,27 @@ def test_one_agent_looks_after_a_pool_rule_15(tended: Tended) -> None:
     tended.start()
 
 
+def test_an_agent_whose_lock_file_was_tidied_away_takes_it_again_or_rests_rule_15(
+    tended: Tended,
+) -> None:
+    """Folders for temporary files are swept of what is old; two agents would both act."""
+    path = tended.agent.run_directory / LOCK_FILE
+    old = 1e9
+    os.utime(path, (old, old))
+    tended.rounds(5)
+    assert path.stat().st_mtime > old
+    path.unlink()
+    tended.rounds(5)
+    with pytest.raises(LockTimeout, match="agent of pool"):
+        Agent(tended.pool, tended.config, threads=False)
+    path.unlink()
+    second = Agent(tended.pool, tended.config, threads=False)
+    with pytest.raises(LockTimeout, match="agent of pool"):
+        tended.agent.tick()
+    second.close()
+    tended.rounds(5)
+
+
 def test_a_scrub_begins_when_it_is_time_and_its_end_is_remembered(tmp_path: Path) -> None:
     """It mends what it finds; the next pass is days later, over restarts."""
     config = AgentConfig(smart_hours=0.0, scrub_days=2.0)
@@ -236,6 +259,18 @@ def test_a_scrub_begins_when_it_is_time_and_its_end_is_remembered(tmp_path: Path
     assert tended.agent.memory.scrub_ended_ms == ended
     tended.rounds(2 * 86400, step=7200)
     assert tended.agent.memory.scrub_began_ms > began
+    tended.stop()
+
+
+def test_a_scrub_is_due_when_the_clock_was_ahead_at_the_last_one(tmp_path: Path) -> None:
+    """It would not come for as long as the clock was ahead."""
+    tended = Tended(tmp_path, config=AgentConfig(smart_hours=0.0, scrub_days=2.0))
+    tended.clock.advance(400 * 86400)
+    tended.rounds(10)
+    ended = tended.agent.memory.scrub_ended_ms
+    tended.clock.now_ms -= 400 * 86_400_000
+    tended.rounds(20)
+    assert 0 < tended.agent.memory.scrub_ended_ms < ended
     tended.stop()
 
 

@@ -310,10 +310,24 @@ def test_a_clock_that_goes_back_stands_still() -> None:
     until = policy.health().until_seconds
     policy.fact("d0", **WELL)
     before = policy.now
-    policy.round(after=-5e5)
+    policy.round(after=-1800)
     assert policy.state.now_seconds == before
-    policy.round(after=5e5 + 600)
+    policy.round(after=1800 + 600)
     assert policy.now >= until
+    assert policy.states() == {"d0": S.PROBATION}
+
+
+def test_a_clock_that_was_a_year_ahead_freezes_nothing_when_it_is_right_again() -> None:
+    """A machine that came up with a dead battery's date: what lasts ten minutes lasts ten."""
+    policy = Policy()
+    policy.round(after=3e7)
+    policy.sit_out()
+    policy.fact("d0", **WELL)
+    left = policy.health().until_seconds - policy.state.now_seconds
+    policy.round(after=-3e7)
+    assert policy.states() == {"d0": S.SITOUT}
+    assert policy.health().until_seconds - policy.state.now_seconds == pytest.approx(left)
+    policy.round(after=left)
     assert policy.states() == {"d0": S.PROBATION}
 
 
