@@ -38,7 +38,7 @@ from hpstore.objects.survey import (
     path_on,
     unknown_devices,
 )
-from hpstore.opening import claim
+from hpstore.opening import claim, same_form
 from hpstore.records import IDENTITY_FILE, MAX_RECORD_BYTES, DeviceState, Identity, Member
 
 T = TypeVar("T")
@@ -54,6 +54,17 @@ class Reconciled:
     kept: int
     removed: int
     quarantined: int
+
+
+def require_no_member(store: Store, device: Device, url: str) -> None:
+    """Raise MembershipError for a second name of a place that is open as a member already."""
+    identity = _own_identity(store, device)
+    member = None if identity is None else store.view.devices.get(identity.device_id)
+    if identity is not None and member is not None and same_form(member.url) != url:
+        raise MembershipError(
+            f"{url} is a member already: {member.url} ({identity.device_id[:8]}). Nothing was "
+            "changed."
+        )
 
 
 def add_member(

@@ -47,6 +47,7 @@ from hpstore.opening import (
     identify_all,
     make_place,
     prove,
+    same_form,
 )
 from hpstore.rebuild import pay_debts
 from hpstore.records import Member, PoolRecord
@@ -380,11 +381,6 @@ class PoolHandle(Closing):
         self._store.buffers.clear()
 
 
-def same_form(url: str) -> str:
-    """A URL as it is, a path made absolute: equal for equal places."""
-    return url if "://" in url else os.path.abspath(url)
-
-
 def _forget_at_fork(pool: PoolHandle) -> None:
     reference = weakref.ref(pool)
 
@@ -396,4 +392,4 @@ def _forget_at_fork(pool: PoolHandle) -> None:
     os.register_at_fork(after_in_child=renew)
 
 
-__all__ = ["PoolHandle", "same_form"]
+__all__ = ["PoolHandle"]

@@ -212,17 +212,26 @@ def make_place(url: str, settings: Settings) -> None:
         ) from error
 
 
+def same_form(url: str) -> str:
+    """A URL as it is, a path made absolute: equal for equal places."""
+    return url if "://" in url else os.path.abspath(url)
+
+
 def shares_filesystem(urls: list[str]) -> list[str]:
     """Local paths that lie on the filesystem of another one: one disk's death takes them all."""
     seen: dict[int, str] = {}
     shared = []
     for url in urls:
-        path = url.removeprefix("file://")
-        if "://" in path or not os.path.isdir(path):
-            continue
-        if seen.setdefault(os.stat(path).st_dev, path) != path:
+        path, number = url.removeprefix("file://"), filesystem_of(url)
+        if number is not None and seen.setdefault(number, path) != path:
             shared.append(path)
     return shared
+
+
+def filesystem_of(url: str) -> int | None:
+    """Number of the filesystem that a local path lies on."""
+    path = url.removeprefix("file://")
+    return None if "://" in path or not os.path.isdir(path) else os.stat(path).st_dev
 
 
 def has_room(device: Device, *, reserve: bool = True) -> bool:
@@ -236,5 +245,6 @@ def reserve_bytes(usage: Usage) -> int:
     return min(usage.total // 100, GIB)
 
 
-__all__ = ["OpenedDevice", "Opener", "Proof", "claim", "device_opener", "has_room", "identify",
-           "identify_all", "make_place", "prove", "reserve_bytes", "shares_filesystem"]  # fmt: skip
+__all__ = ["OpenedDevice", "Opener", "Proof", "claim", "device_opener", "filesystem_of", "has_room",
+           "identify", "identify_all", "make_place", "prove", "reserve_bytes", "same_form",
+           "shares_filesystem"]  # fmt: skip

@@ -19,7 +19,6 @@ from hpstore.errors import (
     TooFewDevices,
     TooManyErasures,
 )
-from hpstore.handle import same_form
 from hpstore.header import encode_metadata
 from hpstore.keys import check_key
 from hpstore.membership import (
@@ -37,7 +36,7 @@ from hpstore.objects.repair import Action, repair_object
 from hpstore.objects.source import as_source
 from hpstore.objects.space import prepare_space
 from hpstore.objects.write import delete_object, put_object
-from hpstore.opening import device_opener
+from hpstore.opening import device_opener, same_form
 from hpstore.pooled import READ_TRIES, PooledReader, Readers, open_readers, writable_bytes
 from hpstore.rebuild import (
     Pace,
@@ -355,6 +354,7 @@ class Pool(TendedPool):
         with self._change():
             fresh, before = self._open_place(url), self.config
             try:
+                changes.require_no_member(self._store, fresh, url)
                 self._set_places({*map(same_form, before.devices), url})
                 # the settings first: a crash after the record is written must find the device
                 member = changes.add_member(self._store, fresh, url, domain, force=force)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from hpstore.condition import survey_condition
@@ -16,6 +17,7 @@ from hpstore.health.sight import DeviceSight
 from hpstore.health.states import Decision
 from hpstore.objects.debts import read_debts
 from hpstore.objects.store import Store
+from hpstore.opening import filesystem_of, reserve_bytes
 from hpstore.records import DeviceState, Member
 
 
@@ -134,6 +136,26 @@ def _state(store: Store, member: Member, found: object) -> str:
     return member.state.value
 
 
+def usable_bytes(devices: Sequence[DeviceStatus], data: int, width: int) -> int:
+    """Object bytes that still fit: each stripe takes `width` different devices, and what devices
+    on one filesystem have free is there once. Without what is left for deletes. 0 for `data` 0."""
+    filesystems = [filesystem_of(d.url) or d.device for d in devices]
+    sharing = Counter(filesystems)
+    free = sorted(
+        max(0, d.free_bytes - reserve_bytes(Usage(total=d.total_bytes, free=d.free_bytes)))
+        // sharing[where]
+        for d, where in zip(devices, filesystems, strict=True)
+    )
+    if not data:
+        return 0
+    for largest in range(min(width, len(free))):  # these hold a column of every stripe
+        rest = free[: len(free) - largest]
+        stripes = sum(rest) // (width - largest)
+        if rest[-1] <= stripes:
+            return stripes * data
+    return 0
+
+
 def recent_decisions(store: Store) -> tuple[str, ...]:
     """Lines of what was decided about devices on this node, by any process, the newest last."""
     path = history_path(store.settings, store.view.record.pool_id)
@@ -167,8 +189,7 @@ def pool_status(
     found = survey_condition(store)
     tolerated = found.losses_tolerated if effective else 0
     silent = set(found.silent) | {d.device for d in devices if d.state == "missing"}
-    free = sum(d.free_bytes for d in devices if d.state == "online")
-    width = effective + record.parity
+    room = [d for d in devices if d.state == "online"]
     return PoolStatus(
         name=name,
         pool_id=record.pool_id,
@@ -186,7 +207,7 @@ def pool_status(
         losses_tolerated=min(tolerated, store.view.may_leave(silent)),
         expiring=found.expiring,
         debts=len(read_debts(store)),
-        usable_bytes=free * effective // width if effective else 0,
+        usable_bytes=usable_bytes(room, effective, effective + record.parity),
         can_shrink_by=max(0, len(candidates) - record.parity - 1),
         read_only=store.read_only,
         decisions=recent_decisions(store),

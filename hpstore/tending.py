@@ -12,9 +12,9 @@ from hpstore.clock import Clock
 from hpstore.condition import Condition, survey_condition
 from hpstore.devices.base import Device, Usage
 from hpstore.errors import ConfigError, DeviceError, DeviceMissing, MembershipError
-from hpstore.handle import PoolHandle, same_form
+from hpstore.handle import PoolHandle
 from hpstore.membership import belongs
-from hpstore.opening import identify
+from hpstore.opening import identify, same_form
 from hpstore.rebalance import SPREAD, RebalanceReport, rebalance_all
 from hpstore.rebuild import Pace, ProgressCallback, RateLimit
 from hpstore.records import DeviceState, Member, PoolRecord

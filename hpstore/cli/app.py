@@ -19,6 +19,7 @@ from hpstore.cli.devices import rate_of
 from hpstore.cli.health import health
 from hpstore.cli.output import (
     UNMENDED_EXIT_CODE,
+    appears_whole,
     byte_progress,
     emit_json,
     object_progress,
@@ -30,8 +31,15 @@ from hpstore.cli.output import (
     standard_input,
     table,
 )
-from hpstore.errors import ConfigError, ObjectNotFound
+from hpstore.errors import (
+    ConfigError,
+    IntegrityError,
+    ObjectNotFound,
+    TooManyErasures,
+    VersionConflict,
+)
 from hpstore.interop.names import add_to_table, require_free
+from hpstore.objects.info import ObjectInfo
 from hpstore.opening import shares_filesystem
 from hpstore.rebalance import SPREAD
 from hpstore.rebuild import RebuildReport
@@ -85,7 +93,7 @@ PoolName = Annotated[str, typer.Argument(help="pool.toml, or the name of a regis
 Key = Annotated[str, typer.Argument(help="path-like key, such as runs/a")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
 Rate = Annotated[str, typer.Option(help="limit in bytes a second, such as 200MB")]
-_GET_BYTES = 64 * MIB
+_GET_BYTES, _GET_TRIES = 64 * MIB, 4
 
 
 @app.command()
@@ -200,19 +208,38 @@ def get(
     """Read an object into a file.  hpstore get pool.toml data/train.bin copy.bin"""
     if as_json and str(file) == "-":
         raise ConfigError("standard output is for the object here: --json needs a file to write")
+    with hpstore.open(pool, read_only=True) as opened:
+        for left in reversed(range(_GET_TRIES)):
+            try:
+                size = _get(opened, key, file)
+                break
+            except VersionConflict:
+                if not left or not appears_whole(file):  # a pipe has got some of it
+                    raise
+    if as_json:
+        emit_json({"key": key, "size": size, "file": str(file)})
+
+
+def _get(opened: hpstore.Pool, key: str, file: Path) -> int:
+    """Write one version of an object; returns its size. Raises VersionConflict when it is replaced
+    meanwhile and the old one gone: two are never mixed."""
     with (
-        hpstore.open(pool, read_only=True) as opened,
         opened.reader(key) as reader,
         byte_progress(key, reader.size) as bar,
         output_file(file) as out,
     ):
-        buffer = bytearray(min(_GET_BYTES, max(reader.size, 1)))
-        for start in range(0, reader.size, len(buffer)):
+        size, version = reader.size, reader.version
+        buffer = bytearray(min(_GET_BYTES, max(size, 1)))
+        for start in range(0, size, len(buffer)):
             count = reader.read_into(buffer, start)
+            if reader.version != version:
+                raise VersionConflict(
+                    f"object {key!r} was replaced while it was read; the {start} bytes that were "
+                    "written are of the version before. Get it again.", key=key,
+                )  # fmt: skip
             out.write(memoryview(buffer)[:count])
             bar.advance(bar.task_ids[0], count)
-    if as_json:
-        emit_json({"key": key, "size": reader.size, "file": str(file)})
+    return size
 
 
 @app.command()
@@ -231,13 +258,30 @@ def ls(
             else:
                 sys.stdout.write("".join(f"{key}\n" for key in keys))
             return
-        infos = [opened.stat(key) for key in keys]
+        found = [(key, facts) for key in keys if (facts := _stat(opened, key)) is not None]
+    unreadable = sum(isinstance(facts, str) for _, facts in found)
     if as_json:
-        emit_json([info.as_dict() for info in infos])
+        emit_json([{"key": key, "error": facts} if isinstance(facts, str) else facts.as_dict()
+                   for key, facts in found])  # fmt: skip
     else:
-        rows = [(i.key, format_bytes(i.size), f"{i.data}+{i.parity}", i.losses_tolerated)
-                for i in infos]  # fmt: skip
+        rows = [(key, "?", "?", facts) if isinstance(facts, str) else (
+                    key, format_bytes(facts.size), f"{facts.data}+{facts.parity}",
+                    facts.losses_tolerated)
+                for key, facts in found]  # fmt: skip
         table("", ("key", "size", "layout", "losses tolerated"), rows)
+    if unreadable:
+        sys.stderr.write(f"hpstore: {unreadable} of {len(found)} objects cannot be read\n")
+        raise typer.Exit(UNMENDED_EXIT_CODE)
+
+
+def _stat(opened: hpstore.Pool, key: str) -> ObjectInfo | str | None:
+    """Facts of an object, why there are none, or None when it was deleted meanwhile."""
+    try:
+        return opened.stat(key)
+    except ObjectNotFound:
+        return None
+    except (TooManyErasures, IntegrityError) as error:
+        return str(error)
 
 
 @app.command()

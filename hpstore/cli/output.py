@@ -174,7 +174,7 @@ def output_file(path: Path) -> Iterator[BinaryIO]:
         return
     require_place(path)
     target = path.resolve()
-    if target.exists() and not target.is_file():
+    if not appears_whole(path):
         with target.open("wb") as out:
             yield out
         return
@@ -187,10 +187,19 @@ def output_file(path: Path) -> Iterator[BinaryIO]:
         part.unlink(missing_ok=True)
 
 
+def appears_whole(path: Path) -> bool:
+    """Whether what output_file yields there is nothing until it is whole."""
+    return str(path) != "-" and (not path.exists() or path.is_file())
+
+
 @contextmanager
 def standard_input() -> Iterator[BinaryIO]:
     """A regular file with all of standard input, which may be larger than memory: its size and any
-    part of it a second time are needed. What it takes lies in the folder for temporary files."""
+    part of it a second time are needed. What it takes lies in the folder for temporary files.
+
+    Raises ConfigError when it is closed."""
+    if sys.stdin is None:
+        raise ConfigError("standard input is closed: there is nothing to store")
     if stat.S_ISREG(os.fstat(sys.stdin.fileno()).st_mode) and not sys.stdin.buffer.tell():
         yield sys.stdin.buffer
         return
@@ -268,6 +277,7 @@ def show_rebalance(report: RebalanceReport) -> None:
         sys.stdout.write(f"NOT MOVED {key}: {reason}\n")
 
 
-__all__ = ["UNMENDED_EXIT_CODE", "SampleCount", "StdoutConsole", "byte_progress", "emit_json",
-           "json_text", "object_progress", "output_file", "require_place", "sample_progress", "say",
+__all__ = ["UNMENDED_EXIT_CODE", "SampleCount", "StdoutConsole", "appears_whole", "byte_progress",
+           "emit_json", "json_text", "object_progress", "output_file", "require_place",
+           "sample_progress", "say",
            "show_rebalance", "show_report", "show_status", "standard_input", "table"]  # fmt: skip
