@@ -210,53 +210,65 @@ def drain_member(
     throttle: Throttle,
     progress: Callable[[int, int, str], None],
 ) -> int:
-    """Move every column off a device, then evict it; returns how many objects were moved.
+    """Move what is left on a draining device off it, then evict it; returns how many objects moved.
 
     One that is read-only keeps its files, and leaves when all they hold is elsewhere. The caller
     holds the change lock. Stops with MembershipError, the device draining still, when some object
     cannot be moved; running it again goes on.
     """
-    if member.state is not DeviceState.DRAINING:
-        set_state(store, member.device_id, DeviceState.DRAINING)
-        refresh()
     moved = 0
     for _ in range(RESCANS):
-        catalog = walk(store)
-        if member.device_id in catalog.unknown:
-            raise MembershipError(
-                f"{member.url} does not answer, so nothing can be moved off it. It stays draining; "
-                "bring it back and drain again, or evict it and rebuild."
-            )
-        keys = sorted(
-            key
-            for key, survey in catalog.surveys.items()
-            if holds_live_files(store.view, survey, member.device_id)
-        )
-        kept = member.device_id in store.refusing and not any(
-            depends_on(store.view, catalog.surveys[key], member.device_id) for key in keys
-        )
-        if not keys or kept:
+        found = move_off(store, member, throttle, progress)
+        if found is None:
             evict_member(store, member, refresh, force=False, emptied=True)
             return moved
-        stuck: dict[str, str] = {}
-        for number, key in enumerate(keys, 1):
-            try:
-                repair = repair_object(store, key, throttle=throttle)
-            except (TooManyErasures, TooFewDevices, IntegrityError, LockTimeout) as error:
-                stuck[key] = str(error)  # the others can leave
-            else:
-                moved += repair.action in (Action.REBUILT, Action.RELAID)
-                if repair.action in (Action.STUCK, Action.WAITING):
-                    stuck[key] = "too few other devices, or some are missing"
-            progress(number, len(keys), key)
-        _remove_tombstones(store, member.device_id)
-        if stuck:
-            raise MembershipError(
-                f"{len(stuck)} objects cannot leave {member.url} "
-                f"({', '.join(list(stuck)[:_NAMED])}): {next(iter(stuck.values()))}. It stays "
-                "draining; add a device or bring missing ones back, and drain again, or readmit it."
-            )
+        moved += found
     raise MembershipError(f"{member.url} still gets files after {RESCANS} rounds; drain again")
+
+
+def move_off(
+    store: Store,
+    member: Member,
+    throttle: Throttle,
+    progress: Callable[[int, int, str], None],
+) -> int | None:
+    """Go over all objects that need a draining device, and move them; how many were moved, or None
+    when there are none. Raises MembershipError for those that cannot be, after the others."""
+    catalog = walk(store)
+    if member.device_id in catalog.unknown:
+        raise MembershipError(
+            f"{member.url} does not answer, so nothing can be moved off it. It stays draining; "
+            "bring it back and drain again, or evict it and rebuild."
+        )
+    keys = sorted(
+        key
+        for key, survey in catalog.surveys.items()
+        if holds_live_files(store.view, survey, member.device_id)
+    )
+    kept = member.device_id in store.refusing and not any(
+        depends_on(store.view, catalog.surveys[key], member.device_id) for key in keys
+    )
+    if not keys or kept:
+        return None
+    moved, stuck = 0, dict[str, str]()
+    for number, key in enumerate(keys, 1):
+        try:
+            repair = repair_object(store, key, throttle=throttle)
+        except (TooManyErasures, TooFewDevices, IntegrityError, LockTimeout) as error:
+            stuck[key] = str(error)  # the others can leave
+        else:
+            moved += repair.action in (Action.REBUILT, Action.RELAID)
+            if repair.action in (Action.STUCK, Action.WAITING):
+                stuck[key] = "too few other devices, or some are missing"
+        progress(number, len(keys), key)
+    _remove_tombstones(store, member.device_id)
+    if stuck:
+        raise MembershipError(
+            f"{len(stuck)} objects cannot leave {member.url} "
+            f"({', '.join(list(stuck)[:_NAMED])}): {next(iter(stuck.values()))}. It stays "
+            "draining; add a device or bring missing ones back, and drain again, or readmit it."
+        )
+    return moved
 
 
 def holds_live_files(view: View, survey: Survey, device_id: str) -> bool:

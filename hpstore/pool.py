@@ -15,6 +15,7 @@ from hpstore.config import PoolConfig, Settings, find_config, register, require_
 from hpstore.errors import (
     ConfigError,
     HpstoreError,
+    MembershipError,
     ObjectNotFound,
     TooFewDevices,
     TooManyErasures,
@@ -23,10 +24,8 @@ from hpstore.header import encode_metadata
 from hpstore.keys import check_key
 from hpstore.membership import (
     check_unit,
-    commit_record,
     create_members,
     domain_warning,
-    with_healed,
 )
 from hpstore.metrics import Metrics
 from hpstore.objects.catalog import live_layout, walk
@@ -337,12 +336,7 @@ class Pool(TendedPool):
                 include_missing=include_missing, everything=everything, pace=pace,
             )  # fmt: skip
         if report.whole and not self._store.view.missing and unhealed:
-            with self._change():
-                # not those that were evicted meanwhile
-                unhealed &= self._store.view.record.unhealed()
-                record = with_healed(self._store.view.record, unhealed)
-                commit_record(self._store, record, {}, force=False)
-                self.refresh()
+            self._mark_healed(unhealed)  # not those that were evicted meanwhile
         return report
 
     # --- membership -------------------------------------------------------------------------
@@ -394,8 +388,13 @@ class Pool(TendedPool):
             if progress is not None:
                 progress(Progress(done=done, total=total, bytes=0, key=key))
 
-        with self._change(), self._leaving(device) as member:
-            return changes.drain_member(self._store, member, self.refresh, throttle, report)
+        self.begin_drain(device)
+        # without the lock: it takes hours, and others may have to be evicted meanwhile
+        moved = changes.move_off(self._store, self._member(device), throttle, report) or 0
+        rest = self._end_drain(device, throttle)
+        if rest is None:
+            raise MembershipError(f"{device} was taken back or evicted while it was drained")
+        return moved + rest
 
     def readmit(self, device: str, *, reason: str = "") -> changes.Reconciled | None:
         """Take an evicted device back, or a draining one online again.

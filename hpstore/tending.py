@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -11,13 +12,22 @@ from hpstore import changes
 from hpstore.clock import Clock
 from hpstore.condition import Condition, survey_condition
 from hpstore.devices.base import Device, Usage
-from hpstore.errors import ConfigError, DeviceError, DeviceMissing, MembershipError
+from hpstore.errors import (
+    ConfigError,
+    DeviceError,
+    DeviceMissing,
+    LockTimeout,
+    MembershipError,
+)
 from hpstore.handle import PoolHandle
-from hpstore.membership import belongs
+from hpstore.membership import belongs, commit_record, with_healed
+from hpstore.objects.repair import Throttle
 from hpstore.opening import identify, same_form
 from hpstore.rebalance import SPREAD, RebalanceReport, rebalance_all
 from hpstore.rebuild import Pace, ProgressCallback, RateLimit
 from hpstore.records import DeviceState, Member, PoolRecord
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,12 +173,31 @@ class TendedPool(PoolHandle):
         """
         self._writable()
         throttle = RateLimit(rate_bytes_per_second, self._store.clock)
+        return self._end_drain(device, throttle) is not None
+
+    def _end_drain(self, device: str, throttle: Throttle) -> int | None:
+        """Evict a device once the rest of it has been moved; how many objects that were, or None
+        when it drains no longer."""
         with self._change():
             if self._member(device).state is not DeviceState.DRAINING:
-                return False
+                return None
             with self._leaving(device) as member:
-                changes.drain_member(self._store, member, self.refresh, throttle, lambda *_: None)
-            return True
+                return changes.drain_member(
+                    self._store, member, self.refresh, throttle, lambda *_: None
+                )
+
+    def _mark_healed(self, devices: Collection[str]) -> None:
+        """Write down that evicted devices have been made up for. Left to the next rebuild when the
+        lock is held for long: what was rebuilt is told all the same."""
+        try:
+            with self._change():
+                record = self._store.view.record
+                commit_record(self._store, with_healed(record, devices), {}, force=False)
+                self.refresh()
+        except LockTimeout as error:
+            self._store.metrics.count("healed_not_marked_total")
+            _log.warning("pool %s is rebuilt, and does not say so of evicted devices until the "
+                         "next rebuild: %s", self.config.name, error)  # fmt: skip
 
 
 __all__ = ["Answer", "TendedPool"]

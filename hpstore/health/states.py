@@ -123,15 +123,15 @@ class PolicyState:
         def then(at: float) -> float:
             return at - ahead if at > now_seconds else at
 
-        devices = {
-            device: replace(
-                health,
-                **{name: then(at) for name in _TIMES if (at := getattr(health, name)) is not None},
-                sitouts=tuple(map(then, health.sitouts)),
+        def moved(health: DeviceHealth) -> DeviceHealth:
+            known = {name: at for name in _TIMES if (at := getattr(health, name)) is not None}
+            return replace(
+                health, sitouts=tuple(map(then, health.sitouts)),
                 changes=tuple(map(then, health.changes)),
-            )
-            for device, health in self.devices.items()
-        }
+                **{name: then(at) for name, at in known.items()},  # type: ignore[arg-type]
+            )  # fmt: skip
+
+        devices = {device: moved(health) for device, health in self.devices.items()}
         removals = tuple(map(then, self.removals))
         return replace(self, now_seconds=now_seconds, devices=devices, removals=removals)
 

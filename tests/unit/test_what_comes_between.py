@@ -112,7 +112,8 @@ def test_a_rebuild_makes_up_for_no_device_that_was_evicted_during_it_rule_16(
     with harness.open() as pool:
         for number in range(4):
             pool.put(f"k{number}", bytes([number]) * 300_000)
-        first, second = (m.device_id for m in pool.record.members[:2])
+        held = [url for url, _ in harness.columns("k0")]
+        first, second = (m.device_id for m in pool.record.members if m.url in held[:2])
         pool.evict(first)
 
     def evict(progress: Progress) -> None:
@@ -126,6 +127,67 @@ def test_a_rebuild_makes_up_for_no_device_that_was_evicted_during_it_rule_16(
         assert pool.record.unhealed() == {second}
         assert pool.rebuild().whole
         assert pool.record.unhealed() == set()
+
+
+def test_what_was_rebuilt_is_told_though_a_change_is_under_way(tmp_path: Path) -> None:
+    """Hours of work: its report is not lost to the lock that the last mark needs."""
+    harness = Harness(tmp_path, data=2, parity=1, devices=5, clock=FakeClock())
+    with harness.open() as pool:
+        pool.put("k", b"o" * 300_000)
+        gone = pool.record.members[0].device_id
+        pool.evict(gone)
+        with pool._change():
+            assert pool.rebuild().whole
+        assert pool.record.unhealed() == {gone}
+        assert pool.metrics.value("healed_not_marked_total") == 1
+        assert pool.rebuild().whole
+        assert pool.record.unhealed() == set()
+
+
+def test_another_device_can_be_evicted_during_a_drain_rule_15(tmp_path: Path) -> None:
+    """PROTOCOL 15: a drain takes hours; a device that dies meanwhile does not wait for it."""
+    harness = Harness(tmp_path, data=2, parity=1, devices=6, clock=FakeClock())
+    with harness.open() as pool:
+        for number in range(6):
+            pool.put(f"k{number}", bytes([number]) * 300_000)
+        first, second = (m.device_id for m in pool.record.members[:2])
+        evicted = []
+
+        def meanwhile(progress: Progress) -> None:
+            if progress.done == 1:
+                with harness.open() as other:
+                    other.begin_drain(second)
+                    evicted.append(second)
+
+        pool.drain(first, progress=meanwhile)
+        assert evicted == [second]
+        assert pool.record.member(first) is None
+        assert {m.device_id for m in pool.record.members if m.state is DeviceState.DRAINING} == {
+            second
+        }
+        for number in range(6):
+            assert pool.get(f"k{number}") == bytes([number]) * 300_000
+
+
+def test_a_device_that_is_taken_back_in_mid_drain_stays(tmp_path: Path) -> None:
+    """The word of an operator, given after the drain began, counts."""
+    harness = Harness(tmp_path, data=2, parity=1, devices=5)
+    with harness.open() as pool:
+        for number in range(4):
+            pool.put(f"k{number}", bytes([number]) * 300_000)
+        first = next(
+            m.device_id for m in pool.record.members if harness.columns("k0")[0][0] == m.url
+        )
+
+        def meanwhile(progress: Progress) -> None:
+            with harness.open() as other:
+                other.readmit(first)
+
+        with pytest.raises(MembershipError, match="was taken back or evicted while it was drained"):
+            pool.drain(first, progress=meanwhile)
+        member = pool.record.member(first)
+        assert member is not None
+        assert member.state is DeviceState.ONLINE
 
 
 def test_a_drain_takes_what_can_leave_past_what_cannot(tmp_path: Path) -> None:
