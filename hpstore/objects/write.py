@@ -203,17 +203,13 @@ def write_new_version(
     last: Exception | None = None
     for number in range(PUT_TRIES):
         now = store.pinned()
-        version = (
-            store.new_version(survey.versions())
-            if revise is None
-            else replace(revise, revision=revise.revision + 1 + number)
-        )
+        if revise is None:
+            version = store.new_version(survey.versions())
+        else:
+            version = replace(revise, revision=revise.revision + 1 + number)
+        created_ms = store.clock.wall_ms()
         content = Content(
-            key=key,
-            version=version,
-            kind=kind,
-            created_ms=store.clock.wall_ms(),
-            metadata=metadata,
+            key=key, version=version, kind=kind, created_ms=created_ms, metadata=metadata
         )
         try:
             geometry, devices = plan_columns(

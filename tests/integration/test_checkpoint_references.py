@@ -32,6 +32,7 @@ def test_a_save_beside_a_delete_refers_to_nothing_that_goes(
             monkeypatch.setattr(Steps, "still_named", looked)
             named = looked(steps, found, going) if begun_when == "they are about to go" else None
             ckpt.save(2, FROZEN).result()
+            ckpt.wait()  # its note names what it looked at; while it is there, all of that stays
             return looked(steps, found, going) if named is None else named
 
         monkeypatch.setattr(Steps, "still_named", still_named)
