@@ -62,7 +62,8 @@ class Slab:
         # guards all of the above but the memory; the collector may end a run, which asks those who
         # wait to look again, on a thread that holds it
         lock = threading.RLock()
-        self._moved = threading.Condition(lock)  # pages came, or cannot; or all is over
+        self._moved = threading.Condition(lock)  # a batch's pages came, or cannot; or all is over
+        self._missing: dict[int, set[int]] = {}  # by thread in wait(): pages that are not there
         self._room_made = threading.Condition(lock)
         self._table: Int64s | None = None  # row of every record, once all pages are there to stay
         self._making_table = threading.Lock()
@@ -136,7 +137,10 @@ class Slab:
             with self._moved:
                 self._slot[page] = places.pop(page)
                 self._kept += self._expiry[page] == NEVER
-                self._moved.notify_all()
+                for missing in self._missing.values():
+                    missing.discard(page)
+                if not all(self._missing.values()):
+                    self._moved.notify_all()
                 if self._expiry[page] <= self._now:
                     self._room_made.notify_all()
 
@@ -199,13 +203,20 @@ class Slab:
     def wait(self, pages: Int64s, urgent: Callable[[], bool]) -> None:
         """Wait until pages that somebody loads are there, or have failed, or nobody loads more.
 
-        Or until it is `urgent`: what makes it so is followed by look_again().
+        Or until it is `urgent`: what makes it so is followed by look_again(). Of the pages only the
+        last one wakes: to look at each that comes costs those who read them the interpreter's lock.
         """
+        me = threading.get_ident()
         with self._moved:
-            self._moved.wait_for(
-                lambda: self._closed or urgent()
-                or bool(((self._slot[pages] >= 0) | self._failed[pages]).all())
-            )  # fmt: skip
+            try:
+                while not (self._closed or urgent()):
+                    missing = pages[(self._slot[pages] < 0) & ~self._failed[pages]]
+                    if not len(missing):
+                        return
+                    self._missing[me] = set(missing.tolist())
+                    self._moved.wait()
+            finally:
+                self._missing.pop(me, None)
 
     @contextmanager
     def resident(self, places: Locations) -> Iterator[Int64s]:
@@ -219,14 +230,14 @@ class Slab:
             return
         with self._moved:
             slots = self._slots_of(places)
-            pages = np.unique(places.page[slots >= 0])
-            self._held[pages] += 1
+            pages = places.page[slots >= 0]
+            self._held[pages] += 1  # once a page, however many of its records there are
         try:
             yield slots
         finally:
             with self._moved:
                 self._held[pages] -= 1
-                if any(self._expiry.get(page, NEVER) <= self._now for page in pages.tolist()):
+                if any(self._expiry.get(page, NEVER) <= self._now for page in set(pages.tolist())):
                     self._room_made.notify_all()
 
     def _slots_of(self, places: Locations) -> Int64s:

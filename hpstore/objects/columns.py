@@ -53,9 +53,11 @@ class ColumnReader:
     ) -> None:
         self.device_id, self.header, self.path = device_id, header, path
         self._device, self._handle = device, handle
-        self._table: NDArray[np.uint64] | None = None
+        self._checks: tuple[int, NDArray[np.uint64]] | None = None  # seed and table
         self._users = 1
-        self._lock = threading.Lock()  # guards _users, changes of _handle, the first read of _table
+        self._lock = (
+            threading.Lock()
+        )  # guards _users, changes of _handle, the first read of _checks
 
     @property
     def in_memory(self) -> bool:
@@ -74,22 +76,25 @@ class ColumnReader:
 
     def table(self) -> NDArray[np.uint64]:
         """The checksum table, read once. Raises IntegrityError."""
-        if self._table is None:
+        return self._seed_and_table()[1]
+
+    def _seed_and_table(self) -> tuple[int, NDArray[np.uint64]]:
+        if self._checks is None:
             raw = aligned_array(self.header.table_bytes)
             self._handle.read_into(self.header.table_offset, raw)
             table = decode_table(self.header, raw.data, where=self.where)
             with self._lock:
-                self._table = table
-        return self._table
+                self._checks = self.header.seed, table
+        return self._checks
 
     def read_into(self, start: int, target: Bytes) -> None:
         """Fill `target` with verified column bytes from `start`, a block border.
 
         Raises IntegrityError naming the first block that does not match.
         """
-        table = self.table()
+        seed, table = self._seed_and_table()
         self._handle.read_into(HEADER_BYTES + start, target)
-        bad = first_bad_block(self.header.seed, start // BLOCK_BYTES, target.data, table)
+        bad = first_bad_block(seed, start // BLOCK_BYTES, target.data, table)
         if bad is not None:
             raise IntegrityError(
                 f"{self.where}: block {bad} (bytes {bad * BLOCK_BYTES}...) does not match its "

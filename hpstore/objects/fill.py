@@ -11,6 +11,7 @@ import queue
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -82,7 +83,7 @@ class UnitFill:
         self._reads: defaultdict[str, list[_Read]] = defaultdict(list)  # by device
         self._good = np.zeros(len(targets), bool)
         self._stripes: list[_Stripe] = []  # with lost units
-        self._landed: queue.SimpleQueue[tuple[_Read, bool] | None] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[tuple[_Read, bool]] = queue.SimpleQueue()  # read, and good
         self._scratch: list[Lease] = []  # for sources that nobody asked for
         self._rest: Bytes = np.empty(0, np.uint8)  # of the last one, not taken yet
         self._abandoned = False
@@ -162,25 +163,22 @@ class UnitFill:
         submit = store.scheduler.submit
         begun = [(submit(r.held.device_id, partial(self._read, r), bulk=True), r)
                  for mine in self._reads.values() for r in mine]  # fmt: skip
-        for future, _ in begun:
-            future.add_done_callback(lambda _: self._landed.put(None))
+        for future, read in begun:
+            future.add_done_callback(partial(self._tell, read))
         left, limit = len(begun), store.settings.device_deadline_seconds
         silent = 0.0  # since the last sign of life; as wait_awake counts it
         while left:
             step, asked = min(STEP_SECONDS, limit - silent), time.monotonic()
             try:
-                found = self._landed.get(timeout=step)
+                read, good = self._ended.get(timeout=step)
             except queue.Empty:
                 silent += min(step, time.monotonic() - asked)
                 if silent < limit:
                     continue
                 self._abandoned = True
                 break
-            if found is None:
-                left -= 1
-                continue
-            silent = 0.0
-            self._settle(store, *found)
+            left, silent = left - 1, 0.0
+            self._settle(store, read, good)
         if not left:
             for lease in self._scratch:
                 lease.release()
@@ -190,15 +188,18 @@ class UnitFill:
                 late[read.number] = True
         return Filled(self._good, late)
 
-    def _read(self, read: _Read) -> None:
+    def _read(self, read: _Read) -> bool:
         if self._abandoned:
-            return
+            return False
         try:
             read.held.read_into(read.offset, read.target)
         except (HpstoreError, OSError):  # who reads it in another way notes what is wrong
-            self._landed.put((read, False))
-        else:
-            self._landed.put((read, True))
+            return False
+        return True
+
+    def _tell(self, read: _Read, future: Future[bool]) -> None:
+        # refused by the scheduler, or the reader was closed: likewise
+        self._ended.put((read, future.exception() is None and future.result()))
 
     def _settle(self, store: Store, read: _Read, good: bool) -> None:
         stripe = read.stripe

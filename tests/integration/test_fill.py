@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hpstore import header as header_module
 from hpstore.buffers import aligned_array
 from hpstore.codec.galois import Bytes
 from hpstore.objects import fill as fill_module
@@ -217,6 +218,33 @@ def test_a_failing_device_costs_its_own_units(made: Bench) -> None:
         _, found, _ = read(reader, ALL)
         assert found.good.tolist() == [unit < 12 and unit % DATA != 1 for unit in ALL]
         assert not found.late.any()
+
+
+@pytest.mark.parametrize("lost", [None, 0, 4])
+def test_reads_that_a_device_refuses_cost_its_own_units(made: Bench, lost: int | None) -> None:
+    """Its queue is full: with a data column lost, those that would be decoded from it, too. None
+    is late, and no memory stays in use."""
+    with made.open() as pool:
+        if lost is not None:
+            os.unlink(files(made)[lost])
+        with pool.reader("x") as reader:
+            lane = pool._store.scheduler._lane(reader._reader.columns[1].device_id)
+            lane.pending += 1 << 20
+            _, found, _ = within(10, lambda: read(reader, ALL))
+            lane.pending -= 1 << 20
+            good = [lost != 0 and unit < 12 and unit % DATA != 1 for unit in ALL]
+            assert found.good.tolist() == good
+            assert not found.late.any()
+            assert reader._store.buffers.budget.used_bytes == 0
+
+
+def test_the_seed_of_a_column_is_worked_out_with_its_table_and_not_at_each_read(
+    made: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with made.open() as pool, pool.reader("x") as reader:
+        assert read(reader, ALL[:12])[1].good.all()
+        monkeypatch.setattr(header_module, "column_seed", None)
+        assert read(reader, ALL[:12])[1].good.all()
 
 
 def test_it_reads_without_threads(made: Bench) -> None:

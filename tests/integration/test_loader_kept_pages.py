@@ -20,6 +20,7 @@ from hpstore.loaders.blocks import BlockTable
 from hpstore.loaders.slab import Slab
 from hpstore.loaders.slots import Slots
 from hpstore.units import KIB, MIB
+from tests.fault.common import poll
 
 COUNT = 400
 SIZE = 16 * KIB
@@ -91,6 +92,35 @@ def test_room_comes_when_nobody_copies_any_more(data: Dataset) -> None:
         assert all((view == i).all() for i, view in enumerate(slab.views(slots, where)))
     other.join(10)
     assert taken[0].keys() == {2, 3}
+
+
+def test_who_waits_for_pages_is_woken_by_the_last_of_them(
+    data: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by each: that costs the threads that read them the interpreter's lock."""
+    slab = Slab(data, data.streams[0], 5)
+    tell, there = slab._moved.notify_all, list[int]()
+
+    def notify_all() -> None:
+        there.append(int((slab._slot >= 0).sum()))
+        tell()
+
+    monkeypatch.setattr(slab._moved, "notify_all", notify_all)
+    wanted = ([0, 1, 3], [2])
+    waiting = [
+        threading.Thread(target=slab.wait, args=(np.array(p), lambda: False), daemon=True)
+        for p in wanted
+    ]
+    for thread in waiting:
+        thread.start()
+    poll(10, lambda: len(slab._missing) == 2)
+    for page in range(5):
+        slab.read(slab.reserve(np.array([page])) or {})
+        if page >= 2:
+            waiting[page == 2].join(10)
+    assert there == [3, 4]
+    assert not any(thread.is_alive() for thread in waiting)
+    assert not slab._missing
 
 
 @pytest.mark.parametrize("rank", range(4))
