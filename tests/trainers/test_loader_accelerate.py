@@ -89,6 +89,7 @@ def saved_and_loaded(made: Any, folder: str, data: Dataset) -> None:
     next(run)
     next(run)
     made.save_state(folder)
+    made.wait_for_everyone()  # accelerate writes a loader's state on every rank, to the same file
     rest = [label for batch in run for label in labels(batch)]
     made._dataloaders.clear()
     again = HPLoader(made, DataLoader(data, **OPTIONS))
