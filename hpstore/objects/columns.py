@@ -55,9 +55,7 @@ class ColumnReader:
         self._device, self._handle = device, handle
         self._checks: tuple[int, NDArray[np.uint64]] | None = None  # seed and table
         self._users = 1
-        self._lock = (
-            threading.Lock()
-        )  # guards _users, changes of _handle, the first read of _checks
+        self._lock = threading.Lock()  # guards _users, changes of _handle, when _checks is read
 
     @property
     def in_memory(self) -> bool:

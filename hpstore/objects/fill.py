@@ -198,7 +198,7 @@ class UnitFill:
         return True
 
     def _tell(self, read: _Read, future: Future[bool]) -> None:
-        # refused by the scheduler, or the reader was closed: likewise
+        # a call that the scheduler refused, or that crashed, is read in another way, too
         self._ended.put((read, future.exception() is None and future.result()))
 
     def _settle(self, store: Store, read: _Read, good: bool) -> None:
