@@ -144,9 +144,9 @@ class Run:
             todo = listed(batches, epoch, position)
         depth = loader.prefetch_factor
         depth = depth * threads if depth else _depth(loader, native, threads, rows)
-        engine.expect(depth + HELD)
+        engine.expect(depth + HELD + 1)  # a small one beside these
         self._pipeline = Pipeline(
-            todo, lambda piece: finish.make(session, piece), depth=depth, threads=threads
+            todo, lambda piece: finish.make(session, piece), depth=depth, threads=threads, rows=rows
         )
         self._session.needed_from(self._pipeline.peek())
         # after the pipeline's: at exit it is called first, and wakes threads that wait for pages

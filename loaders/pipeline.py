@@ -60,19 +60,23 @@ class Pipeline(Closing, Generic[T]):
     """Makes `make(piece)` for the pieces to come, `depth` of them ahead, on `threads` threads.
 
     It is filled up when a quarter of them was taken: threads are woken less often. The first one
-    is made alone: somebody waits for it, and the others would share its cores.
+    is made alone: somebody waits for it, and the others would share its cores. Of pieces of `rows`
+    samples that is: one more is ahead where a small one, the last of an epoch, is among them.
+    Otherwise a thread that is done with the small one had nothing to do until it is taken.
     One thread takes; closing or dropping it gives up what is under way. `wait_seconds`: how long
     take() waited; `waiting`: whether it does. The threads are daemons, stopped and joined at exit:
     those of an executor are joined before anybody could wake one that waits inside `make`.
     """
 
     def __init__(
-        self, todo: Iterator[Piece], make: Callable[[Piece], T], *, depth: int, threads: int
-    ) -> None:
-        self._todo, self._depth = todo, max(1, depth)
+        self, todo: Iterator[Piece], make: Callable[[Piece], T], *, depth: int, threads: int,
+        rows: int = 1,
+    ) -> None:  # fmt: skip
+        self._todo, self._depth, self._rows = todo, max(1, depth), max(1, rows)
         self._low = self._depth - max(1, self._depth // 4)  # it is filled up from here
         self._interrupted = False  # in the midst of `todo`
         self._flying: deque[_Job[T]] = deque()
+        self._samples = 0  # in flight, of none more than `rows`
         self._jobs: _Jobs[T] = queue.SimpleQueue()
         self._held: deque[_Job[T]] = deque()  # until the first one is made
         self._closed = threading.Event()
@@ -133,15 +137,21 @@ class Pipeline(Closing, Generic[T]):
                 self.wait_seconds += time.perf_counter() - began
         if job.error is not None:
             raise job.error
-        self._top_up(taken=1)  # first: an interrupt in it loses no batch
+        self._top_up(job)  # first: an interrupt in it loses no batch
         self._flying.popleft()
+        self._samples -= self._weight(job)
         _hand_out(self._held, self._jobs)
         return job.piece, cast(T, job.made)
 
-    def _top_up(self, taken: int = 0) -> None:
-        if len(self._flying) - taken > self._low:
+    def _top_up(self, taken: _Job[T] | None = None) -> None:
+        """Fill up, as if `taken` were gone."""
+        gone = self._weight(taken) if taken else 0
+        if self._places(gone) > self._low:
             return
-        while len(self._flying) - taken < self._depth and not self._interrupted:
+        most = self._depth + 1 + (taken is not None)  # however small they are
+        while self._places(gone) < self._depth and len(self._flying) < most:
+            if self._interrupted:
+                return
             try:
                 piece = next(self._todo, None)
             except BaseException:  # a generator is over then, and does not tell
@@ -150,8 +160,16 @@ class Pipeline(Closing, Generic[T]):
             if piece is None:
                 return
             job = _Job[T](piece)
+            self._samples += self._weight(job)
             self._flying.append(job)
             self._held.append(job)
+
+    def _weight(self, job: _Job[T]) -> int:
+        return min(job.piece.samples, self._rows)
+
+    def _places(self, gone: int) -> int:
+        """How many batches of `rows` samples are in flight, rounded."""
+        return (self._samples - gone + self._rows // 2) // self._rows
 
     def close(self) -> None:
         """Give up what is not made yet; waits for what is being made. Idempotent."""
@@ -162,6 +180,7 @@ class Pipeline(Closing, Generic[T]):
     def abandon(self) -> None:
         """The same without waiting."""
         self._flying.clear()
+        self._samples = 0
         self._stop()
 
 

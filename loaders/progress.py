@@ -27,6 +27,11 @@ class Piece:
     listed: tuple[int, ...] | None = None  # its samples, where a user's sampler has chosen them
     single: bool = False  # one sample by itself, not a batch of it
 
+    @property
+    def samples(self) -> int:
+        """How many."""
+        return self.stop - self.start if self.listed is None else len(self.listed)
+
     def indices(self, order: Order | None) -> Indices:
         """Its samples. `order` is not needed where they are listed."""
         if self.listed is not None:

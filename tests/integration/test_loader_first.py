@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -147,6 +148,42 @@ def test_a_pipeline_is_filled_up_by_the_quarter() -> None:
     with pytest.raises(StopIteration):
         pipeline.take()
     assert pipeline.ready == 0
+    pipeline.close()
+
+
+def of_sizes(*sizes: int) -> Iterator[Piece]:
+    ends = list(itertools.accumulate(sizes, initial=0))
+    places = enumerate(itertools.pairwise(ends))
+    return iter([Piece(epoch=0, start=a, stop=b, after=(0, n + 1)) for n, (a, b) in places])
+
+
+def test_a_small_batch_takes_no_place_of_a_whole_one() -> None:
+    """Who has made the last of an epoch goes on with the next, while that before it is made."""
+    gate, begun = threading.Event(), list[int]()
+
+    def make(piece: Piece) -> None:
+        begun.append(piece.samples)
+        if len(begun) == 2:
+            gate.wait(10)
+
+    pipeline = Pipeline(of_sizes(8, 7, 3, 8, 8), make, depth=2, threads=2, rows=8)
+    pipeline.take()
+    poll(10, lambda: begun == [8, 7, 3, 8])
+    gate.set()
+    assert [pipeline.take()[0].samples for _ in range(4)] == [7, 3, 8, 8]
+    pipeline.close()
+
+
+@pytest.mark.parametrize(("sizes", "ahead"), [([8] * 9, 2), ([5] * 9, 3), ([1] * 9, 3)])
+def test_as_many_batches_are_ahead_as_there_is_memory_for(sizes: list[int], ahead: int) -> None:
+    """Of batches of five one more than of eight; of the smallest not more than that."""
+    made = list[Piece]()
+    pipeline = Pipeline(of_sizes(*sizes), made.append, depth=2, threads=2, rows=8)
+    for taken in range(len(sizes) - ahead):
+        poll(10, lambda taken=taken: len(made) == taken + ahead)  # type: ignore[misc]
+        time.sleep(0.01)  # one too many would show by now
+        assert len(made) == taken + ahead
+        pipeline.take()
     pipeline.close()
 
 
