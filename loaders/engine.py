@@ -199,9 +199,10 @@ class Engine(Closing):
         share = (last + 1) / windows.window_of(epoch, last).stop
         return range(share < worth_reading(_record_bytes(self._paged)))
 
-    def expect(self, batches: int) -> None:
-        """So many are made ahead or held at a time by a user who keeps none."""
-        self._slots.least = batches * max(1, len(self._data.streams))
+    def expect(self, steady: int, most: int) -> None:
+        """So many batches are always, and at most, ahead or held by a user who keeps none."""
+        streams = max(1, len(self._data.streams))
+        self._slots.steady, self._slots.least = steady * streams, most * streams
 
     def start(self, epoch: int, position: int) -> Session:
         """Get ready for the pieces from a position on. leave() the session when it is over."""

@@ -162,7 +162,7 @@ class MixedEngine(Closing):
         self.pid = self._engines[0].pid
         self.counts = Counts()
 
-    def expect(self, batches: int) -> None:
+    def expect(self, steady: int, most: int) -> None:
         """Nothing: slots of many small shares would take far more than the budget."""
 
     def start(self, epoch: int, position: int) -> MixedSession:

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from hpstore.loaders.loader import DataLoader
 
 LEAST_AHEAD, MOST_AHEAD = 2, 16  # batches, unless prefetch_factor says
-HELD = 3  # by a user who keeps none: the last one, the next one, one on its way to a GPU
+STEADY = 2  # that a user who keeps none holds at a time, at least: the last one and the next one
+HELD = 3  # and at most: one more is on its way to a GPU
 # where batches are read record by record they wait for devices
 THREADS = {"records": 6, "cached": 4}
 
@@ -144,7 +145,7 @@ class Run:
             todo = listed(batches, epoch, position)
         depth = loader.prefetch_factor
         depth = depth * threads if depth else _depth(loader, native, threads, rows)
-        engine.expect(depth + HELD + 1)  # a small one beside these
+        engine.expect(steady=depth + STEADY, most=depth + HELD + 1)  # 1: a small one beside these
         self._pipeline = Pipeline(
             todo, lambda piece: finish.make(session, piece), depth=depth, threads=threads, rows=rows
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -51,7 +52,8 @@ class Slab:
         )
         self._slot = np.full(count, -1, np.int64)  # of each page
         self._failed = np.zeros(count, bool)
-        self._free = list(range(self.capacity))[::-1]  # the first one is taken first
+        # in turn, so that all of the memory is used from the start and none of it comes later
+        self._free = deque(range(self.capacity))
         self._fresh = np.ones(self.capacity, bool)  # slots that were never used
         self._held = np.zeros(count, np.int64)  # of each page, by how many it is copied from
         self._expiry: dict[int, int] = {}  # page that is there or being read -> when it may go
@@ -108,7 +110,7 @@ class Slab:
                     self._give_up()
                 if len(self._free) >= len(missing):
                     self._expiry.update(dict.fromkeys(missing, expire))
-                    return {page: self._free.pop() for page in missing}
+                    return {page: self._free.popleft() for page in missing}
                 self._leaves = min(self._expiry.values(), default=NEVER)
                 self._room_made.wait()
         return None

@@ -74,13 +74,15 @@ class Slots:
 
     `pin` is given fresh memory, to page-lock it. `ordinary_total` counts batches for which no slot
     was free. `least`: so many there may always be, whatever they take: those that are made ahead
-    and a few that the user has. Without them the same bytes would be ordinary memory.
+    and a few that the user has. Without them the same bytes would be ordinary memory. `steady`:
+    so many are made, within the limit, before one is used again: a loader takes its memory at its
+    start, and does not clear and page-lock more of it in the midst of training.
     """
 
     def __init__(self, limit_bytes: int, pin: Callable[[Bytes], None] | None = None) -> None:
         self.limit_bytes, self._pin = limit_bytes, pin
         self.made_bytes = self.ordinary_total = 0
-        self.least = 0
+        self.least = self.steady = 0
         self._count = 0  # slots that there are
         self._free: list[Slot] = []
         # those that are out: while the user has a slot only its own finalizer refers to it, and the
@@ -94,13 +96,14 @@ class Slots:
         with self._lock:
             self._collect()
             fitting = [slot for slot in self._free if len(slot.memory) >= nbytes]
-            if fitting:
+            size = slot_bytes(nbytes)
+            within = self.made_bytes + size <= self.limit_bytes
+            if fitting and not (within and self._count < self.steady):
                 # of equal ones the last to come back, which the processor's cache may still hold
                 best = min(reversed(fitting), key=lambda slot: len(slot.memory))
                 self._free.remove(best)
                 self._out.add(best)
                 return best
-            size = slot_bytes(nbytes)
             while self._free and self.made_bytes + size > self.limit_bytes:
                 self._gone(self._free.pop(0))  # too small for today's batches
             if self.made_bytes + size > self.limit_bytes and self._count >= self.least:

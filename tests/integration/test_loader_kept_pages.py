@@ -94,6 +94,18 @@ def test_room_comes_when_nobody_copies_any_more(data: Dataset) -> None:
     assert taken[0].keys() == {2, 3}
 
 
+def test_all_room_for_pages_is_used_before_any_is_used_again(data: Dataset) -> None:
+    """Memory that is first used after many epochs would look like a leak."""
+    slab = Slab(data, data.streams[0], 4)
+    first = slab.reserve(np.array([0, 1, 2]), expire=1)
+    assert first
+    slab.read(first)
+    slab.advance(1)
+    second = slab.reserve(np.array([3, 4]), expire=2)
+    assert second
+    assert len(set(first.values()) | set(second.values())) == 4
+
+
 def test_who_waits_for_pages_is_woken_by_the_last_of_them(
     data: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:

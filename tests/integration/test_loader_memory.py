@@ -15,7 +15,7 @@ import torch
 
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, Ragged
 from hpstore.loaders.native import HELD, LEAST_AHEAD, THREADS
-from hpstore.loaders.slots import Slots
+from hpstore.loaders.slots import Slot, Slots
 from hpstore.pool import Pool
 from hpstore.units import KIB, MIB
 from tests.fault.common import poll
@@ -233,6 +233,18 @@ def test_of_equal_slots_the_last_to_come_back_is_taken_first() -> None:
     for slot in (first, second, large):
         slot.release()
     assert [ring.take(MIB // 2) for _ in range(3)] == [second, first, large]
+
+
+def test_memory_for_a_steady_run_is_made_at_its_start() -> None:
+    """Each take makes a slot until there are so many, within the limit; then one is used again."""
+    for limit, expected in ((8 * MIB, 3), (2 * MIB, 2)):
+        ring, taken = Slots(limit), list[Slot]()
+        ring.steady = ring.least = 3
+        for _ in range(5):
+            taken.append(ring.take(MIB // 2))
+            taken[-1].release()
+        assert len(set(taken)) == ring.made_bytes // MIB == expected
+        assert ring.ordinary_total == 0
 
 
 def test_the_garbage_collector_takes_no_slot_of_a_batch_that_is_out() -> None:
