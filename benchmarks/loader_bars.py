@@ -152,7 +152,9 @@ def special_verdicts(found: Mapping[str, Found]) -> dict[str, Verdict]:
     for mode, places in found.get("first batch", {}).items():
         for place, seconds in places.items():
             bar = None if place.endswith("open") else 150.0
-            rows[f"first_batch_ms, {mode}, {place}"] = verdict([seconds * 1e3], bar, least=False)
+            rows[f"first_batch_ms, {mode}, {place}"] = verdict(
+                [value * 1e3 for value in seconds], bar, least=False
+            )
     for mode, gaps in found.get("epoch boundary", {}).items():
         usual = max(gaps["batch_seconds"], 1e-9)
         values = [gap / usual for gap in gaps["gaps"]]

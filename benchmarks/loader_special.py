@@ -8,6 +8,7 @@ import gc
 import multiprocessing
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -26,6 +27,7 @@ from hpstore.loaders import DataLoader
 from hpstore.units import MIB
 
 MODES = tuple(kind.name for kind in OURS)
+FIRSTS = 3  # processes that load first batches
 BOUNDARIES, READY, EPOCHS, WARM_EPOCHS = 5, 50, 50, 10
 GROWTH_BATCHES = 12
 _PAUSE_SECONDS = 0.02  # between batches that are taken when they are ready
@@ -55,25 +57,33 @@ def first_session(sections: Sections, spec: Spec) -> Found:
     torch.from_numpy(np.zeros(1))  # who trains has used torch: its pages stay when caches go
     found: Found = {}
     for mode in MODES:
-        rows: dict[str, float] = {}
+        rows: dict[str, list[float]] = {}
         for name, share in (("start", 0.0), ("half", 0.5), ("99 %", 0.99)):
             who = _ours(spec, mode)
             limits.drop_caches(who.directory, spec.data.nbytes)
             sections.warm(512 * MIB)
             began = time.perf_counter()
             who.open()
-            rows[f"{name}: open"] = time.perf_counter() - began
+            rows[f"{name}: open"] = [time.perf_counter() - began]
             began = time.perf_counter()
             loader = who.make()
             if share:
                 at = int(spec.data.rows * share) // BATCH * BATCH
                 loader.load_state_dict(loader.state_dict() | {"samples": at})
             made = time.perf_counter() - began
-            rows[name] = made + _first(loader)
+            rows[name] = [made + _first(loader)]
             who.close()
             gc.collect()
         found[mode] = rows
     return found
+
+
+def joined(sessions: Sequence[Found]) -> Found:
+    """First batches of several sessions: all seconds of each mode and position."""
+    return {
+        mode: {name: [s for one in sessions for s in one[mode][name]] for name in sessions[0][mode]}
+        for mode in sessions[0]
+    }
 
 
 def boundary_session(sections: Sections, spec: Spec) -> Found:
@@ -193,4 +203,4 @@ SPECIAL = {
     "kill": kill_session,
 }
 
-__all__ = ["MODES", "SPECIAL", "read_for_ever"]
+__all__ = ["FIRSTS", "MODES", "SPECIAL", "first_session", "joined", "read_for_ever"]
