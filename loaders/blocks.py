@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hpstore.loaders.layout import Int64s
+from hpstore.errors import HpstoreError
+from hpstore.loaders.layout import Int64s, even_rows
 
 BLOCK_ROWS = 8192  # 64 KiB of 8-byte values: what the pool verifies at once
+GROUP_BLOCKS = 16  # read together by who asks for many rows of few blocks
 TABLE_BYTES = 256 << 20  # of one table; 32 million checksums
 Table = npt.NDArray[Any]
 Runs = list[tuple[int, int]]  # [(first row, rows), ...] in a cut
@@ -37,6 +40,7 @@ class BlockTable:
     ) -> None:
         rows = np.array(cuts, np.int64)
         self._starts = np.concatenate([[0], np.cumsum(rows)]).astype(np.int64)
+        self._even = even_rows(rows)
         self._block_rows = max(1, min(block_rows, int(rows.max(initial=1))))
         blocks = -(-rows // self._block_rows)
         self._first = np.concatenate([[0], np.cumsum(blocks)]).astype(np.int64)
@@ -61,6 +65,8 @@ class BlockTable:
 
     def cut_of(self, rows: Int64s) -> Int64s:
         """The object that holds each row."""
+        if self._even:
+            return rows // self._even
         return np.searchsorted(self._starts, rows, "right").astype(np.int64) - 1
 
     def get(self, rows: Int64s, cuts: Int64s | None = None) -> list[Table]:
@@ -97,17 +103,39 @@ class BlockTable:
                     missing = wanted[self._slot[wanted] < 0]
                     if not len(missing):
                         return self._gather(self._slot[blocks], inside)
-                loaded = self._read(missing)
+                    near = self._with_neighbours(missing, len(blocks))
+                loaded = self._read_any(near, missing)
                 with self._lock:
                     for block, values in loaded:
                         self._install(block, values)
                     if self._slot[wanted].min(initial=0) >= 0:
                         return self._gather(self._slot[blocks], inside)
 
+    def _with_neighbours(self, missing: Int64s, rows: int) -> Int64s:
+        """Blocks to read where `rows` rows lack these: those of a window lie in few, and its next
+        batches would each wait for a few more. Only where there is room for the whole table.
+        """
+        if self._slots < len(self._slot) or len(missing) * GROUP_BLOCKS > rows:
+            return missing
+        groups = np.unique(missing // GROUP_BLOCKS)
+        near = (groups[:, None] * GROUP_BLOCKS + np.arange(GROUP_BLOCKS)).reshape(-1)
+        near = near[near < len(self._slot)]
+        lacking: Int64s = near[self._slot[near] < 0]
+        return lacking
+
+    def _read_any(self, near: Int64s, missing: Int64s) -> list[tuple[int, list[Table]]]:
+        """All that are near, or what is missing: a neighbour that cannot be read harms nobody."""
+        if len(near) > len(missing):
+            with contextlib.suppress(HpstoreError):
+                return self._read(near)
+        return self._read(missing)
+
     def _gather(self, slots: Int64s, inside: Int64s) -> list[Table]:
+        """One index, not two: numpy gives up the interpreter's lock for two, and has to queue."""
         if not self._tables:
             self._tables = self._fresh()
-        return [table[slots, inside] for table in self._tables]
+        rows = slots * self._block_rows + inside
+        return [table.reshape(-1, *table.shape[2:])[rows] for table in self._tables]
 
     def _fresh(self) -> list[Table]:
         return [

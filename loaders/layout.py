@@ -193,6 +193,17 @@ class FixedPlan:
         return max(1, capacity // self.stride)
 
 
+def even_rows(rows: Int64s) -> int:
+    """Rows of each cut of a sequence, when all have as many (the last may have fewer); else 0.
+
+    Then a row's cut is a division, for which numpy keeps the interpreter's lock; a search gives it
+    up and has to queue for it.
+    """
+    if not len(rows) or not 0 < rows[-1] <= rows[0] or (rows[:-1] != rows[0]).any():
+        return 0
+    return int(rows[0])
+
+
 def shard_capacity(shard_bytes: int, unit_bytes: int, data: int, record_bytes: int = 0) -> int:
     """Payload of a full shard: whole stripes, about `shard_bytes`, at least one record."""
     stripe = unit_bytes * data
@@ -218,5 +229,5 @@ def place(
 
 __all__ = ["LARGE_RECORD_BYTES", "MAX_ROW_FIELDS", "PADDING_SHARE", "PAYLOAD_ALIGNMENT",
            "SHARD_BYTES", "UNIT_BYTES", "UNIT_CHOICES", "FixedPlan", "Int64s", "Layout", "Record",
-           "choose_unit", "choose_unit_for_mean", "group_fields", "place", "shard_capacity",
-           "stride_of"]  # fmt: skip
+           "choose_unit", "choose_unit_for_mean", "even_rows", "group_fields", "place",
+           "shard_capacity", "stride_of"]  # fmt: skip

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from hpstore.loaders.layout import FixedPlan, Int64s, Record
+from hpstore.loaders.layout import FixedPlan, Int64s, Record, even_rows
 from hpstore.loaders.manifest import Part
 from hpstore.loaders.shards import UInt64s
 
@@ -62,6 +62,10 @@ class Stream:
         return np.concatenate([[0], np.cumsum(self.rows)]).astype(np.int64)
 
     @cached_property
+    def _even_rows(self) -> int:
+        return even_rows(self.rows)
+
+    @cached_property
     def page_starts(self) -> Int64s:
         """(shards + 1): first page of each shard."""
         pages = -(-self.payload_bytes // self.unit_bytes)
@@ -78,6 +82,8 @@ class Stream:
 
     def shard_of(self, indices: Int64s) -> Int64s:
         """The shard of each sample."""
+        if self._even_rows:
+            return indices // self._even_rows
         return np.searchsorted(self.row_starts, indices, "right").astype(np.int64) - 1
 
     def page_of(self, shard: Int64s, start: Int64s, length: Int64s) -> Int64s:

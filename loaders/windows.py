@@ -12,6 +12,7 @@ as ingest does, and that is gone: then stripes are alike.
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,26 +115,29 @@ class WindowOrder:
         check_range(self, epoch, start, stop)
         parts = [np.empty(0, np.int64)]
         at = start
+        plan = self._plan(epoch)
         while at < stop:
-            window = self.window_of(epoch, at)
-            mixed = self._mixed(epoch, window.number)
-            parts.append(mixed[at - window.start : min(stop, window.stop) - window.start])
-            at = min(stop, window.stop)
+            number, first, end = self._bounds(plan, at)
+            parts.append(self._mixed(epoch, number)[at - first : min(stop, end) - first])
+            at = min(stop, end)
         return np.concatenate(parts)
+
+    def _bounds(self, plan: _Epoch, position: int) -> tuple[int, int, int]:
+        """Number, first position and end of a position's window. By bisect: numpy gives up the
+        interpreter's lock for a search, and who makes batches has to queue for it.
+        """
+        rank = bisect.bisect_right(plan.positions, position) - 1
+        number = bisect.bisect_right(self._edges, rank) - 1
+        low, high = int(self._edges[number]), int(self._edges[number + 1])
+        return number, int(plan.positions[low]), int(plan.positions[high])
 
     def window_of(self, epoch: int, position: int) -> Window:
         """The window that a position of an epoch lies in. ValueError beyond the epoch."""
         check_range(self, epoch, position, position + 1)
         plan = self._plan(epoch)
-        rank = int(np.searchsorted(plan.positions, position, "right")) - 1
-        number = int(np.searchsorted(self._edges, rank, "right")) - 1
-        low, high = int(self._edges[number]), int(self._edges[number + 1])
-        return Window(
-            number=number,
-            start=int(plan.positions[low]),
-            stop=int(plan.positions[high]),
-            stripes=self._filled[plan.stripes[low:high]],
-        )
+        number, start, stop = self._bounds(plan, position)
+        chosen = plan.stripes[self._edges[number] : self._edges[number + 1]]
+        return Window(number=number, start=start, stop=stop, stripes=self._filled[chosen])
 
     def describe(self) -> dict[str, object]:
         """See Order."""

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import hpstore
+from hpstore.errors import TooManyErasures
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, Mixture
 from hpstore.loaders.batches import Assembler, Counts
-from hpstore.loaders.blocks import BlockTable
+from hpstore.loaders.blocks import GROUP_BLOCKS, BlockTable
 from hpstore.loaders.slab import Slab
 from hpstore.loaders.slots import Slots
 from hpstore.units import KIB, MIB
@@ -173,6 +174,43 @@ def test_a_block_counts_as_there_when_it_is() -> None:
     table._install(2, values)
     assert seen[0] == ([1], [-1, 1])
     assert table.get(np.array([25, 15]))[0].tolist() == [25, 15]
+
+
+def test_many_rows_of_few_blocks_bring_their_neighbours() -> None:
+    """The batches of a window would each wait for a few more. A neighbour that cannot be read, or
+    for which there is no room, is left alone; rows all over the table bring nothing."""
+    bad, asked = {3}, list[list[int]]()
+
+    def load(wanted: dict[int, Any]) -> list[Any]:
+        (runs,) = wanted.values()
+        asked.append([first // 10 for first, _ in runs])
+        if bad & set(asked[-1]):
+            raise TooManyErasures("of a neighbour")
+        return [[[np.arange(first, first + n)] for first, n in runs]]
+
+    def table(budget: int = 1 << 20) -> BlockTable:
+        return BlockTable(
+            [400], [(np.dtype(np.int64), ())], load, block_rows=10, budget_bytes=budget
+        )
+
+    one = table()
+    one.get(np.array([200]))
+    there = [*range(16, 20), *range(21, 32)]
+    for first, blocks in ((160, [there]), (330, [list(range(32, 40))])):
+        asked.clear()
+        rows = np.arange(first, first + GROUP_BLOCKS) // 2 + first // 2
+        assert one.get(rows)[0].tolist() == rows.tolist()
+        assert asked == blocks
+    asked.clear()
+    rows = np.array([5] * GROUP_BLOCKS)
+    assert one.get(rows)[0].tolist() == rows.tolist()
+    assert asked == [list(range(16)), [0]]
+    for other, wanted in ((table(), rows[1:]), (table(1600), rows)):
+        asked.clear()
+        other.get(wanted)
+        assert asked == [[0]]
+    with pytest.raises(TooManyErasures):
+        one.get(np.array([35]))
 
 
 def test_a_closed_loader_keeps_no_pages(data: Dataset) -> None:

@@ -22,6 +22,7 @@ from hpstore.loaders.layout import (
     Record,
     choose_unit,
     choose_unit_for_mean,
+    even_rows,
     group_fields,
     place,
     shard_capacity,
@@ -238,6 +239,20 @@ def test_a_table_by_blocks_gives_what_the_whole_array_gives(
         before = len(reads)
         table.get(np.array([n % total for n in requests[-1]], np.int64))
         assert len(reads) == before or budget < total * 12  # kept, when there is room
+
+
+@given(st.lists(st.integers(0, 3), max_size=5))
+@example([2, 2, 1])
+@example([1, 2])
+def test_a_row_of_even_cuts_is_found_by_division(cuts: list[int]) -> None:
+    """Wherever all cuts but the last have as many rows, and it no more; else a search finds it."""
+    rows = np.array(cuts, np.int64)
+    even, all_rows = even_rows(rows), np.arange(rows.sum())
+    if even:
+        starts = np.concatenate([[0], np.cumsum(rows)])
+        assert np.array_equal(all_rows // even, np.searchsorted(starts, all_rows, "right") - 1)
+    alike = len(set(cuts[:-1])) <= 1
+    assert bool(even) == (bool(cuts) and alike and 0 < cuts[-1] <= cuts[0])
 
 
 @pytest.mark.parametrize("cuts", [[995], [500, 495], [495, 500]])
