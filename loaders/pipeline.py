@@ -76,7 +76,6 @@ class Pipeline(Closing, Generic[T]):
         self._low = self._depth - max(1, self._depth // 4)  # it is filled up from here
         self._interrupted = False  # in the midst of `todo`
         self._flying: deque[_Job[T]] = deque()
-        self._samples = 0  # in flight, of none more than `rows`
         self._jobs: _Jobs[T] = queue.SimpleQueue()
         self._held: deque[_Job[T]] = deque()  # until the first one is made
         self._closed = threading.Event()
@@ -139,7 +138,6 @@ class Pipeline(Closing, Generic[T]):
             raise job.error
         self._top_up(job)  # first: an interrupt in it loses no batch
         self._flying.popleft()
-        self._samples -= self._weight(job)
         _hand_out(self._held, self._jobs)
         return job.piece, cast(T, job.made)
 
@@ -160,7 +158,6 @@ class Pipeline(Closing, Generic[T]):
             if piece is None:
                 return
             job = _Job[T](piece)
-            self._samples += self._weight(job)
             self._flying.append(job)
             self._held.append(job)
 
@@ -168,8 +165,11 @@ class Pipeline(Closing, Generic[T]):
         return min(job.piece.samples, self._rows)
 
     def _places(self, gone: int) -> int:
-        """How many batches of `rows` samples are in flight, rounded."""
-        return (self._samples - gone + self._rows // 2) // self._rows
+        """How many batches of `rows` samples are in flight, rounded. Counted anew: an interrupt
+        could leave a count behind that is too high, and the order would end early.
+        """
+        samples = sum(self._weight(job) for job in self._flying)
+        return (samples - gone + self._rows // 2) // self._rows
 
     def close(self) -> None:
         """Give up what is not made yet; waits for what is being made. Idempotent."""
@@ -180,7 +180,6 @@ class Pipeline(Closing, Generic[T]):
     def abandon(self) -> None:
         """The same without waiting."""
         self._flying.clear()
-        self._samples = 0
         self._stop()
 
 

@@ -223,6 +223,14 @@ def test_figures_without_peers_have_bars(tmp_path: Path, monkeypatch: pytest.Mon
     assert rows["names_in_shared_memory_after_kill"]["median"] == 0
 
 
+def test_first_batches_are_the_median_of_several_processes() -> None:
+    """One of them that the machine held up decides nothing."""
+    sessions = [{"hpstore": {"start": [seconds]}} for seconds in (0.1, 9.0, 0.12)]
+    found = {"first batch": loader_special.joined(sessions)}
+    (row,) = loader_bars.special_verdicts(found).values()
+    assert (row["median"], row["met"]) == (120.0, True)
+
+
 def test_too_few_batches_to_wait_for_are_no_figure_and_no_error(tmp_path: Path) -> None:
     """Of large records `--size small` makes less than three."""
     spec = Spec(contender=Ours.name, directory=tmp_path, data=Data("B", SIZE))
