@@ -30,7 +30,8 @@ from hpstore.loaders.order import (
 )
 from hpstore.units import div_ceil
 
-_WINDOWS_KEPT = 4
+_WINDOWS_AHEAD = 4  # of the next epoch, drawn in the last window of this one
+_WINDOWS_KEPT = _WINDOWS_AHEAD + 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +87,10 @@ class WindowOrder:
 
     `stripes` int64[S + 1] is the first sample of every stripe, then the number of samples. A
     stripe without samples (the middle of a large record) takes part in nothing. Kept: 16 bytes a
-    stripe and epoch, for two epochs, and 8 bytes a sample of four windows.
+    stripe and epoch, for two epochs, and 8 bytes a sample of eight windows, four of them small.
+
+    Who reads the second half of an epoch's last window draws the next epoch's plan and its small
+    windows too: between two epochs somebody would wait for them.
     """
 
     def __init__(
@@ -109,6 +113,7 @@ class WindowOrder:
         self._edges = window_edges(len(self._filled), window_stripes=window_stripes, first=first)
         self._epochs: Recent[int, _Epoch] = Recent(EPOCHS_KEPT)
         self._windows: Recent[tuple[int, int], Indices] = Recent(_WINDOWS_KEPT)
+        self._drawn_ahead = -1  # the last epoch; threads that race draw it twice, at worst
 
     def indices(self, epoch: int, start: int, stop: int) -> Indices:
         """See Order."""
@@ -120,7 +125,17 @@ class WindowOrder:
             number, first, end = self._bounds(plan, at)
             parts.append(self._mixed(epoch, number)[at - first : min(stop, end) - first])
             at = min(stop, end)
+            late = end == self.length and 2 * at > first + end  # a first batch does not wait for it
+            if late and self._drawn_ahead != epoch + 1:
+                self._draw_ahead(epoch + 1)
         return np.concatenate(parts)
+
+    def _draw_ahead(self, epoch: int) -> None:
+        """What the first batches of an epoch need."""
+        self._drawn_ahead = epoch
+        self._plan(epoch)
+        for number in range(min(_WINDOWS_AHEAD, len(self._edges) - 1)):
+            self._mixed(epoch, number)
 
     def _bounds(self, plan: _Epoch, position: int) -> tuple[int, int, int]:
         """Number, first position and end of a position's window. By bisect: numpy gives up the

@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hpstore.errors import ConfigError
+from hpstore.loaders import draws, windows
 from hpstore.loaders.draws import Indices
 from hpstore.loaders.order import GlobalOrder, SubsetOrder
 from hpstore.loaders.windows import Window, WindowOrder, subset_stripes, window_edges
@@ -108,6 +109,31 @@ def test_epochs_and_seeds_mix_stripes_and_samples_anew() -> None:
         assert (found // 40 == base // 40).sum() < 200  # not the same stripes at the same places
         ranks = [row[row // 40 == 7].tolist() for row in (base, found)]
         assert ranks[0] != ranks[1]
+
+
+@pytest.mark.parametrize("stripe_count", [1, 5, 40])
+def test_the_first_batches_of_an_epoch_are_drawn_in_the_one_before(
+    stripe_count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for them between two epochs, nor for those of the next in a first batch."""
+    drawn: list[int] = []
+
+    def counted(*words: object, **key: int) -> Indices:
+        drawn.append(key["epoch"])
+        return draws.shuffled(*words, **key)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(windows, "shuffled", counted)
+    stripes = np.arange(0, 16 * stripe_count + 1, 16)
+    order = WindowOrder(stripes, 7, window_stripes=16)
+    small = order.window_of(0, min(order.length, 64) - 1).stop
+    for epoch in range(3):
+        drawn.clear()
+        order.indices(epoch, 0, 4)
+        assert set(drawn) == ({0} if not epoch else set())
+        for start in range(4, order.length, 4):
+            order.indices(epoch, start, start + 4)
+            assert start + 4 > small or not epoch or epoch not in drawn
+        assert set(drawn) <= {epoch, epoch + 1}
 
 
 def test_a_subset_is_read_by_whole_stripes_too() -> None:
