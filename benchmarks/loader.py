@@ -281,6 +281,7 @@ def contenders(cases: dict[str, Figures]) -> dict[str, Any]:
             if "first_epoch" in sessions[0]:
                 rate = statistics.median(s["first_epoch"]["rate"] for s in sessions)
                 row[case]["first_epoch_samples_per_second"] = round(rate)
+                row[case]["settle_seconds"] = middle(sessions, "settle_seconds", 3)
             if "stats" in sessions[0]:
                 row[case]["stats"] = sessions[-1]["stats"]
     return rows

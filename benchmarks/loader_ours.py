@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,6 +19,8 @@ from hpstore.units import MIB
 
 NAME = "bench"
 BLOCK_ROWS = 512
+SETTLE_SECONDS = 60.0
+_LOOK_SECONDS = 0.01
 LOST = {0: (), 1: ("d0",), 2: ("d0", "d1")}  # devices that are missing
 
 
@@ -57,6 +60,20 @@ class Ours(Peer):
     def stats(self) -> dict[str, Any]:
         """Of the loader of epoch()."""
         return self._loader.stats()
+
+    def in_memory(self, seconds: float = SETTLE_SECONDS) -> float:
+        """Wait until the loader of epoch() has all data in its memory; how long that took. An
+        epoch may end before. TimeoutError when it does not come about.
+        """
+        began = time.perf_counter()
+        while (stats := self.stats())["pages_in_memory"] < stats["pages_to_keep"]:
+            if time.perf_counter() - began > seconds:
+                raise TimeoutError(
+                    f"{stats['pages_in_memory']} of {stats['pages_to_keep']} pages are in memory "
+                    f"after {seconds:.0f} s"
+                )
+            time.sleep(_LOOK_SECONDS)
+        return time.perf_counter() - began
 
     def close(self) -> None:
         if hasattr(self, "_loader"):

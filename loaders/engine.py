@@ -261,6 +261,8 @@ class Engine(Closing):
         return direct | {
             "mode": self.mode,
             "assemble_seconds": self.counts.make_seconds,
+            "pages_in_memory": sum(slab.kept for slab in self._slabs.values()),
+            "pages_to_keep": sum(slab.capacity for slab in self._slabs.values()),
             "records_gathered": self.counts.gathered_total,
             "records_read": self.counts.read_total,
             "shards_reopened": self._data.shards_reopened,

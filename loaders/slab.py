@@ -70,6 +70,11 @@ class Slab:
         self._table: Int64s | None = None  # row of every record, once all pages are there to stay
         self._making_table = threading.Lock()
 
+    @property
+    def kept(self) -> int:
+        """Pages that are there to stay."""
+        return self._kept
+
     @staticmethod
     def bytes_needed(stream: Stream, pages: int) -> int:
         """Memory for so many pages."""

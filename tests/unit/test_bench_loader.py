@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import closing
@@ -14,7 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from hpstore.benchmarks import loader, loader_bars, loader_ours, loader_raw, loader_special
+from hpstore.benchmarks import (
+    loader,
+    loader_bars,
+    loader_ours,
+    loader_raw,
+    loader_sessions,
+    loader_special,
+)
 from hpstore.benchmarks.ballast import Ballast
 from hpstore.benchmarks.checkpoint import progress
 from hpstore.benchmarks.loader_contenders import (
@@ -35,6 +43,7 @@ from hpstore.benchmarks.measure import Options
 from hpstore.benchmarks.sessions import Found, Sections, Session, SessionFailed, Sessions
 from hpstore.benchmarks.suite import size_named
 from hpstore.errors import ConfigError
+from hpstore.loaders.slab import Places, Slab
 from hpstore.units import KIB, MIB
 
 SIZE = 4 * BATCH * 12 * KIB
@@ -128,6 +137,47 @@ def test_every_contender_reads_each_sample_once_an_epoch(spec: Spec, name: str) 
     assert found["rate"] > 0
     assert found["batches"] == found["first_epoch"]["batches"] >= spec.data.rows // BATCH
     assert not found["cut"]
+
+
+def test_a_warm_epoch_begins_with_all_pages_in_memory(
+    spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Peers find all of their files in the page cache; here filling outlasts the first epoch."""
+    spec = replace(spec, contender=Ours.name, cold=False)
+    write_session(NoBallast(), spec)
+    over = threading.Event()
+    read, epoch, seen = Slab.read, loader_sessions.timed_epoch, list[int]()
+
+    def late(slab: Slab, places: Places) -> None:
+        over.wait(30)
+        read(slab, places)
+
+    def watched(who: Peer, number: int, spec: Spec) -> Found:
+        assert isinstance(who, Ours)
+        found = epoch(who, number, spec) if number == 0 else {}
+        seen.append(who.stats()["pages_in_memory"])
+        threading.Timer(0.2, over.set).start()
+        return found
+
+    monkeypatch.setattr(Slab, "read", late)
+    monkeypatch.setattr(loader_sessions, "timed_epoch", watched)
+    found = epoch_session(NoBallast(), spec)
+    assert found["settle_seconds"] >= 0.1
+    assert seen == [0, found["stats"]["pages_to_keep"]]
+    assert seen[1] > 0
+
+
+def test_pages_that_never_come_are_an_error_and_no_figure(spec: Spec) -> None:
+    """The session fails; it does not measure something else."""
+    who = Ours(spec.directory / Ours.store, spec.data)
+    who.directory.mkdir()
+    who.write()
+    stats = {"pages_in_memory": 3, "pages_to_keep": 4}
+    who.stats = lambda: stats  # type: ignore[method-assign]
+    with pytest.raises(TimeoutError, match="3 of 4 pages"):
+        who.in_memory(0.05)
+    stats["pages_in_memory"] = 4
+    assert who.in_memory(0.05) < 0.05
 
 
 @pytest.mark.parametrize("lost", [1, 2])
