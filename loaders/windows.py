@@ -113,26 +113,27 @@ class WindowOrder:
         self._edges = window_edges(len(self._filled), window_stripes=window_stripes, first=first)
         self._epochs: Recent[int, _Epoch] = Recent(EPOCHS_KEPT)
         self._windows: Recent[tuple[int, int], Indices] = Recent(_WINDOWS_KEPT)
-        self._drawn_ahead = -1  # the last epoch; threads that race draw it twice, at worst
+        self._prepared = 0  # the last epoch that was drawn before its time
 
     def indices(self, epoch: int, start: int, stop: int) -> Indices:
         """See Order."""
         check_range(self, epoch, start, stop)
         parts = [np.empty(0, np.int64)]
         at = start
+        begun = epoch in self._epochs  # a first batch does not wait for the next epoch
         plan = self._plan(epoch)
         while at < stop:
             number, first, end = self._bounds(plan, at)
             parts.append(self._mixed(epoch, number)[at - first : min(stop, end) - first])
             at = min(stop, end)
-            late = end == self.length and 2 * at > first + end  # a first batch does not wait for it
-            if late and self._drawn_ahead != epoch + 1:
-                self._draw_ahead(epoch + 1)
+            late = end == self.length and 2 * at > first + end
+            if begun and late and self._prepared != epoch + 1:
+                self._prepare(epoch + 1)
         return np.concatenate(parts)
 
-    def _draw_ahead(self, epoch: int) -> None:
+    def _prepare(self, epoch: int) -> None:
         """What the first batches of an epoch need."""
-        self._drawn_ahead = epoch
+        self._prepared = epoch
         self._plan(epoch)
         for number in range(min(_WINDOWS_AHEAD, len(self._edges) - 1)):
             self._mixed(epoch, number)

@@ -134,6 +134,9 @@ def test_the_first_batches_of_an_epoch_are_drawn_in_the_one_before(
             order.indices(epoch, start, start + 4)
             assert start + 4 > small or not epoch or epoch not in drawn
         assert set(drawn) <= {epoch, epoch + 1}
+    drawn.clear()
+    WindowOrder(stripes, 7, window_stripes=16).indices(3, order.length - 4, order.length)
+    assert set(drawn) == {3}
 
 
 def test_a_subset_is_read_by_whole_stripes_too() -> None:
