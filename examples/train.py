@@ -97,6 +97,7 @@ def main() -> int:
     events = Events(options.events, silent=rank > 0)
     torch.manual_seed(options.seed)
     torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)  # sums depend on it, and torchrun gives each rank one by itself
     with hpstore.open(options.pool) as pool:
         name = f"python-stdlib-{options.length}"
         if rank == 0 and name not in [found.name for found in list_datasets(pool)]:
