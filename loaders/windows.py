@@ -30,8 +30,8 @@ from hpstore.loaders.order import (
 )
 from hpstore.units import div_ceil
 
-_WINDOWS_AHEAD = 4  # of the next epoch, drawn in the last window of this one
-_WINDOWS_KEPT = _WINDOWS_AHEAD + 4
+_WINDOWS_KEPT = 4
+_FIRST_WINDOWS = 4  # of an epoch: small ones, drawn in the last window of the epoch before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,8 @@ class WindowOrder:
 
     `stripes` int64[S + 1] is the first sample of every stripe, then the number of samples. A
     stripe without samples (the middle of a large record) takes part in nothing. Kept: 16 bytes a
-    stripe and epoch, for two epochs, and 8 bytes a sample of eight windows, four of them small.
+    stripe and epoch, for two epochs, and 8 bytes a sample of four windows and, for two epochs, of
+    the first four.
 
     Who reads the second half of an epoch's last window draws the next epoch's plan and its small
     windows too: between two epochs somebody would wait for them.
@@ -113,6 +114,7 @@ class WindowOrder:
         self._edges = window_edges(len(self._filled), window_stripes=window_stripes, first=first)
         self._epochs: Recent[int, _Epoch] = Recent(EPOCHS_KEPT)
         self._windows: Recent[tuple[int, int], Indices] = Recent(_WINDOWS_KEPT)
+        self._firsts: Recent[tuple[int, int], Indices] = Recent(EPOCHS_KEPT * _FIRST_WINDOWS)
         self._prepared = 0  # the last epoch that was drawn before its time
 
     def indices(self, epoch: int, start: int, stop: int) -> Indices:
@@ -135,7 +137,7 @@ class WindowOrder:
         """What the first batches of an epoch need."""
         self._prepared = epoch
         self._plan(epoch)
-        for number in range(min(_WINDOWS_AHEAD, len(self._edges) - 1)):
+        for number in range(min(_FIRST_WINDOWS, len(self._edges) - 1)):
             self._mixed(epoch, number)
 
     def _bounds(self, plan: _Epoch, position: int) -> tuple[int, int, int]:
@@ -173,7 +175,8 @@ class WindowOrder:
         return _Epoch(stripes=stripes, positions=positions)
 
     def _mixed(self, epoch: int, number: int) -> Indices:
-        return self._windows.get((epoch, number), lambda: self._mix(epoch, number))
+        kept = self._firsts if number < _FIRST_WINDOWS else self._windows
+        return kept.get((epoch, number), lambda: self._mix(epoch, number))
 
     def _mix(self, epoch: int, number: int) -> Indices:
         """Samples of a window in their order."""
