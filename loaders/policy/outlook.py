@@ -332,7 +332,8 @@ class Outlook:
         future, share = self.futures[job], self._shares[job]
         use = future.next_use(blocks)
         gap = (use - np.int32(future.head)).astype(np.float32)
-        found: Floats = np.log(np.maximum(gap, 1.0, out=gap), out=gap)
+        gap += 1.0  # the very next request comes one from now
+        found: Floats = np.log(gap, out=gap)
         if share < 1:
             found -= np.float32(math.log(share))
         beyond = use == NEVER

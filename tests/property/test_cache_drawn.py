@@ -168,5 +168,5 @@ def test_a_few_draws_only_serve_to_prefetch_where_the_cache_is_large() -> None:
     assert policy.next_wanted(0, 10).fetch.tolist() == drawn[:10].tolist()
     policy.expect(0, array([30_000]), drawn=True)
     assert policy.expected_use(array([20_001, 30_000])).tolist() == pytest.approx(
-        np.log([1, 281]).tolist()
+        np.log([2, 282]).tolist()
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hpstore.loaders.policy import CachePolicy, belady, simulate
@@ -103,6 +103,7 @@ def test_a_known_order_hits_as_often_as_belady(orders: list[list[int]], capacity
 
 
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=60), st.integers(1, 8), st.integers(2, 8))
+@example([0, 1, 1, 0, 1], 1, 2)  # the very next request and the one after it are not equally near
 def test_a_known_order_in_batches_is_beladys_within_a_batch(
     requests: list[int], capacity: int, batch: int
 ) -> None:
