@@ -323,8 +323,14 @@ class _Move:
         return cls(low.tolist(), length.tolist(), (np.cumsum(length) - length).tolist())
 
     def run(self, rows: Sequence[int], records: Sequence[Bytes], out: Bytes) -> None:
-        """Copy these rows."""
+        """Copy these rows. All of them are one call: between its copies a thread that waits for the
+        interpreter's lock finds it held for far shorter times, and sleeps more rarely.
+        """
         lows, lengths, places = self.low, self.length, self.at
+        if rows and len(rows) == len(lows):
+            bounds = zip(records, lows, lengths, strict=True)
+            np.concatenate([record[low : low + length] for record, low, length in bounds], out=out)
+            return
         for row, record in zip(rows, records, strict=True):
             low, length, at = lows[row], lengths[row], places[row]
             out[at : at + length] = record[low : low + length]
