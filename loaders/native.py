@@ -29,9 +29,7 @@ from hpstore.loaders.windows import WindowOrder, subset_stripes
 if TYPE_CHECKING:
     from hpstore.loaders.loader import DataLoader
 
-# batches, unless prefetch_factor says. The least is one more than the two threads of data in
-# memory: who is done before the other has a next one to make
-LEAST_AHEAD, MOST_AHEAD = 3, 16
+LEAST_AHEAD, MOST_AHEAD = 2, 16  # batches, unless prefetch_factor says
 STEADY = 2  # that a user who keeps none holds at a time, at least: the last one and the next one
 HELD = 3  # and at most: one more is on its way to a GPU
 # where batches are read record by record they wait for devices

@@ -147,15 +147,6 @@ def test_a_user_who_keeps_no_batch_never_hears_that_he_holds_memory(data: Datase
     loader.close()
 
 
-def test_one_more_large_batch_is_made_ahead_than_there_are_threads(data: Dataset) -> None:
-    """A thread that is done before the other has a next one to make, though nobody takes any."""
-    loader = DataLoader(data, 3 * BATCH, shuffle=True, num_workers=2, prefetch_bytes="64KiB")
-    run = iter(loader)
-    next(run)
-    poll(10, lambda: run.ready == 3)
-    loader.close()
-
-
 def resident_bytes() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
