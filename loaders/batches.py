@@ -323,8 +323,8 @@ class _Move:
         return cls(low.tolist(), length.tolist(), (np.cumsum(length) - length).tolist())
 
     def run(self, rows: Sequence[int], records: Sequence[Bytes], out: Bytes) -> None:
-        """Copy these rows. All of them are one call: between its copies a thread that waits for the
-        interpreter's lock finds it held for far shorter times, and sleeps more rarely.
+        """Copy these rows, which ascend. All of them are one call: less is done between its copies,
+        where other threads wait for the interpreter's lock.
         """
         lows, lengths, places = self.low, self.length, self.at
         if rows and len(rows) == len(lows):
