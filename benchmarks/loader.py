@@ -3,7 +3,7 @@
 `hpstore bench loader --peers torch,litdata,...` writes the same samples in every contender's format
 into one directory, first of data set A, then of B (loader_data.py), and reads whole shuffled epochs
 in processes of their own (sessions.py, loader_sessions.py), contender after contender, repetition
-after repetition. Cases:
+after repetition, each time with another one first. Cases:
 
 warm      the second epoch of a process; its files are in the page cache, hpstore keeps pages itself
 cold      the first epoch, caches dropped
@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.progress import Progress
 
@@ -61,6 +61,7 @@ NOT_WARM = ("ffcv quasi-random",)
 SILENT_SECONDS = 300.0
 FAR_BEHIND = 10
 LIMITED_SECONDS = 30.0  # an epoch in too little memory that takes longer is cut
+Turn = TypeVar("Turn")
 Figures = defaultdict[str, list[Found]]  # by contender, one a repetition
 
 
@@ -123,9 +124,11 @@ class Runner:
                 self._degraded()
 
     def _case(self, case: str, spec: Spec) -> None:
-        for name in (*OURS_BY_CASE[case], *self._peers):
-            if (case == "warm" and name in NOT_WARM) or self._far_behind(case, name):
-                continue
+        names = [
+            name for name in (*OURS_BY_CASE[case], *self._peers)
+            if not ((case == "warm" and name in NOT_WARM) or self._far_behind(case, name))
+        ]  # fmt: skip
+        for name in in_turn(names, len(self.found.raw) - 1):
             found = self._one(name, epoch_session, spec, case)
             if found is not None:
                 self.found.cases[case][name].append(found)
@@ -134,7 +137,7 @@ class Runner:
         """Who does not finish, or takes ten times as long as hpstore, is measured once."""
         before = self.found.cases[case].get(name, [])
         ours = self.found.cases[case].get(OURS_BY_CASE[case][0], [])
-        if not before or name in OURS_BY_CASE[case]:
+        if not before or not ours or name in OURS_BY_CASE[case]:
             return False
         return bool(before[-1]["cut"] or FAR_BEHIND * before[-1]["rate"] < ours[-1]["rate"])
 
@@ -150,12 +153,9 @@ class Runner:
             self._case("limited", limited)
 
     def _degraded(self) -> None:
-        """By turns with all devices there: minutes later the machine may be half as fast. Who goes
-        first changes from repetition to repetition."""
-        first = len(self.found.raw) % len(LOST)
-        turns = (*tuple(LOST)[first:], *tuple(LOST)[:first])
+        """By turns with all devices there: minutes later the machine may be half as fast."""
         for case, name in DEGRADED:
-            for lost in turns:
+            for lost in in_turn(tuple(LOST), len(self.found.raw) - 1):
                 spec = replace(self._spec, lost=lost, cold=case == "cold")
                 found = self._one(name, epoch_session, spec)
                 if found is not None:
@@ -189,6 +189,15 @@ class Runner:
         _log.info("%s: %s", label, {k: v for k, v in found.items() if k != "stats"})
         self._bar.advance(self._bar.task_ids[0])
         return found
+
+
+def in_turn(who: Sequence[Turn], repetition: int) -> list[Turn]:
+    """Who goes first changes from repetition to repetition (0, 1, ...): the last one moves to the
+    front, so neighbours stay neighbours, and nobody is always behind the raw figures, which empty
+    the page cache.
+    """
+    last = -repetition % len(who) if who else 0
+    return [*who[last:], *who[:last]]
 
 
 def bench_loader(options: Options) -> dict[str, object]:

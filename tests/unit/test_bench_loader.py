@@ -349,6 +349,31 @@ def test_who_does_not_finish_or_is_far_behind_is_measured_once(spec: Spec) -> No
     assert (row["median"], row["cut"], row["met"]) == (2.0, True, True)
 
 
+def test_another_contender_comes_first_in_each_repetition(spec: Spec) -> None:
+    """Behind the raw figures, which empty the page cache; neighbours stay neighbours."""
+    ours, memmap, files = "hpstore", "torch memmap", "torch files"
+    with progress(1) as bar:
+        sessions = Scripted("")
+        runner = loader.Runner(spec, sessions, bar, [memmap, files], ["warm"])
+        for _ in range(4):
+            runner.repetition()
+    raw = ""
+    assert sessions.asked == [
+        raw, ours, memmap, files, raw, files, ours, memmap, raw, memmap, files, ours,
+        raw, ours, memmap, files,
+    ]  # fmt: skip
+
+
+def test_turns_are_of_those_who_are_still_measured(spec: Spec) -> None:
+    """One that is far behind is not the first one of a repetition that it has no part in."""
+    with progress(1) as bar:
+        sessions = Scripted("", far="torch files")
+        runner = loader.Runner(spec, sessions, bar, ["torch memmap", "torch files"], ["warm"])
+        for _ in range(3):
+            runner.repetition()
+    assert sessions.asked[4:] == ["", "torch memmap", "hpstore", "", "hpstore", "torch memmap"]
+
+
 def test_peer_that_fails_is_left_out_with_its_reason_and_ours_ends_the_run(spec: Spec) -> None:
     """The others go on."""
     with progress(1) as bar:
