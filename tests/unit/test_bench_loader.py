@@ -353,7 +353,7 @@ def test_another_contender_comes_first_in_each_repetition(spec: Spec) -> None:
     """Behind the raw figures, which empty the page cache; neighbours stay neighbours."""
     ours, memmap, files = "hpstore", "torch memmap", "torch files"
     with progress(1) as bar:
-        sessions = Scripted("")
+        sessions = Scripted("nobody")
         runner = loader.Runner(spec, sessions, bar, [memmap, files], ["warm"])
         for _ in range(4):
             runner.repetition()
@@ -367,7 +367,7 @@ def test_another_contender_comes_first_in_each_repetition(spec: Spec) -> None:
 def test_turns_are_of_those_who_are_still_measured(spec: Spec) -> None:
     """One that is far behind is not the first one of a repetition that it has no part in."""
     with progress(1) as bar:
-        sessions = Scripted("", far="torch files")
+        sessions = Scripted("nobody", far="torch files")
         runner = loader.Runner(spec, sessions, bar, ["torch memmap", "torch files"], ["warm"])
         for _ in range(3):
             runner.repetition()
