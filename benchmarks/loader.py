@@ -44,7 +44,7 @@ from hpstore.benchmarks.loader_sessions import (
     raw_session,
     write_session,
 )
-from hpstore.benchmarks.loader_special import FIRSTS, SPECIAL, first_session, joined
+from hpstore.benchmarks.loader_special import PROCESSES, SEVERAL, SPECIAL, joined
 from hpstore.benchmarks.measure import Options
 from hpstore.benchmarks.sessions import Found, Session, SessionFailed, Sessions
 from hpstore.errors import ConfigError
@@ -164,9 +164,9 @@ class Runner:
     def special(self) -> None:
         """The figures without peers."""
         for name, session in SPECIAL.items():
-            self.found.special[name] = self._sessions.run(session, self._spec)
-        again = (self._sessions.run(first_session, self._spec) for _ in range(FIRSTS - 1))
-        self.found.special["first batch"] = joined([self.found.special["first batch"], *again])
+            count = PROCESSES if name in SEVERAL else 1
+            runs = [self._sessions.run(session, self._spec) for _ in range(count)]
+            self.found.special[name] = joined(runs) if name in SEVERAL else runs[0]
 
     def _one(self, name: str, session: Session, spec: Spec, case: str = "") -> Found | None:
         """What a session found; None when a peer failed, which is left out of that case."""

@@ -273,8 +273,33 @@ def test_figures_without_peers_have_bars(tmp_path: Path, monkeypatch: pytest.Mon
     assert rows["names_in_shared_memory_after_kill"]["median"] == 0
 
 
-def test_first_batches_are_the_median_of_several_processes() -> None:
+def test_special_figures_of_few_moments_are_medians_of_several_processes(spec: Spec) -> None:
     """One of them that the machine held up decides nothing."""
+    asked: list[Session] = []
+
+    class Held(Sessions):
+        def __init__(self) -> None:
+            pass
+
+        def run(self, session: Session, spec: object) -> Found:
+            asked.append(session)
+            slow = 9.0 if len(asked) in (1, 4) else 0.1
+            named = {loader_special.SPECIAL["first batch"]: "start",
+                     loader_special.SPECIAL["epoch boundary"]: "gaps_in_batches"}  # fmt: skip
+            return {"hpstore": {named[session]: [slow]}} if session in named else {}
+
+    with progress(1) as bar:
+        runner = loader.Runner(spec, Held(), bar, [], ["special"])
+        runner.special()
+    rows = loader_bars.special_verdicts(runner.found.special)
+    assert [row["median"] for row in rows.values()] == [100.0, 0.1]
+    assert [row["highest"] for row in rows.values()] == [9000.0, 9.0]
+    assert all(row["met"] for row in rows.values())
+    assert len(asked) == len(loader_special.SPECIAL) + 4
+
+
+def test_first_batches_are_joined_by_mode_and_position() -> None:
+    """All seconds of each."""
     sessions = [{"hpstore": {"start": [seconds]}} for seconds in (0.1, 9.0, 0.12)]
     found = {"first batch": loader_special.joined(sessions)}
     (row,) = loader_bars.special_verdicts(found).values()
