@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 MOST_AHEAD = 16  # batches, unless prefetch_factor says
 HELD = 2  # that a user who keeps none holds at a time: the last one and the next one
 HELD_GPU = 3  # one more may be on its way to a GPU
-# Ahead and held together, at least. Without a GPU three are ahead, one more than there are threads of
-# data in memory: one that is done before the other has a next one to make
+# Ahead and held together, at least. Without a GPU three are ahead, one more than there are threads
+# for data in memory: one that is done before the other has a next one to make
 LEAST = 5
 # where batches are read record by record they wait for devices
 THREADS = {"records": 6, "cached": 4}
