@@ -308,11 +308,6 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             self._engine_end.atexit = False
         return self._engine
 
-    @property
-    def to_gpu(self) -> bool:
-        """Whether batches go to a GPU: here, or page-locked for the user to copy them."""
-        return self.finish.gpu is not None or (self.pin_memory and torch.cuda.is_available())
-
     def _let_engine_go(self) -> None:
         """Nothing keeps the memory of an engine that was closed."""
         if self._engine_end is not None:

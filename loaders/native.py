@@ -29,12 +29,9 @@ from hpstore.loaders.windows import WindowOrder, subset_stripes
 if TYPE_CHECKING:
     from hpstore.loaders.loader import DataLoader
 
-MOST_AHEAD = 16  # batches, unless prefetch_factor says
-HELD = 2  # that a user who keeps none holds at a time: the last one and the next one
-HELD_GPU = 3  # one more may be on its way to a GPU
-# Ahead and held together, at least. Without a GPU three are ahead, one more than there are threads
-# for data in memory: one that is done before the other has a next one to make
-LEAST = 5
+LEAST_AHEAD, MOST_AHEAD = 2, 16  # batches, unless prefetch_factor says
+STEADY = 2  # that a user who keeps none holds at a time, at least: the last one and the next one
+HELD = 3  # and at most: one more is on its way to a GPU
 # where batches are read record by record they wait for devices
 THREADS = {"records": 6, "cached": 4}
 
@@ -146,12 +143,9 @@ class Run:
             batches = _batches(loader, native, cached, epoch, position)
             rows, batches = _first_rows(batches)
             todo = listed(batches, epoch, position)
-        held = HELD_GPU if loader.to_gpu else HELD
         depth = loader.prefetch_factor
-        depth = (
-            depth * threads if depth else max(threads, LEAST - held, _fitting(loader, native, rows))
-        )
-        engine.expect(steady=depth + HELD, most=depth + held + 1)  # 1: a small one beside these
+        depth = depth * threads if depth else _depth(loader, native, threads, rows)
+        engine.expect(steady=depth + STEADY, most=depth + HELD + 1)  # 1: a small one beside these
         self._pipeline = Pipeline(
             todo, lambda piece: finish.make(session, piece), depth=depth, threads=threads, rows=rows
         )
@@ -232,10 +226,10 @@ def _leave(session: AnySession, pid: int) -> None:
         session.leave()
 
 
-def _fitting(loader: DataLoader, native: Native, rows: int) -> int:
+def _depth(loader: DataLoader, native: Native, threads: int, rows: int) -> int:
     """Batches ahead: half of the memory for batches, the other half is the user's."""
     fitting = loader.batch_memory_bytes // 2 // batch_bytes(native.data, max(1, rows))
-    return min(MOST_AHEAD, fitting)
+    return max(LEAST_AHEAD, threads, min(MOST_AHEAD, fitting))
 
 
 def batch_bytes(data: Dataset | Mixture, rows: int) -> int:
