@@ -15,6 +15,7 @@ from hpstore.codec.galois import Bytes
 from hpstore.loaders.assemble import field_views
 from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.fields import Array, Field, FieldKind
+from hpstore.loaders.joining import join
 from hpstore.loaders.layout import Int64s
 from hpstore.loaders.parts import read_parts
 from hpstore.loaders.slab import Slab
@@ -329,7 +330,7 @@ class _Move:
         lows, lengths, places = self.low, self.length, self.at
         if rows and len(rows) == len(lows):
             bounds = zip(records, lows, lengths, strict=True)
-            np.concatenate([record[low : low + length] for record, low, length in bounds], out=out)
+            join([record[low : low + length] for record, low, length in bounds], out)
             return
         for row, record in zip(rows, records, strict=True):
             low, length, at = lows[row], lengths[row], places[row]

@@ -227,9 +227,12 @@ def _leave(session: AnySession, pid: int) -> None:
 
 
 def _depth(loader: DataLoader, native: Native, threads: int, rows: int) -> int:
-    """Batches ahead: half of the memory for batches, the other half is the user's."""
-    fitting = loader.batch_memory_bytes // 2 // batch_bytes(native.data, max(1, rows))
-    return max(LEAST_AHEAD, threads, min(MOST_AHEAD, fitting))
+    """Batches ahead: half of the memory for batches, the other half is the user's, who may have
+    HELD of them and a small one.
+    """
+    fitting = loader.batch_memory_bytes // batch_bytes(native.data, max(1, rows))
+    ahead = min(MOST_AHEAD, fitting // 2, fitting - HELD - 1)
+    return max(LEAST_AHEAD, threads, ahead)
 
 
 def batch_bytes(data: Dataset | Mixture, rows: int) -> int:

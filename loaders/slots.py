@@ -147,7 +147,7 @@ class Slots:
 
 def slot_bytes(nbytes: int) -> int:
     """Of the slot for so many: room for batches that are a little larger, as of many sizes."""
-    return round_up(nbytes + nbytes // 8, MIB) if nbytes >= MIB else MIB
+    return round_up(nbytes + nbytes // 16, MIB) if nbytes >= MIB else MIB
 
 
 __all__ = ["Slot", "Slots", "slot_bytes"]

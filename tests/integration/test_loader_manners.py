@@ -217,14 +217,15 @@ def test_batches_of_a_batch_sampler_keep_the_memory_for_batches(pool: hpstore.Po
         out.write_batch({"x": np.zeros((COUNT, 110 * KIB), np.uint8)})
     with Dataset(pool, "large") as data:
         ahead = []
-        for rows in (1, 10, 50):  # slots of 1, 2 and 7 MiB; half of the memory is the user's
+        # slots of 1, 2, 6 and 7 MiB; half of the memory, and room for four, is the user's
+        for rows in (1, 10, 50, 60):
             loader = DataLoader(data, batch_sampler=Backwards(rows), prefetch_bytes="48MiB")
             with contextlib.closing(loader):
                 run = iter(loader)
                 assert len(next(run)["x"]) == rows
                 ahead.append(next(iter(loader._runs))._pipeline._depth)
                 assert sum(len(batch["x"]) for batch in run) == COUNT - rows
-    assert ahead == [16, 12, 3]
+    assert ahead == [16, 12, 4, 2]
 
 
 @pytest.mark.parametrize("native", [True, False])
