@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hpstore.codec.galois import Bytes
@@ -27,6 +28,9 @@ def pieces_of(sizes: list[int]) -> list[Bytes]:
     writable=st.booleans(),
     openmp=st.booleans(),
 )
+@example(sizes=[3 * LARGE_BYTES + 1, 0, 5, 2 * LARGE_BYTES], writable=True, openmp=True)
+@example(sizes=[3 * LARGE_BYTES + 1, 0, 5, 2 * LARGE_BYTES], writable=True, openmp=False)
+@example(sizes=[3 * LARGE_BYTES + 1, 0, 5, 2 * LARGE_BYTES], writable=False, openmp=True)
 def test_what_is_joined_is_what_the_pieces_hold(
     sizes: list[int], writable: bool, openmp: bool
 ) -> None:
@@ -50,12 +54,12 @@ def test_a_join_computes_alone_and_leaves_torchs_threads_as_they_were(
     inside: list[int] = []
     cat = torch.cat
 
-    def noted(*args: object, **kwargs: object) -> torch.Tensor:
+    def noted(*args: Any, **kwargs: Any) -> torch.Tensor:
         inside.append(torch.get_num_threads())
         inside.append(numbers_of_a_new_thread())
         if fails:
             raise MemoryError
-        return cat(*args, **kwargs)  # type: ignore[call-overload, no-any-return]
+        return cat(*args, **kwargs)
 
     monkeypatch.setattr(torch, "cat", noted)
     usual = torch.get_num_threads()
