@@ -5,7 +5,8 @@ into one directory, first of data set A, then of B (loader_data.py), and reads w
 in processes of their own (sessions.py, loader_sessions.py), contender after contender, repetition
 after repetition, each time with another one first. Cases:
 
-warm      the second epoch of a process; its files are in the page cache, hpstore keeps pages itself
+warm      from the second epoch of a process on, for a second or five epochs at most; its files are
+          in the page cache, hpstore keeps pages itself
 cold      the first epoch, caches dropped
 limited   the same in a control group of 800 MB, for data three times larger at least
 degraded  hpstore with no, one and two devices missing by turns, warm and cold
@@ -290,6 +291,10 @@ def contenders(cases: dict[str, Figures]) -> dict[str, Any]:
             if "first_epoch" in sessions[0]:
                 rate = statistics.median(s["first_epoch"]["rate"] for s in sessions)
                 row[case]["first_epoch_samples_per_second"] = round(rate)
+                row[case]["second_epoch_samples_per_second"] = middle(
+                    sessions, "second_epoch_rate", 0
+                )
+                row[case]["epochs"] = [session["epochs"] for session in sessions]
                 row[case]["settle_seconds"] = middle(sessions, "settle_seconds", 3)
             if "stats" in sessions[0]:
                 row[case]["stats"] = sessions[-1]["stats"]
