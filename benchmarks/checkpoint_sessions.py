@@ -106,9 +106,14 @@ class PeakMemory:
 
 
 def drop_cache(directory: Path) -> None:
-    """Nothing under a directory is in the page cache afterwards; all of it was synced before."""
+    """Nothing under a directory is in the page cache afterwards; all of it was synced before.
+
+    A file that goes meanwhile, as a pool recycles those of deleted objects, takes its pages along.
+    """
     for path in directory.rglob("*"):
-        if path.is_file():
+        if not path.is_file():
+            continue
+        with contextlib.suppress(FileNotFoundError):
             fd = os.open(path, os.O_RDONLY)
             try:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -25,6 +25,7 @@ from hpstore.benchmarks.checkpoint_peers import Peer
 from hpstore.benchmarks.checkpoint_sessions import (
     Spec,
     contender,
+    drop_cache,
     load_session,
     resident_bytes,
     save_session,
@@ -243,6 +244,26 @@ def test_failure_of_hpstore_itself_ends_the_benchmark(spec: Spec) -> None:
     """It is not reported as one peer among others."""
     with checkpoint.progress(1) as bar, pytest.raises(SessionFailed, match="no such option"):
         checkpoint.Runner(spec, Scripted("hpstore"), bar).repetition(["safetensors"])
+
+
+def test_a_file_that_goes_while_caches_are_dropped_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool's own cleaning may take it after it was listed; the others are dropped."""
+    for name in "abc":
+        (tmp_path / name).write_bytes(bytes(4096))
+    opened, usual = [], os.open
+
+    def late(path: Path, flags: int) -> int:
+        if path.name == "b":
+            path.unlink()
+        fd = usual(path, flags)
+        opened.append(path.name)
+        return fd
+
+    monkeypatch.setattr(os, "open", late)
+    drop_cache(tmp_path)
+    assert sorted(opened) == ["a", "c"]
 
 
 def test_peer_that_is_not_installed_is_reported_with_what_to_install(
