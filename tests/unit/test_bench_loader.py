@@ -38,15 +38,7 @@ from hpstore.benchmarks.loader_limits import MemoryLimit, enter
 from hpstore.benchmarks.loader_ours import OURS, Ours, lost_share
 from hpstore.benchmarks.loader_peers import TORCH_PEERS, Memmap, Peer
 from hpstore.benchmarks.loader_raw import Raw
-from hpstore.benchmarks.loader_sessions import (
-    WARM_EPOCHS,
-    WARM_SECONDS,
-    Spec,
-    epoch_session,
-    timed_epoch,
-    warm_epochs,
-    write_session,
-)
+from hpstore.benchmarks.loader_sessions import Spec, epoch_session, timed_epoch, write_session
 from hpstore.benchmarks.measure import Options
 from hpstore.benchmarks.sessions import Found, Sections, Session, SessionFailed, Sessions
 from hpstore.benchmarks.suite import size_named
@@ -173,37 +165,6 @@ def test_a_warm_epoch_begins_with_all_pages_in_memory(
     assert found["settle_seconds"] >= 0.1
     assert seen == [0, *[found["stats"]["pages_to_keep"]] * found["epochs"]]
     assert seen[1] > 0
-
-
-@pytest.mark.parametrize(
-    ("seconds", "cut", "epochs"),
-    [
-        ([WARM_SECONDS], False, 1),
-        ([WARM_SECONDS / 4, WARM_SECONDS / 2, WARM_SECONDS / 4], False, 3),
-        ([WARM_SECONDS / 100] * WARM_EPOCHS, False, WARM_EPOCHS),
-        ([WARM_SECONDS / 4], True, 1),
-    ],
-)
-def test_a_warm_figure_is_all_samples_over_all_seconds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: list[float], cut: bool, epochs: int
-) -> None:
-    """Whole epochs from the second on: enough for a second, at most five; none after a cut one."""
-    asked: list[int] = []
-
-    def scripted(who: Peer, number: int, spec: Spec) -> Found:
-        asked.append(number)
-        took = seconds[number - 1]
-        rate = 1000 / took
-        return {"rate": rate, "steady_rate": rate, "seconds": took, "main_us": 3.0, "cut": cut}
-
-    monkeypatch.setattr(loader_sessions, "timed_epoch", scripted)
-    data = Data("A", SIZE)
-    spec = Spec(contender="", directory=tmp_path, data=data)
-    found = warm_epochs(Wrong(tmp_path, data), spec)
-    assert asked == list(range(1, epochs + 1))
-    assert found["rate"] == pytest.approx(1000 * epochs / sum(seconds))
-    assert found["second_epoch_rate"] == pytest.approx(1000 / seconds[0])
-    assert (found["cut"], found["epochs"]) == (cut, epochs)
 
 
 def test_pages_that_never_come_are_an_error_and_no_figure(spec: Spec) -> None:
