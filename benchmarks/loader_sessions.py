@@ -111,11 +111,11 @@ def warm_epochs(who: Peer, spec: Spec) -> Found:
     seconds = [one["seconds"] for one in each]
     together = {
         key: statistics.fmean([one[key] for one in each], seconds)
-        for key in ("rate", "steady_rate", "main_us")
+        for key in ("rate", "steady_rate")
     }
     return each[0] | together | {
-        "seconds": sum(seconds), "cut": each[-1]["cut"], "epochs": len(each),
-        "second_epoch_rate": each[0]["rate"],
+        "main_us": statistics.fmean(one["main_us"] for one in each), "seconds": sum(seconds),
+        "cut": each[-1]["cut"], "epochs": len(each), "second_epoch_rate": each[0]["rate"],
     }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +33,14 @@ def join(pieces: Sequence[Bytes], out: Bytes) -> None:
         if alone:
             torch.cat([torch.from_numpy(one) for one in pieces], out=torch.from_numpy(out))
         else:
+            _say_that_numpy_joins()
             np.concatenate(pieces, out=out)
+
+
+@functools.cache
+def _say_that_numpy_joins() -> None:
+    """Once a process."""
+    _log.warning("torch's OpenMP is not to be found: large ragged records are joined by numpy")
 
 
 @contextmanager
@@ -62,7 +70,6 @@ def _openmp() -> ctypes._NamedFuncPointer | None:
         # PyDLL: 0.1 us with the interpreter's lock held, nothing to give it up for
         found = ctypes.PyDLL(None).omp_set_num_threads
     except (AttributeError, OSError):
-        _log.info("no OpenMP is here: large ragged records are joined by numpy")
         return None
     found.argtypes, found.restype = [ctypes.c_int], None
     return found

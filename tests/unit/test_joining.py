@@ -84,3 +84,16 @@ def numbers_of_a_new_thread() -> int:
     thread.start()
     thread.join()
     return found[0]
+
+
+def test_that_numpy_joins_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where torch's OpenMP is not to be found."""
+    monkeypatch.setattr(joining, "_set_threads", None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    joining._say_that_numpy_joins.cache_clear()
+    for _ in range(2):
+        join(pieces_of([LARGE_BYTES]), np.empty(LARGE_BYTES, np.uint8))
+    assert [r.message for r in caplog.records if "joined by numpy" in r.message] != []
+    assert len(caplog.records) == 1
