@@ -52,7 +52,7 @@ class PoolStatus:
     effective_data: int  # k' of new objects now; 0 means reads only
     unit_bytes: int
     erasure_backend: str
-    batched_reads: str  # how many small reads are made: all in one call, or why one by one
+    batched_reads: str  # how many reads are made: all in one call, or why one by one
     devices: tuple[DeviceStatus, ...]
     objects: int
     degraded: int  # readable, but short of their full stripe

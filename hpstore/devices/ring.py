@@ -27,6 +27,7 @@ import numpy.typing as npt
 _log = logging.getLogger(__name__)
 Int64s = npt.NDArray[np.int64]
 Float64s = npt.NDArray[np.float64]
+Landed = Callable[[Int64s, Int64s], None]  # (numbers of reads, results of all)
 ENTRIES = 256  # reads that one thread has in flight
 LATE = -(1 << 40)
 _SETUP, _ENTER = 425, 426  # system calls, the same number on all machines
@@ -105,44 +106,57 @@ class Ring:
     def read(
         self, files: Int64s, offsets: Int64s, addresses: Int64s, lengths: Int64s, *,
         seconds: float, keep: object, timed: bool = False,
-        hopeless: Callable[[Int64s], bool] | None = None,
+        hopeless: Callable[[Int64s], bool] | None = None, most: int = ENTRIES,
+        landed: Landed | None = None,
     ) -> Batch:  # fmt: skip
         """Read lengths[i] bytes at offsets[i] of descriptor files[i] to addresses[i], all int64.
 
         Gives up when none has ended for `seconds`, when `hopeless(results)`, asked after each
         silent second, says so, or when the kernel refuses; the ring is then of no further use.
         `keep` is what keeps the memory and the files alive: it is held until nothing is in flight
-        any more, whatever happens here.
+        any more, whatever happens here. `most`: in flight at once. `landed(numbers, results)`: what
+        has ended lately, each once; called while others are in flight.
         """
-        total, begun, ended = len(files), 0, 0
+        total, begun, ended, most = len(files), 0, 0, min(most, self.entries)
         results = np.full(total, LATE, np.int64)
         asked = np.zeros(total, _SQE)
         asked["opcode"], asked["fd"], asked["offset"] = _OP_READ, files, offsets
         asked["address"], asked["length"] = addresses, lengths
         asked["user_data"] = np.arange(total)
         times = np.zeros(total) if timed else None
+        fresh = np.empty(0, np.int64)
         try:
             while ended < total:
-                count = min(total - begun, self.entries - (begun - ended))
+                count = min(total - begun, most - (begun - ended))
                 self._queue(asked[begun : begun + count])
                 if times is not None:
                     times[begun : begun + count] = time.monotonic()
                 begun += count
                 flying = begun - ended
+                if landed is not None and len(fresh):
+                    self._enter(self._unsubmitted(), 0, seconds)
+                    landed(fresh, results)
+                    fresh = fresh[:0]
                 # half of them at a time, so that the devices never run dry
-                least = flying if begun == total else (flying + 1) // 2
+                least = flying if begun == total and landed is None else (flying + 1) // 2
                 if timed and flying > total // _LOOKS:
                     least = (flying + 1) // 2
                 self._enter_patiently(least, seconds, hopeless, results)
-                ended += self._collect(results, times)
+                fresh = self._collect(results, times)
+                ended += len(fresh)
         except OSError as error:
             if not isinstance(error, TimeoutError):
                 _give_up(error)
-            self._collect(results, times)
-            return Batch(results, self._abandon(keep), times)
+            fresh = np.concatenate([fresh, self._collect(results, times)])
+            late = self._abandon(keep)
+            if landed is not None:
+                landed(fresh, results)
+            return Batch(results, late, times)
         except BaseException:
             self._abandon(keep)
             raise
+        if landed is not None:
+            landed(fresh, results)
         return Batch(results, None, times)
 
     def _enter_patiently(
@@ -211,17 +225,17 @@ class Ring:
             if submit <= 0:
                 return
 
-    def _collect(self, results: Int64s, times: Float64s | None = None) -> int:
-        """Take the results of what has ended; what `times` has of it becomes a duration."""
+    def _collect(self, results: Int64s, times: Float64s | None = None) -> Int64s:
+        """Take the results of what has ended; what `times` has of it becomes a duration. Which."""
         head, tail = int(self._head_done[0]), int(self._tail_done[0])
         count = (tail - head) & 0xFFFFFFFF
         done = self._cqes[np.arange(head, head + count) % len(self._cqes)]
-        numbers = done["user_data"].astype(np.int64)
+        numbers: Int64s = done["user_data"].astype(np.int64)
         results[numbers] = done["result"]
         if times is not None:
             times[numbers] = time.monotonic() - times[numbers]
         self._head_done[0] = tail
-        return count
+        return numbers
 
     def _in_flight(self) -> int:
         """What the kernel has taken and not ended."""
@@ -273,6 +287,7 @@ def problem() -> str:
 def read_batch(
     files: Int64s, offsets: Int64s, addresses: Int64s, lengths: Int64s, *, seconds: float,
     keep: object, timed: bool = False, hopeless: Callable[[Int64s], bool] | None = None,
+    most: int = ENTRIES, landed: Landed | None = None,
 ) -> Batch | None:  # fmt: skip
     """As Ring.read, with the ring of the calling thread; None where there are none.
 
@@ -291,7 +306,7 @@ def read_batch(
     ring, _own.ring = _own.ring, None  # back when it has ended well
     found = ring.read(
         files, offsets, addresses, lengths, seconds=seconds, keep=keep, timed=timed,
-        hopeless=hopeless,
+        hopeless=hopeless, most=most, landed=landed,
     )  # fmt: skip
     if found.late is None:
         _own.ring = ring
@@ -300,7 +315,7 @@ def read_batch(
 
 def _give_up(error: OSError) -> None:
     _problem.append(f"io_uring: {error.strerror}")
-    _log.warning("small reads are made one by one: %s", _problem[0])
+    _log.warning("many reads are made one by one, not in one call: %s", _problem[0])
 
 
 __all__ = ["ENTRIES", "LATE", "Batch", "Ring", "problem", "read_batch"]

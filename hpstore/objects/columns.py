@@ -72,6 +72,11 @@ class ColumnReader:
         """For messages."""
         return f"column {self.header.column} of {self.header.key!r} on {self._device.url}"
 
+    @property
+    def has_table(self) -> bool:
+        """Whether the checksum table was read."""
+        return self._checks is not None
+
     def table(self) -> NDArray[np.uint64]:
         """The checksum table, read once. Raises IntegrityError."""
         return self._seed_and_table()[1]
@@ -90,8 +95,16 @@ class ColumnReader:
 
         Raises IntegrityError naming the first block that does not match.
         """
-        seed, table = self._seed_and_table()
+        self._seed_and_table()
         self._handle.read_into(HEADER_BYTES + start, target)
+        self.check(start, target)
+
+    def check(self, start: int, target: Bytes) -> None:
+        """Compare column bytes from `start`, a block border, with the table. Raises as read_into.
+
+        Touches no device where `has_table`.
+        """
+        seed, table = self._seed_and_table()
         bad = first_bad_block(seed, start // BLOCK_BYTES, target.data, table)
         if bad is not None:
             raise IntegrityError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -19,10 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from hpstore.buffers import Lease
+from hpstore.codec import address_of
 from hpstore.codec.galois import Bytes
-from hpstore.errors import HpstoreError
+from hpstore.devices.ring import LATE, read_batch
+from hpstore.errors import HpstoreError, IntegrityError
 from hpstore.geometry import BLOCK_BYTES, Geometry
+from hpstore.header import HEADER_BYTES
 from hpstore.objects.columns import ColumnReader
+from hpstore.objects.metering import BatchMeter
 from hpstore.objects.read import ObjectReader
 from hpstore.objects.scatter import Int64s
 from hpstore.objects.store import Store
@@ -30,6 +34,7 @@ from hpstore.patience import STEP_SECONDS
 from hpstore.units import MIB
 
 _PIECE_BYTES = 8 * MIB
+_FLYING = 8  # reads of a batch in flight for each worker of a device
 
 
 @dataclass(slots=True, eq=False)
@@ -158,14 +163,43 @@ class UnitFill:
         return found
 
     def run(self, store: Store) -> Filled:
-        """Read and decode all. What is neither good nor late is to be read in another way."""
+        """Read and decode all. What is neither good nor late is to be read in another way.
+
+        From devices that allow it reads are one batch, made by the calling thread
+        (docs/decisions/0044); others, and the first of each column, are made on their lanes.
+        """
         self._add_sources(store)
+        reads = [read for mine in self._reads.values() for read in mine]
+        at_once = [r for r in reads if r.held.has_table and r.held.descriptor >= 0]
+        answering = {r.held.device_id for r in at_once}
+        answering = {device for device in answering if store.scheduler.answers(device)}
+        at_once = [read for read in at_once if read.held.device_id in answering]
+        chosen = set(map(id, at_once))
+        begun = self._submit(store, [read for read in reads if id(read) not in chosen])
+        late = self._read_batch(store, at_once) if at_once else []
+        if late is None:
+            begun += self._submit(store, at_once)
+            late = []
+        self._wait(store, len(begun))
+        late += [read for future, read in begun if not future.done()]
+        if not late:
+            for lease in self._scratch:
+                lease.release()
+        found = np.zeros(len(self._good), bool)
+        found[[read.number for read in late if read.number >= 0]] = True
+        return Filled(self._good, found)
+
+    def _submit(self, store: Store, reads: Sequence[_Read]) -> list[tuple[Future[bool], _Read]]:
+        """Reads on the lanes of their devices."""
         submit = store.scheduler.submit
-        begun = [(submit(r.held.device_id, partial(self._read, r), bulk=True), r)
-                 for mine in self._reads.values() for r in mine]  # fmt: skip
+        begun = [(submit(r.held.device_id, partial(self._read, r), bulk=True), r) for r in reads]
         for future, read in begun:
             future.add_done_callback(partial(self._tell, read))
-        left, limit = len(begun), store.settings.device_deadline_seconds
+        return begun
+
+    def _wait(self, store: Store, left: int) -> None:
+        """Settle so many reads as they end; gives up when none has for too long."""
+        limit = store.settings.device_deadline_seconds
         silent = 0.0  # since the last sign of life; as wait_awake counts it
         while left:
             step, asked = min(STEP_SECONDS, limit - silent), time.monotonic()
@@ -176,17 +210,51 @@ class UnitFill:
                 if silent < limit:
                     continue
                 self._abandoned = True
-                break
+                return
             left, silent = left - 1, 0.0
             self._settle(store, read, good)
-        if not left:
-            for lease in self._scratch:
-                lease.release()
-        late = np.zeros(len(self._good), bool)
-        for future, read in begun:
-            if read.number >= 0 and not future.done():
-                late[read.number] = True
-        return Filled(self._good, late)
+
+    def _read_batch(self, store: Store, reads: Sequence[_Read]) -> list[_Read] | None:
+        """Those of one batch of reads, sorted by device, that do not end; None where no batches are
+        made. The others are settled.
+        """
+        counts = Counter(read.held.device_id for read in reads)
+        sizes = np.array([len(read.target) for read in reads])
+        meter, batch = BatchMeter(store, counts), None
+
+        def landed(numbers: Int64s, results: Int64s) -> None:
+            for number in numbers.tolist():
+                read = reads[number]
+                good = bool(results[number] == len(read.target)) and _matches(read)
+                self._settle(store, read, good)
+
+        try:
+            batch = read_batch(
+                np.array([read.held.descriptor for read in reads]),
+                np.array([read.offset for read in reads]) + HEADER_BYTES,
+                np.array([address_of(read.target) for read in reads]),
+                sizes,
+                seconds=store.settings.device_deadline_seconds,
+                keep=self,
+                timed=meter.timed,
+                hopeless=meter.hopeless,
+                most=_FLYING * store.settings.workers_per_device * len(counts),
+                landed=landed,
+            )
+        finally:
+            meter.end(batch, sizes)
+        if batch is None:
+            return None
+        if batch.late is None:
+            return []
+        late = [reads[number] for number in np.flatnonzero(batch.results == LATE).tolist()]
+        if batch.late.done():  # they have ended since
+            for read in late:
+                self._settle(store, read, good=False)
+            return []
+        for device in {read.held.device_id for read in late}:
+            store.scheduler.note_unanswered(device, batch.late)
+        return late
 
     def _read(self, read: _Read) -> bool:
         if self._abandoned:
@@ -233,6 +301,15 @@ class UnitFill:
             list(stripe.sources.values()),
             [self._targets[number] for number in stripe.lost.values()],
         )
+
+
+def _matches(read: _Read) -> bool:
+    """Whether what a batch has read is what was written."""
+    try:
+        read.held.check(read.offset, read.target)
+    except IntegrityError:  # who reads it in another way notes what is wrong
+        return False
+    return True
 
 
 __all__ = ["Filled", "UnitFill"]

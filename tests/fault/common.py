@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import pytest
+
 import hpstore
 from hpstore.config import PoolConfig, Settings, find_config
 from hpstore.devices.base import Device
@@ -166,6 +168,9 @@ def rings() -> bool:
     except OSError:
         return False
     return True
+
+
+needs_ring = pytest.mark.skipif(not rings(), reason="no io_uring here")
 
 
 def value(pool: Pool, key: str) -> bytes | None:

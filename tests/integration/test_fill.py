@@ -16,12 +16,13 @@ import pytest
 from hpstore import header as header_module
 from hpstore.buffers import aligned_array
 from hpstore.codec.galois import Bytes
+from hpstore.devices.ring import read_batch
 from hpstore.objects import fill as fill_module
 from hpstore.objects.columns import ColumnReader
 from hpstore.pool import Pool
 from hpstore.pooled import Filled, PooledReader, UnitFill
 from hpstore.units import KIB
-from tests.fault.common import Bench, Hangs, column_number, flip, payload, within
+from tests.fault.common import Bench, Hangs, column_number, flip, needs_ring, payload, poll, within
 
 UNIT, DATA = 64 * KIB, 3
 STRIPE = UNIT * DATA
@@ -41,6 +42,13 @@ def filled(root: Path, **settings: Any) -> Bench:
 @pytest.fixture
 def made(tmp_path: Path) -> Bench:
     return filled(tmp_path)
+
+
+@pytest.fixture(autouse=True, params=["on lanes", pytest.param("in batches", marks=needs_ring)])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How units are read: as the first ones of a column, or as those after it."""
+    monkeypatch.setattr(ColumnReader, "has_table", request.param == "in batches")
+    return str(request.param)
 
 
 def read(
@@ -106,14 +114,14 @@ def test_units_of_a_device_that_reads_keep_off_are_decoded(made: Bench, units: l
         routing = pool._store.routing
         held = reader._reader.columns[1]
         spared = held.device_id
-        read_into, asked = ColumnReader.read_into, []
+        check, asked = ColumnReader.check, []
 
         def spy(column: ColumnReader, start: int, target: Bytes) -> None:
             asked.append(column.device_id)
-            read_into(column, start, target)
+            check(column, start, target)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ColumnReader, "read_into", spy)
+            patch.setattr(ColumnReader, "check", spy)
             routing.set_avoided({spared: 0.0})
             assert read(reader, units)[1].good.tolist() == [unit < 12 for unit in units]
             assert asked
@@ -221,6 +229,7 @@ def test_a_failing_device_costs_its_own_units(made: Bench) -> None:
 
 
 @pytest.mark.parametrize("lost", [None, 0, 4])
+@pytest.mark.parametrize("way", ["on lanes"], indirect=True)
 def test_reads_that_a_device_refuses_cost_its_own_units(made: Bench, lost: int | None) -> None:
     """Its queue is full: with a data column lost, those that would be decoded from it, too. None
     is late, and no memory stays in use."""
@@ -276,3 +285,88 @@ def test_time_in_which_the_process_was_stopped_is_no_delay_of_a_unit(
         assert next(hours) > 10
         assert found.good.all()
         assert not found.late.any()
+
+
+# --- many reads in one call ---------------------------------------------------------------------
+
+
+@needs_ring
+def test_only_the_first_reads_of_a_column_are_calls_of_their_own(
+    made: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They read its checksums, which on a device that hangs may wait; all others are one batch."""
+    monkeypatch.undo()
+    with made.open() as pool, pool.reader("x") as reader:
+        scheduler = reader._store.scheduler
+        submit, calls, batches = scheduler.submit, [], []
+
+        def count(device: str, call: Any, *, bulk: bool = False) -> Any:
+            calls.append(device)
+            return submit(device, call, bulk=bulk)
+
+        def note(files: Any, *rest: Any, **options: Any) -> Any:
+            batches.append(len(files))
+            return read_batch(files, *rest, **options)
+
+        monkeypatch.setattr(scheduler, "submit", count)
+        monkeypatch.setattr(fill_module, "read_batch", note)
+        for wanted in ([0], [0, 1, 3], ALL, ALL):
+            assert read(reader, wanted)[1].good[: len(wanted)].sum() == min(len(wanted), 12)
+        columns = reader._reader.columns
+        devices = [columns[column].device_id for column in (0, 1, *[2] * 4)]
+        assert calls == devices
+        assert batches == [2, 8, 12]
+
+
+@pytest.mark.parametrize("way", ["in batches"], indirect=True)
+def test_units_of_one_batch_that_do_not_end_are_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PROTOCOL 21: the silent device is named and not asked again before it answers; what it may
+    still write into is late and stays charged; all others are right."""
+    made = filled(tmp_path, device_deadline_seconds=0.5, straggler_seconds=0.5)
+    silent, other = os.pipe()  # stands for a device that does not answer
+    plain = vars(ColumnReader)["descriptor"].fget
+
+    def descriptor(held: ColumnReader) -> int:
+        return silent if held.header.column == 2 else plain(held)
+
+    os.unlink(files(made)[0])
+    with made.open() as pool, pool.reader("x") as reader:
+        monkeypatch.setattr(ColumnReader, "descriptor", property(descriptor))
+        targets, found, _ = within(12, lambda: read(reader, ALL))
+        device = reader._reader.columns[2].device_id
+        # unit 0 of each stripe would be decoded from unit 2, with which unit 1 is read for it
+        assert found.late.tolist() == [unit < 12 and unit % DATA == 2 for unit in ALL]
+        assert not found.good.any()
+        budget = reader._store.buffers.budget
+        assert budget.used_bytes >= 4 * UNIT  # four spare units
+        assert not reader._store.scheduler.answers(device)
+        _, again, _ = read(reader, [1, 4])
+        assert again.good.all()
+        os.close(other)  # what is in flight ends
+        poll(20, lambda: reader._store.scheduler.answers(device))
+        del targets
+    os.close(silent)
+
+
+@pytest.mark.parametrize("way", ["in batches"], indirect=True)
+def test_a_read_of_a_batch_that_fails_costs_its_own_unit(made: Bench) -> None:
+    """A file that was cut: the read over its end is short; the one behind it has nothing."""
+    held = files(made)[1]
+    with made.open() as pool, pool.reader("x") as reader:
+        assert read(reader, [1])[1].good.all()  # the checksums, at the end of the file
+        os.truncate(held, 4096 + 2 * UNIT + 4096)
+        _, found, _ = read(reader, ALL)
+        assert found.good.tolist() == [unit < 12 and unit not in (7, 10) for unit in ALL]
+        assert not found.late.any()
+
+
+@pytest.mark.parametrize("way", ["in batches"], indirect=True)
+def test_where_there_are_no_batches_units_are_read_on_lanes(
+    made: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where io_uring is forbidden."""
+    monkeypatch.setattr(fill_module, "read_batch", lambda *_, **__: None)
+    with made.open() as pool, pool.reader("x") as reader:
+        assert read(reader, ALL)[1].good.tolist() == [unit < 12 for unit in ALL]

@@ -20,11 +20,10 @@ from hpstore.objects.columns import ColumnReader
 from hpstore.pool import Pool
 from hpstore.pooled import PooledReader, Scatter, Scattered
 from hpstore.units import KIB
-from tests.fault.common import Bench, Hangs, column_number, flip, payload, rings, within
+from tests.fault.common import Bench, Hangs, column_number, flip, needs_ring, payload, within
 
 UNIT, DATA = 64 * KIB, 3
 STRIPE = UNIT * DATA
-needs_ring = pytest.mark.skipif(not rings(), reason="no io_uring here")
 SIZE = 2 * STRIPE + 100_000  # the last stripe is shrunk
 BODY = payload("scatter", SIZE)
 

@@ -25,7 +25,7 @@ from hpstore.buffers import aligned_array
 from hpstore.codec import address_of
 from hpstore.devices import ring
 from hpstore.devices.ring import LATE, Batch, Ring, read_batch
-from tests.fault.common import exit_status, forked, poll, rings, within
+from tests.fault.common import exit_status, forked, needs_ring, poll, within
 
 LIMIT = 20.0
 SIZE = 1 << 20
@@ -34,7 +34,7 @@ BODY = np.random.default_rng(3).integers(0, 256, SIZE, dtype=np.uint8)
 Spans = list[tuple[int, int]]
 
 
-pytestmark = pytest.mark.skipif(not rings(), reason="no io_uring here")
+pytestmark = needs_ring
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +85,66 @@ def test_any_reads_are_right_however_small_the_ring(file: int, spans: Spans, ent
     for (offset, length), got, result in zip(spans, found, results, strict=True):
         assert result == min(length, SIZE - offset)
         assert (got[:result] == BODY[offset : offset + result]).all()
+
+
+@given(count=st.integers(1, 40), most=st.integers(1, 12))
+def test_what_has_landed_is_told_once_while_others_are_in_flight(
+    file: int, count: int, most: int
+) -> None:
+    """Each read is told of when its bytes are there, and never more than `most` are in flight."""
+    used, told = Ring(8), list[int]()
+    memory = aligned_array(64 * count)
+    begun, queue = [0], used._queue
+
+    def count_begun(asked: npt.NDArray[np.void]) -> None:
+        begun[0] += len(asked)
+        ended = int((found_so_far[0] != LATE).sum()) if found_so_far else 0
+        assert begun[0] - ended <= most
+        queue(asked)
+
+    found_so_far, collect = list[npt.NDArray[np.int64]](), used._collect
+
+    def look(results: npt.NDArray[np.int64], times: None) -> npt.NDArray[np.int64]:
+        found_so_far[:] = [results]
+        return collect(results, times)
+
+    def landed(numbers: npt.NDArray[np.int64], results: npt.NDArray[np.int64]) -> None:
+        for number in numbers.tolist():
+            assert results[number] == 64
+            assert (memory[64 * number : 64 * number + 64] == BODY[number : number + 64]).all()
+        told.extend(numbers.tolist())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(used, "_queue", count_begun)
+        patch.setattr(used, "_collect", look)
+        found = used.read(
+            np.full(count, file), np.arange(count), address_of(memory) + 64 * np.arange(count),
+            np.full(count, 64), seconds=20.0, keep=memory, most=most, landed=landed,
+        )  # fmt: skip
+    used.close()
+    assert found.late is None
+    assert sorted(told) == list(range(count))
+
+
+def test_what_has_landed_is_told_although_others_never_do(
+    file: int, silent: tuple[int, int]
+) -> None:
+    """PROTOCOL 21: of a batch that is given up all that has ended is told, and nothing else."""
+    kept, told = Kept(), list[int]()
+    at = address_of(kept.memory)
+
+    def landed(numbers: npt.NDArray[np.int64], results: npt.NDArray[np.int64]) -> None:
+        assert (results[numbers] == 64).all()
+        told.extend(numbers.tolist())
+
+    found = Ring(4).read(
+        np.array([silent[0], *[file] * 9]), np.zeros(10, np.int64), at + 64 * np.arange(10),
+        np.full(10, 64), seconds=0.2, keep=kept, landed=landed,
+    )  # fmt: skip
+    assert found.late is not None
+    assert sorted(told) == list(range(1, 10))
+    os.write(silent[1], b"x" * 64)
+    found.late.result(20)
 
 
 def test_one_ring_serves_batch_after_batch(file: int) -> None:
@@ -158,10 +218,12 @@ def test_where_there_is_none_it_says_why_once(
 def test_a_ring_that_fails_is_used_no_more_and_nothing_stays_in_flight(
     file: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """PROTOCOL 21: what was in flight is waited for before anybody may use the memory."""
+    """PROTOCOL 21: what was in flight is waited for before anybody may use the memory. What had
+    ended before is told of."""
     used = Ring(8)
     plain = used._call
     calls: list[int] = []
+    told: list[int] = []
 
     def fail_second(number: int, *arguments: object) -> int:
         calls.append(number)
@@ -176,9 +238,11 @@ def test_a_ring_that_fails_is_used_no_more_and_nothing_stays_in_flight(
     with caplog.at_level(logging.WARNING):
         found = used.read(
             np.full(20, file), places, address_of(memory) + places, np.full(20, 64), seconds=20.0,
-            keep=memory,
+            keep=memory, landed=lambda numbers, _: told.extend(numbers.tolist()),
         )  # fmt: skip
     assert found.late is not None
+    assert sorted(told) == np.flatnonzero(found.results == 64).tolist()
+    assert told
     found.late.result(20)
     assert not used._in_flight()
     assert set(found.results[found.results != 64].tolist()) == {LATE}
@@ -279,7 +343,7 @@ def test_a_timed_batch_tells_slow_reads_from_fast_ones(
         waits.append(least)
         enter(submit, least, seconds)
 
-    def look(*arguments: Any) -> int:  # Any: passed on
+    def look(*arguments: Any) -> npt.NDArray[np.int64]:  # Any: passed on
         looks.append(collect(*arguments))
         if len(looks) == 1:
             os.write(silent[1], b"x" * 64)
