@@ -16,7 +16,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -117,13 +117,35 @@ class Ring:
         any more, whatever happens here. `most`: in flight at once. `landed(numbers, results)`: what
         has ended lately, each once; called while others are in flight.
         """
-        total, begun, ended, most = len(files), 0, 0, min(most, self.entries)
+        total = len(files)
         results = np.full(total, LATE, np.int64)
         asked = np.zeros(total, _SQE)
         asked["opcode"], asked["fd"], asked["offset"] = _OP_READ, files, offsets
         asked["address"], asked["length"] = addresses, lengths
         asked["user_data"] = np.arange(total)
         times = np.zeros(total) if timed else None
+        rounds = self._rounds(
+            asked, results, times, seconds=seconds, hopeless=hopeless,
+            most=min(most, self.entries), told=landed is not None,
+        )  # fmt: skip
+        try:
+            for fresh in rounds:
+                if landed is not None:
+                    landed(fresh, results)
+        except BaseException:
+            self._abandon(keep)
+            raise
+        late = self._abandon(keep) if (results == LATE).any() else None
+        return Batch(results, late, times)
+
+    def _rounds(
+        self, asked: npt.NDArray[np.void], results: Int64s, times: Float64s | None, *,
+        seconds: float, hopeless: Callable[[Int64s], bool] | None, most: int, told: bool,
+    ) -> Iterator[Int64s]:  # fmt: skip
+        """Make the reads; which have ended lately, each once. `told`: somebody works on these while
+        others are in flight. Ends early, with results that are LATE, where read() gives up.
+        """
+        total, begun, ended = len(asked), 0, 0
         fresh = np.empty(0, np.int64)
         try:
             while ended < total:
@@ -133,13 +155,13 @@ class Ring:
                     times[begun : begun + count] = time.monotonic()
                 begun += count
                 flying = begun - ended
-                if landed is not None and len(fresh):
+                if told and len(fresh):
                     self._enter(self._unsubmitted(), 0, seconds)
-                    landed(fresh, results)
-                    fresh = fresh[:0]
+                    landed, fresh = fresh, fresh[:0]
+                    yield landed
                 # half of them at a time, so that the devices never run dry
-                least = flying if begun == total and landed is None else (flying + 1) // 2
-                if timed and flying > total // _LOOKS:
+                least = flying if begun == total and not told else (flying + 1) // 2
+                if times is not None and flying > total // _LOOKS:
                     least = (flying + 1) // 2
                 self._enter_patiently(least, seconds, hopeless, results)
                 fresh = self._collect(results, times)
@@ -148,16 +170,7 @@ class Ring:
             if not isinstance(error, TimeoutError):
                 _give_up(error)
             fresh = np.concatenate([fresh, self._collect(results, times)])
-            late = self._abandon(keep)
-            if landed is not None:
-                landed(fresh, results)
-            return Batch(results, late, times)
-        except BaseException:
-            self._abandon(keep)
-            raise
-        if landed is not None:
-            landed(fresh, results)
-        return Batch(results, None, times)
+        yield fresh
 
     def _enter_patiently(
         self, least: int, seconds: float, hopeless: Callable[[Int64s], bool] | None,

@@ -169,13 +169,13 @@ class UnitFill:
         (docs/decisions/0044); others, and the first of each column, are made on their lanes.
         """
         self._add_sources(store)
-        reads = [read for mine in self._reads.values() for read in mine]
-        at_once = [r for r in reads if r.held.has_table and r.held.descriptor >= 0]
-        answering = {r.held.device_id for r in at_once}
-        answering = {device for device in answering if store.scheduler.answers(device)}
-        at_once = [read for read in at_once if read.held.device_id in answering]
-        chosen = set(map(id, at_once))
-        begun = self._submit(store, [read for read in reads if id(read) not in chosen])
+        at_once, others = list[_Read](), list[_Read]()
+        for device, reads in self._reads.items():
+            answers = store.scheduler.answers(device)
+            for read in reads:
+                batched = answers and read.held.has_table and read.held.descriptor >= 0
+                (at_once if batched else others).append(read)
+        begun = self._submit(store, others)
         late = self._read_batch(store, at_once) if at_once else []
         if late is None:
             begun += self._submit(store, at_once)
@@ -237,7 +237,6 @@ class UnitFill:
                 seconds=store.settings.device_deadline_seconds,
                 keep=self,
                 timed=meter.timed,
-                hopeless=meter.hopeless,
                 most=_FLYING * store.settings.workers_per_device * len(counts),
                 landed=landed,
             )

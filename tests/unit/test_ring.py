@@ -147,6 +147,33 @@ def test_what_has_landed_is_told_although_others_never_do(
     found.late.result(20)
 
 
+@pytest.mark.parametrize("kind", [OSError, TimeoutError])
+def test_an_error_of_who_is_told_is_theirs_and_no_fault_of_the_ring(
+    file: int, silent: tuple[int, int], monkeypatch: pytest.MonkeyPatch, kind: type[OSError]
+) -> None:
+    """PROTOCOL 21: it goes up, the memory lives until nothing is in flight, rings stay in use."""
+    monkeypatch.setattr(ring, "_problem", [])
+    kept, asked = Kept(), []
+    alive, at = weakref.ref(kept), address_of(kept.memory)
+
+    def landed(*_: object) -> None:
+        asked.append(1)
+        raise kind(5, "mine")  # a new one: its traceback holds on to what is kept
+
+    with pytest.raises(OSError, match="mine"):
+        Ring(4).read(
+            np.array([silent[0], file]), np.zeros(2, np.int64), np.array([at, at + 64]),
+            np.full(2, 64), seconds=20.0, keep=kept, landed=landed,
+        )  # fmt: skip
+    assert len(asked) == 1
+    assert ring.problem() == ""
+    del kept
+    gc.collect()
+    assert alive() is not None
+    os.write(silent[1], b"x" * 64)
+    poll(20, lambda: alive() is None)
+
+
 def test_one_ring_serves_batch_after_batch(file: int) -> None:
     """Head and tail go round many times."""
     used = Ring(4)
