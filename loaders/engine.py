@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from hpstore.budget import available_bytes
 from hpstore.closing import Closing
@@ -30,7 +29,6 @@ from hpstore.loaders.filling import (
     page_bounds,
     stripes_kept,
 )
-from hpstore.loaders.gpu import Cuda, Gpu
 from hpstore.loaders.order import Order, SubsetOrder
 from hpstore.loaders.progress import Piece
 from hpstore.loaders.slab import Slab
@@ -324,19 +322,11 @@ def cache_budget(cache: object) -> int:
     return parse_bytes(cache)
 
 
-def pinner(gpu: Gpu | None, pin_memory: bool) -> Callable[[Any], None] | None:
-    """What page-locks batch memory; None where there is no GPU to copy it."""
-    if gpu is None and pin_memory and torch.cuda.is_available():
-        gpu = Cuda(torch.device("cuda"))
-    return None if gpu is None else gpu.pin
-
-
 __all__ = [
     "CACHE_SHARE",
     "PREFETCH_BYTES",
     "Engine",
     "Session",
     "cache_budget",
-    "pinner",
     "worth_reading",
 ]

@@ -7,16 +7,19 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import default_collate
+from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
+from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError, IntegrityError, TooManyErasures
 from hpstore.loaders.batches import Batch
 from hpstore.loaders.draws import Indices
-from hpstore.loaders.gpu import Gpu, gpu_of
+from hpstore.loaders.gpu import Cuda, Gpu, gpu_of, lock_for_life
 from hpstore.loaders.mixture import AnySession
 from hpstore.loaders.progress import Piece
 from hpstore.loaders.transfer import Arriving, Transfer
@@ -49,9 +52,22 @@ class Finish:
         self._batch_transform = _with_rng(batch_transform)
         self.gpu = gpu_of(device)
         self._transfer = None if self.gpu is None else Transfer(self.gpu)
+        self._locks: Gpu | None = None  # page-locks what stays in host memory
         self.batches_total = self.skipped_total = 0  # handed out, or skipped there
         self._said = False  # that samples are skipped
         self.transform_seconds = 0.0
+
+    def begin(self, pin_memory: bool) -> Callable[[Bytes], None] | None:
+        """On the thread that iterates, before others make batches. What page-locks their memory;
+        None where there is no GPU to copy it.
+        """
+        if self.gpu is None and pin_memory and torch.cuda.is_available():
+            self._locks = Cuda(torch.device("cuda"))
+        gpu = self.gpu or self._locks
+        if gpu is None:
+            return None
+        gpu.begin()
+        return partial(lock_for_life, gpu)
 
     @property
     def on_host(self) -> str:
@@ -89,7 +105,16 @@ class Finish:
         self.transform_seconds += time.perf_counter() - began
         if self._transfer is not None:
             made = self._transfer.send(made)
+        elif self._locks is not None:
+            with self._locks.side():
+                # labels, and what the user's functions made
+                made = pinned(made)  # type: ignore[no-untyped-call]  # torch's
         return Made(made, skipped)
+
+    def settle(self) -> None:
+        """Wait for copies to a device that are under way."""
+        if self._transfer is not None:
+            self._transfer.settle()
 
     def _by_sample(
         self, session: AnySession, piece: Piece, indices: Indices, batch: Batch, rows: Sequence[int]

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
+import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,6 +22,8 @@ if TYPE_CHECKING:  # imported when they are used: most loaders never read direct
     from hpstore.loaders.direct.decode import DecodeJobs
     from hpstore.loaders.direct.engine import DirectDriver
     from hpstore.loaders.direct.verify import Blocks
+
+_log = logging.getLogger(__name__)
 
 
 class Mark(Protocol):
@@ -43,8 +48,14 @@ class Gpu(Protocol):
 
     device: torch.device
 
+    def begin(self) -> None:
+        """On the thread that iterates, before other threads use it: "cuda" is that thread's GPU."""
+
     def pin(self, memory: Bytes) -> None:
-        """Page-lock host memory, for good. Raises ConfigError."""
+        """Page-lock host memory until unpin(), which must come before it is freed. ConfigError."""
+
+    def unpin(self, address: int) -> None:
+        """Undo pin() of the memory that begins there. Raises RuntimeError."""
 
     def side(self) -> AbstractContextManager[object]:
         """Inside, what the calling thread enqueues goes to the side stream."""
@@ -101,14 +112,23 @@ class Cuda:
         self._stream: Any = None
         self._launch = threading.Lock()  # guards Triton's launcher, which compiles at first use
 
+    def begin(self) -> None:
+        # a new thread's current GPU is the first one, whatever torch.cuda.set_device() chose
+        self.device = torch.device("cuda", self._number)
+
     def pin(self, memory: Bytes) -> None:
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch's
-        error = runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
-        if int(error):
+        with torch.cuda.device(self.device):
+            error = int(_runtime().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
+        if error:
             raise ConfigError(
                 f"{memory.nbytes} bytes of batch memory could not be page-locked "
-                f"(cudaHostRegister: {error}); lower prefetch_bytes"
+                f"(cudaHostRegister: CUDA error {error}); lower prefetch_bytes"
             )
+
+    def unpin(self, address: int) -> None:
+        error = int(_runtime().cudaHostUnregister(address))
+        if error:
+            raise RuntimeError(f"cudaHostUnregister: CUDA error {error}")
 
     def side(self) -> AbstractContextManager[object]:
         if self._stream is None:  # two threads may make two; one of them is kept
@@ -150,6 +170,31 @@ class Cuda:
 
         with self._launch:
             return verify(memory, blocks)
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch's
+
+
+def lock_for_life(gpu: Gpu, memory: Bytes) -> None:
+    """Page-lock (n,) uint8 until the last view of it has gone, which is before it is freed.
+
+    `memory` must be what its views refer to, as aligned_array() makes it. Raises ConfigError.
+    """
+    gpu.pin(memory)
+    # not into a deque, as slots come back: memory that is unmapped under a lock would be copied
+    # from pages that are no longer there (docs/decisions/0045)
+    end = weakref.finalize(memory, _unlock, gpu, memory.ctypes.data, memory.nbytes, os.getpid())
+    end.atexit = False  # the process takes its locks along
+
+
+def _unlock(gpu: Gpu, address: int, nbytes: int, pid: int) -> None:
+    if os.getpid() != pid:  # a forked child: CUDA does not live there
+        return
+    try:
+        gpu.unpin(address)
+    except RuntimeError as error:
+        _log.warning("%d bytes of batch memory stay page-locked: %s", nbytes, error)
 
 
 def gpu_of(device: str | torch.device | Gpu | None) -> Gpu | None:

@@ -15,7 +15,7 @@ import torch.utils.data
 
 from hpstore.errors import ConfigError
 from hpstore.loaders.cache import Cache
-from hpstore.loaders.engine import PREFETCH_BYTES, Engine, cache_budget, pinner
+from hpstore.loaders.engine import PREFETCH_BYTES, Engine, cache_budget
 from hpstore.loaders.finishing import Finish
 from hpstore.loaders.foreign import ForeignIterator, PositionSampler
 from hpstore.loaders.gpu import Gpu
@@ -293,7 +293,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             data, order = self._native.data, self.order
             options: dict[str, Any] = {
                 "cache_bytes": cache_budget(self.cache), "prefetch_bytes": self.batch_memory_bytes,
-                "pin": pinner(self.finish.gpu, self.pin_memory),
+                "pin": self.finish.begin(self.pin_memory),
                 "batch_rows": self.batch_size or 1,
                 "cache": self.cache if isinstance(self.cache, Cache) else None,
             }  # fmt: skip
@@ -477,6 +477,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             run.close()
         for thread in list(self._threads):
             thread.join()
+        self.finish.settle()
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -29,13 +31,15 @@ class Arriving:
 class Transfer:
     """Copies batches to a GPU on a stream of its own. Thread-safe.
 
-    The memory that a batch is copied from is kept until its copies are through.
+    The memory that a batch is copied from is kept until its copies are through, which the end of
+    this object waits for.
     """
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         self._sent: deque[tuple[Mark, Any]] = deque()
         self._lock = threading.Lock()  # guards _sent, and the order in which marks are made
+        weakref.finalize(self, _arrive, self._sent, os.getpid()).atexit = False
 
     def send(self, batch: Any) -> Arriving:
         """Enqueue the copies; does not wait for them."""
@@ -47,6 +51,17 @@ class Transfer:
             while self._sent and self._sent[0][0].done():
                 self._sent.popleft()
         return Arriving(there, mark)
+
+    def settle(self) -> None:
+        """Wait until all copies are through, and let go of what they were made from."""
+        with self._lock:
+            _arrive(self._sent, os.getpid())
+
+
+def _arrive(sent: deque[tuple[Mark, Any]], pid: int) -> None:
+    while sent and os.getpid() == pid:  # in a forked child nothing is copied
+        sent[0][0].wait_on_host()
+        sent.popleft()
 
 
 def _mapped(value: Any, gpu: Gpu) -> Any:

@@ -50,7 +50,7 @@ class FakeGpu:
     """`driver_of_all` is what direct reads go through. `obstacles`: by directory, "" for all.
 
     A copy runs when its mark is waited for or ordered, so that memory that is used again too early
-    shows. `decoded`, `verified`: how many units and blocks were.
+    shows. `decoded`, `verified`: how many units and blocks were. `pinned`: bytes by address.
     """
 
     device = torch.device("cpu")
@@ -60,8 +60,9 @@ class FakeGpu:
         kernels: bool = True,
     ) -> None:  # fmt: skip
         self.driver_of_all = FakeCuFile() if driver is None else driver
-        self.pinned: set[int] = set()
+        self.pinned: dict[int, int] = {}
         self.asked: list[str] = []
+        self.begun_by: list[threading.Thread] = []
         self.decoded = self.verified = 0
         self._obstacles = {} if obstacles is None else obstacles
         self._kernels = kernels
@@ -69,9 +70,23 @@ class FakeGpu:
         self._lock = threading.Lock()  # guards the counters
         self._code = ErasureCode(choose_backend())
 
+    def begin(self) -> None:
+        """Notes the thread."""
+        self.begun_by.append(threading.current_thread())
+
     def pin(self, memory: Bytes) -> None:
-        """Notes its address."""
-        self.pinned.add(memory.ctypes.data)
+        """Like CUDA, refuses what overlaps memory that is locked, be that there any more or not."""
+        first, size = memory.ctypes.data, memory.nbytes
+        with self._lock:
+            for other, nbytes in self.pinned.items():
+                if first < other + nbytes and other < first + size:
+                    raise ValueError(f"{size} bytes at {first:#x} are page-locked already")
+            self.pinned[first] = size
+
+    def unpin(self, address: int) -> None:
+        """Only what is page-locked."""
+        with self._lock:
+            del self.pinned[address]
 
     def side(self) -> AbstractContextManager[object]:
         """Every thread has a side stream of its own."""

@@ -152,7 +152,7 @@ class CuFile:
             return int(self._cufile.handle_register(descriptor.ptr))
         except self._cufile.cuFileError as error:
             raise DirectUnavailable(
-                f"cuFile does not take the file: {error}; read it over pinned memory"
+                f"cuFile does not take the file: {error}{unlisted(fd)}; read it over pinned memory"
             ) from error
 
     def release_file(self, handle: int) -> None:
@@ -215,6 +215,15 @@ class CuFile:
                 self._directory.cleanup()
 
 
+def unlisted(fd: int, directory: str = "/run/udev/data") -> str:
+    """What to do where udev does not list the drive of a file, which cuFile then does not take."""
+    drive = os.fstat(fd).st_dev
+    entry = Path(directory) / f"b{os.major(drive)}:{os.minor(drive)}"
+    if entry.exists():
+        return ""
+    return f" ({entry}, where cuFile looks the drive up, is not there: mount it into the container)"
+
+
 class _Foreign:
     """GPU memory that torch takes as it is, by numba's array interface."""
 
@@ -241,4 +250,4 @@ def read_counters(cufile: Any) -> dict[str, int]:
     }  # fmt: skip
 
 
-__all__ = ["CuFile", "configuration", "environment", "read_counters"]
+__all__ = ["CuFile", "configuration", "environment", "read_counters", "unlisted"]

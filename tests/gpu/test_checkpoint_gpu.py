@@ -84,6 +84,8 @@ def test_what_is_saved_is_the_state_at_the_call(pool: hpstore.Pool, staging: str
 def test_a_change_outside_the_step_fails_an_overlapping_save(pool: hpstore.Pool) -> None:
     """A parameter that is changed before the hook was reached: the save fails, naming it."""
     run = Run()
+    with torch.no_grad():  # a kernel's first launch may wait for all copies
+        run.model[1].weight.add_(1)  # type: ignore[operator]
     with Checkpointer(pool, "run", rng=False, staging="overlap") as ckpt:
         ckpt.save(1, run.state).result()
         torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # the copies wait

@@ -76,6 +76,21 @@ def test_batches_are_there_and_are_kept(place: Path) -> None:
         loader.close()
 
 
+def test_batches_of_pinned_memory_outlive_their_loader(place: Path) -> None:
+    """pin_memory=True: page-locked for as long as they are kept; loader after loader."""
+    with hpstore.open(place / "pool.toml") as pool:
+        data, kept = Dataset(pool, "records"), []
+        wanted = cpu_epoch(data)
+        for _ in range(3):
+            loader = DataLoader(data, batch_size=10, cache=0, seed=3, shuffle=True, pin_memory=True)
+            kept.append(list(loader))
+            loader.close()
+            del loader
+            assert all(v.is_pinned() for batch in kept[-1] for v in batch.values())
+        for epoch in kept:
+            assert same([{n: v.cuda().cpu() for n, v in b.items()} for b in epoch], wanted)
+
+
 class Failing(Bouncing):
     """The real GPU below a driver on host memory that does not answer: its arena is no use."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -17,6 +19,7 @@ from hpstore.loaders.direct.cufile import (
     configuration,
     environment,
     read_counters,
+    unlisted,
 )
 
 
@@ -59,3 +62,13 @@ def test_counters_are_summed_over_gpus(shape: tuple[int, ...]) -> None:
     cufile.StatsLevel3 = lambda: stats  # type: ignore[attr-defined]
     cufile.get_stats_l3 = lambda _: None  # type: ignore[attr-defined]
     assert read_counters(cufile) == {"p2p": 3, "nvfs": 30, "posix": 300, "errors": 0}
+
+
+def test_a_drive_that_udev_does_not_list_is_named(tmp_path: Path) -> None:
+    """cuFile says "not registered" to every file then, in containers without /run/udev."""
+    with (tmp_path / "x").open("w") as file:
+        drive = os.fstat(file.fileno()).st_dev
+        entry = tmp_path / f"b{os.major(drive)}:{os.minor(drive)}"
+        assert f"{entry}, where cuFile looks" in unlisted(file.fileno(), str(tmp_path))
+        entry.write_text("E:ID_FS_TYPE=ext4\n")
+        assert unlisted(file.fileno(), str(tmp_path)) == ""

@@ -1,0 +1,153 @@
+"""Page locks of batch memory: as long as somebody has a view of it, and not a moment longer.
+
+A lock that outlives its memory is worse than a leak: CUDA then takes whatever is mapped there next
+for locked, and copies from the pages that were there before.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import hpstore
+from hpstore.buffers import aligned_array
+from hpstore.loaders import DataLoader, Dataset
+from hpstore.loaders.gpu import lock_for_life
+from hpstore.loaders.slots import Slots
+from hpstore.loaders.transfer import Transfer
+from hpstore.testing.fake_gpu import FakeGpu, FakeMark
+from hpstore.units import MIB
+from tests.integration.direct_cases import cpu_epoch, gpu_epoch, write_direct
+from tests.integration.loader_cases import same
+
+
+class Marking(FakeGpu):
+    """Keeps the marks that were made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.marks: list[FakeMark] = []
+
+    def mark(self) -> FakeMark:
+        self.marks.append(super().mark())
+        return self.marks[-1]
+
+
+@pytest.fixture
+def data(pool: hpstore.Pool) -> Dataset:
+    """A data set of records."""
+    return write_direct(pool, "records")
+
+
+def test_locks_end_with_the_last_view_and_before_the_memory() -> None:
+    """Views and tensors keep it locked; then the same addresses can be locked again."""
+    gpu = FakeGpu()
+    memory = aligned_array(4 * MIB)
+    address = memory.ctypes.data
+    lock_for_life(gpu, memory)
+    tensor = torch.from_numpy(memory[MIB:].view("int32"))[5:]
+    del memory
+    assert gpu.pinned == {address: 4 * MIB}
+    del tensor
+    assert gpu.pinned == {}
+
+
+def test_a_forked_child_undoes_no_lock() -> None:
+    """CUDA does not live through a fork; the parent's locks are none of the child's business."""
+    gpu = FakeGpu()
+    memory = aligned_array(MIB)
+    lock_for_life(gpu, memory)
+    child = os.fork()
+    if not child:
+        del memory
+        os._exit(0 if gpu.pinned else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    del memory
+    assert gpu.pinned == {}
+
+
+def test_a_lock_that_cannot_be_undone_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A finalizer has nobody to raise to."""
+
+    class Refusing(FakeGpu):
+        def unpin(self, address: int) -> None:
+            raise RuntimeError("CUDA error 999")
+
+    memory = aligned_array(MIB)
+    lock_for_life(Refusing(), memory)
+    del memory
+    assert "CUDA error 999" in caplog.text
+
+
+def test_slots_of_other_sizes_and_lost_ones_are_unlocked() -> None:
+    """Whatever way a slot ends."""
+    gpu = FakeGpu()
+    slots = Slots(4 * MIB, partial(lock_for_life, gpu))
+    slots.take(MIB // 2).release()
+    slots.take(2 * MIB).release()
+    slots.take(7 * MIB // 2).lose()  # in the place of the two
+    gc.collect()
+    assert gpu.pinned == {}
+
+
+@pytest.mark.parametrize("options", [{"direct": "off"}, {"direct": "always"}, {"cache": None}])
+def test_one_loader_after_the_other_leaves_nothing_locked(
+    data: Dataset, options: dict[str, Any]
+) -> None:
+    """Its memory comes back from the system at the same addresses: locks must have ended."""
+    gpu = FakeGpu()
+    for _ in range(3):
+        found, _ = gpu_epoch(data, gpu, **options)
+        assert same(found, cpu_epoch(data))
+        gc.collect()
+        assert gpu.pinned == {}
+    # "cuda" is the GPU of the thread that iterates, which others cannot know
+    assert gpu.begun_by == [threading.current_thread()] * 3
+
+
+def in_the_midst_of_copies(data: Dataset) -> tuple[Marking, DataLoader, Any]:
+    """A loader with batches made ahead whose copies nobody has waited for."""
+    gpu = Marking()
+    loader = DataLoader(data, device=gpu, direct="off", cache=0, batch_size=10)
+    run = iter(loader)
+    next(run)
+    while len(gpu.marks) < 2:
+        time.sleep(0.001)
+    assert not all(mark.done() for mark in gpu.marks)
+    return gpu, loader, run
+
+
+def test_closing_waits_for_copies(data: Dataset) -> None:
+    """Memory is kept until they are through."""
+    gpu, loader, run = in_the_midst_of_copies(data)
+    loader.close()
+    assert all(mark.done() for mark in gpu.marks)
+    del run
+
+
+def test_a_loader_that_nobody_has_any_more_waits_for_copies(data: Dataset) -> None:
+    """Likewise, when the threads that make its batches have ended by themselves."""
+    gpu, loader, run = in_the_midst_of_copies(data)
+    del run, loader
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while not all(mark.done() for mark in gpu.marks) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert all(mark.done() for mark in gpu.marks)
+
+
+def test_what_was_sent_is_waited_for_when_the_way_ends() -> None:
+    """Transfer alone: nobody closes it."""
+    gpu = Marking()
+    way = Transfer(gpu)
+    there = way.send({"x": torch.arange(4)})
+    del way
+    assert gpu.marks[0].done()
+    assert there.wait()["x"].tolist() == [0, 1, 2, 3]
