@@ -36,8 +36,8 @@ class Accelerator(Protocol):
     def pin(self, memory: Bytes) -> None:
         """Page-lock memory, so that copies into it run at full rate and beside the step."""
 
-    def unpin(self, memory: Bytes) -> None:
-        """Undo pin()."""
+    def unpin(self, address: int) -> None:
+        """Undo pin() of the memory that begins there."""
 
     def copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Arrival:
         """Enqueue copies (to, from) behind the work already enqueued; does not block."""
@@ -72,12 +72,10 @@ class Cuda:
         return tensor.is_cuda
 
     def pin(self, memory: Bytes) -> None:
-        if len(memory):
-            self._check(_runtime().cudaHostRegister(memory.ctypes.data, len(memory), 0))
+        self._check(_runtime().cudaHostRegister(memory.ctypes.data, len(memory), 0))
 
-    def unpin(self, memory: Bytes) -> None:
-        if len(memory):
-            self._check(_runtime().cudaHostUnregister(memory.ctypes.data))
+    def unpin(self, address: int) -> None:
+        self._check(_runtime().cudaHostUnregister(address))
 
     @staticmethod
     def _check(code: Any) -> None:

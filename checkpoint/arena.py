@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from hpstore.buffers import aligned_array
+from hpstore.buffers import aligned_array, lock_for_life
 from hpstore.checkpoint.accelerator import Accelerator
 from hpstore.checkpoint.items import Item
 from hpstore.checkpoint.planning import Slice
@@ -18,13 +20,15 @@ class Arena:
     """Memory that saves are staged in. One save at a time owns it.
 
     Page-aligned, in huge pages where they are given, touched before the first copy, page-locked
-    by the `accelerator` when there is one. It stays as large as the largest slice so far.
+    by the `accelerator` when there is one, until release() or the end of the memory. It stays as
+    large as the largest slice so far.
     """
 
     def __init__(self, accelerator: Accelerator | None = None) -> None:
         self._accelerator = accelerator
         self._memory: Bytes = aligned_array(0)
         self._targets: tuple[tuple[Item, ...], list[torch.Tensor]] | None = None
+        self._unlock: Callable[[], object] = lambda: None
         self.grown_total = 0
 
     @property
@@ -40,15 +44,14 @@ class Arena:
         self.release()  # the old one is freed before the new one is taken
         memory = aligned_array(round_up(wanted, MIB), populate=True)
         if self._accelerator is not None:
-            self._accelerator.pin(memory)
+            self._unlock = lock_for_life(self._accelerator, memory)
         self._memory = memory
         self.grown_total += 1
 
     def release(self) -> None:
         """Give the memory back."""
-        memory, self._memory, self._targets = self._memory, aligned_array(0), None
-        if self._accelerator is not None:
-            self._accelerator.unpin(memory)
+        self._unlock()
+        self._memory, self._targets = aligned_array(0), None
 
     def view(self, nbytes: int) -> Bytes:
         """The first bytes, page-aligned."""

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import mmap
+import os
 import threading
+import weakref
 from collections import defaultdict
+from typing import Any, Protocol
 
 import numpy as np
 
 from hpstore.budget import ByteBudget
 from hpstore.codec.galois import Bytes
+from hpstore.errors import HpstoreError
 from hpstore.units import MIB, round_up
 
+_log = logging.getLogger(__name__)
 HUGE_BYTES = 2 * MIB
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; not in Python's mmap module yet
 # by address: mmap.madvise holds the interpreter's lock while pages are cleared
@@ -50,6 +56,41 @@ def touch(array: Bytes) -> None:
     if _madvise(start, length, _POPULATE_WRITE):  # an older kernel: one byte a page instead
         array[:: mmap.PAGESIZE] = 0
         array[-1] = 0
+
+
+class PageLocks(Protocol):
+    """What page-locks memory for a GPU."""
+
+    def pin(self, memory: Bytes) -> None:
+        """Page-lock memory until unpin(), which must come before it is freed."""
+
+    def unpin(self, address: int) -> None:
+        """Undo pin() of the memory that begins there."""
+
+
+def lock_for_life(locks: PageLocks, memory: Bytes) -> weakref.finalize[..., Any]:
+    """Page-lock (n,) uint8 until the last view of it has gone, which is before it is freed.
+
+    `memory` must be what its views refer to, as aligned_array() makes it. To undo it sooner, call
+    what is returned. Raises what pin() raises; what unpin() raises is logged.
+    """
+    locks.pin(memory)
+    # not into a deque, as slots come back: memory that is unmapped under a lock would be copied
+    # from pages that are no longer there (docs/decisions/0045)
+    end = weakref.finalize(
+        memory, _unlock, locks, memory.ctypes.data, memory.nbytes, os.getpid()
+    )  # fmt: skip
+    end.atexit = False  # the process takes its locks along
+    return end
+
+
+def _unlock(locks: PageLocks, address: int, nbytes: int, pid: int) -> None:
+    if os.getpid() != pid:  # a forked child: CUDA does not live there
+        return
+    try:
+        locks.unpin(address)
+    except (RuntimeError, HpstoreError) as error:
+        _log.warning("%d bytes of memory stay page-locked: %s", nbytes, error)
 
 
 class Lease:
@@ -122,4 +163,4 @@ class BufferPool:
             self._kept_bytes = 0
 
 
-__all__ = ["BufferPool", "Lease", "aligned_array", "touch"]
+__all__ = ["BufferPool", "Lease", "PageLocks", "aligned_array", "lock_for_life", "touch"]

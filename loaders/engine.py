@@ -143,7 +143,7 @@ class Engine(Closing):
 
     def __init__(
         self, data: Dataset, order: Order | None, *, batch_rows: int, cache_bytes: int,
-        prefetch_bytes: int, pin: Callable[[Any], None] | None = None, cache: Cache | None = None,
+        prefetch_bytes: int, pin: Callable[[Any], object] | None = None, cache: Cache | None = None,
         direct: DirectAccess | None = None, share: float = 1.0,
     ) -> None:  # fmt: skip
         self.direct = direct  # reads straight to the GPU, where they are possible
@@ -294,6 +294,7 @@ class Engine(Closing):
             self._filler.close()
         if self.direct is not None:
             self.direct.close()
+        self._slots.close()
 
 
 def worth_reading(record_bytes: float) -> float:

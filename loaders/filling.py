@@ -152,14 +152,23 @@ class Filler(Closing):
             for number, pages in fill.pages.items():
                 places = self._slabs[number].reserve(pages, fill.expire)
                 if places is None:
+                    self._end()
                     return None
                 found.append((self._slabs[number], places))
         return found
 
+    def _end(self) -> None:
+        """A slab has ended: nobody is to wait for pages of others that nobody loads."""
+        if not self._closed.is_set():
+            _log.warning("filling ends with a slab; records are read one by one from here on")
+        self.stop()
+
     def stop(self) -> None:
         """Stop, without waiting for the page that is being read. Idempotent."""
-        self._closed.set()
-        self._begun.set()
+        # set once: the collector may end a run in the midst of set(), whose lock is held once
+        for event in (self._closed, self._begun):
+            if not event.is_set():
+                event.set()
         for slab in self._slabs.values():
             slab.close()
 

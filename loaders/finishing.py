@@ -15,11 +15,12 @@ import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
+from hpstore.buffers import lock_for_life
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError, IntegrityError, TooManyErasures
 from hpstore.loaders.batches import Batch
 from hpstore.loaders.draws import Indices
-from hpstore.loaders.gpu import Cuda, Gpu, gpu_of, lock_for_life
+from hpstore.loaders.gpu import Cuda, Gpu, gpu_of
 from hpstore.loaders.mixture import AnySession
 from hpstore.loaders.progress import Piece
 from hpstore.loaders.transfer import Arriving, Transfer
@@ -52,22 +53,23 @@ class Finish:
         self._batch_transform = _with_rng(batch_transform)
         self.gpu = gpu_of(device)
         self._transfer = None if self.gpu is None else Transfer(self.gpu)
-        self._locks: Gpu | None = None  # page-locks what stays in host memory
+        self._locks: Gpu | None = None  # whose batches are page-locked in torch's own memory
         self.batches_total = self.skipped_total = 0  # handed out, or skipped there
         self._said = False  # that samples are skipped
         self.transform_seconds = 0.0
 
-    def begin(self, pin_memory: bool) -> Callable[[Bytes], None] | None:
+    def begin(self, pin_memory: bool) -> Callable[[Bytes], object] | None:
         """On the thread that iterates, before others make batches. What page-locks their memory;
-        None where there is no GPU to copy it.
+        None where the user copies it, whose copies may run after the batch was dropped: torch alone
+        knows of them, and only of those from memory of its own.
         """
-        if self.gpu is None and pin_memory and torch.cuda.is_available():
+        if self.gpu is not None:
+            self.gpu.begin()
+            return partial(lock_for_life, self.gpu)
+        if pin_memory and torch.cuda.is_available():
             self._locks = Cuda(torch.device("cuda"))
-        gpu = self.gpu or self._locks
-        if gpu is None:
-            return None
-        gpu.begin()
-        return partial(lock_for_life, gpu)
+            self._locks.begin()
+        return None
 
     @property
     def on_host(self) -> str:
@@ -107,7 +109,6 @@ class Finish:
             made = self._transfer.send(made)
         elif self._locks is not None:
             with self._locks.side():
-                # labels, and what the user's functions made
                 made = pinned(made)  # type: ignore[no-untyped-call]  # torch's
         return Made(made, skipped)
 

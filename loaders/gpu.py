@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import threading
-import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,8 +19,6 @@ if TYPE_CHECKING:  # imported when they are used: most loaders never read direct
     from hpstore.loaders.direct.decode import DecodeJobs
     from hpstore.loaders.direct.engine import DirectDriver
     from hpstore.loaders.direct.verify import Blocks
-
-_log = logging.getLogger(__name__)
 
 
 class Mark(Protocol):
@@ -126,7 +121,8 @@ class Cuda:
             )
 
     def unpin(self, address: int) -> None:
-        error = int(_runtime().cudaHostUnregister(address))
+        with torch.cuda.device(self.device):  # a finalizer may run on any thread
+            error = int(_runtime().cudaHostUnregister(address))
         if error:
             raise RuntimeError(f"cudaHostUnregister: CUDA error {error}")
 
@@ -174,27 +170,6 @@ class Cuda:
 
 def _runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch's
-
-
-def lock_for_life(gpu: Gpu, memory: Bytes) -> None:
-    """Page-lock (n,) uint8 until the last view of it has gone, which is before it is freed.
-
-    `memory` must be what its views refer to, as aligned_array() makes it. Raises ConfigError.
-    """
-    gpu.pin(memory)
-    # not into a deque, as slots come back: memory that is unmapped under a lock would be copied
-    # from pages that are no longer there (docs/decisions/0045)
-    end = weakref.finalize(memory, _unlock, gpu, memory.ctypes.data, memory.nbytes, os.getpid())
-    end.atexit = False  # the process takes its locks along
-
-
-def _unlock(gpu: Gpu, address: int, nbytes: int, pid: int) -> None:
-    if os.getpid() != pid:  # a forked child: CUDA does not live there
-        return
-    try:
-        gpu.unpin(address)
-    except RuntimeError as error:
-        _log.warning("%d bytes of batch memory stay page-locked: %s", nbytes, error)
 
 
 def gpu_of(device: str | torch.device | Gpu | None) -> Gpu | None:

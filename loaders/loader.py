@@ -477,11 +477,13 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             run.close()
         for thread in list(self._threads):
             thread.join()
-        self.finish.settle()
         engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.close()
-        self._let_engine_go()
+        try:
+            self.finish.settle()
+        finally:
+            if engine is not None:
+                engine.close()
+            self._let_engine_go()
 
 
 __all__ = ["DataLoader"]

@@ -146,7 +146,7 @@ class MixedEngine(Closing):
 
     def __init__(
         self, mixture: Mixture, order: Order | None, *, batch_rows: int, cache_bytes: int,
-        prefetch_bytes: int, pin: Callable[[Any], None] | None = None, cache: Cache | None = None,
+        prefetch_bytes: int, pin: Callable[[Any], object] | None = None, cache: Cache | None = None,
     ) -> None:  # fmt: skip
         if not isinstance(order, MixtureOrder):
             raise ConfigError(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hpstore.buffers import aligned_array
+from hpstore.closing import Closing
 from hpstore.codec.galois import Bytes
 from hpstore.loaders.fields import Array
 from hpstore.units import MIB, round_up
@@ -69,7 +70,10 @@ class Slot:
         return True
 
 
-class Slots:
+_NOTHING: Bytes = np.empty(0, np.uint8)
+
+
+class Slots(Closing):
     """Slots up to `limit_bytes` in all. Thread-safe; take() never waits.
 
     `pin` is given fresh memory, to page-lock it. `ordinary_total` counts batches for which no slot
@@ -79,7 +83,7 @@ class Slots:
     start, and does not clear and page-lock more of it in the midst of training.
     """
 
-    def __init__(self, limit_bytes: int, pin: Callable[[Bytes], None] | None = None) -> None:
+    def __init__(self, limit_bytes: int, pin: Callable[[Bytes], object] | None = None) -> None:
         self.limit_bytes, self._pin = limit_bytes, pin
         self.made_bytes = self.ordinary_total = 0
         self.least = self.steady = 0
@@ -92,7 +96,11 @@ class Slots:
         self._lock = threading.Lock()  # guards all of the above but the returned ones
 
     def take(self, nbytes: int) -> Slot:
-        """A slot of at least `nbytes`, contents undefined; ordinary memory when all are out."""
+        """A slot of at least `nbytes`, contents undefined; ordinary memory when all are out.
+
+        Raises what `pin` raises.
+        """
+        gone: list[Slot] = []  # whose memory goes when the lock is free: it may be page-locked
         with self._lock:
             self._collect()
             fitting = [slot for slot in self._free if len(slot.memory) >= nbytes]
@@ -105,7 +113,8 @@ class Slots:
                 self._out.add(best)
                 return best
             while self._free and self.made_bytes + size > self.limit_bytes:
-                self._gone(self._free.pop(0))  # too small for today's batches
+                gone.append(self._free.pop(0))  # too small for today's batches
+                self._gone(gone[-1])
             if self.made_bytes + size > self.limit_bytes and self._count >= self.least:
                 self.ordinary_total += 1
                 if self.ordinary_total == 1:
@@ -118,10 +127,16 @@ class Slots:
                 return Slot(np.empty(nbytes, np.uint8), None)
             self.made_bytes += size
             self._count += 1
+        gone.clear()
         memory = aligned_array(size, populate=True)
-        if self._pin is not None:
-            self._pin(memory)
         made = Slot(memory, self)
+        try:
+            if self._pin is not None:
+                self._pin(memory)
+        except BaseException:
+            with self._lock:
+                self._gone(made)
+            raise
         with self._lock:
             self._out.add(made)
         return made
@@ -131,6 +146,18 @@ class Slots:
         with self._lock:
             self._out.discard(slot)
             self._gone(slot)
+
+    def close(self) -> None:
+        """Let go of all memory: of a batch that somebody has it goes with its last array.
+
+        Nobody takes a slot any more. Idempotent.
+        """
+        with self._lock:
+            slots = [*self._free, *self._out]  # those that have come back since are out still
+            kept = [slot.memory for slot in slots]
+            for slot in slots:
+                slot.memory = _NOTHING
+        del kept  # not under the lock
 
     def _gone(self, slot: Slot) -> None:
         self.made_bytes -= len(slot.memory)

@@ -38,30 +38,40 @@ class Transfer:
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         self._sent: deque[tuple[Mark, Any]] = deque()
+        self._pid = os.getpid()
         self._lock = threading.Lock()  # guards _sent, and the order in which marks are made
-        weakref.finalize(self, _arrive, self._sent, os.getpid()).atexit = False
+        weakref.finalize(self, _arrive, self._sent, self._pid).atexit = False
 
     def send(self, batch: Any) -> Arriving:
         """Enqueue the copies; does not wait for them."""
         with self._lock:
             with self._gpu.side():
-                there = _mapped(batch, self._gpu)
-                mark = self._gpu.mark()
-            self._sent.append((mark, batch))
+                try:
+                    there = _mapped(batch, self._gpu)
+                finally:  # the first copies may be under way when a later one is refused
+                    mark = self._gpu.mark()
+                    self._sent.append((mark, batch))
             while self._sent and self._sent[0][0].done():
                 self._sent.popleft()
         return Arriving(there, mark)
 
     def settle(self) -> None:
-        """Wait until all copies are through, and let go of what they were made from."""
-        with self._lock:
-            _arrive(self._sent, os.getpid())
+        """Wait until all copies are through, and let go of what they were made from.
+
+        Raises what the GPU raises. In a forked child nothing is copied, and the lock may be held by
+        a thread that is not there.
+        """
+        if os.getpid() == self._pid:
+            with self._lock:
+                _arrive(self._sent, self._pid)
 
 
 def _arrive(sent: deque[tuple[Mark, Any]], pid: int) -> None:
-    while sent and os.getpid() == pid:  # in a forked child nothing is copied
-        sent[0][0].wait_on_host()
-        sent.popleft()
+    while sent and os.getpid() == pid:
+        try:
+            sent[0][0].wait_on_host()
+        finally:
+            sent.popleft()
 
 
 def _mapped(value: Any, gpu: Gpu) -> Any:

@@ -56,7 +56,8 @@ class FakeAccelerator:
         self.pinned: dict[int, int] = {}
         self.arrivals: list[FakeArrival] = []
         self._held: set[int] = set()
-        self._lock = threading.Lock()  # guards all of them
+        # guards all of them; the collector may unpin on a thread that holds it
+        self._lock = threading.RLock()
 
     def take(self, tensors: Iterable[torch.Tensor]) -> None:
         """Let these tensors, and all that share their memory, be on the device."""
@@ -82,24 +83,19 @@ class FakeAccelerator:
 
     def pin(self, memory: Bytes) -> None:
         """Raises ValueError for memory that is page-locked already."""
-        self._pair("pin", memory, there=False)
-
-    def unpin(self, memory: Bytes) -> None:
-        """Raises ValueError for memory that is not page-locked as a whole."""
-        self._pair("unpin", memory, there=True)
-
-    def _pair(self, event: str, memory: Bytes, *, there: bool) -> None:
-        if not len(memory):
-            return
         address = memory.ctypes.data
         with self._lock:
-            self.events.append(event)
-            if self.pinned.get(address) != (len(memory) if there else None):
-                raise ValueError(f"{event} of {len(memory)} bytes that do not pair up")
-            if there:
-                del self.pinned[address]
-            else:
-                self.pinned[address] = len(memory)
+            self.events.append("pin")
+            if address in self.pinned:
+                raise ValueError(f"pin of {len(memory)} bytes that are page-locked")
+            self.pinned[address] = len(memory)
+
+    def unpin(self, address: int) -> None:
+        """Raises ValueError where no page-locked memory begins."""
+        with self._lock:
+            self.events.append("unpin")
+            if self.pinned.pop(address, None) is None:
+                raise ValueError(f"unpin of {address:#x}, where nothing is page-locked")
 
     def copy(self, pairs: list[Pair]) -> FakeArrival:
         """Note the copies; nothing is read before somebody waits for them or orders them."""

@@ -16,6 +16,7 @@ import xxhash
 
 from hpstore.codec import ErasureCode, choose_backend
 from hpstore.codec.galois import Bytes
+from hpstore.errors import ConfigError
 from hpstore.geometry import Code
 from hpstore.testing.fake_direct import FakeCuFile
 
@@ -67,7 +68,8 @@ class FakeGpu:
         self._obstacles = {} if obstacles is None else obstacles
         self._kernels = kernels
         self._pending = threading.local()
-        self._lock = threading.Lock()  # guards the counters
+        # guards the counters and `pinned`; the collector may unpin on a thread that holds it
+        self._lock = threading.RLock()
         self._code = ErasureCode(choose_backend())
 
     def begin(self) -> None:
@@ -78,9 +80,9 @@ class FakeGpu:
         """Like CUDA, refuses what overlaps memory that is locked, be that there any more or not."""
         first, size = memory.ctypes.data, memory.nbytes
         with self._lock:
-            for other, nbytes in self.pinned.items():
+            for other, nbytes in list(self.pinned.items()):
                 if first < other + nbytes and other < first + size:
-                    raise ValueError(f"{size} bytes at {first:#x} are page-locked already")
+                    raise ConfigError(f"{size} bytes at {first:#x} are page-locked already")
             self.pinned[first] = size
 
     def unpin(self, address: int) -> None:

@@ -29,7 +29,7 @@ from hpstore.errors import DirectError, DirectUnavailable
 CONFIG_VARIABLE, LOG_VARIABLE = "CUFILE_ENV_PATH_JSON", "CUFILE_LOGFILE_PATH"
 SYSTEM_CONFIG = "/etc/cufile.json"
 STATS_LEVEL = 3  # counters by GPU and by route
-_DRIVER_ALREADY_OPEN = 5026
+_DRIVER_ALREADY_OPEN, _NOT_REGISTERED = 5026, 5027
 
 _log = logging.getLogger(__name__)
 
@@ -151,8 +151,9 @@ class CuFile:
         try:
             return int(self._cufile.handle_register(descriptor.ptr))
         except self._cufile.cuFileError as error:
+            hint = unlisted(fd) if getattr(error, "status", None) == _NOT_REGISTERED else ""
             raise DirectUnavailable(
-                f"cuFile does not take the file: {error}{unlisted(fd)}; read it over pinned memory"
+                f"cuFile does not take the file: {error}{hint}; read it over pinned memory"
             ) from error
 
     def release_file(self, handle: int) -> None:
@@ -219,7 +220,7 @@ def unlisted(fd: int, directory: str = "/run/udev/data") -> str:
     """What to do where udev does not list the drive of a file, which cuFile then does not take."""
     drive = os.fstat(fd).st_dev
     entry = Path(directory) / f"b{os.major(drive)}:{os.minor(drive)}"
-    if entry.exists():
+    if os.path.exists(entry) or not os.major(drive):  # NFS and the like have no drive
         return ""
     return f" ({entry}, where cuFile looks the drive up, is not there: mount it into the container)"
 

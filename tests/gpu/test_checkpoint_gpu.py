@@ -123,7 +123,7 @@ def test_figures(pool: hpstore.Pool) -> None:
         raw.copy_(source, non_blocking=True)
     torch.cuda.synchronize()
     rate = 8 * 256 * MIB / (time.perf_counter() - began)
-    cuda.unpin(memory)
+    cuda.unpin(memory.ctypes.data)
     for staging in ("copy", "overlap"):
         with Checkpointer(
             pool, staging, rng=False, keep_last=1, staging=staging, example=run.state

@@ -126,7 +126,7 @@ def test_stage_2_raw_copies() -> None:
             nbytes = pieces * part
             say(2, name, part=part, h2d=gpu_rate(nbytes, to_device), d2h=gpu_rate(nbytes, to_host))
     torch.cuda.synchronize()
-    cuda.unpin(mapped)
+    cuda.unpin(mapped.ctypes.data)
 
 
 @pytest.mark.parametrize(("data", "parity"), [(4, 2), (8, 3), (10, 4)])
@@ -207,7 +207,7 @@ class Pinned:
     def close(self) -> None:
         """Threads and page locks."""
         self.pool.shutdown()
-        self.cuda.unpin(self.slots)
+        self.cuda.unpin(self.slots.ctypes.data)
 
 
 def read_direct(

@@ -91,6 +91,22 @@ def test_batches_of_pinned_memory_outlive_their_loader(place: Path) -> None:
             assert same([{n: v.cuda().cpu() for n, v in b.items()} for b in epoch], wanted)
 
 
+def test_copies_of_pinned_batches_may_run_after_the_batch_was_dropped(place: Path) -> None:
+    """A training loop that is ahead of its GPU: what it copies is what it was given."""
+    with hpstore.open(place / "pool.toml") as pool:
+        data = Dataset(pool, "records")
+        loader = DataLoader(data, batch_size=10, cache=0, seed=3, shuffle=True, pin_memory=True)
+        for epoch in range(3):
+            there = []
+            for batch in loader:
+                torch.cuda._sleep(40_000_000)  # type: ignore[no-untyped-call]  # 20 ms
+                there.append({n: v.to("cuda", non_blocking=True) for n, v in batch.items()})
+                del batch
+            found = [{n: v.cpu() for n, v in batch.items()} for batch in there]
+            assert same(found, cpu_epoch(data, epoch=epoch))
+        loader.close()
+
+
 class Failing(Bouncing):
     """The real GPU below a driver on host memory that does not answer: its arena is no use."""
 

@@ -16,11 +16,11 @@ from hpstore import buffers
 from hpstore.codec.galois import Bytes
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
 from hpstore.loaders import slab as slab_module
-from hpstore.loaders.filling import everything, everything_in_windows
+from hpstore.loaders.filling import Filler, everything, everything_in_windows
 from hpstore.loaders.slab import NEVER, Places, Slab
 from hpstore.loaders.windows import WindowOrder
 from hpstore.units import KIB, MIB
-from tests.fault.common import Bench, poll
+from tests.fault.common import Bench, Call, poll
 from tests.integration.loader_cases import MODES, PLAIN, value_of, write
 
 COUNT = 4000
@@ -199,3 +199,25 @@ def test_pages_wait_until_there_is_room_for_all_of_them(several: Dataset) -> Non
     with pytest.raises(ValueError, match="5 pages at once, there is room for 4"):
         slab.reserve(np.arange(8, 13))
     slab.close()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_the_end_of_one_slab_is_the_end_of_all(
+    tmp_path: Path, which: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when a late read has cost it its room: who waits for pages of another stream goes on."""
+    fields = {"x": Field("uint8", (4096,)), "raw": Field("bytes")}
+    with Bench(tmp_path).create(4, data=2, parity=1) as pool:
+        with DatasetWriter(pool, "two", fields, unit_bytes=64 * KIB, layout="columns") as writer:
+            for number in range(200):
+                writer.write({"x": np.zeros(4096, np.uint8), "raw": bytes(number)})
+        data = Dataset(pool, "two")
+        slabs = {s.number: Slab(data, s, int(s.page_starts[-1])) for s in data.streams}
+        assert len(slabs) == 2
+        closed, other = list(slabs.values())[:: -1 if which else 1]
+        closed.close()
+        with closing(Filler(slabs, everything(slabs))):
+            last = np.array([len(other.pages.start) - 1])
+            assert Call(lambda: other.wait(last, lambda: False)).ended(10)
+        assert caplog.text.count("filling ends with a slab") == 1
+        data.close()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import time
 from functools import partial
 from typing import Any
 
@@ -17,13 +16,16 @@ import pytest
 import torch
 
 import hpstore
-from hpstore.buffers import aligned_array
+from hpstore.buffers import aligned_array, lock_for_life
+from hpstore.checkpoint.arena import Arena
+from hpstore.errors import ConfigError
 from hpstore.loaders import DataLoader, Dataset
-from hpstore.loaders.gpu import lock_for_life
 from hpstore.loaders.slots import Slots
 from hpstore.loaders.transfer import Transfer
+from hpstore.testing.fake_accelerator import FakeAccelerator
 from hpstore.testing.fake_gpu import FakeGpu, FakeMark
 from hpstore.units import MIB
+from tests.fault.common import poll
 from tests.integration.direct_cases import cpu_epoch, gpu_epoch, write_direct
 from tests.integration.loader_cases import same
 
@@ -86,6 +88,18 @@ def test_a_lock_that_cannot_be_undone_is_told(caplog: pytest.LogCaptureFixture) 
     assert "CUDA error 999" in caplog.text
 
 
+def test_an_arena_of_checkpoints_that_nobody_closed_is_unlocked() -> None:
+    """Else the next one of the process is staged through pages that have gone."""
+    fake = FakeAccelerator()
+    arena = Arena(fake)
+    arena.reserve(3 * MIB)
+    view = arena.view(MIB)
+    del arena
+    assert list(fake.pinned.values()) == [3 * MIB]
+    del view
+    assert fake.pinned == {}
+
+
 def test_slots_of_other_sizes_and_lost_ones_are_unlocked() -> None:
     """Whatever way a slot ends."""
     gpu = FakeGpu()
@@ -118,8 +132,7 @@ def in_the_midst_of_copies(data: Dataset) -> tuple[Marking, DataLoader, Any]:
     loader = DataLoader(data, device=gpu, direct="off", cache=0, batch_size=10)
     run = iter(loader)
     next(run)
-    while len(gpu.marks) < 2:
-        time.sleep(0.001)
+    poll(10, lambda: len(gpu.marks) >= 2)
     assert not all(mark.done() for mark in gpu.marks)
     return gpu, loader, run
 
@@ -137,10 +150,7 @@ def test_a_loader_that_nobody_has_any_more_waits_for_copies(data: Dataset) -> No
     gpu, loader, run = in_the_midst_of_copies(data)
     del run, loader
     gc.collect()
-    deadline = time.monotonic() + 10
-    while not all(mark.done() for mark in gpu.marks) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert all(mark.done() for mark in gpu.marks)
+    poll(10, lambda: all(mark.done() for mark in gpu.marks))
 
 
 def test_what_was_sent_is_waited_for_when_the_way_ends() -> None:
@@ -151,3 +161,92 @@ def test_what_was_sent_is_waited_for_when_the_way_ends() -> None:
     del way
     assert gpu.marks[0].done()
     assert there.wait()["x"].tolist() == [0, 1, 2, 3]
+
+
+class Failing(Marking):
+    """A GPU that has failed: whoever waits for its copies is told."""
+
+    def mark(self) -> FakeMark:
+        mark = super().mark()
+
+        def fail() -> None:
+            raise RuntimeError("CUDA error 710: device-side assert")
+
+        mark.wait_on_host = fail  # type: ignore[method-assign]
+        return mark
+
+
+def test_closing_stops_the_reading_when_the_gpu_has_failed(data: Dataset) -> None:
+    """The error is told once; threads end and memory goes all the same."""
+    loader = DataLoader(data, device=Failing(), direct="off", cache=0, batch_size=10)
+    way = loader.finish._transfer
+    assert way is not None
+    loader.engine()
+    way.send({"x": torch.arange(4)})
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        loader.close()
+    assert loader._engine is None
+    loader.close()
+
+
+def test_a_forked_child_waits_for_no_copies_of_its_parent() -> None:
+    """Nor for the lock of a thread that is not there."""
+    gpu = Marking()
+    way = Transfer(gpu)
+    way.send({"x": torch.arange(4)})
+    with way._lock:
+        child = os.fork()
+        if not child:
+            way.settle()
+            os._exit(1 if gpu.marks[0].done() else 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    way.settle()
+    assert gpu.marks[0].done()
+
+
+def test_copies_of_a_batch_that_the_gpu_refuses_in_part_are_waited_for() -> None:
+    """The second of two uploads fails: the source of the first stays until its copy is through."""
+
+    class Small(Marking):
+        def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.numel() > 10:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().upload(tensor)
+
+    gpu = Small()
+    way = Transfer(gpu)
+    with pytest.raises(torch.OutOfMemoryError):
+        way.send({"x": torch.arange(4), "y": torch.arange(40)})
+    assert [mark.done() for mark in gpu.marks] == [False]
+    way.settle()
+    assert gpu.marks[0].done()
+
+
+def test_closed_slots_let_go_of_all_but_what_somebody_has() -> None:
+    """At once, not when the collector finds them; a batch stays good."""
+    gpu = FakeGpu()
+    slots = Slots(16 * MIB, partial(lock_for_life, gpu))
+    free, out = slots.take(MIB), slots.take(2 * MIB)
+    batch = out.memory[:100]
+    out.memory[:] = 7
+    out.hand_out([batch])
+    free.release()
+    del free, out
+    slots.close()
+    assert list(gpu.pinned.values()) == [3 * MIB]
+    assert (batch == 7).all()
+    del batch
+    assert gpu.pinned == {}
+
+
+def test_memory_that_cannot_be_locked_is_not_counted() -> None:
+    """The next call has the whole budget again."""
+
+    def refuse(memory: object) -> None:
+        raise ConfigError("no more locks")
+
+    slots = Slots(4 * MIB, refuse)
+    for _ in range(3):
+        with pytest.raises(ConfigError, match="no more locks"):
+            slots.take(3 * MIB)
+    assert slots.made_bytes == 0

@@ -72,3 +72,5 @@ def test_a_drive_that_udev_does_not_list_is_named(tmp_path: Path) -> None:
         assert f"{entry}, where cuFile looks" in unlisted(file.fileno(), str(tmp_path))
         entry.write_text("E:ID_FS_TYPE=ext4\n")
         assert unlisted(file.fileno(), str(tmp_path)) == ""
+    with Path("/proc/self/stat").open() as file:  # on no drive
+        assert unlisted(file.fileno(), str(tmp_path)) == ""
