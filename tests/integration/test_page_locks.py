@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 from functools import partial
 from typing import Any
@@ -197,6 +198,7 @@ def test_a_forked_child_waits_for_no_copies_of_its_parent() -> None:
     with way._lock:
         child = os.fork()
         if not child:
+            signal.alarm(5)  # it would wait for ever
             way.settle()
             os._exit(1 if gpu.marks[0].done() else 0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
