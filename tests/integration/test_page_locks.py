@@ -198,6 +198,7 @@ def test_a_forked_child_waits_for_no_copies_of_its_parent() -> None:
     with way._lock:
         child = os.fork()
         if not child:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(5)  # it would wait for ever
             way.settle()
             os._exit(1 if gpu.marks[0].done() else 0)
