@@ -100,10 +100,11 @@ class Lease:
     into is never released, and its bytes stay charged (PROTOCOL 21).
     """
 
-    __slots__ = ("_pool", "array", "nbytes")
+    __slots__ = ("_pool", "array", "keep", "nbytes")
 
-    def __init__(self, pool: BufferPool, array: Bytes, nbytes: int) -> None:
+    def __init__(self, pool: BufferPool, array: Bytes, nbytes: int, *, keep: bool) -> None:
         self._pool = pool
+        self.keep = keep
         self.array = array
         self.nbytes = nbytes
 
@@ -123,8 +124,18 @@ class BufferPool:
         self._kept_bytes = 0
         self._lock = threading.Lock()  # guards _free and _kept_bytes
 
-    def lease(self, nbytes: int, timeout_seconds: float | None = None) -> Lease:
-        """A buffer of at least `nbytes`; contents are undefined. Raises BudgetExceeded."""
+    @property
+    def kept_bytes(self) -> int:
+        """Of buffers that nobody has, kept for the next ones of their sizes."""
+        return self._kept_bytes
+
+    def lease(
+        self, nbytes: int, timeout_seconds: float | None = None, *, keep: bool = True
+    ) -> Lease:
+        """A buffer of at least `nbytes`; contents are undefined. Raises BudgetExceeded.
+
+        Not `keep`: what is rare and of any size. Its memory goes with it, unless it was there.
+        """
         size = self._size_class(nbytes)
         self.budget.acquire(size, timeout_seconds)
         with self._lock:
@@ -140,7 +151,7 @@ class BufferPool:
         except BaseException:
             self.budget.release(size)
             raise
-        return Lease(self, array, size)
+        return Lease(self, array, size, keep=keep or kept is not None)
 
     @staticmethod
     def _size_class(nbytes: int) -> int:
@@ -151,7 +162,7 @@ class BufferPool:
 
     def _take_back(self, lease: Lease) -> None:
         with self._lock:
-            if self._kept_bytes + lease.nbytes <= self.budget.limit_bytes:
+            if lease.keep and self._kept_bytes + lease.nbytes <= self.budget.limit_bytes:
                 self._free[lease.nbytes].append(lease.array)
                 self._kept_bytes += lease.nbytes
         self.budget.release(lease.nbytes)

@@ -215,7 +215,9 @@ class Engine(Closing):
             self._slabs = {s.number: Slab(data, s, int(s.page_starts[-1])) for s in self._paged}
             fills = everything(self._slabs)
             if windows is not None:
-                fills = everything_in_windows(data, windows, self._slabs, epoch, position)
+                fills = everything_in_windows(
+                    data, windows, self._slabs, epoch, position, batch_rows=self._batch_rows
+                )
             self._filler = Filler(self._slabs, fills, held=held)
         slabs, filler, own = self._slabs, self._filler, False
         if self.mode == "window" and windows is not None:
@@ -229,7 +231,7 @@ class Engine(Closing):
             # where all pages fit they stay: a filler that need not wait for room would never rest
             fits = all(slab.capacity == len(slab.pages.start) for slab in slabs.values())
             chosen = everything_in_windows if fits else in_windows
-            fills = chosen(data, windows, slabs, epoch, position)
+            fills = chosen(data, windows, slabs, epoch, position, batch_rows=self._batch_rows)
             filler = Filler(slabs, fills, held=held)
             self._fillers.add(filler)
             self._filling.update(filler.threads)

@@ -41,25 +41,49 @@ def everything(slabs: Mapping[int, Slab]) -> Iterator[Fill]:
 
 
 def in_windows(
-    data: StoredData, order: WindowOrder, slabs: Mapping[int, Slab], epoch: int, position: int
-) -> Iterator[Fill]:
-    """The windows from a position on, of this epoch and all that follow."""
+    data: StoredData, order: WindowOrder, slabs: Mapping[int, Slab], epoch: int, position: int,
+    *, batch_rows: int,
+) -> Iterator[Fill]:  # fmt: skip
+    """The windows from a position on, of this epoch and all that follow, as fills_of() joins them.
+
+    So many samples are a batch.
+    """
     stripes = data.stripes()
     while order.length:
-        while position < order.length:
-            window = order.window_of(epoch, position)
-            pages = {n: _pages_of(slab, stripes, window.stripes) for n, slab in slabs.items()}
-            yield Fill(pages, epoch * order.length + window.stop)
-            position = window.stop
+        for chosen, stop in fills_of(order, epoch, position, batch_rows):
+            pages = {n: _pages_of(slab, stripes, chosen) for n, slab in slabs.items()}
+            yield Fill(pages, epoch * order.length + stop)
         epoch, position = epoch + 1, 0
 
 
+def fills_of(
+    order: WindowOrder, epoch: int, position: int, batch_rows: int
+) -> Iterator[tuple[Int64s, int]]:
+    """Stripes to fill at once, and the position that they reach, to the end of an epoch. Pure.
+
+    Windows that hold less than a batch are joined: it needs them all, and one after another they
+    would leave devices without work. Never more stripes than a large window has: there may not be
+    room for more.
+    """
+    while position < order.length:
+        start, windows = position, list[Int64s]()
+        while position < order.length and position - start < batch_rows:
+            window = order.window_of(epoch, position)
+            count = sum(map(len, windows))
+            if windows and count + len(window.stripes) > order.window_stripes:
+                break
+            windows.append(window.stripes)
+            position = window.stop
+        yield np.concatenate(windows), position
+
+
 def everything_in_windows(
-    data: StoredData, order: WindowOrder, slabs: Mapping[int, Slab], epoch: int, position: int
-) -> Iterator[Fill]:
+    data: StoredData, order: WindowOrder, slabs: Mapping[int, Slab], epoch: int, position: int,
+    *, batch_rows: int,
+) -> Iterator[Fill]:  # fmt: skip
     """All pages, those of the windows to come in this epoch first."""
     if position < order.length:
-        for fill in in_windows(data, order, slabs, epoch, position):
+        for fill in in_windows(data, order, slabs, epoch, position, batch_rows=batch_rows):
             yield Fill(fill.pages, NEVER)
             if fill.expire >= (epoch + 1) * order.length:
                 break
@@ -179,5 +203,5 @@ class Filler(Closing):
             thread.join()
 
 
-__all__ = ["WINDOWS_KEPT", "Fill", "Filler", "everything", "everything_in_windows",
+__all__ = ["WINDOWS_KEPT", "Fill", "Filler", "everything", "everything_in_windows", "fills_of",
            "in_windows", "page_bounds", "stripes_kept"]  # fmt: skip

@@ -114,7 +114,7 @@ class _Race:
         if kind == "hedged" and not store.routing.budget.spend(nbytes):
             store.metrics.count("read_hedge_refused_total")
             return None
-        lease = store.scratch(memory, "read_hedge")
+        lease = store.scratch(memory, "read_hedge", keep=False)
         if lease is None:
             return None
         store.metrics.count(f"read_{kind}_total")
@@ -197,7 +197,7 @@ def probe_avoided(reader: ObjectReader, low: int, high: int) -> None:
         if found is None or not store.routing.probe(device):
             continue
         try:
-            lease = store.buffers.lease(high - low, 0.0)
+            lease = store.buffers.lease(high - low, 0.0, keep=False)
         except BudgetExceeded:
             store.routing.probed(device, False)
             continue

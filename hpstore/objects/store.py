@@ -98,13 +98,13 @@ class Store:
             self.settings.device_deadline_seconds,
         )
 
-    def scratch(self, nbytes: int, what: str) -> Lease | None:
+    def scratch(self, nbytes: int, what: str, *, keep: bool = True) -> Lease | None:
         """Memory for reads that have another way, a slower one; None where all is in use.
 
-        Counted as `<what>_without_memory_total`, and logged once.
+        Counted as `<what>_without_memory_total`, and logged once. `keep`: see BufferPool.lease().
         """
         try:
-            return self.buffers.lease(nbytes, 0.0)
+            return self.buffers.lease(nbytes, 0.0, keep=keep)
         except BudgetExceeded:
             if self.metrics.count(f"{what}_without_memory_total") == 1:
                 _log.warning(

@@ -108,6 +108,20 @@ def test_up_to_two_late_reads_are_overtaken_by_spares(
             assert 0 in recorder.drain().operation  # a read
 
 
+def test_the_memory_of_a_spare_read_goes_with_it(tmp_path: Path) -> None:
+    """Spare reads are rare and of many sizes: a long run would gain a buffer of each."""
+    with late_pool(tmp_path) as late:
+        assert late.read() == BODY
+        buffers = late.pool._store.buffers
+        late.hang(0)
+        before = buffers.kept_bytes + buffers.budget.used_bytes
+        assert within(LIMIT, late.read) == BODY
+        assert late.count("read_hedge_won_total") == 1
+        late.release()
+        poll(LIMIT, lambda: buffers.budget.used_bytes == 0)
+        assert buffers.kept_bytes <= before
+
+
 def test_late_reads_of_a_file_that_was_closed_do_not_accuse_the_device(tmp_path: Path) -> None:
     """A hedged read closes its files; ten errors in ten minutes would make its devices faulty."""
     with late_pool(tmp_path) as late:

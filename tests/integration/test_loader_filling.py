@@ -39,7 +39,7 @@ def test_a_window_shuffle_fills_memory_in_its_own_order_and_all_of_it(tmp_path: 
         (stream,) = data.streams
         slab = Slab(data, stream, int(stream.page_starts[-1]))
         start = order.window_of(3, COUNT // 2)
-        fills = list(everything_in_windows(data, order, {0: slab}, 3, start.start))
+        fills = list(everything_in_windows(data, order, {0: slab}, 3, start.start, batch_rows=1))
         assert all(fill.expire == NEVER for fill in fills)
         rest = order.indices(3, start.start, COUNT)
         wanted = data.locate(stream, rest).page

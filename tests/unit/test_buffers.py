@@ -160,6 +160,25 @@ def test_a_buffer_above_the_budget_is_not_kept() -> None:
     assert collect_after(lend) == [False]
 
 
+def test_a_buffer_for_once_is_not_kept() -> None:
+    """Its size may never be asked for again; one that was kept before serves it and stays."""
+    pool = BufferPool(ByteBudget(64 * MIB))
+
+    def lend(nbytes: int) -> list[weakref.ref[Bytes]]:
+        lease = pool.lease(nbytes, keep=False)
+        reference = weakref.ref(lease.array)
+        lease.release()
+        return [reference]
+
+    assert collect_after(lambda: lend(3 * MIB)) == [False]
+    assert pool.budget.used_bytes == 0
+    kept = pool.lease(5 * MIB)
+    where = address(kept.array)
+    kept.release()
+    assert collect_after(lambda: lend(5 * MIB)) == [True]
+    assert address(pool.lease(5 * MIB).array) == where
+
+
 def test_clear_drops_kept_buffers() -> None:
     """A pool that closes gives its memory back."""
     pool = BufferPool(ByteBudget(4 * MIB))
