@@ -141,9 +141,9 @@ def test_spare_units_share_large_pieces_of_memory(
         store = reader._store
         lease, asked = store.buffers.lease, []
 
-        def spy(nbytes: int, timeout_seconds: float | None = None) -> Any:
+        def spy(nbytes: int, *given: Any, **options: Any) -> Any:  # Any: passed on
             asked.append(nbytes)
-            return lease(nbytes, timeout_seconds)
+            return lease(nbytes, *given, **options)
 
         monkeypatch.setattr(store.buffers, "lease", spy)
         assert read(reader, ALL[:9])[1].good.all()
