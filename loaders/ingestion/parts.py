@@ -76,9 +76,10 @@ class PartsWriter:
         self._held = 0  # bytes of samples in the part being filled
         self._finishing: Future[None] | None = None  # what it saves is read after it is done
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="hpstore-ingest-part")
-        remove_objects(target.pool, target.name, start.writing)
         self._nonces = (new_nonce(), new_nonce())
-        self._save(start)
+        # first: another process that still writes these cannot tell the journal from here on
+        self._save(start, *start.writing)
+        discard(target.pool, target.name, start.writing)
         self._writer: PartWriter | None = self._fresh()
 
     @property
@@ -99,9 +100,11 @@ class PartsWriter:
             raise AssertionError("a part failed to be finished; nothing more can be written")
         return self._writer
 
-    def _save(self, progressed: Progressed) -> None:
-        """Tell the journal, with the nonces of the parts that may have objects before the next."""
-        progressed = replace(progressed, writing=self._nonces)
+    def _save(self, progressed: Progressed, *gone: str) -> None:
+        """Tell the journal, with the nonces of the parts that may have objects before the next, and
+        of what is about to be removed.
+        """
+        progressed = replace(progressed, writing=(*self._nonces, *gone))
         self._journal.save(progressed)
         self.progressed = progressed
 
@@ -202,21 +205,16 @@ def replaceable(pool: Pool, name: str, *, overwrite: bool) -> str | None:
     return version
 
 
-def remove_objects(pool: Pool, name: str, nonces: Iterable[str]) -> None:
-    """Delete what was stored under these nonces."""
+def discard(pool: Pool, name: str, nonces: Iterable[str]) -> None:
+    """Delete what unfinished ingests stored under these nonces; what is published stays."""
     gone = set(nonces)
-    if gone:
-        keys = pool.list(f"data/{name}/")
-        for key in keys:
-            if nonce_of(name, key) in gone:
-                with contextlib.suppress(ObjectNotFound):
-                    pool.delete(key)
-
-
-def discard(pool: Pool, name: str, found: Progressed) -> None:
-    """Delete what an unfinished ingest stored; what was published meanwhile stays."""
-    nonces = {part.nonce for part in found.parts} | set(found.writing)
-    remove_objects(pool, name, nonces - _published(pool, name))
+    if not gone:
+        return
+    gone -= _published(pool, name)
+    for key in pool.list(f"data/{name}/"):
+        if nonce_of(name, key) in gone:
+            with contextlib.suppress(ObjectNotFound):
+                pool.delete(key)
 
 
 def is_published(pool: Pool, name: str, found: Progressed) -> bool:
@@ -233,5 +231,4 @@ def _published(pool: Pool, name: str) -> set[str]:
         return set()
 
 
-__all__ = ["FILL", "PartsWriter", "Target", "discard", "is_published", "remove_objects",
-           "replaceable"]  # fmt: skip
+__all__ = ["FILL", "PartsWriter", "Target", "discard", "is_published", "replaceable"]

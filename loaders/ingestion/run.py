@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -30,7 +30,7 @@ from hpstore.loaders.ingestion.ordering import (
     Placed,
     Records,
 )
-from hpstore.loaders.ingestion.parts import PartsWriter, Target, discard, is_published, replaceable
+from hpstore.loaders.ingestion.parts import PartsWriter, Target, is_published, replaceable
 from hpstore.loaders.ingestion.report import IngestCallback, IngestProgress, IngestReport
 from hpstore.loaders.ingestion.source import BlockSource, IndexedSource, Item, Source
 from hpstore.loaders.layout import SHARD_BYTES
@@ -135,7 +135,7 @@ class _Run:
     def go(self, fields: Fields | None, *, resume: bool) -> tuple[DatasetManifest, Progressed, int]:
         """Write and publish; returns the manifest, the journal, and the samples there were."""
         journal = Journal(self.pool, self.name)
-        found = self._earlier(journal, resume)
+        found, gone = self._earlier(journal, resume)
         if found is not None and not isinstance(fields, Mapping):
             if fields is not None and [n for n, *_ in found.plan["fields"]] != list(fields):
                 raise self._other(found, f"fields were {found.plan['fields']}, now {fields}")
@@ -145,6 +145,7 @@ class _Run:
         if found is not None:
             self._check(found, start)
             start, ahead = found, records.read(found.place)
+        start = replace(start, writing=gone)
         target = Target(
             pool=self.pool, name=self.name, fields=chosen, seed=self.seed, replaces=self.replaces,
             metadata={**self.metadata, "ingest": self._lineage(start)}, **self.options,
@@ -161,17 +162,16 @@ class _Run:
                 ) from error
         return manifest, parts.progressed, start.rows
 
-    def _earlier(self, journal: Journal, resume: bool) -> Progressed | None:
-        """What an earlier run left to go on with."""
+    def _earlier(self, journal: Journal, resume: bool) -> tuple[Progressed | None, tuple[str, ...]]:
+        """What an earlier run left to go on with, and the nonces of what it left to remove."""
         found = journal.read()
-        if found is not None and (not resume or is_published(self.pool, self.name, found)):
-            discard(self.pool, self.name, found)
-            journal.remove()
-            return None
-        if found is not None and not found.parts:  # nothing to go on with, so nothing to refuse
-            discard(self.pool, self.name, found)
-            return None
-        return found
+        if found is None:
+            return None, ()
+        stored = (*(part.nonce for part in found.parts), *found.writing)
+        if not resume or is_published(self.pool, self.name, found):
+            return None, stored
+        # without parts there is nothing to go on with, so nothing to refuse
+        return (found, found.writing) if found.parts else (None, stored)
 
     def _opened(
         self, fields: Fields | None

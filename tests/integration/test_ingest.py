@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from hpstore.loaders import (
     verify_dataset,
 )
 from hpstore.loaders.ingestion.journal import Journal, Progressed
+from hpstore.loaders.manifest import nonce_of
 from hpstore.pool import Pool
 
 SHARD: dict[str, Any] = {"shard_bytes": 1 << 16, "unit_bytes": 1 << 14}  # small ones: many parts
@@ -323,18 +325,64 @@ def test_a_taken_name_is_refused_before_anything_is_read(pool: Pool, tmp_path: P
 
 
 def test_of_two_ingests_of_one_name_one_stops(pool: Pool, tmp_path: Path) -> None:
-    """The journal tells: the one that is behind ends, the data set of the other is whole."""
+    """The journal tells: the one that is behind ends, the data set of the other is whole. Which one
+    that is depends on whether the first has finished a part when the second one begins."""
     root = images(tmp_path / "in")
-    reports: list[IngestReport] = []
+    done: list[IngestReport] = []
+    stopped: list[Exception] = []
 
-    def other(done: IngestProgress) -> None:
-        if done.records == 30 and not reports:
-            reports.append(ingest(pool, "train", root, **SHARD))
+    def run(progress: Callable[[IngestProgress], None] | None = None) -> None:
+        try:
+            done.append(ingest(pool, "train", root, progress=progress, **SHARD))
+        except (IngestError, VersionConflict) as error:
+            stopped.append(error)
 
-    with pytest.raises((IngestError, VersionConflict), match=r"another process|exists"):
-        ingest(pool, "train", root, progress=other, **SHARD)
+    def other(now: IngestProgress) -> None:
+        if now.records == 30 and not (done or stopped):
+            run()
+
+    run(other)
+    assert len(done) == 1
+    (error,) = stopped
+    assert re.search("another process|exists", str(error))
     assert sorted(rows(pool, "train")) == sorted(wanted_rows(root))
     assert verify_dataset(pool, "train").clean
+
+
+@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize("after", [1, 30])
+def test_an_ingest_that_is_behind_removes_nothing(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int, resume: bool
+) -> None:
+    """Another one goes on between its look at the journal and its first word there: what that one
+    is writing stays. Without another one, the same call removes it and is whole."""
+    root = images(tmp_path / "in")
+    kept = cut_short(pool, "cut", root, after)
+    assert (kept > 0) == (after > 1)
+    writing = [f"data/cut/{n}/begun" for n in unfinished_ingests(pool)["cut"].writing]
+    for key in writing:
+        pool.put(key, b"half a part")
+    before, plain = keys_left(pool, "cut"), Journal.read
+
+    def overtaken(self: Journal) -> Progressed | None:
+        monkeypatch.setattr(Journal, "read", plain)
+        found, other = plain(self), Journal(pool, "cut")
+        told = other.read()
+        assert told is not None
+        other.save(told)
+        return found
+
+    monkeypatch.setattr(Journal, "read", overtaken)
+    with pytest.raises(IngestError, match="another process"):
+        ingest(pool, "cut", root, resume=resume, **SHARD)
+    assert keys_left(pool, "cut") == before
+    report = ingest(pool, "cut", root, resume=resume, **SHARD)
+    assert report.resumed_samples == (kept if resume else 0)
+    assert verify_dataset(pool, "cut").clean
+    assert not set(writing) & set(keys_left(pool, "cut"))
+    with Dataset(pool, "cut") as found:
+        nonces = {part.nonce for part in found.manifest.parts}
+    assert {nonce_of("cut", key) for key in keys_left(pool, "cut")} <= {None, *nonces}
 
 
 def test_orphans_are_removed_and_an_unfinished_ingest_is_not(pool: Pool, tmp_path: Path) -> None:
