@@ -12,7 +12,7 @@ from typing import Self
 
 import numpy as np
 
-from hpstore.errors import ConfigError, ObjectNotFound, VersionConflict
+from hpstore.errors import ConfigError, ObjectNotFound, TooFewDevices, VersionConflict
 from hpstore.loaders.dataset import read_manifest
 from hpstore.loaders.fields import Field
 from hpstore.loaders.ingestion.infer import sample_bytes
@@ -77,9 +77,7 @@ class PartsWriter:
         self._finishing: Future[None] | None = None  # what it saves is read after it is done
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="hpstore-ingest-part")
         self._nonces = (new_nonce(), new_nonce())
-        # first: another process that still writes these cannot tell the journal from here on
-        self._save(start, *start.writing)
-        discard(target.pool, target.name, start.writing)
+        self._claim(start)
         self._writer: PartWriter | None = self._fresh()
 
     @property
@@ -99,6 +97,22 @@ class PartsWriter:
         if self._writer is None:
             raise AssertionError("a part failed to be finished; nothing more can be written")
         return self._writer
+
+    def _claim(self, start: Progressed) -> None:
+        """Tell the journal, then remove what an earlier run left: another process that still writes
+        it stops at its next word there.
+        """
+        try:
+            self._save(start, *start.writing)
+        except TooFewDevices:
+            if start.parts or not start.writing:
+                raise
+            # a full pool takes tombstones, nothing else: there is nothing in the journal to lose
+            self._journal.remove()
+            discard(self._target.pool, self._target.name, start.writing)
+            self._save(start)
+        else:
+            discard(self._target.pool, self._target.name, start.writing)
 
     def _save(self, progressed: Progressed, *gone: str) -> None:
         """Tell the journal, with the nonces of the parts that may have objects before the next, and
@@ -165,13 +179,12 @@ class PartsWriter:
         if self._current().rows or not self.progressed.parts:
             self._turn()
             self._settle()
-        else:
-            self._save(self._state())
         target, parts = self._target, self.progressed.parts
         manifest = replace(
             self._schema, parts=parts,
             content=joined_content(target.pool, target.name, self._schema, parts),
         )  # fmt: skip
+        self._save(self._state())  # or another process has begun anew, and removes these parts
         key = manifest_key(target.name)
         publish(target.pool, target.name, key, manifest, version=target.replaces)
         self._journal.remove()

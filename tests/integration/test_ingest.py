@@ -38,6 +38,7 @@ from hpstore.loaders import (
 )
 from hpstore.loaders.ingestion.journal import Journal, Progressed
 from hpstore.loaders.manifest import nonce_of
+from hpstore.loaders.publishing import joined_content
 from hpstore.pool import Pool
 
 SHARD: dict[str, Any] = {"shard_bytes": 1 << 16, "unit_bytes": 1 << 14}  # small ones: many parts
@@ -383,6 +384,48 @@ def test_an_ingest_that_is_behind_removes_nothing(
     with Dataset(pool, "cut") as found:
         nonces = {part.nonce for part in found.manifest.parts}
     assert {nonce_of("cut", key) for key in keys_left(pool, "cut")} <= {None, *nonces}
+
+
+def test_an_ingest_begun_anew_makes_room_in_a_full_pool(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only tombstones fit until what the earlier one stored is gone. One that goes on keeps it."""
+    root = images(tmp_path / "in")
+    kept, plain, full = cut_short(pool, "cut", root, 30), Pool.put, [True]
+
+    def put(self: Pool, key: str, *given: Any, **options: Any) -> Any:  # Any: passed on
+        full[0] = full[0] and any(nonce_of("cut", one) for one in keys_left(self, "cut"))
+        if full[0]:
+            raise TooFewDevices("0 of 3 devices can take new data")
+        return plain(self, key, *given, **options)
+
+    monkeypatch.setattr(Pool, "put", put)
+    with pytest.raises(TooFewDevices):
+        ingest(pool, "cut", root, **SHARD)
+    assert unfinished_ingests(pool)["cut"].rows == kept > 0
+    ingest(pool, "cut", root, resume=False, **SHARD)
+    assert verify_dataset(pool, "cut").clean
+
+
+def test_an_ingest_whose_parts_another_one_removes_publishes_nothing(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one begins anew when all is written but the manifest."""
+    root = images(tmp_path / "in")
+    where = "hpstore.loaders.ingestion.parts.joined_content"
+
+    def joined(*given: Any) -> Any:  # Any: passed on
+        found = joined_content(*given)
+        monkeypatch.setattr(where, joined_content)
+        with pytest.raises(Stop):
+            ingest(pool, "cut", root, resume=False, progress=stop_after(1), **SHARD)
+        return found
+
+    monkeypatch.setattr(where, joined)
+    with pytest.raises(IngestError, match="another process"):
+        ingest(pool, "cut", root, **SHARD)
+    with pytest.raises(ObjectNotFound):
+        Dataset(pool, "cut")
 
 
 def test_orphans_are_removed_and_an_unfinished_ingest_is_not(pool: Pool, tmp_path: Path) -> None:
