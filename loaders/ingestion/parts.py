@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from hpstore.loaders.writer import checked_sample
 from hpstore.membership import check_unit
 from hpstore.pool import Pool
 
+_log = logging.getLogger(__name__)
 FILL = 0.9
 """Of a shard's bytes: a part ends there, so that padding does not begin another, tiny shard."""
 
@@ -108,6 +110,11 @@ class PartsWriter:
             if start.parts or not start.writing:
                 raise
             # a full pool takes tombstones, nothing else: there is nothing in the journal to lose
+            _log.warning(
+                "the pool is full: what an earlier ingest of %r stored is removed before this one "
+                "is in the journal; were it killed now, remove_orphans would find it",
+                self._target.name,
+            )
             self._journal.remove()
             discard(self._target.pool, self._target.name, start.writing)
             self._save(start)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import hpstore
 from hpstore.errors import (
     ConfigError,
     DeviceFull,
@@ -28,7 +26,6 @@ from hpstore.loaders import (
     DatasetWriter,
     Field,
     IngestProgress,
-    IngestReport,
     delete_dataset,
     ingest,
     list_datasets,
@@ -37,67 +34,25 @@ from hpstore.loaders import (
     verify_dataset,
 )
 from hpstore.loaders.ingestion.journal import Journal, Progressed
-from hpstore.loaders.manifest import nonce_of
-from hpstore.loaders.publishing import joined_content
 from hpstore.pool import Pool
+from tests.integration.ingest_cases import (
+    SHARD,
+    cut_short,
+    images,
+    keys_left,
+    make_pool,
+    rows,
+    samples,
+    wanted_rows,
+)
 
-SHARD: dict[str, Any] = {"shard_bytes": 1 << 16, "unit_bytes": 1 << 14}  # small ones: many parts
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
 def pool(tmp_path: Path) -> Iterator[Pool]:
-    devices = [tmp_path / f"disk{i}" for i in range(4)]
-    with hpstore.create(devices, data=2, parity=1, config=tmp_path / "pool.toml") as made:
+    with make_pool(tmp_path) as made:
         yield made
-
-
-def images(root: Path, count: int = 60, size: int = 8000) -> Path:
-    """Files like JPEGs in three classes."""
-    rng = np.random.default_rng(0)
-    for number in range(count):
-        path = root / f"class{number % 3}" / f"{number:05d}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        body = rng.bytes(size).replace(b"\xff", b"\0")
-        path.write_bytes(b"\xff\xd8\xff\xda\0\2" + body + b"\xff\xd9")
-    return root
-
-
-def rows(pool: Pool, name: str) -> list[tuple[bytes, int]]:
-    return [(sample["image"], int(sample["label"])) for sample in samples(pool, name)]
-
-
-def samples(pool: Pool, name: str) -> list[dict[str, Any]]:
-    """All of them. Any: values are bytes, str or tensors by field."""
-    with Dataset(pool, name) as found:
-        return found.__getitems__(list(range(len(found))))
-
-
-def wanted_rows(root: Path) -> list[tuple[bytes, int]]:
-    return [(path.read_bytes(), int(path.parent.name[-1])) for path in sorted(root.rglob("*.jpg"))]
-
-
-def keys_left(pool: Pool, name: str) -> list[str]:
-    return pool.list(f"data/{name}/")
-
-
-class Stop(Exception):
-    """Ends an ingest from its progress callback."""
-
-
-def stop_after(records: int) -> Callable[[IngestProgress], None]:
-    def progress(done: IngestProgress) -> None:
-        if done.records >= records:
-            raise Stop
-
-    return progress
-
-
-def cut_short(pool: Pool, name: str, source: object, after: int, **options: Any) -> int:
-    """Ingest until an exception; returns the samples that are kept."""
-    with pytest.raises(Stop):
-        ingest(pool, name, source, progress=stop_after(after), **SHARD, **options)
-    return unfinished_ingests(pool)[name].rows
 
 
 def test_an_image_folder_is_there_in_a_recorded_order(pool: Pool, tmp_path: Path) -> None:
@@ -323,109 +278,6 @@ def test_a_taken_name_is_refused_before_anything_is_read(pool: Pool, tmp_path: P
     assert first.fingerprint != second.fingerprint
     assert sorted(rows(pool, "train")) == sorted(wanted_rows(half))
     assert remove_orphans(pool, "train") == 0, "objects of the replaced one are left"
-
-
-def test_of_two_ingests_of_one_name_one_stops(pool: Pool, tmp_path: Path) -> None:
-    """The journal tells: the one that is behind ends, the data set of the other is whole. Which one
-    that is depends on whether the first has finished a part when the second one begins."""
-    root = images(tmp_path / "in")
-    done: list[IngestReport] = []
-    stopped: list[Exception] = []
-
-    def run(progress: Callable[[IngestProgress], None] | None = None) -> None:
-        try:
-            done.append(ingest(pool, "train", root, progress=progress, **SHARD))
-        except (IngestError, VersionConflict) as error:
-            stopped.append(error)
-
-    def other(now: IngestProgress) -> None:
-        if now.records == 30 and not (done or stopped):
-            run()
-
-    run(other)
-    assert len(done) == 1
-    (error,) = stopped
-    assert re.search("another process|exists", str(error))
-    assert sorted(rows(pool, "train")) == sorted(wanted_rows(root))
-    assert verify_dataset(pool, "train").clean
-
-
-@pytest.mark.parametrize("resume", [True, False])
-@pytest.mark.parametrize("after", [1, 30])
-def test_an_ingest_that_is_behind_removes_nothing(
-    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int, resume: bool
-) -> None:
-    """Another one goes on between its look at the journal and its first word there: what that one
-    is writing stays. Without another one, the same call removes it and is whole."""
-    root = images(tmp_path / "in")
-    kept = cut_short(pool, "cut", root, after)
-    assert (kept > 0) == (after > 1)
-    writing = [f"data/cut/{n}/begun" for n in unfinished_ingests(pool)["cut"].writing]
-    for key in writing:
-        pool.put(key, b"half a part")
-    before, plain = keys_left(pool, "cut"), Journal.read
-
-    def overtaken(self: Journal) -> Progressed | None:
-        monkeypatch.setattr(Journal, "read", plain)
-        found, other = plain(self), Journal(pool, "cut")
-        told = other.read()
-        assert told is not None
-        other.save(told)
-        return found
-
-    monkeypatch.setattr(Journal, "read", overtaken)
-    with pytest.raises(IngestError, match="another process"):
-        ingest(pool, "cut", root, resume=resume, **SHARD)
-    assert keys_left(pool, "cut") == before
-    report = ingest(pool, "cut", root, resume=resume, **SHARD)
-    assert report.resumed_samples == (kept if resume else 0)
-    assert verify_dataset(pool, "cut").clean
-    assert not set(writing) & set(keys_left(pool, "cut"))
-    with Dataset(pool, "cut") as found:
-        nonces = {part.nonce for part in found.manifest.parts}
-    assert {nonce_of("cut", key) for key in keys_left(pool, "cut")} <= {None, *nonces}
-
-
-def test_an_ingest_begun_anew_makes_room_in_a_full_pool(
-    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only tombstones fit until what the earlier one stored is gone. One that goes on keeps it."""
-    root = images(tmp_path / "in")
-    kept, plain, full = cut_short(pool, "cut", root, 30), Pool.put, [True]
-
-    def put(self: Pool, key: str, *given: Any, **options: Any) -> Any:  # Any: passed on
-        full[0] = full[0] and any(nonce_of("cut", one) for one in keys_left(self, "cut"))
-        if full[0]:
-            raise TooFewDevices("0 of 3 devices can take new data")
-        return plain(self, key, *given, **options)
-
-    monkeypatch.setattr(Pool, "put", put)
-    with pytest.raises(TooFewDevices):
-        ingest(pool, "cut", root, **SHARD)
-    assert unfinished_ingests(pool)["cut"].rows == kept > 0
-    ingest(pool, "cut", root, resume=False, **SHARD)
-    assert verify_dataset(pool, "cut").clean
-
-
-def test_an_ingest_whose_parts_another_one_removes_publishes_nothing(
-    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another one begins anew when all is written but the manifest."""
-    root = images(tmp_path / "in")
-    where = "hpstore.loaders.ingestion.parts.joined_content"
-
-    def joined(*given: Any) -> Any:  # Any: passed on
-        found = joined_content(*given)
-        monkeypatch.setattr(where, joined_content)
-        with pytest.raises(Stop):
-            ingest(pool, "cut", root, resume=False, progress=stop_after(1), **SHARD)
-        return found
-
-    monkeypatch.setattr(where, joined)
-    with pytest.raises(IngestError, match="another process"):
-        ingest(pool, "cut", root, **SHARD)
-    with pytest.raises(ObjectNotFound):
-        Dataset(pool, "cut")
 
 
 def test_orphans_are_removed_and_an_unfinished_ingest_is_not(pool: Pool, tmp_path: Path) -> None:
