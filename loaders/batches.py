@@ -13,6 +13,7 @@ import torch
 from hpstore.codec import address_of
 from hpstore.codec.galois import Bytes
 from hpstore.loaders.assemble import field_views
+from hpstore.loaders.counts import Counts
 from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.fields import Array, Field, FieldKind
 from hpstore.loaders.joining import join
@@ -77,15 +78,6 @@ BatchValue: TypeAlias = torch.Tensor | Ragged | list[str]
 Batch = dict[str, BatchValue]
 
 
-@dataclass(slots=True)
-class Counts:
-    """Of one loader: hints, not exact beside other threads."""
-
-    gathered_total: int = 0  # records out of pages in memory
-    read_total: int = 0  # records read by themselves
-    make_seconds: float = 0.0
-
-
 class Assembler:
     """Makes batches of one data set. Thread-safe. `slabs`: by stream number, where there is one."""
 
@@ -121,7 +113,8 @@ class Assembler:
             places = self._data.locate(stream, indices, checksums=False)  # read_rows has its own
             if awaited and slab is not None:
                 ahead = places.page[:awaited]
-                slab.wait(ahead[ahead >= 0], urgent)
+                with self._counts.awaiting.running():
+                    slab.wait(ahead[ahead >= 0], urgent)
             if stream.fixed is None:
                 found.update(self._ragged(stream, indices, places))
             elif self._direct is not None and stream.number not in self._slabs:
@@ -228,18 +221,21 @@ class Assembler:
         assert stream.fixed is not None
         length = stream.fixed.length
         targets = [rows[row, :length] for row in which.tolist()]
-        if self._cached is not None:
-            whole = len(which) == len(rows) and rows.shape[1] == length
-            good = self._cached(stream, indices[which], rows if whole else targets)
-        else:
-            addresses = address_of(rows.reshape(-1)) + which * rows.shape[1]
-            good = self._data.read_rows(stream, indices[which], targets, addresses)
+        with self._counts.reading.running():
+            if self._cached is not None:
+                whole = len(which) == len(rows) and rows.shape[1] == length
+                good = self._cached(stream, indices[which], rows if whole else targets)
+            else:
+                addresses = address_of(rows.reshape(-1)) + which * rows.shape[1]
+                good = self._data.read_rows(stream, indices[which], targets, addresses)
         if not good:
             raise SlotLost
         self._counts.read_total += len(which)
 
     def _read_verified(self, stream: Stream, indices: Int64s, rows: Bytes) -> None:
-        for row, record in enumerate(self._data.read_records(stream, indices)[0]):
+        with self._counts.reading.running():
+            records, _ = self._data.read_records(stream, indices)
+        for row, record in enumerate(records):
             rows[row, : len(record)] = record
         self._counts.read_total += len(indices)
 
@@ -258,7 +254,8 @@ class Assembler:
                 self._counts.gathered_total += len(have)
                 yield have.tolist(), slab.views(slots[have], chosen(places, have))
         lengths = places.length[lack]
-        for part, records in read_parts(self._data, stream, indices[lack], lengths, cached):
+        parts = read_parts(self._data, stream, indices[lack], lengths, cached)
+        for part, records in self._counts.reading.timed(parts):
             yield lack[part].tolist(), records
         self._counts.read_total += len(lack)
 
@@ -283,7 +280,7 @@ class Assembler:
             moves += [_Move.ragged(begin[:, c], places.ragged[:, c]) for c, _ in ragged]
             for rows, records in self._records(stream, indices, places):
                 for move, out in zip(moves, outs, strict=True):
-                    move.run(rows, records, out)
+                    self._counts.numpy_joins_total += not move.run(rows, records, out)
             for name, out in zip(fixed, outs, strict=False):
                 arrays.append(_typed(out, fields[name]))
                 found[name] = fields[name].as_tensor(arrays[-1])
@@ -323,18 +320,18 @@ class _Move:
         """Rows of many sizes."""
         return cls(low.tolist(), length.tolist(), (np.cumsum(length) - length).tolist())
 
-    def run(self, rows: Sequence[int], records: Sequence[Bytes], out: Bytes) -> None:
+    def run(self, rows: Sequence[int], records: Sequence[Bytes], out: Bytes) -> bool:
         """Copy these rows, which ascend. All of them are one call: less is done between its copies,
-        where other threads wait for the interpreter's lock.
+        where other threads wait for the interpreter's lock. As joining.join.
         """
         lows, lengths, places = self.low, self.length, self.at
         if rows and len(rows) == len(lows):
             bounds = zip(records, lows, lengths, strict=True)
-            join([record[low : low + length] for record, low, length in bounds], out)
-            return
+            return join([record[low : low + length] for record, low, length in bounds], out)
         for row, record in zip(rows, records, strict=True):
             low, length, at = lows[row], lengths[row], places[row]
             out[at : at + length] = record[low : low + length]
+        return True
 
 
 def _places(sizes: Sequence[int]) -> list[int]:
@@ -365,6 +362,17 @@ def chosen(places: Locations, which: Int64s) -> Locations:
     )  # fmt: skip
 
 
+def nbytes_of(batch: Batch) -> int:
+    """Bytes of its values; of text as many as it has characters."""
+    total = 0
+    for value in batch.values():
+        if isinstance(value, Ragged):
+            total += value.values.nbytes + value.offsets.nbytes
+        else:
+            total += sum(map(len, value)) if isinstance(value, list) else value.nbytes
+    return total
+
+
 def samples_of(batch: Batch, fields: Mapping[str, Field], count: int) -> list[dict[str, Any]]:
     """The samples of a batch as Dataset.__getitem__ has them: views, bytes and str as objects."""
     columns: dict[str, list[Any]] = {}
@@ -376,4 +384,4 @@ def samples_of(batch: Batch, fields: Mapping[str, Field], count: int) -> list[di
     return [{name: columns[name][row] for name in columns} for row in range(count)]
 
 
-__all__ = ["Assembler", "Batch", "BatchValue", "Counts", "Ragged", "chosen", "samples_of"]
+__all__ = ["Assembler", "Batch", "BatchValue", "Ragged", "chosen", "nbytes_of", "samples_of"]

@@ -15,9 +15,10 @@ import numpy as np
 from hpstore.budget import available_bytes
 from hpstore.closing import Closing
 from hpstore.errors import ConfigError
-from hpstore.loaders.batches import Assembler, Batch, Counts, samples_of
+from hpstore.loaders.batches import Assembler, Batch, samples_of
 from hpstore.loaders.cache import Cache
 from hpstore.loaders.caching import CachedReads, CachedRun
+from hpstore.loaders.counts import Counts, PoolReads
 from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.draws import Indices
 from hpstore.loaders.fields import Field
@@ -156,6 +157,8 @@ class Engine(Closing):
         self._fillers: weakref.WeakSet[Filler] = weakref.WeakSet()
         self._filling: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self.counts = Counts()
+        self._reads = PoolReads([data.pool])
+        self._decoded_before = self._decode_seconds()
         # records larger than a page are read by themselves: pages of them are of no use
         self._paged = [s for s in data.streams if s.fixed is None or s.fixed.per_page]
         needed = sum(Slab.bytes_needed(s, int(s.page_starts[-1])) for s in self._paged)
@@ -218,7 +221,7 @@ class Engine(Closing):
                 fills = everything_in_windows(
                     data, windows, self._slabs, epoch, position, batch_rows=self._batch_rows
                 )
-            self._filler = Filler(self._slabs, fills, held=held)
+            self._filler = Filler(self._slabs, fills, held=held, filling=self.counts.filling)
         slabs, filler, own = self._slabs, self._filler, False
         if self.mode == "window" and windows is not None:
             stripes, counts = data.stripes(), windows.samples_by_stripe
@@ -232,7 +235,7 @@ class Engine(Closing):
             fits = all(slab.capacity == len(slab.pages.start) for slab in slabs.values())
             chosen = everything_in_windows if fits else in_windows
             fills = chosen(data, windows, slabs, epoch, position, batch_rows=self._batch_rows)
-            filler = Filler(slabs, fills, held=held)
+            filler = Filler(slabs, fills, held=held, filling=self.counts.filling)
             self._fillers.add(filler)
             self._filling.update(filler.threads)
             own = True
@@ -255,20 +258,29 @@ class Engine(Closing):
             epoch=epoch,
         )
 
+    def _decode_seconds(self) -> float:
+        return sum(stream.decoding.seconds for stream in self._data.streams)
+
     def stats(self) -> dict[str, Any]:
         """Counters since the start."""
+        counts, decoded = self.counts, self._decode_seconds() - self._decoded_before
         direct = {} if self.direct is None else {"direct": self.direct.stats()}
-        return direct | {
-            "mode": self.mode,
-            "assemble_seconds": self.counts.make_seconds,
-            "pages_in_memory": sum(slab.kept for slab in self._slabs.values()),
-            "pages_to_keep": sum(slab.capacity for slab in self._slabs.values()),
-            "records_gathered": self.counts.gathered_total,
-            "records_read": self.counts.read_total,
-            "shards_reopened": self._data.shards_reopened,
-            "batches_in_ordinary_memory": self._slots.ordinary_total,
-            "batch_memory_bytes": self._slots.made_bytes,
-        }
+        return (
+            direct
+            | self._reads.stats()
+            | counts.stalls(decoded)
+            | {
+                "mode": self.mode,
+                "pages_in_memory": sum(slab.kept for slab in self._slabs.values()),
+                "pages_to_keep": sum(slab.capacity for slab in self._slabs.values()),
+                "records_gathered": self.counts.gathered_total,
+                "records_read": self.counts.read_total,
+                "shards_reopened": self._data.shards_reopened,
+                "joined_by_numpy": counts.numpy_joins_total,
+                "batches_in_ordinary_memory": self._slots.ordinary_total,
+                "batch_memory_bytes": self._slots.made_bytes,
+            }
+        )
 
     def stop(self) -> None:
         """Stop filling, without waiting. Idempotent."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpstore.closing import Closing
+from hpstore.loaders.counts import Stopwatch
 from hpstore.loaders.layout import Int64s
 from hpstore.loaders.slab import NEVER, Places, Slab
 from hpstore.loaders.stored import StoredData
@@ -123,13 +124,16 @@ def _pages_of(slab: Slab, stripes: Int64s, chosen: Int64s) -> Int64s:
 class Filler(Closing):
     """Loads what `fills` says, on threads of its own, until it is closed.
 
-    Room is taken in the order of `fills`. A `held` one waits for begin().
+    Room is taken in the order of `fills`. A `held` one waits for begin(). `filling` counts the
+    seconds of reading.
     """
 
     def __init__(
-        self, slabs: Mapping[int, Slab], fills: Iterator[Fill], *, held: bool = False
-    ) -> None:
+        self, slabs: Mapping[int, Slab], fills: Iterator[Fill], *, held: bool = False,
+        filling: Stopwatch | None = None,
+    ) -> None:  # fmt: skip
         self._slabs, self._fills = slabs, fills
+        self._filling = filling or Stopwatch()
         self._begun, self._closed = threading.Event(), threading.Event()
         self._turn = threading.Lock()  # guards _fills, and the order in which room is taken
         if not held:
@@ -160,7 +164,8 @@ class Filler(Closing):
         try:
             while (found := self._next()) is not None:
                 for slab, places in found:
-                    slab.read(places)
+                    with self._filling.running():
+                        slab.read(places)
         except Exception:  # noqa: BLE001 (logged; those who wait go on without slabs)
             _log.exception("filling ends; records are read one by one from here on")
             for slab in self._slabs.values():

@@ -18,7 +18,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as pinned
 from hpstore.buffers import lock_for_life
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError, IntegrityError, TooManyErasures
-from hpstore.loaders.batches import Batch
+from hpstore.loaders.batches import Batch, nbytes_of
 from hpstore.loaders.draws import Indices
 from hpstore.loaders.gpu import Cuda, Gpu, gpu_of
 from hpstore.loaders.mixture import AnySession
@@ -31,11 +31,16 @@ _DOMAIN = 0x68707374  # keeps generators for transforms apart from those of orde
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A finished batch, `empty` when nothing is left of it, and how many samples were skipped."""
+    """A finished batch, `empty` when nothing is left of it, and how many samples were skipped.
+
+    `samples` and `nbytes` are those that were read for it.
+    """
 
     batch: Any
     skipped: int
     empty: bool = False
+    samples: int = 0
+    nbytes: int = 0
 
 
 # Any below: batches are whatever the user's functions return
@@ -55,6 +60,7 @@ class Finish:
         self._transfer = None if self.gpu is None else Transfer(self.gpu)
         self._locks: Gpu | None = None  # whose batches are page-locked in torch's own memory
         self.batches_total = self.skipped_total = 0  # handed out, or skipped there
+        self.samples_total = self.bytes_total = 0  # handed out
         self._said = False  # that samples are skipped
         self.transform_seconds = 0.0
 
@@ -99,6 +105,7 @@ class Finish:
             indices = indices[list(rows)]
             batch = session.batch(indices)
         made: Any = batch
+        nbytes = nbytes_of(batch)
         began = time.perf_counter()
         if self._transform is not None or self._collate is not None or piece.single:
             made = self._by_sample(session, piece, indices, batch, rows or range(len(indices)))
@@ -110,12 +117,24 @@ class Finish:
         elif self._locks is not None:
             with self._locks.side():
                 made = pinned(made)  # type: ignore[no-untyped-call]  # torch's
-        return Made(made, skipped)
+        return Made(made, skipped, samples=len(indices), nbytes=nbytes)
 
     def settle(self) -> None:
         """Wait for copies to a device that are under way."""
         if self._transfer is not None:
             self._transfer.settle()
+
+    def counted(self, samples: int) -> None:
+        """Torch has made a batch, of so many samples where that is known."""
+        self.batches_total += 1
+        self.samples_total += samples
+
+    def stats(self) -> dict[str, Any]:
+        """What was handed out, and how long its finishing took."""
+        sent = 0.0 if self._transfer is None else self._transfer.seconds
+        return {"batches": self.batches_total, "samples": self.samples_total,
+                "bytes": self.bytes_total, "transform_seconds": self.transform_seconds,
+                "host_to_device_seconds": sent, "skipped_samples": self.skipped_total}  # fmt: skip
 
     def _by_sample(
         self, session: AnySession, piece: Piece, indices: Indices, batch: Batch, rows: Sequence[int]
@@ -174,6 +193,8 @@ class Finish:
         """On the user's thread: what was sent to a device is ordered before what the user does."""
         self.skipped_total += made.skipped
         self.batches_total += not made.empty
+        self.samples_total += made.samples
+        self.bytes_total += made.nbytes
         return made.batch.wait() if isinstance(made.batch, Arriving) else made.batch
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -70,7 +71,7 @@ class ForeignIterator:
         return len(self._found)
 
     def __next__(self) -> Any:
-        loader = self._loader()
+        loader, asked = self._loader(), time.perf_counter()
         try:
             batch = next(self._found)
         except StopIteration:
@@ -79,12 +80,15 @@ class ForeignIterator:
             self._over = True
             raise
         self._number += 1
-        after = (self._epoch, self._number)
+        after, samples = (self._epoch, self._number), 0
         if self._asked is not None:
-            after = self._asked.popleft().after
+            piece = self._asked.popleft()
+            after, samples = piece.after, piece.samples
         elif self._number == self._length:
             after = (self._epoch + 1, 0)
         if loader is not None:
+            loader.waits.waited(asked)
+            loader.finish.counted(samples)
             loader.moved(after)
         return batch
 

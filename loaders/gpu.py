@@ -30,6 +30,9 @@ class Mark(Protocol):
     def wait_on_host(self) -> None:
         """Block the calling thread until the GPU is past it."""
 
+    def seconds(self) -> float:
+        """What the GPU took from the start() that it was made with, else 0; of one that is done."""
+
     def order(self, tensors: Iterable[torch.Tensor]) -> None:
         """What is enqueued on the caller's stream from now on comes after it.
 
@@ -61,7 +64,10 @@ class Gpu(Protocol):
         Its host memory must not change before a mark() behind it is done.
         """
 
-    def mark(self) -> Mark:
+    def start(self) -> object:
+        """Inside side(): what mark() takes to know the time of what is enqueued in between."""
+
+    def mark(self, started: object = None) -> Mark:
         """Inside side(): a mark behind what was enqueued so far."""
 
     def obstacle(self, directory: str) -> str | None:
@@ -82,14 +88,19 @@ class Gpu(Protocol):
 
 # Any below: torch.cuda's streams and events are untyped
 class _Event:
-    def __init__(self, event: Any, device: torch.device) -> None:
-        self._event, self._device = event, device
+    def __init__(self, started: Any, event: Any, device: torch.device) -> None:
+        self._started, self._event, self._device = started, event, device
 
     def done(self) -> bool:
         return bool(self._event.query())
 
     def wait_on_host(self) -> None:
         self._event.synchronize()
+
+    def seconds(self) -> float:
+        if self._started is None:
+            return 0.0
+        return float(self._started.elapsed_time(self._event)) / 1e3  # it tells milliseconds
 
     def order(self, tensors: Iterable[torch.Tensor]) -> None:
         stream: Any = torch.cuda.current_stream(self._device)
@@ -135,10 +146,13 @@ class Cuda:
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True)
 
-    def mark(self) -> Mark:
-        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    def start(self) -> object:
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
-        return _Event(event, self.device)
+        return event
+
+    def mark(self, started: object = None) -> Mark:
+        return _Event(started, self.start(), self.device)
 
     @property
     def _number(self) -> int:

@@ -18,23 +18,24 @@ _log = logging.getLogger(__name__)
 LARGE_BYTES = 8 * KIB  # mean size of pieces from which on torch joins them faster than numpy
 
 
-def join(pieces: Sequence[Bytes], out: Bytes) -> None:
+def join(pieces: Sequence[Bytes], out: Bytes) -> bool:
     """Copy pieces, uint8 (n,) each, one after another into `out`, which is as long as all of them.
 
     Any thread, not two of them into the same memory. numpy takes the interpreter's lock anew for
     each piece, and threads that do so at once keep each other waiting: 256 times a batch. torch
     takes it once, but would wake threads of its own for each large piece: not within this call
-    (docs/decisions/0042).
+    (docs/decisions/0042). False where numpy had to join large ones, as torch's OpenMP is not there.
     """
     if len(out) < LARGE_BYTES * len(pieces) or not all(one.flags.writeable for one in pieces):
         np.concatenate(pieces, out=out)
-        return
+        return True
     with _on_this_thread() as alone:
         if alone:
             torch.cat([torch.from_numpy(one) for one in pieces], out=torch.from_numpy(out))
         else:
             _say_that_numpy_joins()
             np.concatenate(pieces, out=out)
+    return alone
 
 
 @functools.cache

@@ -15,6 +15,7 @@ import torch.utils.data
 
 from hpstore.errors import ConfigError
 from hpstore.loaders.cache import Cache
+from hpstore.loaders.counts import Waits
 from hpstore.loaders.engine import PREFETCH_BYTES, Engine, cache_budget
 from hpstore.loaders.finishing import Finish
 from hpstore.loaders.foreign import ForeignIterator, PositionSampler
@@ -177,7 +178,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._told: int | None = None  # the epoch that the user's sampler was told
         self._state_text: tuple[tuple[str, ...], str] | None = None
         self.skipped_batches_total = 0  # read again to get to a position: see docs/data.md
-        self.wait_seconds = 0.0  # that next() waited for a batch
+        self.waits, self._engine_stats = Waits(), dict[str, Any]()  # of the one that was closed
         self._engine: AnyEngine | None = None
         self._engine_end: weakref.finalize[..., Any] | None = None
         self._ready: Run | None = None  # made ahead for the next epoch
@@ -416,16 +417,17 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             self._state_text = (prints, text)
         return self._state_text
 
+    @property
+    def wait_seconds(self) -> float:
+        """How long next() waited for batches."""
+        return self.waits.data_seconds
+
     def stats(self) -> dict[str, Any]:
         """Where the time went: see docs/data.md."""
-        found: dict[str, Any] = {"batches": self.finish.batches_total,
-                                 "wait_seconds": self.wait_seconds,
-                                 "transform_seconds": self.finish.transform_seconds,
-                                 "skipped_samples": self.finish.skipped_total}  # fmt: skip
+        found = self.finish.stats() | self.waits.stats(self.finish.samples_total)
         if self.finish.gpu is not None and self._no_direct():
             found["direct"] = {"state": "off", "reason": self._no_direct()}
-        if self._engine is not None:
-            found.update(self._engine.stats())
+        found.update(self._engine_stats if self._engine is None else self._engine.stats())
         if isinstance(self.cache, Cache):
             found["cache"] = self.cache.stats()
         return found
@@ -483,6 +485,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         finally:
             if engine is not None:
                 engine.close()
+                self._engine_stats = engine.stats()
             self._let_engine_go()
 
 

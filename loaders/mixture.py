@@ -13,8 +13,9 @@ import torch
 from hpstore.closing import Closing
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError
-from hpstore.loaders.batches import Batch, BatchValue, Counts, Ragged, samples_of
+from hpstore.loaders.batches import Batch, BatchValue, Ragged, samples_of
 from hpstore.loaders.cache import Cache
+from hpstore.loaders.counts import Counts, PoolReads
 from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.draws import Indices, derive_seed
 from hpstore.loaders.engine import Engine, Session
@@ -161,6 +162,7 @@ class MixedEngine(Closing):
         ]  # fmt: skip
         self.pid = self._engines[0].pid
         self.counts = Counts()
+        self._reads = PoolReads(data.pool for data in mixture.datasets)
 
     def expect(self, steady: int, most: int) -> None:
         """Nothing: slots of many small shares would take far more than the budget."""
@@ -177,8 +179,9 @@ class MixedEngine(Closing):
             for name, value in engine.stats().items():
                 if isinstance(value, int | float):
                     found[name] = value + float(found.get(name, 0))
-        found["assemble_seconds"] = self.counts.make_seconds
-        return found
+        fetched = sum(engine.counts.fetch_seconds for engine in self._engines)
+        found["assemble_seconds"] = max(0.0, self.counts.make_seconds - fetched)
+        return found | self._reads.stats()
 
     def stop(self) -> None:
         """As Engine.stop."""

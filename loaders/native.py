@@ -147,16 +147,12 @@ class Run:
         depth = depth * threads if depth else _depth(loader, native, threads, rows)
         engine.expect(steady=depth + STEADY, most=depth + HELD + 1)  # 1: a small one beside these
         self._pipeline = Pipeline(
-            todo, lambda piece: finish.make(session, piece), depth=depth, threads=threads, rows=rows
-        )
+            todo, lambda piece: finish.make(session, piece), depth=depth, threads=threads,
+            rows=rows, waits=loader.waits,
+        )  # fmt: skip
         self._session.needed_from(self._pipeline.peek())
         # after the pipeline's: at exit it is called first, and wakes threads that wait for pages
         self._leave = weakref.finalize(self, _leave, session, os.getpid())
-
-    @property
-    def wait_seconds(self) -> float:
-        """How long take() waited."""
-        return self._pipeline.wait_seconds
 
     @property
     def threads(self) -> tuple[threading.Thread, ...]:
@@ -254,7 +250,6 @@ class NativeIterator:
     def __init__(self, loader: DataLoader, run: Run, epoch: int) -> None:
         self._loader, self._epoch = loader, epoch
         self._run: Run | None = run
-        self._waited = loader.wait_seconds - run.wait_seconds
 
     def __iter__(self) -> NativeIterator:
         return self
@@ -290,7 +285,6 @@ class NativeIterator:
                 if not run.going:
                     self._run = None
                 raise
-            self._loader.wait_seconds = self._waited + run.wait_seconds
             self._loader.moved(piece.after)
             batch = self._loader.finish.hand_out(made)
             if not made.empty:  # else all of its samples were skipped

@@ -206,7 +206,8 @@ def _read_pages(
 
 def _decode(stream: Stream, pages: PageTable, number: int, stored: Bytes, out: Bytes) -> None:
     try:
-        decode(stream.compression, stored, out)
+        with stream.decoding.running():
+            decode(stream.compression, stored, out)
     except IntegrityError as error:
         raise IntegrityError(
             f"page {number} of stream {stream.name!r} (samples {pages.first_sample[number]}...): "

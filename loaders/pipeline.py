@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar, cast
 
 from hpstore.closing import Closing
+from hpstore.loaders.counts import Waits
 from hpstore.loaders.progress import Piece
 
 T = TypeVar("T")
@@ -32,10 +33,10 @@ class _Job(Generic[T]):
     Who takes a batch makes the job for another one, with cold caches after each training step.
     """
 
-    __slots__ = ("_busy", "done", "error", "made", "piece")
+    __slots__ = ("_busy", "done", "done_at", "error", "made", "piece")
 
     def __init__(self, piece: Piece) -> None:
-        self.piece, self.done = piece, False
+        self.piece, self.done, self.done_at = piece, False, 0.0
         self.made: T | None = None
         self.error: BaseException | None = None
         self._busy = threading.Lock()  # held until it is done
@@ -43,6 +44,7 @@ class _Job(Generic[T]):
 
     def settle(self, made: T | None, error: BaseException | None) -> None:
         """It is done. Once."""
+        self.done_at = time.perf_counter()
         self.made, self.error, self.done = made, error, True
         self._busy.release()
 
@@ -63,14 +65,15 @@ class Pipeline(Closing, Generic[T]):
     is made alone: somebody waits for it, and the others would share its cores. Of pieces of `rows`
     samples that is: one more is ahead where a small one, the last of an epoch, is among them.
     Otherwise a thread that is done with the small one had nothing to do until it is taken.
-    One thread takes; closing or dropping it gives up what is under way. `wait_seconds`: how long
-    take() waited; `waiting`: whether it does. The threads are daemons, stopped and joined at exit:
-    those of an executor are joined before anybody could wake one that waits inside `make`.
+    One thread takes; closing or dropping it gives up what is under way. `waits`: where take() adds
+    how long it waited, or was waited for; `waiting`: whether it does. The threads are daemons,
+    stopped and joined at exit: those of an executor are joined before anybody could wake one that
+    waits inside `make`.
     """
 
     def __init__(
         self, todo: Iterator[Piece], make: Callable[[Piece], T], *, depth: int, threads: int,
-        rows: int = 1,
+        rows: int = 1, waits: Waits | None = None,
     ) -> None:  # fmt: skip
         self._todo, self._depth, self._rows = todo, max(1, depth), max(1, rows)
         self._low = self._depth - max(1, self._depth // 4)  # it is filled up from here
@@ -79,7 +82,7 @@ class Pipeline(Closing, Generic[T]):
         self._jobs: _Jobs[T] = queue.SimpleQueue()
         self._held: deque[_Job[T]] = deque()  # until the first one is made
         self._closed = threading.Event()
-        self.wait_seconds = 0.0
+        self._waits = waits or Waits()
         self.waiting = False
         self._threads = [
             threading.Thread(
@@ -124,16 +127,19 @@ class Pipeline(Closing, Generic[T]):
         """
         if not self._flying:
             raise StopIteration
-        job = self._flying[0]
-        if not job.done:
-            began = time.perf_counter()
+        job, waits, asked = self._flying[0], self._waits, time.perf_counter()
+        if job.done:
+            waits.began = waits.began or asked
+            waits.trainer_seconds += max(0.0, asked - max(job.done_at, waits.until))
+            waits.until = asked
+        else:
             try:
                 self.waiting = True
                 if not job.wait(timeout_seconds):
                     raise BatchTimeout
             finally:
                 self.waiting = False
-                self.wait_seconds += time.perf_counter() - began
+                waits.waited(asked)
         if job.error is not None:
             raise job.error
         self._top_up(job)  # first: an interrupt in it loses no batch

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
+from hpstore.loaders.counts import Stopwatch
 from hpstore.loaders.layout import FixedPlan, Int64s, Record, even_rows
 from hpstore.loaders.manifest import Part
 from hpstore.loaders.shards import UInt64s
@@ -55,6 +56,7 @@ class Stream:
     rows: Int64s
     payload_bytes: Int64s
     side_hashes: Sequence[str]
+    decoding: Stopwatch = field(default_factory=Stopwatch)  # compressed pages, by whoever reads it
 
     @cached_property
     def row_starts(self) -> Int64s:

@@ -38,6 +38,7 @@ class Transfer:
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         self._sent: deque[tuple[Mark, Any]] = deque()
+        self.seconds = 0.0  # that the GPU took for copies, of those that were seen to be through
         self._pid = os.getpid()
         self._lock = threading.Lock()  # guards _sent, and the order in which marks are made
         weakref.finalize(self, _arrive, self._sent, self._pid).atexit = False
@@ -46,13 +47,14 @@ class Transfer:
         """Enqueue the copies; does not wait for them."""
         with self._lock:
             with self._gpu.side():
+                started = self._gpu.start()
                 try:
                     there = _mapped(batch, self._gpu)
                 finally:  # the first copies may be under way when a later one is refused
-                    mark = self._gpu.mark()
+                    mark = self._gpu.mark(started)
                     self._sent.append((mark, batch))
             while self._sent and self._sent[0][0].done():
-                self._sent.popleft()
+                self.seconds += self._sent.popleft()[0].seconds()
         return Arriving(there, mark)
 
     def settle(self) -> None:

@@ -6,6 +6,7 @@ It satisfies loaders' `Gpu` by its shape alone; testing lies below loaders.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -27,6 +28,7 @@ class FakeMark:
 
     def __init__(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._pairs = pairs
+        self._seconds = 0.0
         self._lock = threading.Lock()  # guards _pairs
 
     def done(self) -> bool:
@@ -38,8 +40,14 @@ class FakeMark:
         """Run them, unless they have."""
         with self._lock:
             pairs, self._pairs = self._pairs, []
+            began = time.perf_counter()
             for target, source in pairs:
                 target.copy_(source)
+            self._seconds += time.perf_counter() - began
+
+    def seconds(self) -> float:
+        """Of the copies; 0 before they have run."""
+        return self._seconds
 
     def order(self, tensors: Iterable[torch.Tensor]) -> None:
         """Run them: what the caller does next is later work of the stream."""
@@ -101,7 +109,11 @@ class FakeGpu:
         self._pending.pairs.append((made, tensor))
         return made
 
-    def mark(self) -> FakeMark:
+    def start(self) -> object:
+        """Copies tell their time themselves."""
+        return None
+
+    def mark(self, started: object = None) -> FakeMark:
         """Behind all uploads of this thread since side()."""
         pairs, self._pending.pairs = self._pending.pairs, []
         return FakeMark(pairs)

@@ -17,7 +17,7 @@ from hpstore.buffers import Lease
 from hpstore.errors import IntegrityError, ObjectNotFound, TooManyErasures
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, parts
 from hpstore.loaders.slots import Slot, Slots
-from tests.fault.common import Bench, Hangs, column_number, flip, within
+from tests.fault.common import Bench, Hangs, column_number, flip, poll, within
 from tests.integration.data_sets import SMALL, sample
 from tests.integration.loader_cases import (
     COUNT,
@@ -245,6 +245,25 @@ def test_corrupt_records_are_repaired_and_counted(made: Bench, mode: str) -> Non
         found = epoch(Dataset(pool, "rows"), mode)
         assert same(found, healthy)
         assert pool.metrics.value("column_mismatch_total") > 0
+
+
+def test_a_loader_says_what_was_damaged_and_repaired(made: Bench) -> None:
+    """Since it began: nothing before, then the columns that did not match and the object."""
+    with made.open() as pool:
+        data = Dataset(pool, "rows")
+        damage(made, data, 40, 1)
+        loader = DataLoader(data, batch_size=10, cache=0)
+        found = list(loader)
+        poll(20, lambda: loader.stats()["repaired_objects"] == 1)
+        stats = loader.stats()
+        assert stats["damaged_reads"] > 0
+        assert stats["degraded_reads"] > 0
+        loader.close()
+        after = DataLoader(data, batch_size=10, cache=0)
+        assert same(list(after), found)
+        for name in ("damaged_reads", "degraded_reads", "repaired_objects"):
+            assert after.stats()[name] == 0
+        after.close()
 
 
 @pytest.mark.parametrize("mode", MODES)

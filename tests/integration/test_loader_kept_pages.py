@@ -16,8 +16,9 @@ import torch
 import hpstore
 from hpstore.errors import TooManyErasures
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, Mixture
-from hpstore.loaders.batches import Assembler, Counts
+from hpstore.loaders.batches import Assembler
 from hpstore.loaders.blocks import GROUP_BLOCKS, BlockTable
+from hpstore.loaders.counts import Counts
 from hpstore.loaders.slab import Slab
 from hpstore.loaders.slots import Slots
 from hpstore.units import KIB, MIB

@@ -38,8 +38,8 @@ class Marking(FakeGpu):
         super().__init__()
         self.marks: list[FakeMark] = []
 
-    def mark(self) -> FakeMark:
-        self.marks.append(super().mark())
+    def mark(self, started: object = None) -> FakeMark:
+        self.marks.append(super().mark(started))
         return self.marks[-1]
 
 
@@ -167,8 +167,8 @@ def test_what_was_sent_is_waited_for_when_the_way_ends() -> None:
 class Failing(Marking):
     """A GPU that has failed: whoever waits for its copies is told."""
 
-    def mark(self) -> FakeMark:
-        mark = super().mark()
+    def mark(self, started: object = None) -> FakeMark:
+        mark = super().mark(started)
 
         def fail() -> None:
             raise RuntimeError("CUDA error 710: device-side assert")
