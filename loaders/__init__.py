@@ -16,6 +16,7 @@ from hpstore.loaders.ingestion import (
 )
 from hpstore.loaders.loader import DataLoader
 from hpstore.loaders.mixture import Mixture
+from hpstore.loaders.order import Order
 from hpstore.loaders.publishing import (
     DatasetInfo,
     delete_dataset,
@@ -25,9 +26,10 @@ from hpstore.loaders.publishing import (
     written_parts,
 )
 from hpstore.loaders.verifying import DatasetReport, verify_dataset
+from hpstore.loaders.weighted import WeightedOrder
 from hpstore.loaders.writer import DatasetWriter
 
 __all__ = ["Cache", "DataLoader", "Dataset", "DatasetInfo", "DatasetReport", "DatasetWriter",
-           "Field", "IngestProgress", "IngestReport", "Mixture", "Ragged", "delete_dataset",
-           "ingest", "list_datasets", "open_source", "publish_parts", "remove_orphans",
-           "unfinished_ingests", "verify_dataset", "written_parts"]  # fmt: skip
+           "Field", "IngestProgress", "IngestReport", "Mixture", "Order", "Ragged", "WeightedOrder",
+           "delete_dataset", "ingest", "list_datasets", "open_source", "publish_parts",
+           "remove_orphans", "unfinished_ingests", "verify_dataset", "written_parts"]  # fmt: skip

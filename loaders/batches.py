@@ -61,8 +61,7 @@ class Ragged:
 
     def nested(self) -> torch.Tensor:
         """As torch's jagged nested tensor, over the same memory."""
-        made: torch.Tensor = torch.nested.nested_tensor_from_jagged(self.values, self.offsets)
-        return made
+        return jagged(self.values, self.offsets, self.offsets)
 
     def to(self, *args: Any, **kwargs: Any) -> Ragged:
         """Both tensors moved, as Tensor.to; a dtype is for the values alone."""
@@ -72,6 +71,18 @@ class Ragged:
     def pin_memory(self) -> Ragged:
         """Both tensors in page-locked memory."""
         return Ragged(self.values.pin_memory(), self.offsets.pin_memory())
+
+
+def jagged(values: torch.Tensor, offsets: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """A nested tensor. `known`: the offsets once more; on the host they tell the longest row, up to
+    which torch pads, and nobody waits for a GPU.
+    """
+    bounds: dict[str, Any] = {}
+    if known.device.type == "cpu" and len(known) > 1:
+        lengths = known.diff()
+        bounds = {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())}
+    made: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, offsets, **bounds)
+    return made
 
 
 BatchValue: TypeAlias = torch.Tensor | Ragged | list[str]
@@ -384,4 +395,5 @@ def samples_of(batch: Batch, fields: Mapping[str, Field], count: int) -> list[di
     return [{name: columns[name][row] for name in columns} for row in range(count)]
 
 
-__all__ = ["Assembler", "Batch", "BatchValue", "Ragged", "chosen", "nbytes_of", "samples_of"]
+__all__ = ["Assembler", "Batch", "BatchValue", "Ragged", "chosen", "jagged", "nbytes_of",
+           "samples_of"]  # fmt: skip

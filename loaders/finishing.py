@@ -18,7 +18,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as pinned
 from hpstore.buffers import lock_for_life
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError, IntegrityError, TooManyErasures
-from hpstore.loaders.batches import Batch, nbytes_of
+from hpstore.loaders.batches import Batch, Ragged, nbytes_of
 from hpstore.loaders.draws import Indices
 from hpstore.loaders.gpu import Cuda, Gpu, gpu_of
 from hpstore.loaders.mixture import AnySession
@@ -50,10 +50,14 @@ class Finish:
     def __init__(
         self, *, collate_fn: Any, transform: Any, batch_transform: Any,
         device: str | torch.device | Gpu | None, seed: int, on_error: str,
+        layout: torch.layout | None = None,
     ) -> None:  # fmt: skip
+        if layout not in (None, torch.jagged):
+            raise ConfigError(f"layout {layout}: torch.jagged, or None for values and offsets")
         if on_error not in ("raise", "skip"):
             raise ConfigError(f'on_error {on_error!r} is neither "raise" nor "skip"')
         self._collate, self._seed, self._skip = collate_fn, seed, on_error == "skip"
+        self._nested = layout is not None
         self._transform = _with_rng(transform)
         self._batch_transform = _with_rng(batch_transform)
         self.gpu = gpu_of(device)
@@ -109,6 +113,8 @@ class Finish:
         began = time.perf_counter()
         if self._transform is not None or self._collate is not None or piece.single:
             made = self._by_sample(session, piece, indices, batch, rows or range(len(indices)))
+        if self._nested and isinstance(made, dict):
+            made = {k: v.nested() if isinstance(v, Ragged) else v for k, v in made.items()}
         if self._batch_transform is not None:
             made = self._whole(piece, indices, made)
         self.transform_seconds += time.perf_counter() - began

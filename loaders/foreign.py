@@ -7,12 +7,14 @@ import itertools
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch.utils.data
 
-from hpstore.loaders.order import Order
+from hpstore.errors import ConfigError
+from hpstore.loaders.order import Order, digest
 from hpstore.loaders.progress import Piece, pieces
 from hpstore.loaders.ranks import Shares
 
@@ -44,6 +46,38 @@ class PositionSampler(torch.utils.data.Sampler[Any]):
 
     def __len__(self) -> int:
         return self._shares.now().own_steps()
+
+
+def described(dataset: Any) -> str:
+    """What tells a data set of others from another one in a saved state.
+
+    Kind and size; its `fingerprint`, where it has one; of a Subset also which samples.
+    """
+    size = len(dataset) if hasattr(dataset, "__len__") else "?"
+    text = f"{type(dataset).__name__}[{size}]"
+    if isinstance(dataset, torch.utils.data.Subset):
+        return f"{text} {digest(np.asarray(dataset.indices, np.int64))} of " + described(
+            dataset.dataset
+        )
+    known = getattr(dataset, "fingerprint", None)
+    return f"{text} {known}" if isinstance(known, str) else text
+
+
+def refuse_ours(loader: DataLoader, standard: Mapping[str, Any]) -> None:
+    """Raise ConfigError for arguments that would have no effect on a data set of others.
+
+    `standard`: values that mean nothing was given.
+    """
+    work = ("transform", "batch_transform", "device", "on_error")
+    names = [name for name, value in standard.items() if getattr(loader, name) != value]
+    if names:
+        hint = "leave them out."
+        if set(names) & set(work):
+            hint = "do that in its __getitem__, in collate_fn, or in the training loop."
+        raise ConfigError(
+            f"{', '.join(names)}: for data sets of hpstore alone. This is a "
+            f"{type(loader.dataset).__name__}, which torch's own workers read: {hint}"
+        )
 
 
 class ForeignIterator:
@@ -79,6 +113,11 @@ class ForeignIterator:
                 loader.ended(self._epoch)
             self._over = True
             raise
+        except Exception as error:
+            if loader is not None and loader.order is not None and loader.in_order and self._asked:
+                samples = self._asked[0].indices(loader.order).tolist()
+                error.add_note(f"hpstore: of samples {samples}")
+            raise
         self._number += 1
         after, samples = (self._epoch, self._number), 0
         if self._asked is not None:
@@ -93,4 +132,4 @@ class ForeignIterator:
         return batch
 
 
-__all__ = ["ForeignIterator", "PositionSampler"]
+__all__ = ["ForeignIterator", "PositionSampler", "described", "refuse_ours"]

@@ -18,7 +18,7 @@ from hpstore.loaders.cache import Cache
 from hpstore.loaders.counts import Waits
 from hpstore.loaders.engine import PREFETCH_BYTES, Engine, cache_budget
 from hpstore.loaders.finishing import Finish
-from hpstore.loaders.foreign import ForeignIterator, PositionSampler
+from hpstore.loaders.foreign import ForeignIterator, PositionSampler, described, refuse_ours
 from hpstore.loaders.gpu import Gpu
 from hpstore.loaders.mixture import AnyEngine, MixedEngine, Mixture, fingerprints
 from hpstore.loaders.native import NativeIterator, Run, native_of, order_for
@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 
 DIRECT_BYTES = 256 * MIB  # two batches of 38 MB with the sources of half of their records
 _log = logging.getLogger(__name__)
+_NONE_OF_OURS = {
+    "transform": None, "batch_transform": None, "device": None, "on_error": "raise", "cache": None,
+    "prefetch_bytes": PREFETCH_BYTES, "window_bytes": None, "direct": "auto",
+    "direct_bytes": DIRECT_BYTES, "layout": None,
+}  # fmt: skip
 HANDED_KEPT = 1024  # batches back to which consumed() may be called for the first time
 
 
@@ -43,7 +48,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     `dataset`: a hpstore Dataset, a Subset or random_split of one (then batches are dicts of
     tensors, read by threads; `num_workers` counts them), or any torch data set (then torch's
-    workers and collation, as always). All of torch's arguments mean what they mean there.
+    workers and collation, as always). All of torch's arguments mean what they mean there, but that
+    `seed`, not a generator, decides the order.
 
     `shuffle`: False or "none", True or "global" (a permutation of all samples), "window" (whole
     stripes are permuted, then the samples of a window of them: sequential reads, good where the
@@ -51,7 +57,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     every batch. `batch_size` is per rank. `rank` and `world_size` are data-parallel coordinates,
     by default those of torch.distributed, or a `mesh`; `shard=False` reads everything on each
     rank. An explicit sampler, batch_sampler or IterableDataset is never sharded. `even`: how the
-    last global batch is dealt out (slices.Even). `device`: batches arrive there. `direct`:
+    last global batch is dealt out (slices.Even). `device`: batches arrive there. `layout`:
+    torch.jagged for ragged fields as nested tensors over the same memory. `direct`:
     records go straight to it where cuFile works and was measured to be faster ("auto"), wherever
     it works ("always"), never ("off"); `direct_bytes` of GPU memory are for that. `cache`: bytes
     for keeping pages in memory (None: a quarter of what is available; 0: none), or a Cache, through
@@ -92,6 +99,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         in_order: bool = True,
         seed: int = 0,
         device: str | torch.device | Gpu | None = None,
+        layout: torch.layout | None = None,
         direct: str = "auto",
         direct_bytes: int | str = DIRECT_BYTES,
         cache: Cache | int | str | None = None,
@@ -107,7 +115,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         on_error: str = "raise",
     ) -> None:
         self.shuffle, self.seed = shuffle, seed
-        self.device, self.direct, self.direct_bytes = device, direct, direct_bytes
+        self.device, self.layout = device, layout
+        self.direct, self.direct_bytes = direct, direct_bytes
         self.cache, self.prefetch_bytes, self.window_bytes = cache, prefetch_bytes, window_bytes
         self.rank, self.world_size, self.mesh, self.shard = rank, world_size, mesh, shard
         self.even: Even = even
@@ -123,28 +132,19 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             "pin_memory_device": pin_memory_device, "batch_size": batch_size,
             "drop_last": drop_last,
         }  # fmt: skip
-        if self._native is None:
-            self._refuse_for_foreign(type(dataset).__name__)
+        if generator is not None and self.order is not None and self.shuffle:
+            _log.warning("seed=, not the generator, decides the order of the samples")
         self._collate_given = collate_fn  # torch puts its own in the place of None
         self.finish = self._make_finish()
         self._start_torch(dataset, sampler, batch_sampler, options)
-
-    def _refuse_for_foreign(self, kind: str) -> None:
-        given = {"transform": self.transform, "batch_transform": self.batch_transform,
-                 "device": self.device}  # fmt: skip
-        names = [name for name, value in given.items() if value is not None]
-        names += ["on_error"] if self.on_error == "skip" else []
-        if names:
-            raise ConfigError(
-                f"{', '.join(names)}: for data sets of hpstore alone. This is a "
-                f"{kind}, which torch's own workers read: do that in its "
-                "__getitem__, in collate_fn, or in the training loop."
-            )
+        if self._native is None:
+            refuse_ours(self, _NONE_OF_OURS)
 
     def _make_finish(self) -> Finish:
         return Finish(
             collate_fn=self._collate_given, transform=self.transform, seed=self.seed,
             batch_transform=self.batch_transform, device=self.device, on_error=self.on_error,
+            layout=self.layout,
         )  # fmt: skip
 
     def _prepare(self, dataset: Any, batch_size: int | None, drop_last: bool) -> None:
@@ -189,6 +189,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     ) -> None:
         """torch's constructor; attributes keep what the user gave: wrappers rebuild from them."""
         given = dict(options)
+        if self.layout is not None and options["pin_memory"]:
+            raise ConfigError("layout with pin_memory: give device= instead, which needs none")
         if self._native is not None:  # threads of ours, no workers of torch's
             if options["worker_init_fn"] is not None:
                 _log.warning(
@@ -411,8 +413,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             if self._native is not None:
                 prints = fingerprints(self._native.data)
             else:
-                size = len(self.dataset) if hasattr(self.dataset, "__len__") else "?"
-                prints = (f"{type(self.dataset).__name__}[{size}]",)
+                prints = (described(self.dataset),)
             text = order_text(self.order) if self.order is not None else '"the sampler\'s"'
             self._state_text = (prints, text)
         return self._state_text

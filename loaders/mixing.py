@@ -91,6 +91,18 @@ class Shares:
         return div_ceil((1 if len(positive) == 2 else 2) * self.denominator, min(positive))
 
 
+def sources_of(indices: Indices, offsets: Indices) -> Sources:
+    """Source and sample within it, of sources laid end to end. Raises IndexError beyond them.
+
+    `offsets`: (sources + 1), where each begins, and their end.
+    """
+    if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < offsets[-1]:
+        bad = indices[(indices < 0) | (indices >= offsets[-1])][0]
+        raise IndexError(f"sample {bad} of a mixture of {offsets[-1]}")
+    source = np.searchsorted(offsets, indices, "right") - 1
+    return Sources(source=source, sample=indices - offsets[source])
+
+
 class MixtureOrder:
     """Positions from several orders, by weight.
 
@@ -142,8 +154,7 @@ class MixtureOrder:
 
     def split(self, indices: Indices) -> Sources:
         """Source and sample within it of indices that `indices` gave."""
-        source = np.searchsorted(self.offsets, indices, "right") - 1
-        return Sources(source=source, sample=indices - self.offsets[source])
+        return sources_of(indices, self.offsets)
 
     def describe(self) -> dict[str, object]:
         """See Order."""

@@ -20,7 +20,7 @@ from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.draws import Indices, derive_seed
 from hpstore.loaders.engine import Engine, Session
 from hpstore.loaders.fields import Field
-from hpstore.loaders.mixing import MixtureOrder
+from hpstore.loaders.mixing import MixtureOrder, Sources, sources_of
 from hpstore.loaders.order import PERMUTATION_SAMPLES, GlobalOrder, Order, SequentialOrder
 from hpstore.loaders.progress import Piece
 
@@ -44,8 +44,8 @@ class Mixture:
             if not isinstance(data, Dataset):
                 raise ConfigError(
                     f"a mixture is of hpstore's Datasets, this is a {type(data).__name__}. A part "
-                    "of a data set is mixed in as a data set of its own; a Subset may be of the "
-                    "whole mixture."
+                    "of a data set is mixed in as a data set of its own; a Subset of the whole "
+                    "mixture is those samples, each once, whatever the weights."
                 )
         first = datasets[0]
         for other in datasets[1:]:
@@ -59,11 +59,21 @@ class Mixture:
             raise ConfigError(f"{source_field!r} is a field of {first.name!r} already")
         self.datasets, self.weights = tuple(datasets), tuple(map(float, weights))
         self.length, self.source_field = length, source_field
+        self._offsets = np.cumsum([0, *map(len, self.datasets)], dtype=np.int64)
         if len(self.weights) != len(self.datasets):
             raise ConfigError(f"{len(datasets)} data sets, {len(self.weights)} weights")
 
     def __len__(self) -> int:
         return sum(map(len, self.datasets)) if self.length is None else self.length
+
+    @property
+    def samples(self) -> int:
+        """Of all data sets; indices count through them laid end to end."""
+        return int(self._offsets[-1])
+
+    def split(self, indices: Indices) -> Sources:
+        """Number of the data set and sample in it. Raises IndexError."""
+        return sources_of(indices, self._offsets)
 
     @property
     def fingerprints(self) -> tuple[str, ...]:
@@ -88,9 +98,10 @@ class MixedSession:
     """As Session: each data set's share made by a session of its own, then put together."""
 
     def __init__(
-        self, mixture: Mixture, order: MixtureOrder, counts: Counts, sessions: Sequence[Session]
+        self, mixture: Mixture, order: Order | None, counts: Counts, sessions: Sequence[Session]
     ) -> None:  # fmt: skip
-        self._mixture, self._mixed, self._sessions = mixture, order, sessions
+        """`order`: of the weights, of a Subset, or none where a sampler decides."""
+        self._mixture, self._sessions = mixture, sessions
         self.order, self.counts = order, counts
         self.fields = dict(mixture.datasets[0].fields)
         if mixture.source_field is not None:
@@ -106,7 +117,7 @@ class MixedSession:
 
     def batch(self, indices: Indices) -> Batch:
         """As Session.batch."""
-        found = self._mixed.split(indices)
+        found = self._mixture.split(indices)
         shares: list[tuple[Indices, Batch]] = []
         for number, session in enumerate(self._sessions):
             rows = np.flatnonzero(found.source == number)
@@ -149,10 +160,6 @@ class MixedEngine(Closing):
         self, mixture: Mixture, order: Order | None, *, batch_rows: int, cache_bytes: int,
         prefetch_bytes: int, pin: Callable[[Any], object] | None = None, cache: Cache | None = None,
     ) -> None:  # fmt: skip
-        if not isinstance(order, MixtureOrder):
-            raise ConfigError(
-                "a mixture is read in the order of its weights: no sampler, no Order, no Subset"
-            )
         self._mixture, self.order = mixture, order
         total = sum(mixture.weights)
         self._engines = [

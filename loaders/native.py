@@ -46,6 +46,16 @@ class Native:
     def __len__(self) -> int:
         return len(self.data) if self.mapping is None else len(self.mapping)
 
+    @property
+    def samples(self) -> int:
+        """Indices of the data are below it. An epoch of a mixture may have another length."""
+        return self.data.samples if isinstance(self.data, Mixture) else len(self.data)
+
+    @property
+    def chosen(self) -> int:
+        """A sampler's indices are below it."""
+        return self.samples if self.mapping is None else len(self.mapping)
+
 
 # Any: whatever the user's data set is
 def native_of(dataset: Any) -> Native | None:
@@ -72,7 +82,7 @@ def order_for(
     window_bytes: int,
 ) -> Order:  # fmt: skip
     """The order that `shuffle` asks for. Raises ConfigError."""
-    count = len(native) if native is not None else len(dataset)
+    count = native.chosen if native is not None else len(dataset)
     name = {None: "none", False: "none", True: "global"}.get(shuffle, shuffle)  # type: ignore[arg-type]
     made: Order
     if isinstance(name, str):
@@ -80,9 +90,12 @@ def order_for(
             raise ConfigError(
                 f'shuffle {name!r} is not one of True, False, "global", "window", "none"'
             )
-        if native is not None and isinstance(native.data, Mixture):
-            made = native.data.order(name, seed)
-            return _of_subset(made, native)
+        if (
+            native is not None
+            and isinstance(native.data, Mixture)
+            and (native.mapping is None or name == "window")  # which it refuses
+        ):
+            return native.data.order(name, seed)
         if name == "window":
             if native is None:
                 raise ConfigError(
@@ -102,7 +115,7 @@ def order_for(
 def _of_subset(order: Order, native: Native | None) -> Order:
     if native is None or native.mapping is None:
         return order
-    return SubsetOrder(order, native.mapping, samples=len(native.data))
+    return SubsetOrder(order, native.mapping, samples=native.samples)
 
 
 def _window_order(native: Native, seed: int, window_bytes: int) -> Order:
@@ -310,7 +323,7 @@ def _batches(
     if mapping is not None:
         batches = (mapping[np.asarray(chosen, np.int64)] for chosen in batches)
     else:
-        batches = (_from_the_end(chosen, len(native)) for chosen in batches)
+        batches = (_from_the_end(chosen, native.chosen) for chosen in batches)
     return batches if known or cached is None else cached.drawn(batches)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hpstore.loaders.batches import Ragged
+from hpstore.loaders.batches import Ragged, jagged
 from hpstore.loaders.gpu import Gpu, Mark
 
 
@@ -79,7 +79,10 @@ def _arrive(sent: deque[tuple[Mark, Any]], pid: int) -> None:
 def _mapped(value: Any, gpu: Gpu) -> Any:
     """The same nest with its tensors on the GPU."""
     if isinstance(value, torch.Tensor):
-        return gpu.upload(value)
+        if not value.is_nested:
+            return gpu.upload(value)
+        values, offsets = _parts(value)
+        return jagged(gpu.upload(values), gpu.upload(offsets), offsets)
     if isinstance(value, Ragged):
         return Ragged(gpu.upload(value.values), gpu.upload(value.offsets))
     if isinstance(value, dict):
@@ -91,9 +94,17 @@ def _mapped(value: Any, gpu: Gpu) -> Any:
     return value
 
 
+def _parts(nested: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and offsets: Any, as torch's stubs do not know the latter."""
+    return nested.values(), nested.offsets()
+
+
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        yield value
+        if value.is_nested:
+            yield from _parts(value)
+        else:
+            yield value
     elif isinstance(value, Ragged):
         yield from (value.values, value.offsets)
     elif isinstance(value, dict):
