@@ -132,13 +132,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             "pin_memory_device": pin_memory_device, "batch_size": batch_size,
             "drop_last": drop_last,
         }  # fmt: skip
-        if generator is not None and self.order is not None and self.shuffle:
-            _log.warning("seed=, not the generator, decides the order of the samples")
         self._collate_given = collate_fn  # torch puts its own in the place of None
         self.finish = self._make_finish()
         self._start_torch(dataset, sampler, batch_sampler, options)
-        if self._native is None:
-            refuse_ours(self, _NONE_OF_OURS)
 
     def _make_finish(self) -> Finish:
         return Finish(
@@ -191,6 +187,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         given = dict(options)
         if self.layout is not None and options["pin_memory"]:
             raise ConfigError("layout with pin_memory: give device= instead, which needs none")
+        if options["generator"] is not None and self.order is not None and self.shuffle:
+            _log.warning("seed=, not the generator, decides the order of the samples")
         if self._native is not None:  # threads of ours, no workers of torch's
             if options["worker_init_fn"] is not None:
                 _log.warning(
@@ -214,6 +212,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             if batch_sampler is None or name not in ("batch_size", "drop_last"):
                 object.__setattr__(self, name, given[name])
         self._show_sampler()
+        if self._native is None:
+            refuse_ours(self, _NONE_OF_OURS)
 
     def _show_sampler(self) -> None:
         """Trainers look at `sampler`: one of theirs must not take the place of our order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import hpstore
 from hpstore.errors import ConfigError
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, Ragged
-from hpstore.testing.fake_gpu import FakeGpu
+from hpstore.testing.fake_gpu import FakeGpu, FakeMark
 from tests.integration.loader_cases import MODES
 
 COUNT = 40
@@ -31,6 +32,23 @@ def data(pool: hpstore.Pool) -> Dataset:
 
 class Parts(FakeGpu):
     """Is sent values and offsets alone: copies of nested tensors are torch's own business."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ordered = 0
+
+    def mark(self, started: object = None) -> FakeMark:
+        mark = super().mark(started)
+        plain = mark.order
+
+        def order(tensors: Iterable[torch.Tensor]) -> None:
+            listed = list(tensors)
+            assert not any(one.is_nested for one in listed)
+            self.ordered += len(listed)
+            plain(listed)
+
+        mark.order = order  # type: ignore[method-assign]
+        return mark
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         assert not tensor.is_nested
@@ -65,6 +83,8 @@ def test_ragged_fields_are_nested_tensors(data: Dataset, mode: str, gpu: bool) -
         if loader.state_dict()["epoch"] == 1:
             for batch, expected in zip(found, plain, strict=True):
                 check(batch, expected)
+    if device is not None:  # two of each nested field, x and n
+        assert device.ordered == 2 * len(plain) * 6
 
 
 def test_a_batch_keeps_its_memory_while_others_are_made(data: Dataset) -> None:
