@@ -13,7 +13,7 @@ import torch
 from hpstore.codec import address_of
 from hpstore.codec.galois import Bytes
 from hpstore.loaders.assemble import field_views
-from hpstore.loaders.counts import Counts
+from hpstore.loaders.counts import Counts, Stopwatch
 from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.fields import Array, Field, FieldKind
 from hpstore.loaders.joining import join
@@ -139,9 +139,11 @@ class Assembler:
     ) -> dict[str, torch.Tensor]:
         """Records of one size as direct.batch makes them."""
         record, names = stream.record, [n for n in stream.record.fixed if n in self._data.fields]
+        aside = Stopwatch()  # what goes by way of the host counts its reading itself
 
         def host(rows: Int64s) -> dict[str, torch.Tensor]:
-            return self._fixed(stream, indices[rows], chosen(places, rows))
+            with aside.running():
+                return self._fixed(stream, indices[rows], chosen(places, rows))
 
         def fields(rows: torch.Tensor) -> dict[str, torch.Tensor]:
             starts = {n: record.offsets[n] for n in names}
@@ -150,7 +152,8 @@ class Assembler:
                 for n, a in starts.items()
             }
 
-        return direct.batch(self._data, stream, indices, places, host, fields)
+        with self._counts.reading.running(aside):
+            return direct.batch(self._data, stream, indices, places, host, fields)
 
     def _gathered(self, stream: Stream, slab: Slab, at: Int64s) -> dict[str, torch.Tensor]:
         """Records of one size that are all in memory: `at`, their rows in the slab."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import time
 import weakref
@@ -63,16 +64,19 @@ def described(dataset: Any) -> str:
     return f"{text} {known}" if isinstance(known, str) else text
 
 
-def refuse_ours(loader: DataLoader, standard: Mapping[str, Any]) -> None:
+_WORK = ("transform", "batch_transform", "device", "layout", "on_error")
+_READING = ("cache", "prefetch_bytes", "window_bytes", "direct", "direct_bytes")
+
+
+def refuse_ours(loader: DataLoader, parameters: Mapping[str, inspect.Parameter]) -> None:
     """Raise ConfigError for arguments that would have no effect on a data set of others.
 
-    `standard`: values that mean nothing was given.
+    `parameters` of the loader: their defaults mean that nothing was given.
     """
-    work = ("transform", "batch_transform", "device", "on_error")
-    names = [name for name, value in standard.items() if getattr(loader, name) != value]
+    names = [n for n in _WORK + _READING if getattr(loader, n) != parameters[n].default]
     if names:
         hint = "leave them out."
-        if set(names) & set(work):
+        if set(names) & set(_WORK):
             hint = "do that in its __getitem__, in collate_fn, or in the training loop."
         raise ConfigError(
             f"{', '.join(names)}: for data sets of hpstore alone. This is a "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import threading
@@ -34,11 +35,6 @@ if TYPE_CHECKING:
 
 DIRECT_BYTES = 256 * MIB  # two batches of 38 MB with the sources of half of their records
 _log = logging.getLogger(__name__)
-_NONE_OF_OURS = {
-    "transform": None, "batch_transform": None, "device": None, "on_error": "raise", "cache": None,
-    "prefetch_bytes": PREFETCH_BYTES, "window_bytes": None, "direct": "auto",
-    "direct_bytes": DIRECT_BYTES, "layout": None,
-}  # fmt: skip
 HANDED_KEPT = 1024  # batches back to which consumed() may be called for the first time
 
 
@@ -213,7 +209,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 object.__setattr__(self, name, given[name])
         self._show_sampler()
         if self._native is None:
-            refuse_ours(self, _NONE_OF_OURS)
+            refuse_ours(self, inspect.signature(DataLoader.__init__).parameters)
 
     def _show_sampler(self) -> None:
         """Trainers look at `sampler`: one of theirs must not take the place of our order."""
@@ -460,6 +456,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._begun = False  # its iterators were not copied: it goes on where it stands
+        self.waits, self._engine_stats = Waits(), {}
         self.finish = self._make_finish()
         self._forget_runs()
         self._show_sampler()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,15 +14,17 @@ import torch
 import hpstore
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, Mixture, joining, pages
 from hpstore.loaders.counts import Stopwatch
+from hpstore.loaders.direct.access import DirectAccess
 from hpstore.loaders.joining import LARGE_BYTES
 from hpstore.loaders.slab import Slab
 from hpstore.loaders.stored import StoredData
 from hpstore.testing.fake_gpu import FakeGpu
 from hpstore.units import KIB
 from tests.fault.common import poll
+from tests.integration.direct_cases import write_direct
 from tests.integration.loader_cases import COUNT, MODES, PLAIN, write
 
-PAUSE = 0.02
+PAUSE = 0.02  # what is slow in these tests: work that takes time, never a wait for something
 ROWS = ("device_seconds", "decode_seconds", "page_wait_seconds", "assemble_seconds",
         "transform_seconds", "host_to_device_seconds")  # fmt: skip
 
@@ -215,6 +218,35 @@ def test_copies_to_a_gpu_have_a_row(pool: hpstore.Pool, monkeypatch: pytest.Monk
     stats = loader.stats()
     loader.close()
     assert stats["host_to_device_seconds"] >= PAUSE
+
+
+@pytest.mark.parametrize("way", ["direct", "host"])
+def test_reads_straight_to_a_gpu_are_the_devices_time_and_count_once(
+    pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """By way of the host too, where that is inside of what reads directly."""
+    data = write_direct(pool, "records")
+    if way == "direct":
+        calls, gpu = slowed(monkeypatch, DirectAccess, "batch"), FakeGpu()
+    else:
+        gpu = FakeGpu(obstacles={"": "no cuFile"})
+        calls = slowed(monkeypatch, StoredData, "read_rows")
+    loader = DataLoader(data, 10, device=gpu, direct="always", cache=0)
+    list(loader)
+    loader.close()
+    stats = loader.stats()
+    assert 0.9 * sum(calls) <= stats["device_seconds"] < 1.7 * sum(calls) + 0.1
+    assert stats["assemble_seconds"] < 0.5 * sum(calls)
+
+
+def test_a_copy_of_a_loader_begins_at_nothing(pool: hpstore.Pool) -> None:
+    """As its counts do; clocks of another process say nothing."""
+    loader = DataLoader(write(pool, "d", PLAIN, COUNT), 10)
+    list(loader)
+    loader.close()
+    copy = pickle.loads(pickle.dumps(loader))
+    assert not any(copy.stats().values())
+    assert loader.stats()["samples"] == COUNT
 
 
 class Slow(torch.utils.data.Dataset[int]):
