@@ -6,7 +6,7 @@ import logging
 import math
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -36,6 +36,7 @@ from hpstore.objects.survey import (
     may_be_acknowledged,
     newest_by_name,
     path_on,
+    survey_keys,
     unknown_devices,
 )
 from hpstore.opening import claim, same_form
@@ -44,6 +45,7 @@ from hpstore.records import IDENTITY_FILE, MAX_RECORD_BYTES, DeviceState, Identi
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 RESCANS = 10  # rounds of looking for columns that were put meanwhile
+PUT_WAITS = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6)  # seconds before each further look at what a put began
 _NAMED = 5  # keys named in an error
 
 
@@ -131,19 +133,19 @@ def lost_without(view: View, layout: Layout, leaving: str) -> bool:
 
 
 def endangered(store: Store, leaving: str, *, emptied: bool) -> list[str]:
-    """Keys that would drop below k' without a device.
+    """Keys that would drop below k' without a device, which is closed for new columns already.
 
-    Raises MembershipError when so many devices are unknown that an object may be there unseen,
-    unless the device was `emptied` under our eyes.
+    A put that is under way may look like one of them: what is young is looked at again, for three
+    seconds at most. Raises MembershipError when so many devices are unknown that an object may be
+    there unseen, unless the device was `emptied` under our eyes.
     """
     catalog = walk(store)
-    found = []
-    for key, survey in catalog.surveys.items():
-        layout = newest_by_name(store.view, survey)
-        if layout is None or layout.kind is Kind.TOMBSTONE:
-            continue
-        if lost_without(store.view, layout, leaving):
-            found.append(key)
+    found = _lost_keys(store, catalog.surveys, leaving)
+    for seconds in PUT_WAITS:
+        if not found or (seconds and not _may_be_in_progress(store, found)):
+            break
+        store.clock.wait(seconds)
+        found = _lost_keys(store, survey_keys(store, list(found)), leaving)
     unknown = catalog.unknown | store.view.record.unhealed() | {leaving}
     if not found and not emptied and len(unknown) > store.view.record.parity:
         raise MembershipError(
@@ -152,6 +154,25 @@ def endangered(store: Store, leaving: str, *, emptied: bool) -> list[str]:
             "Rebuild, or bring devices back first."
         )
     return sorted(found)
+
+
+def _lost_keys(store: Store, surveys: Mapping[str, Survey], leaving: str) -> dict[str, Layout]:
+    """The objects among these that could no longer be read without a device."""
+    found = {}
+    for key, survey in surveys.items():
+        layout = newest_by_name(store.view, survey)
+        if layout is None or layout.kind is Kind.TOMBSTONE:
+            continue
+        if lost_without(store.view, layout, leaving):
+            found[key] = layout
+    return found
+
+
+def _may_be_in_progress(store: Store, layouts: Mapping[str, Layout]) -> bool:
+    """Whether a put may be about to publish more columns of one of these: a walk is no snapshot,
+    and a put renames one column after another. It sees that the device leaves, and plans anew."""
+    oldest = store.clock.wall_ms() - store.settings.put_deadline_seconds * 1000
+    return any(layout.version.counter > oldest for layout in layouts.values())
 
 
 def set_state(store: Store, device_id: str, state: DeviceState, *, force: bool = False) -> None:

@@ -188,7 +188,7 @@ def test_an_older_version_is_never_served_instead(tmp_path: Path) -> None:
 
 def test_evict_refuses_what_would_lose_data(tmp_path: Path) -> None:
     """PROTOCOL 16: a device that an object needs to be readable is not evicted, unless forced."""
-    harness = Harness(tmp_path, data=2, parity=1, devices=4)
+    harness = Harness(tmp_path, data=2, parity=1, devices=4, clock=FakeClock())
     with harness.open() as pool:
         pool.put("k", payload(300_000))
         holders = [url for url, _ in harness.columns("k")]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -229,6 +231,65 @@ def test_a_sweep_takes_no_columns_of_a_put_that_lasts_rule_12(tmp_path: Path) ->
         assert late == []
         assert other.get("k") == b"n" * 300_000
         assert len(harness.columns("k")) == 6
+
+
+class WhileWaiting(FakeClock):
+    """What others do while somebody waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.do: list[Callable[[], object]] = []
+
+    def wait(self, seconds: float) -> None:
+        super().wait(seconds)
+        if seconds and self.do:
+            self.do.pop()()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_put_under_way_does_not_keep_a_device_from_leaving_rule_16(
+    tmp_path: Path, ends: bool
+) -> None:
+    """PROTOCOL 16: evict looks again at an object of which it saw k columns; a put that goes on
+    has made more of them meanwhile, elsewhere. One that does not go on is refused in seconds."""
+    clock = WhileWaiting()
+    harness = Harness(tmp_path, data=2, parity=1, devices=4, clock=clock)
+    reached, go = threading.Event(), threading.Event()
+
+    def stop() -> None:
+        reached.set()
+        assert go.wait(60)
+
+    def goes_on() -> None:
+        go.set()
+        put.result(60)
+
+    nothing: Callable[[], object] = lambda: None  # noqa: E731
+    stops: list[Callable[[], object]] = [
+        stop,
+        nothing,
+        nothing,
+    ]  # from the end: before the third column
+    with (
+        harness.open(lambda _, device: Between(device, "publish", stops)) as writer,
+        harness.open() as pool,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        put = thread.submit(writer.put, "k", b"n" * 300_000)
+        assert reached.wait(60)
+        leaving = harness.columns("k")[0][0]
+        if ends:
+            clock.do = [goes_on]
+            pool.evict(leaving)
+            assert leaving not in {member.url for member in pool.record.members}
+        else:
+            with pytest.raises(MembershipError, match=r"need .* to be readable, among them k"):
+                pool.evict(leaving)
+            assert {member.state for member in pool.record.members} == {DeviceState.ONLINE}
+            assert clock.elapsed < 5
+            go.set()
+        put.result(60)
+        assert pool.get("k") == b"n" * 300_000
 
 
 # --- two changes of one generation --------------------------------------------------------------
