@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -10,23 +9,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import default_collate
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
 from hpstore.buffers import lock_for_life
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError, IntegrityError, TooManyErasures
-from hpstore.loaders.batches import Batch, Ragged, nbytes_of
+from hpstore.loaders.batches import nbytes_of
 from hpstore.loaders.draws import Indices
 from hpstore.loaders.gpu import Cuda, Gpu, gpu_of
 from hpstore.loaders.mixture import AnySession
 from hpstore.loaders.progress import Piece
 from hpstore.loaders.transfer import Arriving, Transfer
+from hpstore.loaders.work import Task, Work
+from hpstore.loaders.workers import Processes, Workers
 
 _log = logging.getLogger(__name__)
-_DOMAIN = 0x68707374  # keeps generators for transforms apart from those of orders
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +48,29 @@ class Finish:
     def __init__(
         self, *, collate_fn: Any, transform: Any, batch_transform: Any,
         device: str | torch.device | Gpu | None, seed: int, on_error: str,
-        layout: torch.layout | None = None,
+        layout: torch.layout | None = None, processes: Processes | None = None, ring_bytes: int = 0,
     ) -> None:  # fmt: skip
         if layout not in (None, torch.jagged):
             raise ConfigError(f"layout {layout}: torch.jagged, or None for values and offsets")
         if on_error not in ("raise", "skip"):
             raise ConfigError(f'on_error {on_error!r} is neither "raise" nor "skip"')
-        self._collate, self._seed, self._skip = collate_fn, seed, on_error == "skip"
-        self._nested = layout is not None
-        self._transform = _with_rng(transform)
-        self._batch_transform = _with_rng(batch_transform)
+        self._skip = on_error == "skip"
+        self._work = Work(
+            collate_fn=collate_fn, transform=transform, batch_transform=batch_transform,
+            seed=seed, nested=layout is not None,
+        )  # fmt: skip
+        self._workers: Workers | None = None
+        if processes is not None and self._work.names:
+            if layout is not None:
+                raise ConfigError(
+                    "layout with worker processes: nested tensors cannot be sent between "
+                    "processes. Leave multiprocessing_context out, or call Ragged.nested()."
+                )
+            self._workers = Workers(processes, self._work, seed)
         self.gpu = gpu_of(device)
-        self._transfer = None if self.gpu is None else Transfer(self.gpu)
+        if ring_bytes and self.gpu is None:
+            raise ConfigError("device_ring is memory of a GPU: give device= with it")
+        self._transfer = None if self.gpu is None else Transfer(self.gpu, ring_bytes)
         self._locks: Gpu | None = None  # whose batches are page-locked in torch's own memory
         self.batches_total = self.skipped_total = 0  # handed out, or skipped there
         self.samples_total = self.bytes_total = 0  # handed out
@@ -84,9 +93,7 @@ class Finish:
     @property
     def on_host(self) -> str:
         """What of the user's works on samples in host memory, by name; "" for nothing."""
-        given = {"collate_fn": self._collate, "transform": self._transform,
-                 "batch_transform": self._batch_transform}  # fmt: skip
-        return ", ".join(name for name, function in given.items() if function is not None)
+        return ", ".join(self._work.names)
 
     def make(self, session: AnySession, piece: Piece) -> Made:
         """Read and finish a piece."""
@@ -108,15 +115,14 @@ class Finish:
                 return Made(None, skipped, empty=True)
             indices = indices[list(rows)]
             batch = session.batch(indices)
-        made: Any = batch
         nbytes = nbytes_of(batch)
         began = time.perf_counter()
-        if self._transform is not None or self._collate is not None or piece.single:
-            made = self._by_sample(session, piece, indices, batch, rows or range(len(indices)))
-        if self._nested and isinstance(made, dict):
-            made = {k: v.nested() if isinstance(v, Ragged) else v for k, v in made.items()}
-        if self._batch_transform is not None:
-            made = self._whole(piece, indices, made)
+        task = Task(
+            batch=batch, fields=session.fields, indices=indices, epoch=piece.epoch,
+            rows=range(len(indices)) if rows is None else rows, start=piece.start,
+            listed=piece.listed is not None, single=piece.single,
+        )  # fmt: skip
+        made = self._work(task) if self._workers is None else self._workers.run(task)
         self.transform_seconds += time.perf_counter() - began
         if self._transfer is not None:
             made = self._transfer.send(made)
@@ -125,8 +131,20 @@ class Finish:
                 made = pinned(made)  # type: ignore[no-untyped-call]  # torch's
         return Made(made, skipped, samples=len(indices), nbytes=nbytes)
 
-    def settle(self) -> None:
-        """Wait for copies to a device that are under way."""
+    @property
+    def processes(self) -> int:
+        """Worker processes that run the user's functions; 0 for none."""
+        return 0 if self._workers is None else self._workers.count
+
+    def start(self) -> None:
+        """On the thread that iterates, before others make batches: worker processes, if asked."""
+        if self._workers is not None:
+            self._workers.start()
+
+    def close(self) -> None:
+        """Wait for copies to a device that are under way, and end worker processes."""
+        if self._workers is not None:
+            self._workers.close()
         if self._transfer is not None:
             self._transfer.settle()
 
@@ -138,42 +156,15 @@ class Finish:
     def stats(self) -> dict[str, Any]:
         """What was handed out, and how long its finishing took."""
         sent = 0.0 if self._transfer is None else self._transfer.seconds
+        ring: dict[str, Any] = {}
+        if self._transfer is not None and self._transfer.ring is not None:
+            made = self._transfer.ring
+            ring = {"device_ring_bytes": made.made_bytes,
+                    "batches_outside_ring": made.outside_total}  # fmt: skip
         return {"batches": self.batches_total, "samples": self.samples_total,
                 "bytes": self.bytes_total, "transform_seconds": self.transform_seconds,
-                "host_to_device_seconds": sent, "skipped_samples": self.skipped_total}  # fmt: skip
-
-    def _by_sample(
-        self, session: AnySession, piece: Piece, indices: Indices, batch: Batch, rows: Sequence[int]
-    ) -> Any:
-        """`rows`: places of the samples in the piece."""
-        samples: list[Any] = session.samples_of(batch, len(indices))
-        if self._transform is not None:
-            for number, (row, sample) in enumerate(zip(rows, samples, strict=True)):
-                # positions of an order are unique; a sampler's batch is one position
-                key = [piece.start + row] if piece.listed is None else [piece.start, row]
-                rng = np.random.default_rng([_DOMAIN, self._seed, piece.epoch, *key])
-                try:
-                    samples[number] = self._transform(sample, rng)
-                except Exception as error:
-                    where = f"position {piece.start + row} of epoch {piece.epoch}"
-                    error.add_note(f"hpstore: in transform, of sample {indices[number]} ({where})")
-                    raise
-        try:
-            if piece.single:
-                return self._collate(samples[0]) if self._collate is not None else samples[0]
-            return (self._collate or default_collate)(samples)
-        except Exception as error:
-            error.add_note(f"hpstore: in collate_fn, of samples {indices.tolist()}")
-            raise
-
-    def _whole(self, piece: Piece, indices: Indices, made: Any) -> Any:
-        assert self._batch_transform is not None
-        rng = np.random.default_rng([_DOMAIN, self._seed, piece.epoch, piece.start, 0, 1])
-        try:
-            return self._batch_transform(made, rng)
-        except Exception as error:
-            error.add_note(f"hpstore: in batch_transform, of samples {indices.tolist()}")
-            raise
+                "host_to_device_seconds": sent, "skipped_samples": self.skipped_total,
+                "worker_processes": self.processes, **ring}  # fmt: skip
 
     def _readable(self, session: AnySession, piece: Piece, indices: Indices) -> list[int]:
         """Rows of a piece that can be read, found one by one. Names what cannot, or counts it."""
@@ -202,23 +193,6 @@ class Finish:
         self.samples_total += made.samples
         self.bytes_total += made.nbytes
         return made.batch.wait() if isinstance(made.batch, Arriving) else made.batch
-
-
-def _with_rng(function: Any) -> Callable[[Any, np.random.Generator], Any] | None:
-    """A user's function as one of two arguments."""
-    if function is None:
-        return None
-    try:
-        wanted = [
-            p for p in inspect.signature(function).parameters.values()
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
-        ]  # fmt: skip
-    except (TypeError, ValueError):  # builtins do not tell
-        wanted = []
-    if len(wanted) >= 2:
-        made: Callable[[Any, np.random.Generator], Any] = function
-        return made
-    return lambda value, rng: function(value)
 
 
 __all__ = ["Finish"]

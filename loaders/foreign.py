@@ -65,7 +65,7 @@ def described(dataset: Any) -> str:
 
 
 _WORK = ("transform", "batch_transform", "device", "layout", "on_error")
-_READING = ("cache", "prefetch_bytes", "window_bytes", "direct", "direct_bytes")
+_READING = ("cache", "prefetch_bytes", "window_bytes", "direct", "direct_bytes", "device_ring")
 
 
 def refuse_ours(loader: DataLoader, parameters: Mapping[str, inspect.Parameter]) -> None:

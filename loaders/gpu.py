@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -58,11 +59,30 @@ class Gpu(Protocol):
     def side(self) -> AbstractContextManager[object]:
         """Inside, what the calling thread enqueues goes to the side stream."""
 
-    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+    def upload(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         """Inside side(): the tensor on the GPU, its copy enqueued; itself when it is there.
 
-        Its host memory must not change before a mark() behind it is done.
+        Its host memory must not change before a mark() behind it is done. `into`: a tensor of the
+        same kind there, which it is copied to.
         """
+
+    def is_there(self, tensor: torch.Tensor) -> bool:
+        """Whether upload() would return the tensor itself."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Inside side(): uint8 memory of the GPU, contents undefined, for the side stream first."""
+
+    def lend(self, memory: torch.Tensor, gone: Callable[[], object]) -> torch.Tensor:
+        """Contiguous uint8 memory as a tensor with a storage of its own, which keeps it alive.
+
+        gone() is called when the last tensor over it has gone, on any thread, at any time.
+        """
+
+    def fence(self) -> Mark:
+        """A mark behind what was enqueued on the caller's stream so far."""
+
+    def behind(self, fence: Mark) -> None:
+        """Inside side(): what is enqueued from now on comes after the fence."""
 
     def start(self) -> object:
         """Inside side(): what mark() takes to know the time of what is enqueued in between."""
@@ -110,6 +130,17 @@ class _Event:
                 tensor.record_stream(stream)
 
 
+class _Lent:
+    """Part of a tensor's memory, as the CUDA array interface (version 2) tells of it."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory  # kept
+        self.__cuda_array_interface__ = {
+            "shape": (memory.numel(),), "typestr": "|u1", "version": 2,
+            "data": (memory.data_ptr(), False),
+        }  # fmt: skip
+
+
 class Cuda:
     """A Gpu by torch.cuda, cuFile and Triton. Touches nothing of CUDA before its first use."""
 
@@ -143,8 +174,30 @@ class Cuda:
         made: AbstractContextManager[object] = torch.cuda.stream(self._stream)
         return made
 
-    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.device, non_blocking=True)
+    def upload(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        if into is None:
+            return tensor.to(self.device, non_blocking=True)
+        return into.copy_(tensor, non_blocking=True)
+
+    def is_there(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cuda and tensor.device == self.device
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def lend(self, memory: torch.Tensor, gone: Callable[[], object]) -> torch.Tensor:
+        lent = _Lent(memory)
+        weakref.finalize(lent, gone).atexit = False
+        # a storage with a deleter that holds `lent`, as from_numpy() has on the host
+        return torch.as_tensor(lent, device=self.device)
+
+    def fence(self) -> Mark:
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return _Event(None, event, self.device)
+
+    def behind(self, fence: Mark) -> None:
+        fence.order(())  # the side stream is the current one
 
     def start(self) -> object:
         event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

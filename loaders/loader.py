@@ -28,6 +28,7 @@ from hpstore.loaders.rank_sampler import RankSampler, agree_on_epoch
 from hpstore.loaders.ranks import Shares
 from hpstore.loaders.slices import Even, Slices
 from hpstore.loaders.state import LoaderState, order_text
+from hpstore.loaders.workers import Processes
 from hpstore.units import MIB, parse_bytes
 
 if TYPE_CHECKING:
@@ -43,9 +44,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     """torch's DataLoader with a state, made for hpstore's data sets; others work too.
 
     `dataset`: a hpstore Dataset, a Subset or random_split of one (then batches are dicts of
-    tensors, read by threads; `num_workers` counts them), or any torch data set (then torch's
-    workers and collation, as always). All of torch's arguments mean what they mean there, but that
-    `seed`, not a generator, decides the order.
+    tensors, read by threads; `num_workers` counts them, and with a `multiprocessing_context` also
+    processes for your functions), or any torch data set (then torch's workers and collation).
+    All of torch's arguments mean what they mean there, but that `seed`, not a generator, decides
+    the order.
 
     `shuffle`: False or "none", True or "global" (a permutation of all samples), "window" (whole
     stripes are permuted, then the samples of a window of them: sequential reads, good where the
@@ -56,7 +58,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     last global batch is dealt out (slices.Even). `device`: batches arrive there. `layout`:
     torch.jagged for ragged fields as nested tensors over the same memory. `direct`:
     records go straight to it where cuFile works and was measured to be faster ("auto"), wherever
-    it works ("always"), never ("off"); `direct_bytes` of GPU memory are for that. `cache`: bytes
+    it works ("always"), never ("off"); `direct_bytes` of GPU memory are for that. `device_ring`:
+    GPU memory for batches, instead of torch's allocator (docs/gpu.md says when). `cache`: bytes
     for keeping pages in memory (None: a quarter of what is available; 0: none), or a Cache, through
     which records are read then; it is told the order.
     `prefetch_bytes`: memory for batches that are made ahead or held by you. `window_bytes`: of a
@@ -98,6 +101,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         layout: torch.layout | None = None,
         direct: str = "auto",
         direct_bytes: int | str = DIRECT_BYTES,
+        device_ring: int | str = 0,
         cache: Cache | int | str | None = None,
         prefetch_bytes: int | str = PREFETCH_BYTES,
         window_bytes: int | str | None = None,
@@ -112,12 +116,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     ) -> None:
         self.shuffle, self.seed = shuffle, seed
         self.device, self.layout = device, layout
-        self.direct, self.direct_bytes = direct, direct_bytes
+        self.direct, self.direct_bytes, self.device_ring = direct, direct_bytes, device_ring
         self.cache, self.prefetch_bytes, self.window_bytes = cache, prefetch_bytes, window_bytes
         self.rank, self.world_size, self.mesh, self.shard = rank, world_size, mesh, shard
         self.even: Even = even
         self.transform, self.batch_transform, self.on_error = transform, batch_transform, on_error
-        self._native = native_of(dataset)
+        self._native, self._processes = native_of(dataset), None
+        if self._native is not None:
+            self._processes = Processes.asked(multiprocessing_context, num_workers, worker_init_fn)
         self._by_user = sampler is not None or batch_sampler is not None
         self._prepare(dataset, batch_size, drop_last)
         options: dict[str, Any] = {
@@ -136,7 +142,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return Finish(
             collate_fn=self._collate_given, transform=self.transform, seed=self.seed,
             batch_transform=self.batch_transform, device=self.device, on_error=self.on_error,
-            layout=self.layout,
+            layout=self.layout, processes=self._processes, ring_bytes=parse_bytes(self.device_ring),
         )  # fmt: skip
 
     def _prepare(self, dataset: Any, batch_size: int | None, drop_last: bool) -> None:
@@ -186,7 +192,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if options["generator"] is not None and self.order is not None and self.shuffle:
             _log.warning("seed=, not the generator, decides the order of the samples")
         if self._native is not None:  # threads of ours, no workers of torch's
-            if options["worker_init_fn"] is not None:
+            if options["worker_init_fn"] is not None and self._processes is None:
                 _log.warning(
                     "worker_init_fn is not called: batches of a hpstore data set are made by "
                     "threads of this process. Random numbers of transforms come from their rng."
@@ -207,6 +213,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         for name in changed:
             if batch_sampler is None or name not in ("batch_size", "drop_last"):
                 object.__setattr__(self, name, given[name])
+        if self._processes is not None:
+            self.multiprocessing_context = given["multiprocessing_context"]
         self._show_sampler()
         if self._native is None:
             refuse_ours(self, inspect.signature(DataLoader.__init__).parameters)
@@ -432,16 +440,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def __getstate__(self) -> dict[str, Any]:
         """For another process: what was asked for and where it stands, no threads, no memory."""
         state = self.__dict__.copy()
-        for name in (
-            "_engine",
-            "_engine_end",
-            "_ready",
-            "_iterator",
-            "finish",
-            "_runs",
-            "_threads",
-        ):
-            state[name] = None
+        for name in ("engine", "engine_end", "ready", "iterator", "runs", "threads"):
+            state[f"_{name}"] = None
+        state["finish"] = None
         if isinstance(self.cache, Cache):
             state["cache"] = None
             _log.warning(
@@ -479,7 +480,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             thread.join()
         engine, self._engine = self._engine, None
         try:
-            self.finish.settle()
+            self.finish.close()
         finally:
             if engine is not None:
                 engine.close()

@@ -140,9 +140,11 @@ class Run:
 
     def __init__(self, loader: DataLoader, native: Native, epoch: int, position: int) -> None:
         slices, finish = loader.slices, loader.finish
+        finish.start()  # before there are threads, where processes are forked
         engine = loader.engine()
         few = min(2, len(os.sched_getaffinity(0)))
         threads = loader.num_workers or THREADS.get(engine.mode, few)
+        threads += few if finish.processes else 0  # who waits for a process reads nothing
         self._pid, self.slices = os.getpid(), slices
         self._timeout = loader.timeout or None
         self._session = session = engine.start(epoch, position)

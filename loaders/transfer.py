@@ -6,12 +6,13 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from hpstore.loaders.batches import Ragged, jagged
+from hpstore.loaders.device_ring import DeviceRing, DeviceSlot
 from hpstore.loaders.gpu import Gpu, Mark
 
 
@@ -19,12 +20,17 @@ from hpstore.loaders.gpu import Gpu, Mark
 class Arriving:
     """A batch whose copies were enqueued."""
 
-    def __init__(self, batch: Any, mark: Mark) -> None:
-        self._batch, self._mark = batch, mark
+    def __init__(
+        self, batch: Any, mark: Mark, ring: DeviceRing | None, slot: DeviceSlot | None
+    ) -> None:
+        self._batch, self._mark, self._ring, self._slot = batch, mark, ring, slot
 
     def wait(self) -> Any:
         """The batch; what is enqueued on the current stream from now on comes after its copies."""
-        self._mark.order(_tensors(self._batch))
+        memory = () if self._slot is None else (self._slot.memory,)
+        self._mark.order((*_tensors(self._batch), *memory))
+        if self._ring is not None:
+            self._ring.passed()
         return self._batch
 
 
@@ -32,11 +38,12 @@ class Transfer:
     """Copies batches to a GPU on a stream of its own. Thread-safe.
 
     The memory that a batch is copied from is kept until its copies are through, which the end of
-    this object waits for.
+    this object waits for. `ring_bytes`: of GPU memory that copies go to, 0 for torch's allocator.
     """
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: Gpu, ring_bytes: int = 0) -> None:
         self._gpu = gpu
+        self.ring = DeviceRing(gpu, ring_bytes) if ring_bytes else None
         self._sent: deque[tuple[Mark, Any]] = deque()
         self.seconds = 0.0  # that the GPU took for copies, of those that were seen to be through
         self._pid = os.getpid()
@@ -47,18 +54,38 @@ class Transfer:
         """Enqueue the copies; does not wait for them."""
         with self._lock:
             with self._gpu.side():
+                slot: DeviceSlot | None = None
                 started = self._gpu.start()
                 try:
-                    there = _mapped(batch, self._gpu)
+                    slot = self._slot_for(batch)
+                    there = _mapped(batch, self._upload(slot))
                 finally:  # the first copies may be under way when a later one is refused
                     mark = self._gpu.mark(started)
                     self._sent.append((mark, batch))
+                    if slot is not None:
+                        slot.all_lent()
             while self._sent and self._sent[0][0].done():
                 self.seconds += self._sent.popleft()[0].seconds()
-        return Arriving(there, mark)
+        return Arriving(there, mark, self.ring, slot)
+
+    def _slot_for(self, batch: Any) -> DeviceSlot | None:
+        if self.ring is None:
+            return None
+        return self.ring.take([t for t in _tensors(batch) if not self._gpu.is_there(t)])
+
+    def _upload(self, slot: DeviceSlot | None) -> Callable[[torch.Tensor], torch.Tensor]:
+        gpu = self._gpu
+
+        def lent(tensor: torch.Tensor) -> torch.Tensor:
+            assert slot is not None
+            if gpu.is_there(tensor):
+                return tensor
+            return gpu.upload(tensor, slot.lend(gpu, tensor))
+
+        return gpu.upload if slot is None else lent
 
     def settle(self) -> None:
-        """Wait until all copies are through, and let go of what they were made from.
+        """Wait until all copies are through, and let go of what they were made from, and the ring.
 
         Raises what the GPU raises. In a forked child nothing is copied, and the lock may be held by
         a thread that is not there.
@@ -66,6 +93,8 @@ class Transfer:
         if os.getpid() == self._pid:
             with self._lock:
                 _arrive(self._sent, self._pid)
+            if self.ring is not None:
+                self.ring.close()
 
 
 def _arrive(sent: deque[tuple[Mark, Any]], pid: int) -> None:
@@ -76,21 +105,21 @@ def _arrive(sent: deque[tuple[Mark, Any]], pid: int) -> None:
             sent.popleft()
 
 
-def _mapped(value: Any, gpu: Gpu) -> Any:
+def _mapped(value: Any, upload: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The same nest with its tensors on the GPU."""
     if isinstance(value, torch.Tensor):
         if not value.is_nested:
-            return gpu.upload(value)
+            return upload(value)
         values, offsets = _parts(value)
-        return jagged(gpu.upload(values), gpu.upload(offsets), offsets)
+        return jagged(upload(values), upload(offsets), offsets)
     if isinstance(value, Ragged):
-        return Ragged(gpu.upload(value.values), gpu.upload(value.offsets))
+        return Ragged(upload(value.values), upload(value.offsets))
     if isinstance(value, dict):
-        return {key: _mapped(one, gpu) for key, one in value.items()}
+        return {key: _mapped(one, upload) for key, one in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(one, gpu) for one in value))
+        return type(value)(*(_mapped(one, upload) for one in value))
     if isinstance(value, list | tuple):
-        return type(value)(_mapped(one, gpu) for one in value)
+        return type(value)(_mapped(one, upload) for one in value)
     return value
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,6 +57,14 @@ class FakeMark:
         list(tensors)
 
 
+class FakeFence(FakeMark):
+    """A place in the user's stream: `run` runs what comes before it."""
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        super().__init__([])
+        self.run = run
+
+
 class FakeGpu:
     """`driver_of_all` is what direct reads go through. `obstacles`: by directory, "" for all.
 
@@ -76,6 +86,8 @@ class FakeGpu:
         self._obstacles = {} if obstacles is None else obstacles
         self._kernels = kernels
         self._pending = threading.local()
+        self._stream, self._ran = list[Callable[[], object]](), 0  # the user's
+        self.allocated_bytes = 0
         # guards the counters and `pinned`; the collector may unpin on a thread that holds it
         self._lock = threading.RLock()
         self._code = ErasureCode(choose_backend())
@@ -103,11 +115,45 @@ class FakeGpu:
         self._pending.pairs = []
         return nullcontext()
 
-    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+    def upload(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         """New memory, filled when the mark behind it is waited for."""
-        made = torch.full_like(tensor, 1)
+        made = torch.full_like(tensor, 1) if into is None else into
         self._pending.pairs.append((made, tensor))
         return made
+
+    def is_there(self, tensor: torch.Tensor) -> bool:
+        """What came out of this one cannot be told from other tensors."""
+        return False
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Of the CPU."""
+        with self._lock:
+            self.allocated_bytes += nbytes
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def lend(self, memory: torch.Tensor, gone: Callable[[], object]) -> torch.Tensor:
+        """By way of an array, which the storage holds."""
+        array = memory.numpy()[:]
+        weakref.finalize(array, gone).atexit = False
+        return torch.from_numpy(array)
+
+    def enqueue(self, kernel: Callable[[], object]) -> None:
+        """What a user's step gives to the user's stream: it runs when somebody waits for it."""
+        self._stream.append(kernel)
+
+    def run(self, count: int | None = None) -> None:
+        """Run the first `count` of all that were enqueued so far, or all, unless they have."""
+        while self._ran < (len(self._stream) if count is None else count):
+            self._ran += 1
+            self._stream[self._ran - 1]()
+
+    def fence(self) -> FakeFence:
+        """Behind what was enqueued until now."""
+        return FakeFence(partial(self.run, len(self._stream)))
+
+    def behind(self, fence: Any) -> None:
+        """Runs what comes before the fence: the copies that follow run later."""
+        fence.run()
 
     def start(self) -> object:
         """Copies tell their time themselves."""

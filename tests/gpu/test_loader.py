@@ -107,6 +107,29 @@ def test_copies_of_pinned_batches_may_run_after_the_batch_was_dropped(place: Pat
         loader.close()
 
 
+def test_a_ring_of_gpu_memory_is_written_again_behind_the_step(place: Path) -> None:
+    """Steps that run late read what they were given, whose tensors have gone; it does not grow."""
+    with hpstore.open(place / "pool.toml") as pool:
+        data = Dataset(pool, "records")
+        loader = DataLoader(
+            data, batch_size=10, cache=0, seed=3, shuffle=True, direct="off", device="cuda",
+            device_ring=1 << 28, prefetch_factor=1, num_workers=1,
+        )  # fmt: skip
+        for epoch in range(6):
+            there = []
+            for batch in loader:
+                torch.cuda._sleep(40_000_000)  # type: ignore[no-untyped-call]  # 20 ms
+                there.append({n: v.clone() for n, v in batch.items()})
+                del batch
+            found = [{n: v.cpu() for n, v in batch.items()} for batch in there]
+            assert same(found, cpu_epoch(data, epoch=epoch))
+        stats = loader.stats()
+        print("\n" + json.dumps({"ring": stats["device_ring_bytes"]}))
+        assert stats["batches_outside_ring"] == 0
+        assert stats["device_ring_bytes"] < 8 * max(1 << 20, stats["bytes"] // stats["batches"] * 2)
+        loader.close()
+
+
 class Failing(Bouncing):
     """The real GPU below a driver on host memory that does not answer: its arena is no use."""
 

@@ -50,9 +50,9 @@ class Parts(FakeGpu):
         mark.order = order  # type: ignore[method-assign]
         return mark
 
-    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+    def upload(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         assert not tensor.is_nested
-        return super().upload(tensor)
+        return super().upload(tensor, into)
 
 
 def check(batch: dict[str, Any], plain: dict[str, Any]) -> None:

@@ -211,10 +211,10 @@ def test_copies_of_a_batch_that_the_gpu_refuses_in_part_are_waited_for() -> None
     """The second of two uploads fails: the source of the first stays until its copy is through."""
 
     class Small(Marking):
-        def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        def upload(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
             if tensor.numel() > 10:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            return super().upload(tensor)
+            return super().upload(tensor, into)
 
     gpu = Small()
     way = Transfer(gpu)
