@@ -3,6 +3,8 @@
 if not __name__.startswith("hpstore."):
     raise ImportError(f"import hpstore.loaders, not {__name__}: see CONTRIBUTING.md")
 
+from typing import TYPE_CHECKING
+
 from hpstore.loaders.batches import Ragged
 from hpstore.loaders.cache import Cache
 from hpstore.loaders.dataset import Dataset
@@ -29,7 +31,25 @@ from hpstore.loaders.verifying import DatasetReport, verify_dataset
 from hpstore.loaders.weighted import WeightedOrder
 from hpstore.loaders.writer import DatasetWriter
 
-__all__ = ["Cache", "DataLoader", "Dataset", "DatasetInfo", "DatasetReport", "DatasetWriter",
-           "Field", "IngestProgress", "IngestReport", "Mixture", "Order", "Ragged", "WeightedOrder",
-           "delete_dataset", "ingest", "list_datasets", "open_source", "publish_parts",
-           "remove_orphans", "unfinished_ingests", "verify_dataset", "written_parts"]  # fmt: skip
+if TYPE_CHECKING:
+    from hpstore.loaders.zarr_arrays import ZarrDataset
+    from hpstore.loaders.zarr_view import DatasetStore
+
+__all__ = ["Cache", "DataLoader", "Dataset", "DatasetInfo", "DatasetReport", "DatasetStore",
+           "DatasetWriter", "Field", "IngestProgress", "IngestReport", "Mixture", "Order", "Ragged",
+           "WeightedOrder", "ZarrDataset", "delete_dataset", "ingest", "list_datasets",
+           "open_source", "publish_parts", "remove_orphans", "unfinished_ingests", "verify_dataset",
+           "written_parts"]  # fmt: skip
+
+
+def __getattr__(name: str) -> object:
+    """The two that need zarr, which is imported with the first of them."""
+    if name == "DatasetStore":
+        from hpstore.loaders.zarr_view import DatasetStore
+
+        return DatasetStore
+    if name == "ZarrDataset":
+        from hpstore.loaders.zarr_arrays import ZarrDataset
+
+        return ZarrDataset
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -27,6 +27,10 @@ MOST_STREAMS = 9999  # of a data set: fields of their own
 ORDER = "order"  # the column of a data set that was shuffled on write
 _NONCE = re.compile(r"[0-9a-f]{16}")
 _RESERVED = ("journal", "manifest", "parts")
+_OBJECT = re.compile(
+    rf"{PREFIX}/(.+?)/(?:manifest|journal|parts/\d+-of-\d+"
+    r"|[0-9a-f]{16}/(?:stream-\d+/(?:\d+(?:\.side)?|pages)|column-[^/]+/\d+))"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,6 +287,12 @@ def nonce_of(name: str, key: str) -> str | None:
     return rest[0] if len(rest) > 1 and _NONCE.fullmatch(rest[0]) else None
 
 
+def dataset_of(key: str) -> str | None:
+    """The data set, published or not, that an object belongs to by the form of its key."""
+    found = _OBJECT.fullmatch(key)
+    return None if found is None else found[1]
+
+
 def column_names(fields: Sequence[str], scalars: Sequence[str]) -> dict[str, str]:
     """Name of each scalar's column in keys: the number of its field."""
     return {name: str(list(fields).index(name)) for name in scalars}
@@ -290,5 +300,5 @@ def column_names(fields: Sequence[str], scalars: Sequence[str]) -> dict[str, str
 
 __all__ = ["FORMAT", "KIND", "ORDER", "PREFIX", "Content", "DatasetManifest", "Part",
            "StreamShards", "check_dataset_name", "check_new_name", "column_key", "column_names",
-           "journal_key", "manifest_key", "nonce_of", "object_prefix", "pages_key", "part_key",
-           "shard_key", "side_key"]  # fmt: skip
+           "dataset_of", "journal_key", "manifest_key", "nonce_of", "object_prefix", "pages_key",
+           "part_key", "shard_key", "side_key"]  # fmt: skip

@@ -202,6 +202,11 @@ class DatasetStore(BlockingStore):
         self._fingerprint = dataset.fingerprint
         return self._opened.setdefault("it", (dataset, arrays))  # atomic: one wins
 
+    def has(self, key: str) -> bool:
+        """Whether a key is of the group itself or of one of its arrays, there or not."""
+        name, below, _ = key.partition("/")
+        return not below or name in self._view()[1]
+
     def _document(self, key: str) -> bytes | None:
         """The zarr.json that a key names."""
         dataset, arrays = self._view()

@@ -1,6 +1,7 @@
 """zarr arrays and groups in a pool: `PoolStore`, a store for zarr-python 3.
 
-A value is an object, `<prefix>/<key>`; what holds and what does not is in docs/zarr.md.
+A value is an object, `<prefix>/<key>`; a published data set shows as a group (zarr_views). What
+holds and what does not is in docs/zarr.md.
 """
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from zarr.abc.store import ByteRequest
@@ -21,6 +22,7 @@ from hpstore.errors import ConfigError, ObjectNotFound, VersionConflict
 from hpstore.interop.bulk import delete_all, read_parts
 from hpstore.interop.paths import PoolPaths
 from hpstore.interop.zarr_base import BlockingStore, byte_span
+from hpstore.interop.zarr_views import PoolViews
 from hpstore.keys import check_key
 from hpstore.pool import Pool
 
@@ -40,6 +42,10 @@ class PoolStore(BlockingStore):
     A value that cannot be read now raises TooManyErasures; None, which zarr takes for a chunk of
     fill values, means that no such object exists. A write that is cancelled ends first, as its
     value is read until then.
+
+    Under `data/<name>` of a published data set, the arrays of its fields are read instead of its
+    objects; writing or deleting there raises ConfigError. One that is replaced or deleted after it
+    was opened raises VersionConflict, or ConfigError: make another store for the new one.
     """
 
     supports_writes = True
@@ -50,6 +56,7 @@ class PoolStore(BlockingStore):
     ) -> None:
         self.prefix = check_key(prefix.strip("/")) if prefix.strip("/") else ""
         super().__init__(pool, self.prefix, read_only=read_only)
+        self._views = PoolViews(self._pool)
         if not self.prefix and not self.read_only:
             raise ConfigError(
                 "a zarr store that can be written needs a prefix of its own: mode 'w' and "
@@ -67,9 +74,24 @@ class PoolStore(BlockingStore):
     def _key(self, key: str) -> str:
         return f"{self.prefix}/{key}" if self.prefix else key
 
+    def __reduce__(self) -> tuple[Any, ...]:  # Any: as pickle wants it, of several lengths
+        seen = self._views.seen()
+        return (*super().__reduce__(), seen) if seen else super().__reduce__()
+
+    def __setstate__(self, seen: Mapping[str, Mapping[str, str]]) -> None:
+        self._views.expect(seen)
+
+    def close(self) -> None:
+        """Close what was opened for it, but no pool; the next use opens it again."""
+        super().close()
+        self._views.close()
+
     # --- reading ----------------------------------------------------------------------------
 
     def _read(self, key: str, requests: Sequence[ByteRequest | None]) -> list[Bytes] | None:
+        shown = self._views.find(self._key(key))
+        if shown is not None:
+            return shown.store._read(shown.key, requests)
         try:
             with self._pool().reader(self._key(key)) as reader:
                 return read_parts(reader, lambda size: [byte_span(r, size) for r in requests])
@@ -78,9 +100,16 @@ class PoolStore(BlockingStore):
 
     def _keys(self, prefix: str) -> list[str]:
         start = self._key("")
-        return [key[len(start) :] for key in self._pool().list(f"{start}{prefix}", certain=True)]
+        return [key[len(start) :] for key in self._views.list(f"{start}{prefix}")]
+
+    def _names(self, prefix: str) -> list[str]:
+        start = self._key("")
+        return [key[len(start) :] for key in self._views.list(f"{start}{prefix}", names=True)]
 
     def _size(self, key: str) -> int | None:
+        shown = self._views.find(self._key(key))
+        if shown is not None:
+            return shown.store._size(shown.key)
         try:
             return self._pool().stat(self._key(key)).size
         except ObjectNotFound:
@@ -92,6 +121,7 @@ class PoolStore(BlockingStore):
         self._check_writable()
         if not isinstance(value, Buffer):
             raise TypeError(f"a value is a zarr Buffer, not {type(value).__name__}")
+        self._views.check_write(self._key(key))
         data = np.ascontiguousarray(value.as_numpy_array())
         self._pool().put(self._key(key), data, if_absent=if_absent)
 
@@ -122,6 +152,7 @@ class PoolStore(BlockingStore):
     def delete_sync(self, key: str) -> None:
         """`delete`, called by a thread that may block."""
         self._check_writable()
+        self._views.check_write(self._key(key))
         with suppress(ObjectNotFound):
             self._pool().delete(self._key(key))
 
@@ -134,13 +165,15 @@ class PoolStore(BlockingStore):
     async def delete_dir(self, prefix: str) -> None:
         """Delete all below. Stopped half way, no array is left that reads as fill values.
 
-        The documents that make arrays and groups go before the chunks. Raises TooFewDevices,
-        before anything is deleted, when values may be there unseen.
+        The documents that make arrays and groups go before the chunks. Raises, before anything is
+        deleted, TooFewDevices when values may be there unseen, ConfigError when a data set is.
         """
 
         def delete() -> None:
             folder = prefix.strip("/")
-            keys = self._pool().list(self._key(f"{folder}/" if folder else ""), certain=True)
+            start = self._key(f"{folder}/" if folder else "")
+            keys = self._pool().list(start, certain=True)
+            self._views.check_delete(start, keys)
             documents = {key for key in keys if key.rpartition("/")[2] in _DOCUMENTS}
             delete_all(self._pool(), sorted(documents))
             delete_all(self._pool(), [key for key in keys if key not in documents])

@@ -82,6 +82,10 @@ class BlockingStore(Store):
     def _keys(self, prefix: str) -> list[str]:
         """All keys that begin with `prefix`. May block."""
 
+    def _names(self, prefix: str) -> list[str]:
+        """Keys, of which only the first names after `prefix` are looked at. May block."""
+        return self._keys(prefix)
+
     @abstractmethod
     def _size(self, key: str) -> int | None:
         """Bytes of a value, None when there is no such value. May block."""
@@ -224,9 +228,9 @@ class BlockingStore(Store):
 
     # --- listing ----------------------------------------------------------------------------
 
-    async def _list(self, prefix: str) -> list[str]:
+    async def _list(self, prefix: str, *, names: bool = False) -> list[str]:
         await self._ensure_open()
-        return await asyncio.to_thread(self._keys, prefix)
+        return await asyncio.to_thread(self._names if names else self._keys, prefix)
 
     async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
         """Keys that begin with `prefix`, which may end within a name."""
@@ -237,14 +241,14 @@ class BlockingStore(Store):
         """Names directly below; all keys below are walked for it."""
         folder = prefix.strip("/")
         start = f"{folder}/" if folder else ""
-        tree = descend(await self._list(start), (), folder, 1)
+        tree = descend(await self._list(start, names=True), (), folder, 1)
         for key in sorted({*tree.files, *tree.directories}):
             yield key[len(start) :]
 
     async def is_empty(self, prefix: str) -> bool:
         """Whether nothing is below."""
         folder = prefix.strip("/")
-        return not await self._list(f"{folder}/" if folder else "")
+        return not await self._list(f"{folder}/" if folder else "", names=True)
 
     async def list(self) -> AsyncIterator[str]:
         """All keys."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pickle
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,79 +17,23 @@ from zarr.storage import LocalStore, MemoryStore
 import hpstore
 from hpstore.errors import ConfigError, IntegrityError, ObjectNotFound, VersionConflict
 from hpstore.interop.zarr import PoolStore
-from hpstore.loaders import Dataset, DatasetWriter, Field
-from hpstore.loaders import zarr_view as view_module
+from hpstore.loaders import DatasetWriter
 from hpstore.loaders.zarr_arrays import ZarrDataset
 from hpstore.loaders.zarr_view import DatasetStore
 from hpstore.testing.harness import Harness
-from hpstore.units import KIB
-
-ROWS = 53
-FIELDS = {
-    "image": Field("uint8", (3, 40)),
-    "wide": Field("float32", (5000,)),
-    "half": Field("bfloat16", (33,)),
-    "wave": Field("complex64", (9,)),
-    "label": Field("int64"),
-    "box": Field("float16", (4,)),
-    "ok": Field("bool"),
-    "text": Field("str"),
-    "points": Field("float64", (None, 2)),
-}
-
-
-def _batch(rows: int, seed: int = 0) -> dict[str, Any]:
-    rng = np.random.default_rng(seed)
-    return {
-        "image": rng.integers(0, 256, (rows, 3, 40), np.uint8),
-        "wide": rng.standard_normal((rows, 5000), np.float32),
-        "half": torch.from_numpy(rng.standard_normal((rows, 33))).to(torch.bfloat16),
-        "wave": rng.standard_normal((rows, 18), np.float32).view(np.complex64),
-        "label": np.arange(rows) * 3 - 7,
-        "box": rng.standard_normal((rows, 4)).astype(np.float16),
-        "ok": rng.integers(0, 2, rows).astype(bool),
-        "text": [f"row {i}" * (i % 5) for i in range(rows)],
-        "points": [rng.standard_normal((i % 4, 2)) for i in range(rows)],
-    }
-
-
-def _write(pool: hpstore.Pool, name: str, fields: Mapping[str, Field], **options: Any) -> Dataset:
-    batch = _batch(ROWS)
-    options = {"shard_bytes": 64 * KIB, "unit_bytes": 64 * KIB, **options}
-    with DatasetWriter(pool, name, fields, **options) as writer:
-        writer.write_batch({field: batch[field] for field in fields})
-    return Dataset(pool, name)
-
-
-def _raw(tensor: Any) -> bytes:
-    plain = tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor
-    return bytes(np.ascontiguousarray(plain.numpy()).tobytes())
-
-
-def _check(store: DatasetStore, data: Dataset) -> None:
-    """Every field of fixed size: all at once, one by one, in any order, as Dataset[i]."""
-    root = zarr.open_group(store, mode="r")
-    fixed = [name for name, field in data.fields.items() if not field.is_ragged]
-    assert sorted(root.array_keys()) == sorted(fixed)
-    samples = data.__getitems__(range(len(data)))
-    order = np.random.default_rng(1).permutation(len(data))[:9]
-    for name in fixed:
-        array = root[name]
-        assert isinstance(array, zarr.Array)
-        assert array.shape == (len(data), *data.fields[name].inner_shape)
-        expected = [_raw(sample[name]) for sample in samples]
-        assert np.asarray(array[:]).tobytes() == b"".join(expected)
-        picked = np.asarray(array.oindex[np.sort(order)])
-        assert [row.tobytes() for row in picked] == [expected[i] for i in np.sort(order)]
-        assert np.asarray(array[int(order[0])]).tobytes() == expected[order[0]]
+from tests.interop.zarr_cases import (
+    FIELDS,
+    ROWS,
+    batch_of,
+    check_equal,
+    make_chunks_small,
+    write_data_set,
+)
 
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several chunks of each array, and records read a few at a time."""
-    monkeypatch.setattr(view_module, "SHARD_ROWS", 16)
-    monkeypatch.setattr(view_module, "SCALAR_ROWS", 20)
-    monkeypatch.setattr(view_module, "BATCH_BYTES", 64 * KIB)
+    make_chunks_small(monkeypatch)
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
@@ -101,20 +44,20 @@ def test_zarr_reads_what_the_data_set_holds_byte_for_byte(
 ) -> None:
     """All dtypes, several shards, records of one size and of many, compressed and not."""
     fields = {name: f for name, f in FIELDS.items() if ragged or not f.is_ragged}
-    data = _write(pool, "train", fields, layout=layout, compression=compression)
-    _check(DatasetStore(pool, "train"), data)
+    data = write_data_set(pool, "train", fields, layout=layout, compression=compression)
+    check_equal(DatasetStore(pool, "train"), data)
 
 
 def test_zarr_reads_the_same_with_m_devices_missing(harness: Harness, pool: hpstore.Pool) -> None:
     """Records are decoded below it."""
-    data = _write(pool, "train", FIELDS)
+    data = write_data_set(pool, "train", FIELDS)
     harness.lose(harness.urls[:1])
-    _check(DatasetStore(pool, "train"), data)
+    check_equal(DatasetStore(pool, "train"), data)
 
 
 def test_a_data_set_is_a_read_only_group_with_its_facts(pool: hpstore.Pool) -> None:
     """Name, fingerprint and metadata are attributes; nothing can be set or deleted."""
-    data = _write(pool, "train", FIELDS, metadata={"source": "here"})
+    data = write_data_set(pool, "train", FIELDS, metadata={"source": "here"})
     store = DatasetStore(pool, "train")
     root = zarr.open(store)
     assert isinstance(root, zarr.Group)
@@ -135,7 +78,7 @@ def test_a_data_set_is_a_read_only_group_with_its_facts(pool: hpstore.Pool) -> N
 
 def test_keys_that_mean_no_chunk_are_absent(pool: hpstore.Pool) -> None:
     """Listed keys exist with the size that a read gives; others do not."""
-    _write(pool, "train", {name: FIELDS[name] for name in ("wide", "label")})
+    write_data_set(pool, "train", {name: FIELDS[name] for name in ("wide", "label")})
     store = DatasetStore(pool, "train")
 
     async def main() -> None:
@@ -167,7 +110,7 @@ def test_a_data_set_of_no_samples_is_an_empty_array(pool: hpstore.Pool) -> None:
 
 def test_a_data_set_that_is_replaced_is_an_error_not_fill_values(pool: hpstore.Pool) -> None:
     """zarr takes FileNotFoundError for a chunk that was never written: this is another one."""
-    _write(pool, "train", {"wide": FIELDS["wide"]})
+    write_data_set(pool, "train", {"wide": FIELDS["wide"]})
     store = DatasetStore(pool, "train")
     array = zarr.open_array(store, path="wide", mode="r")
     copy = pickle.dumps(store)
@@ -187,7 +130,7 @@ def test_a_record_that_does_not_match_its_checksum_is_an_error(
     pool: hpstore.Pool,
 ) -> None:
     """zarr's own checks stop at the index: the view checks rows."""
-    data = _write(pool, "train", {"wide": FIELDS["wide"]})
+    data = write_data_set(pool, "train", {"wide": FIELDS["wide"]})
     key = data.shard_key(data.streams[0], 0)
     raw = bytearray(pool.get(key))
     raw[100] ^= 1
@@ -203,7 +146,7 @@ def test_a_record_that_does_not_match_its_checksum_is_an_error(
 @pytest.fixture
 def group(pool: hpstore.Pool) -> zarr.Group:
     """Arrays as others write them, in a pool: sharded, compressed, big-endian."""
-    batch = _batch(ROWS)
+    batch = batch_of(ROWS)
     root = zarr.create_group(PoolStore(pool, "foreign"))
     root.create_array("image", data=batch["image"], chunks=(4, 3, 40), shards=(16, 3, 40))
     root.create_array("label", data=batch["label"].astype(">i4"), chunks=(10,))
@@ -212,7 +155,7 @@ def group(pool: hpstore.Pool) -> zarr.Group:
 
 def test_plain_arrays_are_a_data_set(group: zarr.Group) -> None:
     """Sample i is row i of each; in any order, with repeats, from the end, through a loader."""
-    data, batch = ZarrDataset(group), _batch(ROWS)
+    data, batch = ZarrDataset(group), batch_of(ROWS)
     assert (len(data), data.fields) == (ROWS, ("image", "label"))
     wanted = [5, 52, 5, -1, 0, 17]
     for index, sample in zip(wanted, data.__getitems__(wanted), strict=True):
