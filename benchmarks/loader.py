@@ -12,6 +12,8 @@ limited   the same in a control group of 800 MB, for data three times larger at 
 degraded  hpstore with no, one and two devices missing by turns, warm and cold
 special   first batches, epoch boundary, ready batch, memory growth, a kill (loader_special.py)
 
+To a GPU the stages of docs/gpu.md come first (gpu_stages.py): what it and its way there can do.
+
 Raw figures are taken in each repetition. Ratios are pairs of one repetition; medians are held
 against the bars (loader_bars.py).
 """
@@ -22,9 +24,10 @@ import logging
 import shutil
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.progress import Progress
@@ -34,6 +37,7 @@ from hpstore.benchmarks.ballast import Ballast, ballast_bytes, memory_bytes
 from hpstore.benchmarks.checkpoint import progress
 from hpstore.benchmarks.checkpoint_bars import spread
 from hpstore.benchmarks.devices import workspace
+from hpstore.benchmarks.gpu_stages import PLAN, run_stage
 from hpstore.benchmarks.loader_contenders import kind_of, not_installed, peers_named
 from hpstore.benchmarks.loader_data import Data
 from hpstore.benchmarks.loader_limits import LIMIT_BYTES, MemoryLimit
@@ -205,8 +209,15 @@ def bench_loader(options: Options) -> dict[str, object]:
     """Rates, latencies and memory of data loaders, with verdicts."""
     peers, cases = peers_named(options.peers), cases_named(options.cases)
     check_device(options.device)
+    if options.stages and options.device == "cpu":
+        raise ConfigError("--stages is about a GPU: give --device cuda, or leave --stages out")
     found: dict[str, object] = {}
     with workspace(options) as root, progress(0) as bar:
+        if options.device != "cpu" and options.stages is not False:
+            found["stages"] = stages = dict[str, Found]()
+            for name, row in stage_rows(root, options.device, bar):
+                stages[name] = row
+                options.keep(found)
         for kind in ("A", "B"):
             data = Data(kind, options.size_bytes)
             spec = Spec(contender="", directory=root / kind, data=data, device=options.device)
@@ -241,8 +252,21 @@ def check_device(device: str) -> None:
     """ConfigError for one that is not here."""
     import torch
 
-    if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
-        raise ConfigError(f"device {device!r} is not here: give cpu, or cuda where torch has it")
+    if device == "cpu":
+        return
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    here = ["cuda", *(f"cuda:{index}" for index in range(count))] if count else []
+    if device not in here:
+        raise ConfigError(f"device {device!r} is not here: give {' or '.join(['cpu', *here])}")
+
+
+def stage_rows(root: Path, device: str, bar: Progress) -> Iterator[tuple[str, Found]]:
+    """Stages of the GPU as they end, by number and name. A child's GPU is the one of `device`."""
+    for stage in PLAN:
+        bar.update(bar.task_ids[0], description=f"stage {stage.number} {stage.what}")
+        ended = run_stage(stage, root, int(device.partition(":")[2] or 0))
+        _log.info("%s", ended.verdict())
+        yield f"{stage.number} {stage.what}", ended.as_dict()
 
 
 def report(found: Collected, data: Data, options: Options, ballast: Ballast) -> dict[str, object]:

@@ -145,7 +145,7 @@ def timed_epoch(who: Peer, number: int, spec: Spec) -> Found:
         if now - began > spec.epoch_seconds:
             break
     if spec.device != "cpu":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(spec.device)
     ended = time.perf_counter()
     computing += time.thread_time()
     whole = rows == spec.data.rows and labels == rows * (rows - 1) // 2

@@ -26,6 +26,7 @@ class Options:
     compression: bool = False  # of checkpoints: what each codec costs
     cases: str = ""  # of loaders, caches, training: comma-separated, all unless given
     device: str = "cpu"  # of loaders and training: where batches go
+    stages: bool | None = None  # of loaders: those of a GPU first; None: where there is one
     quick: bool = False  # of caches, health, training: small data, to show that all works
     plots: Path | None = None  # of caches and training: a directory for pictures
     drive_stats: tuple[Path, ...] = ()  # of health: files that failures are forecast from

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterator, Mapping
+from typing import TypeGuard
 
 import numpy
 
@@ -43,15 +44,28 @@ def describe(results: Mapping[str, object]) -> str:
 
 
 def _lines(value: Mapping[str, object], depth: int) -> Iterator[str]:
+    pad = "  " * depth
     for name, inner in value.items():
         if isinstance(inner, Mapping):
-            if all(not isinstance(v, Mapping) for v in inner.values()) and depth:
-                yield "  " * depth + f"{name}: " + ", ".join(f"{k} {v}" for k, v in inner.items())
+            if not any(isinstance(v, Mapping) or _records(v) for v in inner.values()) and depth:
+                yield f"{pad}{name}: {_line(inner)}"
             else:
-                yield "  " * depth + name
+                yield pad + name
                 yield from _lines(inner, depth + 1)
+        elif _records(inner):
+            yield pad + name
+            yield from (f"{pad}  {_line(record)}" for record in inner)
         else:
-            yield "  " * depth + f"{name}: {inner}"
+            yield f"{pad}{name}: {inner}"
+
+
+def _line(record: Mapping[str, object]) -> str:
+    return ", ".join(f"{k} {v}" for k, v in record.items())
+
+
+def _records(value: object) -> TypeGuard[list[Mapping[str, object]]]:
+    """Whether it is a list with nothing but records, one at least."""
+    return isinstance(value, list) and bool(value) and all(isinstance(v, Mapping) for v in value)
 
 
 __all__ = ["describe", "machine"]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpstore.cli.output import emit_json, json_text
+from hpstore.cli.output import emit_json, json_text, table
 from hpstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ _CASES = (
     "for health: slow,healthy,load,hang,telemetry,window,global,reads,saves,overhead,rebuild,"
     "forecast; for train: methods (default: all)"
 )
+_DEVICE = "for loader and train: cpu or cuda; for loader also cuda:1 and so on"
+_STAGES = "for loader: the stages of the GPU first (default: with --device cuda)"
 
 
 def run(
@@ -51,7 +53,8 @@ def run(
         bool, typer.Option("--compression", help="for checkpoint: what each codec costs")
     ] = False,
     cases: Annotated[str, typer.Option(help=_CASES)] = "",
-    device: Annotated[str, typer.Option(help="for loader and train: cpu or cuda")] = "cpu",
+    device: Annotated[str, typer.Option(help=_DEVICE)] = "cpu",
+    stages: Annotated[bool | None, typer.Option("--stages/--no-stages", help=_STAGES)] = None,
     quick: Annotated[
         bool,
         typer.Option("--quick", help="for cache, health, train: little data, shows that all works"),
@@ -73,17 +76,10 @@ def run(
     if json_file not in ("", "-") and not Path(json_file).absolute().parent.is_dir():
         raise ConfigError(f"results cannot be written: {Path(json_file).parent} is no directory")
     told = Options(
-        directory=directory.absolute() if directory else None,
-        size_bytes=0,
-        repeats=repeats,
-        peers=peers,
-        compression=compression,
-        cases=cases,
-        device=device,
-        quick=quick,
-        drive_stats=tuple(drive_stats or ()),
-        plots=plots,
-    )
+        directory=directory.absolute() if directory else None, size_bytes=0, repeats=repeats,
+        peers=peers, compression=compression, cases=cases, device=device, stages=stages,
+        quick=quick, drive_stats=tuple(drive_stats or ()), plots=plots,
+    )  # fmt: skip
     results = measured(
         {name: replace(told, size_bytes=size_named(size, name)) for name in names}, json_file
     )
@@ -91,6 +87,17 @@ def run(
         emit_json(results)
     else:
         sys.stdout.write(describe(results))
+        show_stages(results)
+
+
+def show_stages(results: Mapping[str, object]) -> None:
+    """How the stages of the GPU ended, where the loader's benchmark ran them."""
+    loader = results.get("loader")
+    stages = loader.get("stages") if isinstance(loader, dict) else None
+    if stages:
+        columns = ("stage", "what", "status", "reason")
+        table("Stages of the GPU (docs/gpu.md)", columns,
+              [[row[column] for column in columns] for row in stages.values()])  # fmt: skip
 
 
 def measured(todo: Mapping[str, Options], json_file: str) -> dict[str, object]:
@@ -134,4 +141,4 @@ def interrupted_by(number: signal.Signals) -> Iterator[None]:
         signal.signal(number, before)
 
 
-__all__ = ["interrupted_by", "measured", "run"]
+__all__ = ["interrupted_by", "measured", "run", "show_stages"]

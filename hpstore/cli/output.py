@@ -27,6 +27,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from hpstore.errors import ConfigError
 from hpstore.rebalance import RebalanceReport
@@ -89,12 +90,12 @@ class StdoutConsole(Console):
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """A table on standard output."""
+    """A table on standard output; brackets in it are what they are, not rich's markup."""
     made = Table(title=title or None, title_justify="left")
     for column in columns:
         made.add_column(column, overflow="fold")
     for row in rows:
-        made.add_row(*(str(value) for value in row))
+        made.add_row(*(Text(str(value)) for value in row))
     StdoutConsole(width=None if sys.stdout.isatty() else 160).print(made)
 
 

@@ -1,299 +1,40 @@
-"""Figures of the GPU path, one JSON line a stage: `pytest tests/gpu/test_direct_figures.py -s`.
+"""The stages that `hpstore bench loader --device cuda` runs, by themselves.
 
-Stages 0, 2, 4, 5, 6 and 7 of the plan in docs/gpu.md. No claim about speed is asserted, only that
-the bytes are right; a stage that cannot run says why in its line. --basetemp=DIR chooses the drive.
+`pytest tests/gpu/test_direct_figures.py -s` prints one JSON line a figure and the verdict of each
+stage (docs/gpu.md). --basetemp=DIR chooses the drive.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import platform
-import subprocess
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from importlib import metadata
 from pathlib import Path
-from statistics import median
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from hpstore.buffers import aligned_array
-from hpstore.checkpoint.accelerator import Cuda
-from hpstore.loaders.direct.choice import ChoiceConfig, PathChoice, Way
-from hpstore.loaders.direct.cufile import CuFile
-from hpstore.loaders.direct.decode import DecodeJobs, decode
-from hpstore.loaders.direct.detect import Route, process_detector
-from hpstore.loaders.direct.engine import DirectArena, DirectEngine, DirectFile
-from hpstore.loaders.direct.verify import Blocks, verify
-from hpstore.units import GIB, KIB, MIB
+from hpstore.benchmarks.gpu_stages import PLAN, Stage, Status, run_stage
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-FILE_BYTES = 2 * GIB
-REPEATS = 7
+SLACK_SECONDS = 60  # for the child to be killed, and its files to be removed
 
 
-def say(stage: int, what: str, **figures: object) -> None:
-    """One line of JSON; rates in GB/s."""
-    print("\n" + json.dumps({"stage": stage, "what": what, **figures}, default=str), end="")
-
-
-def cut(tensor: torch.Tensor, part: int) -> tuple[torch.Tensor, ...]:
-    """Views of `part` bytes each."""
-    return torch.split(tensor, part)
-
-
-def gpu_rate(nbytes: int, work: Callable[[], object]) -> float:
-    """GB/s by events: the median of several, after two that do not count."""
-    rates: list[float] = []
-    for repeat in range(REPEATS + 2):
-        # Any: torch.cuda's events are untyped
-        began: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        ended: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        began.record()
-        work()
-        ended.record()
-        ended.synchronize()
-        if repeat >= 2:
-            rates.append(nbytes / began.elapsed_time(ended) / 1e6)
-    return round(median(rates), 2)
-
-
-def wall_rate(nbytes: int, work: Callable[[], object], repeats: int = 3) -> float:
-    """GB/s by the clock on the wall, the median; work() leaves nothing under way."""
-    rates = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        work()
-        rates.append(nbytes / (time.perf_counter() - began) / 1e9)
-    return round(median(rates), 2)
-
-
-def output(*command: str) -> str:
-    """What a command prints, or why it does not."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-
-
-def test_stage_0_the_machine(tmp_path: Path) -> None:
-    """What everything else was measured on."""
-    fields = "name,driver_version,pcie.link.gen.max,pcie.link.width.max"
-    versions = {}
-    for name in ("torch", "triton", "cuda-bindings", "nvidia-cufile"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    say(
-        0, "machine", gpu=output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"),
-        kernel=platform.release(), cpus=os.cpu_count(), versions=versions,
-        drives=output("lsblk", "-d", "-n", "-o", "NAME,TRAN,ROTA,SIZE,MODEL").splitlines(),
-        mount=output("findmnt", "-n", "-o", "SOURCE,FSTYPE,OPTIONS", "-T", str(tmp_path)),
-        memlock=output("bash", "-c", "ulimit -l"),
-    )  # fmt: skip
-
-
-def test_stage_2_raw_copies() -> None:
-    """Ceilings: pageable, pinned by torch, page-locked mmap; both directions; 64 KiB to 256 MiB."""
-    size = 256 * MIB
-    device = torch.empty(size, dtype=torch.uint8, device="cuda")
-    mapped, cuda = aligned_array(size, populate=True), Cuda()
-    cuda.pin(mapped)
-    hosts = {
-        "pageable": torch.from_numpy(aligned_array(size, populate=True)),
-        "pin_memory": torch.empty(size, dtype=torch.uint8, pin_memory=True),
-        "host_register": torch.from_numpy(mapped),
-    }
-    for name, host in hosts.items():
-        for part in (64 * KIB, MIB, 4 * MIB, 256 * MIB):
-            pieces = min(size // part, 64)
-            pairs = list(zip(cut(device, part)[:pieces], cut(host, part)[:pieces], strict=True))
-
-            def to_device(pairs: list[Any] = pairs) -> None:
-                for on_gpu, on_host in pairs:
-                    on_gpu.copy_(on_host, non_blocking=True)
-
-            def to_host(pairs: list[Any] = pairs) -> None:
-                for on_gpu, on_host in pairs:
-                    on_host.copy_(on_gpu, non_blocking=True)
-
-            nbytes = pieces * part
-            say(2, name, part=part, h2d=gpu_rate(nbytes, to_device), d2h=gpu_rate(nbytes, to_host))
-    torch.cuda.synchronize()
-    cuda.unpin(mapped.ctypes.data)
-
-
-@pytest.mark.parametrize(("data", "parity"), [(4, 2), (8, 3), (10, 4)])
-def test_stage_4_decode(data: int, parity: int) -> None:
-    """GB/s of survivors read, for one and for m lost columns; 64 stripes of 1 MiB units."""
-    pytest.importorskip("triton")
-    unit, stripes = MIB, 64
-    width = data + parity
-    memory = torch.randint(0, 256, (width * stripes * unit,), dtype=torch.uint8, device="cuda")
-    for lost in (1, parity):
-        have, want = tuple(range(lost, lost + data)), tuple(range(lost))
-        rows = np.arange(stripes)[:, None] * width * unit
-        jobs = DecodeJobs(
-            data=data, parity=parity, have=have, want=want, length=unit,
-            sources=rows + np.array(have) * unit, targets=rows + np.array(want) * unit,
-        )  # fmt: skip
-        rate = gpu_rate(data * stripes * unit, lambda jobs=jobs: decode(memory, jobs))  # type: ignore[misc]  # a default argument
-        say(4, "decode", k=data, m=parity, lost=lost, survivors=rate)
-
-
-def test_stage_5_checksums() -> None:
-    """GB/s of 64 KiB blocks."""
-    pytest.importorskip("triton")
-    memory = torch.randint(0, 256, (GIB,), dtype=torch.uint8, device="cuda")
-    starts = np.arange(0, GIB, 64 * KIB)
-    blocks = Blocks(
-        starts=starts, lengths=np.full(len(starts), 64 * KIB),
-        seeds=np.arange(len(starts), dtype=np.uint64), expected=np.zeros(len(starts), np.uint64),
-    )  # fmt: skip
-    say(5, "xxh3 by block", rate=gpu_rate(GIB, lambda: verify(memory, blocks)))
-
-
-def make_file(path: Path) -> int:
-    """A file of noise that is on the drive; returns a descriptor for direct reads."""
-    noise = aligned_array(64 * MIB)
-    noise[:] = np.random.default_rng(0).integers(0, 256, len(noise), np.uint8)
-    fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_DIRECT)
-    for at in range(0, FILE_BYTES, len(noise)):
-        noise[:8] = np.frombuffer(at.to_bytes(8, "little"), np.uint8)
-        os.pwritev(fd, [noise.data], at)
-    os.fsync(fd)
-    return fd
-
-
-class Pinned:
-    """The other path: direct reads into page-locked memory by threads, copies on a side stream."""
-
-    def __init__(self, fd: int, threads: int, size: int) -> None:
-        self.fd, self.size, self.cuda = fd, size, Cuda()
-        self.slots = aligned_array(2 * threads * size, populate=True)
-        self.cuda.pin(self.slots)
-        self.host = cut(torch.from_numpy(self.slots), size)
-        self.events: list[Any] = [None] * len(self.host)  # Any: CUDA events are untyped
-        self.pool = ThreadPoolExecutor(threads)
-        self.stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-
-    def read(self, target: torch.Tensor, first: int, nbytes: int) -> None:
-        """File bytes [first, first + nbytes) into `target`; waits for them."""
-        count = nbytes // self.size
-
-        def one(lane: int) -> None:
-            lanes = len(self.host) // 2
-            for number in range(lane, count, lanes):
-                slot = lane * 2 + number // lanes % 2
-                if self.events[slot] is not None:
-                    self.events[slot].synchronize()
-                at = number * self.size
-                os.preadv(self.fd, [self.host[slot].numpy().data], first + at)
-                with torch.cuda.stream(self.stream):
-                    target[at : at + self.size].copy_(self.host[slot], non_blocking=True)
-                    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                    event.record(self.stream)
-                    self.events[slot] = event
-
-        list(self.pool.map(one, range(len(self.host) // 2)))
-        self.stream.synchronize()
-
-    def close(self) -> None:
-        """Threads and page locks."""
-        self.pool.shutdown()
-        self.cuda.unpin(self.slots.ctypes.data)
-
-
-def read_direct(
-    engine: DirectEngine, file: DirectFile, arena: DirectArena, first: int, nbytes: int, size: int
-) -> None:  # fmt: skip
-    """File bytes [first, first + nbytes) into the arena; waits for them."""
-    reads = [
-        engine.read(file, first + at, size, arena, at) for at in range(0, nbytes, size)
-    ]  # fmt: skip
-    for read in reads:
-        read.result()
-
-
-def test_stage_6_cufile_beside_pinned_memory(tmp_path: Path) -> None:
-    """1 MiB to 16 MiB with 1, 4 and 16 threads by both paths in turns; then the measured choice."""
-    found = process_detector().detect(str(tmp_path))
-    say(6, "detection", **{k: v for k, v in found.as_dict().items() if k != "machine"})
-    fd = make_file(tmp_path / "file")
-    batch = 512 * MIB
-    target = torch.empty(batch, dtype=torch.uint8, device="cuda")
-    for threads in (1, 4, 16):
-        for size in (MIB, 4 * MIB, 16 * MIB):
-            pinned = Pinned(fd, threads, size)
-            rate = wall_rate(batch, lambda p=pinned: p.read(target, 0, batch))  # type: ignore[misc]  # a default argument
-            pinned.close()
-            if found.route is Route.OFF:
-                say(6, "read", threads=threads, size=size, pinned=rate, direct=found.reason)
-                continue
-            with (
-                DirectEngine(CuFile(), threads=threads, max_pending=1024) as engine,
-                engine.register_file(fd) as file,
-                engine.allocate(batch) as arena,
-            ):
-                before = engine.counters()
-                direct = wall_rate(
-                    batch,
-                    lambda e=engine, f=file, a=arena, s=size: read_direct(e, f, a, 0, batch, s),  # type: ignore[misc]  # default arguments
-                )
-                say(
-                    6, "read", threads=threads, size=size, pinned=rate, direct=direct,
-                    before=before, after=engine.counters(),
-                )  # fmt: skip
-                assert torch.equal(arena.tensor, target)
-    if found.route is not Route.OFF:
-        _choose(fd, batch)
-    os.close(fd)
-
-
-def _choose(fd: int, batch: int) -> None:
-    """Batches of 512 MiB by whatever the policy says; its figures."""
-    choice = PathChoice(ChoiceConfig(trial_batches=4, again_batches=8))
-    target = torch.empty(batch, dtype=torch.uint8, device="cuda")
-    pinned = Pinned(fd, 16, 4 * MIB)
-    with (
-        DirectEngine(CuFile()) as engine,
-        engine.register_file(fd) as file,
-        engine.allocate(batch) as arena,
-    ):
-        for number in range(24):
-            first = number * batch % FILE_BYTES
-            way = choice.choose("file")
-            began = time.perf_counter()
-            if way is Way.DIRECT:
-                read_direct(engine, file, arena, first, batch, 4 * MIB)
-            else:
-                pinned.read(target, first, batch)
-            choice.record("file", way, batch, time.perf_counter() - began)
-    pinned.close()
-    say(6, "choice", **choice.figures()[0].as_dict())
-
-
-def test_stage_7_torch_gds(tmp_path: Path) -> None:
-    """torch.cuda.gds with 1 and 4 threads: does it hold the interpreter's lock meanwhile?"""
-    found = process_detector().detect(str(tmp_path))
-    if found.route is Route.OFF or not hasattr(torch.cuda, "gds"):
-        say(7, "torch.cuda.gds", skipped=found.reason)
-        pytest.skip(f"no torch.cuda.gds to compare with: {found.reason}")
-    os.close(make_file(tmp_path / "file"))
-    parts = [torch.empty(64 * MIB, dtype=torch.uint8, device="cuda") for _ in range(16)]
-    gds = torch.cuda.gds.GdsFile(str(tmp_path / "file"), os.O_RDONLY | os.O_DIRECT)
-
-    def load(number: int) -> None:
-        storage = parts[number].untyped_storage()
-        gds.load_storage(storage, number * 64 * MIB)  # type: ignore[arg-type]  # torch's own type
-
-    for threads in (1, 4):
-        with ThreadPoolExecutor(threads) as pool:
-            rate = wall_rate(GIB, lambda pool=pool: list(pool.map(load, range(16))))  # type: ignore[misc]  # a default argument
-        say(7, "torch.cuda.gds", threads=threads, rate=rate)
+@pytest.mark.parametrize(
+    "stage",
+    [
+        pytest.param(
+            stage,
+            marks=pytest.mark.timeout(stage.limit_seconds + SLACK_SECONDS),
+            id=f"{stage.number}-{stage.what}".replace(" ", "-"),
+        )
+        for stage in PLAN
+        if stage.run is not None
+    ],
+)
+def test_stage(stage: Stage, tmp_path: Path) -> None:
+    """It passes, or says why it cannot run here."""
+    ended = run_stage(stage, tmp_path)
+    for line in (*ended.figures, ended.verdict()):
+        print("\n" + json.dumps(line), end="")
+    if ended.status is Status.SKIP:
+        pytest.skip(ended.reason)
+    assert ended.status is Status.PASS, ended.reason
