@@ -10,7 +10,7 @@ warm      from the second epoch of a process on, for a second or five epochs at 
 cold      the first epoch, caches dropped
 limited   the same in a control group of 800 MB, for data three times larger at least
 degraded  hpstore with no, one and two devices missing by turns, warm and cold
-special   first batches, epoch boundary, ready batch, memory growth, a kill (loader_special.py)
+special   first batches, epoch boundary, ready batch, state, memory, a kill (loader_special.py)
 
 To a GPU the stages of docs/gpu.md come first (gpu_stages.py): what it and its way there can do.
 

@@ -164,6 +164,9 @@ def special_verdicts(found: Mapping[str, Found]) -> dict[str, Verdict]:
         rows[f"ready_next_us, {mode}"] = (
             verdict(values, 200.0, least=False) if values else skipped("too few batches")
         )
+    for which, states in found.get("state", {}).items():
+        values = [seconds * 1e6 for seconds in states["seconds"]]
+        rows[f"state_dict_us, {which}"] = verdict(values, 50.0, least=False)
     for mode, grown in found.get("growth", {}).items():
         values = [grown["growth_bytes"] / MIB]
         rows[f"growth_MiB_50_epochs, {mode}"] = verdict(values, GROWTH_BYTES / MIB, least=False)

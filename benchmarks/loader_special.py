@@ -1,10 +1,11 @@
-"""Figures of hpstore's loader alone: first batches, the epoch boundary, a batch that is ready,
-memory over many epochs, what a kill leaves behind.
+"""Figures of hpstore's loader alone: first batches, the epoch boundary, a batch that is ready, a
+state, memory over many epochs, what a kill leaves behind.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import multiprocessing
 import os
 import time
@@ -30,6 +31,7 @@ MODES = tuple(kind.name for kind in OURS)
 PROCESSES = 3  # in which SEVERAL are measured: one that the machine holds up decides nothing
 SEVERAL = ("first batch", "epoch boundary")
 BOUNDARIES, READY, EPOCHS, WARM_EPOCHS = 5, 50, 50, 10
+MANY, STATES = 1_000_000_000, 20
 GROWTH_BATCHES = 12
 _PAUSE_SECONDS = 0.02  # between batches that are taken when they are ready
 
@@ -137,6 +139,34 @@ def ready_session(sections: Sections, spec: Spec) -> Found:
     return found
 
 
+class _Many(torch.utils.data.Dataset[int]):
+    """As many samples as no test machine holds; each is its number."""
+
+    def __len__(self) -> int:
+        return MANY
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def state_session(sections: Sections, spec: Spec) -> Found:
+    """Seconds of state_dict() in mid-epoch, at 1e9 samples and over the data set; the first too."""
+    who = _ours(spec, MODES[0])
+    found: Found = {}
+    many = DataLoader(_Many(), BATCH, shuffle=True)
+    loaders = {f"{MANY:.0e} samples": many, MODES[0]: who.make()}
+    for name, loader in loaders.items():
+        times: list[float] = []
+        for _ in itertools.islice(loader, STATES):
+            began = time.perf_counter()
+            loader.state_dict()
+            times.append(time.perf_counter() - began)
+        loader.close()
+        found[name] = {"seconds": times}
+    who.close()
+    return found
+
+
 def growth_session(sections: Sections, spec: Spec) -> Found:
     """Resident bytes gained between the tenth and the last epoch of a small set, by mode; the most
     beyond those of the process before its first loader, and what the loader says that it may take.
@@ -200,6 +230,7 @@ SPECIAL = {
     "first batch": first_session,
     "epoch boundary": boundary_session,
     "ready batch": ready_session,
+    "state": state_session,
     "growth": growth_session,
     "kill": kill_session,
 }

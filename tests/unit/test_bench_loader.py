@@ -317,6 +317,18 @@ def test_too_few_batches_to_wait_for_are_no_figure_and_no_error(tmp_path: Path) 
     assert all("batches" in row["skipped"] for row in rows.values())
 
 
+def test_a_state_is_timed_at_a_billion_samples(tmp_path: Path) -> None:
+    """And over the data set; each saved state, the first too, against 50 us."""
+    spec = Spec(contender=Ours.name, directory=tmp_path, data=Data("B", SIZE))
+    write_session(NoBallast(), spec)
+    found = loader_special.state_session(NoBallast(), spec)
+    assert len(found["1e+09 samples"]["seconds"]) == loader_special.STATES
+    rows = loader_bars.special_verdicts({"state": {"one": {"seconds": [40e-6, 45e-6, 70e-6]}}})
+    assert rows["state_dict_us, one"]["median"] == pytest.approx(45.0)
+    assert rows["state_dict_us, one"]["met"] is True
+    assert len(loader_bars.special_verdicts({"state": found})) == 2
+
+
 @pytest.mark.parametrize("taken", [39, 41])
 def test_memory_is_held_against_what_the_loader_may_take(taken: int) -> None:
     """Beside growth: flat, but too much, is no success."""

@@ -136,7 +136,7 @@ def test_bad_members_of_a_tar_are_named_by_key(tmp_path: Path) -> None:
 
 
 def test_numpy_files_and_folders(tmp_path: Path) -> None:
-    """.npy is `data`; .npz, a folder and structured arrays have a field for each array."""
+    """.npy and memmap are `data`; .npz, folders and structured arrays have a field an array."""
     a = np.arange(12, dtype=np.float32).reshape(4, 3)
     b = np.arange(4)
     np.save(tmp_path / "a.npy", a)
@@ -144,10 +144,13 @@ def test_numpy_files_and_folders(tmp_path: Path) -> None:
     np.savez(tmp_path / "both.npz", x=a, y=b)
     made = np.zeros(4, [("p", "f4", (3,)), ("q", "i8")])
     made["p"], made["q"] = a, b
+    a.tofile(tmp_path / "raw")
+    mapped = np.memmap(tmp_path / "raw", a.dtype, "r", shape=a.shape)
     for source, names in [
         (tmp_path / "a.npy", ("data",)), (tmp_path, ("a", "b")),
         (tmp_path / "both.npz", ("x", "y")),
         (made, ("p", "q")), ({"u": a, "v": b}, ("u", "v")),
+        (mapped, ("data",)), (np.load(tmp_path / "a.npy", mmap_mode="r"), ("data",)),
     ]:  # fmt: skip
         opened = open_source(source, format="numpy" if source is tmp_path else "auto")
         found = [plain(item.sample) for item in items_of(opened)]
