@@ -68,15 +68,14 @@ class _Worker:
     process: Any  # Any: each context has a class of its own
     connection: Connection
 
-    def run(self, task: Task) -> Any:  # Any: what the user's functions return
-        """Raises what they raise there; EOFError or OSError when it has ended."""
+    def run(self, task: Task) -> tuple[bool, Any]:  # Any: what the user's functions return
+        """(True, what they return) or (False, what they raise); raises EOFError or ConnectionError
+        when it has ended."""
         channel = Channel(self.connection.fileno())
         channel.send(task)
         multiprocessing.connection.wait([self.connection, self.process.sentinel])
         good, made = channel.receive()
-        if not good:
-            raise made
-        return made
+        return good, made
 
 
 class Workers(Closing):
@@ -139,7 +138,7 @@ class Workers(Closing):
         """
         worker = self._idle.get()
         try:
-            return worker.run(task)
+            good, made = worker.run(task)
         except (EOFError, ConnectionError) as error:
             self._ended = True
             worker.process.join(_WATCH_SECONDS)  # the connection ends a moment before
@@ -151,6 +150,9 @@ class Workers(Closing):
             ) from error
         finally:
             self._idle.put(worker)
+        if not good:
+            raise made
+        return made
 
     def close(self) -> None:
         """End them, and wait until they have. While nobody runs. Idempotent."""
@@ -176,6 +178,7 @@ def _stop(workers: list[_Worker], pid: int) -> None:
 def _main(connection: Connection, work: Work, init_fn: Any, number: int, seed: int) -> None:
     """Main function of a process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this one
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not what a forked parent does about it
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     torch.set_num_threads(1)
     random.seed(seed)

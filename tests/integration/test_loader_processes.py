@@ -134,6 +134,10 @@ def stops(sample: Sample) -> Sample:
     raise StopIteration
 
 
+def cut_off(batch: Sample) -> Sample:
+    raise ConnectionResetError("of a server of the user's")
+
+
 def test_an_error_comes_back_with_its_kind_and_the_sample(data: Dataset) -> None:
     """What a worker raised, and where it was raised there."""
     loader = DataLoader(data, 10, transform=fails, num_workers=2, multiprocessing_context="fork")
@@ -151,6 +155,12 @@ def test_an_error_comes_back_with_its_kind_and_the_sample(data: Dataset) -> None
         next(iter(odd))
     assert f"of samples {list(range(10))}" in "".join(told_oddly.value.__notes__)
     odd.close()
+    cut = DataLoader(
+        data, 10, batch_transform=cut_off, num_workers=1, multiprocessing_context="fork"
+    )
+    with pytest.raises(ConnectionResetError, match="of a server"):  # no worker has ended
+        next(iter(cut))
+    cut.close()
     ended = DataLoader(data, 10, transform=stops, num_workers=1, multiprocessing_context="fork")
     with pytest.raises(RuntimeError, match="raised StopIteration"):
         next(iter(ended))
