@@ -1,7 +1,8 @@
 """Batches from process to process over a socket: nothing in shared memory, nothing that has a name.
 
 What is received is memory of the receiver's own, to keep or to write into. Large arrays and tensors
-go as they lie (pickle protocol 5, PEP 574), the rest pickled. Both ends are processes of ours.
+go as they lie (pickle protocol 5, PEP 574), the rest pickled. Both ends are processes of one
+program: what is unpickled comes out of no file and over no network.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import torch
 _HEAD = struct.Struct("<QQ")  # bytes of the pickle, number of arrays beside it
 _ASIDE_BYTES = 16 * 1024  # from here on an array goes beside the pickle
 _VECTORS = 512  # in one call; the system takes 1024
+# what pickling raises for what it cannot send
+UNSENDABLE = (pickle.PicklingError, AttributeError, TypeError)
 
 
 # Any below: whatever is sent
@@ -97,4 +100,13 @@ def _all(call: Callable[[int, Any], int], fd: int, parts: Sequence[memoryview]) 
             left[0] = left[0][done:]
 
 
-__all__ = ["Channel"]
+def survives(value: Any) -> bool:
+    """Whether a value of this process arrives as one when it is sent to another."""
+    try:
+        pickle.loads(pickle.dumps(value))
+    except Exception:  # noqa: BLE001 (whatever a user's class does when it is copied)
+        return False
+    return True
+
+
+__all__ = ["UNSENDABLE", "Channel", "survives"]

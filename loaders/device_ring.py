@@ -112,11 +112,7 @@ class DeviceRing:
     def passed(self) -> None:
         """On the user's thread: what was dropped until now may be written again, by copies that
         come after everything the user's stream was given until now."""
-        gone = []
-        while self._returned:
-            slot = self._returned.popleft()
-            if slot.dropped():
-                gone.append(slot)
+        gone = self._dropped()
         if gone:
             fence = self._gpu.fence()
             for slot in gone:
@@ -124,10 +120,21 @@ class DeviceRing:
             with self._lock:
                 self._free += gone
 
+    def _dropped(self) -> list[DeviceSlot]:
+        """What finalizers have noted since the last call. By the user's thread."""
+        gone = []
+        while self._returned:
+            slot = self._returned.popleft()
+            if slot.dropped():
+                gone.append(slot)
+        return gone
+
     def close(self) -> None:
-        """Let go of all memory; of a batch that somebody has it goes with its last tensor."""
+        """Let go of all memory; of a batch that somebody has it goes with its last tensor. By the
+        user's thread, while nobody takes."""
+        gone = self._dropped()
         with self._lock:
-            for slot in self._free:
+            for slot in (*self._free, *gone):
                 self.made_bytes -= slot.memory.nbytes
             self._free.clear()
 

@@ -114,8 +114,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         batch_transform: Any = None,
         on_error: str = "raise",
     ) -> None:
-        self.shuffle, self.seed = shuffle, seed
-        self.device, self.layout = device, layout
+        self.shuffle, self.seed, self.device, self.layout = shuffle, seed, device, layout
         self.direct, self.direct_bytes, self.device_ring = direct, direct_bytes, device_ring
         self.cache, self.prefetch_bytes, self.window_bytes = cache, prefetch_bytes, window_bytes
         self.rank, self.world_size, self.mesh, self.shard = rank, world_size, mesh, shard
@@ -124,7 +123,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._native, self._processes = native_of(dataset), None
         if self._native is not None:
             self._processes = Processes.asked(multiprocessing_context, num_workers, worker_init_fn)
-        self._by_user = sampler is not None or batch_sampler is not None
+        self._by_user = not (sampler is None and batch_sampler is None)
         self._prepare(dataset, batch_size, drop_last)
         options: dict[str, Any] = {
             "num_workers": num_workers, "collate_fn": collate_fn, "pin_memory": pin_memory,

@@ -10,7 +10,6 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
-import pickle
 import queue
 import random
 import signal
@@ -27,7 +26,7 @@ import torch
 
 from hpstore.closing import Closing
 from hpstore.errors import ConfigError
-from hpstore.loaders.channel import Channel
+from hpstore.loaders.channel import UNSENDABLE, Channel, survives
 from hpstore.loaders.work import Task, Work
 
 _WATCH_SECONDS = 1.0  # after which a worker notices that its parent is gone
@@ -119,7 +118,7 @@ class Workers(Closing):
         )  # fmt: skip
         try:
             process.start()
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
+        except UNSENDABLE as error:
             self.close()
             raise ConfigError(
                 f"{', '.join(self._work.names)} cannot be sent to worker processes that are "
@@ -218,9 +217,7 @@ def _sendable(error: Exception) -> Exception:
     """The error, or one that says the same where it does not survive the way to the parent; with
     where it was raised, as a traceback does not survive it."""
     told = error
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 (whatever the user's error does when it is copied)
+    if not survives(error):
         told = RuntimeError(f"{type(error).__name__}: {error}")
         for note in getattr(error, "__notes__", ()):
             told.add_note(note)

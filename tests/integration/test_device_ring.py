@@ -58,8 +58,9 @@ def test_batches_in_a_ring_are_those_without_one(pool: hpstore.Pool, kind: str) 
     stats = loader.stats()
     assert stats["batches_outside_ring"] == 0
     assert 0 < stats["device_ring_bytes"] == gpu.allocated_bytes <= RING
+    del other, found
     loader.close()
-    assert loader.stats()["device_ring_bytes"] < gpu.allocated_bytes
+    assert loader.stats()["device_ring_bytes"] == 0
 
 
 def test_a_ring_does_not_grow_and_a_batch_that_is_kept_stays(data: Dataset) -> None:
@@ -70,10 +71,9 @@ def test_a_ring_does_not_grow_and_a_batch_that_is_kept_stays(data: Dataset) -> N
     kept = next(run)["image"][3, 1]
     before = kept.clone()
     assert flat(run) == list(range(10, COUNT))
-    made = gpu.allocated_bytes
     for _ in range(5):
         assert flat(loader) == list(range(COUNT))
-    assert gpu.allocated_bytes == made
+    assert gpu.allocated_bytes <= 8 * MIB  # a slot each: two ahead, up to three here, the one kept
     assert torch.equal(kept, before)
     loader.close()
 
@@ -163,8 +163,8 @@ def test_what_a_ring_does_not_go_with_is_refused(data: Dataset) -> None:
     with pytest.raises(ConfigError, match="device_ring is memory of a GPU"):
         DataLoader(data, 10, device_ring="1 GiB")
     rows = torch.utils.data.TensorDataset(torch.from_numpy(np.arange(5)))
-    with pytest.raises(ConfigError, match="device_ring: for data sets of hpstore alone"):
-        DataLoader(rows, device_ring=RING)
+    with pytest.raises(ConfigError, match="device, device_ring: for data sets of hpstore alone"):
+        DataLoader(rows, device=FakeGpu(), device_ring=RING)
     loader = DataLoader(data, 10, device=FakeGpu())
     assert "device_ring_bytes" not in loader.stats()
     assert loader.device_ring == 0

@@ -86,9 +86,9 @@ def test_nothing_prints(path: Path) -> None:
 def test_nothing_unpickles(path: Path) -> None:
     """No module imports pickle or a relative of it: reading data never runs code.
 
-    But for the one that allow_pickle=True asks for.
+    But for the one that allow_pickle=True asks for, and the socket to a loader's own processes.
     """
-    if path.as_posix().endswith("checkpoint/opaque.py"):
+    if path.as_posix().endswith(("checkpoint/opaque.py", "loaders/channel.py")):
         return
     banned = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
     found = []
