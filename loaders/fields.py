@@ -63,7 +63,8 @@ class Field:
             if not ragged and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
                 raise ConfigError(
                     f"field shape {shape}: dimensions are whole numbers above 0; only the first "
-                    "one may be None"
+                    "one may be None. Where others differ too, write the values flat, (None,), and "
+                    "their shape as a field of its own"
                 )
         object.__setattr__(self, "dtype", name)
         object.__setattr__(self, "shape", shape)

@@ -71,16 +71,19 @@ class Transfer:
     def _slot_for(self, batch: Any) -> DeviceSlot | None:
         if self.ring is None:
             return None
-        return self.ring.take([t for t in _tensors(batch) if not self._gpu.is_there(t)])
+        return self.ring.take([tensor for tensor in _tensors(batch) if self._goes_there(tensor)])
+
+    def _goes_there(self, tensor: torch.Tensor) -> bool:
+        """Whether its copy lies in the ring; sparse ones are torch's own."""
+        return tensor.layout is torch.strided and not self._gpu.is_there(tensor)
 
     def _upload(self, slot: DeviceSlot | None) -> Callable[[torch.Tensor], torch.Tensor]:
         gpu = self._gpu
 
         def lent(tensor: torch.Tensor) -> torch.Tensor:
             assert slot is not None
-            if gpu.is_there(tensor):
-                return tensor
-            return gpu.upload(tensor, slot.lend(gpu, tensor))
+            into = slot.lend(gpu, tensor) if self._goes_there(tensor) else None
+            return gpu.upload(tensor, into)
 
         return gpu.upload if slot is None else lent
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from hpstore.closing import Closing
-from hpstore.errors import ConfigError
+from hpstore.errors import AlreadyClosed, ConfigError
 from hpstore.loaders.channel import UNSENDABLE, Channel, survives
 from hpstore.loaders.work import Task, Work
 
@@ -86,7 +86,8 @@ class Workers(Closing):
 
     def __init__(self, asked: Processes, work: Work, seed: int) -> None:
         self._asked, self._work, self._seed = asked, work, seed
-        self._idle = queue.SimpleQueue[_Worker]()
+        self._idle = queue.SimpleQueue[_Worker | None]()  # None: they were ended
+        self._workers: list[_Worker] = []
         self._end: weakref.finalize[..., Any] | None = None
         self._pid = 0
         self._ended = False  # one of them has, by itself
@@ -97,16 +98,16 @@ class Workers(Closing):
         return self._asked.count
 
     def start(self) -> None:
-        """Start them, unless they are there. By the thread that iterates, while no other runs."""
+        """Start them, unless they are there. By the thread that iterates."""
         if self._end is not None and self._pid == os.getpid() and not self._ended:
             return
         self.close()
         self._pid, self._ended, self._idle = os.getpid(), False, queue.SimpleQueue()
-        workers: list[_Worker] = []
-        self._end = weakref.finalize(self, _stop, workers, self._pid)
+        self._workers = []
+        self._end = weakref.finalize(self, _stop, self._workers, self._pid)
         for number in range(self._asked.count):
-            workers.append(self._started(number))
-            self._idle.put(workers[-1])
+            self._workers.append(self._started(number))
+            self._idle.put(self._workers[-1])
 
     def _started(self, number: int) -> _Worker:
         context: Any = multiprocessing.get_context(self._asked.method)
@@ -135,7 +136,11 @@ class Workers(Closing):
         Raises what they raise there; RuntimeError when a process was killed: the batch was not
         handed out, and the next iter() starts others.
         """
-        worker = self._idle.get()
+        idle = self._idle
+        worker = idle.get()
+        if worker is None:
+            idle.put(None)  # for the next one who waits
+            raise AlreadyClosed("the loader's worker processes were ended; iterate anew")
         try:
             good, made = worker.run(task)
         except (EOFError, ConnectionError) as error:
@@ -148,24 +153,28 @@ class Workers(Closing):
                 "load state_dict() and iterate anew."
             ) from error
         finally:
-            self._idle.put(worker)
+            idle.put(worker)
         if not good:
             raise made
         return made
 
     def close(self) -> None:
-        """End them, and wait until they have. While nobody runs. Idempotent."""
+        """End them, when they are done with what they do, and wait until they have. Idempotent."""
         end, self._end = self._end, None
-        if end is not None:
-            found = end.peek()
-            end()
-            if self._pid == os.getpid() and found is not None:
-                for worker in found[2][0]:
-                    worker.process.join()
+        if end is None:
+            return
+        if self._pid == os.getpid():  # else they are the parent's
+            for _ in self._workers:
+                self._idle.get()  # nobody else talks to it any more
+            self._idle.put(None)
+        end()
+        if self._pid == os.getpid():
+            for worker in self._workers:
+                worker.process.join()
 
 
 def _stop(workers: list[_Worker], pid: int) -> None:
-    """Called once, while nobody runs: when they are closed or dropped, or the process ends."""
+    """Called once, when nobody talks to them: they are closed or dropped, or the process ends."""
     for worker in workers:
         if pid == os.getpid():  # else they are the parent's
             with contextlib.suppress(OSError):  # it has ended

@@ -145,6 +145,26 @@ def test_a_slot_waits_for_the_last_tensor_over_it_and_for_the_user(data: Dataset
         assert ring.outside_total == 2
 
 
+class TakesSparse(FakeGpu):
+    """As a GPU does."""
+
+    def upload(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        return tensor.clone() if tensor.is_sparse else super().upload(tensor, into)
+
+
+def test_sparse_tensors_of_a_transform_are_beside_the_ring(data: Dataset) -> None:
+    """They have no bytes of their own to lend; the others of their batch are in it."""
+    loader = DataLoader(
+        data, 10, device=TakesSparse(), device_ring=RING,
+        batch_transform=lambda batch: {**batch, "eye": torch.eye(4).to_sparse()},
+    )  # fmt: skip
+    batches = list(loader)
+    assert flat(batches) == list(range(COUNT))
+    assert all(torch.equal(batch["eye"].to_dense(), torch.eye(4)) for batch in batches)
+    assert loader.stats()["device_ring_bytes"] > 0
+    loader.close()
+
+
 def test_a_batch_outlives_the_loader(data: Dataset) -> None:
     """Its memory goes with its last tensor, not with the ring."""
     gpu = FakeGpu()

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ import pytest
 import torch
 
 import hpstore
-from hpstore.errors import ConfigError
+from hpstore.errors import AlreadyClosed, ConfigError
 from hpstore.loaders import DataLoader, Dataset, Mixture, Ragged
+from hpstore.loaders.work import Task, Work
+from hpstore.loaders.workers import Processes, Workers
 from hpstore.testing.fake_gpu import FakeGpu
 from tests.fault.common import poll
 from tests.integration.data_sets import FIELDS
@@ -180,6 +183,54 @@ def test_a_worker_that_is_killed_costs_no_sample(data: Dataset) -> None:
     loader.load_state_dict(loader.state_dict())
     assert found + flat(loader) == list(range(COUNT))
     loader.close()
+
+
+def lasts(batch: Sample) -> Sample:
+    """One of the first two kills its process; the other is still at work meanwhile."""
+    if 0 in labels(batch):
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)  # what it has to do
+    return {**batch, "worker": os.getpid()}
+
+
+def test_others_are_at_work_when_one_is_killed(data: Dataset) -> None:
+    """They are let finish before new ones take their place, and nobody waits for them for ever."""
+    loader = DataLoader(
+        data, 10, batch_transform=lasts, num_workers=2, multiprocessing_context="fork",
+        prefetch_factor=2,
+    )  # fmt: skip
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="ended unexpectedly"):
+            next(iter(loader))
+        loader.load_state_dict(loader.state_dict())
+    loader.load_state_dict(loader.state_dict() | {"samples": 10})
+    assert labels(next(iter(loader))) == list(range(10, 20))
+    loader.close()  # joins all threads that have made batches for it
+
+
+def test_processes_are_let_finish_when_they_are_ended(tmp_path: Path) -> None:
+    """What is under way comes back whole; who asks afterwards is told."""
+
+    def slow(batch: Sample) -> Sample:
+        (tmp_path / "begun").touch()
+        time.sleep(0.5)  # what it has to do
+        return batch
+
+    work = Work(collate_fn=None, transform=None, batch_transform=slow, seed=0, nested=False)
+    task = Task(
+        batch={"label": torch.arange(50_000)}, fields={}, indices=np.arange(3), rows=range(3),
+        epoch=0, start=0, listed=False, single=False,
+    )  # fmt: skip
+    workers = Workers(Processes(1, "fork", None), work, 0)
+    workers.start()
+    with ThreadPoolExecutor(1) as thread:
+        made = thread.submit(workers.run, task)
+        poll(20, (tmp_path / "begun").exists)
+        workers.close()
+        assert labels(made.result(20)) == list(range(50_000))
+    for _ in range(2):
+        with pytest.raises(AlreadyClosed):
+            workers.run(task)
 
 
 def note_number(number: int) -> None:
