@@ -15,7 +15,7 @@ import numpy as np
 from hpstore.budget import available_bytes
 from hpstore.closing import Closing
 from hpstore.errors import ConfigError
-from hpstore.loaders.batches import Assembler, Batch, samples_of
+from hpstore.loaders.batches import Assembler, Batch
 from hpstore.loaders.cache import Cache
 from hpstore.loaders.caching import CachedReads, CachedRun
 from hpstore.loaders.counts import Counts, PoolReads
@@ -101,10 +101,6 @@ class Session:
         finally:
             if self.filler is not None:
                 self.filler.begin()
-
-    def samples_of(self, batch: Batch, count: int) -> list[dict[str, Any]]:
-        """The samples of a batch, for functions that take them one by one."""
-        return samples_of(batch, self.fields, count)
 
     def needed_from(self, piece: Piece | None) -> None:
         """This piece is the next to be handed out: what only earlier ones needed may go."""

@@ -13,7 +13,7 @@ import torch
 from hpstore.closing import Closing
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError
-from hpstore.loaders.batches import Batch, BatchValue, Ragged, samples_of
+from hpstore.loaders.batches import Batch, BatchValue, Ragged
 from hpstore.loaders.cache import Cache
 from hpstore.loaders.counts import Counts, PoolReads
 from hpstore.loaders.dataset import Dataset
@@ -130,10 +130,6 @@ class MixedSession:
         if self._mixture.source_field is not None:
             merged[self._mixture.source_field] = torch.from_numpy(found.source)
         return merged
-
-    def samples_of(self, batch: Batch, count: int) -> list[dict[str, Any]]:
-        """As Session.samples_of."""
-        return samples_of(batch, self.fields, count)
 
     def needed_from(self, piece: Piece | None) -> None:
         """As Session.needed_from."""

@@ -42,10 +42,12 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_zarr_reads_what_the_data_set_holds_byte_for_byte(
     pool: hpstore.Pool, layout: str, ragged: bool, compression: str | None
 ) -> None:
-    """All dtypes, several shards, records of one size and of many, compressed and not."""
+    """All dtypes, several shards, records of one size and of many, compressed and not; through the
+    data set's own store and the pool's, with the fields of fixed size and no more."""
     fields = {name: f for name, f in FIELDS.items() if ragged or not f.is_ragged}
     data = write_data_set(pool, "train", fields, layout=layout, compression=compression)
     check_equal(DatasetStore(pool, "train"), data)
+    check_equal(PoolStore(pool, "data/train"), data)
 
 
 def test_zarr_reads_the_same_with_m_devices_missing(harness: Harness, pool: hpstore.Pool) -> None:

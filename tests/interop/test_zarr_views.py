@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import multiprocessing
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +22,6 @@ from zarr.core.buffer import cpu, default_buffer_prototype
 
 import hpstore
 from hpstore.errors import ConfigError, IntegrityError, VersionConflict
-from hpstore.interop import zarr_views
 from hpstore.interop.zarr import PoolStore
 from hpstore.loaders import (
     Dataset,
@@ -44,10 +38,10 @@ from tests.interop.zarr_cases import (
     batch_of,
     check_equal,
     make_chunks_small,
+    run_python,
     write_data_set,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
 PROTOTYPE = default_buffer_prototype()
 VALUE = cpu.Buffer.from_bytes(b"new")
 WIDE = {"wide": FIELDS["wide"]}
@@ -79,24 +73,7 @@ def _replace(pool: hpstore.Pool, name: str) -> None:
         writer.write_batch({"wide": np.ones((53, 5000), np.float32)})
 
 
-def _run(code: str) -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", code], check=True, env=env, timeout=120)
-
-
 # --- reading --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("compression", [None, "zstd"])
-@pytest.mark.parametrize("layout", ["rows", "columns"])
-@pytest.mark.parametrize("ragged", [False, True])
-def test_a_pools_store_reads_data_sets_byte_for_byte(
-    pool: hpstore.Pool, layout: str, ragged: bool, compression: str | None
-) -> None:
-    """All dtypes and scalars, as Dataset[i]; the group has the fields of fixed size and no more."""
-    fields = {name: f for name, f in FIELDS.items() if ragged or not f.is_ragged}
-    data = write_data_set(pool, "train", fields, layout=layout, compression=compression)
-    check_equal(PoolStore(pool, "data/train"), data)
 
 
 @pytest.mark.parametrize("name", ["train", "vision/2024/train", "runs/17", "c/3"])
@@ -276,7 +253,7 @@ def test_a_child_and_another_process_read_the_same(disk_pool: hpstore.Pool) -> N
     check_equal(copy, data)
     path = disk_pool.config.path.with_name("store.pickle")
     path.write_bytes(pickle.dumps(array.store))
-    _run(
+    run_python(
         "import pathlib, pickle, zarr\n"
         f"store = pickle.loads(pathlib.Path({str(path)!r}).read_bytes())\n"
         "array = zarr.open_array(store, path='wide', mode='r')\n"
@@ -472,52 +449,3 @@ def _use_plain_beside(store: PoolStore) -> None:
     assert "manifest" in _list(store)
     asyncio.run(store.delete_dir("table"))
     zarr.create_array(store, name="table", data=PLAIN)
-
-
-# --- packages -------------------------------------------------------------------------------
-
-
-def test_stores_elsewhere_import_neither_torch_nor_loaders(disk_pool: hpstore.Pool) -> None:
-    """The whole life of plain arrays, in a process of its own; under `data/` they come."""
-    code = (
-        "import asyncio, sys, zarr\n"
-        "from hpstore.interop.zarr import PoolStore\n"
-        "store = PoolStore('disk', 'runs/x')\n"
-        "zarr.open_group(store, mode='w').create_array('a', data=__import__('numpy').ones(9))\n"
-        "assert zarr.open_group(store, mode='r')['a'][3] == 1\n"
-        "asyncio.run(store.clear())\n"
-        "assert not {'torch', 'hpstore.loaders'} & set(sys.modules), sorted(sys.modules)\n"
-        "assert not asyncio.run(PoolStore('disk', 'data').exists('train/zarr.json'))\n"
-        "assert {'torch', 'hpstore.loaders'} <= set(sys.modules)\n"
-    )
-    _run(code)
-
-
-def test_loaders_name_both_without_importing_zarr() -> None:
-    """`hpstore.loaders.DatasetStore` and `ZarrDataset` come with zarr when they are asked for."""
-    code = (
-        "import sys, hpstore.loaders as loaders\n"
-        "assert 'zarr' not in sys.modules\n"
-        "from hpstore.loaders import DatasetStore, ZarrDataset\n"
-        "from hpstore.loaders.zarr_view import DatasetStore as store\n"
-        "from hpstore.loaders.zarr_arrays import ZarrDataset as data\n"
-        "assert (DatasetStore, ZarrDataset) == (store, data)\n"
-        "assert {'DatasetStore', 'ZarrDataset'} <= set(loaders.__all__)\n"
-        "assert not hasattr(loaders, 'Nonsense')\n"
-    )
-    _run(code)
-
-
-def test_an_installation_without_views_says_so_once(
-    pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Data sets are objects then, as before: nothing falls back in silence."""
-    zarr_views._registered.cache_clear()
-    monkeypatch.setattr(zarr_views, "distributions", list)
-    try:
-        with caplog.at_level(logging.WARNING, "hpstore"):
-            for key in ("a", "b"):
-                asyncio.run(PoolStore(pool, "data/x").set(key, VALUE))
-    finally:
-        zarr_views._registered.cache_clear()
-    assert caplog.text.count("Install hpstore again") == 1

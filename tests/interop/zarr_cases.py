@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +18,8 @@ from zarr.abc.store import Store
 import hpstore
 from hpstore.loaders import Dataset, DatasetWriter, Field, zarr_view
 from hpstore.units import KIB
+
+ROOT = Path(__file__).resolve().parents[2]
 
 ROWS = 53
 FIELDS = {
@@ -85,3 +91,9 @@ def check_equal(store: Store, data: Dataset, path: str = "") -> None:
         picked = np.asarray(array.oindex[np.sort(order)])
         assert [row.tobytes() for row in picked] == [expected[i] for i in np.sort(order)]
         assert np.asarray(array[int(order[0])]).tobytes() == expected[order[0]]
+
+
+def run_python(code: str) -> None:
+    """A program in a process of its own; it must succeed."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=env, timeout=120)

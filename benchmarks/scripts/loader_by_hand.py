@@ -1,0 +1,104 @@
+"""Figures of the loader that are in no report: a script, run by itself, imported by nobody.
+
+Usage, in an empty directory: `python loader_by_hand.py processes` (docs/decisions/0049: functions
+in two threads and in two processes, by turns), or `python loader_by_hand.py growth [MODE...]`
+(docs/data.md: the session "growth" of large records, all modes in one process or those that are
+named; the log says which devices sit out). JSON, a line a figure.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import hpstore
+from hpstore.benchmarks import loader_special
+from hpstore.benchmarks.loader_data import Data
+from hpstore.benchmarks.loader_sessions import Spec
+from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
+
+SIZE_BYTES = 200_000 * 12_288
+BATCH, BATCHES, EPOCHS, TURNS = 256, 100, 4, 3
+
+
+# Any below: a sample or a batch is the user's
+def in_python(sample: dict[str, Any]) -> dict[str, Any]:
+    """5,000 additions, which hold the interpreter's lock."""
+    return {**sample, "sum": torch.tensor(sum(range(5000)))}
+
+
+def next_to_nothing(batch: dict[str, Any]) -> dict[str, Any]:
+    """One addition by torch."""
+    return {**batch, "more": batch["label"] + 1}
+
+
+def say(found: dict[str, Any]) -> None:
+    """A line, at once."""
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+
+
+def processes(directory: Path) -> None:
+    """Samples a second, medians of four epochs."""
+    devices = [directory / f"d{number}" for number in range(6)]
+    rng = np.random.default_rng(0)
+    fields = {"image": Field("uint8", (12_288,)), "label": Field("int64")}
+    with hpstore.create(devices, data=4, parity=2, config=directory / "pool.toml") as pool:
+        with DatasetWriter(pool, "a", fields) as writer:
+            for _ in range(BATCHES):
+                images = rng.integers(0, 256, (BATCH, 12_288), np.uint8)
+                writer.write_batch({"image": images, "label": np.arange(BATCH)})
+        for given in ({"transform": in_python}, {"batch_transform": next_to_nothing}):
+            for _ in range(TURNS):
+                for context in (None, "fork"):
+                    found = rate(Dataset(pool, "a"), context, given)
+                    said = {"function": next(iter(given)), "processes": context, "rate": found}
+                    say(said)
+
+
+def rate(data: Dataset, context: str | None, given: dict[str, Any]) -> int:
+    """Of the epochs after the first."""
+    loader = DataLoader(
+        data, BATCH, shuffle=True, num_workers=2, multiprocessing_context=context, **given
+    )
+    rates = []
+    for _ in range(EPOCHS + 1):
+        began = time.perf_counter()
+        samples = sum(len(batch["label"]) for batch in loader)
+        rates.append(samples / (time.perf_counter() - began))
+    loader.close()
+    return round(statistics.median(rates[1:]))
+
+
+class NoSections:
+    """Nothing is measured around them."""
+
+    def warm(self, nbytes: int) -> None:
+        """Not needed: memory is the figure."""
+
+
+def growth(directory: Path, modes: Sequence[str]) -> None:
+    """Bytes by mode."""
+    logging.basicConfig(level=logging.INFO)
+    loader_special.MODES = tuple(modes or loader_special.MODES)
+    spec = Spec(contender="hpstore", directory=directory, data=Data("B", SIZE_BYTES))
+    sections: Any = NoSections()
+    for mode, row in loader_special.growth_session(sections, spec).items():
+        say({"mode": mode, **row})
+
+
+if __name__ == "__main__":
+    here = Path.cwd()
+    if sys.argv[1] == "processes":
+        processes(here)
+    else:
+        growth(here, sys.argv[2:])
