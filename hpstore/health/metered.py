@@ -43,9 +43,12 @@ class DeviceMeter:
         """A batch is over."""
         self.recorder.leave(ticket)
 
-    def note_batch(self, *, count: int, nbytes: float, in_flight: int, seconds: float) -> None:
-        """So many reads of a batch are done: their mean bytes and seconds."""
-        self.recorder.record(_READ, nbytes, in_flight, seconds, count=count)
+    def note_batch(
+        self, *, count: int, nbytes: float, in_flight: int, seconds: float, usual: float = 0.0
+    ) -> None:
+        """So many reads of a batch are done: their mean bytes and seconds, and what such reads of
+        its other devices took, 0 where those are too few."""
+        self.recorder.record(_READ, nbytes, in_flight, seconds, count=count, usual=usual)
 
     def note_errors(self, count: int) -> None:
         """So many reads of a batch failed."""

@@ -42,7 +42,7 @@ OPERATIONS = {
 }  # fmt: skip
 """By the names that device wrappers give; every other one is META."""
 
-_Row = tuple[int, int, float, int, float, int]
+_Row = tuple[int, int, float, int, float, int, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +56,7 @@ class Rows:
     in_flight: FloatArray  # at submit, this one included
     seconds: FloatArray
     count: FloatArray
+    usual: FloatArray  # what its peers took in the same batch; 0 where nobody can tell
 
 
 class Recorder:
@@ -96,15 +97,16 @@ class Recorder:
 
     def record(
         self, operation: int, nbytes: float, in_flight: int, seconds: float, outcome: int = 0,
-        count: int = 1,
+        count: int = 1, usual: float = 0.0,
     ) -> None:  # fmt: skip
         """Note an I/O that is over: `seconds` of the device call, without queue and codec.
 
-        `count` alike of one batch are noted at once: their mean bytes and seconds.
+        `count` alike of one batch are noted at once: their mean bytes and seconds, and what such
+        reads of its other devices took, 0 where those are too few.
         """
         rows = self._rows
         if len(rows) < ROWS_MOST:
-            rows.append((operation, outcome, nbytes, in_flight, seconds, count))
+            rows.append((operation, outcome, nbytes, in_flight, seconds, count, usual))
         else:
             with self._dropping:
                 self._dropped += count
@@ -124,10 +126,10 @@ class Recorder:
         rows = self._rows
         taken = [rows.popleft() for _ in range(len(rows))]  # others append at the other end
         flat = itertools.chain.from_iterable(taken)
-        table = np.fromiter(flat, np.float64, 6 * len(taken)).reshape(-1, 6)
-        operation, outcome, nbytes, in_flight, seconds, count = table.T.copy()
+        table = np.fromiter(flat, np.float64, 7 * len(taken)).reshape(-1, 7)
+        operation, outcome, nbytes, in_flight, seconds, count, usual = table.T.copy()
         return Rows(operation=operation, outcome=outcome, nbytes=nbytes, in_flight=in_flight,
-                    seconds=seconds, count=count)  # fmt: skip
+                    seconds=seconds, count=count, usual=usual)  # fmt: skip
 
 
 __all__ = ["OPERATIONS", "ROWS_MOST", "Operation", "Outcome", "Recorder", "Rows"]

@@ -1,9 +1,10 @@
 """From single I/Os to the ticks that the detector judges.
 
 An I/O's score is its time over what such an I/O takes: the median, over devices, of their mean in
-one *cell* (operation, size class, calls in flight). So neither sizes nor load make a device look
-slow. A device's value is the mean of its scores, which keeps bursts that a median hides, times one
-common reference, so that thresholds in seconds keep their meaning.
+one *cell* (operation, size class, calls in flight); for reads of one batch of several devices, what
+such reads took in it. So neither sizes nor load make a device look slow. A device's value is the
+mean of its scores, which keeps bursts that a median hides, times one common reference, so that
+thresholds in seconds keep their meaning.
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ class _Device:
         self.cell_ios = np.zeros(_SHAPE)
         self.cell_seconds = np.zeros(_SHAPE)
         self.cell_in_flight = np.zeros(_SHAPE)
+        self.batched = np.zeros(2)  # I/Os that were compared within their batch, usual seconds
         self.recent = {operation: LogHistogram() for operation in Operation}
         self.before = {operation: LogHistogram() for operation in Operation}
         self.reads = np.zeros((2, _SIZES, BUCKETS))  # judged ones: recent, before
@@ -215,6 +217,7 @@ class Telemetry:
             device.cell_ios *= decay
             device.cell_seconds *= decay
             device.cell_in_flight *= decay
+            device.batched *= decay
             if turn:
                 device.before = device.recent
                 device.recent = {operation: LogHistogram() for operation in Operation}
@@ -226,7 +229,8 @@ class Telemetry:
             pending = device.pending = _Pending(now_seconds)
         judged = _judged(device, rows)
         cells, operations = _cells(rows, judged), rows.operation[judged].astype(np.intp)
-        usual = expected.reshape(_SHAPE)[cells]
+        within = rows.usual[judged]
+        usual = np.where(within > 0, within, expected.reshape(_SHAPE)[cells])
         scores = np.minimum(rows.seconds[judged] / usual, self.config.score_most)
         count = rows.count[judged]
         pending.counts += np.bincount(operations, count, minlength=len(_JUDGED))
@@ -294,11 +298,14 @@ def _learn(device: _Device, rows: Rows) -> None:
             device.recent[operation].add(rows.seconds[mine], rows.count[mine])
     judged = _judged(device, rows)
     cells, count, seconds = _cells(rows, judged), rows.count[judged], rows.seconds[judged]
+    reads = cells[0] == Operation.READ
+    np.add.at(device.reads[0], (cells[1][reads], buckets_of(seconds[reads])), count[reads])
+    usual = rows.usual[judged]
+    device.batched += count[usual > 0].sum(), (count * usual).sum()
+    count = np.where(usual > 0, 0.0, count)  # a batch's times would pass for those of single calls
     np.add.at(device.cell_ios, cells, count)
     np.add.at(device.cell_seconds, cells, seconds * count)
     np.add.at(device.cell_in_flight, cells, rows.in_flight[judged] * count)
-    reads = cells[0] == Operation.READ
-    np.add.at(device.reads[0], (cells[1][reads], buckets_of(seconds[reads])), count[reads])
 
 
 def _expected(devices: list[_Device]) -> FloatArray:
@@ -336,9 +343,12 @@ def _expected(devices: list[_Device]) -> FloatArray:
 
 def _reference(devices: Iterable[_Device], expected: FloatArray) -> float:
     """What an ordinary I/O of now takes; 1 when there was none."""
-    ios = sum((device.cell_ios for device in devices), np.zeros(_SHAPE))
-    total = ios.sum()
-    return float((ios * expected).sum() / total) if total else 1.0
+    ios, batched = np.zeros(_SHAPE), np.zeros(2)
+    for device in devices:
+        ios += device.cell_ios
+        batched += device.batched
+    total = ios.sum() + batched[0]
+    return float(((ios * expected).sum() + batched[1]) / total) if total else 1.0
 
 
 def _usual(device: _Device) -> float:

@@ -220,7 +220,8 @@ class UnitFill:
         """
         counts = Counter(read.held.device_id for read in reads)
         sizes = np.array([len(read.target) for read in reads])
-        meter, batch = BatchMeter(store, counts), None
+        most = _FLYING * store.settings.workers_per_device * len(counts)
+        meter, batch = BatchMeter(store, counts, most), None
 
         def landed(numbers: Int64s, results: Int64s) -> None:
             for number in numbers.tolist():
@@ -237,7 +238,7 @@ class UnitFill:
                 seconds=store.settings.device_deadline_seconds,
                 keep=self,
                 timed=meter.timed,
-                most=_FLYING * store.settings.workers_per_device * len(counts),
+                most=most,
                 landed=landed,
             )
         finally:

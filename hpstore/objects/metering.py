@@ -14,17 +14,18 @@ from hpstore.objects.store import Store
 
 Int64s = npt.NDArray[np.int64]
 Float64s = npt.NDArray[np.float64]
+_FEWEST = 3  # devices whose median one of them cannot move alone
 
 
 class BatchMeter:
     """One batch whose reads are sorted by device: begun here, noted by `end`.
 
-    `counts`: reads by device, all above 0. `timed`: the batch is to be timed; not each one is, as
-    waiting for a part of a batch costs a system call.
+    `counts`: reads by device, all above 0. `most`: of them in flight at once. `timed`: the batch is
+    to be timed; not each one is, as waiting for a part of a batch costs a system call.
     """
 
-    def __init__(self, store: Store, counts: Mapping[str, int]) -> None:
-        self._store, self._devices = store, list(counts)
+    def __init__(self, store: Store, counts: Mapping[str, int], most: int = ENTRIES) -> None:
+        self._store, self._devices, self._most = store, list(counts), min(most, ENTRIES)
         self._counts = np.fromiter(counts.values(), np.int64, len(counts))
         self._starts = np.cumsum(self._counts) - self._counts
         self._began = store.clock.monotonic()
@@ -72,16 +73,19 @@ class BatchMeter:
         return failing
 
     def _note_times(self, seconds: Float64s, sizes: Int64s, left_out: Container[str]) -> None:
-        shown = min(1.0, ENTRIES / len(sizes))  # the part of the reads that is in flight at once
+        nbytes = np.add.reduceat(sizes, self._starts)
+        means = np.add.reduceat(seconds, self._starts) / self._counts
+        compared = np.array([device not in left_out for device in self._devices])
+        usual = _usual(means, self._counts, nbytes, compared)
         rows = zip(
-            self._devices, self._counts.tolist(), np.add.reduceat(sizes, self._starts).tolist(),
-            np.add.reduceat(seconds, self._starts).tolist(), strict=True,
+            self._devices, self._counts.tolist(), (nbytes / self._counts).tolist(),
+            means.tolist(), usual.tolist(), strict=True,
         )  # fmt: skip
-        for device, count, total_bytes, total_seconds in rows:
+        for device, count, mean_bytes, mean_seconds, usual_seconds in rows:
             if device not in left_out:
                 self._meters[device].note_batch(
-                    count=count, nbytes=total_bytes / count,
-                    in_flight=max(1, round(count * shown)), seconds=total_seconds / count,
+                    count=count, nbytes=mean_bytes, in_flight=min(len(sizes), self._most),
+                    seconds=mean_seconds, usual=usual_seconds,
                 )  # fmt: skip
 
     def _leave(self, devices: list[str]) -> None:
@@ -94,6 +98,24 @@ class BatchMeter:
         for device in devices:
             self._meters[device].note_batch(count=1, nbytes=0, in_flight=1, seconds=seconds)
         self._leave(devices)
+
+
+def _usual(
+    means: Float64s, counts: Int64s, nbytes: Int64s, compared: npt.NDArray[np.bool_]
+) -> Float64s:
+    """Mean seconds, by device, that its reads take on a usual one of the compared; 0 where these
+    are too few.
+
+    Where the batch's one thread or a shared disk is what takes time, a device with few reads takes
+    as long as one with many; where each device works for itself, as much longer as it has reads, or
+    bytes. Which of these holds is unknown: the longest counts (docs/decisions/0051).
+    """
+    if compared.sum() < _FEWEST:
+        return np.zeros(len(means))
+    ways = [(works, means / works) for works in (np.ones(len(means)), counts, nbytes)]
+    usual = [works * np.sort(rates[compared])[(compared.sum() - 1) // 2] for works, rates in ways]
+    longest: Float64s = np.max(usual, axis=0)
+    return longest
 
 
 __all__ = ["BatchMeter"]

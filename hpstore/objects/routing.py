@@ -24,8 +24,11 @@ class Meter(Protocol):
     def leave(self, ticket: int) -> None:
         """It is over."""
 
-    def note_batch(self, *, count: int, nbytes: float, in_flight: int, seconds: float) -> None:
-        """So many reads of one batch are done: their mean bytes and seconds."""
+    def note_batch(
+        self, *, count: int, nbytes: float, in_flight: int, seconds: float, usual: float = 0.0
+    ) -> None:
+        """So many reads of one batch are done: their mean bytes and seconds, and what such reads
+        of its other devices took, 0 where those are too few."""
 
     def note_errors(self, count: int) -> None:
         """So many reads failed."""
