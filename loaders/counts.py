@@ -28,8 +28,8 @@ class Stopwatch:
         try:
             yield
         finally:
-            without = 0.0 if aside is None else aside.seconds
-            self.seconds += time.perf_counter() - began - without
+            took = time.perf_counter() - began - (0.0 if aside is None else aside.seconds)
+            self.seconds += took  # no call in between, in which another thread might have its turn
 
     def timed(self, todo: Iterable[T]) -> Iterator[T]:
         """The same items; counts while the next one is made, not what is done with it."""
@@ -41,7 +41,8 @@ class Stopwatch:
             except StopIteration:
                 return
             finally:
-                self.seconds += time.perf_counter() - began
+                took = time.perf_counter() - began
+                self.seconds += took
             yield one
 
 

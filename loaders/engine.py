@@ -76,7 +76,8 @@ class Session:
         if self.order is not None:  # rows that pad an epoch are from its begin: not filled again
             ahead = max(0, min(ahead, self.order.length - piece.start))
         made = self._batch(indices, ahead, lambda: self._urgent(piece))
-        self.counts.make_seconds += time.perf_counter() - began
+        took = time.perf_counter() - began
+        self.counts.make_seconds += took
         return indices, made
 
     def _urgent(self, piece: Piece) -> bool:

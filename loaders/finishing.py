@@ -123,7 +123,8 @@ class Finish:
             listed=piece.listed is not None, single=piece.single,
         )  # fmt: skip
         made = self._work(task) if self._workers is None else self._workers.run(task)
-        self.transform_seconds += time.perf_counter() - began
+        took = time.perf_counter() - began
+        self.transform_seconds += took
         if self._transfer is not None:
             made = self._transfer.send(made)
         elif self._locks is not None:

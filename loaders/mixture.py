@@ -112,7 +112,8 @@ class MixedSession:
         began = time.perf_counter()
         indices = piece.indices(self.order)
         made = self.batch(indices)
-        self.counts.make_seconds += time.perf_counter() - began
+        took = time.perf_counter() - began
+        self.counts.make_seconds += took
         return indices, made
 
     def batch(self, indices: Indices) -> Batch:
