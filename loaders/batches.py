@@ -16,7 +16,7 @@ from hpstore.loaders.assemble import field_views
 from hpstore.loaders.counts import Counts, Stopwatch
 from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.fields import Array, Field, FieldKind
-from hpstore.loaders.joining import join
+from hpstore.loaders.joining import How, Pieces, join
 from hpstore.loaders.layout import Int64s
 from hpstore.loaders.parts import read_parts
 from hpstore.loaders.slab import Slab
@@ -158,9 +158,11 @@ class Assembler:
     def _gathered(self, stream: Stream, slab: Slab, at: Int64s) -> dict[str, torch.Tensor]:
         """Records of one size that are all in memory: `at`, their rows in the slab."""
         self._counts.gathered_total += len(at)
-        return self._in_slot(
-            stream, len(at), slab.stride, lambda rows, lost: slab.gather_rows(at, rows)
-        )
+
+        def fill(rows: Bytes, lost: bool) -> None:
+            self._counts.copies[slab.gather_rows(at, rows)] += 1
+
+        return self._in_slot(stream, len(at), slab.stride, fill)
 
     def _fixed(self, stream: Stream, indices: Int64s, places: Locations) -> dict[str, torch.Tensor]:
         """Records of one size: gathered as rows, or read."""
@@ -222,7 +224,7 @@ class Assembler:
         with slab.resident(places) as slots:
             have, lack = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
             if not len(lack):
-                slab.gather(slots, places, rows)
+                self._counts.copies[slab.gather(slots, places, rows)] += 1
             elif len(have):
                 part = np.empty((len(have), slab.stride), np.uint8)
                 slab.gather(slots[have], chosen(places, have), part)
@@ -255,10 +257,10 @@ class Assembler:
 
     def _records(
         self, stream: Stream, indices: Int64s, places: Locations
-    ) -> Iterator[tuple[list[int], list[Bytes]]]:
-        """Records of many sizes as views, of the slab where they are there, and their rows.
+    ) -> Iterator[tuple[list[int], Pieces | list[Bytes]]]:
+        """Records of many sizes, in the slab where they are there, and their rows.
 
-        Views are good until the next are asked for.
+        They are good until the next are asked for.
         """
         slab, cached = self._slabs.get(stream.number), self._cached
         lack = np.arange(len(indices))
@@ -266,7 +268,7 @@ class Assembler:
             with slab.resident(places) as slots:
                 have, lack, cached = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0), None
                 self._counts.gathered_total += len(have)
-                yield have.tolist(), slab.views(slots[have], chosen(places, have))
+                yield have.tolist(), slab.pieces(slots[have], chosen(places, have))
         lengths = places.length[lack]
         parts = read_parts(self._data, stream, indices[lack], lengths, cached)
         for part, records in self._counts.reading.timed(parts):
@@ -291,10 +293,10 @@ class Assembler:
             pieces = [(record.offsets[n], record.fields[n].row_bytes) for n in fixed]
             moves = [_Move.fixed(len(indices), *piece) for piece in pieces]
             begin = record.ragged_starts(places.ragged)
-            moves += [_Move.ragged(begin[:, c], places.ragged[:, c]) for c, _ in ragged]
+            moves += [_Move(begin[:, c], places.ragged[:, c]) for c, _ in ragged]
             for rows, records in self._records(stream, indices, places):
                 for move, out in zip(moves, outs, strict=True):
-                    self._counts.numpy_joins_total += not move.run(rows, records, out)
+                    self._counts.copies[move.run(rows, records, out)] += 1
             for name, out in zip(fixed, outs, strict=False):
                 arrays.append(_typed(out, fields[name]))
                 found[name] = fields[name].as_tensor(arrays[-1])
@@ -316,36 +318,40 @@ class Assembler:
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """Where the values of a field lie: row i is `length[i]` bytes from `low[i]` of its record, and
-    goes to `at[i]` of the field's own memory.
+    """Where the values of a field lie: row i is `length[i]` bytes from `low[i]` of its record; in
+    the field's own memory it follows on row i - 1.
     """
 
-    low: list[int]
-    length: list[int]
-    at: list[int]
+    low: Int64s
+    length: Int64s
 
     @classmethod
     def fixed(cls, count: int, low: int, size: int) -> _Move:
         """Rows of one size."""
-        return cls([low] * count, [size] * count, [row * size for row in range(count)])
+        return cls(np.full(count, low), np.full(count, size))
 
-    @classmethod
-    def ragged(cls, low: Int64s, length: Int64s) -> _Move:
-        """Rows of many sizes."""
-        return cls(low.tolist(), length.tolist(), (np.cumsum(length) - length).tolist())
-
-    def run(self, rows: Sequence[int], records: Sequence[Bytes], out: Bytes) -> bool:
+    def run(self, rows: Sequence[int], records: Pieces | list[Bytes], out: Bytes) -> How:
         """Copy these rows, which ascend. All of them are one call: less is done between its copies,
-        where other threads wait for the interpreter's lock. As joining.join.
+        where other threads wait for the interpreter's lock.
         """
-        lows, lengths, places = self.low, self.length, self.at
-        if rows and len(rows) == len(lows):
-            bounds = zip(records, lows, lengths, strict=True)
-            return join([record[low : low + length] for record, low, length in bounds], out)
-        for row, record in zip(rows, records, strict=True):
-            low, length, at = lows[row], lengths[row], places[row]
-            out[at : at + length] = record[low : low + length]
-        return True
+        if rows and len(rows) == len(self.low):
+            return join(_cut(records, self.low, self.length), out)
+        some = np.array(rows, np.int64)
+        parts = _cut(records, self.low[some], self.length[some])
+        ends = np.cumsum(self.length)
+        for end, part in zip(
+            ends[some].tolist(), parts.views() if isinstance(parts, Pieces) else parts, strict=True
+        ):
+            out[end - len(part) : end] = part
+        return How.USUALLY
+
+
+def _cut(records: Pieces | list[Bytes], low: Int64s, length: Int64s) -> Pieces | list[Bytes]:
+    """Of each record `length[i]` bytes from its byte `low[i]` on."""
+    if isinstance(records, Pieces):
+        return records.cut(low, length)
+    bounds = zip(records, low.tolist(), length.tolist(), strict=True)
+    return [record[a : a + n] for record, a, n in bounds]
 
 
 def _places(sizes: Sequence[int]) -> list[int]:

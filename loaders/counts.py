@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from hpstore.loaders.joining import How
 from hpstore.pool import Pool
 
 T = TypeVar("T")
@@ -52,7 +54,7 @@ class Counts:
 
     gathered_total: int = 0  # records out of pages in memory
     read_total: int = 0  # records read by themselves
-    numpy_joins_total: int = 0  # of large records, where torch does not join them
+    copies: Counter[How] = field(default_factory=Counter)  # of a field's values out of pages
     make_seconds: float = 0.0  # of whole batches, reading and waiting for pages included
     reading: Stopwatch = field(default_factory=Stopwatch)  # records, while a batch is made
     awaiting: Stopwatch = field(default_factory=Stopwatch)  # for pages, likewise

@@ -30,6 +30,7 @@ from hpstore.loaders.filling import (
     page_bounds,
     stripes_kept,
 )
+from hpstore.loaders.joining import How
 from hpstore.loaders.order import Order, SubsetOrder
 from hpstore.loaders.progress import Piece
 from hpstore.loaders.slab import Slab
@@ -273,7 +274,9 @@ class Engine(Closing):
                 "records_gathered": self.counts.gathered_total,
                 "records_read": self.counts.read_total,
                 "shards_reopened": self._data.shards_reopened,
-                "joined_by_numpy": counts.numpy_joins_total,
+                "copied_past_the_cache": counts.copies[How.PAST_THE_CACHE],
+                "copied_through_the_cache": counts.copies[How.THROUGH_THE_CACHE],
+                "joined_by_numpy": counts.copies[How.BY_NUMPY],
                 "batches_in_ordinary_memory": self._slots.ordinary_total,
                 "batch_memory_bytes": self._slots.made_bytes,
             }

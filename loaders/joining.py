@@ -3,39 +3,106 @@
 from __future__ import annotations
 
 import ctypes
+import enum
 import functools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from hpstore.codec import address_of
 from hpstore.codec.galois import Bytes
+from hpstore.loaders import nontemporal
+from hpstore.loaders.layout import Int64s
+from hpstore.loaders.shards import UInt64s
 from hpstore.units import KIB
 
 _log = logging.getLogger(__name__)
 LARGE_BYTES = 8 * KIB  # mean size of pieces from which on torch joins them faster than numpy
 
 
-def join(pieces: Sequence[Bytes], out: Bytes) -> bool:
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Ranges of one memory: piece i is `lengths[i]` bytes from `starts[i]` of it."""
+
+    memory: Bytes
+    starts: Int64s
+    lengths: Int64s
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def views(self) -> list[Bytes]:
+        """Each piece, uint8 (length,)."""
+        memory, ends = self.memory, self.starts + self.lengths
+        return [memory[a:b] for a, b in zip(self.starts.tolist(), ends.tolist(), strict=True)]
+
+    def cut(self, low: Int64s, lengths: Int64s) -> Pieces:
+        """Of each piece `lengths[i]` bytes from its byte `low[i]` on."""
+        return Pieces(self.memory, self.starts + low, lengths)
+
+    def addresses(self) -> UInt64s:
+        """Where each begins. Raises IndexError when one is not wholly in the memory."""
+        if len(self) and (
+            int(self.lengths.min()) < 0
+            or int(self.starts.min()) < 0
+            or int((self.starts + self.lengths).max()) > len(self.memory)
+        ):
+            raise IndexError(f"a piece is outside of its memory of {len(self.memory)} bytes")
+        return self.starts.astype(np.uint64) + np.uint64(address_of(self.memory))
+
+
+class How(enum.Enum):
+    """How pieces came to one place."""
+
+    PAST_THE_CACHE = enum.auto()  # a large batch
+    USUALLY = enum.auto()  # as is best for their sizes
+    THROUGH_THE_CACHE = enum.auto()  # a large batch, as nontemporal.c is not there
+    BY_NUMPY = enum.auto()  # large ones, as torch's OpenMP is not there
+
+    @staticmethod
+    def through_the_cache(nbytes: int) -> How:
+        """So many bytes in all, by other means than nontemporal.c."""
+        return How.USUALLY if nbytes < nontemporal.LARGE_BYTES else How.THROUGH_THE_CACHE
+
+
+def join(pieces: Pieces | Sequence[Bytes], out: Bytes) -> How:
     """Copy pieces, uint8 (n,) each, one after another into `out`, which is as long as all of them.
 
     Any thread, not two of them into the same memory. numpy takes the interpreter's lock anew for
     each piece, and threads that do so at once keep each other waiting: 256 times a batch. torch
     takes it once, but would wake threads of its own for each large piece: not within this call
-    (docs/decisions/0042). False where numpy had to join large ones, as torch's OpenMP is not there.
+    (docs/decisions/0042). What is too large for the cache anyway is copied past it (0052).
     """
-    if len(out) < LARGE_BYTES * len(pieces) or not all(one.flags.writeable for one in pieces):
-        np.concatenate(pieces, out=out)
-        return True
+    small = len(out) < LARGE_BYTES * len(pieces)
+    past = None if small else nontemporal.past_the_cache(len(out))
+    if past is not None:
+        past(*_addressed(pieces), out)
+        return How.PAST_THE_CACHE
+    views = pieces.views() if isinstance(pieces, Pieces) else pieces
+    otherwise = How.USUALLY if small else How.through_the_cache(len(out))
+    if small or not all(one.flags.writeable for one in views):
+        np.concatenate(views, out=out)
+        return otherwise
     with _on_this_thread() as alone:
-        if alone:
-            torch.cat([torch.from_numpy(one) for one in pieces], out=torch.from_numpy(out))
-        else:
+        if not alone:
             _say_that_numpy_joins()
-            np.concatenate(pieces, out=out)
-    return alone
+            np.concatenate(views, out=out)
+            return How.BY_NUMPY
+        torch.cat([torch.from_numpy(one) for one in views], out=torch.from_numpy(out))
+    return otherwise
+
+
+def _addressed(pieces: Pieces | Sequence[Bytes]) -> tuple[UInt64s, Int64s]:
+    """Address and length of each; of views those that are not empty, which have no address."""
+    if isinstance(pieces, Pieces):
+        return pieces.addresses(), np.ascontiguousarray(pieces.lengths)
+    some = [one for one in pieces if len(one)]
+    lengths = np.array([len(one) for one in some], np.int64)
+    return np.array([address_of(one) for one in some], np.uint64), lengths
 
 
 @functools.cache
@@ -78,4 +145,4 @@ def _openmp() -> ctypes._NamedFuncPointer | None:
 
 _set_threads = _openmp()
 
-__all__ = ["LARGE_BYTES", "join"]
+__all__ = ["LARGE_BYTES", "How", "Pieces", "join"]

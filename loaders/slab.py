@@ -16,6 +16,8 @@ from hpstore.buffers import aligned_array, touch
 from hpstore.codec.galois import Bytes
 from hpstore.errors import AlreadyClosed
 from hpstore.geometry import ALIGNMENT_BYTES
+from hpstore.loaders import nontemporal
+from hpstore.loaders.joining import How, Pieces
 from hpstore.loaders.layout import Int64s
 from hpstore.loaders.pages import fill_pages, read_pages
 from hpstore.loaders.stored import StoredData
@@ -280,23 +282,27 @@ class Slab:
             self._making_table.release()
         return self._table
 
-    def gather(self, slots: Int64s, places: Locations, out: Bytes) -> None:
-        """Records of one size whose pages are there into `out` (n, stride)."""
+    def gather(self, slots: Int64s, places: Locations, out: Bytes) -> How:
+        """Records of one size whose pages are there into `out` (n, stride), contiguous."""
         inside = places.start % self._stream.unit_bytes // self.stride
-        self.gather_rows(slots * (self._page_bytes // self.stride) + inside, out)
+        return self.gather_rows(slots * (self._page_bytes // self.stride) + inside, out)
 
-    def gather_rows(self, rows: Int64s, out: Bytes) -> None:
-        """Records by their rows, of rows_of(), into `out` (n, stride)."""
+    def gather_rows(self, rows: Int64s, out: Bytes) -> How:
+        """Records by their rows, of rows_of(), into `out` (n, stride), contiguous."""
         assert self._rows is not None
-        # on this thread alone: torch's index_select wakes others, which starve where cores are few
-        np.take(self._rows, rows, axis=0, out=out, mode="clip")
+        past = nontemporal.past_the_cache(out.nbytes)
+        if past is None:
+            # on this thread alone: torch's index_select wakes others, which starve on few cores
+            np.take(self._rows, rows, axis=0, out=out, mode="clip")
+            return How.through_the_cache(out.nbytes)
+        records = Pieces(self._memory, rows * self.stride, np.full(len(rows), self.stride))
+        past(records.addresses(), records.lengths, out.reshape(-1))
+        return How.PAST_THE_CACHE
 
-    def views(self, slots: Int64s, places: Locations) -> list[Bytes]:
-        """Records whose pages are there, as views of the slab; for use inside resident()."""
+    def pieces(self, slots: Int64s, places: Locations) -> Pieces:
+        """Records whose pages are there, where they lie in the slab; for use inside resident()."""
         starts = slots * self._page_bytes + places.start % self._stream.unit_bytes
-        ends = starts + places.length
-        memory = self._memory
-        return [memory[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+        return Pieces(self._memory, starts, places.length)
 
     def advance(self, now: int) -> None:
         """What expires by `now` may be given up. Wakes nobody for whom there is nothing."""

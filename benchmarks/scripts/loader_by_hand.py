@@ -1,13 +1,16 @@
 """Figures of the loader that are in no report: a script, run by itself, imported by nobody.
 
 Usage, in an empty directory: `python loader_by_hand.py processes` (docs/decisions/0049: functions
-in two threads and in two processes, by turns), or `python loader_by_hand.py growth [MODE...]`
+in two threads and in two processes, by turns), `python loader_by_hand.py growth [MODE...]`
 (docs/data.md: the session "growth" of large records, all modes in one process or those that are
-named; the log says which devices sit out). JSON, a line a figure.
+named; the log says which devices sit out), or `python loader_by_hand.py copies KIND BATCH_SIZE...`
+(docs/decisions/0052: data in memory, A or B, copied past the cache and through it, by turns; 5 GB
+of disk and of memory). JSON, a line a figure.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import statistics
@@ -23,11 +26,14 @@ import torch
 import hpstore
 from hpstore.benchmarks import loader_special
 from hpstore.benchmarks.loader_data import Data
+from hpstore.benchmarks.loader_ours import Ours
 from hpstore.benchmarks.loader_sessions import Spec
-from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
+from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, nontemporal
+from hpstore.loaders.batches import Ragged
+from hpstore.units import GIB, MIB
 
 SIZE_BYTES = 200_000 * 12_288
-BATCH, BATCHES, EPOCHS, TURNS = 256, 100, 4, 3
+BATCH, BATCHES, EPOCHS, TURNS, COPY_TURNS = 256, 100, 4, 3, 10
 
 
 # Any below: a sample or a batch is the user's
@@ -96,9 +102,55 @@ def growth(directory: Path, modes: Sequence[str]) -> None:
         say({"mode": mode, **row})
 
 
+def copies(directory: Path, kind: str, batch_sizes: Sequence[int]) -> None:
+    """Samples a second, medians of whole epochs; batches are taken, or taken and copied on."""
+    data = Data(kind, SIZE_BYTES)
+    if not (directory / "pool").exists():
+        (directory / "pool").mkdir()
+        Ours(directory / "pool", data).write()
+    records = Ours(directory / "pool", data).open()
+    sink = torch.zeros(256 * MIB, dtype=torch.uint8)
+    nontemporal.LARGE_BYTES = 0
+    for size in batch_sizes:
+        loader = DataLoader(records, size, shuffle=True, cache=6 * GIB)
+        for _ in loader:
+            pass
+        for onto in (None, sink):
+            rates: dict[str, list[float]] = {"past": [], "through": []}
+            for _ in range(COPY_TURNS):
+                for way, found in rates.items():
+                    found.append(copied(loader, way == "past", onto))
+            pairs = [past / other for past, other in zip(*rates.values(), strict=True)]
+            medians = {way: round(statistics.median(found)) for way, found in rates.items()}
+            batch_bytes = data.nbytes * size // data.rows
+            said = {"batch_bytes": batch_bytes, "copied_on": onto is not None, **medians}
+            say({**said, "ratio": round(statistics.median(pairs), 2)})
+        loader.close()
+
+
+def copied(loader: DataLoader, past: bool, onto: torch.Tensor | None) -> float:
+    """Samples a second of an epoch."""
+    installed = nontemporal._installed
+    if not past:
+        nontemporal._installed = functools.cache(lambda: None)
+    began, samples = time.perf_counter(), 0
+    try:
+        for batch in loader:
+            samples += len(batch["label"])
+            if onto is not None:
+                value = batch["value"]
+                flat = (value.values if isinstance(value, Ragged) else value).reshape(-1)
+                onto[: len(flat)].copy_(flat)
+    finally:
+        nontemporal._installed = installed
+    return samples / (time.perf_counter() - began)
+
+
 if __name__ == "__main__":
     here = Path.cwd()
     if sys.argv[1] == "processes":
         processes(here)
+    elif sys.argv[1] == "copies":
+        copies(here, sys.argv[2], [int(size) for size in sys.argv[3:]])
     else:
         growth(here, sys.argv[2:])

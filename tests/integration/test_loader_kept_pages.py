@@ -58,11 +58,11 @@ def test_no_page_is_given_up_while_a_batch_is_copied_from_it(
 
     load([0, 1], 1)
     fillers = [threading.Thread(target=load, args=([2, 3], 9))]
-    for name in ("gather", "views"):
+    for name in ("gather", "pieces"):
         original = getattr(Slab, name)
 
         def slowly(slab: Slab, *args: Any, original: Any = original) -> Any:
-            found = original(slab, *args) if original.__name__ == "views" else None
+            found = original(slab, *args) if original.__name__ == "pieces" else None
             slab.advance(5)
             fillers[0].start()
             fillers[0].join(0.3)
@@ -91,7 +91,8 @@ def test_room_comes_when_nobody_copies_any_more(data: Dataset) -> None:
         slab.advance(5)
         other.join(0.2)
         assert not taken
-        assert all((view == i).all() for i, view in enumerate(slab.views(slots, where)))
+        views = slab.pieces(slots, where).views()
+        assert all((view == i).all() for i, view in enumerate(views))
     other.join(10)
     assert taken[0].keys() == {2, 3}
 

@@ -12,8 +12,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hpstore.codec.galois import Bytes
-from hpstore.loaders import joining
-from hpstore.loaders.joining import LARGE_BYTES, join
+from hpstore.loaders import joining, nontemporal
+from hpstore.loaders.joining import LARGE_BYTES, How, Pieces, join
+
+MIXED = [3 * LARGE_BYTES + 1, 0, 5, 2 * LARGE_BYTES]
 
 
 def pieces_of(sizes: list[int]) -> list[Bytes]:
@@ -23,26 +25,86 @@ def pieces_of(sizes: list[int]) -> list[Bytes]:
     return [source[at : at + size] for at, size in zip(starts.tolist(), sizes, strict=False)]
 
 
+def ranges_of(views: list[Bytes]) -> Pieces:
+    """The same views of pieces_of() as ranges of their array."""
+    source: Bytes = views[0].base  # type: ignore[assignment]
+    starts = [one.ctypes.data - source.ctypes.data for one in views]
+    return Pieces(source, np.array(starts, np.int64), np.array([len(one) for one in views]))
+
+
+def joined_plainly(views: list[Bytes]) -> bytes:
+    return b"".join(one.tobytes() for one in views)
+
+
 @given(
     sizes=st.lists(st.integers(0, 3 * LARGE_BYTES) | st.just(0), min_size=1, max_size=12),
     writable=st.booleans(),
     openmp=st.booleans(),
+    large=st.booleans(),
+    ranges=st.booleans(),
 )
-@example(sizes=[3 * LARGE_BYTES + 1, 0, 5, 2 * LARGE_BYTES], writable=True, openmp=True)
-@example(sizes=[3 * LARGE_BYTES + 1, 0, 5, 2 * LARGE_BYTES], writable=True, openmp=False)
-@example(sizes=[3 * LARGE_BYTES + 1, 0, 5, 2 * LARGE_BYTES], writable=False, openmp=True)
+@example(sizes=MIXED, writable=True, openmp=True, large=False, ranges=False)
+@example(sizes=MIXED, writable=True, openmp=False, large=False, ranges=False)
+@example(sizes=MIXED, writable=False, openmp=True, large=False, ranges=False)
+@example(sizes=MIXED, writable=True, openmp=True, large=True, ranges=False)
+@example(sizes=MIXED, writable=False, openmp=True, large=True, ranges=False)
+@example(sizes=MIXED, writable=True, openmp=True, large=True, ranges=True)
 def test_what_is_joined_is_what_the_pieces_hold(
-    sizes: list[int], writable: bool, openmp: bool
+    sizes: list[int], writable: bool, openmp: bool, large: bool, ranges: bool
 ) -> None:
-    """By numpy or by torch: small and large pieces, empty ones, bytes that nobody may write."""
+    """By numpy, by torch, past the cache: small and large pieces, empty ones, bytes that nobody may
+    write, views and ranges of one memory."""
     pieces, out = pieces_of(sizes), np.zeros(sum(sizes) + 2, np.uint8)
     pieces[0].flags.writeable = writable
     with pytest.MonkeyPatch.context() as patch:
         if not openmp:
             patch.setattr(joining, "_set_threads", None)
-        join(pieces, out[1:-1])
-    assert out[1:-1].tobytes() == b"".join(one.tobytes() for one in pieces)
+        if large:
+            patch.setattr(nontemporal, "LARGE_BYTES", 0)
+        join(ranges_of(pieces) if ranges else pieces, out[1:-1])
+    assert out[1:-1].tobytes() == joined_plainly(pieces)
     assert out[0] == out[-1] == 0
+
+
+@pytest.mark.parametrize("ranges", [False, True])
+@pytest.mark.parametrize("there", [False, True])
+def test_how_a_large_batch_was_joined_is_told(
+    monkeypatch: pytest.MonkeyPatch, there: bool, ranges: bool
+) -> None:
+    """What is to go past the cache and cannot is told apart from what need not."""
+    called: list[int] = []
+
+    def past(addresses: Any, lengths: Any, out: Bytes) -> None:
+        called.append(len(out))
+
+    monkeypatch.setattr(nontemporal, "_installed", lambda: past if there else None)
+    views = pieces_of([LARGE_BYTES] * 4)
+    pieces = ranges_of(views) if ranges else views
+    out = np.empty(4 * LARGE_BYTES, np.uint8)
+    assert join(pieces, out) is How.USUALLY
+    monkeypatch.setattr(nontemporal, "LARGE_BYTES", len(out))
+    assert join(pieces, out) is (How.PAST_THE_CACHE if there else How.THROUGH_THE_CACHE)
+    assert called == [len(out)] * there
+    small = pieces_of([LARGE_BYTES - 1] * 5)  # by their mean: whatever they are in all
+    assert join(small, np.empty(5 * (LARGE_BYTES - 1), np.uint8)) is How.USUALLY
+
+
+@pytest.mark.parametrize(
+    ("start", "length"), [(-1, 8), (93, 8), (101, 0), (0, -1)], ids=["low", "high", "past", "less"]
+)
+def test_no_piece_lies_outside_of_its_memory(start: int, length: int) -> None:
+    """They are copied by their addresses: nothing else would stop it."""
+    pieces = Pieces(np.zeros(100, np.uint8), np.array([0, start]), np.array([8, length]))
+    with pytest.raises(IndexError, match="100 bytes"):
+        pieces.addresses()
+
+
+def test_pieces_are_cut_as_their_views_would_be() -> None:
+    pieces = ranges_of(pieces_of([50, 60, 70]))
+    part = pieces.cut(np.array([0, 10, 70]), np.array([50, 20, 0]))
+    views = pieces.views()
+    wanted = [views[0], views[1][10:30], views[2][70:]]
+    assert [one.tobytes() for one in part.views()] == [one.tobytes() for one in wanted]
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -1,0 +1,13 @@
+"""The one part that is compiled; everything else about the package stands in pyproject.toml."""
+
+from setuptools import Extension, setup
+
+# called by address, from loaders/nontemporal.py; without a C compiler the installation goes on
+NONTEMPORAL = Extension(
+    "hpstore._nontemporal",
+    ["loaders/nontemporal.c"],
+    extra_compile_args=["-O2"],
+    optional=True,
+)
+
+setup(ext_modules=[NONTEMPORAL])
