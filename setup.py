@@ -6,7 +6,7 @@ from setuptools import Extension, setup
 NONTEMPORAL = Extension(
     "hpstore._nontemporal",
     ["loaders/nontemporal.c"],
-    extra_compile_args=["-O2"],
+    extra_compile_args=["-O3"],
     optional=True,
 )
 

@@ -138,7 +138,7 @@ class Assembler:
         self, direct: DirectAccess, stream: Stream, indices: Int64s, places: Locations
     ) -> dict[str, torch.Tensor]:
         """Records of one size as direct.batch makes them."""
-        record, names = stream.record, [n for n in stream.record.fixed if n in self._data.fields]
+        record, names = stream.record, self._names(stream)
         aside = Stopwatch()  # what goes by way of the host counts its reading itself
 
         def host(rows: Int64s) -> dict[str, torch.Tensor]:
@@ -159,8 +159,10 @@ class Assembler:
         """Records of one size that are all in memory: `at`, their rows in the slab."""
         self._counts.gathered_total += len(at)
 
+        last = self._whole(stream, slab.stride)
+
         def fill(rows: Bytes, lost: bool) -> None:
-            self._counts.copies[slab.gather_rows(at, rows)] += 1
+            self._counts.copies[slab.gather_rows(at, rows, last=last)] += 1
 
         return self._in_slot(stream, len(at), slab.stride, fill)
 
@@ -178,6 +180,14 @@ class Assembler:
 
         return self._in_slot(stream, len(indices), stride, fill)
 
+    def _whole(self, stream: Stream, stride: int) -> bool:
+        """Rows of this stride are the values of one field, with nothing to be taken apart."""
+        names = self._names(stream)
+        return len(names) == 1 and stream.record.fields[names[0]].row_bytes == stride
+
+    def _names(self, stream: Stream) -> list[str]:
+        return [name for name in stream.record.fixed if name in self._data.fields]
+
     def _in_slot(
         self, stream: Stream, count: int, stride: int, fill: Callable[[Bytes, bool], None]
     ) -> dict[str, torch.Tensor]:
@@ -185,8 +195,7 @@ class Assembler:
         makes rows (count, stride); after SlotLost fill(rows, True) makes others.
         """
         fields = self._data.fields
-        names = [n for n in stream.record.fixed if n in fields]
-        whole = len(names) == 1 and stream.record.fields[names[0]].row_bytes == stride
+        names, whole = self._names(stream), self._whole(stream, stride)
         sizes = [0] if whole else [count * fields[n].row_bytes for n in names]
         starts = _places([count * stride, *sizes])
         slot = self._slots.take(starts[-1])
@@ -224,10 +233,11 @@ class Assembler:
         with slab.resident(places) as slots:
             have, lack = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
             if not len(lack):
-                self._counts.copies[slab.gather(slots, places, rows)] += 1
+                last = self._whole(stream, slab.stride)
+                self._counts.copies[slab.gather(slots, places, rows, last=last)] += 1
             elif len(have):
                 part = np.empty((len(have), slab.stride), np.uint8)
-                slab.gather(slots[have], chosen(places, have), part)
+                slab.gather(slots[have], chosen(places, have), part, last=False)
                 rows[have] = part
         self._counts.gathered_total += len(have)
         if len(lack):
@@ -339,10 +349,11 @@ class _Move:
         some = np.array(rows, np.int64)
         parts = _cut(records, self.low[some], self.length[some])
         ends = np.cumsum(self.length)
-        for end, part in zip(
-            ends[some].tolist(), parts.views() if isinstance(parts, Pieces) else parts, strict=True
-        ):
-            out[end - len(part) : end] = part
+        begin = ends - self.length
+        places = zip(begin[some].tolist(), ends[some].tolist(), strict=True)
+        views = parts.views() if isinstance(parts, Pieces) else parts
+        for (start, end), part in zip(places, views, strict=True):
+            out[start:end] = part
         return How.USUALLY
 
 

@@ -54,7 +54,7 @@ class Counts:
 
     gathered_total: int = 0  # records out of pages in memory
     read_total: int = 0  # records read by themselves
-    copies: Counter[How] = field(default_factory=Counter)  # of a field's values out of pages
+    copies: Counter[How] = field(default_factory=Counter)  # of records into batches
     make_seconds: float = 0.0  # of whole batches, reading and waiting for pages included
     reading: Stopwatch = field(default_factory=Stopwatch)  # records, while a batch is made
     awaiting: Stopwatch = field(default_factory=Stopwatch)  # for pages, likewise

@@ -36,7 +36,8 @@ class Pieces:
         return len(self.starts)
 
     def views(self) -> list[Bytes]:
-        """Each piece, uint8 (length,)."""
+        """Each piece, uint8 (length,). Raises IndexError as addresses()."""
+        self._check()
         memory, ends = self.memory, self.starts + self.lengths
         return [memory[a:b] for a, b in zip(self.starts.tolist(), ends.tolist(), strict=True)]
 
@@ -46,27 +47,28 @@ class Pieces:
 
     def addresses(self) -> UInt64s:
         """Where each begins. Raises IndexError when one is not wholly in the memory."""
-        if len(self) and (
-            int(self.lengths.min()) < 0
-            or int(self.starts.min()) < 0
-            or int((self.starts + self.lengths).max()) > len(self.memory)
-        ):
-            raise IndexError(f"a piece is outside of its memory of {len(self.memory)} bytes")
+        self._check()
         return self.starts.astype(np.uint64) + np.uint64(address_of(self.memory))
+
+    def _check(self) -> None:
+        room = len(self.memory) - self.starts  # of what is negative, more than there is
+        outside = (self.starts < 0) | (self.lengths < 0) | (self.lengths > room)
+        if outside.any():
+            raise IndexError(f"a piece is outside of its memory of {len(self.memory)} bytes")
 
 
 class How(enum.Enum):
     """How pieces came to one place."""
 
-    PAST_THE_CACHE = enum.auto()  # a large batch
-    USUALLY = enum.auto()  # as is best for their sizes
-    THROUGH_THE_CACHE = enum.auto()  # a large batch, as nontemporal.c is not there
+    PAST_THE_CACHE = enum.auto()  # many bytes, in large pieces
+    USUALLY = enum.auto()  # as is best for their sizes, on this machine
+    THROUGH_THE_CACHE = enum.auto()  # as past it, but nontemporal.c was not built
     BY_NUMPY = enum.auto()  # large ones, as torch's OpenMP is not there
 
     @staticmethod
-    def through_the_cache(nbytes: int) -> How:
-        """So many bytes in all, by other means than nontemporal.c."""
-        return How.USUALLY if nbytes < nontemporal.LARGE_BYTES else How.THROUGH_THE_CACHE
+    def through_the_cache(nbytes: int, pieces: int) -> How:
+        """So many bytes in so many pieces, by other means than nontemporal.c."""
+        return How.THROUGH_THE_CACHE if nontemporal.missed(nbytes, pieces) else How.USUALLY
 
 
 def join(pieces: Pieces | Sequence[Bytes], out: Bytes) -> How:
@@ -77,13 +79,13 @@ def join(pieces: Pieces | Sequence[Bytes], out: Bytes) -> How:
     takes it once, but would wake threads of its own for each large piece: not within this call
     (docs/decisions/0042). What is too large for the cache anyway is copied past it (0052).
     """
-    small = len(out) < LARGE_BYTES * len(pieces)
-    past = None if small else nontemporal.past_the_cache(len(out))
+    past = nontemporal.past_the_cache(len(out), len(pieces))
     if past is not None:
         past(*_addressed(pieces), out)
         return How.PAST_THE_CACHE
     views = pieces.views() if isinstance(pieces, Pieces) else pieces
-    otherwise = How.USUALLY if small else How.through_the_cache(len(out))
+    otherwise = How.through_the_cache(len(out), len(pieces))
+    small = len(out) < LARGE_BYTES * len(pieces)
     if small or not all(one.flags.writeable for one in views):
         np.concatenate(views, out=out)
         return otherwise

@@ -31,7 +31,7 @@ typedef void copy_blocks(char *to, const char *from, int64_t bytes);
         }                                                                                         \
     }
 
-COPY_BLOCKS(by_16_bytes, "sse2", __m128i, _mm_loadu_si128, _mm_stream_si128)
+COPY_BLOCKS(by_32_bytes, "avx2", __m256i, _mm256_loadu_si256, _mm256_stream_si256)
 COPY_BLOCKS(by_64_bytes, "avx512f", __m512i, _mm512_loadu_si512, _mm512_stream_si512)
 
 static void copy_piece(copy_blocks *blocks, char *to, const char *from, int64_t bytes)
@@ -45,13 +45,20 @@ static void copy_piece(copy_blocks *blocks, char *to, const char *from, int64_t 
     memcpy(to + head + whole, from + head + whole, bytes - head - whole);
 }
 
-/* `wide`: by the widest stores that this processor has. */
-void hpstore_join(
-    char *to, const uint64_t *pieces, const int64_t *lengths, int64_t count, int wide)
+/* The widest stores that this processor has, in bytes. */
+int hpstore_width(void)
 {
-    copy_blocks *blocks = by_16_bytes;
-    if (wide && __builtin_cpu_supports("avx512f"))
-        blocks = by_64_bytes;
+    if (__builtin_cpu_supports("avx512f"))
+        return 64;
+    return __builtin_cpu_supports("avx2") ? 32 : 0;
+}
+
+/* Of another meaning of the arguments the number is another one: an older library may lie there.
+ * `width`: of the stores, no more than hpstore_width(). */
+void hpstore_join_1(
+    char *to, const uint64_t *pieces, const int64_t *lengths, int64_t count, int width)
+{
+    copy_blocks *blocks = width == 64 ? by_64_bytes : by_32_bytes;
     for (int64_t i = 0; i < count; to += lengths[i++])
         copy_piece(blocks, to, (const char *)(uintptr_t)pieces[i], lengths[i]);
     _mm_sfence(); /* whoever is told that the copy is done sees all of it */

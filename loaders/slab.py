@@ -282,19 +282,24 @@ class Slab:
             self._making_table.release()
         return self._table
 
-    def gather(self, slots: Int64s, places: Locations, out: Bytes) -> How:
-        """Records of one size whose pages are there into `out` (n, stride), contiguous."""
+    def gather(self, slots: Int64s, places: Locations, out: Bytes, *, last: bool = True) -> How:
+        """Records of one size whose pages are there, as gather_rows()."""
         inside = places.start % self._stream.unit_bytes // self.stride
-        return self.gather_rows(slots * (self._page_bytes // self.stride) + inside, out)
+        rows = slots * (self._page_bytes // self.stride) + inside
+        return self.gather_rows(rows, out, last=last)
 
-    def gather_rows(self, rows: Int64s, out: Bytes) -> How:
-        """Records by their rows, of rows_of(), into `out` (n, stride), contiguous."""
+    def gather_rows(self, rows: Int64s, out: Bytes, *, last: bool = True) -> How:
+        """Records by their rows, of rows_of(), into `out` (n, stride), contiguous.
+
+        `last`: it is not read again at once, to be copied on.
+        """
         assert self._rows is not None
-        past = nontemporal.past_the_cache(out.nbytes)
+        past = nontemporal.past_the_cache(out.nbytes, len(rows)) if last else None
         if past is None:
             # on this thread alone: torch's index_select wakes others, which starve on few cores
             np.take(self._rows, rows, axis=0, out=out, mode="clip")
-            return How.through_the_cache(out.nbytes)
+            return How.through_the_cache(out.nbytes, len(rows)) if last else How.USUALLY
+        assert out.flags.c_contiguous
         records = Pieces(self._memory, rows * self.stride, np.full(len(rows), self.stride))
         past(records.addresses(), records.lengths, out.reshape(-1))
         return How.PAST_THE_CACHE

@@ -61,12 +61,12 @@ def test_no_page_is_given_up_while_a_batch_is_copied_from_it(
     for name in ("gather", "pieces"):
         original = getattr(Slab, name)
 
-        def slowly(slab: Slab, *args: Any, original: Any = original) -> Any:
+        def slowly(slab: Slab, *args: Any, original: Any = original, **kwargs: Any) -> Any:
             found = original(slab, *args) if original.__name__ == "pieces" else None
             slab.advance(5)
             fillers[0].start()
             fillers[0].join(0.3)
-            return original(slab, *args) if found is None else found
+            return original(slab, *args, **kwargs) if found is None else found
 
         monkeypatch.setattr(Slab, name, slowly)
     made = Assembler(data, Slots(64 * MIB, None), {stream.number: slab}, Counts())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import threading
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from hpstore.codec.galois import Bytes
 from hpstore.loaders import joining, nontemporal
 from hpstore.loaders.joining import LARGE_BYTES, How, Pieces, join
+from hpstore.loaders.nontemporal import PIECE_BYTES
 
 MIXED = [3 * LARGE_BYTES + 1, 0, 5, 2 * LARGE_BYTES]
 
@@ -56,11 +58,14 @@ def test_what_is_joined_is_what_the_pieces_hold(
     write, views and ranges of one memory."""
     pieces, out = pieces_of(sizes), np.zeros(sum(sizes) + 2, np.uint8)
     pieces[0].flags.writeable = writable
+    if ranges:
+        pieces[0].base.flags.writeable = writable  # type: ignore[union-attr]
     with pytest.MonkeyPatch.context() as patch:
         if not openmp:
             patch.setattr(joining, "_set_threads", None)
         if large:
             patch.setattr(nontemporal, "LARGE_BYTES", 0)
+            patch.setattr(nontemporal, "PIECE_BYTES", 0)
         join(ranges_of(pieces) if ranges else pieces, out[1:-1])
     assert out[1:-1].tobytes() == joined_plainly(pieces)
     assert out[0] == out[-1] == 0
@@ -78,6 +83,8 @@ def test_how_a_large_batch_was_joined_is_told(
         called.append(len(out))
 
     monkeypatch.setattr(nontemporal, "_installed", lambda: past if there else None)
+    monkeypatch.setattr(nontemporal, "_library", lambda: None)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     views = pieces_of([LARGE_BYTES] * 4)
     pieces = ranges_of(views) if ranges else views
     out = np.empty(4 * LARGE_BYTES, np.uint8)
@@ -85,18 +92,20 @@ def test_how_a_large_batch_was_joined_is_told(
     monkeypatch.setattr(nontemporal, "LARGE_BYTES", len(out))
     assert join(pieces, out) is (How.PAST_THE_CACHE if there else How.THROUGH_THE_CACHE)
     assert called == [len(out)] * there
-    small = pieces_of([LARGE_BYTES - 1] * 5)  # by their mean: whatever they are in all
-    assert join(small, np.empty(5 * (LARGE_BYTES - 1), np.uint8)) is How.USUALLY
+    small = pieces_of([PIECE_BYTES - 1] * 5)  # by their mean: whatever they are in all
+    assert join(small, np.empty(5 * (PIECE_BYTES - 1), np.uint8)) is How.USUALLY
 
 
 @pytest.mark.parametrize(
-    ("start", "length"), [(-1, 8), (93, 8), (101, 0), (0, -1)], ids=["low", "high", "past", "less"]
+    ("start", "length"),
+    [(-1, 8), (93, 8), (101, 0), (0, -1), (2**63 - 60, 100), (0, 2**63 - 1), (-(2**63), 8)],
 )
-def test_no_piece_lies_outside_of_its_memory(start: int, length: int) -> None:
+@pytest.mark.parametrize("ask", [Pieces.addresses, Pieces.views])
+def test_no_piece_lies_outside_of_its_memory(start: int, length: int, ask: Any) -> None:
     """They are copied by their addresses: nothing else would stop it."""
     pieces = Pieces(np.zeros(100, np.uint8), np.array([0, start]), np.array([8, length]))
     with pytest.raises(IndexError, match="100 bytes"):
-        pieces.addresses()
+        ask(pieces)
 
 
 def test_pieces_are_cut_as_their_views_would_be() -> None:

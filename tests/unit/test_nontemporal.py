@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import logging
+import platform
+import shutil
 import sys
+import sysconfig
 import threading
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
@@ -19,25 +21,33 @@ from hypothesis import strategies as st
 
 from hpstore.codec import address_of
 from hpstore.loaders import nontemporal
-from hpstore.loaders.nontemporal import LARGE_BYTES, Join, past_the_cache, tried
+from hpstore.loaders.nontemporal import LARGE_BYTES, PIECE_BYTES, Join, past_the_cache, tried
 from tests.fault.common import poll
 
 SPEC = importlib.util.find_spec("hpstore._nontemporal")
-built = pytest.mark.skipif(SPEC is None, reason="hpstore was installed without a C compiler")
+WIDTH = 0 if SPEC is None or SPEC.origin is None else ctypes.CDLL(SPEC.origin).hpstore_width()
+built = pytest.mark.skipif(not WIDTH, reason="no C compiler when hpstore was installed, or no AVX2")
 EDGE = 64  # bytes on both sides that nobody is to write
 
 
 @pytest.fixture(autouse=True)
 def asked_anew() -> Iterator[None]:
     nontemporal._installed.cache_clear()
+    nontemporal._library.cache_clear()
     yield
     nontemporal._installed.cache_clear()
+    nontemporal._library.cache_clear()
 
 
 def function() -> Any:
-    """hpstore_join of its own library object, whose argument types no other test has set."""
+    """hpstore_join_1 of its own library object, whose argument types no other test has set."""
     assert SPEC is not None
-    return ctypes.CDLL(SPEC.origin).hpstore_join
+    return ctypes.CDLL(SPEC.origin).hpstore_join_1
+
+
+def much() -> Join | None:
+    """For what is just worth it."""
+    return past_the_cache(LARGE_BYTES, 1)
 
 
 @built
@@ -46,12 +56,12 @@ def function() -> Any:
         st.tuples(st.integers(0, 5000), st.integers(0, 3000) | st.integers(0, 3)), max_size=12
     ),
     shift=st.integers(0, 63),
-    wide=st.booleans(),
+    width=st.sampled_from([64, 32] if WIDTH == 64 else [32]),
 )
-@example(parts=[(1, 64), (0, 256), (7, 257), (3, 319), (5, 1)], shift=0, wide=True)
-@example(parts=[(1, 64), (0, 256), (7, 257), (3, 319), (5, 1)], shift=1, wide=False)
+@example(parts=[(1, 64), (0, 256), (7, 257), (3, 319), (5, 1)], shift=0, width=WIDTH)
+@example(parts=[(1, 64), (0, 256), (7, 257), (3, 319), (5, 1)], shift=1, width=32)
 def test_all_pieces_come_one_after_another(
-    parts: list[tuple[int, int]], shift: int, wide: bool
+    parts: list[tuple[int, int]], shift: int, width: int
 ) -> None:
     """Wherever they and their target begin, of any length, by both kinds of stores."""
     source = np.random.default_rng(1).integers(0, 256, 8000, np.uint8)
@@ -59,7 +69,7 @@ def test_all_pieces_come_one_after_another(
     memory = np.full(int(lengths.sum()) + 2 * EDGE + shift, 7, np.uint8)
     out = memory[EDGE + shift : len(memory) - EDGE]
     starts = np.array([start for start, _ in parts], np.uint64)
-    tried(function(), wide=wide)(starts + np.uint64(address_of(source)), lengths, out)
+    tried(function(), width)(starts + np.uint64(address_of(source)), lengths, out)
     assert out.tobytes() == b"".join(source[a : a + n].tobytes() for a, n in parts)
     assert (memory[: EDGE + shift] == 7).all()
     assert (memory[len(memory) - EDGE :] == 7).all()
@@ -69,7 +79,7 @@ def test_all_pieces_come_one_after_another(
 @pytest.mark.parametrize("room", [99, 101, 0])
 def test_no_room_too_little_or_too_much(room: int) -> None:
     """Nothing is written then."""
-    join, source = tried(function()), np.ones(100, np.uint8)
+    join, source = tried(function(), WIDTH), np.ones(100, np.uint8)
     out = np.zeros(room, np.uint8)
     addresses = np.array([address_of(source)], np.uint64)
     with pytest.raises(ValueError, match="100 bytes"):
@@ -83,7 +93,7 @@ def test_no_room_too_little_or_too_much(room: int) -> None:
 def test_the_interpreters_lock_is_not_held() -> None:
     """Others go on while a batch is copied."""
     size = 8 * LARGE_BYTES
-    join = past_the_cache(size)
+    join = past_the_cache(size, 1)
     assert join is not None
     source, out = np.ones(size, np.uint8), np.zeros(size, np.uint8)
     addresses, lengths = np.array([address_of(source)], np.uint64), np.array([size])
@@ -110,28 +120,88 @@ def test_the_interpreters_lock_is_not_held() -> None:
         sys.setswitchinterval(usual)
 
 
-def test_little_is_left_in_the_cache() -> None:
-    """Whoever reads it next finds it there."""
-    assert past_the_cache(LARGE_BYTES - 1) is None
+@built
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda a, n, out: (a.astype(np.int64), n, out),
+        lambda a, n, out: (a, n.astype(np.int32), out),
+        lambda a, n, out: (a, n, out.view(np.int8)),
+        lambda a, n, out: (np.repeat(a, 2)[::2], n, out),
+        lambda a, n, out: (a, n.reshape(-1, 1), out),
+        lambda a, n, out: (a, np.array([101, -1]), out),
+        lambda a, n, out: (a, n, np.frombuffer(bytes(100), np.uint8)),
+    ],
+    ids=["addresses", "lengths", "out", "gaps", "table", "negative", "read-only"],
+)
+def test_nothing_is_taken_for_what_it_is_not(change: Any) -> None:
+    """The library would read, or write, whatever lies there."""
+    join, source = tried(function(), WIDTH), np.ones(100, np.uint8)
+    out = np.zeros(100, np.uint8)
+    addresses = np.array([address_of(source)] * 2, np.uint64)
+    with pytest.raises(ValueError, match=r"wanted|read-only|-1 bytes"):
+        join(*change(addresses, np.array([60, 40]), out))
+    assert not out.any()
+
+
+@built
+@pytest.mark.parametrize(
+    ("nbytes", "pieces", "past"),
+    [
+        (LARGE_BYTES, 1, True),
+        (LARGE_BYTES - 1, 1, False),
+        (10 * LARGE_BYTES, 10 * LARGE_BYTES // PIECE_BYTES, True),
+        (10 * LARGE_BYTES, 10 * LARGE_BYTES // PIECE_BYTES + 1, False),
+    ],
+)
+def test_what_is_small_is_left_in_the_cache(nbytes: int, pieces: int, past: bool) -> None:
+    """In all, or in its pieces: whoever reads it next finds it there."""
+    assert (past_the_cache(nbytes, pieces) is not None) == past
 
 
 @built
 def test_much_goes_past_the_cache_where_it_can(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        assert past_the_cache(LARGE_BYTES) is not None
+    assert much() is not None
+    assert not nontemporal.missed(LARGE_BYTES, 1)
     assert not caplog.records
 
 
+def test_it_is_there_where_it_can_be() -> None:
+    """Guards the tests that skip: an installation with a compiler has it."""
+    made_with = sysconfig.get_config_var("CC") or "cc"
+    if platform.machine() != "x86_64" or shutil.which(made_with.split()[0]) is None:
+        pytest.skip("no C compiler, or not x86-64")
+    assert SPEC is not None, "installed before there was a compiler? rm .venv/.ready, make again"
+
+
+@pytest.mark.parametrize(("machine", "warned"), [("x86_64", True), ("aarch64", False)])
 def test_what_was_not_built_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, machine: str, warned: bool
+) -> None:
+    """And what to do about it; not where nothing can be done."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    assert [much() for _ in range(3)] == [None] * 3
+    assert nontemporal.missed(LARGE_BYTES, 1) == warned
+    assert not nontemporal.missed(LARGE_BYTES - 1, 1)
+    assert len(caplog.records) == warned
+    assert ("install it anew" in caplog.text) == warned
+
+
+@built
+def test_a_processor_that_cannot_is_no_fault(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And what to do about it."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with caplog.at_level(logging.INFO):
-        assert [past_the_cache(LARGE_BYTES) for _ in range(3)] == [None] * 3
-    assert len(caplog.records) == 1
-    assert "no C compiler" in caplog.text
-    assert "install it anew" in caplog.text
+    class Old:
+        hpstore_join_1 = None
+
+        def hpstore_width(self) -> int:
+            return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: Old())
+    assert much() is None
+    assert not nontemporal.missed(LARGE_BYTES, 1)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("what", ["no library", "another library"])
@@ -145,7 +215,7 @@ def test_a_library_that_does_not_work_is_passed_over(
     where = str(path if what == "no library" else other)
     spec = ModuleSpec("hpstore._nontemporal", None, origin=where)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-    assert past_the_cache(LARGE_BYTES) is None
+    assert much() is None
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     assert where in caplog.text
 
@@ -156,14 +226,14 @@ def test_a_library_that_copies_wrongly_is_passed_over(
 ) -> None:
     """Its self-test finds it, before a batch does."""
 
-    def careless(found: Any, *, wide: bool = True) -> Join:
-        def call(out: int, addresses: int, lengths: int, count: int, wide: bool) -> None:
-            found(out, addresses, lengths, count - 1, wide)
+    def careless(found: Any, width: int) -> Join:
+        def call(out: int, addresses: int, lengths: int, count: int, width: int) -> None:
+            real(out, addresses, lengths, count - 1, width)
 
         real = found
         real.argtypes, real.restype = [ctypes.c_void_p] * 3 + [ctypes.c_int64, ctypes.c_int], None
-        return tried(call)  # type: ignore[arg-type]
+        return tried(call, width)  # type: ignore[arg-type]
 
     monkeypatch.setattr(nontemporal, "tried", careless)
-    assert past_the_cache(LARGE_BYTES) is None
+    assert much() is None
     assert "self-test" in caplog.text
