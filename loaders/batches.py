@@ -158,7 +158,6 @@ class Assembler:
     def _gathered(self, stream: Stream, slab: Slab, at: Int64s) -> dict[str, torch.Tensor]:
         """Records of one size that are all in memory: `at`, their rows in the slab."""
         self._counts.gathered_total += len(at)
-
         last = self._whole(stream, slab.stride)
 
         def fill(rows: Bytes, lost: bool) -> None:

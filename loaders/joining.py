@@ -62,7 +62,7 @@ class How(enum.Enum):
 
     PAST_THE_CACHE = enum.auto()  # many bytes, in large pieces
     USUALLY = enum.auto()  # as is best for their sizes, on this machine
-    THROUGH_THE_CACHE = enum.auto()  # as past it, but nontemporal.c was not built
+    THROUGH_THE_CACHE = enum.auto()  # as past it, but nontemporal.c is not there
     BY_NUMPY = enum.auto()  # large ones, as torch's OpenMP is not there
 
     @staticmethod

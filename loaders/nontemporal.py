@@ -46,8 +46,10 @@ def past_the_cache(nbytes: int, pieces: int) -> Join | None:
 
 
 def missed(nbytes: int, pieces: int) -> bool:
-    """It is worth it, this machine is likely to be able to, and hpstore was not built for it."""
-    return worth_it(nbytes, pieces) and _library() is None and platform.machine() == "x86_64"
+    """It is worth it, this processor may well be able to, and what was built is not there or not
+    usable.
+    """
+    return worth_it(nbytes, pieces) and _installed() is None and not _cannot()
 
 
 @functools.cache
@@ -68,6 +70,17 @@ def _library() -> str | None:
             "cache, which is up to a fifth slower. With one there (gcc, libc6-dev), install it anew"
         )
     return None
+
+
+def _cannot() -> bool:
+    """This processor is known to have no such stores."""
+    path = _library()
+    if path is None:
+        return platform.machine() != "x86_64"
+    try:
+        return not ctypes.CDLL(path).hpstore_width()
+    except (OSError, AttributeError):
+        return False
 
 
 def _usable(path: str) -> Join | None:

@@ -208,6 +208,7 @@ def test_a_library_that_does_not_work_is_passed_over(
     assert much() is None
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     assert where in caplog.text
+    assert nontemporal.missed(LARGE_BYTES, 1)  # counted, too
 
 
 @built
@@ -227,3 +228,4 @@ def test_a_library_that_copies_wrongly_is_passed_over(
     monkeypatch.setattr(nontemporal, "tried", careless)
     assert much() is None
     assert "self-test" in caplog.text
+    assert nontemporal.missed(LARGE_BYTES, 1)
