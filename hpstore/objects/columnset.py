@@ -18,8 +18,9 @@ from hpstore.codec.galois import Bytes
 from hpstore.devices.base import Device, WriteHandle
 from hpstore.errors import DeviceTimeout, HpstoreError
 from hpstore.header import HEADER_BYTES, ColumnHeader, encode_header, encode_table
+from hpstore.keys import Version
 from hpstore.objects.store import Store
-from hpstore.objects.survey import path_on
+from hpstore.objects.survey import Found, path_on
 from hpstore.patience import wait_awake
 
 _log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class ColumnWriter:
         self.device_id, self.device, self.header = device_id, device, header
         self.table = np.zeros(header.geometry.block_count, np.uint64)
         self.failed: Exception | None = None
+        self.begun = False  # it may have its name: publish() was called, however that ended
         self.published = False
         self.flying: list[Future[None]] = []  # calls that may still use the handle
         self._handle: WriteHandle | None = None
@@ -100,8 +102,9 @@ class ColumnSet:
             for device_id, header in headers.items()
         }
         self._store, self._floor, self._generation = store, floor, generation
+        self.superseded: list[Found] = []  # files of attempts before this one
         self._decided = False
-        self._lock = threading.Lock()  # guards _decided and every column's `failed` and `flying`
+        self._lock = threading.Lock()  # guards _decided, every column's failed, begun and flying
 
     def alive(self) -> list[ColumnWriter]:
         """Columns that have not failed."""
@@ -189,12 +192,18 @@ class ColumnSet:
 
     def _finish_one(self, column: ColumnWriter) -> None:
         column.seal()
-        with self._lock:
-            late = self._decided or column.failed is not None
-        if late:
+        if self._late(column):
             return  # abandon() drops the file
         self.check_generation(column)
-        column.publish()
+        with self._lock:
+            late = self._decided or column.failed is not None
+            column.begun = not late
+        if not late:
+            column.publish()
+
+    def _late(self, column: ColumnWriter) -> bool:
+        with self._lock:
+            return self._decided or column.failed is not None
 
     def check_generation(self, column: ColumnWriter) -> None:
         """PROTOCOL 4: a device that knows a newer membership stops the write."""
@@ -216,23 +225,41 @@ class ColumnSet:
         """Columns that are durable under their name."""
         return [c for c in self.columns.values() if c.published and c.failed is None]
 
-    def abandon(self, *, remove_published: bool) -> None:
-        """Drop unpublished files; with `remove_published` also those of a put that failed."""
+    def begun(self) -> list[ColumnWriter]:
+        """Columns that may be under their name: published, unanswered, or failed in between."""
+        return [c for c in self.columns.values() if c.begun]
+
+    def files(self) -> list[Found]:
+        """The files of columns that may be under their name."""
+        return [Found(c.device_id, c.header.name) for c in self.begun()]
+
+    @property
+    def version(self) -> Version:
+        """What is written."""
+        return next(iter(self.columns.values())).header.version
+
+    def visible(self) -> bool:
+        """Whether so many columns may have their name that a reader could use them, and a repair
+        in another process complete them: then this version is settled forward (PROTOCOL 8)."""
+        return len(self.begun()) >= next(iter(self.columns.values())).header.geometry.data
+
+    def abandon(self, *, take_back: bool) -> None:
+        """Drop unpublished files; with `take_back` also the published ones of a put that failed.
+
+        Not once the version may be visible: a repair may have completed it by now, and have
+        removed the version before it.
+        """
         with self._lock:
-            self._decided = True
+            self._decided = True  # from here on no further column begins
         for column in self.columns.values():
             column.abort()
-        if not remove_published:
+        if not take_back or self.visible():
             return
 
         def remove(column: ColumnWriter) -> Callable[[], None]:
             return lambda: column.device.delete(column.path)
 
-        futures = [
-            self._store.scheduler.submit(c.device_id, remove(c))
-            for c in self.columns.values()
-            if c.published
-        ]
+        futures = [self._store.scheduler.submit(c.device_id, remove(c)) for c in self.begun()]
         wait_awake(futures, self._store.settings.device_deadline_seconds)
 
 

@@ -37,7 +37,7 @@ def move_column(
             store.refresh()
             return 0
         if nbytes:
-            _remove(store, survey, source)
+            _remove(store, survey, source, target)
         return nbytes
 
 
@@ -63,13 +63,19 @@ def _copy(
         reader.close()
 
 
-def _remove(store: Store, survey: Survey, source: str) -> None:
-    """Not when the device that loses the file knows a newer membership, or does not answer."""
+def _remove(store: Store, survey: Survey, source: str, target: str) -> None:
+    """Not when the device that loses the file knows a newer membership, or does not answer; nor
+    when the copy is gone again: a repair in another process may have kept the source's column."""
+    now = stable_survey(store, survey.key)
+    files = {file.name for file in now.files if file.device == target}
     generation = store.each([source], store.generation_on).get(source)
     if not isinstance(generation, int) or generation > store.view.record.generation:
         _log.info("a column of %r stays on both devices: the membership has moved", survey.key)
         return
-    remove_files(store, survey.key, [file for file in survey.files if file.device == source])
+    remove_files(
+        store, survey.key,
+        [file for file in survey.files if file.device == source and file.name in files],
+    )  # fmt: skip
 
 
 __all__ = ["move_column"]

@@ -366,7 +366,7 @@ def rebuild_columns(
             columns.check_generations()
         done = len(columns.published()) == len(targets)
     finally:
-        columns.abandon(remove_published=False)
+        columns.abandon(take_back=False)
     if not done:
         raise write_failed(
             f"repair of {header.key!r} could not write", header.key, columns.failures()

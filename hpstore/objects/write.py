@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
-from hpstore.errors import ObjectNotFound, TooFewDevices, VersionConflict
+from hpstore.errors import HpstoreError, ObjectNotFound, TooFewDevices, VersionConflict
 from hpstore.geometry import Code, Geometry, plan_geometry
 from hpstore.header import ColumnHeader, Metadata, encode_header
 from hpstore.keys import Kind, Version
@@ -19,6 +19,7 @@ from hpstore.objects.source import MemorySource, Source
 from hpstore.objects.store import Store
 from hpstore.objects.stripes import StripeWriter, Throttle
 from hpstore.objects.survey import (
+    Found,
     Survey,
     empty_geometry,
     newest_by_name,
@@ -50,6 +51,14 @@ class WriteFailed(TooFewDevices):
     devices: dict[str, Exception]
 
 
+MAYBE_STORED = (
+    "The object may have been stored: enough of it has its name on the devices to be read and "
+    "completed. Nothing older is lost unless the new bytes are whole. Look with stat(), or put it "
+    "again."
+)
+MAYBE_DELETED = "The object may have been deleted: a tombstone has its name. Delete it again."
+
+
 def write_failed(text: str, key: str, failures: dict[str, Exception]) -> WriteFailed:
     """The error, with every device's reason in its message."""
     reasons = "; ".join(str(failure) for failure in failures.values())
@@ -78,8 +87,8 @@ def plan_columns(
     if len(candidates) <= record.parity:
         raise TooFewDevices(
             f"{len(candidates)} of {len(record.members)} devices can take new data; "
-            f"{record.parity + 1} are needed to keep {record.parity} parity units. Nothing was "
-            "written; reading goes on. Add devices, or bring missing ones back."
+            f"{record.parity + 1} are needed to keep {record.parity} parity units; "
+            "reading goes on. Add devices, or bring missing ones back."
         )
     if kind is Kind.TOMBSTONE:
         geometry = empty_geometry(record.parity)
@@ -126,14 +135,16 @@ def write_columns(
     roll_back: bool,
     throttle: Throttle | None = None,
     background: bool = False,
+    left: list[Found] | None = None,
 ) -> ColumnSet:
     """Write and publish one version. On return at least the floor of rule 5 is durable.
 
     `background`: in smaller batches, behind which nobody's reads queue up for long.
 
     `store` is pinned, so that plan and execution see one membership. Raises MembershipMoved or
-    WriteFailed; with `roll_back` after removing what this call had published, which only the one
-    who chose the version's nonce may ask for.
+    WriteFailed; with `roll_back`, which only the caller who chose the version's nonce may ask for,
+    after taking back what this call had published. Columns that may be visible already are left,
+    and added to `left`.
     """
     headers = {
         device: make_header(store, content, geometry, devices, column)
@@ -157,7 +168,9 @@ def write_columns(
             columns.check_generations()
         done = len(columns.published()) >= floor
     finally:
-        columns.abandon(remove_published=roll_back and not done)
+        columns.abandon(take_back=roll_back and not done)
+        if left is not None and not done and columns.visible():
+            left += columns.files()
     if not done:
         failures = columns.failures()
         raise write_failed(
@@ -199,6 +212,39 @@ def write_new_version(
     enough, and only then goes on with a debt. `revise`: write this one anew, as a later revision
     of it, which beats no put that came meanwhile (PROTOCOL 1); the caller holds the key's lock.
     """
+    left: list[Found] = []  # of attempts that may be visible: they are superseded, not taken back
+    try:
+        columns = _write_whole(
+            store, key, source, metadata=metadata, kind=kind, survey=survey, throttle=throttle,
+            unit_bytes=unit_bytes, revise=revise, left=left,
+        )  # fmt: skip
+        try:
+            settle_or_owe(store, columns)
+        except BaseException:
+            left += columns.files()
+            raise
+    except BaseException as error:
+        if left:
+            _say_maybe(error, kind)
+        raise
+    columns.superseded = [file for file in left if file.name.version < columns.version]
+    return columns
+
+
+def _say_maybe(error: BaseException, kind: Kind) -> None:
+    """An attempt of a put was left where readers may see it: its error must not deny that."""
+    text = MAYBE_DELETED if kind is Kind.TOMBSTONE else MAYBE_STORED
+    if isinstance(error, HpstoreError):
+        error.args = (f"{error} {text}", *error.args[1:])
+    else:
+        error.add_note(text)
+
+
+def _write_whole(
+    store: Store, key: str, source: Source, *, metadata: Metadata, kind: Kind, survey: Survey,
+    throttle: Throttle | None, unit_bytes: int | None, revise: Version | None, left: list[Found],
+) -> ColumnSet:  # fmt: skip
+    """Try plans until one is written to its floor; of others that may be visible, `left` grows."""
     exclude: set[str] = set()
     last: Exception | None = None
     for number in range(PUT_TRIES):
@@ -207,10 +253,10 @@ def write_new_version(
             version = store.new_version(survey.versions())
         else:
             version = replace(revise, revision=revise.revision + 1 + number)
-        created_ms = store.clock.wall_ms()
         content = Content(
-            key=key, version=version, kind=kind, created_ms=created_ms, metadata=metadata
-        )
+            key=key, version=version, kind=kind, created_ms=store.clock.wall_ms(),
+            metadata=metadata,
+        )  # fmt: skip
         try:
             geometry, devices = plan_columns(
                 now, key, source.size, exclude=exclude, kind=kind, unit_bytes=unit_bytes
@@ -218,9 +264,9 @@ def write_new_version(
         except TooFewDevices as error:
             raise error from last
         try:
-            columns = write_columns(
+            return write_columns(
                 now, content, geometry, devices, source, roll_back=revise is None,
-                throttle=throttle,
+                throttle=throttle, left=left,
             )  # fmt: skip
         except MembershipMoved as error:
             store.metrics.count("put_replanned_total")
@@ -230,12 +276,9 @@ def write_new_version(
             store.metrics.count("put_retried_total")
             exclude |= error.devices.keys()
             last = error
-        else:
-            settle_or_owe(store, columns)
-            return columns
     raise TooFewDevices(
-        f"put of {key!r} failed {PUT_TRIES} times in a row: {last}. Nothing was acknowledged; the "
-        "version before it is unchanged.",
+        f"put of {key!r} failed {PUT_TRIES} times in a row: {last}. It is not acknowledged"
+        + ("." if left else "; the version before it is unchanged."),
         key=key,
     ) from last
 
@@ -296,7 +339,8 @@ def put_object(
     published = columns.published()
     header = published[0].header
     if len(published) == header.geometry.width:
-        remove_files(store, key, [f for f in survey.files if f.name.version < header.version])
+        older = [f for f in survey.files if f.name.version < header.version]
+        remove_files(store, key, [*older, *columns.superseded])
     return object_info(header, len(published), may_leave=store.view.may_leave(survey.unknown))
 
 
@@ -318,8 +362,8 @@ def delete_object(store: Store, key: str) -> None:
     columns = write_new_version(
         store, key, MemorySource(b""), metadata={}, kind=Kind.TOMBSTONE, survey=survey
     )
-    version = columns.published()[0].header.version
-    remove_files(store, key, [f for f in survey.files if f.name.version < version])
+    older = [f for f in survey.files if f.name.version < columns.version]
+    remove_files(store, key, [*older, *columns.superseded])
 
 
 __all__ = ["Content", "WriteFailed", "delete_object", "make_header", "plan_columns", "put_object",
