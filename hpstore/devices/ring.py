@@ -30,6 +30,7 @@ Float64s = npt.NDArray[np.float64]
 Landed = Callable[[Int64s, Int64s], None]  # (numbers of reads, results of all)
 ENTRIES = 256  # reads that one thread has in flight
 LATE = -(1 << 40)
+UNTRIED = LATE + 1  # the batch was given up before the kernel took this read: no device was asked
 _SETUP, _ENTER = 425, 426  # system calls, the same number on all machines
 _SQES_OFFSET = 0x10000000
 _GETEVENTS, _WITH_TIMEOUT, _OP_READ = 1, 8, 22
@@ -49,6 +50,8 @@ _CQE = np.dtype([("user_data", "<u8"), ("result", "<i4"), ("flags", "<u4")])
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Bytes that were read, or minus the error's number, by read; LATE for those in flight.
+
+    UNTRIED for reads that were never sent: no evidence about any device.
 
     `late` is done when none is any more. `seconds`: from submission to the first look after the
     end of each read, where that was asked for; half of what is left is waited for at each look.
@@ -118,7 +121,7 @@ class Ring:
         has ended lately, each once; called while others are in flight.
         """
         total = len(files)
-        results = np.full(total, LATE, np.int64)
+        results = np.full(total, UNTRIED, np.int64)
         asked = np.zeros(total, _SQE)
         asked["opcode"], asked["fd"], asked["offset"] = _OP_READ, files, offsets
         asked["address"], asked["length"] = addresses, lengths
@@ -135,7 +138,7 @@ class Ring:
         except BaseException:
             self._abandon(keep)
             raise
-        late = self._abandon(keep) if (results == LATE).any() else None
+        late = self._abandon(keep) if (results <= UNTRIED).any() else None
         return Batch(results, late, times)
 
     def _rounds(
@@ -143,7 +146,8 @@ class Ring:
         seconds: float, hopeless: Callable[[Int64s], bool] | None, most: int, told: bool,
     ) -> Iterator[Int64s]:  # fmt: skip
         """Make the reads; which have ended lately, each once. `told`: somebody works on these while
-        others are in flight. Ends early, with results that are LATE, where read() gives up.
+        others are in flight. Ends early, with results that are LATE or UNTRIED, where read() gives
+        up.
         """
         total, begun, ended = len(asked), 0, 0
         fresh = np.empty(0, np.int64)
@@ -153,6 +157,7 @@ class Ring:
                 self._queue(asked[begun : begun + count])
                 if times is not None:
                     times[begun : begun + count] = time.monotonic()
+                results[begun : begun + count] = LATE
                 begun += count
                 flying = begun - ended
                 if told and len(fresh):
@@ -170,6 +175,7 @@ class Ring:
             if not isinstance(error, TimeoutError):
                 _give_up(error)
             fresh = np.concatenate([fresh, self._collect(results, times)])
+            results[begun - self._unsubmitted() : begun] = UNTRIED  # queued, and never taken
         yield fresh
 
     def _enter_patiently(
@@ -331,4 +337,4 @@ def _give_up(error: OSError) -> None:
     _log.warning("many reads are made one by one, not in one call: %s", _problem[0])
 
 
-__all__ = ["ENTRIES", "LATE", "Batch", "Ring", "problem", "read_batch"]
+__all__ = ["ENTRIES", "LATE", "UNTRIED", "Batch", "Ring", "problem", "read_batch"]

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from hpstore.devices.ring import ENTRIES, LATE, Batch
+from hpstore.devices.ring import ENTRIES, LATE, UNTRIED, Batch
 from hpstore.objects.store import Store
 
 Int64s = npt.NDArray[np.int64]
@@ -36,9 +36,15 @@ class BatchMeter:
         self.timed = bool(self._meters) and store.routing.timed()
 
     def late_devices(self, results: Int64s) -> list[str]:
-        """Devices with reads that have not ended."""
-        late = np.add.reduceat(results == LATE, self._starts, dtype=np.int64)
-        return [device for device, count in zip(self._devices, late.tolist(), strict=True) if count]
+        """Devices with reads that were sent and have not ended."""
+        return self._with_some(results == LATE)
+
+    def _with_some(self, which: npt.NDArray[np.bool_]) -> list[str]:
+        """Devices with at least one of these reads."""
+        found = np.add.reduceat(which, self._starts, dtype=np.int64)
+        return [
+            device for device, count in zip(self._devices, found.tolist(), strict=True) if count
+        ]
 
     def hopeless(self, results: Int64s) -> bool:
         """Whether what is not there can be had sooner in another way: all of it is on devices that
@@ -61,11 +67,12 @@ class BatchMeter:
             batch.late.add_done_callback(partial(self._landed, late))
         failing = self._note_errors(batch.results) if batch.results.min() < 0 else []
         if batch.seconds is not None:
-            self._note_times(batch.seconds, sizes, {*late, *failing})
+            untried = self._with_some(batch.results == UNTRIED)
+            self._note_times(batch.seconds, sizes, {*late, *failing, *untried})
 
     def _note_errors(self, results: Int64s) -> list[str]:
         """Devices with reads that failed."""
-        failed = np.add.reduceat((results < 0) & (results != LATE), self._starts, dtype=np.int64)
+        failed = np.add.reduceat((results < 0) & (results > UNTRIED), self._starts, dtype=np.int64)
         counts = dict(zip(self._devices, failed.tolist(), strict=True))
         failing = [device for device, count in counts.items() if count]
         for device in failing:

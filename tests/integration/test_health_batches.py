@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from hpstore.codec.galois import Bytes
-from hpstore.devices.ring import LATE, Batch, read_batch
+from hpstore.devices.ring import LATE, UNTRIED, Batch, read_batch
 from hpstore.health import monitor as monitor_module
 from hpstore.health.monitor import history_path
 from hpstore.health.recorder import Operation, Outcome
@@ -156,6 +156,24 @@ def test_late_and_failed_reads_of_a_batch_are_noted(pool: Pool) -> None:
     ended.set_result(None)
     assert recorders[late].oldest_seconds(1e12) == 0
     assert len(recorders[late].drain().seconds) == 1
+
+
+def test_what_was_never_sent_is_no_evidence_against_a_device(pool: Pool) -> None:
+    """hang_in_large_batch: only devices with reads in flight are late; the others get no times."""
+    store = pool._store
+    hung, untried, well = list(store.view.devices)[:3]
+    recorders = {d: pool.health.telemetry.recorder(d) for d in (hung, untried, well)}
+    for recorder in recorders.values():
+        recorder.drain()
+    meter = BatchMeter(store, {hung: 2, untried: 2, well: 1})
+    results = np.array([LATE, UNTRIED, 4096, UNTRIED, 4096])
+    assert meter.late_devices(results) == [hung]
+    ended: Future[None] = Future()
+    meter.end(batch(results.tolist(), ended), np.full(5, 4096))
+    assert [r.oldest_seconds(1e12) > 0 for r in recorders.values()] == [True, False, False]
+    assert recorders[well].drain().seconds.tolist() == [0.25]
+    assert len(recorders[untried].drain().seconds) == 0
+    ended.set_result(None)
 
 
 def test_a_batch_is_given_up_only_for_devices_that_parity_makes_up_for(pool: Pool) -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hpstore.buffers import aligned_array
 from hpstore.codec import address_of
 from hpstore.devices import ring
-from hpstore.devices.ring import LATE, Ring, read_batch
+from hpstore.devices.ring import LATE, UNTRIED, Ring, read_batch
 from tests.fault.common import exit_status, forked, needs_ring
 from tests.unit.ring_cases import BODY, SIZE, open_body
 
@@ -212,7 +212,7 @@ def test_a_ring_that_fails_is_used_no_more_and_nothing_stays_in_flight(
     assert told
     found.late.result(20)
     assert not used._in_flight()
-    assert set(found.results[found.results != 64].tolist()) == {LATE}
+    assert set(found.results[found.results != 64].tolist()) == {UNTRIED}
     assert ring.problem() == "io_uring: gone"
 
 

@@ -19,7 +19,7 @@ import pytest
 from hpstore.buffers import aligned_array
 from hpstore.codec import address_of
 from hpstore.devices import ring
-from hpstore.devices.ring import LATE, Batch, Ring
+from hpstore.devices.ring import LATE, UNTRIED, Batch, Ring
 from tests.fault.common import needs_ring, poll, within
 from tests.unit.ring_cases import BODY, open_body
 
@@ -76,6 +76,21 @@ def test_what_has_landed_is_told_although_others_never_do(
     assert found.late is not None
     assert sorted(told) == list(range(1, 10))
     os.write(silent[1], b"x" * 64)
+    found.late.result(20)
+
+
+def test_a_read_that_was_never_sent_is_not_late(file: int, silent: tuple[int, int]) -> None:
+    """hang_in_large_batch: a full ring of silent reads keeps the others from being sent."""
+    kept = Kept()
+    at = address_of(kept.memory)
+    found = Ring(4).read(
+        np.array([*[silent[0]] * 4, *[file] * 6]), np.zeros(10, np.int64),
+        at + 64 * np.arange(10), np.full(10, 64), seconds=0.2, keep=kept,
+    )  # fmt: skip
+    assert found.results.tolist() == [LATE] * 4 + [UNTRIED] * 6
+    assert found.late is not None
+    assert not found.late.done()
+    os.write(silent[1], b"x" * 256)
     found.late.result(20)
 
 
@@ -258,6 +273,6 @@ def test_a_kernel_that_stays_short_of_memory_is_waited_for_only_so_long(
 
     monkeypatch.setattr(used, "_call", short)
     found = within(LIMIT, lambda: wait_for_pipe(silent, file, used, kept))
-    assert found.results.tolist() == [LATE, LATE]
+    assert found.results.tolist() == [UNTRIED, UNTRIED]
     assert found.late is not None
     assert found.late.done()  # nothing was taken
