@@ -25,6 +25,7 @@ from hpstore.errors import (
 from hpstore.keys import ColumnName, Kind
 from hpstore.membership import commit_record, with_member, with_state, without_member
 from hpstore.objects.catalog import walk
+from hpstore.objects.horizon import come_back_at, come_back_below
 from hpstore.objects.repair import Action, Throttle, repair_object
 from hpstore.objects.store import Store, View
 from hpstore.objects.survey import (
@@ -89,6 +90,7 @@ def add_member(
         )
         _ask_once(store, device, lambda: claim(device, fresh))
         identity = fresh
+    come_back_at(store, device, partial(_ask_once, store, device), None)
     member = Member(device_id=device_id, url=url, domain=domain or identity.domain)
     commit_record(store, with_member(record, member), {device_id: device}, force=force)
     return member
@@ -362,8 +364,10 @@ class Return(StrEnum):
     UNCLEAR = "unclear"  # members that do not answer may have what decides
 
 
-def reconcile(store: Store, device_id: str, device: Device) -> Reconciled:
+def reconcile(store: Store, device_id: str, device: Device, swept: int = 0) -> Reconciled:
     """Judge every file of a returning device by what the pool knows now (PROTOCOL 12).
+
+    `swept`: up to this counter a tombstone that would speak against a file may be gone.
 
     A column stays while its version lives elsewhere; what is superseded or deleted is removed; what
     nobody else knows is put in quarantine. All is judged before anything is touched. Raises
@@ -385,7 +389,7 @@ def reconcile(store: Store, device_id: str, device: Device) -> Reconciled:
     judged = [
         (key, file.name, verdict)
         for key, survey in catalog.surveys.items()
-        for file, verdict in judge_survey(view, survey, device_id, recent=recent)
+        for file, verdict in judge_survey(view, survey, device_id, recent=recent, swept=swept)
     ]
     unclear = sorted({key for key, _, verdict in judged if verdict is Return.UNCLEAR})
     if unclear:
@@ -410,7 +414,10 @@ def reconcile(store: Store, device_id: str, device: Device) -> Reconciled:
 def readmit_member(store: Store, member: Member, device: Device) -> Reconciled:
     """Reconcile an evicted device, then make it a member. The caller holds the change lock."""
     _ask_once(store, device, lambda: device.probe(write=True))
-    found = reconcile(store, member.device_id, device)
+    ask = partial(_ask_once, store, device)
+    swept = come_back_below(store, device, ask)
+    found = reconcile(store, member.device_id, device, swept)
+    come_back_at(store, device, ask, swept)
     back = replace(member, url=device.url, state=DeviceState.ONLINE)
     record = with_member(store.view.record, back)
     commit_record(store, record, {member.device_id: device}, force=False)
@@ -424,7 +431,7 @@ def _age_seconds(store: Store, device_id: str) -> float:
 
 
 def judge_survey(
-    view: View, survey: Survey, device_id: str, *, recent: bool
+    view: View, survey: Survey, device_id: str, *, recent: bool, swept: int = 0
 ) -> list[tuple[Found, Return]]:
     """Every file of a key on a returning device, by what the others know. Pure."""
     others = tuple(file for file in survey.files if file.device != device_id)
@@ -432,7 +439,8 @@ def judge_survey(
     unhealed = view.record.unhealed() - survey.unknown - {device_id}
     return [
         (file, judge_return(
-            file, newest, [f for f in others if f.name.layout == file.name.layout], recent=recent,
+            file, newest, [f for f in others if f.name.layout == file.name.layout],
+            recent=recent and file.name.version.counter > swept,
             silent=len(survey.unknown), unhealed=len(unhealed),
         ))
         for file in survey.files if file.device == device_id
@@ -446,7 +454,8 @@ def judge_return(
     """What becomes of one file of a returning device. Pure.
 
     `newest`: what a read would choose without it. `fellows`: files of its own layout on others.
-    `recent`: it left within the horizon of deletes, so a tombstone would still be there, and what
+    `recent`: it left within the time of tombstones, and no sweep passed the file since: a tombstone
+    would be there, and what
     nobody else knows may be the last copies of something. `silent` members do not answer;
     `unhealed` devices were evicted, and not made up for. Both may hide fellows.
     """

@@ -34,10 +34,10 @@ class Settings:
     recycle_bytes: int = 2 * GIB  # files kept for overwriting on each device
     open_deadline_seconds: float = 10.0  # a device that does not answer by then is missing
     device_deadline_seconds: float = 30.0  # for one call; a hang counts as a loss from then on
-    put_deadline_seconds: float = 600.0  # a longer put publishes under the lock of sweeps
+    put_deadline_seconds: float = 600.0  # what is younger may be a put under way
     straggler_seconds: float = 5.0  # grace for the slowest device of a put, or 8 x its peers
     lock_deadline_seconds: float = 30.0  # for membership changes and conditional puts
-    tombstone_seconds: float = 3600.0  # horizon of deletes; longer than the longest put
+    tombstone_seconds: float = 3600.0  # then they are swept; a put that takes longer starts again
     workers_per_device: int = 2  # 4-12 writers in all saturate what we measured; 8 a device do not
     queue_depth: int = 256  # calls that may wait for one device
     compute_threads: int = 2  # encode and checksum: 14 GB/s on one thread, 20 on two

@@ -38,6 +38,7 @@ from hpstore.membership import (
     refusing,
     roll_forward,
 )
+from hpstore.objects.horizon import mend_horizons
 from hpstore.objects.repair import repair_object
 from hpstore.objects.store import Store, View
 from hpstore.opening import (
@@ -284,6 +285,7 @@ class PoolHandle(Closing):
         except LockTimeout:
             _log.info("pool %s: a membership change is under way elsewhere", self.config.name)
         store.each(store.view.devices, lambda _, device: device.sweep())
+        mend_horizons(store)
         pay_debts(store)
 
     def _damage(self, key: str) -> None:

@@ -12,16 +12,18 @@ on disk, so `a` and `a/b` can both be objects (PROTOCOL 13):
 from __future__ import annotations
 
 import re
+import secrets
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
-from hpstore.errors import InvalidKey
+from hpstore.errors import IntegrityError, InvalidKey
 
 MAX_KEY_BYTES = 1024
 MAX_NAME_BYTES = 255
 MAX_COUNTER = 1 << 62  # versions beyond are nobody's: damage must not push counters out of range
 OBJECTS = "objects"
+_MAX_REVISION, _RANDOM_BITS = (1 << 32) - 1, 24
 _HEX = "0123456789abcdef"
 _KEPT = 1024  # keys: each is asked for on all devices, and again when its columns are opened
 
@@ -31,7 +33,7 @@ class Version:
     """(counter, nonce, revision) of an object, ordered so (PROTOCOL 1).
 
     `counter` is a hybrid clock in milliseconds, `nonce` 64 random bits of the writer, `revision`
-    rises only when a stored object is laid out anew.
+    rises only when a stored object is laid out again.
     """
 
     counter: int
@@ -45,6 +47,18 @@ class Version:
     def content(self) -> tuple[int, int]:
         """Equal for all revisions, which hold the same bytes."""
         return (self.counter, self.nonce)
+
+    def revised(self) -> Version:
+        """A later revision of the same bytes. Its low 24 bits are random, so that two repairs that
+        know nothing of each other never give two layouts one name; the bits above them order."""
+        order = self.revision >> _RANDOM_BITS
+        if order < _MAX_REVISION >> _RANDOM_BITS:
+            low = (order + 1) << _RANDOM_BITS
+            return Version(self.counter, self.nonce, low + secrets.randbits(_RANDOM_BITS))
+        if self.revision == _MAX_REVISION:
+            raise IntegrityError(f"version {self} has no later revision; put the object again")
+        room = _MAX_REVISION - self.revision  # 255 layouts later: half of what is left, each time
+        return Version(self.counter, self.nonce, self.revision + 1 + secrets.randbelow(room))
 
     @classmethod
     def parse(cls, text: str) -> Version:

@@ -34,6 +34,7 @@ from hpstore.objects.read import Changed, ObjectReader, open_object
 from hpstore.objects.repair import Action, repair_object
 from hpstore.objects.source import as_source
 from hpstore.objects.space import prepare_space
+from hpstore.objects.sweep import sweep_deleted
 from hpstore.objects.write import delete_object, put_object
 from hpstore.opening import device_opener, same_form
 from hpstore.pooled import READ_TRIES, PooledReader, Readers, open_readers, writable_bytes
@@ -267,6 +268,7 @@ class Pool(TendedPool):
         self._writable()
         check_key(key)
         delete_object(self._store, key)
+        sweep_deleted(self._store)
 
     def settle(self, key: str) -> None:
         """Bring the newest version to its full stripe before acting on it (PROTOCOL 8).

@@ -21,6 +21,7 @@ from hpstore.objects.debts import clear_debt, read_debts
 from hpstore.objects.repair import Action, Repair, repair_object
 from hpstore.objects.store import Store, View
 from hpstore.objects.survey import Survey, newest_by_name, spare_losses, survey_key
+from hpstore.objects.sweep import sweep_surveyed
 from hpstore.records import DeviceState
 
 
@@ -236,6 +237,7 @@ def rebuild_all(
         if progress is not None:
             progress(Progress(done=number, total=len(keys), bytes=tally.bytes, key=key))
     pay_debts(store)
+    tally.swept = sweep_surveyed(store, catalog.surveys)
     tally.objects += whole
     tally.actions[Action.NOTHING] += whole
     return tally.report()

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from hpstore.devices.base import Device
 from hpstore.errors import HpstoreError, IntegrityError
-from hpstore.keys import Kind
 from hpstore.objects.catalog import walk
-from hpstore.objects.remove import remove_files
 from hpstore.objects.repair import repair_object
 from hpstore.objects.store import Store
-from hpstore.objects.survey import Survey, Verdict, judge, stable_survey, unknown_devices
+from hpstore.objects.sweep import sweep_surveyed
 from hpstore.rebuild import (
     Pace,
     Progress,
@@ -77,10 +75,12 @@ def scrub_all(
             if not prefix and not store.read_only and number > 1:
                 write_cursor(store, keys[number - 2])
             tally.stopped = True
+            tally.swept += sweep_surveyed(
+                store, {k: catalog.surveys[k] for k in keys[: number - 1]}
+            )
             return tally.report()
         try:
             repair = repair_object(store, key, verify=True, throttle=pace)
-            tally.swept += sweep_key(store, key)
             tally.add(repair)
         except (HpstoreError, OSError) as error:
             tally.fail(key, error)
@@ -90,6 +90,7 @@ def scrub_all(
         if not prefix and not store.read_only and now - noted >= _CURSOR_SECONDS:
             noted = now
             write_cursor(store, key)
+    tally.swept += sweep_surveyed(store, {key: catalog.surveys[key] for key in keys})
     if not prefix:
         write_cursor(store, "")
         store.each(store.view.devices, lambda _, device: device.sweep())
@@ -97,47 +98,4 @@ def scrub_all(
     return tally.report()
 
 
-def sweep_key(store: Store, key: str) -> int:
-    """Remove tombstones and torn puts that are past the horizon. PROTOCOL 12.
-
-    Only with every member answering, and none evicted within the horizon: a device that is away may
-    still hold what they stand for.
-    """
-    with store.key_lock(key):  # a re-layout under way must not look torn
-        return _sweep_locked(store, key)
-
-
-def _sweep_locked(store: Store, key: str) -> int:
-    survey = stable_survey(store, key)
-    if survey.unknown:
-        return 0
-    horizon = store.clock.wall_ms() - int(store.settings.tombstone_seconds * 1000)
-    layouts = survey.layouts()
-    if not layouts:
-        return 0
-    newest = layouts[0]
-    if newest.kind is Kind.TOMBSTONE and newest.version.counter < horizon:
-        if len(layouts) > 1:
-            return 0  # repair_object removes what it stands for first
-        if any(member.since_ms >= horizon for member in store.view.record.evicted):
-            return 0  # were that one to return, what nobody contradicts would be believed
-        return remove_files(store, key, newest.files)
-    return _sweep_torn(store, survey, horizon)
-
-
-def _sweep_torn(store: Store, survey: Survey, horizon: int) -> int:
-    """Remove layouts that were certainly never acknowledged and whose writer is long gone."""
-    swept = 0
-    for layout in survey.layouts():
-        verdict = judge(
-            layout,
-            valid=len(layout.columns),
-            corrupt=0,
-            unknown_devices=unknown_devices(store.view, survey),
-        )
-        if verdict is Verdict.TORN and layout.version.counter < horizon:
-            swept += remove_files(store, survey.key, layout.files)
-    return swept
-
-
-__all__ = ["read_cursor", "scrub_all", "sweep_key", "write_cursor"]
+__all__ = ["read_cursor", "scrub_all", "write_cursor"]

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 from hpstore.codec.galois import Bytes
+from hpstore.devices.horizons import HorizonGuard
 from hpstore.errors import (
     DeviceError,
     DeviceFull,
@@ -97,10 +98,12 @@ class WriteHandle(Protocol):
     def sync(self) -> None:
         """Make the bytes durable."""
 
-    def publish(self, path: str) -> None:
+    def publish(self, path: str, guard: HorizonGuard | None = None) -> None:
         """Give the file its name, replacing what is there. Durable after sync_directory(path).
 
-        Directories are made as needed. The handle is closed.
+        Directories are made as needed. The handle is closed. With a `guard` only where the device's
+        horizon allows it, compared in one step with the rename; else HorizonPassed, and the file
+        has no name.
         """
 
     def abort(self) -> None:
@@ -147,6 +150,18 @@ class Device(Protocol):
 
     def entries(self, path: str) -> list[Entry]:
         """Names in a directory, unordered; empty when there is no such directory."""
+
+    def counter(self, name: str) -> int:
+        """A counter of the device that only rises (horizons.py); 0 when it was never raised.
+
+        Raises IntegrityError for a damaged one.
+        """
+
+    def raise_counter(self, name: str, value: int) -> int:
+        """Raise a counter to `value` at least; what it is now. Durable on return.
+
+        No publish that was compared with a lower horizon is under way then.
+        """
 
     def stamp(self, path: str) -> Stamp | None:
         """Changes whenever write_small or publish replaced the file; None when absent."""

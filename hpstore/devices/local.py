@@ -30,6 +30,7 @@ from hpstore.devices.base import (
     recycled_path,
 )
 from hpstore.devices.direct import statx_alignment
+from hpstore.devices.local_counters import LocalCounters
 from hpstore.devices.local_io import (
     LocalReader,
     LocalWriter,
@@ -48,7 +49,7 @@ _log = logging.getLogger(__name__)
 _PUBLISH_TRIES = 16
 
 
-class LocalDevice:
+class LocalDevice(LocalCounters):
     """Files under `path`, reached through a directory descriptor that is held open.
 
     The held descriptor keeps every operation on the filesystem that was opened: after a lazy

@@ -10,11 +10,13 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from hpstore.buffers import aligned_array
 from hpstore.codec.galois import Bytes
 from hpstore.devices.base import TMP, raise_device_error
+from hpstore.devices.horizons import HorizonGuard
 from hpstore.errors import DeviceError, DeviceMissing, ReadAbandoned
 from hpstore.geometry import ALIGNMENT_BYTES
 from hpstore.keys import OBJECTS
@@ -31,6 +33,9 @@ class LocalRoot(Protocol):
 
     def root_fd(self) -> int:
         """Descriptor of the device root in this process."""
+
+    def guarded(self, guard: HorizonGuard | None) -> AbstractContextManager[None]:
+        """Hold the horizon while a file gets its name."""
 
     def rename_into_place(self, old: str, new: str) -> None:
         """Rename within the device, making directories."""
@@ -102,11 +107,15 @@ class LocalWriter:
     def sync(self) -> None:
         self._call("fdatasync", lambda: os.fdatasync(self._file))
 
-    def publish(self, path: str) -> None:
+    def publish(self, path: str, guard: HorizonGuard | None = None) -> None:
         # unlocked first: a forked child holds a copy of the descriptor, and with it the lock
         self._call("unlock", lambda: fcntl.flock(self._file, fcntl.LOCK_UN))
-        self._call("rename", lambda: self._device.rename_into_place(self._name, path))
+        self._call("rename", lambda: self._rename(path, guard))
         self._call("close", self._close)
+
+    def _rename(self, path: str, guard: HorizonGuard | None) -> None:
+        with self._device.guarded(guard):
+            self._device.rename_into_place(self._name, path)
 
     def _close(self) -> None:
         fd, self._file = self._file, -1

@@ -14,6 +14,13 @@ import numpy as np
 
 from hpstore.codec.galois import Bytes
 from hpstore.devices.base import RECYCLE, RECYCLE_MIN_BYTES, TMP, Entry, Stamp, Usage
+from hpstore.devices.horizons import (
+    HORIZON,
+    HorizonGuard,
+    decode_counter,
+    encode_counter,
+    risen,
+)
 from hpstore.errors import DeviceError, DeviceFull, DeviceMissing, DeviceReadOnly
 from hpstore.geometry import ALIGNMENT_BYTES
 
@@ -126,6 +133,21 @@ class MemoryDevice:
                     found[first] = found.get(first, False) or bool(rest)
             return [Entry(name, is_directory) for name, is_directory in found.items()]
 
+    def counter(self, name: str) -> int:
+        self._check()
+        with self._lock:
+            file = self.files.get(name)
+            return 0 if file is None else decode_counter(bytes(file.bytes), where=name)
+
+    def raise_counter(self, name: str, value: int) -> int:
+        self._check_writable()
+        with self._lock:
+            file = self.files.get(name) or _File(0, next(self._numbers))
+            file.bytes = bytearray(encode_counter(risen(bytes(file.bytes), value)))
+            file.durable, file.locked = bytes(file.bytes), False
+            self.files[name] = self._durable_names[name] = file
+            return risen(file.durable, 0)
+
     def stamp(self, path: str) -> Stamp | None:
         self._check()
         with self._lock:
@@ -236,9 +258,11 @@ class MemoryWriter:
         with self._device._lock:
             self._made.durable = bytes(self._made.bytes)
 
-    def publish(self, path: str) -> None:
+    def publish(self, path: str, guard: HorizonGuard | None = None) -> None:
         self._device._check_writable()
         with self._device._lock:
+            if guard is not None:
+                guard.check(self._device.counter(HORIZON), self._device.url)
             files = self._device.files
             files[self._device._name(path)] = files.pop(self._name)
             self._made.locked, self._name = False, ""

@@ -14,6 +14,14 @@ import numpy as np
 
 from hpstore.codec.galois import Bytes
 from hpstore.devices.base import QUARANTINE, Entry, Stamp, Usage, raise_device_error
+from hpstore.devices.horizons import (
+    COUNTER_BYTES,
+    HORIZON,
+    HorizonGuard,
+    decode_counter,
+    encode_counter,
+    risen,
+)
 from hpstore.errors import DeviceError, DeviceMissing
 from hpstore.units import MIB
 
@@ -133,6 +141,24 @@ class RemoteDevice:
             if name.strip("/") != own
         ]
 
+    def counter(self, name: str) -> int:
+        try:
+            return decode_counter(self.read_small(name, COUNTER_BYTES), where=f"{self.url}/{name}")
+        except FileNotFoundError:
+            return 0
+
+    def raise_counter(self, name: str, value: int) -> int:
+        """Best effort: a store has no lock, so two that raise it at once may leave the lower one,
+        and a PUT that has been compared with the horizon may arrive after it was raised."""
+        try:
+            data = self.read_small(name, COUNTER_BYTES)
+        except FileNotFoundError:
+            data = b""
+        new = encode_counter(risen(data, value))
+        if new != data:
+            self.write_small(name, new)
+        return risen(new, 0)
+
     def stamp(self, path: str) -> Stamp | None:
         try:
             info = self._fs.info(self._path(path))
@@ -218,7 +244,9 @@ class RemoteWriter:
     def sync(self) -> None:
         """Nothing is durable before the PUT."""
 
-    def publish(self, path: str) -> None:
+    def publish(self, path: str, guard: HorizonGuard | None = None) -> None:
+        if guard is not None:
+            guard.check(self._device.counter(HORIZON), self._device.url)
         self._spool.seek(0)
         self._device.put_stream(path, self._spool)
         self._spool.close()

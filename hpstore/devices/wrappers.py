@@ -21,6 +21,7 @@ from hpstore.devices.base import (
     WriteHandle,
     raise_device_error,
 )
+from hpstore.devices.horizons import HorizonGuard
 
 T = TypeVar("T")
 
@@ -30,7 +31,7 @@ class DeviceWrapper:
 
     `around(operation, nbytes, call)` runs `call` once; operation is one of create, open, read,
     write, sync, publish, list, stamp, delete, retire, quarantine, sync_directory, read_small,
-    write_small, sweep, probe.
+    write_small, sweep, probe, counter, raise_counter.
     """
 
     def __init__(self, inner: Device) -> None:
@@ -74,6 +75,12 @@ class DeviceWrapper:
 
     def entries(self, path: str) -> list[Entry]:
         return self.around("list", 0, lambda: self.inner.entries(path))
+
+    def counter(self, name: str) -> int:
+        return self.around("counter", 0, lambda: self.inner.counter(name))
+
+    def raise_counter(self, name: str, value: int) -> int:
+        return self.around("raise_counter", 0, lambda: self.inner.raise_counter(name, value))
 
     def stamp(self, path: str) -> Stamp | None:
         return self.around("stamp", 0, lambda: self.inner.stamp(path))
@@ -120,8 +127,8 @@ class WrappedWriter:
     def sync(self) -> None:
         self._device.around("sync", 0, self._inner.sync)
 
-    def publish(self, path: str) -> None:
-        self._device.around("publish", 0, lambda: self._inner.publish(path))
+    def publish(self, path: str, guard: HorizonGuard | None = None) -> None:
+        self._device.around("publish", 0, lambda: self._inner.publish(path, guard))
 
     def abort(self) -> None:
         self._inner.abort()

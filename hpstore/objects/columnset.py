@@ -16,6 +16,7 @@ import numpy as np
 from hpstore.buffers import aligned_array
 from hpstore.codec.galois import Bytes
 from hpstore.devices.base import Device, WriteHandle
+from hpstore.devices.horizons import HorizonGuard, HorizonPassed
 from hpstore.errors import DeviceTimeout, HpstoreError
 from hpstore.header import HEADER_BYTES, ColumnHeader, encode_header, encode_table
 from hpstore.keys import Version
@@ -74,10 +75,10 @@ class ColumnWriter:
         self._handle.write(self.header.table_offset, [tail])
         self._handle.sync()
 
-    def publish(self) -> None:
-        """Give the file its name; durable on return."""
+    def publish(self, guard: HorizonGuard) -> None:
+        """Give the file its name; durable on return. Raises HorizonPassed, without a name."""
         assert self._handle is not None
-        self._handle.publish(self.path)
+        self._handle.publish(self.path, guard)
         self.device.sync_directory(self.path)
         self.published = True
 
@@ -91,11 +92,22 @@ class ColumnWriter:
 
 
 class ColumnSet:
-    """The columns of one write. `floor` is the fewest that make it worth going on."""
+    """The columns of one write. `floor` is the fewest that make it worth going on.
+
+    `horizons`: of a repair, whose counters are old: the devices' horizons before it looked
+    (PROTOCOL 12). A new version has none, and must be above them.
+    """
 
     def __init__(
-        self, store: Store, headers: Mapping[str, ColumnHeader], *, floor: int, generation: int
+        self,
+        store: Store,
+        headers: Mapping[str, ColumnHeader],
+        *,
+        floor: int,
+        generation: int,
+        horizons: Mapping[str, int] | None = None,
     ) -> None:
+        self._horizons = horizons
         devices = store.view.devices
         self.columns = {
             header.column: ColumnWriter(device_id, devices[device_id], header)
@@ -163,7 +175,7 @@ class ColumnSet:
         error = future.exception()
         if error is not None and not isinstance(error, Exception):
             raise error
-        if isinstance(error, MembershipMoved):
+        if isinstance(error, (MembershipMoved, HorizonPassed)):
             raise error
         if error is not None:
             self.fail(column, error)
@@ -185,7 +197,7 @@ class ColumnSet:
         self._store.metrics.count("column_recycled_total", recycled)
 
     def finish(self) -> None:
-        """Seal and publish every column that is alive. Raises MembershipMoved."""
+        """Seal and publish every column that is alive. Raises MembershipMoved, HorizonPassed."""
         self.settle(self.submit(lambda column: partial(self._finish_one, column)))
         with self._lock:
             self._decided = True
@@ -198,8 +210,20 @@ class ColumnSet:
         with self._lock:
             late = self._decided or column.failed is not None
             column.begun = not late
-        if not late:
-            column.publish()
+        if late:
+            return
+        try:
+            column.publish(self._guard(column))
+        except HorizonPassed:
+            with self._lock:
+                column.begun = False  # it has no name
+            raise
+
+    def _guard(self, column: ColumnWriter) -> HorizonGuard:
+        counter = column.header.version.counter
+        if self._horizons is None:
+            return HorizonGuard(counter=counter)
+        return HorizonGuard(counter=counter, seen=self._horizons.get(column.device_id, -1))
 
     def _late(self, column: ColumnWriter) -> bool:
         with self._lock:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from hpstore.devices.horizons import HorizonPassed
 from hpstore.errors import ObjectNotFound
 from hpstore.objects.columnset import MembershipMoved
+from hpstore.objects.horizon import read_horizons
 from hpstore.objects.read import Changed, open_survey
 from hpstore.objects.remove import remove_files
 from hpstore.objects.repair import Throttle, rebuild_columns
@@ -28,12 +30,13 @@ def move_column(
     repair of the object clears up. Raises WriteFailed, or what reading raised; nothing has changed.
     """
     with store.key_lock(key):  # no repair of it at the same time
+        horizons = read_horizons(store)
         survey = stable_survey(store, key)
         try:
-            nbytes = _copy(store, survey, source, target, throttle, worth)
+            nbytes = _copy(store, survey, horizons, source, target, throttle, worth)
         except ObjectNotFound:
             return 0
-        except (Changed, MembershipMoved):
+        except (Changed, MembershipMoved, HorizonPassed):
             store.refresh()
             return 0
         if nbytes:
@@ -42,8 +45,8 @@ def move_column(
 
 
 def _copy(
-    store: Store, survey: Survey, source: str, target: str, throttle: Throttle,
-    worth: Callable[[int], bool],
+    store: Store, survey: Survey, horizons: Mapping[str, int], source: str, target: str,
+    throttle: Throttle, worth: Callable[[int], bool],
 ) -> int:  # fmt: skip
     layouts, now = survey.layouts(), store.pinned()
     held = {file.device: file for file in survey.files}
@@ -57,7 +60,7 @@ def _copy(
         nbytes = reader.header.file_bytes
         if len(reader.columns) < width or not worth(nbytes):
             return 0
-        rebuild_columns(now, reader, {target: held[source].name.column}, throttle)
+        rebuild_columns(now, reader, {target: held[source].name.column}, throttle, horizons)
         return nbytes
     finally:
         reader.close()
@@ -66,10 +69,11 @@ def _copy(
 def _remove(store: Store, survey: Survey, source: str, target: str) -> None:
     """Not when the device that loses the file knows a newer membership, or does not answer; nor
     when the copy is gone again: a repair in another process may have kept the source's column."""
+    planned = store.view.record.generation
     now = stable_survey(store, survey.key)
     files = {file.name for file in now.files if file.device == target}
     generation = store.each([source], store.generation_on).get(source)
-    if not isinstance(generation, int) or generation > store.view.record.generation:
+    if not isinstance(generation, int) or generation > planned:
         _log.info("a column of %r stays on both devices: the membership has moved", survey.key)
         return
     remove_files(

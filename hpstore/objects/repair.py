@@ -7,19 +7,21 @@ or removes anything on incomplete knowledge: an older version goes only when the
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 
 from hpstore.checksum import block_digests
 from hpstore.codec.galois import Bytes
+from hpstore.devices.horizons import HorizonPassed
 from hpstore.errors import ObjectNotFound, TooFewDevices, TooManyErasures
 from hpstore.geometry import BLOCK_BYTES, Code, Geometry
 from hpstore.keys import Kind, Version
 from hpstore.objects.columnset import ColumnSet, MembershipMoved
 from hpstore.objects.debts import clear_debt
 from hpstore.objects.flights import RebuiltRun
+from hpstore.objects.horizon import read_horizons
 from hpstore.objects.read import Changed, ObjectReader, open_survey
 from hpstore.objects.remove import remove_files
 from hpstore.objects.source import MemorySource
@@ -83,7 +85,7 @@ def repair_object(
     With `verify` every block of every column is read. Columns on missing members are waited for
     while parity is left, unless `include_missing`. Raises TooManyErasures when it cannot be read.
     """
-    with store.key_lock(key):  # two re-layouts of one version would share file names
+    with store.key_lock(key):  # for efficiency alone: two would do the same work
         return _repair_locked(
             store, key, verify=verify, throttle=throttle, include_missing=include_missing
         )
@@ -95,19 +97,24 @@ def _repair_locked(
     last: Exception | None = None
     exclude: set[str] = set()  # devices that failed to take a column
     for _ in range(REPAIR_TRIES):
+        horizons = read_horizons(store)  # before the survey: a sweep after it stops the repair
         survey = stable_survey(store, key)
         now = store.pinned()
         try:
             reader = open_survey(now, survey)
         except ObjectNotFound:
-            return _finish_delete(store, survey)
+            try:
+                return _finish_delete(store, survey, horizons)
+            except HorizonPassed as error:
+                last = error
+                continue
         except Changed as error:
             last = error
             continue
         try:
-            repairer = _Repairer(now, survey, reader, throttle, include_missing, exclude)
+            repairer = _Repairer(now, survey, horizons, reader, throttle, include_missing, exclude)
             return repairer.run(verify=verify)
-        except (Changed, MembershipMoved) as error:
+        except (Changed, MembershipMoved, HorizonPassed) as error:
             last = error
             store.refresh()
         except WriteFailed as error:
@@ -118,7 +125,7 @@ def _repair_locked(
     raise TooFewDevices(f"repair of {key!r} met {REPAIR_TRIES} changes in a row: {last}", key=key)
 
 
-def _finish_delete(store: Store, survey: Survey) -> Repair:
+def _finish_delete(store: Store, survey: Survey, horizons: Mapping[str, int]) -> Repair:
     """A tombstone seen means finish it (PROTOCOL 12); torn puts are left alone.
 
     Written anew it keeps its counter and nonce: a put may have come since the survey."""
@@ -135,8 +142,9 @@ def _finish_delete(store: Store, survey: Survey) -> Repair:
                 kind=Kind.TOMBSTONE,
                 survey=survey,
                 revise=newest.version,
+                horizons=horizons,
             )
-            version = columns.published()[0].header.version
+            version = columns.version
         else:
             version = newest.version
         remove_files(store, survey.key, [f for f in survey.files if f.name.version < version])
@@ -150,12 +158,13 @@ class _Repairer:
         self,
         store: Store,
         survey: Survey,
+        horizons: Mapping[str, int],
         reader: ObjectReader,
         throttle: Throttle,
         include_missing: bool,
         exclude: set[str],
     ) -> None:
-        self._exclude = exclude
+        self._exclude, self._horizons = exclude, horizons
         self._alive = 0  # losses that a new layout tolerates
         self._store, self._survey, self._reader = store, survey, reader
         reader.judging = False  # what a scrub or repair comes upon is no new sign
@@ -243,7 +252,7 @@ class _Repairer:
             occupied=domains,
         )
         targets = {c.device: column for c, column in zip(chosen, urgent, strict=True)}
-        rebuild_columns(self._store, self._reader, targets, self._throttle)
+        rebuild_columns(self._store, self._reader, targets, self._throttle, self._horizons)
         return Action.REBUILT, len(urgent), {**staying, **{c: d for d, c in targets.items()}}
 
     def _wider(self) -> int | None:
@@ -274,8 +283,9 @@ class _Repairer:
         source = ObjectSource(self._reader, self._throttle)
         with self._store.relay_lock:  # it holds memory while it waits for more: one at a time
             columns = write_columns(
-                self._store, content, geometry, devices, source, roll_back=False, background=True
-            )
+                self._store, content, geometry, devices, source, roll_back=False,
+                background=True, horizons=self._horizons,
+            )  # fmt: skip
         settle_or_owe(self._store, columns)
         self._alive = len(columns.published()) - geometry.data
         if len(columns.published()) == geometry.width:
@@ -287,7 +297,7 @@ class _Repairer:
 
     def _next_revision(self, version: Version) -> Version:
         seen = [v.revision for v in self._survey.versions() if v.content == version.content]
-        return Version(version.counter, version.nonce, max(seen) + 1)
+        return Version(version.counter, version.nonce, max(seen)).revised()
 
     def _settled(self, staying: dict[int, str]) -> None:
         """The newest version is complete: drop what it supersedes, and columns that moved away."""
@@ -331,11 +341,17 @@ class ObjectSource:
 
 
 def rebuild_columns(
-    store: Store, reader: ObjectReader, targets: dict[str, int], throttle: Throttle
+    store: Store,
+    reader: ObjectReader,
+    targets: dict[str, int],
+    throttle: Throttle,
+    horizons: Mapping[str, int],
 ) -> None:
-    """Make columns again on other devices. `targets`: device id -> column.
+    """Make columns again on other devices. `targets`: device id -> column. `horizons`: of the
+    devices, before the survey that the reader was opened by.
 
-    Durable on return. Raises WriteFailed when a target failed; what was there is unchanged.
+    Durable on return. Raises WriteFailed when a target failed, HorizonPassed when a sweep was
+    there first; what was there is unchanged.
     """
     header = reader.header
     geometry = header.geometry
@@ -354,7 +370,8 @@ def rebuild_columns(
         for device, column in targets.items()
     }
     columns = ColumnSet(
-        store, headers, floor=len(targets), generation=store.view.record.generation
+        store, headers, floor=len(targets), generation=store.view.record.generation,
+        horizons=horizons,
     )  # fmt: skip
     done = False
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -81,6 +82,9 @@ class Store:
     key_lock: Callable[[str], AbstractContextManager[None]] = field(default=_no_lock)
     relay_lock: threading.Lock = field(default_factory=threading.Lock)  # one re-layout at a time
     refusing: dict[str, str] = field(default_factory=dict)  # device -> why it cannot be written
+    deleted: deque[tuple[int, str]] = field(  # (counter, key), by this process, not swept yet
+        default_factory=lambda: deque(maxlen=8192)
+    )
     _stamps: dict[str, tuple[Stamp, int]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)  # guards _stamps
 
@@ -142,9 +146,10 @@ class Store:
         manual = self.view.sitting_out
         return found if not manual else (*manual, *(d for d in found if d not in manual))
 
-    def new_version(self, seen: Iterable[Version] = ()) -> Version:
-        """A version above all that were seen (PROTOCOL 1)."""
+    def new_version(self, seen: Iterable[Version] = (), *, above: int = 0) -> Version:
+        """A version above all that were seen, and above a counter (PROTOCOL 1)."""
         highest = max((v.counter for v in seen), default=0)
+        highest = max(highest, above)
         counter = self.counter.next(highest)
         if counter >= MAX_COUNTER:
             raise IntegrityError(

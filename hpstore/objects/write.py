@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
+from hpstore.devices.horizons import HorizonPassed
 from hpstore.errors import HpstoreError, ObjectNotFound, TooFewDevices, VersionConflict
 from hpstore.geometry import Code, Geometry, plan_geometry
 from hpstore.header import ColumnHeader, Metadata, encode_header
@@ -136,6 +136,7 @@ def write_columns(
     throttle: Throttle | None = None,
     background: bool = False,
     left: list[Found] | None = None,
+    horizons: Mapping[str, int] | None = None,
 ) -> ColumnSet:
     """Write and publish one version. On return at least the floor of rule 5 is durable.
 
@@ -144,7 +145,7 @@ def write_columns(
     `store` is pinned, so that plan and execution see one membership. Raises MembershipMoved or
     WriteFailed; with `roll_back`, which only the caller who chose the version's nonce may ask for,
     after taking back what this call had published. Columns that may be visible already are left,
-    and added to `left`.
+    and added to `left`. `horizons`: see ColumnSet; HorizonPassed is raised.
     """
     headers = {
         device: make_header(store, content, geometry, devices, column)
@@ -153,7 +154,9 @@ def write_columns(
     for header in headers.values():
         encode_header(header)  # what does not fit is found before anything is written
     floor = geometry.floor()
-    columns = ColumnSet(store, headers, floor=floor, generation=store.view.record.generation)
+    columns = ColumnSet(
+        store, headers, floor=floor, generation=store.view.record.generation, horizons=horizons
+    )
     done = False
     try:
         columns.create()
@@ -162,8 +165,7 @@ def write_columns(
             batch = limits(geometry.width, store.buffers.budget.limit_bytes)
             StripeWriter(store, columns, geometry, floor, batch).run(source, throttle)
             if len(columns.alive()) >= floor:
-                with _no_sweep(store, content, repairs=not roll_back):
-                    columns.finish()
+                columns.finish()
         if len(columns.published()) >= floor:
             columns.check_generations()
         done = len(columns.published()) >= floor
@@ -182,18 +184,6 @@ def write_columns(
     return columns
 
 
-def _no_sweep(store: Store, content: Content, *, repairs: bool) -> AbstractContextManager[None]:
-    """PROTOCOL 12: a put that took so long that a sweep may hold its first columns for those of a
-    writer that is long gone publishes under the lock that sweeps take. Repairs hold it already.
-
-    By the wall clock, as sweeps do: it may have been set during the put.
-    """
-    age_ms = store.clock.wall_ms() - content.version.counter
-    if repairs or age_ms < store.settings.put_deadline_seconds * 1000:
-        return nullcontext()
-    return store.key_lock(content.key)
-
-
 def write_new_version(
     store: Store,
     key: str,
@@ -205,18 +195,20 @@ def write_new_version(
     throttle: Throttle | None = None,
     unit_bytes: int | None = None,
     revise: Version | None = None,
+    horizons: Mapping[str, int] | None = None,
 ) -> ColumnSet:
     """Plan and write a version above all of the survey, again when devices fail or leave.
 
     A full stripe is preferred: when devices fail, the plan moves to other ones while there are
     enough, and only then goes on with a debt. `revise`: write this one anew, as a later revision
-    of it, which beats no put that came meanwhile (PROTOCOL 1); the caller holds the key's lock.
+    of it, which beats no put that came meanwhile (PROTOCOL 1), with the `horizons` of before the
+    survey: HorizonPassed is raised, for the caller to look again.
     """
     left: list[Found] = []  # of attempts that may be visible: they are superseded, not taken back
     try:
         columns = _write_whole(
             store, key, source, metadata=metadata, kind=kind, survey=survey, throttle=throttle,
-            unit_bytes=unit_bytes, revise=revise, left=left,
+            unit_bytes=unit_bytes, revise=revise, horizons=horizons, left=left,
         )  # fmt: skip
         try:
             settle_or_owe(store, columns)
@@ -242,17 +234,19 @@ def _say_maybe(error: BaseException, kind: Kind) -> None:
 
 def _write_whole(
     store: Store, key: str, source: Source, *, metadata: Metadata, kind: Kind, survey: Survey,
-    throttle: Throttle | None, unit_bytes: int | None, revise: Version | None, left: list[Found],
+    throttle: Throttle | None, unit_bytes: int | None, revise: Version | None,
+    horizons: Mapping[str, int] | None, left: list[Found],
 ) -> ColumnSet:  # fmt: skip
     """Try plans until one is written to its floor; of others that may be visible, `left` grows."""
     exclude: set[str] = set()
     last: Exception | None = None
-    for number in range(PUT_TRIES):
+    horizon = 0
+    for _ in range(PUT_TRIES):
         now = store.pinned()
         if revise is None:
-            version = store.new_version(survey.versions())
+            version = store.new_version(survey.versions(), above=horizon)
         else:
-            version = replace(revise, revision=revise.revision + 1 + number)
+            version = revise = revise.revised()
         content = Content(
             key=key, version=version, kind=kind, created_ms=store.clock.wall_ms(),
             metadata=metadata,
@@ -266,8 +260,13 @@ def _write_whole(
         try:
             return write_columns(
                 now, content, geometry, devices, source, roll_back=revise is None,
-                throttle=throttle, left=left,
+                throttle=throttle, left=left, horizons=horizons,
             )  # fmt: skip
+        except HorizonPassed as error:
+            if revise is not None:
+                raise
+            store.metrics.count("put_replanned_total")
+            horizon, last = max(horizon, error.horizon), error
         except MembershipMoved as error:
             store.metrics.count("put_replanned_total")
             store.refresh()
@@ -364,6 +363,7 @@ def delete_object(store: Store, key: str) -> None:
     )
     older = [f for f in survey.files if f.name.version < columns.version]
     remove_files(store, key, [*older, *columns.superseded])
+    store.deleted.append((columns.version.counter, key))
 
 
 __all__ = ["Content", "WriteFailed", "delete_object", "make_header", "plan_columns", "put_object",

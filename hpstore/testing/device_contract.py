@@ -11,7 +11,7 @@ at least 64 MiB of retired files when it recycles at all. Needs pytest.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,12 +23,13 @@ from hpstore.devices.base import DIRECTORIES, QUARANTINE, TMP, Device, Entry
 from hpstore.errors import DeviceError
 from hpstore.keys import object_directory
 from hpstore.testing import PAGE, all_files, fetch, in_threads, pattern, store
+from hpstore.testing.counter_contract import CounterContract
 from hpstore.units import KIB, MIB, round_up
 
 PATH = "objects/a/b/@file"
 
 
-class DeviceContract(ABC):
+class DeviceContract(CounterContract):
     """Inherit, name the class Test..., fill in three methods."""
 
     holds_readers = True  # an open reader keeps its bytes when the file is replaced or retired

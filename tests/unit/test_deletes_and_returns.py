@@ -9,6 +9,7 @@ import pytest
 from hpstore import scrub
 from hpstore.devices.wrappers import SimulatedCrash
 from hpstore.errors import LockTimeout, ObjectNotFound
+from hpstore.objects.repair import Repair, Throttle, repair_object
 from hpstore.objects.store import Store
 from hpstore.rebuild import Progress
 from hpstore.testing.harness import FakeClock, Harness
@@ -39,9 +40,10 @@ def test_a_delete_is_not_forgotten_while_an_evicted_device_may_return_rule_12(
         pool.readmit(away)
         with pytest.raises(ObjectNotFound):
             pool.get("small")
-        assert pool.rebuild().whole
+        report = pool.rebuild()  # it sweeps as a scrub does: the device is back
+        assert report.whole
         clock.advance(HORIZON + 1)
-        assert pool.scrub().swept > 0
+        assert report.swept + pool.scrub().swept > 0
         assert harness.columns("small") == []
         with pytest.raises(ObjectNotFound):
             pool.get("small")
@@ -105,22 +107,22 @@ def test_a_slow_scrub_that_is_killed_loses_a_minute_of_work(tmp_path: Path) -> N
     assert seen == keys[4:]
 
 
-def test_a_scrub_goes_on_past_an_object_that_cannot_be_swept(
+def test_a_scrub_goes_on_past_an_object_that_cannot_be_repaired(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody holds its lock: that object is told, all others are looked at."""
+    """A repair holds its lock: that object is told, all others are looked at."""
     harness = Harness(tmp_path, data=2, parity=1, devices=4, clock=FakeClock())
     with harness.open() as pool:
         for number in range(3):
             pool.put(f"k/{number}", b"x" * 1000)
-        real = scrub.sweep_key
+        real = repair_object
 
-        def busy(store: Store, key: str) -> int:
+        def busy(store: Store, key: str, *, verify: bool, throttle: Throttle) -> Repair:
             if key == "k/1":
                 raise LockTimeout("repair of 'k/1'")
-            return real(store, key)
+            return real(store, key, verify=verify, throttle=throttle)
 
-        monkeypatch.setattr(scrub, "sweep_key", busy)
+        monkeypatch.setattr(scrub, "repair_object", busy)
         seen: list[str] = []
         report = pool.scrub(progress=lambda step: seen.append(step.key))
     assert seen == ["k/0", "k/1", "k/2"]

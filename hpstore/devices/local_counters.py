@@ -1,0 +1,101 @@
+"""The counters of a local device: files that are locked while they are compared or raised."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+
+from hpstore.devices.base import raise_device_error
+from hpstore.devices.horizons import (
+    COUNTER_BYTES,
+    HORIZON,
+    HorizonGuard,
+    decode_counter,
+    encode_counter,
+    risen,
+)
+from hpstore.devices.local_io import unlock_and_close
+from hpstore.errors import LockTimeout
+
+_TRIES, _PAUSE_SECONDS = 100, 0.01  # a name takes microseconds; a stopped writer holds on
+
+
+class LocalCounters:
+    """Part of LocalDevice.
+
+    A name is given under a shared lock on the horizon, which is raised under an exclusive one: the
+    comparison and the rename are one step for a sweep. The lock is given up before the number is
+    synced, so that a process that stops there holds up no writer.
+    """
+
+    url: str
+    _file_mode: int
+
+    def root_fd(self) -> int:
+        """The root descriptor of this process."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def _counter_file(self, name: str, flags: int) -> Iterator[int]:
+        fd = -1
+        try:
+            fd = os.open(name, flags | os.O_CLOEXEC, self._file_mode, dir_fd=self.root_fd())
+            yield fd
+        except OSError as error:
+            raise_device_error(error, self.url, f"use of {name}")
+        finally:
+            unlock_and_close(fd)
+
+    def _decoded(self, fd: int, name: str) -> int:
+        return decode_counter(os.pread(fd, COUNTER_BYTES, 0), where=f"{self.url}/{name}")
+
+    def counter(self, name: str) -> int:
+        try:
+            with self._counter_file(name, os.O_RDONLY) as fd:
+                fcntl.flock(fd, fcntl.LOCK_SH)
+                return self._decoded(fd, name)
+        except FileNotFoundError:
+            return 0
+
+    def raise_counter(self, name: str, value: int) -> int:
+        with self._counter_file(name, os.O_RDWR | os.O_CREAT) as fd:
+            self._lock_exclusively(fd, name)
+            data = os.pread(fd, COUNTER_BYTES, 0)
+            new = encode_counter(risen(data, value))
+            if new != data:
+                os.pwrite(fd, new, 0)
+            fcntl.flock(fd, fcntl.LOCK_UN)
+            os.fdatasync(fd)  # also when another process has raised it, and not synced yet
+            if not data:
+                os.fsync(self.root_fd())
+            return risen(new, 0)
+
+    def _lock_exclusively(self, fd: int, name: str) -> None:
+        for _ in range(_TRIES):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(_PAUSE_SECONDS)
+            else:
+                return
+        raise LockTimeout(
+            f"{name} of device {self.url}: another process is about to publish there and does not "
+            "go on; it may be stopped. Nothing was changed; it is tried again later."
+        )
+
+    @contextlib.contextmanager
+    def guarded(self, guard: HorizonGuard | None) -> Iterator[None]:
+        """Hold the horizon where it is while a file gets its name. Raises HorizonPassed."""
+        if guard is None:
+            yield
+            return
+        with self._counter_file(HORIZON, os.O_RDONLY | os.O_CREAT) as fd:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            guard.check(self._decoded(fd, HORIZON), self.url)
+            yield
+
+
+__all__ = ["LocalCounters"]

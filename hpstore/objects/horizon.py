@@ -1,0 +1,81 @@
+"""The devices' horizons: a repair reads them before it looks, a sweep raises them (PROTOCOL 12)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from hpstore.devices.base import Device
+from hpstore.devices.horizons import HORIZON
+from hpstore.errors import IntegrityError, MembershipError
+from hpstore.objects.store import Store
+
+_log = logging.getLogger(__name__)
+Ask = Callable[[Callable[[], int]], int]  # makes a call on a device that is no member, in time
+
+
+def read_horizons(store: Store) -> dict[str, int]:
+    """The horizon of every device that answers."""
+    answers = store.each(store.view.devices, lambda _, device: device.counter(HORIZON))
+    return {d: answer for d, answer in answers.items() if not isinstance(answer, Exception)}
+
+
+def raise_horizons(store: Store, counter: int) -> bool:
+    """Raise the horizon of every member to `counter` at least; False unless all of them did.
+
+    From then on no version up to the counter gets a name on any of them, unless a repair looks
+    after this. One that was raised without the others costs a put another try, no more.
+    """
+    value = max(counter, *read_horizons(store).values(), 0)  # above one that is damaged, too
+    results = store.each(store.view.devices, lambda _, device: device.raise_counter(HORIZON, value))
+    failed = {d: r for d, r in results.items() if isinstance(r, Exception)}
+    if failed and store.metrics.count("horizon_error_total") == 1:
+        _log.warning("nothing is swept for now: %s", next(iter(failed.values())))
+    return not failed and results.keys() >= {m.device_id for m in store.view.record.members}
+
+
+def mend_horizons(store: Store) -> None:
+    """Give a device whose horizon is damaged that of the others: sweeps raise it on all."""
+    answers = store.each(store.view.devices, lambda _, device: device.counter(HORIZON))
+    damaged = [d for d, answer in answers.items() if isinstance(answer, IntegrityError)]
+    if damaged:
+        value = max((a for a in answers.values() if isinstance(a, int)), default=0)
+        store.metrics.count("horizon_damaged_total", len(damaged))
+        _log.warning("the horizon of %d devices is damaged: it is written again", len(damaged))
+        store.each(damaged, lambda _, device: device.raise_counter(HORIZON, value))
+
+
+def come_back_below(store: Store, device: Device, ask: Ask) -> int:
+    """Before a returning device is judged: the members' horizon, when a sweep was there since it
+    left, else 0. Up to it a tombstone may be gone that would speak against a file.
+
+    A repair that was stopped before the device left must not publish there any more, so its horizon
+    rises by one at once; by no more, as a readmit that is cut short must find it behind again.
+    """
+    own = ask(lambda: device.counter(HORIZON))
+    members = max(read_horizons(store).values(), default=0)
+    if own >= members:
+        return 0
+    if own + 1 == members:
+        members += 1
+        if not raise_horizons(store, members):
+            raise MembershipError(
+                f"the horizon of deletes cannot be raised on all members now, which the return of "
+                f"{device.url} needs. It stays out, nothing was changed; readmit it later."
+            )
+    ask(lambda: device.raise_counter(HORIZON, own + 1))
+    return members
+
+
+def come_back_at(store: Store, device: Device, ask: Ask, swept: int | None) -> None:
+    """Before a device becomes a member: give it the members' horizon. `swept`: what it was judged
+    by; raises MembershipError when there was a sweep since."""
+    members = max(read_horizons(store).values(), default=0)
+    if swept is not None and members > max(swept, ask(lambda: device.counter(HORIZON))):
+        raise MembershipError(
+            f"tombstones were swept while {device.url} was judged. It stays out; readmit it again."
+        )
+    ask(lambda: device.raise_counter(HORIZON, members))
+
+
+__all__ = ["come_back_at", "come_back_below", "mend_horizons", "raise_horizons", "read_horizons"]

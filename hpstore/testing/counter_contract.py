@@ -1,0 +1,92 @@
+"""The part of the device contract about counters that only rise, and names that they guard."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import pytest
+
+from hpstore.devices.base import TMP, Device
+from hpstore.devices.horizons import HORIZON, MARK, HorizonGuard, HorizonPassed
+from hpstore.errors import IntegrityError
+from hpstore.testing import PAGE, all_files, fetch, in_threads, pattern, store
+
+_PATH = "objects/a/b/@guarded"
+
+
+class CounterContract(ABC):
+    """Part of DeviceContract."""
+
+    @abstractmethod
+    def raw_write(self, device: Device, path: str, data: bytes) -> None:
+        """Replace the bytes of an existing file in place, not by the device."""
+
+    def test_a_counter_only_rises(self, device: Device) -> None:
+        """Each by itself; a lower value changes nothing, and the answer is what holds."""
+        assert device.counter(HORIZON) == 0
+        assert [device.raise_counter(HORIZON, value) for value in (5, 3, 7, 7)] == [5, 5, 7, 7]
+        assert device.raise_counter(MARK, 2) == 2
+        assert (device.counter(HORIZON), device.counter(MARK)) == (7, 2)
+
+    def test_the_highest_of_many_threads_holds(self, device: Device) -> None:
+        """Raised by eight threads at once."""
+        if device.mode == "remote":
+            pytest.skip("a store has no lock: best effort")
+        in_threads(
+            8, lambda number: [device.raise_counter(HORIZON, v) for v in range(number, 80, 8)]
+        )
+        assert device.counter(HORIZON) == 79
+
+    def test_a_damaged_counter_is_an_error_until_it_is_raised(self, device: Device) -> None:
+        """It never passes for a low one."""
+        device.raise_counter(HORIZON, 5)
+        self.raw_write(device, HORIZON, b"x" * 100)
+        with pytest.raises(IntegrityError):
+            device.counter(HORIZON)
+        handle = device.create(PAGE)
+        with pytest.raises(IntegrityError):
+            handle.publish(_PATH, HorizonGuard(counter=9))
+        handle.abort()
+        assert device.raise_counter(HORIZON, 6) == 6
+        assert device.counter(HORIZON) == 6
+
+    @pytest.mark.parametrize(
+        ("guard", "allowed"),
+        [
+            (HorizonGuard(counter=8), True),
+            (HorizonGuard(counter=7), False),
+            (HorizonGuard(counter=1), False),
+            (HorizonGuard(counter=1, seen=7), True),
+            (HorizonGuard(counter=1, seen=6), False),
+            (HorizonGuard(counter=8, seen=6), True),
+            (HorizonGuard(counter=1, seen=-1), False),
+        ],
+    )
+    def test_a_name_is_given_where_the_horizon_allows_it(
+        self, device: Device, guard: HorizonGuard, allowed: bool
+    ) -> None:
+        """To a counter above it, or where it is what it was; else the file never has the name."""
+        device.raise_counter(HORIZON, 7)
+        handle = device.create(PAGE)
+        handle.write(0, [pattern(PAGE)])
+        handle.sync()
+        if allowed:
+            handle.publish(_PATH, guard)
+            assert fetch(device, _PATH) == pattern(PAGE).tobytes()
+        else:
+            with pytest.raises(HorizonPassed) as caught:
+                handle.publish(_PATH, guard)
+            assert caught.value.horizon == 7
+            with pytest.raises(FileNotFoundError):
+                device.open(_PATH)
+        handle.abort()
+        assert all_files(device, TMP) == []
+
+    def test_without_a_guard_the_horizon_is_not_asked(self, device: Device) -> None:
+        """As for files that are no columns."""
+        device.raise_counter(HORIZON, 7)
+        store(device, _PATH, pattern(PAGE))
+        assert fetch(device, _PATH) == pattern(PAGE).tobytes()
+
+
+__all__ = ["CounterContract"]
