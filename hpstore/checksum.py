@@ -48,13 +48,13 @@ def block_digests(
     return digests
 
 
-def first_bad_block(
+def bad_blocks(
     seed: int, first_block: int, data: memoryview, table: NDArray[np.uint64]
-) -> int | None:
-    """The first block in `data` that does not match the column's `table`, or None."""
+) -> tuple[int, ...]:
+    """The blocks in `data` that do not match the column's `table`, ascending."""
     digests = block_digests(seed, first_block, data)
     wrong = np.nonzero(digests != table[first_block : first_block + len(digests)])[0]
-    return first_block + int(wrong[0]) if len(wrong) else None
+    return tuple(first_block + int(index) for index in wrong)
 
 
 def table_root(seed: int, table: NDArray[np.uint64]) -> bytes:
@@ -70,10 +70,10 @@ def digest128(data: bytes | memoryview) -> bytes:
 __all__ = [
     "DIGEST_BYTES",
     "ROOT_BYTES",
+    "bad_blocks",
     "block_digests",
     "block_seeds",
     "column_seed",
     "digest128",
-    "first_bad_block",
     "table_root",
 ]

@@ -16,6 +16,7 @@
         ReadAbandoned                exit 17  nobody waits for it any more; the device was not asked
       FormatTooNew                   exit 20  written by a newer hpstore
       IntegrityError                 exit 21  bytes do not match their checksum
+        BlocksDamaged                exit 22  blocks of one column; its others can be used
       RedundancyError                exit 30
         TooFewDevices                exit 31  a write or a membership change cannot be made safe
         TooManyErasures              exit 32  more units lost than parity can replace
@@ -146,6 +147,16 @@ class IntegrityError(HpstoreError):
     exit_code = 21
 
 
+class BlocksDamaged(IntegrityError):
+    """Blocks of one column do not match their checksums; its other blocks can be used.
+
+    `blocks`: their numbers in the column, where the error was made in this process.
+    """
+
+    exit_code = 22
+    blocks: tuple[int, ...] = ()
+
+
 class RedundancyError(HpstoreError):
     """There is not enough redundancy for the operation."""
 
@@ -226,6 +237,7 @@ class DirectUnavailable(DirectError):
 
 __all__ = [
     "AlreadyClosed",
+    "BlocksDamaged",
     "BudgetExceeded",
     "CheckpointError",
     "CheckpointMismatch",

@@ -15,7 +15,8 @@ from datetime import UTC, datetime
 from hpstore.errors import HpstoreError, IntegrityError
 from hpstore.keys import check_key
 from hpstore.objects.catalog import Catalog, live_layout
-from hpstore.objects.read import Changed, open_object
+from hpstore.objects.read import Changed
+from hpstore.objects.resolve import open_object
 from hpstore.objects.store import Store
 from hpstore.objects.survey import (
     Survey,

@@ -30,8 +30,9 @@ from hpstore.membership import (
 from hpstore.metrics import Metrics
 from hpstore.objects.catalog import live_layout, walk
 from hpstore.objects.info import ObjectInfo, object_info
-from hpstore.objects.read import Changed, ObjectReader, open_object
+from hpstore.objects.read import Changed, ObjectReader
 from hpstore.objects.repair import Action, repair_object
+from hpstore.objects.resolve import open_object
 from hpstore.objects.source import as_source
 from hpstore.objects.space import prepare_space
 from hpstore.objects.sweep import sweep_deleted

@@ -14,7 +14,8 @@ from hpstore.errors import AlreadyClosed, TooManyErasures
 from hpstore.objects.fill import Filled, UnitFill
 from hpstore.objects.info import version_token
 from hpstore.objects.many import MOST_KEYS, open_objects
-from hpstore.objects.read import Changed, Deliver, ObjectReader, open_object
+from hpstore.objects.read import Changed, Deliver, ObjectReader
+from hpstore.objects.resolve import open_object
 from hpstore.objects.scatter import Scatter, Scattered
 from hpstore.objects.store import Store
 

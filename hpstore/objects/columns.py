@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpstore.buffers import aligned_array
-from hpstore.checksum import first_bad_block
+from hpstore.checksum import bad_blocks
 from hpstore.codec.galois import Bytes
 from hpstore.devices.base import Device, ReadHandle
-from hpstore.errors import IntegrityError
+from hpstore.errors import BlocksDamaged, IntegrityError
 from hpstore.geometry import ALIGNMENT_BYTES, BLOCK_BYTES
 from hpstore.header import HEADER_BYTES, ColumnHeader, decode_header, decode_table
 from hpstore.keys import ColumnName
@@ -93,7 +93,7 @@ class ColumnReader:
     def read_into(self, start: int, target: Bytes) -> None:
         """Fill `target` with verified column bytes from `start`, a block border.
 
-        Raises IntegrityError naming the first block that does not match.
+        Raises BlocksDamaged with all blocks that do not match.
         """
         self._seed_and_table()
         self._handle.read_into(HEADER_BYTES + start, target)
@@ -105,12 +105,15 @@ class ColumnReader:
         Touches no device where `has_table`.
         """
         seed, table = self._seed_and_table()
-        bad = first_bad_block(seed, start // BLOCK_BYTES, target.data, table)
-        if bad is not None:
-            raise IntegrityError(
-                f"{self.where}: block {bad} (bytes {bad * BLOCK_BYTES}...) does not match its "
-                "checksum; the object is read from parity and queued for repair"
+        bad = bad_blocks(seed, start // BLOCK_BYTES, target.data, table)
+        if bad:
+            error = BlocksDamaged(
+                f"{self.where}: {len(bad)} blocks, first at column byte {bad[0] * BLOCK_BYTES}, "
+                "do not match their checksums; these rows are decoded from other columns, and the "
+                "object is queued for repair"
             )
+            error.blocks = bad
+            raise error
 
     def read_raw(self, start: int, target: Bytes) -> None:
         """Fill `target` with column bytes that nobody has verified. Multiples of 4 KiB, all."""

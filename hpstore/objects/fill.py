@@ -115,6 +115,9 @@ class UnitFill:
     def _add_stripe(self, reader: ObjectReader, stripe: int, wanted: dict[int, int]) -> None:
         geometry, columns = reader.header.geometry, reader.usable()
         offset = stripe * geometry.unit_bytes
+        if reader.erasures:  # a unit with a damaged block is lost; units of other stripes are not
+            damaged = reader.erasures.columns_in(offset, offset + geometry.unit_bytes)
+            columns = {c: held for c, held in columns.items() if c not in damaged}
         there = {c: n for c, n in wanted.items() if c in columns}
         lost = {c: n for c, n in wanted.items() if c not in columns}
         spare = sorted(columns.keys() - there.keys())[: geometry.data - len(there)] if lost else []

@@ -17,6 +17,7 @@ from hpstore.buffers import Lease
 from hpstore.codec.galois import Bytes
 from hpstore.errors import BudgetExceeded, IntegrityError
 from hpstore.objects.columns import ColumnReader, open_column
+from hpstore.objects.erasures import rows_of
 from hpstore.objects.flights import Flight, read_held, spare_bytes
 from hpstore.objects.routing import HEDGE_COLUMNS, well_placed
 from hpstore.objects.store import Store
@@ -141,6 +142,10 @@ class _Race:
             if column not in late and store.scheduler.answers(found.device):
                 devices[column] = found.device
                 sound.append(column)
+        if reader.erasures:
+            rows = rows_of(geometry, list(geometry.pieces(*self._window)))
+            damaged = reader.erasures.columns_in(*rows)
+            devices = {c: device for c, device in devices.items() if c not in damaged}
         available = well_placed(devices, store.kept_off(), geometry.data)
         return plan_window(geometry, *self._window, available)
 

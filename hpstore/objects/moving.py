@@ -9,9 +9,10 @@ from hpstore.devices.horizons import HorizonPassed
 from hpstore.errors import ObjectNotFound
 from hpstore.objects.columnset import MembershipMoved
 from hpstore.objects.horizon import read_horizons
-from hpstore.objects.read import Changed, open_survey
+from hpstore.objects.read import Changed
 from hpstore.objects.remove import remove_files
 from hpstore.objects.repair import Throttle, rebuild_columns
+from hpstore.objects.resolve import open_survey
 from hpstore.objects.store import Store
 from hpstore.objects.survey import Survey, stable_survey
 

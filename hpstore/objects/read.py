@@ -1,4 +1,4 @@
-"""Read an object: choose its version, open k columns, verify, decode what is lost (PROTOCOL 7)."""
+"""Read one version of an object: open k columns, verify, decode what is lost (PROTOCOL 7)."""
 
 from __future__ import annotations
 
@@ -10,25 +10,15 @@ from concurrent.futures import Future
 from functools import partial
 
 from hpstore.codec.galois import Bytes
-from hpstore.errors import BudgetExceeded, IntegrityError, ObjectNotFound, TooManyErasures
+from hpstore.errors import BlocksDamaged, BudgetExceeded, IntegrityError, TooManyErasures
 from hpstore.header import ColumnHeader
-from hpstore.keys import Kind, Version
 from hpstore.objects.columns import ColumnReader, open_column
+from hpstore.objects.erasures import Erasures, rows_of, split_window
 from hpstore.objects.flights import Flight, RebuiltRun, close_opened, read_held
 from hpstore.objects.hedging import overtake, probe_avoided
 from hpstore.objects.routing import well_placed
 from hpstore.objects.store import Store, View
-from hpstore.objects.survey import (
-    Found,
-    Layout,
-    Survey,
-    Verdict,
-    judge,
-    require_known,
-    survey_key,
-    too_many,
-    unknown_devices,
-)
+from hpstore.objects.survey import Found, Layout
 from hpstore.objects.windows import (
     WindowPlan,
     plan_rebuild,
@@ -41,7 +31,6 @@ from hpstore.records import DeviceState
 from hpstore.scheduler import at_once, outcome
 
 _log = logging.getLogger(__name__)
-RESOLVE_TRIES = 8  # a reader meets at most this many replacements of its key in a row
 WINDOWS_IN_FLIGHT = 4
 Deliver = Callable[[int, Bytes], None]  # (object offset, bytes)
 
@@ -61,7 +50,8 @@ class ObjectReader:
         self._routed = -1  # the version of the routing that open columns are in accord with
         self.unknown = unknown  # members that did not answer when it was looked up
         self.columns: dict[int, ColumnReader] = {}
-        self.damaged: dict[int, Exception] = {}  # column -> what is wrong with it
+        self.damaged: dict[int, Exception] = {}  # column that is lost whole -> what is wrong
+        self.erasures = Erasures()  # damaged blocks of open columns
         self._untried = {c: staying_first(store.view, x) for c, x in layout.columns.items()}
         self._header: ColumnHeader | None = None
 
@@ -78,6 +68,7 @@ class ObjectReader:
         made._routed = self._routed
         made.columns = {column: reader.retain() for column, reader in self.columns.items()}
         made.damaged, made._header = dict(self.damaged), self._header
+        made.erasures = self.erasures
         made._untried = {column: deque(files) for column, files in self._untried.items()}
         return made
 
@@ -176,6 +167,9 @@ class ObjectReader:
             if isinstance(opened, ColumnReader):
                 opened.close()
             return
+        if isinstance(opened, BlocksDamaged):
+            self._note_blocks(column, self._untried[column][0].device, opened)
+            return
         self._untried[column].popleft()
         if isinstance(opened, ColumnReader):
             self._accept(column, opened)
@@ -206,6 +200,18 @@ class ObjectReader:
         else:
             self.store.metrics.count("column_read_error_total")
 
+    def _note_blocks(self, column: int, device: str, error: BlocksDamaged) -> None:
+        """Blocks of a column are damaged: its other blocks are read on. Counted once a block."""
+        fresh = self.erasures.mark_blocks(column, error.blocks, error)
+        if not fresh:
+            return
+        self.store.metrics.count("column_mismatch_total")
+        self.store.metrics.count("block_mismatch_total", fresh)
+        self.store.damage(self.key)
+        if self.judging:
+            self.store.note_damage(device)
+        _log.warning("%s", error)
+
     def read_into(self, start: int, out: Bytes) -> None:
         """Fill `out` with verified object bytes from `start`; decodes where columns are lost.
 
@@ -225,7 +231,10 @@ class ObjectReader:
         """
         geometry = self.header.geometry
         run = run_bytes(geometry.width, self.store.buffers.budget.limit_bytes)
-        cut = itertools.chain.from_iterable(windows(geometry, a, b, run) for a, b in ranges)
+        whole = itertools.chain.from_iterable(windows(geometry, a, b, run) for a, b in ranges)
+        cut = itertools.chain.from_iterable(
+            split_window(geometry, a, b, self.erasures) for a, b in whole
+        )
         flying: deque[tuple[tuple[int, int], Flight]] = deque()
         window = next(cut, None)
         try:
@@ -243,36 +252,55 @@ class ObjectReader:
                 flight.drop()
 
     def _plan_window(self, start: int, end: int) -> WindowPlan:
-        return self._plan(lambda usable: plan_window(self.header.geometry, start, end, usable))
+        geometry, bad = self.header.geometry, _none
+        if self.erasures:
+            bad = self._bad_columns(*rows_of(geometry, list(geometry.pieces(start, end))))
+        return self._plan(
+            lambda usable: plan_window(geometry, start, end, usable - bad()),
+            f"bytes [{start}, {end})",
+        )
 
-    def _plan(self, plan: Callable[[frozenset[int]], WindowPlan | None]) -> WindowPlan:
+    def _bad_columns(self, low: int, high: int) -> Callable[[], frozenset[int]]:
+        """Asked at each plan: columns that cannot be used for column bytes [low, high)."""
+        return lambda: self.erasures.columns_in(low, high)
+
+    def _plan(
+        self, plan: Callable[[frozenset[int]], WindowPlan | None], what: str
+    ) -> WindowPlan:  # fmt: skip
         """Plan with the columns that are open, opening spare ones when they are too few."""
         if self._routed != self.store.routing.version:
             self.open_enough()
         while True:
             opened = frozenset(self.columns)
-            found = plan(frozenset(self.usable()))
+            found = plan(frozenset(self.usable())) or plan(opened)
             if found is not None:
                 if self.store.routing.avoided and found.reads:
                     probe_avoided(self, *next(iter(found.reads.values())))
                 return found
             self._routed = -1
             self.open_enough()
+            if self.erasures:  # columns with damaged blocks are no full ones
+                self.open_columns(self._closed(()))
             if frozenset(self.columns) == opened:
-                raise TooManyErasures(
-                    f"object {self.key!r} version {self.layout.version}: only {len(opened)} of "
-                    f"{self.header.geometry.data} units needed are readable: "
-                    + "; ".join(str(error) for error in self.damaged.values())
-                    + ". Nothing was deleted.",
-                    key=self.key,
-                )
+                raise self._unreadable(what)
+
+    def _unreadable(self, what: str) -> TooManyErasures:
+        reasons = [str(error) for error in self.damaged.values()] + self.erasures.reasons()
+        return TooManyErasures(
+            f"{what} of object {self.key!r} version {self.layout.version} cannot be read: fewer "
+            f"than the {self.header.geometry.data} units needed are readable there "
+            f"({len(self.columns)} columns are open): {'; '.join(reasons)}. Nothing was deleted; "
+            "other bytes of the object may be readable.",
+            key=self.key,
+        )
 
     def rebuild_run(self, low: int, high: int, wanted: tuple[int, ...]) -> RebuiltRun:
         """Column bytes [low, high) of columns `wanted`, from k others; release() it when done."""
         while True:
-            plan = self._plan(
-                lambda usable: plan_rebuild(self.header.geometry, low, high, usable, wanted)
-            )
+            cuts = self.erasures.edges_in(low, high) if self.erasures else []
+            if cuts:
+                return self._rebuild_parts([low, *cuts, high], wanted)
+            plan = self._plan_rebuild(low, high, wanted)
             flight = self._launch(plan, block=True)
             assert flight is not None  # it waited
             try:
@@ -284,8 +312,32 @@ class ObjectReader:
                 raise
             flight.drop()
 
-    def verify_column(self, column: int, throttle: Callable[[int], None]) -> bool:
-        """Read all of a column; False, and noted in `damaged`, when a block does not match."""
+    def _plan_rebuild(self, low: int, high: int, wanted: tuple[int, ...]) -> WindowPlan:
+        geometry, bad = self.header.geometry, self._bad_columns(low, high)
+        return self._plan(
+            lambda usable: plan_rebuild(geometry, low, high, usable - bad(), wanted),
+            f"column bytes [{low}, {high})",
+        )
+
+    def _rebuild_parts(self, edges: list[int], wanted: tuple[int, ...]) -> RebuiltRun:
+        """As rebuild_run, from parts in each of which the same columns are damaged."""
+        size = edges[-1] - edges[0]
+        patience = self.store.settings.device_deadline_seconds
+        lease = self.store.buffers.lease(len(wanted) * size, patience)
+        rows = {c: lease.array[i * size : (i + 1) * size] for i, c in enumerate(wanted)}
+        try:
+            for low, high in itertools.pairwise(edges):
+                part = self.rebuild_run(low, high, wanted)
+                for column, row in rows.items():
+                    row[low - edges[0] : high - edges[0]] = part.rows[column]
+                part.release()
+        except BaseException:
+            lease.release()
+            raise
+        return RebuiltRun(rows, lease.release)
+
+    def verify_column(self, column: int, throttle: Callable[[int], None]) -> None:
+        """Read all of a column: damaged blocks land in `erasures`, a lost column in `damaged`."""
         run = run_bytes(1, self.store.buffers.budget.limit_bytes)
         total = self.header.geometry.column_bytes
         for low in range(0, max(total, 1), run):
@@ -295,11 +347,10 @@ class ObjectReader:
             flight = self._launch(plan, block=True)
             assert flight is not None  # it waited
             try:
-                if not self._arrived(flight):
-                    return False
+                if not self._arrived(flight) and column not in self.columns:
+                    return
             finally:
                 flight.drop()
-        return True
 
     def _launch(self, plan: WindowPlan, *, block: bool) -> Flight | None:
         """Start the reads of a window; None when memory is short and we shall not wait for it."""
@@ -340,9 +391,16 @@ class ObjectReader:
                     return
             finally:
                 flight.drop()
-            again = self._launch(self._plan_window(*window), block=True)
-            assert again is not None  # it waited
-            flight = again
+            parts = split_window(self.header.geometry, *window, self.erasures)
+            for part in parts:
+                again = self._launch(self._plan_window(*part), block=True)
+                assert again is not None  # it waited
+                if len(parts) == 1:
+                    flight = again
+                else:
+                    self._land(part, again, deliver)
+            if len(parts) > 1:
+                return
 
     def _arrived(self, flight: Flight) -> bool:
         """True when all reads arrived; columns that failed are given up and noted."""
@@ -368,6 +426,9 @@ class ObjectReader:
         if isinstance(error, IntegrityError):
             if self._replaced(reader):
                 raise Changed(self.key)
+            if isinstance(error, BlocksDamaged):
+                self._note_blocks(column, reader.device_id, error)
+                return
             if self.judging:
                 self.store.note_damage(reader.device_id)
         self._note(column, error)
@@ -418,6 +479,11 @@ class ObjectReader:
         self.columns = {}
 
 
+def _none() -> frozenset[int]:
+    """No column is damaged."""
+    return frozenset()
+
+
 def staying_first(view: View, files: list[Found]) -> deque[Found]:
     """Files of one column; of a column on two devices the one that does not leave comes first."""
     if len(files) > 1:
@@ -426,68 +492,4 @@ def staying_first(view: View, files: list[Found]) -> deque[Found]:
     return deque(files)
 
 
-def open_survey(store: Store, survey: Survey, version: Version | None = None) -> ObjectReader:
-    """Open the newest version of a survey, or the one asked for. PROTOCOL 7.
-
-    Raises ObjectNotFound, TooManyErasures when acknowledged data may be there but cannot be read,
-    Changed when files moved underneath.
-    """
-    groups: dict[tuple[int, int], list[Layout]] = {}
-    for layout in survey.layouts():
-        if version is None or layout.version.content == version.content:
-            groups.setdefault(layout.version.content, []).append(layout)
-    for layouts in groups.values():
-        if any(layout.kind is Kind.TOMBSTONE for layout in layouts):
-            raise ObjectNotFound(f"object {survey.key!r} was deleted", key=survey.key)
-        reader = _open_group(store, survey, layouts)
-        if reader is not None:
-            return reader
-    require_known(store.view, survey)
-    raise ObjectNotFound(f"no object {survey.key!r}", key=survey.key)
-
-
-def _open_group(store: Store, survey: Survey, layouts: list[Layout]) -> ObjectReader | None:
-    """Open the best layout of one version's content; None when all are torn puts."""
-    unclear: TooManyErasures | None = None
-    for layout in layouts:
-        reader = ObjectReader(store, layout, survey.key, unknown=survey.unknown)
-        try:
-            if reader.open_enough():
-                return reader
-        except BaseException:
-            reader.close()
-            raise
-        unknown = unknown_devices(store.view, survey)
-        valid, corrupt = len(reader.columns), len(reader.damaged)
-        reader.close()
-        verdict = judge(layout, valid=valid, corrupt=corrupt, unknown_devices=unknown)
-        if verdict is not Verdict.TORN:
-            unclear = too_many(survey.key, layout, valid, corrupt, unknown)
-    if unclear is not None:
-        raise unclear
-    store.metrics.count("torn_put_passed_total")
-    return None
-
-
-def open_object(store: Store, key: str, version: Version | None = None) -> ObjectReader:
-    """Resolve a key and open it, again when it changes underneath, a bounded number of times.
-
-    A listing of several devices is no snapshot: what looks torn or absent is believed only when a
-    second look shows the same files, or none again.
-    """
-    seen: set[Found] | None = None
-    for _ in range(RESOLVE_TRIES):
-        survey = survey_key(store, key)
-        try:
-            return open_survey(store, survey, version)
-        except Changed:
-            store.metrics.count("read_resolved_again_total")
-            seen = None
-        except (ObjectNotFound, TooManyErasures):
-            if seen == set(survey.files):
-                raise
-            seen = set(survey.files)
-    raise IntegrityError(f"object {key!r} was replaced {RESOLVE_TRIES} times while it was opened")
-
-
-__all__ = ["Changed", "Deliver", "ObjectReader", "open_object", "open_survey"]
+__all__ = ["Changed", "Deliver", "ObjectReader", "staying_first"]

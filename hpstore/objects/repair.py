@@ -14,16 +14,18 @@ from enum import StrEnum
 
 from hpstore.checksum import block_digests
 from hpstore.codec.galois import Bytes
+from hpstore.devices.base import READABLE
 from hpstore.devices.horizons import HorizonPassed
-from hpstore.errors import ObjectNotFound, TooFewDevices, TooManyErasures
+from hpstore.errors import IntegrityError, ObjectNotFound, TooFewDevices, TooManyErasures
 from hpstore.geometry import BLOCK_BYTES, Code, Geometry
 from hpstore.keys import Kind, Version
 from hpstore.objects.columnset import ColumnSet, MembershipMoved
 from hpstore.objects.debts import clear_debt
 from hpstore.objects.flights import RebuiltRun
 from hpstore.objects.horizon import read_horizons
-from hpstore.objects.read import Changed, ObjectReader, open_survey
+from hpstore.objects.read import Changed, ObjectReader
 from hpstore.objects.remove import remove_files
+from hpstore.objects.resolve import open_survey
 from hpstore.objects.source import MemorySource
 from hpstore.objects.store import Store
 from hpstore.objects.survey import Found, Survey, newest_by_name, stable_survey
@@ -176,7 +178,6 @@ class _Repairer:
         self._reader.open_columns(range(self._geometry.width))
         if verify:
             self._verify()
-        damaged = len(self._reader.damaged)
         self._require_readable()
         staying = self._staying()
         missing = [c for c in range(self._geometry.width) if c not in staying]
@@ -184,7 +185,7 @@ class _Repairer:
         urgent = [c for c in missing if c not in waiting]
         action, columns = Action.WAITING if waiting else Action.NOTHING, 0
         if urgent:
-            action, columns, staying = self._heal(urgent, staying)
+            action, columns, staying = self._heal_all(urgent, staying)
         elif not waiting and self._wider() is not None:
             action, columns = self._relay()
         if action in (Action.NOTHING, Action.REBUILT) and not waiting:
@@ -193,7 +194,7 @@ class _Repairer:
             key=self._survey.key,
             action=action,
             columns=columns,
-            damaged=damaged,
+            damaged=self._damaged(),
             bytes=self._geometry.size,
             losses_tolerated=(
                 self._alive
@@ -201,6 +202,15 @@ class _Repairer:
                 else max(0, len(staying) - self._geometry.data)
             ),
         )
+
+    def _damaged(self) -> int:
+        """Columns with bytes that do not match; what could not be read is not damaged by that."""
+        whole = {
+            column
+            for column, error in self._reader.damaged.items()
+            if isinstance(error, IntegrityError)
+        }
+        return len(whole | self._reader.erasures.columns)
 
     def _verify(self) -> None:
         for column in sorted(self._reader.columns):
@@ -222,6 +232,7 @@ class _Repairer:
             column: reader.device_id
             for column, reader in self._reader.columns.items()
             if self._states.get(reader.device_id) is DeviceState.ONLINE
+            and column not in self._reader.erasures.columns
         }
 
     def _waiting(self, missing: list[int], staying: int) -> list[int]:
@@ -229,8 +240,43 @@ class _Repairer:
         if staying <= self._geometry.data:
             return []
         devices = self._reader.header.devices
-        return [c for c in missing if devices[c] in self._survey.unknown and devices[c] in
-                self._states]  # fmt: skip
+        away = self._survey.unknown | self._died()
+        return [c for c in missing if devices[c] in away and devices[c] in self._states]
+
+    def _died(self) -> frozenset[str]:
+        """Devices that failed a read of this object and do not work at all: they are away, while
+        one bad sector of a device that works is healed at once."""
+        failed = {
+            self._reader.header.devices[column]
+            for column, error in self._reader.damaged.items()
+            if not isinstance(error, IntegrityError)
+        }
+        write = not self._store.read_only
+        answers = self._store.each(failed, lambda _, device: device.probe(write=write))
+        return frozenset(
+            device
+            for device in failed
+            if isinstance(answer := answers.get(device), Exception)
+            and not isinstance(answer, READABLE)
+        )
+
+    def _heal_all(
+        self, urgent: list[int], staying: dict[int, str]
+    ) -> tuple[Action, int, dict[int, str]]:
+        """As _heal, again for columns that turned out to be damaged while they were read."""
+        made: set[int] = set()
+        written = 0
+        while True:
+            action, columns, staying = self._heal(urgent, staying)
+            written += columns
+            if action is not Action.REBUILT:
+                return action, written, staying
+            made.update(urgent)
+            sound = self._reader.columns.keys() - self._reader.erasures.columns
+            urgent = [column for column in staying if column not in sound | made]
+            if not urgent:
+                return action, written, staying
+            staying = {c: device for c, device in staying.items() if c not in urgent}
 
     def _heal(
         self, urgent: list[int], staying: dict[int, str]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpstore.errors import ConfigError
-from hpstore.objects.read import open_object
+from hpstore.objects.resolve import open_object
 from hpstore.pool import Pool
 from hpstore.testing.harness import Harness
 from hpstore.units import KIB, MIB

@@ -16,7 +16,7 @@ from hpstore.errors import TooFewDevices, VersionConflict
 from hpstore.interop import HpstoreFileSystem
 from hpstore.interop.spool import Spool
 from hpstore.interop.streams import ReadStream, WriteStream
-from hpstore.objects.read import open_object
+from hpstore.objects.resolve import open_object
 from hpstore.testing.harness import Harness
 from hpstore.units import KIB, MIB
 

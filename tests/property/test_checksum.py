@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpstore.checksum import block_digests, column_seed, digest128, first_bad_block, table_root
+from hpstore.checksum import bad_blocks, block_digests, column_seed, digest128, table_root
 from hpstore.geometry import BLOCK_BYTES
 
 SEED = column_seed("pool", "key", "v1", "c4+2", 0)
@@ -22,13 +22,13 @@ def content(length: int, seed: int = 0) -> bytearray:
 
 @given(lengths, st.data())
 def test_any_flipped_bit_is_found_in_its_block(length: int, data: st.DataObject) -> None:
-    """The first bad block is the one that holds the flipped bit."""
+    """The bad block is the one that holds the flipped bit."""
     column = content(length)
     table = block_digests(SEED, 0, memoryview(column))
-    assert first_bad_block(SEED, 0, memoryview(column), table) is None
+    assert not bad_blocks(SEED, 0, memoryview(column), table)
     at = data.draw(st.integers(0, length - 1))
     column[at] ^= 1 << data.draw(st.integers(0, 7))
-    assert first_bad_block(SEED, 0, memoryview(column), table) == at // BLOCK_BYTES
+    assert bad_blocks(SEED, 0, memoryview(column), table) == (at // BLOCK_BYTES,)
 
 
 @given(st.integers(0, 3), st.integers(0, 3))
@@ -39,8 +39,8 @@ def test_swapped_blocks_are_found(one: int, two: int) -> None:
     a, b = one * BLOCK_BYTES, two * BLOCK_BYTES
     first, second = column[a : a + BLOCK_BYTES], column[b : b + BLOCK_BYTES]
     column[a : a + BLOCK_BYTES], column[b : b + BLOCK_BYTES] = second, first
-    expected = None if one == two else min(one, two)
-    assert first_bad_block(SEED, 0, memoryview(column), table) == expected
+    expected = () if one == two else tuple(sorted((one, two)))
+    assert bad_blocks(SEED, 0, memoryview(column), table) == expected
 
 
 @given(st.integers(0, 3))
@@ -79,7 +79,7 @@ def test_a_block_of_another_column_is_found(length: int) -> None:
     column = memoryview(content(length))
     table = block_digests(SEED, 0, column)
     other = column_seed("pool", "key", "v1", "c4+2", 1)
-    assert first_bad_block(other, 0, column, table) == 0
+    assert bad_blocks(other, 0, column, table) == tuple(range(len(table)))
     assert not np.array_equal(block_digests(other, 0, column), table)
 
 
@@ -90,10 +90,10 @@ def test_a_part_is_checked_like_the_whole(length: int, data: st.DataObject) -> N
     table = block_digests(SEED, 0, column)
     first = data.draw(st.integers(0, len(table) - 1))
     part = column[first * BLOCK_BYTES :]
-    assert first_bad_block(SEED, first, part, table) is None
+    assert not bad_blocks(SEED, first, part, table)
     assert np.array_equal(block_digests(SEED, first, part), table[first:])
     if len(part) > BLOCK_BYTES:
-        assert first_bad_block(SEED, first + 1, part[: len(part) - BLOCK_BYTES], table) is not None
+        assert bad_blocks(SEED, first + 1, part[: len(part) - BLOCK_BYTES], table)
 
 
 @given(lengths)

@@ -1,0 +1,88 @@
+"""Which version of a key is read, and opening it (PROTOCOL 7)."""
+
+from __future__ import annotations
+
+from hpstore.errors import IntegrityError, ObjectNotFound, TooManyErasures
+from hpstore.keys import Kind, Version
+from hpstore.objects.read import Changed, ObjectReader
+from hpstore.objects.store import Store
+from hpstore.objects.survey import (
+    Found,
+    Layout,
+    Survey,
+    Verdict,
+    judge,
+    require_known,
+    survey_key,
+    too_many,
+    unknown_devices,
+)
+
+RESOLVE_TRIES = 8  # a reader meets at most this many replacements of its key in a row
+
+
+def open_survey(store: Store, survey: Survey, version: Version | None = None) -> ObjectReader:
+    """Open the newest version of a survey, or the one asked for. PROTOCOL 7.
+
+    Raises ObjectNotFound, TooManyErasures when acknowledged data may be there but cannot be read,
+    Changed when files moved underneath.
+    """
+    groups: dict[tuple[int, int], list[Layout]] = {}
+    for layout in survey.layouts():
+        if version is None or layout.version.content == version.content:
+            groups.setdefault(layout.version.content, []).append(layout)
+    for layouts in groups.values():
+        if any(layout.kind is Kind.TOMBSTONE for layout in layouts):
+            raise ObjectNotFound(f"object {survey.key!r} was deleted", key=survey.key)
+        reader = _open_group(store, survey, layouts)
+        if reader is not None:
+            return reader
+    require_known(store.view, survey)
+    raise ObjectNotFound(f"no object {survey.key!r}", key=survey.key)
+
+
+def _open_group(store: Store, survey: Survey, layouts: list[Layout]) -> ObjectReader | None:
+    """Open the best layout of one version's content; None when all are torn puts."""
+    unclear: TooManyErasures | None = None
+    for layout in layouts:
+        reader = ObjectReader(store, layout, survey.key, unknown=survey.unknown)
+        try:
+            if reader.open_enough():
+                return reader
+        except BaseException:
+            reader.close()
+            raise
+        unknown = unknown_devices(store.view, survey)
+        valid, corrupt = len(reader.columns), len(reader.damaged)
+        reader.close()
+        verdict = judge(layout, valid=valid, corrupt=corrupt, unknown_devices=unknown)
+        if verdict is not Verdict.TORN:
+            unclear = too_many(survey.key, layout, valid, corrupt, unknown)
+    if unclear is not None:
+        raise unclear
+    store.metrics.count("torn_put_passed_total")
+    return None
+
+
+def open_object(store: Store, key: str, version: Version | None = None) -> ObjectReader:
+    """Resolve a key and open it, again when it changes underneath, a bounded number of times.
+
+    A listing of several devices is no snapshot: what looks torn or absent is believed only when a
+    second look shows the same files, or none again.
+    """
+    seen: set[Found] | None = None
+    for _ in range(RESOLVE_TRIES):
+        survey = survey_key(store, key)
+        try:
+            return open_survey(store, survey, version)
+        except Changed:
+            store.metrics.count("read_resolved_again_total")
+            seen = None
+        except (ObjectNotFound, TooManyErasures):
+            if seen == set(survey.files):
+                raise
+            seen = set(survey.files)
+    raise IntegrityError(f"object {key!r} was replaced {RESOLVE_TRIES} times while it was opened")
+
+
+__all__ = ["open_object", "open_survey"]
