@@ -32,25 +32,36 @@ class SystemClock:
         time.sleep(max(0.0, seconds))
 
 
-FAR_MS = 366 * 86400 * 1000  # no honest clock is a year ahead
+FAR_MS = 366 * 86400 * 1000
 
 
 class HybridCounter:
-    """The counter of versions: max(milliseconds since 1970, highest seen + 1) (PROTOCOL 1)."""
+    """The counter of versions: max(milliseconds since 1970, highest seen + 1) (PROTOCOL 1).
+
+    `covered`: counters up to it are below the pool's mark, as this process knows.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._highest = 0
-        self._lock = threading.Lock()  # guards _highest
+        self.highest = self.covered = 0
+        self._lock = threading.Lock()  # guards highest and covered
 
-    def next(self, seen: int = 0) -> int:
-        """A counter above every one seen here and above `seen`."""
+    def next(self, seen: int = 0, *, trusted: bool = False) -> int:
+        """A counter above every one given out here and above `seen`.
+
+        One that is a year ahead, as of a damaged file name, does not drag other keys along, unless
+        it is `trusted`: then this clock is behind.
+        """
         with self._lock:
-            now = self._clock.wall_ms()
-            self._highest = max(now, self._highest + 1)
-            if seen < now + FAR_MS:
-                self._highest = max(self._highest, seen + 1)
-            return max(self._highest, seen + 1)  # a far one does not drag other keys along
+            self.highest = max(self._clock.wall_ms(), self.highest + 1)
+            if trusted or seen < self.highest + FAR_MS:
+                self.highest = max(self.highest, seen + 1)
+            return max(self.highest, seen + 1)
+
+    def cover(self, counter: int) -> None:
+        """The pool's mark is there."""
+        with self._lock:
+            self.covered = max(self.covered, counter)
 
 
 __all__ = ["Clock", "HybridCounter", "SystemClock"]

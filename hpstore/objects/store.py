@@ -16,12 +16,14 @@ from hpstore.clock import Clock, HybridCounter
 from hpstore.codec import ErasureCode
 from hpstore.config import Settings
 from hpstore.devices.base import READABLE, Device, Stamp
+from hpstore.devices.horizons import MARK
 from hpstore.errors import (
     BudgetExceeded,
     DeviceError,
     DeviceMissing,
     DeviceReadOnly,
     IntegrityError,
+    TooFewDevices,
 )
 from hpstore.keys import MAX_COUNTER, Version
 from hpstore.metrics import Metrics
@@ -34,6 +36,9 @@ from hpstore.units import format_bytes
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
+MARK_STEP_MS = 2000  # a process that puts raises the mark so often: no put pays a sync of its own
+AHEAD_STEP_MS = 64  # while counters are ahead of the clock, so that it catches up
+MARK_TRIES = 6  # others raise it, too
 
 
 def _no_lock(_: str) -> AbstractContextManager[None]:
@@ -147,15 +152,56 @@ class Store:
         return found if not manual else (*manual, *(d for d in found if d not in manual))
 
     def new_version(self, seen: Iterable[Version] = (), *, above: int = 0) -> Version:
-        """A version above all that were seen, and above a counter (PROTOCOL 1)."""
+        """A version above all that were seen, and above a counter (PROTOCOL 1).
+
+        Raises TooFewDevices when it cannot be made sure that later versions are above it.
+        """
         highest = max((v.counter for v in seen), default=0)
         highest = max(highest, above)
         counter = self.counter.next(highest)
+        if self.counter.covered < counter <= self.counter.highest:
+            counter = self._under_the_mark(counter)
         if counter >= MAX_COUNTER:
             raise IntegrityError(
                 f"a version with counter {highest} leaves no room above it: a damaged file name?"
             )
         return Version(counter, secrets.randbits(64), 0)
+
+    def _under_the_mark(self, counter: int) -> int:
+        """Raise the pool's mark above a counter before any file carries it; which counter to take.
+
+        Durable on m + 1 devices, for the next two seconds of puts of this process. Where another
+        mark is farther ahead than such a step, its writer's clock was ahead of this one: a version
+        that nobody has acknowledged may be hidden on a device that is away, with a counter up to
+        that mark, so this one goes above it.
+        """
+        for _ in range(MARK_TRIES):
+            ahead = counter > self.clock.wall_ms() + MARK_STEP_MS
+            limit = counter + (AHEAD_STEP_MS if ahead else MARK_STEP_MS)
+            marks = self._raise_mark(limit)
+            if max(marks) <= max(limit, self.clock.wall_ms() + MARK_STEP_MS):
+                self.counter.cover(limit)
+                break
+            counter = self.counter.next(max(marks), trusted=True)
+            if self.metrics.count("counter_ahead_total") == 1:
+                _log.warning(
+                    "versions of this pool are %.0f s ahead of this machine's clock: it is behind, "
+                    "or another one was ahead. New ones go above them; deletes are swept as much "
+                    "later.", (counter - self.clock.wall_ms()) / 1000,
+                )  # fmt: skip
+        return counter
+
+    def _raise_mark(self, limit: int) -> list[int]:
+        answers = self.each(self.view.devices, lambda _, d: d.raise_counter(MARK, limit))
+        marks = [answer for answer in answers.values() if not isinstance(answer, Exception)]
+        if len(marks) <= self.view.record.parity:
+            reasons = [str(answer) for answer in answers.values() if isinstance(answer, Exception)]
+            raise TooFewDevices(
+                f"{len(marks)} devices can note how far versions are counted; "
+                f"{self.view.record.parity + 1} are needed: {'; '.join(reasons)}. Nothing was "
+                "changed; reading goes on. Bring devices back."
+            )
+        return marks
 
     def generation_on(self, device_id: str, device: Device) -> int:
         """The membership generation that a device itself records.
