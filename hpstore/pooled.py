@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
@@ -20,6 +21,7 @@ from hpstore.objects.scatter import Scatter, Scattered
 from hpstore.objects.store import Store
 
 READ_TRIES = 8
+RETAKE_SECONDS = 30.0  # between looks of a reader that has lost columns
 T = TypeVar("T")
 Readers = dict[str, "PooledReader | Exception"]  # by key; why there is none
 Int64s = npt.NDArray[np.int64]
@@ -36,12 +38,14 @@ class PooledReader(Closing):
     """Range reads of one object without looking it up each time.
 
     When the object is replaced underneath, the newest version is opened and read on; when it was
-    deleted, reads raise ObjectNotFound.
+    deleted, reads raise ObjectNotFound. A reader that has lost columns looks again before a read
+    fails for them, and every `RETAKE_SECONDS`: the pool may have healed them since.
     """
 
     def __init__(self, store: Store, key: str, reader: ObjectReader | None = None) -> None:
         self._store, self._key = store, key
         self._reader = open_object(store, key) if reader is None else reader
+        self._looked_at = store.clock.monotonic()
         self._closed = False
 
     def share(self) -> PooledReader:
@@ -111,13 +115,35 @@ class PooledReader(Closing):
         """Run `read`; again on the newest version when the object changes underneath."""
         if self._closed:
             raise AlreadyClosed(f"the reader of {self._key!r} is closed")
+        self._take_back()
+        looked = False
         for _ in range(READ_TRIES):
             try:
                 return read()
             except Changed:
-                self._reader.close()
-                self._reader = open_object(self._store, self._key)
+                pass
+            except TooManyErasures:
+                if looked:
+                    raise
+                looked = True  # the pool may have healed what this reader lost
+                self._store.metrics.count("read_looked_again_total")
+            self._look_again()
         raise TooManyErasures(f"object {self._key!r} changed {READ_TRIES} times while it was read")
+
+    def _take_back(self) -> None:
+        """Open the object again when columns are lost and the last look is some time ago."""
+        if not self._reader.impaired:
+            return
+        if self._store.clock.monotonic() - self._looked_at < RETAKE_SECONDS:
+            return
+        self._looked_at = self._store.clock.monotonic()
+        with contextlib.suppress(TooManyErasures):  # what is open may still serve
+            self._look_again()
+
+    def _look_again(self) -> None:
+        fresh = open_object(self._store, self._key)
+        self._reader.close()
+        self._reader, self._looked_at = fresh, self._store.clock.monotonic()
 
     def close(self) -> None:
         """Release the files. Idempotent."""

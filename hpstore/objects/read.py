@@ -17,8 +17,8 @@ from hpstore.objects.erasures import Erasures, rows_of, split_window
 from hpstore.objects.flights import Flight, RebuiltRun, close_opened, read_held
 from hpstore.objects.hedging import overtake, probe_avoided
 from hpstore.objects.routing import well_placed
-from hpstore.objects.store import Store, View
-from hpstore.objects.survey import Found, Layout
+from hpstore.objects.store import Store
+from hpstore.objects.survey import Found, Layout, staying_first
 from hpstore.objects.windows import (
     WindowPlan,
     plan_rebuild,
@@ -27,7 +27,6 @@ from hpstore.objects.windows import (
     windows,
 )
 from hpstore.patience import wait_awake
-from hpstore.records import DeviceState
 from hpstore.scheduler import at_once, outcome
 
 _log = logging.getLogger(__name__)
@@ -61,6 +60,12 @@ class ObjectReader:
         if self._header is None:
             raise TooManyErasures(f"object {self.key!r}: no readable header", key=self.key)
         return self._header
+
+    @property
+    def impaired(self) -> bool:
+        """Whether columns are lost, damaged, or were not found when the object was opened."""
+        found = len(self.layout.columns) == self.layout.width
+        return bool(self.damaged or self.erasures) or not found
 
     def share(self) -> ObjectReader:
         """Another reader of the same open columns, for another thread. Call by this one's."""
@@ -202,6 +207,7 @@ class ObjectReader:
 
     def _note_blocks(self, column: int, device: str, error: BlocksDamaged) -> None:
         """Blocks of a column are damaged: its other blocks are read on. Counted once a block."""
+        known = column in self.erasures.columns
         fresh = self.erasures.mark_blocks(column, error.blocks, error)
         if not fresh:
             return
@@ -210,7 +216,8 @@ class ObjectReader:
         self.store.damage(self.key)
         if self.judging:
             self.store.note_damage(device)
-        _log.warning("%s", error)
+        if not known:  # one line a column, not one a block
+            _log.warning("%s", error)
 
     def read_into(self, start: int, out: Bytes) -> None:
         """Fill `out` with verified object bytes from `start`; decodes where columns are lost.
@@ -484,12 +491,4 @@ def _none() -> frozenset[int]:
     return frozenset()
 
 
-def staying_first(view: View, files: list[Found]) -> deque[Found]:
-    """Files of one column; of a column on two devices the one that does not leave comes first."""
-    if len(files) > 1:
-        staying = {m.device_id for m in view.members() if m.state is DeviceState.ONLINE}
-        files = sorted(files, key=lambda file: file.device not in staying)
-    return deque(files)
-
-
-__all__ = ["Changed", "Deliver", "ObjectReader", "staying_first"]
+__all__ = ["Changed", "Deliver", "ObjectReader"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -137,6 +137,14 @@ def spare_losses(view: View, layout: Layout) -> int:
     return len(held) - (1 if layout.kind is not Kind.COLUMN else layout.data)
 
 
+def staying_first(view: View, files: list[Found]) -> deque[Found]:
+    """Files of one column; of a column on two devices the one that does not leave comes first."""
+    if len(files) > 1:
+        staying = {m.device_id for m in view.members() if m.state is DeviceState.ONLINE}
+        files = sorted(files, key=lambda file: file.device not in staying)
+    return deque(files)
+
+
 def require_known(view: View, survey: Survey) -> None:
     """Before a key is taken for absent: could every copy of it be where we cannot look?
 
@@ -240,4 +248,5 @@ def empty_geometry(parity: int) -> Geometry:
 
 __all__ = ["Found", "Layout", "Survey", "Verdict", "empty_geometry", "judge", "list_object",
            "may_be_acknowledged", "newest_by_name", "path_on", "require_known", "spare_losses",
-           "stable_survey", "survey_key", "survey_keys", "too_many", "unknown_devices"]  # fmt: skip
+           "stable_survey", "staying_first", "survey_key", "survey_keys", "too_many",
+           "unknown_devices"]  # fmt: skip
