@@ -6,7 +6,9 @@ Each is a file of one sector in the device's root, written over in place. Pure, 
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
+from functools import lru_cache
 
 from hpstore.errors import HpstoreError, IntegrityError
 from hpstore.records import FORMAT, seal, unseal
@@ -16,7 +18,8 @@ COUNTER_BYTES = 512  # one sector: a power cut leaves the old number or the new 
 
 
 class HorizonPassed(HpstoreError):
-    """A sweep has passed a version while it was written: it must be planned again."""
+    """A sweep, or a clock that is ahead, has passed a version while it was written: it must be
+    planned again, above `horizon`."""
 
     def __init__(self, text: str = "", *, horizon: int = 0) -> None:
         super().__init__(text)
@@ -51,10 +54,17 @@ def decode_counter(data: bytes, *, where: str) -> int:
     """Its value; 0 for an empty file. Raises IntegrityError."""
     if not data:
         return 0
+    with contextlib.suppress(IntegrityError, KeyError, ValueError):  # raised below, with the place
+        return _decoded(data)
     try:
         return int(str(unseal(data, where=where)["counter"]))
     except (KeyError, ValueError) as error:
         raise IntegrityError(f"{where}: counter is malformed: {error}") from error
+
+
+@lru_cache(maxsize=64)
+def _decoded(data: bytes) -> int:
+    return int(str(unseal(data, where="")["counter"]))
 
 
 def risen(data: bytes, value: int) -> int:

@@ -91,6 +91,7 @@ class Store:
         default_factory=lambda: deque(maxlen=8192)
     )
     _stamps: dict[str, tuple[Stamp, int]] = field(default_factory=dict)
+    _marks: dict[str, int] = field(default_factory=dict)  # of devices, as candidates() saw them
     _lock: threading.Lock = field(default_factory=threading.Lock)  # guards _stamps
 
     def pinned(self) -> Store:
@@ -154,13 +155,17 @@ class Store:
     def new_version(self, seen: Iterable[Version] = (), *, above: int = 0) -> Version:
         """A version above all that were seen, and above a counter (PROTOCOL 1).
 
+        To be called after candidates(), which looks at the marks of other processes.
         Raises TooFewDevices when it cannot be made sure that later versions are above it.
         """
         highest = max((v.counter for v in seen), default=0)
         highest = max(highest, above)
         counter = self.counter.next(highest)
-        if self.counter.covered < counter <= self.counter.highest:
-            counter = self._under_the_mark(counter)
+        if counter <= self.counter.highest:  # else its key alone is far ahead, as by a damaged name
+            mark = max(self._marks.values(), default=0)
+            far = mark > max(counter, self.clock.wall_ms()) + MARK_STEP_MS
+            if far or counter > self.counter.covered:
+                counter = self._under_the_mark(counter)
         if counter >= MAX_COUNTER:
             raise IntegrityError(
                 f"a version with counter {highest} leaves no room above it: a damaged file name?"
@@ -190,6 +195,12 @@ class Store:
                     "later.", (counter - self.clock.wall_ms()) / 1000,
                 )  # fmt: skip
         return counter
+
+    def _note_mark(self, device_id: str, device: Device) -> None:
+        try:
+            self._marks[device_id] = device.counter(MARK)
+        except IntegrityError:  # the others have it; it is written again with the next raise
+            self.metrics.count("mark_damaged_total")
 
     def _raise_mark(self, limit: int) -> list[int]:
         answers = self.each(self.view.devices, lambda _, d: d.raise_counter(MARK, limit))
@@ -267,6 +278,7 @@ class Store:
         def takes(device_id: str, device: Device) -> bool:
             if device_id in self.refusing and self.probe(device_id, device) is not None:
                 return False
+            self._note_mark(device_id, device)
             return has_room(device, reserve=reserve)
 
         left_out = set(exclude) | self.view.sitting_out

@@ -243,6 +243,12 @@ def _write_whole(
     horizon = 0
     for _ in range(PUT_TRIES):
         now = store.pinned()
+        try:
+            geometry, devices = plan_columns(
+                now, key, source.size, exclude=exclude, kind=kind, unit_bytes=unit_bytes
+            )
+        except TooFewDevices as error:
+            raise error from last
         if revise is None:
             version = store.new_version(survey.versions(), above=horizon)
         else:
@@ -251,12 +257,6 @@ def _write_whole(
             key=key, version=version, kind=kind, created_ms=store.clock.wall_ms(),
             metadata=metadata,
         )  # fmt: skip
-        try:
-            geometry, devices = plan_columns(
-                now, key, source.size, exclude=exclude, kind=kind, unit_bytes=unit_bytes
-            )
-        except TooFewDevices as error:
-            raise error from last
         try:
             return write_columns(
                 now, content, geometry, devices, source, roll_back=revise is None,

@@ -99,6 +99,35 @@ def test_a_torn_put_by_a_clock_that_was_ahead_loses_against_what_came_later_r03(
         assert value(pool) == expected
 
 
+@pytest.mark.parametrize("then", ["put", "delete"])
+def test_a_process_that_has_its_step_already_sees_the_clock_that_was_ahead(
+    tmp_path: Path, then: str
+) -> None:
+    """The torn put comes while this process has counters left that the mark covers: it looks again
+    before it acknowledges."""
+    clock = FakeClock()
+    harness = Harness(tmp_path, data=4, parity=2, devices=6, clock=clock)
+    pool = harness.open()
+    pool.put("k", b"0")
+    clock.advance(600)
+    seen: dict[str, int] = {}
+
+    def dies(operation: str, url: str) -> BaseException | None:
+        return SimulatedCrash("here") if operation == "publish" else None
+
+    with pytest.raises(SimulatedCrash):
+        counted(harness, seen, dies).put("k", b"torn")
+    newest = max(counters(harness, "k"))
+    away = [url for url, path in harness.columns("k") if int(path.split("@")[1][:16], 16) == newest]
+    clock.advance(-600)
+    harness.lose(away)
+    pool.put("k", b"1") if then == "put" else pool.delete("k")
+    harness.restart()
+    harness.bring_back()
+    with harness.open() as pool:
+        assert value(pool) == (b"1" if then == "put" else None)
+
+
 def test_processes_that_put_side_by_side_do_not_drive_the_counter_ahead(tmp_path: Path) -> None:
     """Each has its own two seconds; with clocks that agree no version is ahead of them."""
     clock = FakeClock()
