@@ -205,6 +205,7 @@ def evict_member(
     before = member.state
     set_state(store, member.device_id, DeviceState.DRAINING, force=force)
     refresh()
+    judged = store.view.record
     if not force:
         try:
             keys = endangered(store, member.device_id, emptied=emptied)
@@ -221,7 +222,7 @@ def evict_member(
             )
     state = DeviceState.HEALED if emptied else DeviceState.EVICTED
     now = store.clock.wall_ms()
-    record = without_member(store.view.record, member.device_id, state, now)
+    record = without_member(judged, member.device_id, state, now)  # refused if it has moved since
     commit_record(store, record, {}, force=force)
     refresh()
 

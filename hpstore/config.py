@@ -6,8 +6,11 @@ to look and how much memory and time to spend.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
+import secrets
+import stat
 import tempfile
 import tomllib
 from collections.abc import Collection, Mapping
@@ -37,6 +40,7 @@ class Settings:
     put_deadline_seconds: float = 600.0  # what is younger may be a put under way
     straggler_seconds: float = 5.0  # grace for the slowest device of a put, or 8 x its peers
     lock_deadline_seconds: float = 30.0  # for membership changes and conditional puts
+    claim_seconds: float = 3.0  # a conditional put that is silent for so long gives way to others
     tombstone_seconds: float = 3600.0  # then they are swept; a put that takes longer starts again
     workers_per_device: int = 2  # 4-12 writers in all saturate what we measured; 8 a device do not
     queue_depth: int = 256  # calls that may wait for one device
@@ -98,6 +102,55 @@ class PoolConfig:
     devices: tuple[str, ...]
     settings: Settings = field(default_factory=Settings)
     agent: Mapping[str, object] = field(default_factory=dict)  # as written; hpstore.agent reads it
+
+
+def private_directory(path: Path) -> Path:
+    """Make a directory of a pool's own in a place that others may write to, or check the one there.
+
+    Raises ConfigError unless it belongs to this user alone, and the one above to this user or root,
+    with the sticky bit where everyone may write: names in a temporary directory are known, and who
+    makes one first could have this process write where they like.
+    """
+    base = path.parent
+    try:
+        base.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        above, own = os.lstat(base), os.lstat(path)
+    except OSError as error:
+        raise ConfigError(f"run directory {path} is not usable: {error.strerror}") from error
+    for place, found, fine in ((path, own, _is_own(own)), (base, above, _is_safe_above(above))):
+        if not fine:
+            raise ConfigError(
+                f"run directory {place} belongs to user {found.st_uid}, mode {found.st_mode:o}: "
+                "another user could write there, so nothing is written or believed there. "
+                "Remove it, or set run_directory in pool.toml to a directory of this user alone."
+            )
+    return path
+
+
+def _is_own(found: os.stat_result) -> bool:
+    return (
+        stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    )
+
+
+def _is_safe_above(found: os.stat_result) -> bool:
+    """One's own or root's, and what is in it is safe from others."""
+    closed = not found.st_mode & 0o002 or bool(found.st_mode & stat.S_ISVTX)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid in (os.geteuid(), 0) and closed
+
+
+def is_believable(path: Path) -> bool:
+    """Whether what lies in a run directory was put there by its user. Another user's may be read
+    where the settings name it, not under the name that this user's own would have."""
+    try:
+        own, above = os.lstat(path), os.lstat(path.parent)
+    except OSError:
+        return False
+    if path.parent.name == f"hpstore-{os.getuid()}":
+        return _is_own(own) and _is_safe_above(above)
+    return stat.S_ISDIR(own.st_mode) and not own.st_mode & 0o022
 
 
 def load_config(path: str | os.PathLike[str]) -> PoolConfig:
@@ -201,13 +254,18 @@ def save_config(config: PoolConfig) -> None:
         raise ConfigError(f"{config.path} cannot be written: {error}") from error
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a text file; its content is synced before it has the name."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
+    """Replace a text file; its content is synced before it has the name, if it must be `durable`.
+
+    The temporary name cannot be known beforehand: no link that lies there is followed.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}")
     try:
-        temporary.write_text(text)
-        with temporary.open() as file:
-            os.fsync(file.fileno())
+        with open(temporary, "x") as file:
+            file.write(text)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)

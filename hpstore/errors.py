@@ -3,6 +3,7 @@
     HpstoreError                     exit 1
       ConfigError (ValueError)       exit 2   a setting, geometry or file of settings is wrong
         AlreadyClosed                exit 6   a pool, data set, reader or loader that was closed
+        RegistersForeign             exit 7   the pool's registers are in another run directory
       InvalidKey (ValueError)        exit 3   a key that cannot name an object
       ObjectNotFound (FileNotFoundError) exit 4
       VersionConflict                exit 5   if_absent / if_version did not hold
@@ -20,6 +21,7 @@
       RedundancyError                exit 30
         TooFewDevices                exit 31  a write or a membership change cannot be made safe
         TooManyErasures              exit 32  more units lost than parity can replace
+        RegistersUnavailable         exit 36  no majority of devices can be locked or written
       MembershipError                exit 33  a membership change is refused
       LockTimeout                    exit 34
       BudgetExceeded                 exit 35
@@ -67,6 +69,12 @@ class AlreadyClosed(ConfigError):
     """What was asked for a pool, data set, reader or loader came after its close()."""
 
     exit_code = 6
+
+
+class RegistersForeign(ConfigError):
+    """This process' run directory is not the one that the pool's registers are in."""
+
+    exit_code = 7
 
 
 class InvalidKey(HpstoreError, ValueError):
@@ -175,6 +183,12 @@ class TooManyErasures(RedundancyError):
     exit_code = 32
 
 
+class RegistersUnavailable(RedundancyError):
+    """Too few devices take part in what excludes other processes. What is stored is untouched."""
+
+    exit_code = 36
+
+
 class MembershipError(HpstoreError):
     """A membership change was refused. The membership is unchanged."""
 
@@ -263,6 +277,8 @@ __all__ = [
     "ObjectNotFound",
     "ReadAbandoned",
     "RedundancyError",
+    "RegistersForeign",
+    "RegistersUnavailable",
     "TooFewDevices",
     "TooManyErasures",
     "VersionConflict",

@@ -8,10 +8,11 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 from hpstore.buffers import Lease
+from hpstore.claims import Claims
 from hpstore.clock import Clock, SystemClock
 from hpstore.closing import Closing
 from hpstore.codec import choose_backend
@@ -23,9 +24,10 @@ from hpstore.errors import (
     HpstoreError,
     LockTimeout,
     MembershipError,
+    RegistersForeign,
+    RegistersUnavailable,
 )
 from hpstore.health.monitor import Monitor
-from hpstore.locks import file_lock, key_lock_name
 from hpstore.membership import (
     belongs,
     check_memory,
@@ -50,8 +52,10 @@ from hpstore.opening import (
     prove,
     same_form,
 )
+from hpstore.pool_registers import PoolRegisters
 from hpstore.rebuild import pay_debts
 from hpstore.records import Member, PoolRecord
+from hpstore.registers import MEMBERSHIP, repair_hold
 from hpstore.runtime import RepairQueue, make_scheduler, make_store, renew_after_fork
 
 _log = logging.getLogger(__name__)
@@ -91,7 +95,15 @@ class PoolHandle(Closing):
         self._store.view = replace(view, devices=self.health.metered(view.devices))
         self._store.refresh = self.refresh
         self._store.damage = self._damage
+        self._store.registers = self.registers = PoolRegisters(
+            self._store, lambda: config.settings.run_path(self._store.view.record.pool_id)
+        )
         self._store.key_lock = self._repair_lock
+        self._claims = Claims(
+            self.registers, self._store.clock, lambda seen: self._store.counter.next(seen),
+            deadline_seconds=config.settings.lock_deadline_seconds,
+            ttl_seconds=config.settings.claim_seconds,
+        )  # fmt: skip
         self._repairs = RepairQueue()
         self._repairer: threading.Thread | None = None
         self._wake = threading.Event()
@@ -280,10 +292,12 @@ class PoolHandle(Closing):
         """At open: bring devices that are behind up to date, sweep orphans, pay debts."""
         store = self._store
         try:
-            with self._lock("change.lock", "open", deadline_seconds=0.5):
+            with self.registers.hold(MEMBERSHIP, "open", deadline_seconds=0.5):
                 roll_forward(store, newest_record(store))
-        except LockTimeout:
-            _log.info("pool %s: a membership change is under way elsewhere", self.config.name)
+        except (LockTimeout, RegistersForeign, RegistersUnavailable) as error:
+            _log.info(
+                "pool %s: devices are not brought up to date now: %s", self.config.name, error
+            )
         store.each(store.view.devices, lambda _, device: device.sweep())
         mend_horizons(store)
         pay_debts(store)
@@ -320,26 +334,18 @@ class PoolHandle(Closing):
 
     @contextmanager
     def _change(self) -> Iterator[None]:
-        """Hold the change lock, with the newest record rolled forward (PROTOCOL 14)."""
-        with self._lock("change.lock", "membership change"):
-            self.refresh()
-            roll_forward(self._store, self._store.view.record)
-            yield
+        """Hold the membership, with the newest record rolled forward (PROTOCOL 14)."""
+        try:
+            with self.registers.hold(MEMBERSHIP, "membership change"):
+                self.refresh()
+                roll_forward(self._store, self._store.view.record)
+                yield
+        except RegistersUnavailable as error:
+            raise MembershipError(str(error)) from error
 
-    def _lock(
-        self, name: str, what: str, deadline_seconds: float | None = None
-    ) -> AbstractContextManager[None]:
-        settings = self.config.settings
-        deadline = settings.lock_deadline_seconds if deadline_seconds is None else deadline_seconds
-        directory = settings.run_path(self._store.view.record.pool_id)
-        return file_lock(directory, name, self._store.clock, deadline, what)
-
-    def _key_lock(self, key: str, *, needed: bool) -> AbstractContextManager[None]:
-        return self._lock(key_lock_name(key), "conditional put") if needed else nullcontext()
-
-    def _repair_lock(self, key: str) -> AbstractContextManager[None]:
-        """One repair of a key at a time on this host."""
-        return self._lock(f"repair-{key_lock_name(key)}", f"repair of {key!r}")
+    def _repair_lock(self, key: str) -> AbstractContextManager[object]:
+        """One repair of a key at a time."""
+        return self.registers.hold(repair_hold(key), f"repair of {key!r}")
 
     def _usable(self) -> None:
         if self._closed:
@@ -354,6 +360,7 @@ class PoolHandle(Closing):
         self._make_locks()
         self._repairs, self._repairer, self._wake = RepairQueue(), None, threading.Event()
         renew_after_fork(self._store)
+        self.registers.after_fork()
         self.health.after_fork()
 
     def scratch(self, nbytes: int, what: str) -> Lease | None:

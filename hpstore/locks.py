@@ -1,23 +1,22 @@
-"""Locks between the processes of one host: files in a local run directory, never on a device.
+"""Locks between processes that share a directory: an operator's orders, pools on stores.
 
-PROTOCOL 15: a lock has a deadline, so nothing that hangs on a device blocks the device's eviction.
-The descriptor is opened for each use, after any fork, so a child never shares its parent's lock.
+What a pool's processes exclude each other by follows its devices: see device_registers.py. The
+descriptor is opened for each use, after any fork, so a child never shares its parent's lock.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from hpstore.clock import Clock
+from hpstore.config import private_directory
 from hpstore.errors import ConfigError, LockTimeout
 
 _POLL_SECONDS = 0.01
-_KEY_LOCKS = 4096
 
 
 @contextmanager
@@ -45,8 +44,8 @@ def _try_lock(directory: Path, name: str) -> int | None:
     who tidy temporary folders do, and another may be made and held."""
     path = directory / name
     try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        private_directory(directory)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise ConfigError(f"lock directory {directory} is not usable: {error.strerror}") from error
     try:
@@ -62,9 +61,4 @@ def _try_lock(directory: Path, name: str) -> int | None:
     return None
 
 
-def key_lock_name(key: str) -> str:
-    """One of a bounded number of lock files: few keys wait for a stranger."""
-    return f"key-{zlib.crc32(key.encode()) % _KEY_LOCKS:04d}.lock"
-
-
-__all__ = ["file_lock", "key_lock_name"]
+__all__ = ["file_lock"]

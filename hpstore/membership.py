@@ -332,7 +332,10 @@ def roll_forward(store: Store, record: PoolRecord) -> int:
 def commit_record(
     store: Store, new: PoolRecord, extra: Mapping[str, Device], *, force: bool
 ) -> None:
-    """Write a successor record to old and new members. The caller holds the change lock.
+    """Write a successor record to old and new members. The caller holds the membership.
+
+    While it is written no other process writes one, and it is refused unless it follows the newest
+    record there is: a caller that was paused and has lost its hold cannot make a second successor.
 
     Raises MembershipError before anything is written when too few devices answer (unless forced),
     or after, when too many failed in between; then the newest record decides at the next use.
@@ -352,12 +355,10 @@ def commit_record(
             f"{len(old.members)} members now and {new.quorum()} of the {len(new.members)} members "
             "then. Nothing was changed. Bring devices back, or force it if they are gone for good."
         )
-    data = new.encode()
-    results = store.scheduler.gather(
-        {d: lambda d=d: devices[d].write_small(POOL_FILE, data) for d in devices},  # type: ignore[misc]
-        store.settings.device_deadline_seconds,
-    )
-    held = {d for d, result in results.items() if not isinstance(result, Exception)}
+    staying = [m.device_id for m in new.members]
+    with store.registers.exchange(dict(extra), staying, force=force):
+        _require_successor(store, new)
+        held = _write_record(store, new, devices)
     if force and held:
         _log.warning("membership generation %d was forced onto %d devices", new.generation,
                      len(held))  # fmt: skip
@@ -366,6 +367,27 @@ def commit_record(
             f"generation {new.generation} reached {len(held)} of {len(devices)} devices, too few "
             "to be certain. The newest record found at the next open decides; run it again."
         )
+
+
+def _require_successor(store: Store, new: PoolRecord) -> None:
+    """Raise MembershipError unless a record follows the newest there is."""
+    newest = newest_record(store)
+    if newest.order != store.view.record.order or new.generation != newest.generation + 1:
+        raise MembershipError(
+            f"generation {new.generation} was made from {new.generation - 1}, and "
+            f"{newest.generation} is there: another process has changed the membership. "
+            "Nothing was changed; look at it, and run this again if it is still wanted."
+        )
+
+
+def _write_record(store: Store, new: PoolRecord, devices: Mapping[str, Device]) -> set[str]:
+    """Write it to all; the devices that have it now."""
+    data = new.encode()
+    results = store.scheduler.gather(
+        {d: lambda d=d: devices[d].write_small(POOL_FILE, data) for d in devices},  # type: ignore[misc]
+        store.settings.device_deadline_seconds,
+    )
+    return {d for d, result in results.items() if not isinstance(result, Exception)}
 
 
 def with_state(record: PoolRecord, device_id: str, state: DeviceState) -> PoolRecord:

@@ -29,6 +29,7 @@ from hpstore.membership import (
 )
 from hpstore.metrics import Metrics
 from hpstore.objects.catalog import live_layout, walk
+from hpstore.objects.conditional import put_if
 from hpstore.objects.info import ObjectInfo, object_info
 from hpstore.objects.read import Changed, ObjectReader
 from hpstore.objects.repair import Action, repair_object
@@ -48,6 +49,7 @@ from hpstore.rebuild import (
     rebuild_all,
 )
 from hpstore.records import DeviceState
+from hpstore.registers import REPAIR
 from hpstore.scrub import scrub_all
 from hpstore.status import PoolStatus, pool_status
 from hpstore.tending import TendedPool
@@ -99,12 +101,14 @@ class Pool(TendedPool):
         the version before it; an unacknowledged put may still become visible as a whole. `data`
         belongs to this call until it returns. `metadata`: JSON, at most 1 KiB. With `if_absent`
         or `if_version` (an ObjectInfo's version) VersionConflict is raised when it does not hold;
-        that is exact between the processes of one host. `rate_bytes_per_second` spreads the work;
+        that is exact between all processes that reach the devices (stores without locks: in one run
+        directory). `rate_bytes_per_second` spreads the work;
         `progress` is called by this thread with the bytes about to be written, again when a device
         fails and they are written anew. `unit_bytes`: stripe unit of this object, the pool's
         unless given.
 
-        Raises TooFewDevices, VersionConflict, InvalidKey, ConfigError (metadata, unit).
+        Raises TooFewDevices, VersionConflict, LockTimeout, RegistersUnavailable, RegistersForeign
+        (with a condition), InvalidKey, ConfigError (metadata, unit).
         """
         self._writable()
         check_key(key)
@@ -119,17 +123,15 @@ class Pool(TendedPool):
             if progress is not None:
                 progress(count)
 
-        with self._key_lock(key, needed=if_absent or if_version is not None):
+        if not if_absent and if_version is None:
             return put_object(
-                self._store,
-                key,
-                source,
-                metadata=metadata or {},
-                if_absent=if_absent,
-                if_version=if_version,
-                throttle=throttle,
+                self._store, key, source, metadata=metadata or {}, throttle=throttle,
                 unit_bytes=unit_bytes,
-            )
+            )  # fmt: skip
+        return put_if(
+            self._store, self._claims, key, source, metadata=metadata or {}, if_absent=if_absent,
+            if_version=if_version, throttle=throttle, unit_bytes=unit_bytes,
+        )  # fmt: skip
 
     def prepare_space(
         self,
@@ -306,10 +308,10 @@ class Pool(TendedPool):
     ) -> RebuildReport:
         """Read and verify every block, mend what is damaged. Goes on where it was stopped.
 
-        One scrub or rebuild at a time on a host (LockTimeout). A `pace` replaces the rate.
+        One scrub or rebuild of a pool at a time (LockTimeout). A `pace` replaces the rate.
         """
         self._writable()
-        with self._lock("repair.lock", "scrub"):
+        with self.registers.hold(REPAIR, "scrub"):
             return scrub_all(
                 self._store, prefix=prefix, progress=progress,
                 rate_bytes_per_second=rate_bytes_per_second, resume=resume, pace=pace,
@@ -332,7 +334,7 @@ class Pool(TendedPool):
         """
         self._writable()
         self.refresh()
-        with self._lock("repair.lock", "rebuild"):
+        with self.registers.hold(REPAIR, "rebuild"):
             unhealed = self._store.view.record.unhealed()
             report = rebuild_all(
                 self._store, progress=progress, rate_bytes_per_second=rate_bytes_per_second,

@@ -320,4 +320,4 @@ def no_answer(device: str, deadline_seconds: float) -> DeviceTimeout:
     )
 
 
-__all__ = ["Scheduler", "at_once", "outcome"]
+__all__ = ["Scheduler", "at_once", "no_answer", "outcome"]

@@ -26,6 +26,7 @@ from hpstore.opening import identify, same_form
 from hpstore.rebalance import SPREAD, RebalanceReport, rebalance_all
 from hpstore.rebuild import Pace, ProgressCallback, RateLimit
 from hpstore.records import DeviceState, Member, PoolRecord
+from hpstore.registers import REPAIR
 
 _log = logging.getLogger(__name__)
 
@@ -138,14 +139,14 @@ class TendedPool(PoolHandle):
         their size, until it is half of that. No object has less than its full stripe meanwhile.
 
         At most one column of each object; stopped or killed, it is resumed by running it again.
-        One rebalance, rebuild or scrub at a time on a host (LockTimeout). A `pace` replaces the
+        One rebalance, rebuild or scrub of a pool at a time (LockTimeout). A `pace` replaces the
         rate.
         """
         self._writable()
         if not 0 < spread <= 1:
             raise ConfigError(f"a spread of {spread} is no share: above 0, at most 1")
         self.refresh()
-        with self._lock("repair.lock", "rebalance"):
+        with self.registers.hold(REPAIR, "rebalance"):
             return rebalance_all(
                 self._store, spread=spread, progress=progress,
                 rate_bytes_per_second=rate_bytes_per_second, pace=pace,

@@ -26,6 +26,7 @@ from hpstore.agent.settings import AgentConfig
 from hpstore.agent.status import AgentStatus, make_status, publish, withdraw
 from hpstore.agent.watch import MonitorWatch, Watch
 from hpstore.closing import Closing
+from hpstore.config import private_directory
 from hpstore.errors import HpstoreError, MembershipError
 from hpstore.health.forecast.forecaster import FailureForecaster
 from hpstore.health.forecast.model import load_model
@@ -34,15 +35,14 @@ from hpstore.health.monitor import history_path
 from hpstore.health.overrides import command
 from hpstore.health.policy import decide
 from hpstore.health.states import Action, ActionKind, Decision, Outcome, PoolFacts
-from hpstore.locks import file_lock
 from hpstore.pool import Pool
 from hpstore.rebalance import RebalanceReport
 from hpstore.rebuild import RebuildReport
 from hpstore.records import DeviceState
+from hpstore.registers import AGENT, Held, NothingToKeep
 
 _log = logging.getLogger(__name__)
-LOCK_FILE = "agent.lock"
-_LOCK_SECONDS = 1.0
+_HOLD_SECONDS = 1.0
 _DAY_MS = 86_400_000
 _READ = 200  # decisions of other processes
 
@@ -53,14 +53,14 @@ _JOBS = {
 
 
 class Agent(Closing):
-    """Looks after one pool on this node; holds the node's lock for it until `close`.
+    """Looks after one pool on this node; holds the pool for that until `close`.
 
     `tick` is one round; `run` goes on until it is told to stop. One thread calls them, and makes
     and closes the agent. With `threads=False` nothing runs beside them: `finish_jobs` works off the
     jobs. For a dry run the pool is open read only: nothing is changed, nothing remembered.
 
-    Raises LockTimeout when another agent looks after the pool here, ConfigError for a memory that
-    is damaged, ForecastError for a model that cannot be used.
+    Raises LockTimeout when another agent looks after the pool, ConfigError for a memory that is
+    damaged or a run directory that others can write, ForecastError for a model that cannot be used.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Agent(Closing):
         self._directory, self.run_directory = pool.state_directory, pool.run_directory
         self._clock, self._closed = pool.clock, False
         with ExitStack() as stack:
-            self._lock_inode = self._take_lock(stack)
+            self._held = self._take_hold(stack)
             self.memory = self._saved = load_memory(self._directory)
             disks = disks or self._make_disks()
             path = history_path(pool.config.settings, pool.record.pool_id)
@@ -142,30 +142,20 @@ class Agent(Closing):
                 each(status)
             stop.wait(self.config.tick_seconds)
 
-    def _take_lock(self, stack: ExitStack) -> int:
-        stack.enter_context(file_lock(
-            self.run_directory, LOCK_FILE, self._clock, _LOCK_SECONDS,
-            f"agent of pool {self.pool.config.name!r}",
-        ))  # fmt: skip
-        return os.stat(self.run_directory / LOCK_FILE).st_ino
-
-    def _keep_lock(self) -> None:
-        """The lock is known by its file, and old files in temporary folders are tidied away.
-
-        Raises LockTimeout while another agent has what this one lost: it does nothing until then.
-        """
-        path = self.run_directory / LOCK_FILE
-        try:
-            if os.stat(path).st_ino == self._lock_inode:
-                os.utime(path)
-                return
-        except FileNotFoundError:
-            pass
-        self._lock_inode = self._take_lock(self._stack)
+    def _take_hold(self, stack: ExitStack) -> Held:
+        """One agent looks after a pool; a dry run changes nothing, and needs not be the one."""
+        if self.dry_run:
+            return NothingToKeep()
+        private_directory(self.run_directory)
+        what = f"agent of pool {self.pool.config.name!r}"
+        return stack.enter_context(
+            self.pool.registers.hold(AGENT, what, deadline_seconds=_HOLD_SECONDS)
+        )
 
     def tick(self) -> AgentStatus:
-        """One round. Raises LockTimeout when another agent has taken over meanwhile."""
-        self._keep_lock()
+        """One round. Raises LockTimeout when another agent has taken over meanwhile, as it may when
+        the devices that this one holds have been replaced one by one while it was stopped."""
+        self._held.keep()
         now, at = self._clock.monotonic(), self._clock.wall_ms() / 1000
         self.eyes.look(now)
         facts = pool_facts(self._sighting(at), self.config.policy)
@@ -396,4 +386,4 @@ class Agent(Closing):
         self._stack.close()
 
 
-__all__ = ["LOCK_FILE", "Agent"]
+__all__ = ["Agent"]

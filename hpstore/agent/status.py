@@ -13,6 +13,7 @@ from hpstore.agent.disks import DiskSight, worst
 from hpstore.agent.facts import told_by_processes
 from hpstore.agent.jobs import Event, JobSight
 from hpstore.condition import Condition
+from hpstore.config import is_believable, private_directory, write_atomically
 from hpstore.health.states import EXPECTED, Decision
 from hpstore.records import Member
 
@@ -157,10 +158,8 @@ def _device(agent: Agent, member: Member, told: Decision | None) -> DeviceView:
 
 def publish(directory: Path, status: AgentStatus) -> None:
     """Leave a status for `hpstore status` and others on this node; not synced, it is soon old."""
-    path = directory / STATUS_FILE
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(status.as_dict(), default=str))
-    temporary.replace(path)
+    path = private_directory(directory) / STATUS_FILE
+    write_atomically(path, json.dumps(status.as_dict(), default=str), durable=False)
 
 
 def withdraw(directory: Path) -> None:
@@ -171,6 +170,8 @@ def withdraw(directory: Path) -> None:
 def read_status(directory: Path, now_ms: int) -> dict[str, object] | None:
     """What an agent of this node has left lately, as JSON; None when no agent runs."""
     try:
+        if not is_believable(directory):
+            return None
         found = json.loads((directory / STATUS_FILE).read_text())
     except (OSError, ValueError):
         return None

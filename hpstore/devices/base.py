@@ -7,7 +7,8 @@ there is FileNotFoundError; a directory that is not there lists as empty.
 
 Directories of a device root: `objects/` (columns), `tmp/` (being written), `recycle/` (files to
 overwrite), `debts/`, `quarantine/`. Files begin in `tmp/` under an exclusive lock and reach their
-name by `publish`; nothing is durable before `sync` (bytes) and `sync_directory` (name).
+name by `publish`; nothing is durable before `sync` (bytes) and `sync_directory` (name). Beside them
+lies `registers`, a few MiB that are written in place under locks (`hold`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ TMP, RECYCLE, DEBTS, QUARANTINE = "tmp", "recycle", "debts", "quarantine"
 DIRECTORIES = (OBJECTS, TMP, RECYCLE, DEBTS, QUARANTINE)
 ORPHAN_SECONDS = 60.0  # an unlocked file in tmp/ older than this has lost its writer
 RECYCLE_MIN_BYTES = 1 << 20  # below this a fresh file is as cheap
+
+REGISTERS = "registers"  # 4,096 records for claims and 32 others, 512 bytes each
+REGISTERS_BYTES = (4096 + 32) * 512
 
 READABLE = (DeviceFull, DeviceReadOnly)  # writes are refused, what is there can be read
 
@@ -108,6 +112,25 @@ class WriteHandle(Protocol):
 
     def abort(self) -> None:
         """Close and remove the file unless it was published. Idempotent; never raises."""
+
+
+class Hold(Protocol):
+    """A range of a device's registers that `hold` was asked for. One thread at a time."""
+
+    content: bytes  # of the range, when it was taken
+
+    @property
+    def taken(self) -> bool:
+        """Whether it is locked; else another one has it, and only `content` is of use."""
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Replace bytes in place, `offset` from the beginning of the range. Durable on return."""
+
+    def release(self) -> None:
+        """Let others have it. Idempotent."""
+
+    def forget(self) -> None:
+        """In the child of a fork: drop the copy; the lock stays the parent's."""
 
 
 class Device(Protocol):
@@ -187,6 +210,14 @@ class Device(Protocol):
     def usage(self) -> Usage:
         """Space."""
 
+    def hold(self, offset: int, nbytes: int) -> Hold:
+        """Try to lock a range of the registers against every other hold, and read it.
+
+        Never waits for another one: see `taken`. Excludes all processes that reach this device, and
+        threads, until `release` or the end of the process. Beyond REGISTERS_BYTES there is nothing
+        to read or write, only to lock. Raises DeviceError where locks do not work.
+        """
+
     def probe(self, *, write: bool) -> None:
         """Raise DeviceError unless the device really answers: write, sync, read back."""
 
@@ -234,9 +265,12 @@ __all__ = [
     "READABLE",
     "RECYCLE",
     "RECYCLE_MIN_BYTES",
+    "REGISTERS",
+    "REGISTERS_BYTES",
     "TMP",
     "Device",
     "Entry",
+    "Hold",
     "ReadHandle",
     "Stamp",
     "Usage",

@@ -30,6 +30,7 @@ from hpstore.devices.base import (
     recycled_path,
 )
 from hpstore.devices.direct import statx_alignment
+from hpstore.devices.holds import LocalHold, hold_range
 from hpstore.devices.local_counters import LocalCounters
 from hpstore.devices.local_io import (
     LocalReader,
@@ -429,6 +430,10 @@ class LocalDevice(LocalCounters):
             free = found.f_bavail * found.f_frsize + kept
             return Usage(total=found.f_blocks * found.f_frsize, free=free, kept=kept,
                          read_only=bool(found.f_flag & os.ST_RDONLY))  # fmt: skip
+
+    def hold(self, offset: int, nbytes: int) -> LocalHold:
+        with self._guard("lock of the registers", absent_is_gone=True) as root:
+            return hold_range(root, self.url, offset, nbytes, self._file_mode)
 
     def probe(self, *, write: bool) -> None:
         self.check_mounted()

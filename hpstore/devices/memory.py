@@ -52,8 +52,10 @@ class MemoryDevice:
         self.capacity_bytes, self._recycle_bytes = capacity_bytes, recycle_bytes
         self.files: dict[str, _File] = {}
         self._durable_names: dict[str, _File] = {}
-        self._lock = threading.RLock()  # guards both maps and every _File's fields
+        self._lock = threading.RLock()  # guards both maps, the holds and every _File's fields
         self._numbers = itertools.count(1)
+        self.registers = bytearray()  # durable as they are written
+        self._holds: list[MemoryHold] = []
         self.missing = False  # set by tests: the device does not answer
         self.read_only = False  # set by tests: it refuses writes, without saying so in usage()
 
@@ -204,9 +206,20 @@ class MemoryDevice:
                 del self.files[name]
             return len(dead)
 
+    def hold(self, offset: int, nbytes: int) -> MemoryHold:
+        self._check_writable()
+        with self._lock:
+            content = bytes(self.registers[offset : offset + nbytes]).ljust(nbytes, b"\0")
+            made = MemoryHold(self, offset, nbytes, content)
+            made.taken = not any(other.overlaps(made) for other in self._holds)
+            if made.taken:
+                self._holds.append(made)
+            return made
+
     def crash(self) -> None:
         """What a power cut leaves: synced bytes under synced names; the rest zeros or gone."""
         with self._lock:
+            self._let_go()
             self.files = dict(self._durable_names)
             for file in set(self.files.values()):
                 file.bytes = bytearray(file.durable or bytes(len(file.bytes)))
@@ -215,8 +228,14 @@ class MemoryDevice:
     def restart(self) -> None:
         """What the death of all processes leaves: everything written, nobody holding a lock."""
         with self._lock:
+            self._let_go()
             for file in self.files.values():
                 file.readers, file.locked = 0, False
+
+    def _let_go(self) -> None:
+        for hold in self._holds:
+            hold.taken = False
+        self._holds.clear()
 
     def usage(self) -> Usage:
         with self._lock:
@@ -234,6 +253,36 @@ class MemoryDevice:
 
     def __reduce__(self) -> tuple[object, ...]:
         raise TypeError("a memory device lives in one process; it cannot be pickled")
+
+
+class MemoryHold:
+    """A range of the registers."""
+
+    def __init__(self, device: MemoryDevice, offset: int, nbytes: int, content: bytes) -> None:
+        self._device, self._offset, self._end = device, offset, offset + nbytes
+        self.content, self.taken = content, False
+
+    def overlaps(self, other: MemoryHold) -> bool:
+        """Whether both want a byte."""
+        return self._offset < other._end and other._offset < self._end
+
+    def write(self, offset: int, data: bytes) -> None:
+        self._device._check_writable()
+        with self._device._lock:
+            if not self.taken:
+                raise DeviceError(f"the hold of registers on {self._device.url} is over")
+            registers, start = self._device.registers, self._offset + offset
+            registers.extend(bytes(max(0, start + len(data) - len(registers))))
+            registers[start : start + len(data)] = data
+
+    def release(self) -> None:
+        with self._device._lock:
+            if self.taken:
+                self.taken = False
+                self._device._holds.remove(self)
+
+    def forget(self) -> None:
+        """Nothing: another process has other memory."""
 
 
 class MemoryWriter:

@@ -13,7 +13,7 @@ import fsspec
 import numpy as np
 
 from hpstore.codec.galois import Bytes
-from hpstore.devices.base import QUARANTINE, Entry, Stamp, Usage, raise_device_error
+from hpstore.devices.base import QUARANTINE, Entry, Hold, Stamp, Usage, raise_device_error
 from hpstore.devices.horizons import (
     COUNTER_BYTES,
     HORIZON,
@@ -203,6 +203,9 @@ class RemoteDevice:
 
     def usage(self) -> Usage:
         return Usage(total=1 << 50, free=1 << 50)
+
+    def hold(self, offset: int, nbytes: int) -> Hold:
+        raise DeviceError(f"device {self.url} is a store: it has no locks", device=self.url)
 
     def probe(self, *, write: bool) -> None:
         if not write:

@@ -15,6 +15,7 @@ from hpstore.codec.galois import Bytes
 from hpstore.devices.base import (
     Device,
     Entry,
+    Hold,
     ReadHandle,
     Stamp,
     Usage,
@@ -31,7 +32,7 @@ class DeviceWrapper:
 
     `around(operation, nbytes, call)` runs `call` once; operation is one of create, open, read,
     write, sync, publish, list, stamp, delete, retire, quarantine, sync_directory, read_small,
-    write_small, sweep, probe, counter, raise_counter.
+    write_small, sweep, lock, register, probe, counter, raise_counter.
     """
 
     def __init__(self, inner: Device) -> None:
@@ -103,6 +104,10 @@ class DeviceWrapper:
     def usage(self) -> Usage:
         return self.inner.usage()
 
+    def hold(self, offset: int, nbytes: int) -> Hold:
+        hold = self.around("lock", 0, lambda: self.inner.hold(offset, nbytes))
+        return WrappedHold(self, hold)
+
     def probe(self, *, write: bool) -> None:
         self.around("probe", 0, lambda: self.inner.probe(write=write))
 
@@ -132,6 +137,27 @@ class WrappedWriter:
 
     def abort(self) -> None:
         self._inner.abort()
+
+
+class WrappedHold:
+    """A range of registers held through a wrapper."""
+
+    def __init__(self, device: DeviceWrapper, inner: Hold) -> None:
+        self._device, self._inner = device, inner
+        self.content = inner.content
+
+    @property
+    def taken(self) -> bool:
+        return self._inner.taken
+
+    def write(self, offset: int, data: bytes) -> None:
+        self._device.around("register", len(data), lambda: self._inner.write(offset, data))
+
+    def release(self) -> None:
+        self._inner.release()
+
+    def forget(self) -> None:
+        self._inner.forget()
 
 
 class WrappedReader:

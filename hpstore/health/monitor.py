@@ -19,8 +19,9 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
-from hpstore.config import Settings
+from hpstore.config import Settings, private_directory
 from hpstore.devices.base import Device
+from hpstore.errors import ConfigError
 from hpstore.health.gathering import Gathering
 from hpstore.health.history import History
 from hpstore.health.media import traits_of
@@ -321,8 +322,8 @@ class Monitor:
                              decision.reason)  # fmt: skip
         path = history_path(store.settings, store.view.record.pool_id)
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
+            private_directory(path.parent)
+        except ConfigError as error:
             store.metrics.count("health_history_error_total")
             _log.warning("health history %s cannot be made: %s", path, error)
             return

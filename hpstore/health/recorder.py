@@ -38,7 +38,7 @@ class Outcome(IntEnum):
 
 OPERATIONS = {
     "read": Operation.READ, "write": Operation.WRITE,
-    "sync": Operation.SYNC, "sync_directory": Operation.SYNC,
+    "sync": Operation.SYNC, "sync_directory": Operation.SYNC, "register": Operation.SYNC,
 }  # fmt: skip
 """By the names that device wrappers give; every other one is META."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from hpstore.buffers import BufferPool, Lease
-from hpstore.clock import Clock, HybridCounter
+from hpstore.clock import Clock, HybridCounter, SystemClock
 from hpstore.codec import ErasureCode
 from hpstore.config import Settings
 from hpstore.devices.base import READABLE, Device, Stamp
@@ -31,6 +31,7 @@ from hpstore.objects.routing import Routing
 from hpstore.opening import has_room
 from hpstore.placement import Candidate
 from hpstore.records import MAX_RECORD_BYTES, POOL_FILE, DeviceState, Member, PoolRecord
+from hpstore.registers import LocalRegisters, Registers
 from hpstore.scheduler import Scheduler
 from hpstore.units import format_bytes
 
@@ -41,7 +42,7 @@ AHEAD_STEP_MS = 64  # while counters are ahead of the clock, so that it catches 
 MARK_TRIES = 6  # others raise it, too
 
 
-def _no_lock(_: str) -> AbstractContextManager[None]:
+def _no_lock(_: str) -> AbstractContextManager[object]:
     return nullcontext()
 
 
@@ -84,7 +85,8 @@ class Store:
     routing: Routing = field(default_factory=Routing)
     refresh: Callable[[], None] = field(default=lambda: None)  # reads the membership anew
     damage: Callable[[str], None] = field(default=lambda key: None)  # a key that needs repair
-    key_lock: Callable[[str], AbstractContextManager[None]] = field(default=_no_lock)
+    registers: Registers = field(default_factory=lambda: LocalRegisters(SystemClock()))
+    key_lock: Callable[[str], AbstractContextManager[object]] = field(default=_no_lock)
     relay_lock: threading.Lock = field(default_factory=threading.Lock)  # one re-layout at a time
     refusing: dict[str, str] = field(default_factory=dict)  # device -> why it cannot be written
     deleted: deque[tuple[int, str]] = field(  # (counter, key), by this process, not swept yet
@@ -152,20 +154,29 @@ class Store:
         manual = self.view.sitting_out
         return found if not manual else (*manual, *(d for d in found if d not in manual))
 
-    def new_version(self, seen: Iterable[Version] = (), *, above: int = 0) -> Version:
+    def new_version(
+        self, seen: Iterable[Version] = (), *, above: int = 0,
+        next_counter: Callable[[int], int] | None = None,
+    ) -> Version:  # fmt: skip
         """A version above all that were seen, and above a counter (PROTOCOL 1).
 
-        To be called after candidates(), which looks at the marks of other processes.
-        Raises TooFewDevices when it cannot be made sure that later versions are above it.
+        `next_counter`: of the claim whose counters it takes. To be called after candidates(), which
+        looks at the marks of other processes. Raises TooFewDevices when it cannot be made sure that
+        later versions are above it.
         """
         highest = max((v.counter for v in seen), default=0)
         highest = max(highest, above)
-        counter = self.counter.next(highest)
-        if counter <= self.counter.highest:  # else its key alone is far ahead, as by a damaged name
+        counter = (next_counter or self.counter.next)(highest)
+        while counter <= self.counter.highest:  # else its key alone is far ahead, by a damaged name
             mark = max(self._marks.values(), default=0)
             far = mark > max(counter, self.clock.wall_ms()) + MARK_STEP_MS
-            if far or counter > self.counter.covered:
-                counter = self._under_the_mark(counter)
+            if not far and counter <= self.counter.covered:
+                break
+            sure = self._under_the_mark(counter)
+            if next_counter is None or sure == counter:
+                counter = sure
+                break
+            counter = next_counter(sure - 1)
         if counter >= MAX_COUNTER:
             raise IntegrityError(
                 f"a version with counter {highest} leaves no room above it: a damaged file name?"

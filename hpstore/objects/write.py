@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from hpstore.devices.horizons import HorizonPassed
@@ -196,6 +196,7 @@ def write_new_version(
     unit_bytes: int | None = None,
     revise: Version | None = None,
     horizons: Mapping[str, int] | None = None,
+    next_counter: Callable[[int], int] | None = None,
 ) -> ColumnSet:
     """Plan and write a version above all of the survey, again when devices fail or leave.
 
@@ -209,6 +210,7 @@ def write_new_version(
         columns = _write_whole(
             store, key, source, metadata=metadata, kind=kind, survey=survey, throttle=throttle,
             unit_bytes=unit_bytes, revise=revise, horizons=horizons, left=left,
+            next_counter=next_counter,
         )  # fmt: skip
         try:
             settle_or_owe(store, columns)
@@ -236,6 +238,7 @@ def _write_whole(
     store: Store, key: str, source: Source, *, metadata: Metadata, kind: Kind, survey: Survey,
     throttle: Throttle | None, unit_bytes: int | None, revise: Version | None,
     horizons: Mapping[str, int] | None, left: list[Found],
+    next_counter: Callable[[int], int] | None,
 ) -> ColumnSet:  # fmt: skip
     """Try plans until one is written to its floor; of others that may be visible, `left` grows."""
     exclude: set[str] = set()
@@ -250,7 +253,7 @@ def _write_whole(
         except TooFewDevices as error:
             raise error from last
         if revise is None:
-            version = store.new_version(survey.versions(), above=horizon)
+            version = store.new_version(survey.versions(), above=horizon, next_counter=next_counter)
         else:
             version = revise = revise.revised()
         content = Content(
@@ -323,20 +326,26 @@ def put_object(
     if_version: str | None = None,
     throttle: Throttle | None = None,
     unit_bytes: int | None = None,
+    next_counter: Callable[[int], int] | None = None,
+    acknowledge: Callable[[Version], None] | None = None,
 ) -> ObjectInfo:
     """Store an object. Durable on return on k' + m devices, or with the debt recorded.
 
-    The caller holds the key's lock when a condition is given. `throttle` is called with the bytes
+    With a condition, the caller has a claim of the key: `next_counter` gives the counter of a
+    version above one that was seen, `acknowledge` has the last word when all is durable, before
+    anything is removed. `throttle` is called with the bytes
     of each batch before it is written. `unit_bytes`: of this object, the pool's unless given.
     """
     survey = stable_survey(store, key, absent=if_absent or if_version is not None)
     check_conditions(store, survey, if_absent=if_absent, if_version=if_version)
     columns = write_new_version(
         store, key, source, metadata=metadata, kind=Kind.COLUMN, survey=survey, throttle=throttle,
-        unit_bytes=unit_bytes,
+        unit_bytes=unit_bytes, next_counter=next_counter,
     )  # fmt: skip
     published = columns.published()
     header = published[0].header
+    if acknowledge is not None:
+        acknowledge(header.version)
     if len(published) == header.geometry.width:
         older = [f for f in survey.files if f.name.version < header.version]
         remove_files(store, key, [*older, *columns.superseded])

@@ -65,6 +65,8 @@ class Harness:
         self.urls = [f"memory://d{i}" for i in range(devices)]
         self.devices = {url: self._fresh(url) for url in self.urls}
         base = settings or Settings(memory_bytes=64 * MIB)
+        if clock is None:  # what is left by a crash is waited for in real time
+            base = replace(base, claim_seconds=0.05)
         run = str(directory / "run")
         self.config = PoolConfig(
             path=directory / "pool.toml",

@@ -145,6 +145,8 @@ class TestMeteredLocal(LocalRaw):
 class RemoteRaw(DeviceContract):
     """Raw access by a filesystem object of our own."""
 
+    holds_registers = False
+
     holds_readers = False
     prunes_directories = False
 

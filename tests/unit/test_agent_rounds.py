@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +10,12 @@ import pytest
 
 from hpstore.agent import Agent, AgentConfig
 from hpstore.agent.jobs import Job, JobKind
-from hpstore.agent.loop import LOCK_FILE
 from hpstore.agent.memory import MEMORY_FILE, load_memory
 from hpstore.agent.status import AgentStatus, read_status
 from hpstore.errors import ConfigError, LockTimeout, TooManyErasures
 from hpstore.health import HealthState
-from hpstore.locks import file_lock
 from hpstore.records import DeviceState
+from hpstore.registers import REPAIR
 from tests.unit.tended import Tended
 
 S = HealthState
@@ -213,7 +211,7 @@ def test_a_damaged_memory_is_refused(tended: Tended) -> None:
 
 
 def test_one_agent_looks_after_a_pool_rule_15(tended: Tended) -> None:
-    """PROTOCOL 15: the lock is a file of this node, free again when the agent ends."""
+    """PROTOCOL 15: it holds most of the devices, which are free again when it ends."""
     first = tended.agent
     with pytest.raises(LockTimeout, match="agent of pool"):
         tended.start()
@@ -221,25 +219,26 @@ def test_one_agent_looks_after_a_pool_rule_15(tended: Tended) -> None:
     tended.start()
 
 
-def test_an_agent_whose_lock_file_was_tidied_away_takes_it_again_or_rests_rule_15(
+def test_an_agent_that_has_lost_its_devices_takes_them_again_or_rests_rule_15(
     tended: Tended,
 ) -> None:
-    """Folders for temporary files are swept of what is old; two agents would both act."""
-    path = tended.agent.run_directory / LOCK_FILE
-    old = 1e9
-    os.utime(path, (old, old))
+    """Disks are replaced while it is stopped; two agents would both act."""
+
+    def all_replaced() -> None:
+        for device in tended.harness.devices.values():
+            device.restart()
+
     tended.rounds(5)
-    assert path.stat().st_mtime > old
-    path.unlink()
-    tended.rounds(5)
-    with pytest.raises(LockTimeout, match="agent of pool"):
+    with pytest.raises(LockTimeout, match=r"agent of pool.*process \d+ on"):
         Agent(tended.pool, tended.config, threads=False)
-    path.unlink()
+    all_replaced()
     second = Agent(tended.pool, tended.config, threads=False)
     with pytest.raises(LockTimeout, match="agent of pool"):
         tended.agent.tick()
     second.close()
     tended.rounds(5)
+    with pytest.raises(LockTimeout, match="agent of pool"):
+        Agent(tended.pool, tended.config, threads=False)
 
 
 def test_a_scrub_begins_when_it_is_time_and_its_end_is_remembered(tmp_path: Path) -> None:
@@ -278,7 +277,7 @@ def test_a_scrub_that_cannot_run_is_tried_again_later(tmp_path: Path) -> None:
     """While an operator rebuilds: told once in five minutes, not at each round."""
     config = AgentConfig(smart_hours=0.0, scrub_days=2.0)
     tended = Tended(tmp_path, config=config)
-    with file_lock(tended.agent.run_directory, "repair.lock", tended.clock, 1.0, "a test"):
+    with tended.harness.open() as other, other.registers.hold(REPAIR, "a test"):
         tended.rounds(600, step=30)
         told = [e.text for e in tended.agent.jobs.events() if e.text.startswith("scrub was not")]
         assert 1 <= len(told) <= 3

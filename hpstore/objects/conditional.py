@@ -1,0 +1,119 @@
+"""Puts with a condition, under a claim of the key (PROTOCOL 6)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from hpstore.claims import Claim, ClaimLost, Claims
+from hpstore.errors import (
+    HpstoreError,
+    LockTimeout,
+    RegistersUnavailable,
+    VersionConflict,
+)
+from hpstore.header import Metadata
+from hpstore.keys import Version
+from hpstore.objects.info import ObjectInfo
+from hpstore.objects.source import Source
+from hpstore.objects.store import Store
+from hpstore.objects.stripes import Throttle
+from hpstore.objects.survey import newest_by_name, stable_survey
+from hpstore.objects.write import put_object
+
+_TRIES = 8  # claims of one put that were taken over, in a row
+
+
+def put_if(
+    store: Store,
+    claims: Claims,
+    key: str,
+    source: Source,
+    *,
+    metadata: Metadata,
+    if_absent: bool,
+    if_version: str | None,
+    throttle: Throttle,
+    unit_bytes: int | None = None,
+) -> ObjectInfo:
+    """Store an object while its condition holds. Durable on return, and nothing came in between.
+
+    Raises VersionConflict, LockTimeout, RegistersUnavailable, and what put_object raises. What was
+    written when it raised may still become visible as a whole, unless a later put took its place.
+    """
+    for _ in range(_TRIES):
+        claim = claims.take(key)
+        try:
+            return put_object(
+                store,
+                key,
+                source,
+                metadata=metadata,
+                if_absent=if_absent,
+                if_version=if_version,
+                throttle=partial(_throttle, store, claim, throttle),
+                unit_bytes=unit_bytes,
+                next_counter=claim.next_counter,
+                acknowledge=partial(_acknowledge, store, claims, claim, key),
+            )
+        except ClaimLost:  # before anything could be acknowledged: look again, and write again
+            store.metrics.count("claim_lost_total")
+        finally:
+            _drop(store, claim)
+    raise LockTimeout(
+        f"conditional put of {key!r}: its claim was taken over {_TRIES} times in a row, so this "
+        "process was stopped or too slow each time. Nothing was acknowledged; try again."
+    )
+
+
+def _throttle(store: Store, claim: Claim, throttle: Throttle, nbytes: int) -> None:
+    """Between batches: a long put shows that it lives."""
+    throttle(nbytes)
+    try:
+        claim.keep()
+    except (LockTimeout, RegistersUnavailable):
+        store.metrics.count("claim_not_kept_total")  # the end decides
+
+
+def _acknowledge(store: Store, claims: Claims, claim: Claim, key: str, version: Version) -> None:
+    """Everything is durable: it counts if the claim is still there, or nothing has come since.
+
+    Raises VersionConflict; RegistersUnavailable when that cannot be told.
+    """
+    for _ in range(_TRIES):
+        try:
+            claim.give_back()
+        except ClaimLost:
+            store.metrics.count("claim_lost_total")
+        except (RegistersUnavailable, LockTimeout) as error:
+            raise RegistersUnavailable(
+                f"put of {key!r} may have been stored, and is not acknowledged: {error} Read it "
+                "before you put it again.",
+                key=key,
+            ) from error
+        else:
+            return
+        claim = claims.take(key)
+        try:
+            newest = newest_by_name(store.view, stable_survey(store, key))
+            if newest is None or newest.version.content != version.content:
+                raise VersionConflict(
+                    f"put of {key!r} was overtaken: this process was stopped or slow, another one "
+                    "took its claim over, and a later version is there, which was not changed.",
+                    key=key,
+                )
+        except BaseException:
+            _drop(store, claim)
+            raise
+    raise LockTimeout(f"put of {key!r} may have been stored: its claim is taken over each time")
+
+
+def _drop(store: Store, claim: Claim) -> None:
+    """Give back what is still held, so that others need not wait; they do if that fails."""
+    try:
+        if claim.held:
+            claim.give_back()
+    except HpstoreError:
+        store.metrics.count("claim_not_given_back_total")
+
+
+__all__ = ["put_if"]

@@ -1,0 +1,186 @@
+"""Conditional puts of processes that are stopped at any moment (PROTOCOL 6, r05)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from itertools import count
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from hpstore.errors import HpstoreError, ObjectNotFound, VersionConflict
+from hpstore.objects.info import ObjectInfo
+from hpstore.pool import Pool
+from hpstore.testing.harness import FakeClock, Harness
+from tests.turns import TurnProcess
+
+HOUR_MS = 3_600_000
+BODIES = {"A": b"a" * 150_000, "B": b"b" * 150_000, "C": b"c" * 150_000}
+SMALL = {"A": b"a", "B": b"b", "C": b"c"}
+
+
+def fresh(path: Path) -> Harness:
+    return Harness(path, data=2, parity=1, devices=4, clock=FakeClock())
+
+
+def held_by(harness: Harness) -> bytes | None:
+    with harness.open() as pool:
+        try:
+            return pool.get("k")
+        except ObjectNotFound:
+            return None
+
+
+def stopped_at(
+    path: Path, step: int, ahead_ms: int, bodies: dict[str, bytes], *, replaced: bool
+) -> tuple[object, object, bytes | None, int]:
+    """A is stopped before its operation `step`, B puts as long as it takes, then A goes on."""
+    harness = fresh(path)
+    token = None
+    if replaced:
+        with harness.open() as pool:
+            token = pool.put("k", b"old").version
+    condition = {"if_absent": True} if token is None else {"if_version": token}
+    a, b = TurnProcess(harness, ahead_ms=ahead_ms), TurnProcess(harness)
+    with closing_all(a, b):
+        a.start(lambda pool: pool.put("k", bodies["A"], **condition))  # type: ignore[arg-type]
+        a.run(step)
+        stopped_early = a.running
+        b.start(lambda pool: pool.put("k", bodies["B"], **condition))  # type: ignore[arg-type]
+        b.run()
+        a.run()
+    found = held_by(harness)
+    return a.outcome, b.outcome, found, int(stopped_early)
+
+
+@contextmanager
+def closing_all(*processes: TurnProcess) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.end()
+
+
+@pytest.mark.parametrize("bodies", [SMALL, BODIES], ids=["copies", "columns"])
+@pytest.mark.parametrize("ahead_ms", [0, HOUR_MS, -HOUR_MS], ids=["same", "ahead", "behind"])
+@pytest.mark.parametrize("replaced", [False, True], ids=["if_absent", "if_version"])
+def test_of_two_conditional_puts_one_is_acknowledged_wherever_the_other_was_stopped_rule_6(
+    tmp_path: Path, bodies: dict[str, bytes], ahead_ms: int, *, replaced: bool
+) -> None:
+    """A is stopped before each of its device operations in turn, its clock an hour off or not; B
+    takes its claim over. Never are both acknowledged, and what was is what is read."""
+    taken_over = 0
+    for step in count(1):
+        path = tmp_path / str(step)
+        path.mkdir()
+        a, b, found, stopped = stopped_at(path, step, ahead_ms, bodies, replaced=replaced)
+        won = [name for name, answer in (("A", a), ("B", b)) if isinstance(answer, ObjectInfo)]
+        assert len(won) <= 1, f"both acknowledged, A stopped before operation {step}"
+        for answer in (a, b):
+            assert isinstance(answer, (ObjectInfo, HpstoreError)), answer
+        if won:
+            assert found == bodies[won[0]], f"{won} was acknowledged, A stopped before {step}"
+        taken_over += won == ["B"]
+        if not stopped:
+            assert won == ["A"]
+            break
+    assert taken_over > 5
+
+
+@hypothesis_settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    turns=st.lists(st.tuples(st.sampled_from("ABC"), st.integers(1, 25)), max_size=25),
+    ahead=st.tuples(*(st.sampled_from([0, HOUR_MS, -HOUR_MS]) for _ in range(3))),
+)
+def test_conditional_puts_of_three_processes_in_any_order_follow_one_another_rule_6(
+    tmp_path_factory: pytest.TempPathFactory, turns: list[tuple[str, int]], ahead: tuple[int, ...]
+) -> None:
+    """Each puts twice on the version that it reads. No version has two acknowledged successors."""
+    harness = fresh(tmp_path_factory.mktemp("turns"))
+    with harness.open() as pool:
+        first = pool.put("k", b"first").version
+
+    processes = {n: TurnProcess(harness, ahead_ms=ms) for n, ms in zip("ABC", ahead, strict=True)}
+    acknowledged: list[tuple[str, str]] = []  # version that was there, version that was put
+
+    def job(pool: Pool, name: str) -> None:
+        for _ in range(2):
+            try:
+                seen = pool.stat("k").version
+                made = pool.put("k", BODIES[name], if_version=seen).version
+            except HpstoreError:
+                continue
+            acknowledged.append((seen, made))
+
+    with closing_all(*processes.values()):
+        for name, process in processes.items():
+            process.start(lambda pool, n=name: job(pool, n))  # type: ignore[misc]
+        for name, operations in turns:
+            processes[name].run(operations)
+        for process in processes.values():
+            process.run()
+    before = [seen for seen, _ in acknowledged]
+    assert len(set(before)) == len(before)
+    made = {first, *(new for _, new in acknowledged)}
+    with harness.open() as pool:
+        found = pool.stat("k").version
+    if acknowledged:
+        assert found in made - set(before) or found not in made
+
+
+def test_a_put_that_was_overtaken_says_so_and_leaves_the_winner(tmp_path: Path) -> None:
+    """It may have been visible for a time; the message asks for nothing but to look."""
+    harness = fresh(tmp_path)
+    a, b = TurnProcess(harness), TurnProcess(harness)
+    with closing_all(a, b):
+        a.start(lambda pool: pool.put("k", BODIES["A"], if_absent=True))
+        a.run(12)
+        b.start(lambda pool: pool.put("k", BODIES["B"], if_absent=True))
+        b.run()
+        a.run()
+        assert isinstance(b.outcome, ObjectInfo)
+        assert isinstance(a.outcome, VersionConflict)
+        assert b.clock.elapsed >= 3.0  # it has waited as long as a claim may be silent
+    assert held_by(harness) == BODIES["B"]
+
+
+def test_a_claim_is_taken_at_once_when_its_key_is_free(tmp_path: Path) -> None:
+    """No waiting between conditional puts that do not meet; a refused one gives its claim back."""
+    harness = fresh(tmp_path)
+    a = TurnProcess(harness)
+    with closing(a.pool) as pool:
+        version = pool.put("k", b"1", if_absent=True).version
+        for number in range(5):
+            with pytest.raises(VersionConflict):
+                pool.put("k", b"2", if_absent=True)
+            version = pool.put("k", b"%d" % number, if_version=version).version
+        assert a.clock.elapsed == 0.0
+
+
+def test_a_long_conditional_put_shows_that_it_lives(tmp_path: Path) -> None:
+    """Its claim is renewed between its batches, so another one waits instead of taking it over."""
+    harness = fresh(tmp_path)
+    a, b = TurnProcess(harness), TurnProcess(harness)
+    body = bytes(4_000_000)
+
+    def slowly(pool: Pool) -> object:
+        return pool.put("k", body, if_absent=True, rate_bytes_per_second=400_000)
+
+    with closing_all(a, b):
+        a.start(slowly)
+        b.start(lambda pool: pool.put("k", b"b", if_absent=True))
+        while a.running:
+            a.run(3)
+            b.run(3)
+            b.clock.elapsed = max(b.clock.elapsed, a.clock.elapsed)
+        b.run()
+        assert isinstance(a.outcome, ObjectInfo)
+        assert a.clock.elapsed > 9.0
+        assert isinstance(b.outcome, VersionConflict)
