@@ -16,7 +16,7 @@ from hpstore.device_locks import (
 )
 from hpstore.devices.base import Device, Hold
 from hpstore.objects.store import Store
-from hpstore.register_slots import Entry, decode_entry, encode_entry, range_of
+from hpstore.register_slots import SLOT_BYTES, Entry, decode_entry, encode_entry, range_of
 from hpstore.registers import HOLDS, VALUE_BYTES_MOST
 
 
@@ -100,6 +100,8 @@ class KeptHold:
 
 def _holder(hold: Hold) -> str:
     """Who holds it, by what it has left there."""
+    if len(hold.content) < SLOT_BYTES:
+        return ""  # it is only locked
     try:
         who = json.loads(decode_entry(hold.content).value or b"{}")
         return f"process {who['pid']} on {who['host']} ({who['what']})"
