@@ -1,0 +1,12 @@
+"""A deterministic simulator: several processes with real pool code on devices in memory.
+
+`draw` makes a schedule from a seed, `run` runs it, and `shrink` leaves out what a finding does not
+need. See docs/protocol.md, "The simulator".
+"""
+
+from hpstore.testing.simulation.drawing import draw
+from hpstore.testing.simulation.machinery import installed
+from hpstore.testing.simulation.schedule import Schedule
+from hpstore.testing.simulation.simulator import Outcome, run
+
+__all__ = ["Outcome", "Schedule", "draw", "installed", "run"]

@@ -1,0 +1,441 @@
+"""What processes do in a turn: calls on real pools, whose answers go to the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hpstore.config import PoolConfig, Settings, load_config
+from hpstore.devices.base import Device
+from hpstore.devices.wrappers import SimulatedCrash
+from hpstore.errors import HpstoreError, ObjectNotFound, VersionConflict
+from hpstore.keys import Kind, object_directory, parse_column_name
+from hpstore.objects.info import ObjectInfo, version_token
+from hpstore.pool import Pool
+from hpstore.testing.simulation.machinery import SimulatedDevice
+from hpstore.testing.simulation.oracle import ABSENT, OPEN, KeyHistory, Write
+from hpstore.testing.simulation.schedule import Setup, Turn
+from hpstore.testing.simulation.world import Endless, Process, World
+from hpstore.units import MIB
+
+EXPECTED = (HpstoreError, OSError)  # a pool may raise these for good reasons
+
+
+def content(value: int, size: int) -> bytes:
+    """The bytes of a value."""
+    word = b"%015d\n" % value
+    return (word * (size // len(word) + 1))[:size]
+
+
+def settings_of(setup: Setup, run_directory: str) -> Settings:
+    """Of every process; the defaults in seconds unless the setup differs."""
+    return Settings(
+        memory_bytes=16 * MIB, run_directory=run_directory, recycle_bytes=setup.recycle_bytes,
+        put_deadline_seconds=setup.put_deadline_seconds,
+        tombstone_seconds=setup.tombstone_seconds, health=False,
+    )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Finding:
+    """Something that must not happen."""
+
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
+class Scene:
+    """What all actions of a simulation share."""
+
+    def __init__(self, world: World, config: PoolConfig, directory: Path, parity: int) -> None:
+        self.world, self.config, self.directory = world, config, directory
+        self.config_parity = parity
+        self.histories: dict[str, KeyHistory] = {}
+        self.sizes: dict[int, int] = {}  # of values
+        self.findings: list[Finding] = []
+        self.unended: list[tuple[Process, Write]] = []
+        self.lost: set[str] = set()  # devices whose content is gone, wholly or partly, for good
+        self.flipped: set[str] = set()
+        self.dead: set[str] = set()  # devices that never come back
+        self.wiped: set[str] = set()
+        self.values = 0
+
+    def history(self, key: str) -> KeyHistory:
+        """Of a key."""
+        return self.histories.setdefault(key, KeyHistory(key))
+
+    def find(self, kind: str, text: str) -> None:
+        """Note what must not happen."""
+        self.findings.append(Finding(kind, text))
+        self.world.note(f"FINDING {kind}: {text}")
+
+    def event(self) -> int:
+        """The next moment."""
+        self.world.steps += 1
+        return self.world.steps
+
+    def open(self, process: Process, place: str, *, read_only: bool = False) -> Pool:
+        """A pool of one process."""
+        known = load_config(self.config.path).devices
+        settings = replace(self.config.settings, run_directory=str(self.directory / place))
+        config = replace(self.config, devices=known, settings=settings)
+
+        def opener(url: str) -> Device:
+            return SimulatedDevice(self.world.device(url), process)
+
+        return Pool(
+            config, opener=opener, clock=process.clock, threads=False, read_only=read_only
+        )
+
+    def close_ended(self) -> None:
+        """Writes whose late calls have all ended have ended."""
+        for process, write in list(self.unended):
+            if not sum(process.stuck.values()):
+                write.ended = self.event()
+                self.unended.remove((process, write))
+
+    def away(self) -> set[str]:
+        """Devices that do not answer now."""
+        return {url for url, device in self.world.devices.items() if device.missing}
+
+    def may_lose(self, url: str) -> bool:
+        """Whether what a device holds may be lost for good; it is then counted as lost.
+
+        Within what parity allows: at most m devices since all was whole, and nothing that can be
+        read now becomes unreadable.
+        """
+        lost = self.lost | {url}
+        if len(lost) > self.config_parity:
+            return False
+        columns: dict[tuple[str, object], dict[int, set[str]]] = {}
+        for place, device in self.world.devices.items():
+            for path in device.files:
+                directory, _, name = path.rpartition("/")
+                found = parse_column_name(name)
+                if found is not None and path.startswith("objects/"):
+                    held = columns.setdefault((directory, found.layout), {})
+                    held.setdefault(found.column, set()).add(place)
+        for (_, layout), held in columns.items():
+            needed = layout[2]  # type: ignore[index]  # k of it
+            before = sum(bool(places - self.lost) for places in held.values())
+            if before >= needed > sum(bool(places - lost) for places in held.values()):
+                return False
+        self.lost.add(url)
+        self.world.trouble.add(url)
+        return True
+
+    # --- reads ------------------------------------------------------------------------------
+
+    def judge(self, key: str, data: bytes | None, began: int) -> int:
+        """Hold a read that ended now against the history; returns the value."""
+        self.close_ended()
+        value = ABSENT
+        if data is not None:
+            word = data[:15]
+            value = int(word) if word.isdigit() else -1
+            if data != content(value, self.sizes.get(value, -1)):
+                self.find("wrong bytes", f"{key}: {data[:40]!r}... of {len(data)} bytes")
+                return -1
+        problem = self.history(key).judge(value, began, self.event())
+        if problem is not None:
+            self.find("wrong version", problem)
+        return value
+
+
+def not_durable(scene: Scene, key: str, info: ObjectInfo) -> str:
+    """What is wrong with a put that was acknowledged just now, past the code under test: there must
+    be durable columns for the losses that it is said to tolerate. "" where nothing is."""
+    columns: dict[object, set[tuple[int, str]]] = {}
+    newest = ""
+    for url, device in scene.world.devices.items():
+        for path, file in device._durable_names.items():
+            directory, _, name = path.rpartition("/")
+            found = parse_column_name(name)
+            if found is None or directory != object_directory(key) or file.durable is None:
+                continue
+            token = version_token(*found.version.content)
+            newest = max(newest, token)
+            if token == info.version and url not in scene.lost:
+                columns.setdefault(found.layout, set()).add((found.column, url))
+    if newest > info.version:
+        return ""  # overtaken already
+    best = -1
+    for (_, kind, data, _), held in columns.items():  # type: ignore[misc]  # a layout
+        needed = data if kind is Kind.COLUMN else 1
+        best = max(best, min(len({c for c, _ in held}), len({u for _, u in held})) - needed)
+    if best < info.losses_tolerated - len(scene.lost):
+        return f"{info.losses_tolerated} losses are tolerated, it is said; by its files {best}"
+    return ""
+
+
+class Client:
+    """One process of the simulation and its pool."""
+
+    def __init__(self, scene: Scene, process: Process, place: str) -> None:
+        self.scene, self.process, self.place = scene, process, place
+        self.pool: Pool | None = None
+        self.seen: dict[str, tuple[str, int]] = {}  # key -> version and value, as it last knew
+
+    def run(self, turn: Turn) -> None:
+        """One operation. On the process's fiber."""
+        scene = self.scene
+        began = scene.event()
+        try:
+            if self.pool is None:
+                self.pool = self._open(turn)
+            ACTIONS[turn.action](self, turn)
+            scene.world.note(f"{self.process.name} has done {turn.action} {turn.key}")
+        except SimulatedCrash:
+            scene.world.note(f"{self.process.name} died in {turn.action}")
+            self.pool = None
+        except Endless as error:
+            scene.find("endless", f"{turn.action}: {error}")
+            self.process.die()
+            self.pool = None
+        except EXPECTED as error:
+            scene.world.note(f"{self.process.name} {turn.action}: {type(error).__name__}: {error}")
+            self._not_allowed(turn, error)
+        except Exception as error:  # noqa: BLE001 (whatever it is, it is a finding)
+            scene.find("unexpected error", f"{turn.action}: {type(error).__name__}: {error}")
+        finally:
+            self._write_ended(began)
+
+    def _write_ended(self, began: int) -> None:
+        """The write of this turn, if any, has ended, but for calls that hang."""
+        for history in self.scene.histories.values():
+            for write in history.writes:
+                if write.called > began and write.ended == OPEN and write.who == self._who:
+                    self.scene.unended.append((self.process, write))
+        self.scene.close_ended()
+
+    @property
+    def _who(self) -> str:
+        turn = self.process.turn
+        return f"{self.process.name} in turn {turn.number if turn else -1}"
+
+    def _open(self, turn: Turn) -> Pool:
+        try:
+            return self.scene.open(self.process, self.place)
+        except EXPECTED as error:
+            scene = self.scene
+            bad = scene.away() | scene.lost
+            if len(bad) <= scene.config_parity and not turn.faults:
+                scene.find("does not open", f"{type(error).__name__}: {error}")
+            raise
+
+    def _not_allowed(self, turn: Turn, error: Exception) -> None:
+        """Whether an error is one that must not come now."""
+        scene = self.scene
+        if turn.action != "get" or turn.faults or isinstance(error, ObjectNotFound):
+            return
+        history, parity = scene.history(turn.key), scene.config_parity
+        if history.readable(parity) and len(scene.world.trouble | scene.away()) <= parity:
+            scene.find("not readable", f"get of {turn.key}: {type(error).__name__}: {error}")
+
+    # --- actions ----------------------------------------------------------------------------
+
+    @property
+    def open_pool(self) -> Pool:
+        """The pool, open."""
+        assert self.pool is not None
+        return self.pool
+
+    def _write(self, turn: Turn, value: int, expected: int | None) -> Write:
+        write = Write(value, self.scene.event(), expected=expected, who=self._who)
+        self.scene.history(turn.key).writes.append(write)
+        return write
+
+    def put(self, turn: Turn, expected: int | None = None, version: str | None = None) -> None:
+        """Put a new value, if the version is still `version`; `expected`: its value."""
+        scene = self.scene
+        scene.values += 1
+        value = scene.values
+        scene.sizes[value] = max(turn.size, 16)
+        write = self._write(turn, value, expected)
+        published = self.process.counts["publish"]
+        try:
+            info = self.open_pool.put(
+                turn.key, content(value, scene.sizes[value]),
+                if_absent=expected == ABSENT and version is None, if_version=version,
+            )  # fmt: skip
+        except VersionConflict:
+            write.refused = self.process.counts["publish"] == published
+            raise
+        except EXPECTED:
+            write.refused = self.process.counts["publish"] == published
+            raise
+        write.acknowledged = write.ended = scene.event()
+        write.tolerates = info.losses_tolerated
+        self.seen[turn.key] = (info.version, value)
+        problem = not_durable(scene, turn.key, info)
+        if problem:
+            scene.find("not durable", f"value {value} of {turn.key}: {problem}")
+        scene.world.note(f"{self.process.name} put of {turn.key} value {value} acknowledged")
+
+    def put_absent(self, turn: Turn) -> None:
+        """A put that must find nothing."""
+        self.put(turn, expected=ABSENT)
+
+    def put_version(self, turn: Turn) -> None:
+        """A put on what this process has last seen; it looks where it has not."""
+        if turn.key not in self.seen:
+            self.look(turn)
+        if turn.key not in self.seen:
+            self.put(turn, expected=ABSENT)
+            return
+        version, value = self.seen[turn.key]
+        try:
+            self.put(turn, expected=value, version=version)
+        except VersionConflict:
+            self.seen.pop(turn.key, None)
+            raise
+
+    def look(self, turn: Turn) -> None:
+        """Read a value with its version, where nothing came between."""
+        began = self.scene.event()
+        try:
+            with self.open_pool.reader(turn.key) as reader:
+                data = bytearray(reader.size)
+                version = reader.version
+                reader.read_into(data)
+                same = reader.version == version
+        except ObjectNotFound:
+            self.scene.judge(turn.key, None, began)
+            return
+        value = self.scene.judge(turn.key, bytes(data), began)
+        if same:
+            self.seen[turn.key] = (version, value)
+
+    def get(self, turn: Turn) -> None:
+        """Read a key."""
+        began = self.scene.event()
+        try:
+            data: bytes | None = self.open_pool.get(turn.key)
+        except ObjectNotFound:
+            data = None
+        value = self.scene.judge(turn.key, data, began)
+        self.scene.world.note(f"{self.process.name} read {turn.key}: {value}")
+
+    def delete(self, turn: Turn) -> None:
+        """Delete a key."""
+        began = self.scene.event()
+        write = self._write(turn, ABSENT, None)
+        published = self.process.counts["publish"]
+        try:
+            self.open_pool.delete(turn.key)
+        except ObjectNotFound:
+            write.refused = self.process.counts["publish"] == published
+            write.ended = self.scene.event()
+            self.scene.judge(turn.key, None, began)
+            return
+        except EXPECTED:
+            write.refused = self.process.counts["publish"] == published
+            raise
+        write.acknowledged = write.ended = self.scene.event()
+
+    def settle(self, turn: Turn) -> None:
+        """Settle a key: what is read then stays."""
+        scene, history = self.scene, self.scene.history(turn.key)
+        self.open_pool.settle(turn.key)
+        quiet = history.quiet
+        began = scene.event()
+        try:
+            value = scene.judge(turn.key, self.open_pool.get(turn.key), began)
+        except ObjectNotFound:
+            return
+        if quiet and history.quiet:
+            history.certain(value, scene.event())
+
+    def list(self, turn: Turn) -> None:
+        """List; what must be there is."""
+        scene = self.scene
+        scene.close_ended()
+        sure = [k for k, h in scene.histories.items() if h.readable(scene.config_parity)]
+        sure = [k for k in sure if max(scene.histories[k].writes, key=lambda w: w.called).value]
+        found = self.open_pool.list(certain=True)
+        for key in sure:
+            if key not in found and scene.histories[key].quiet:
+                scene.find("not listed", f"{key} is not in {found}")
+
+    def stat(self, turn: Turn) -> None:
+        """Look at a key's facts."""
+        try:
+            info = self.open_pool.stat(turn.key)
+        except ObjectNotFound:
+            return
+        self.seen.pop(turn.key, None)
+        assert info.version
+
+    def evict(self, turn: Turn) -> None:
+        """Evict a device, if what is lost for good allows it."""
+        url = self._url(turn)
+        if self.scene.flipped and len(self.scene.lost | {url}) > self.scene.config_parity:
+            return  # names do not show what is damaged
+        self.scene.world.trouble.add(url)
+        self.open_pool.evict(url)
+        self.scene.lost.add(url)
+
+    def drain(self, turn: Turn) -> None:
+        """Move all off a device."""
+        url = self._url(turn)
+        if self.scene.flipped and len(self.scene.lost | {url}) > self.scene.config_parity:
+            return
+        self.scene.world.trouble.add(url)
+        self.open_pool.drain(url)
+
+    def begin_drain(self, turn: Turn) -> None:
+        """Put no more on a device."""
+        self.open_pool.begin_drain(self._url(turn))
+
+    def add(self, turn: Turn) -> None:
+        """Add a device."""
+        self.open_pool.add_device(self._url(turn))
+
+    def readmit(self, turn: Turn) -> None:
+        """Take a device back."""
+        out = sorted(self.open_pool.record.evicted, key=lambda member: member.url)
+        self.open_pool.readmit(out[turn.device % len(out)].url if out else self._url(turn))
+
+    def _url(self, turn: Turn) -> str:
+        return f"memory://d{turn.device}"
+
+    def rebuild(self, turn: Turn) -> None:
+        """Make all whole."""
+        report = self.open_pool.rebuild(include_missing=turn.order % 2 == 1)
+        pool, scene = self.open_pool, self.scene
+        busy = any(not history.quiet for history in scene.histories.values())
+        if report.whole and not pool.record.unhealed() and not busy:
+            members = {m.url for m in pool.record.members}
+            scene.lost = {u for u in scene.lost if u in members} | scene.flipped
+            scene.world.trouble = set(scene.lost)
+
+    def scrub(self, turn: Turn) -> None:
+        """Verify all."""
+        self.open_pool.scrub(resume=turn.order % 2 == 0)
+
+    def rebalance(self, turn: Turn) -> None:
+        """Even out."""
+        self.open_pool.rebalance(spread=0.01)
+
+    def reopen(self, turn: Turn) -> None:
+        """Close the pool; the next turn opens it."""
+        self.open_pool.close()
+        self.pool = None
+
+    def refresh(self, turn: Turn) -> None:
+        """Look at the membership."""
+        self.open_pool.refresh()
+
+
+ACTIONS: dict[str, Callable[[Client, Turn], None]] = {
+    name: getattr(Client, name)
+    for name in ("put", "put_absent", "put_version", "get", "delete", "settle", "list", "stat",
+                 "evict", "drain", "begin_drain", "add", "readmit", "rebuild", "scrub",
+                 "rebalance", "reopen", "refresh")
+}  # fmt: skip
+
+__all__ = ["ACTIONS", "EXPECTED", "Client", "Finding", "Scene", "content", "settings_of"]

@@ -1,0 +1,183 @@
+"""The end of a simulation: every device that lives answers, one process heals, all must be well.
+
+Then m devices go, and all must still be read; then the horizon of deletes passes and a scrub runs,
+and all must read the same.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+
+from hpstore.devices.wrappers import SimulatedCrash
+from hpstore.errors import HpstoreError, MembershipError, ObjectNotFound
+from hpstore.pool import Pool
+from hpstore.records import DeviceState
+from hpstore.testing.simulation.actions import EXPECTED, Scene
+from hpstore.testing.simulation.oracle import ABSENT, OPEN, linearizable
+from hpstore.testing.simulation.schedule import Schedule, Turn
+from hpstore.testing.simulation.world import World
+
+REBUILDS = 3  # in a row, until all is whole
+
+
+def end(scene: Scene, world: World, schedule: Schedule) -> None:
+    """Heal and look. Notes findings in the scene."""
+    world.note("THE END: all devices that live answer")
+    world.held.clear()  # what hangs until now never ends
+    for process in world.processes:
+        process.die()
+        process.stuck.clear()
+    scene.close_ended()
+    for url, device in world.devices.items():
+        device.restart()
+        device.missing = url in scene.dead
+        device.read_only, device.capacity_bytes = False, 1 << 40
+    world.now += 60.0
+    world.observer.begin(Turn(number=1 << 20, process=-1, action="end"))
+    try:
+        _heal_and_look(scene, world, schedule)
+    except SimulatedCrash:
+        raise
+    except Exception as error:  # noqa: BLE001 (whatever it is, it is a finding)
+        scene.find("unexpected error", f"at the end: {type(error).__name__}: {error}")
+
+
+def _heal_and_look(scene: Scene, world: World, schedule: Schedule) -> None:
+    try:
+        pool = scene.open(world.observer, "run")
+    except EXPECTED as error:
+        scene.find("does not open", f"at the end: {type(error).__name__}: {error}")
+        return
+    _replace_dead(scene, world, pool)
+    whole = _rebuild(scene, pool)
+    if scene.findings:
+        return
+    values = _read_all(scene, pool, "after the rebuild")
+    _check_conditional(scene, values)
+    _check_list(scene, pool, values)
+    _check_redundancy(scene, pool, values, whole=whole)
+    pool.close()
+    if scene.findings:
+        return
+    _lose_some(scene, world, values, random.Random(schedule.seed))
+    world.now += schedule.setup.tombstone_seconds + 3600.0
+    pool = scene.open(world.observer, "run")
+    pool.scrub(resume=False)
+    _same(scene, _read_all(scene, pool, "after the horizon and a scrub"), values, "the scrub")
+    pool.close()
+
+
+def _replace_dead(scene: Scene, world: World, pool: Pool) -> None:
+    """What is gone for good is evicted, and other devices come in its place."""
+    view = pool._store.view
+    gone = [m for m in pool.record.members if m.device_id in view.missing]
+    gone = [m for m in gone if m.url in scene.dead | scene.wiped]
+    online = sum(m.state is DeviceState.ONLINE for m in pool.record.members)
+    wanted = pool.data + pool.parity - online + len(gone)
+    for number in range(max(wanted, len(gone))):
+        _forced(world, partial(pool.add_device, f"memory://new{number}"))
+    for member in gone:
+        try:
+            _forced(world, partial(pool.evict, member.device_id))
+        except MembershipError as error:
+            world.note(f"evict of {member.url} refused: {error}")
+            pool.rebuild(include_missing=True, everything=True)
+            try:
+                _forced(world, partial(pool.evict, member.device_id))
+            except MembershipError as again:
+                scene.find("does not heal", f"a dead device cannot be evicted: {again}")
+                return
+
+
+def _forced(world: World, change: Callable[..., object]) -> None:
+    """A membership change; forced where only the number of devices that answer is short."""
+    try:
+        change()
+    except MembershipError as error:
+        if "a change needs" not in str(error) and "are needed to take" not in str(error):
+            raise
+        world.note(f"forced: {error}")
+        change(force=True)
+
+
+def _rebuild(scene: Scene, pool: Pool) -> bool:
+    """Whether all is whole after some rebuilds."""
+    if scene.flipped:
+        pool.scrub(resume=False)
+    for _ in range(REBUILDS):
+        report = pool.rebuild(include_missing=True, everything=True)
+        if report.whole:
+            return True
+    lost = sorted(report.unreadable.items()) or sorted(report.failed.items())
+    scene.find("does not heal", f"a rebuild ends with {lost[:2]}, stuck {report.stuck}, "
+               f"waiting {report.waiting}")  # fmt: skip
+    return False
+
+
+def _read_all(scene: Scene, pool: Pool, when: str) -> dict[str, int]:
+    """The value of every key; each must be readable, and right."""
+    values = {}
+    for key in sorted(scene.histories):
+        began = scene.event()
+        try:
+            data: bytes | None = pool.get(key)
+        except ObjectNotFound:
+            data = None
+        except HpstoreError as error:
+            scene.find("not readable", f"{key} {when}: {type(error).__name__}: {error}")
+            continue
+        values[key] = scene.judge(key, data, began)
+        scene.world.note(f"{when}: {key} reads {values[key]}")
+        scene.histories[key].certain(values[key], scene.event())
+    return values
+
+
+def _check_conditional(scene: Scene, values: dict[str, int]) -> None:
+    for key, history in scene.histories.items():
+        writes = [w for w in history.writes if w.value != ABSENT or w.expected is not None]
+        if key.startswith("c") and not linearizable(writes, values.get(key)):
+            told = "; ".join(f"{w} on {w.expected}" for w in writes if not w.refused)
+            scene.find("not linearizable", f"{key} ends as {values.get(key)}: {told}")
+
+
+def _check_list(scene: Scene, pool: Pool, values: dict[str, int]) -> None:
+    found = pool.list(certain=True)
+    there = sorted(key for key, value in values.items() if value != ABSENT)
+    if found != there:
+        scene.find("wrong list", f"{found}, and {there} can be read")
+
+
+def _check_redundancy(scene: Scene, pool: Pool, values: dict[str, int], *, whole: bool) -> None:
+    for key, value in values.items():
+        if value == ABSENT or not whole:
+            continue
+        info = pool.stat(key)
+        if info.losses_tolerated < pool.parity:
+            scene.find("no redundancy", f"{key} survives {info.losses_tolerated} after a rebuild")
+
+
+def _lose_some(scene: Scene, world: World, values: dict[str, int], chance: random.Random) -> None:
+    """m devices go: all must be read."""
+    answering = sorted(url for url, d in world.devices.items() if not d.missing)
+    gone = chance.sample(answering, min(world.setup.parity, len(answering)))
+    for url in gone:
+        world.devices[url].missing = True
+    world.note(f"gone: {gone}")
+    try:
+        with scene.open(world.observer, "run", read_only=True) as pool:
+            _same(scene, _read_all(scene, pool, f"without {gone}"), values, f"the loss of {gone}")
+    except EXPECTED as error:
+        scene.find("does not open", f"without {gone}: {type(error).__name__}: {error}")
+    for url in gone:
+        world.devices[url].missing = False
+
+
+def _same(scene: Scene, found: dict[str, int], values: dict[str, int], after: str) -> None:
+    for key, value in values.items():
+        if found.get(key) != value and not scene.findings:
+            scene.find("wrong version", f"{key} reads {found.get(key)} after {after}, was {value}")
+
+
+__all__ = ["OPEN", "end"]

@@ -1,0 +1,232 @@
+"""Run a schedule: its turns, then the end, where all devices answer and all must be well."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpstore.config import PoolConfig, save_config
+from hpstore.devices.base import Device
+from hpstore.devices.memory import MemoryDevice
+from hpstore.membership import create_members
+from hpstore.testing.simulation.actions import Client, Finding, Scene, settings_of
+from hpstore.testing.simulation.ending import end
+from hpstore.testing.simulation.fibers import Fiber
+from hpstore.testing.simulation.machinery import STAGE
+from hpstore.testing.simulation.schedule import ENVIRONMENT, Schedule, Turn
+from hpstore.testing.simulation.world import Process, World
+from hpstore.units import KIB
+
+UNIT_BYTES = 4 * KIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of a simulation."""
+
+    schedule: Schedule
+    findings: tuple[Finding, ...]
+    trace: tuple[str, ...]
+    pairs: Counter[tuple[str, str]]  # (action, fault) -> how often they met
+    steps: int
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal runs."""
+        return hashlib.blake2b("\n".join(self.trace).encode(), digest_size=16).hexdigest()
+
+
+def run(schedule: Schedule) -> Outcome:
+    """Run it. Within machinery.installed(); one at a time in a process."""
+    parent = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    directory = Path(tempfile.mkdtemp(prefix="hpstore-simulation-", dir=parent))
+    world = World(schedule.setup, schedule.seed)
+    STAGE.world, world.hidden = world, str(directory)
+    quiet = logging.getLogger("hpstore")
+    level, quiet.disabled = quiet.level, quiet.disabled
+    logging.disable(logging.CRITICAL)
+    try:
+        simulation = _Simulation(schedule, world, directory)
+        simulation.run()
+        findings, scene = tuple(simulation.scene.findings), simulation.scene
+        assert scene is not None
+    finally:
+        world.close()
+        STAGE.world = None
+        logging.disable(logging.NOTSET)
+        quiet.setLevel(level)
+        shutil.rmtree(directory, ignore_errors=True)
+    return Outcome(
+        schedule=schedule, findings=findings, trace=tuple(world.trace), pairs=world.pairs,
+        steps=world.steps,
+    )  # fmt: skip
+
+
+class _Simulation:
+    """One run."""
+
+    def __init__(self, schedule: Schedule, world: World, directory: Path) -> None:
+        self._schedule, self._world = schedule, world
+        setup = schedule.setup
+        urls = [f"memory://d{i}" for i in range(setup.devices)]
+        config = PoolConfig(
+            path=directory / "pool.toml", name="test", devices=tuple(urls),
+            settings=settings_of(setup, str(directory / "run")),
+        )  # fmt: skip
+        save_config(config)
+        domains = [f"h{i % setup.domains}" for i in range(len(urls))] if setup.domains else None
+        create_members(
+            urls, domains, self._plain, config, data=setup.data, parity=setup.parity,
+            unit_bytes=UNIT_BYTES,
+        )  # fmt: skip
+        self.scene = Scene(world, config, directory, setup.parity)
+        self._clients: list[Client] = []
+        for number in range(setup.processes):
+            process = self._process(number)
+            world.processes.append(process)
+            place = f"run{number}" if setup.own_places else "run"
+            self._clients.append(Client(self.scene, process, place))
+
+    def _plain(self, url: str) -> Device:
+        return self._world.device(url)
+
+    def _process(self, number: int) -> Process:
+        setup = self._schedule.setup
+        return Process(self._world, f"p{number}", setup.offsets_ms[number], setup.drifts[number])
+
+    def run(self) -> None:
+        """All turns, then the end."""
+        for turn in self._schedule.turns:
+            self._world.turn_id = turn.number
+            self._world.wake(turn.number)
+            self._world.note(f"TURN {turn}")
+            if turn.process == ENVIRONMENT:
+                self._world.pairs["environment", turn.action] += 1
+                ENVIRONMENTS[turn.action](self, turn)
+            else:
+                self._process_turn(turn)
+            if self.scene.findings:
+                return
+        self._finish_all()
+        if not self.scene.findings:
+            end(self.scene, self._world, self._schedule)
+
+    def _process_turn(self, turn: Turn) -> None:
+        number = turn.process % len(self._clients)
+        client, process = self._clients[number], self._world.processes[number]
+        self._finish(process)
+        if process.dead:
+            fresh = self._process(number)
+            fresh.clock.offset_ms = process.clock.offset_ms
+            self._world.processes[number] = client.process = process = fresh
+            client.pool = None
+            client.seen.clear()
+        self._world.pairs[turn.action, "none"] += not turn.faults
+        process.begin(turn)
+        process.fiber = fiber = Fiber(
+            self._world.crew, process.name, lambda: client.run(turn)
+        )
+        self._world.owners[fiber] = process
+        self._world.resume(fiber)
+
+    def _finish(self, process: Process) -> None:
+        """Let its operation come to its end."""
+        for _ in range(64):
+            if not process.busy:
+                return
+            for held in [h for h in self._world.held if h.fiber is process.fiber]:
+                self._world.let_go(held)
+        process.die()
+
+    def _finish_all(self) -> None:
+        for process in self._world.processes:
+            self._finish(process)
+        self.scene.close_ended()
+
+    # --- the environment --------------------------------------------------------------------
+
+    def _device(self, turn: Turn) -> tuple[str, MemoryDevice | None]:
+        url = f"memory://d{turn.device}"
+        return url, self._world.devices.get(url)
+
+    def _away(self, turn: Turn) -> None:
+        self._world.lose(self._device(turn)[0])
+
+    def _back(self, turn: Turn) -> None:
+        url, device = self._device(turn)
+        if device is not None and url not in self.scene.dead:
+            device.missing = False
+
+    def _wipe(self, turn: Turn) -> None:
+        url, device = self._device(turn)
+        if device is not None and self.scene.may_lose(url):
+            self.scene.wiped.add(url)
+            device.files.clear()
+            device._durable_names.clear()
+
+    def _die(self, turn: Turn) -> None:
+        url, device = self._device(turn)
+        if device is not None and self.scene.may_lose(url):
+            device.missing = True
+            self.scene.dead.add(url)
+
+    def _flip(self, turn: Turn) -> None:
+        """Flip a bit of a column; several of one device, which counts as damaged."""
+        url, device = self._device(turn)
+        if device is None or not self.scene.may_lose(url):
+            return
+        self.scene.flipped.add(url)
+        names = sorted(n for n in device.files if n.startswith("objects/"))
+        for name in names:
+            file = device.files[name]
+            file.bytes[turn.size % max(1, len(file.bytes))] ^= 1
+            file.durable = bytes(file.bytes)
+
+    def _full(self, turn: Turn) -> None:
+        device = self._device(turn)[1]
+        if device is not None:
+            device.capacity_bytes = 1 + sum(len(f.bytes) for f in device.files.values())
+
+    def _roomy(self, turn: Turn) -> None:
+        device = self._device(turn)[1]
+        if device is not None:
+            device.capacity_bytes = 1 << 40
+
+    def _read_only(self, turn: Turn) -> None:
+        device = self._device(turn)[1]
+        if device is not None:
+            device.read_only = True
+
+    def _writable(self, turn: Turn) -> None:
+        device = self._device(turn)[1]
+        if device is not None:
+            device.read_only = False
+
+    def _sleep(self, turn: Turn) -> None:
+        self._world.now += turn.seconds
+
+    def _clock(self, turn: Turn) -> None:
+        process = self._world.processes[turn.device % len(self._world.processes)]
+        process.clock.offset_ms += int(turn.seconds * 1000)
+
+    def _power(self, turn: Turn) -> None:
+        self._world.power_cut()
+
+    def _kill(self, turn: Turn) -> None:
+        self._world.processes[turn.device % len(self._world.processes)].die()
+        self._world.bury()
+
+
+ENVIRONMENTS: dict[str, Callable[[_Simulation, Turn], None]] = {
+    name: getattr(_Simulation, f"_{name}")
+    for name in ("away", "back", "wipe", "die", "flip", "full", "roomy", "read_only", "writable",
+                 "sleep", "clock", "power", "kill")
+}  # fmt: skip
+
+__all__ = ["ENVIRONMENTS", "Outcome", "run"]
