@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo test check test-fault test-kernels bench format clean
+.PHONY: demo test check simulate test-fault test-kernels bench format clean
 
 $(READY): pyproject.toml setup.py loaders/nontemporal.c constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -34,6 +34,10 @@ test-fault: $(READY)
 test-kernels: $(READY)
 	$(BIN)/python -m pip install --quiet 'triton==3.7.1'
 	$(BIN)/python -m pytest tests/integration/test_direct_kernels.py
+
+# schedules of several processes with faults (docs/protocol.md), until stopped or SEEDS are done
+simulate: $(READY)
+	$(BIN)/python -m hpstore.testing.simulation $(if $(SEEDS),--seeds $(SEEDS))
 
 bench: $(READY)
 	$(BIN)/hpstore bench devices erasure

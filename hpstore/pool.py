@@ -422,11 +422,13 @@ class Pool(TendedPool):
                 self.refresh()
                 return None
             back = self._find_device(member).device
+            # the settings first: a record that reached some devices must find the device; a place
+            # of one that is out is looked at for nothing, no more
+            self._set_places({*map(same_form, self.config.devices), same_form(back.url)})
             try:
                 found = changes.readmit_member(self._store, member, back)
             finally:  # closed when no call uses it any more
                 self._store.scheduler.forget(member.device_id, back.close)
-            self._set_places({*map(same_form, self.config.devices), same_form(back.url)})
             self.refresh()
             return found
 

@@ -10,7 +10,7 @@ from hpstore.config import PoolConfig, Settings, load_config
 from hpstore.devices.base import Device
 from hpstore.devices.wrappers import SimulatedCrash
 from hpstore.errors import HpstoreError, ObjectNotFound, VersionConflict
-from hpstore.keys import Kind, object_directory, parse_column_name
+from hpstore.keys import Kind, Version, object_directory, parse_column_name
 from hpstore.objects.info import ObjectInfo, version_token
 from hpstore.pool import Pool
 from hpstore.testing.simulation.machinery import SimulatedDevice
@@ -87,9 +87,7 @@ class Scene:
         def opener(url: str) -> Device:
             return SimulatedDevice(self.world.device(url), process)
 
-        return Pool(
-            config, opener=opener, clock=process.clock, threads=False, read_only=read_only
-        )
+        return Pool(config, opener=opener, clock=process.clock, threads=False, read_only=read_only)
 
     def close_ended(self) -> None:
         """Writes whose late calls have all ended have ended."""
@@ -111,7 +109,7 @@ class Scene:
         lost = self.lost | {url}
         if len(lost) > self.config_parity:
             return False
-        columns: dict[tuple[str, object], dict[int, set[str]]] = {}
+        columns: dict[tuple[str, tuple[Version, Kind, int, int]], dict[int, set[str]]] = {}
         for place, device in self.world.devices.items():
             for path in device.files:
                 directory, _, name = path.rpartition("/")
@@ -120,7 +118,7 @@ class Scene:
                     held = columns.setdefault((directory, found.layout), {})
                     held.setdefault(found.column, set()).add(place)
         for (_, layout), held in columns.items():
-            needed = layout[2]  # type: ignore[index]  # k of it
+            needed = layout[2]  # its k
             before = sum(bool(places - self.lost) for places in held.values())
             if before >= needed > sum(bool(places - lost) for places in held.values()):
                 return False
@@ -149,7 +147,7 @@ class Scene:
 def not_durable(scene: Scene, key: str, info: ObjectInfo) -> str:
     """What is wrong with a put that was acknowledged just now, past the code under test: there must
     be durable columns for the losses that it is said to tolerate. "" where nothing is."""
-    columns: dict[object, set[tuple[int, str]]] = {}
+    columns: dict[tuple[Version, Kind, int, int], set[tuple[int, str]]] = {}
     newest = ""
     for url, device in scene.world.devices.items():
         for path, file in device._durable_names.items():
@@ -164,7 +162,7 @@ def not_durable(scene: Scene, key: str, info: ObjectInfo) -> str:
     if newest > info.version:
         return ""  # overtaken already
     best = -1
-    for (_, kind, data, _), held in columns.items():  # type: ignore[misc]  # a layout
+    for (_, kind, data, _), held in columns.items():
         needed = data if kind is Kind.COLUMN else 1
         best = max(best, min(len({c for c, _ in held}), len({u for _, u in held})) - needed)
     if best < info.losses_tolerated - len(scene.lost):

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 from hpstore.testing.simulation.plots import PLOTS, Plot
 from hpstore.testing.simulation.schedule import ENVIRONMENT, NEVER, Fault, Schedule, Setup, Turn
 
+# whether processes with run directories of their own exclude each other
+SHARED_LOCKS = find_spec("hpstore.registers") is not None
 GEOMETRIES = ((1, 1), (2, 1), (2, 2), (4, 2), (1, 2), (3, 1))
 _HOUR = 3600.0
 _CALM = {"put": 8, "get": 4, "delete": 2, "settle": 2, "rebuild": 4, "scrub": 2, "list": 1,
@@ -93,7 +96,7 @@ def _draw_setup(chance: random.Random, theme: str) -> Setup:
     return Setup(
         data=data, parity=parity, devices=min(8, devices), domains=chance.choice((0, 0, 0, 2, 3)),
         processes=chance.choice((2, 2, 2, 3, 3, 4)), offsets_ms=tuple(offsets), drifts=drifts,
-        own_places=chance.random() < 0.3,
+        own_places=chance.random() < 0.3 and SHARED_LOCKS,
     )  # fmt: skip
 
 

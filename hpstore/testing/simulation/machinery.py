@@ -10,18 +10,16 @@ import concurrent.futures
 import random
 import secrets
 import sys
-import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from hpstore import handle
-from hpstore.codec.galois import Bytes
 from hpstore.config import Settings
 from hpstore.devices.base import Device, ReadHandle, WriteHandle
 from hpstore.devices.wrappers import DeviceWrapper, WrappedReader, WrappedWriter

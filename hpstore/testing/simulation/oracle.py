@@ -64,8 +64,9 @@ class KeyHistory:
             return f"{self.key}: a read gave {value}, which was never put"
         problems = [self._problem(w, began) for w in candidates]
         if all(problems):
-            return f"{self.key}: a read that began at {began} gave {self.name(value)}: " + "; ".join(
-                p for p in problems if p
+            return (
+                f"{self.key}: a read that began at {began} gave {self.name(value)}: "
+                + "; ".join(p for p in problems if p)
             )
         seen = next(w for w, p in zip(candidates, problems, strict=True) if p is None)
         if len([p for p in problems if p is None]) == 1 and seen.acknowledged < began:
@@ -95,6 +96,11 @@ class KeyHistory:
         return "nothing" if value == ABSENT else f"value {value}"
 
     @property
+    def torn(self) -> bool:
+        """Whether a write failed that may have left something."""
+        return any(w.acknowledged == OPEN and not w.refused for w in self.writes)
+
+    @property
     def quiet(self) -> bool:
         """No write is under way or may take effect yet."""
         return all(write.ended < OPEN for write in self.writes)
@@ -103,9 +109,11 @@ class KeyHistory:
         """Whether the newest write must be readable with parity's losses: acknowledged whole, and
         nothing else may hide it."""
         newest = max(self.writes, key=lambda w: w.called)
-        return self.quiet and all(w.acknowledged < OPEN or w.refused for w in self.writes) and (
-            newest.value == ABSENT or newest.tolerates >= parity
-        )  # fmt: skip
+        if not self.quiet or self.torn:
+            return False
+        if any(other.ended > newest.called for other in self.writes if other is not newest):
+            return False  # at the same time: either may be the newer
+        return newest.value == ABSENT or newest.tolerates >= parity
 
 
 def linearizable(writes: list[Write], final: int | None) -> bool:

@@ -80,9 +80,7 @@ def overtaken(plot: Plot) -> None:
     if plot.maybe(0.6):
         where = plot.chance.choice(("create", "create", "delete", "retire", "publish"))
         least = plot.setup.data + plot.setup.parity if where in ("create", "publish") else 0
-        faults.append(
-            Fault(kind="crash", where=where, nth=least + 1 + plot.chance.randrange(4))
-        )
+        faults.append(Fault(kind="crash", where=where, nth=least + 1 + plot.chance.randrange(4)))
     action = "delete" if plot.maybe(0.15) else "put"
     at = len(plot.turns)
     plot.say(action, plot.writer, *faults, key="k0")

@@ -1,4 +1,4 @@
-"""Leave out of a schedule what a finding does not need: turns, faults, processes, sizes of things."""
+"""Leave out of a schedule what a finding does not need: turns, faults, processes, bytes."""
 
 from __future__ import annotations
 

@@ -129,9 +129,7 @@ class _Simulation:
             client.seen.clear()
         self._world.pairs[turn.action, "none"] += not turn.faults
         process.begin(turn)
-        process.fiber = fiber = Fiber(
-            self._world.crew, process.name, lambda: client.run(turn)
-        )
+        process.fiber = fiber = Fiber(self._world.crew, process.name, lambda: client.run(turn))
         self._world.owners[fiber] = process
         self._world.resume(fiber)
 

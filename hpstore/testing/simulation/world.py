@@ -7,6 +7,7 @@ waits, pauses and turns of the environment only.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
@@ -118,7 +119,9 @@ class Process:
         self.counts[operation] += 1
         self.counts["*"] += 1
         self.waits = 0
-        due = [f for f in self.left if self.counts[f.where] == f.nth and f.where in ("*", operation)]
+        due = [
+            f for f in self.left if self.counts[f.where] == f.nth and f.where in ("*", operation)
+        ]
         due.sort(key=lambda fault: fault.kind in ("crash", "power"))  # last, as nothing follows
         for fault in due:
             self.left.remove(fault)
@@ -264,10 +267,8 @@ class World:
 
     def resume(self, fiber: Fiber) -> None:
         """Run a fiber; its death is its own."""
-        try:
+        with contextlib.suppress(SimulatedCrash):
             fiber.resume()
-        except SimulatedCrash:
-            pass
         if fiber.done:
             self.owners.pop(fiber, None)
 
@@ -308,10 +309,8 @@ class World:
         fiber.pause()
         if process.dead and operation in _LASTING and url in self.devices:
             self.note(f"{operation} of {process.name}, which is dead, takes effect on {url}")
-            try:
+            with contextlib.suppress(OSError, KeyError):
                 call()
-            except (OSError, KeyError):
-                pass
         self.now += fault.seconds
         process.alive()
 
