@@ -422,8 +422,7 @@ class Pool(TendedPool):
                 self.refresh()
                 return None
             back = self._find_device(member).device
-            # the settings first: a record that reached some devices must find the device; a place
-            # of one that is out is looked at for nothing, no more
+            # the settings first: a record that has reached some devices must find the device
             self._set_places({*map(same_form, self.config.devices), same_form(back.url)})
             try:
                 found = changes.readmit_member(self._store, member, back)
