@@ -138,10 +138,14 @@ def spare_losses(view: View, layout: Layout) -> int:
 
 
 def staying_first(view: View, files: list[Found]) -> deque[Found]:
-    """Files of one column; of a column on two devices the one that does not leave comes first."""
+    """Files of one column; of a column on two devices the one that does not leave comes first.
+
+    Of two that stay the order is that of their ids, in every process: a repair keeps the first that
+    it can read, so that two repairs at once do not each remove what the other one keeps.
+    """
     if len(files) > 1:
         staying = {m.device_id for m in view.members() if m.state is DeviceState.ONLINE}
-        files = sorted(files, key=lambda file: file.device not in staying)
+        files = sorted(files, key=lambda file: (file.device not in staying, file.device))
     return deque(files)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -406,13 +407,10 @@ def test_repairs_without_a_lock_never_give_two_layouts_one_name(tmp_path: Path) 
 
     def other_host() -> None:
         with harness.open() as other:
-            other._store.key_lock = pool_without_locks
-            other.rebuild()
+            without_locks(other).rebuild()
 
     with hooked(harness, Once("publish", 2, other_host)) as pool:
-        pool._store.key_lock = pool_without_locks
-        pool._lock = lambda *words, **options: pool_without_locks("")  # type: ignore[method-assign]
-        pool.rebuild()
+        without_locks(pool).rebuild()
     revisions = {path.split("-")[2][:8] for _, path in harness.columns("k")}
     assert "00000001" not in revisions
     with harness.open() as pool:
@@ -420,6 +418,39 @@ def test_repairs_without_a_lock_never_give_two_layouts_one_name(tmp_path: Path) 
         assert pool.get("k") == OLD
     here = [path for url, path in harness.columns("k") if url not in harness.urls[:2]]
     assert len({path.split("-")[2][:8] for path in here}) == 1
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_repairs_at_once_keep_the_same_one_of_a_doubled_column(
+    tmp_path: Path, first: int
+) -> None:
+    """Opened with their devices in another order, and without a lock in common."""
+    _, harness = make(tmp_path, devices=7)
+    with harness.open() as pool:
+        pool.put("k", OLD)
+    url, path = harness.columns("k")[first]
+    spare = next(u for u in harness.urls if u not in dict(harness.columns("k")))
+    for files in ("files", "_durable_names"):
+        getattr(harness.devices[spare], files)[path] = harness.devices[url].files[path]
+
+    def other_host() -> None:
+        with harness.open() as other:
+            view = other._store.view
+            mixed = dict(reversed(list(view.devices.items())))
+            other._store.view = dataclasses.replace(view, devices=mixed)
+            other._store.refresh = lambda: None
+            without_locks(other).rebuild()
+
+    with hooked(harness, Once("retire", 0, other_host)) as pool:
+        without_locks(pool).rebuild()
+    assert len({path for _, path in harness.columns("k")}) == 6
+
+
+def without_locks(pool: Pool) -> Pool:
+    """As a process on another host."""
+    pool._store.key_lock = pool_without_locks
+    pool._lock = lambda *words, **options: pool_without_locks("")  # type: ignore[method-assign]
+    return pool
 
 
 def pool_without_locks(_: str) -> contextlib.AbstractContextManager[None]:
