@@ -135,7 +135,9 @@ def _finish_delete(store: Store, survey: Survey, horizons: Mapping[str, int]) ->
     if newest is not None and newest.kind is Kind.TOMBSTONE:
         online = {m.device_id for m in store.view.members() if m.state is DeviceState.ONLINE}
         copies = {file.device for file in newest.files} & online
-        if len(copies) < newest.parity + 1 and len(online) > newest.parity:
+        if len(copies) <= newest.parity and len(online) <= newest.parity:
+            return Repair(key=survey.key, action=Action.ABSENT)  # what it stands for stays (rule 8)
+        if len(copies) <= newest.parity:
             columns = write_new_version(
                 store,
                 survey.key,

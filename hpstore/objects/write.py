@@ -362,10 +362,11 @@ def delete_object(store: Store, key: str) -> None:
     newest = newest_by_name(store.view, survey)
     if newest is None:
         require_known(store.view, survey)
-    if newest is None or newest.kind is Kind.TOMBSTONE:
-        if newest is not None:
-            older = [f for f in survey.files if f.name.version < newest.version]
-            remove_files(store, key, older)
+    if newest is None:
+        raise ObjectNotFound(f"no object {key!r}", key=key)
+    half_done = newest.kind is Kind.TOMBSTONE
+    if half_done and len({file.device for file in newest.files}) > newest.parity:
+        remove_files(store, key, [f for f in survey.files if f.name.version < newest.version])
         raise ObjectNotFound(f"no object {key!r}", key=key)
     columns = write_new_version(
         store, key, MemorySource(b""), metadata={}, kind=Kind.TOMBSTONE, survey=survey
@@ -373,6 +374,8 @@ def delete_object(store: Store, key: str) -> None:
     older = [f for f in survey.files if f.name.version < columns.version]
     remove_files(store, key, [*older, *columns.superseded])
     store.deleted.append((columns.version.counter, key))
+    if half_done:  # too few tombstones were there to remove what they stand for
+        raise ObjectNotFound(f"no object {key!r}", key=key)
 
 
 __all__ = ["Content", "WriteFailed", "delete_object", "make_header", "plan_columns", "put_object",

@@ -318,7 +318,8 @@ def test_a_readmit_that_is_cut_short_judges_as_strictly_the_next_time(tmp_path: 
     for crash_at in range(1000):
         directory = tmp_path / str(crash_at)
         directory.mkdir()
-        clock, harness = make(directory, devices=7)
+        clock = FakeClock()
+        harness = Harness(directory, data=2, parity=1, devices=4, clock=clock)
         gone = delete_while_away(harness, clock, 2 * HOUR)
         pool, _ = harness.open_crashing(crash_at)
         try:

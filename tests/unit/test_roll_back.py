@@ -212,6 +212,38 @@ def test_a_delete_that_failed_says_that_it_may_have_happened(tmp_path: Path) -> 
         assert not [path for _, path in harness.columns("k") if ".c" in path]
 
 
+@pytest.mark.parametrize("again", ["delete", "rebuild"])
+def test_a_half_done_delete_has_its_tombstones_before_anything_is_removed(
+    tmp_path: Path, again: str
+) -> None:
+    """Rule 8 for deletes: one tombstone was written. With two copies away the rest is removed; that
+    tombstone's device dies, and the copies come back."""
+    harness = Harness(tmp_path, data=4, parity=2, devices=7)
+    with harness.open() as pool:
+        pool.put("k", b"x")
+    copies = [url for url, _ in harness.columns("k")]
+
+    def dies(operation: str, url: str) -> None:
+        if operation == "publish":
+            raise SimulatedCrash("after one tombstone")
+
+    with pytest.raises(SimulatedCrash):
+        writer(harness, after=dies).delete("k")
+    harness.restart()
+    (tombstone,) = [url for url, path in harness.columns("k") if ".t" in path]
+    harness.lose([url for url in copies if url != tombstone][:2])
+    with harness.open() as pool:
+        if again == "rebuild":
+            pool.rebuild()
+        else:
+            with pytest.raises(ObjectNotFound):
+                pool.delete("k")
+    harness.bring_back()
+    harness.lose([tombstone])
+    with harness.open() as pool, pytest.raises(ObjectNotFound):
+        pool.get("k")
+
+
 def test_a_second_try_removes_what_the_first_one_left(tmp_path: Path) -> None:
     """The version that was left is superseded, not deleted before the new one is whole."""
     harness = Harness(tmp_path, data=4, parity=2, devices=8)
