@@ -329,16 +329,16 @@ def depends_on(view: View, survey: Survey, device_id: str) -> bool:
 
 
 def _remove_tombstones(store: Store, device_id: str) -> None:
-    """Drop a leaving device's copies of tombstones that have m + 1 copies elsewhere."""
+    """Drop a leaving device's copies of tombstones that have m + 1 copies on devices that stay."""
+    staying = {m.device_id for m in store.view.members() if m.state is DeviceState.ONLINE}
     for key, survey in walk(store).surveys.items():
         layout = newest_by_name(store.view, survey)
         if layout is None or layout.kind is not Kind.TOMBSTONE:
             continue
-        elsewhere = {f.device for f in layout.files} - {device_id}
-        if len(elsewhere) > layout.parity:
-            for file in layout.files:
-                if file.device == device_id:
-                    _on_device(store, device_id, partial(_delete, key, file.name))
+        elsewhere = {f.device for f in layout.files} & staying - {device_id}
+        mine = [file.name for file in layout.files if file.device == device_id]
+        for name in mine if len(elsewhere) > layout.parity else ():
+            _on_device(store, device_id, partial(_delete, key, name))
 
 
 def _on_device(store: Store, device_id: str, call: Callable[[Device], None]) -> None:
