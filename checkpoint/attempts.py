@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from hpstore.records import FORMAT, seal, unseal
 
 _log = logging.getLogger(__name__)
 BEAT_SECONDS = 60.0
-ATTEMPT_SECONDS = 15 * 60.0  # a save of another host is dead when its note is this old
+ATTEMPT_SECONDS = 15 * 60.0  # a save of another host is dead when its note stood still so long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,12 +87,40 @@ def began(pid: int) -> int | None:
         return 0
 
 
-def attempt_lives(attempt: Attempt, now_ms: int) -> bool:
-    """Whether a save may still be under way: its process runs here, or its note is young."""
+def attempt_lives(attempt: Attempt, unchanged_seconds: float) -> bool:
+    """Whether a save may still be under way: its process runs here, or its note has changed lately.
+
+    `unchanged_seconds`: for how long the caller has seen the same note, as Watch counts it. What
+    the note says of its own time is another machine's clock and decides nothing.
+    """
     if (attempt.host, attempt.boot, attempt.namespace) == here() and attempt.boot:
         ticks = began(attempt.pid)
         return ticks is not None and (not ticks or not attempt.ticks or ticks == attempt.ticks)
-    return now_ms - max(attempt.started_ms, attempt.beat_ms) < ATTEMPT_SECONDS * 1000
+    return unchanged_seconds < ATTEMPT_SECONDS
+
+
+class Watch:
+    """For how long notes have stood still, by this process' own monotonic clock. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: dict[str, tuple[str, float]] = {}  # key -> version of the note, since when
+        self._lock = threading.Lock()  # guards _seen
+
+    def unchanged_seconds(self, key: str, version: str) -> float:
+        """Since this version of a note was first seen here; 0 at the first look."""
+        now = self._clock()
+        with self._lock:
+            before = self._seen.get(key)
+            if before is None or before[0] != version:
+                self._seen[key] = (version, now)
+                return 0.0
+            return now - before[1]
+
+    def only(self, keys: Collection[str]) -> None:
+        """Forget notes that are gone."""
+        with self._lock:
+            self._seen = {key: seen for key, seen in self._seen.items() if key in keys}
 
 
 class Heartbeat:
@@ -150,6 +178,14 @@ class Heartbeat:
             _log.warning("the note %s was not looked at: %s", self._key, error)
         return False
 
+    @property
+    def removed(self) -> bool:
+        """Whether another process has taken this save for dead and removed its note."""
+        try:
+            return not self._pool.exists(self._key)
+        except (HpstoreError, OSError):
+            return True  # unclear: the caller looks at what the note protected
+
     def fade(self) -> None:
         """End it without waiting, and leave the note to age: for finalizers."""
         self._over.set()
@@ -179,6 +215,15 @@ def take_fence(pool: Pool, prefix: str, session: str) -> None:
     pool.put(fence_key(prefix), seal(dict(body)))
 
 
+def fence_session(pool: Pool, prefix: str) -> str | None:
+    """The session that saves under `prefix` now; None when that is unclear or there is none."""
+    key = fence_key(prefix)
+    try:
+        return str(unseal(pool.get(key), where=key).get("session"))
+    except (HpstoreError, OSError):
+        return None
+
+
 def require_fence(pool: Pool, prefix: str, session: str) -> None:
     """Raise VersionConflict when another session has begun to save here since."""
     key = fence_key(prefix)
@@ -195,5 +240,5 @@ def require_fence(pool: Pool, prefix: str, session: str) -> None:
         )
 
 
-__all__ = ["ATTEMPT_SECONDS", "Attempt", "Heartbeat", "attempt_lives", "began", "fence_key", "here",
-           "require_fence", "take_fence"]  # fmt: skip
+__all__ = ["ATTEMPT_SECONDS", "Attempt", "Heartbeat", "Watch", "attempt_lives", "began",
+           "fence_key", "fence_session", "here", "require_fence", "take_fence"]  # fmt: skip

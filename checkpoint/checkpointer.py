@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import secrets
@@ -14,10 +15,10 @@ from typing import Any
 import torch
 
 from hpstore.checkpoint.accelerator import Accelerator, Cuda
+from hpstore.checkpoint.after_commit import after_commit
 from hpstore.checkpoint.codecs import checked_codec
 from hpstore.checkpoint.collecting import collector_paused
 from hpstore.checkpoint.draining import Draining
-from hpstore.checkpoint.expiring import note_expiring
 from hpstore.checkpoint.gates import CopyGate
 from hpstore.checkpoint.handles import SaveHandle, SaveReport, guarded
 from hpstore.checkpoint.keeping import Keeping
@@ -44,11 +45,13 @@ from hpstore.checkpoint.steps import Steps
 from hpstore.checkpoint.streaming import ByteProgress, counting
 from hpstore.checkpoint.training import State, require_state
 from hpstore.checkpoint.tree import Decoding, PerRank, decode_tree
+from hpstore.checkpoint.underway import OneCaller, Underway
 from hpstore.errors import CheckpointError
 from hpstore.pool import Pool
 from hpstore.units import parse_bytes
 
 _log = logging.getLogger(__name__)
+_CLOSE_SECONDS = 60.0  # close() waits so long for a call of another thread
 ON_BUSY = ("wait", "skip", "error")
 
 
@@ -124,9 +127,8 @@ class Checkpointer(Keeping):
         self._planner = Planner(self._ranks, budget, rng=rng, allow_pickle=allow_pickle)
         self._session, self._fenced = secrets.token_hex(8), False
         self._earlier = Earlier()
-        self._flying: SaveHandle | None = None
-        self._thread: threading.Thread | None = None
-        self._tidied: Future[None] = Future()  # what comes after a commit
+        self._underway: Underway | None = None
+        self._turn = OneCaller()
         self._saved_at: float | None = None
         self._closed = self._told_of_later = False
         self.last_restore: RestoreReport | None = None
@@ -186,13 +188,14 @@ class Checkpointer(Keeping):
                 f"the pool of {self.prefix!r} was opened read-only: nothing can be saved into it"
             )
         began = time.perf_counter()
-        if not self._may_begin():
-            self.counters["saves_skipped_total"] += 1
-            _log.warning("the save of step %s is skipped: one is still under way", step)
-            return SaveHandle.of_skipped(step)
-        waited = time.perf_counter() - began
-        with self._space.held():
-            return self._save(step, state, overwrite, metrics, progress, began, waited)
+        with self._turn.calling("save()"):
+            if not self._may_begin():
+                self.counters["saves_skipped_total"] += 1
+                _log.warning("the save of step %s is skipped: one is still under way", step)
+                return SaveHandle.of_skipped(step)
+            waited = time.perf_counter() - began
+            with self._space.held():
+                return self._save(step, state, overwrite, metrics, progress, began, waited)
 
     def _save(
         self, step: int, state: State, overwrite: bool, metrics: Mapping[str, float] | None,
@@ -206,8 +209,9 @@ class Checkpointer(Keeping):
         job = SaveJob(self._steps, self._ranks, options, self._earlier)
         future: Future[SaveReport] = Future()
         staged: Future[float] = Future()
+        tidied: Future[None] = Future()
         thread = threading.Thread(
-            target=self._run, args=(job, prepared, future, staged), name="hpstore-save",
+            target=self._run, args=(job, prepared, future, staged, tidied), name="hpstore-save",
             daemon=True,  # Draining waits for it at the end, with a limit
         )  # fmt: skip
         try:
@@ -217,12 +221,12 @@ class Checkpointer(Keeping):
             )  # fmt: skip
             seconds = time.perf_counter() - began
             self._warn_of_stall(seconds, waited)
-            self._flying = handle = SaveHandle(step, seconds, future, late_seconds=late)
-            self._thread = thread
+            handle = SaveHandle(step, seconds, future, late_seconds=late)
+            self._underway = Underway(handle=handle, thread=thread, tidied=tidied)
             staged.set_result(seconds)
         except BaseException as error:  # RuntimeError of start() too: there are no more threads
             if not staged.done():
-                self._flying = self._thread = None
+                self._underway = None
                 staged.set_exception(error)
                 self._give_up(job, error)
             raise
@@ -230,7 +234,7 @@ class Checkpointer(Keeping):
 
     def _may_begin(self) -> bool:
         """Wait for the save under way, or say that this one is not to be; raises for "error"."""
-        busy = self._flying is not None and not self._flying.done()
+        busy = self._underway is not None and not self._underway.handle.done()
         if self.on_busy != "wait":
             votes = self._ranks.all_gather(b"1" if busy else b"0", Channel.TRAINER)
             if b"1" in votes:
@@ -283,8 +287,9 @@ class Checkpointer(Keeping):
         self._stage.write(job, part)
 
     def _run(
-        self, job: SaveJob, prepared: Prepared, future: Future[SaveReport], staged: Future[float]
-    ) -> None:
+        self, job: SaveJob, prepared: Prepared, future: Future[SaveReport], staged: Future[float],
+        tidied: Future[None],
+    ) -> None:  # fmt: skip
         """The background of one save, as soon as all is staged; nothing when that fails."""
         if staged.exception() is not None:
             return
@@ -309,39 +314,26 @@ class Checkpointer(Keeping):
         def tidy() -> None:
             """What the handle does not wait for: older steps go when the newer has no debt."""
             try:
-                self._stage.release_tensors()
+                with contextlib.ExitStack() as stack:
+                    stack.callback(job.close)
+                    self._stage.release_tensors()
+                if job.replaced:
+                    self._steps.remove_unnamed(job.replaced)
+                if committed and self._ranks.leads:
+                    if not self._told_of_later:
+                        self._told_of_later = True
+                        self._steps.warn_of_later(committed[0].step)
+                    after_commit(self._steps, committed[0], self.retention, self.counters)
             finally:
-                job.close()
-            if committed and self._ranks.leads and not self._told_of_later:
-                self._told_of_later = True
-                self._steps.warn_of_later(committed[0].step)
-            if job.replaced:
-                self._steps.remove_unnamed(job.replaced)
-            whole = committed and committed[0].spare_columns >= self.pool.parity
-            if whole and self._ranks.leads:
-                self._steps.retain(committed[0].step, self.retention)
-                note_expiring(self._steps, committed[0].step, self.retention)
-            elif committed and self._ranks.leads and self.retention.keep_last is not None:
-                self._note_postponed(committed[0])
+                self._space.release()
 
         guarded(finish, future)
-        guarded(tidy, self._tidied)
-        self._space.release()
+        guarded(tidy, tidied)
 
     def forget_interval(self) -> None:
         """The time since the save before says nothing of the next one's: "gentle" then takes its
         own pace, as for a first save."""
         self._saved_at = None
-
-    def _note_postponed(self, report: SaveReport) -> None:
-        """Older steps stay until a newer one has no debt (PROTOCOL 19): counted, logged once."""
-        if not self.counters["retentions_postponed_total"]:
-            _log.warning(
-                "older steps under %r are kept: step %d, or what it refers to, survives %d lost "
-                "devices, not %d. Bring devices back, or rebuild the pool; until then saves "
-                "take up space.", self.prefix, report.step, report.spare_columns, self.pool.parity,
-            )  # fmt: skip
-        self.counters["retentions_postponed_total"] += 1
 
     def _note_differing(self, paths: Sequence[str]) -> None:
         """Ranks that record different values under one name: counted, logged once."""
@@ -372,44 +364,47 @@ class Checkpointer(Keeping):
         self._stage.finish()
 
     def wait(self) -> None:
-        """Wait for the save that is under way; raises what went wrong, unless its handle has."""
-        tidied: Future[None] | None = None
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-            tidied, self._tidied = self._tidied, Future()
-        flying, self._flying = self._flying, None  # after what an interrupt may end
-        if flying is not None and not flying.delivered:
-            flying.result()
-        if tidied is not None:
-            tidied.result()
+        """Wait for the save that is under way; raises what went wrong, unless its handle has.
+
+        Interrupted (Ctrl-C), it can be called again: the save goes on in the background.
+        """
+        underway = self._underway
+        if underway is not None and underway.wait():
+            if self._underway is underway:
+                self._underway = None
+            underway.raise_errors()
 
     def _let_tidy(self) -> None:
         """Wait for what comes after a commit that is done, so that callers see its end."""
-        thread, flying = self._thread, self._flying
-        mine = thread is threading.current_thread()
-        if thread is not None and flying is not None and flying.done() and not mine:
-            thread.join()
+        underway = self._underway
+        if underway is not None and underway.handle.done():
+            underway.wait()
 
     def wait_at_most(self, seconds: float) -> bool:
         """Wait for the save under way, raising nothing; False when it takes longer."""
-        thread = self._thread
-        if thread is not None:
-            thread.join(seconds)
-        return thread is None or not thread.is_alive()
+        underway = self._underway
+        return underway is None or underway.wait(seconds)
 
     def close(self) -> None:
         """Wait for the last save and release the arena. Idempotent."""
-        if self._closed:
-            return
+        with self._turn.calling("close()", patience_seconds=_CLOSE_SECONDS):
+            if self._closed:
+                return
+            try:
+                self.wait()
+            except KeyboardInterrupt:
+                raise  # not closed: the save goes on, and close() can be called again
+            except BaseException:
+                self._release()
+                raise
+            self._release()
+
+    def _release(self) -> None:
         self._closed = True
         if self._draining is not None:
             self._draining.forget()
-        try:
-            self.wait()
-        finally:
-            self._space.close()
-            self._stage.close()
+        self._space.close()
+        self._stage.close()
 
     def wait_prepared(self, seconds: float | None = None) -> bool:
         """Wait until what `prepare` writes in the background is there; False when it takes longer.
@@ -444,7 +439,7 @@ class Checkpointer(Keeping):
             strict=strict, rng=self.rng, rank=self._ranks.rank, allow_pickle=self.allow_pickle,
             warm=self._memory,
         )  # fmt: skip
-        with self._space.resting():
+        with self._turn.calling("restore()"), self._space.resting():
             found = restore_together(self._ranks, self._steps, state, step, how)
         if found is None:
             return None

@@ -9,9 +9,9 @@ path again never touches committed bytes. The manifest's put is the commit.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import secrets
-import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +33,7 @@ from torch.futures import Future
 
 import hpstore
 from hpstore.checkpoint.arena import Arena
-from hpstore.checkpoint.attempts import Attempt, Heartbeat, attempt_lives
+from hpstore.checkpoint.attempts import Attempt, Heartbeat, Watch, attempt_lives
 from hpstore.checkpoint.copying import Copier
 from hpstore.checkpoint.dcp_records import (
     Stored,
@@ -61,6 +61,8 @@ MARKER = b"An hpstore checkpoint. Read it with hpstore.checkpoint.StorageReader.
 
 # Any: torch gives paths, keywords and planner data without types
 
+_log = logging.getLogger(__name__)
+
 
 class StorageWriter(TorchStorageWriter):
     """Saves under a path of a pool. For dcp.save and dcp.async_save, threads and processes.
@@ -75,6 +77,7 @@ class StorageWriter(TorchStorageWriter):
     ) -> None:  # fmt: skip
         self._pool = pool if isinstance(pool, Pool) else hpstore.open(pool)
         self.path, self.overwrite = check_key(str(path)), overwrite
+        self._watch = Watch()
         self._forget()
 
     def _forget(self) -> None:
@@ -95,6 +98,7 @@ class StorageWriter(TorchStorageWriter):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._pool, self.path = state["pool"], state["path"]
         self.overwrite = state["overwrite"]
+        self._watch = Watch()
         self._forget()
 
     # --- torch's protocol, in the order of its calls ------------------------------------------
@@ -265,7 +269,15 @@ class StorageWriter(TorchStorageWriter):
     def _clean_up(self, manifest: Manifest, before: Manifest | None) -> None:
         """After the commit: the replaced checkpoint's segments, notes, and what dead saves left."""
         named = {segment.key for segment in manifest.segments}
-        keys = self._pool.list(f"{self.path}/")
+        try:
+            # certain: segments of a manifest that is not listed would look like garbage
+            keys = self._pool.list(f"{self.path}/", certain=True)
+        except (HpstoreError, OSError) as error:
+            self._pool.metrics.count("cleanup_postponed_total")
+            _log.warning(
+                "what is left of earlier saves under %r stays for now: %s", self.path, error
+            )
+            return
         for key in keys:
             if key == f"{self.path}/manifest" or key.startswith(f"{self.path}/manifest-r"):
                 try:
@@ -291,7 +303,8 @@ class StorageWriter(TorchStorageWriter):
                 continue
             nonce = key.removeprefix(start)
             try:
-                alive = attempt_lives(Attempt.decode(self._pool.get(key), where=key), _now_ms())
+                unchanged = self._watch.unchanged_seconds(key, self._pool.stat(key).version)
+                alive = attempt_lives(Attempt.decode(self._pool.get(key), where=key), unchanged)
             except (HpstoreError, OSError):
                 alive = True
             if nonce in mine or not alive:
@@ -368,10 +381,6 @@ def _one_block(chunks: Sequence[Chunk]) -> tuple[Bytes, list[Item]] | None:
 
 def _nonce_of(key: str) -> str:
     return key.rpartition("/segment-")[2].split("-")[0]
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
 
 
 __all__ = ["StorageWriter"]

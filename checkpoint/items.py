@@ -6,8 +6,11 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
+
+import torch
 
 from hpstore.errors import CheckpointError
 
@@ -215,12 +218,34 @@ def require_cover(items: Iterable[Item], names: Iterable[str]) -> None:
             raise CheckpointError(f"no rank wrote tensor {name!r}")
         if len({(i.dtype, i.shape) for i in boxes}) != 1:
             raise CheckpointError(f"ranks disagree on the dtype or shape of tensor {name!r}")
+        short = next((i for i in boxes if not _holds_its_box(i)), None)
+        if short is not None:
+            raise CheckpointError(
+                f"{short.length} bytes were staged of tensor {name!r} for the box "
+                f"{short.box.sizes} at {short.box.offsets} of {short.shape} "
+                f"{short.dtype}: that is not all of it"
+            )
         inside = all(_is_inside(i.box, i.shape) for i in boxes)
         exact = inside and sum(i.box.count for i in boxes) == prod(boxes[0].shape)
         if not exact or _any_overlap([i.box for i in boxes if i.box.count]):
             raise CheckpointError(
                 f"the boxes that were written of tensor {name!r} do not cover it exactly once"
             )
+
+
+@lru_cache(maxsize=64)
+def itemsize_of(dtype: str) -> int:
+    """Bytes of one element of a torch dtype, by its name."""
+    found: int = getattr(torch, dtype).itemsize
+    return found
+
+
+def _holds_its_box(item: Item) -> bool:
+    """Whether the bytes that were staged are as many as the box has."""
+    nbytes = item.box.count * itemsize_of(item.dtype)
+    if item.codec:
+        return len(item.frames) == -(-nbytes // FRAME_BYTES)
+    return item.length == nbytes
 
 
 def _is_inside(box: Box, shape: Sequence[int]) -> bool:

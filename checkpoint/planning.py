@@ -49,6 +49,14 @@ def chunks_of(name: str, tensor: torch.Tensor) -> list[Chunk]:
         box = Box(offsets=tuple(part.offsets), sizes=tuple(part.sizes))
         index = MetadataIndex(name, part.offsets)
         shard = tensor.__get_tensor_shard__(index)  # type: ignore[attr-defined]  # DCP's protocol
+        if tuple(shard.shape) != box.sizes:
+            raise CheckpointError(
+                f"{name!r}: the local shard on this rank has shape {tuple(shard.shape)}, where the "
+                f"DTensor's placements say {box.sizes} at {box.offsets} of {shape}. Shards of "
+                "uneven sizes that torch.chunk would not make cannot be told apart "
+                "(pytorch#144109): redistribute it, or wrap the local tensor in per_rank(). What "
+                "was committed before is untouched."
+            )
         if box.count or not tensor.numel():
             found.append(Chunk(name=name, dtype=dtype, shape=shape, box=box, tensor=shard.detach()))
     return found

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Collection
 from typing import Any
 
 from hpstore.checkpoint.manifest import Manifest
 from hpstore.checkpoint.pruning import pruned
 from hpstore.checkpoint.ranks import Channel, Ranks
 from hpstore.checkpoint.restoring import RestoreOptions, RestoreReport, restore_state
-from hpstore.checkpoint.steps import Steps
+from hpstore.checkpoint.steps import Steps, newest_untried
 from hpstore.checkpoint.training import State
 from hpstore.errors import (
     CheckpointError,
@@ -32,9 +33,10 @@ def restore_together(
 
     Collective. Raises what no older step would mend, such as a mismatch, on all ranks.
     """
-    wanted = [step] if step is not None else list(reversed(_agreed_steps(ranks, steps)))
     touched: set[str] = set()
-    for candidate in wanted:
+    tried: set[int] = set()
+    while (candidate := _next(ranks, steps, step, tried)) is not None:
+        tried.add(candidate)
         found = _try(ranks, steps, state, candidate, how, touched)
         if not isinstance(found, Exception):
             _warn_of_parts(found[1])
@@ -42,12 +44,20 @@ def restore_together(
         if step is not None:
             raise steps.placed(found, step, _parts(touched))
         _log.warning("checkpoint step %d is passed over: %s", candidate, found)
-    if wanted:
+    if tried:
         raise CheckpointError(
-            f"none of the {len(wanted)} checkpoints under {steps.prefix!r} can be read now. "
+            f"none of the {len(tried)} checkpoints under {steps.prefix!r} can be read now. "
             f"Nothing was deleted; bring missing devices back and try again.{_parts(touched)}"
         )
     return None
+
+
+def _next(ranks: Ranks, steps: Steps, step: int | None, tried: Collection[int]) -> int | None:
+    """The step to try now, the same on all ranks. Steps are listed before each try: beside a
+    process that saves, the newest of an older list may be gone, and a newer one there."""
+    if step is not None:
+        return None if tried else step
+    return newest_untried(_agreed_steps(ranks, steps), tried)
 
 
 def _parts(touched: set[str]) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from hpstore import errors
-from hpstore.checkpoint.attempts import Heartbeat, require_fence, take_fence
+from hpstore.checkpoint.attempts import ATTEMPT_SECONDS, Heartbeat, require_fence, take_fence
 from hpstore.checkpoint.handles import SaveReport
 from hpstore.checkpoint.items import Item, ItemColumns
 from hpstore.checkpoint.manifest import Manifest, compact, manifest_key, segment_key
@@ -332,6 +332,7 @@ class SaveJob:
             info = self._pool.put(key, data, if_absent=before is None, if_version=before)
         except VersionConflict as error:
             raise already_committed(self._prefix, self._options.step, key) from error
+        self._require_unswept(key, written)
         self.replaced = replaced
         spare = min(info.spare_columns, *(w.tolerated for w in written))
         return SaveReport(
@@ -343,6 +344,23 @@ class SaveJob:
             durable_seconds=time.perf_counter() - self._options.began,
             losses_tolerated=min(info.losses_tolerated, spare),
             spare_columns=spare,
+        )
+
+    def _require_unswept(self, key: str, written: Sequence[Written]) -> None:
+        """PROTOCOL 18, 19: after the manifest is there, and before the acknowledgement. Another
+        process may have taken this save for dead and removed its segments meanwhile; then the
+        manifest goes, too. Raises CheckpointError."""
+        if self._heartbeat is not None and not self._heartbeat.removed:
+            return
+        gone = [s.key for w in written for s in w.segments if not _is_there(self._pool, s.key)]
+        if not gone:
+            return
+        _remove_quietly(self._pool, key)
+        self._maybe_visible = False
+        raise CheckpointError(
+            f"another process took this save for dead and removed {len(gone)} of its segments "
+            f"(first {gone[0]}): the step is withdrawn. Save it again; if this happens often, this "
+            f"machine is stopped for more than {ATTEMPT_SECONDS / 60:.0f} minutes at a time."
         )
 
     def _standing(self, key: str) -> tuple[str | None, set[str]]:

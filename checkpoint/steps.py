@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
-from hpstore.checkpoint.attempts import ATTEMPT_SECONDS, Attempt, attempt_lives
+from hpstore.checkpoint.attempts import (
+    ATTEMPT_SECONDS,
+    Attempt,
+    Watch,
+    attempt_lives,
+    fence_session,
+)
 from hpstore.checkpoint.manifest import Listing, Manifest, checked_step, manifest_key, sort_out
 from hpstore.checkpoint.nearby import nothing_under
 from hpstore.checkpoint.retention import Retention, orphans, steps_to_drop
@@ -33,6 +38,7 @@ class Steps:
     def __init__(self, pool: Pool, prefix: str) -> None:
         self.pool, self.prefix = pool, check_key(prefix)
         self._read: dict[int, tuple[str, Manifest]] = {}  # by step, with the version it is of
+        self._watch = Watch()
         self._seen: frozenset[int] = frozenset()  # steps that the last listing had: a hint
 
     def listing(self) -> Listing:
@@ -110,9 +116,9 @@ class Steps:
 
         Walks back past damaged ones, and logs why each was passed over.
         """
-        for step in reversed(self.all()):
-            if step == besides:
-                continue
+        tried = set() if besides is None else {besides}
+        while (step := newest_untried(self.all(), tried)) is not None:
+            tried.add(step)
             try:
                 for segment in self.facts(step).segments:
                     self.pool.stat(segment.key)
@@ -121,6 +127,17 @@ class Steps:
             else:
                 return step
         return None
+
+    def is_whole(self, step: int) -> bool:
+        """PROTOCOL 19, once more after the manifest is there: whether every object of a step has
+        its full stripe. False when that is unclear."""
+        try:
+            keys = [manifest_key(self.prefix, step), *(s.key for s in self.facts(step).segments)]
+            return all(self.pool.stat(key).spare_columns >= self.pool.parity for key in keys)
+        except (HpstoreError, OSError) as error:
+            _log.warning("step %d under %r is committed, but not known to be whole; older steps "
+                         "are kept: %s", step, self.prefix, error)  # fmt: skip
+            return False
 
     def placed(self, error: Exception, step: int, note: str = "") -> Exception:
         """What went wrong with a step, saying which other one is good; `note` comes last."""
@@ -288,30 +305,40 @@ class Steps:
         return set(orphans(listing, named, set(living))), dead
 
     def _attempts(self, listing: Listing) -> tuple[dict[str, Attempt | None], list[str]]:
-        """Saves that may live, by nonce (None: unreadable), and keys of dead ones' notes."""
+        """Saves that may live, by nonce (None: unreadable), and keys of dead ones' notes.
+
+        PROTOCOL 18: a save of a session that has lost the fence cannot commit, so it is dead,
+        whatever any clock says; others are dead when their process is, or their note stands still.
+        """
         living: dict[str, Attempt | None] = {}
         dead = []
-        now_ms = time.time_ns() // 1_000_000
+        self._watch.only(set(listing.attempts))
+        session = fence_session(self.pool, self.prefix) if listing.attempts else None
         for key, (_, nonce) in listing.attempts.items():
+            attempt: Attempt | None = None
             try:
                 attempt = Attempt.decode(self.pool.get(key), where=key)
             except ObjectNotFound:
                 continue  # over since the listing was made: the manifest, if any, was put before
             except (HpstoreError, OSError, KeyError, ValueError):
-                attempt = None  # what cannot be read is taken for alive, as long as it is young
-            if attempt is None and not self._is_old(key, now_ms):
-                living[nonce] = None
-            elif attempt is not None and attempt_lives(attempt, now_ms):
+                attempt = None  # what cannot be read is taken for alive until it stands still
+            unchanged = self._unchanged_seconds(key)
+            if attempt is None:
+                lives = unchanged < ATTEMPT_SECONDS
+            else:
+                fenced = bool(attempt.session) and session not in (None, attempt.session)
+                lives = not fenced and attempt_lives(attempt, unchanged)
+            if lives:
                 living[nonce] = attempt
             else:
                 dead.append(key)
         return living, dead
 
-    def _is_old(self, key: str, now_ms: int) -> bool:
+    def _unchanged_seconds(self, key: str) -> float:
         try:
-            return now_ms / 1000 - self.pool.stat(key).created > ATTEMPT_SECONDS
+            return self._watch.unchanged_seconds(key, self.pool.stat(key).version)
         except (HpstoreError, OSError):
-            return False
+            return 0.0
 
     def _delete_if_there(self, key: str) -> None:
         try:
@@ -320,6 +347,12 @@ class Steps:
             return
         except (HpstoreError, OSError) as error:
             _log.warning("%s could not be removed: %s", key, error)
+
+
+def newest_untried(steps: Sequence[int], tried: Collection[int]) -> int | None:
+    """The newest step that was not tried. Asked with a fresh list each time: retention of a process
+    that saves on may have removed the step that was wanted, for a newer one (PROTOCOL 8). Pure."""
+    return max((step for step in steps if step not in tried), default=None)
 
 
 def already_committed(prefix: str, step: int, key: str) -> VersionConflict:
@@ -332,4 +365,4 @@ def already_committed(prefix: str, step: int, key: str) -> VersionConflict:
     )
 
 
-__all__ = ["Steps", "already_committed"]
+__all__ = ["Steps", "already_committed", "newest_untried"]

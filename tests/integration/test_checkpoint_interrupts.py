@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +17,14 @@ from hpstore.checkpoint.handles import SaveHandle, SaveReport
 from hpstore.checkpoint.manifest import manifest_key
 from hpstore.checkpoint.planner import Planner
 from hpstore.checkpoint.ranks import Ranks
+from hpstore.checkpoint.saving import SaveJob, Written
 from hpstore.checkpoint.stager import Stage
+from hpstore.checkpoint.steps import Steps
 from hpstore.config import Settings
 from hpstore.errors import CheckpointError, VersionConflict
 from hpstore.testing.fake_accelerator import FakeAccelerator
 from hpstore.units import MIB
+from tests.fault.common import within
 
 
 @pytest.fixture
@@ -65,11 +69,63 @@ def test_the_error_of_a_save_is_raised_after_an_interrupted_wait(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "join", interrupted)
+        patch.setattr("hpstore.checkpoint.underway.wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ckpt.wait()
     with pytest.raises(VersionConflict, match="committed already"):
         ckpt.wait()
+
+
+def test_close_ends_after_an_interrupted_wait(
+    ckpt: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """r_sigint_wait: it waited for what comes after a commit of a save that no thread makes."""
+    hold, publish = threading.Event(), SaveJob._publish
+
+    def held(job: SaveJob, written: Sequence[Written]) -> SaveReport:
+        assert hold.wait(20)
+        return publish(job, written)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SaveJob, "_publish", held)
+    ckpt.save(1, {"w": torch.ones(3)})
+    with monkeypatch.context() as patch:
+        patch.setattr("hpstore.checkpoint.underway.wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.wait()
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.close()
+    hold.set()
+    within(20, ckpt.close)
+    assert Steps(ckpt.pool, "run").all() == [1]
+
+
+def test_a_second_thread_is_refused_while_one_saves(
+    ckpt: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """r_threads: two threads staged into one arena, and wrong bytes were committed."""
+    entered, hold, prepare = threading.Event(), threading.Event(), Planner.prepare
+
+    def slow(planner: Planner, *args: Any) -> Any:  # Any: passed on
+        entered.set()
+        assert hold.wait(20)
+        return prepare(planner, *args)
+
+    monkeypatch.setattr(Planner, "prepare", slow)
+    first = threading.Thread(target=ckpt.save, args=(1, {"w": torch.ones(3)}))
+    first.start()
+    assert entered.wait(20)
+    with pytest.raises(CheckpointError, match=r"another thread is in save\(\)"):
+        ckpt.save(2, {"w": torch.zeros(3)})
+    with pytest.raises(CheckpointError, match=r"another thread is in save\(\)"):
+        ckpt.restore({"w": torch.zeros(3)})
+    hold.set()
+    first.join(20)
+    ckpt.wait()
+    assert ckpt.steps() == [1]
+    assert ckpt.save(3, {"w": torch.zeros(3)}).result().step == 3
 
 
 def test_a_save_whose_thread_does_not_start_is_over(

@@ -1,0 +1,290 @@
+"""Checkpoints beside other processes: retention, collectors, hosts with other clocks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from hpstore.checkpoint import Checkpointer, StorageReader, StorageWriter, restorer, restoring
+from hpstore.checkpoint import attempts as attempt_notes
+from hpstore.checkpoint.attempts import ATTEMPT_SECONDS, Attempt, Watch, attempt_lives, here
+from hpstore.checkpoint.items import Box, Item, require_cover
+from hpstore.checkpoint.manifest import attempt_key, segment_key
+from hpstore.checkpoint.planning import chunks_of
+from hpstore.checkpoint.saving import SaveJob, Written
+from hpstore.checkpoint.steps import Steps, newest_untried
+from hpstore.errors import CheckpointError
+from hpstore.pool import Pool
+from hpstore.testing.harness import Harness
+
+NOTE = Attempt(
+    step=1, nonce="n", host="another", boot="b", pid=1, namespace="pid:[1]", started_ms=0,
+    beat_ms=0, session="s",
+)  # fmt: skip
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Harness:
+    """4+2 over eight devices."""
+    return Harness(tmp_path, data=4, parity=2, devices=8)
+
+
+def state(value: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((100_000,), float(value))}
+
+
+def save(ckpt: Checkpointer, step: int) -> None:
+    ckpt.save(step, state(step)).result()
+    ckpt.wait()
+
+
+@pytest.mark.parametrize("how", ["restore", "latest_valid"])
+def test_a_step_that_retention_takes_gives_way_to_a_newer_one(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """r06, PROTOCOL 8 and 19: never back to a kept older step while newer ones are committed."""
+    with harness.open() as pool, harness.open(read_only=True) as other:
+        trainer = Checkpointer(pool, "run", keep_last=1, keep_every=100, rng=False)
+        save(trainer, 100)
+        save(trainer, 150)
+        once: list[int] = []
+
+        def go_on() -> None:
+            if not once:
+                once.append(1)
+                save(trainer, 151)
+                save(trainer, 152)
+
+        reader = Checkpointer(other, "run", rng=False)
+        if how == "restore":
+            plain = restoring.restore_state
+
+            def late(*args: object) -> object:
+                go_on()
+                return plain(*args)  # type: ignore[arg-type]
+
+            monkeypatch.setattr(restorer, "restore_state", late)
+            into = state(0.0)
+            assert reader.restore(into) == 152
+            assert (into["w"] == 152).all()
+        else:
+            facts = Steps.facts
+
+            def later(steps: Steps, step: int) -> object:
+                go_on()
+                return facts(steps, step)
+
+            monkeypatch.setattr(Steps, "facts", later)
+            assert reader.latest_valid() == 152
+        reader.close()
+        trainer.close()
+
+
+def test_steps_are_tried_newest_first_with_those_that_came_meanwhile() -> None:
+    """A pure choice: what is new in the list comes before what is older than the last try."""
+    assert newest_untried([1, 2, 3], set()) == 3
+    assert newest_untried([1, 2, 5], {3}) == 5
+    assert newest_untried([1, 2], {2, 3}) == 1
+    assert newest_untried([], {1}) is None
+
+
+def test_a_shard_of_another_size_than_its_placement_says_is_refused() -> None:
+    """r_uneven: boxes that cover the tensor on paper, with bytes that do not."""
+    part = SimpleNamespace(offsets=(0,), sizes=(3,))
+
+    def made(rows: int) -> object:
+        return SimpleNamespace(
+            dtype=torch.float32, shape=(5,), numel=lambda: 5,
+            __create_chunk_list__=lambda: [part],
+            __get_tensor_shard__=lambda _: torch.zeros(rows),
+        )  # fmt: skip
+
+    assert chunks_of("t", made(3))[0].box.sizes == (3,)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="local shard on this rank has shape"):
+        chunks_of("t", made(1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "good"), [((12, 8), True), ((4, 16), False), ((12, 4), False), ((0, 8), False)]
+)
+def test_a_commit_counts_the_bytes_that_were_staged(lengths: tuple[int, int], good: bool) -> None:
+    """r_uneven: the boxes cover the tensor, the staged bytes must be all of each box."""
+    items = [
+        Item(
+            name="t", dtype="float32", shape=(5,), box=Box(offsets=(at,), sizes=(n,)), offset=0,
+            length=length,
+        )
+        for (at, n), length in zip([(0, 3), (3, 2)], lengths, strict=True)
+    ]  # fmt: skip
+    if good:
+        require_cover(items, ["t"])
+    else:
+        with pytest.raises(CheckpointError, match="bytes were staged"):
+            require_cover(items, ["t"])
+
+
+def test_older_steps_stay_when_devices_go_between_the_check_and_the_manifest(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PROTOCOL 19: the step is looked at once more before retention removes what it replaces."""
+    with harness.open() as pool, Checkpointer(pool, "run", keep_last=1, rng=False) as ckpt:
+        save(ckpt, 1)
+        publish = SaveJob._publish
+
+        def then_lose(job: SaveJob, written: Sequence[Written]) -> object:
+            report = publish(job, written)
+            key = written[0].segments[0].key
+            harness.lose([url for url, _ in harness.columns(key)][:1])
+            return report
+
+        monkeypatch.setattr(SaveJob, "_publish", then_lose)
+        save(ckpt, 2)
+        assert ckpt.steps() == [1, 2]
+        assert ckpt.counters["retentions_postponed_total"] == 1
+        harness.bring_back()
+        monkeypatch.undo()
+        save(ckpt, 3)
+        assert ckpt.steps() == [3]
+
+
+# --- saves of other hosts -----------------------------------------------------------------------
+
+
+def test_a_note_is_judged_by_how_long_it_stood_still() -> None:
+    """r11: another machine's clock says nothing, however far ahead or behind it is."""
+    now = [0.0]
+    watch = Watch(lambda: now[0])
+    assert watch.unchanged_seconds("k", "v1") == 0
+    now[0] = ATTEMPT_SECONDS - 1
+    assert watch.unchanged_seconds("k", "v1") == ATTEMPT_SECONDS - 1
+    assert attempt_lives(NOTE, watch.unchanged_seconds("k", "v1"))
+    now[0] += 2
+    assert not attempt_lives(NOTE, watch.unchanged_seconds("k", "v1"))
+    assert watch.unchanged_seconds("k", "v2") == 0  # it beats
+    watch.only([])
+    assert watch.unchanged_seconds("k", "v2") == 0
+
+
+def as_another_host(monkeypatch: pytest.MonkeyPatch, ahead_seconds: float) -> None:
+    clock = time.time_ns
+    monkeypatch.setattr(attempt_notes, "here", lambda: ("host-b", "boot-b", "pid:[1]"))
+    monkeypatch.setattr(time, "time_ns", lambda: clock() + int(ahead_seconds * 1e9))
+
+
+@pytest.mark.parametrize("ahead", [0.0, 1e6])
+def test_a_save_under_way_survives_a_collector_with_another_clock(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, ahead: float
+) -> None:
+    """r11, PROTOCOL 18: a host whose clock is days ahead collects nothing that lives."""
+    with harness.open() as pool, Checkpointer(pool, "run", rng=False) as ckpt:
+        save(ckpt, 1)
+        manifest = SaveJob._manifest
+
+        def between(job: SaveJob, written: Sequence[Written]) -> bytes:
+            with monkeypatch.context() as patch, harness.open() as other:
+                as_another_host(patch, ahead)
+                Checkpointer(other, "run", rng=False).close()
+            return manifest(job, written)
+
+        monkeypatch.setattr(SaveJob, "_manifest", between)
+        save(ckpt, 2)
+        into = state(0.0)
+        assert ckpt.restore(into) == 2
+        assert (into["w"] == 2).all()
+
+
+def test_a_save_whose_segments_were_collected_is_not_acknowledged(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PROTOCOL 18: taken for dead all the same, it raises, and the step before stays current."""
+    with harness.open() as pool, Checkpointer(pool, "run", rng=False) as ckpt:
+        save(ckpt, 1)
+        manifest = SaveJob._manifest
+
+        def between(job: SaveJob, written: Sequence[Written]) -> bytes:
+            with monkeypatch.context() as patch, harness.open() as other:
+                patch.setattr("hpstore.checkpoint.steps.attempt_lives", lambda *_: False)
+                assert Steps(other, "run").collect_garbage() == 1
+            return manifest(job, written)
+
+        monkeypatch.setattr(SaveJob, "_manifest", between)
+        with pytest.raises(CheckpointError, match="took this save for dead"):
+            ckpt.save(2, state(2)).result()
+        monkeypatch.undo()
+        assert ckpt.steps() == [1]
+        save(ckpt, 2)
+        assert ckpt.steps() == [1, 2]
+
+
+def test_what_a_fenced_session_left_is_collected_without_a_clock(harness: Harness) -> None:
+    """A session that lost the fence cannot commit: its note and segments go at once."""
+    with harness.open() as pool:
+        key = attempt_key("run", 9, "00000000000000aa")
+        pool.put(key, replace(NOTE, step=9, nonce="00000000000000aa", session="old").encode())
+        segment = segment_key("run", 9, "00000000000000aa", 0, 0)
+        pool.put(segment, bytes(10))
+        assert here()[0] != NOTE.host
+        with Checkpointer(pool, "run", rng=False) as ckpt:
+            assert key in pool.list()  # nothing says that it is over
+            save(ckpt, 1)
+            assert ckpt.collect_garbage() == 1
+            assert key not in pool.list()
+            assert segment not in pool.list()
+
+
+# --- torch.distributed.checkpoint ---------------------------------------------------------------
+
+
+class AsRank(StorageWriter):
+    """One rank of a save without collectives."""
+
+    rank = 0
+
+    def set_up_storage_writer(self, is_coordinator: bool, *_: object, **__: object) -> None:
+        super().set_up_storage_writer(is_coordinator, rank=self.rank, use_collectives=False)
+
+
+class FromRank(StorageReader):
+    """The reader of rank 1."""
+
+    def read_metadata(self, *_: object, **__: object) -> Metadata:
+        return super().read_metadata(rank=1)
+
+
+def save_as(pool: Pool, rank: int, value: float) -> None:
+    writer = AsRank(pool, "c")
+    writer.rank = rank
+    dcp_save({"w": torch.full((200_000,), value)}, storage_writer=writer, no_dist=True)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+def test_segments_of_a_manifest_that_cannot_be_listed_stay(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """r18: m + 1 devices silent for a moment hid another rank's manifest from the clean-up."""
+    with harness.open() as pool:
+        save_as(pool, 1, 1.0)
+        hidden = [url for url, _ in harness.columns("c/manifest-r00001")]
+        clean_up = StorageWriter._clean_up
+
+        def silent(writer: StorageWriter, *args: object) -> None:
+            harness.lose(hidden)
+            clean_up(writer, *args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(StorageWriter, "_clean_up", silent)
+        save_as(pool, 0, 2.0)
+        assert pool.metrics.value("cleanup_postponed_total") == 1
+    harness.bring_back()
+    with harness.open() as pool:
+        found = {"w": torch.zeros(200_000)}
+        load(found, storage_reader=FromRank(pool, "c"), no_dist=True)
+        assert (found["w"] == 1.0).all()
