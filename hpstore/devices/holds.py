@@ -126,8 +126,14 @@ def _prepare(fd: int, file_mode: int, fill: Callable[[], None]) -> None:
 
 def _fill(fd: int) -> None:
     done = 0
-    while done < REGISTERS_BYTES:
-        done += os.pwrite(fd, bytes(REGISTERS_BYTES - done), done)
+    try:
+        while done < REGISTERS_BYTES:
+            done += os.pwrite(fd, bytes(REGISTERS_BYTES - done), done)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        os.ftruncate(fd, 0)  # a pool that is full already: locks need no room, and so it can be
+        os.ftruncate(fd, REGISTERS_BYTES)  # evicted from
 
 
 def _current(fd: int, root: int) -> bool:

@@ -333,8 +333,8 @@ def put_object(
 
     With a condition, the caller has a claim of the key: `next_counter` gives the counter of a
     version above one that was seen, `acknowledge` has the last word when all is durable, before
-    anything is removed. `throttle` is called with the bytes
-    of each batch before it is written. `unit_bytes`: of this object, the pool's unless given.
+    anything is removed. `throttle` is called with the bytes of each batch before it is written.
+    `unit_bytes`: of this object, the pool's unless given.
     """
     survey = stable_survey(store, key, absent=if_absent or if_version is not None)
     check_conditions(store, survey, if_absent=if_absent, if_version=if_version)
