@@ -13,6 +13,7 @@ from hpstore.header import ColumnHeader, Metadata, encode_header
 from hpstore.keys import Kind, Version
 from hpstore.objects.columnset import ColumnSet, MembershipMoved
 from hpstore.objects.debts import record_debt
+from hpstore.objects.horizon import read_horizons
 from hpstore.objects.info import ObjectInfo, object_info, version_token
 from hpstore.objects.remove import remove_files
 from hpstore.objects.source import MemorySource, Source
@@ -352,6 +353,30 @@ def put_object(
     return object_info(header, len(published), may_leave=store.view.may_leave(survey.unknown))
 
 
+def _finish_half_done(store: Store, key: str) -> None:
+    """A tombstone is there already: what it stands for goes once there are m + 1 of it.
+
+    They are made as a later revision of it, which beats no put that has come meanwhile.
+    """
+    for _ in range(PUT_TRIES):
+        horizons = read_horizons(store)
+        survey = stable_survey(store, key)
+        newest = newest_by_name(store.view, survey)
+        if newest is None or newest.kind is not Kind.TOMBSTONE:
+            return
+        version = newest.version
+        try:
+            if len({file.device for file in newest.files}) <= newest.parity:
+                version = write_new_version(
+                    store, key, MemorySource(b""), metadata={}, kind=Kind.TOMBSTONE,
+                    survey=survey, revise=version, horizons=horizons,
+                ).version  # fmt: skip
+        except HorizonPassed:
+            continue
+        remove_files(store, key, [f for f in survey.files if f.name.version < version])
+        return
+
+
 def delete_object(store: Store, key: str) -> None:
     """Delete an object: tombstones on m + 1 devices, then its files.
 
@@ -364,9 +389,8 @@ def delete_object(store: Store, key: str) -> None:
         require_known(store.view, survey)
     if newest is None:
         raise ObjectNotFound(f"no object {key!r}", key=key)
-    half_done = newest.kind is Kind.TOMBSTONE
-    if half_done and len({file.device for file in newest.files}) > newest.parity:
-        remove_files(store, key, [f for f in survey.files if f.name.version < newest.version])
+    if newest.kind is Kind.TOMBSTONE:
+        _finish_half_done(store, key)
         raise ObjectNotFound(f"no object {key!r}", key=key)
     columns = write_new_version(
         store, key, MemorySource(b""), metadata={}, kind=Kind.TOMBSTONE, survey=survey
@@ -374,8 +398,6 @@ def delete_object(store: Store, key: str) -> None:
     older = [f for f in survey.files if f.name.version < columns.version]
     remove_files(store, key, [*older, *columns.superseded])
     store.deleted.append((columns.version.counter, key))
-    if half_done:  # too few tombstones were there to remove what they stand for
-        raise ObjectNotFound(f"no object {key!r}", key=key)
 
 
 __all__ = ["Content", "WriteFailed", "delete_object", "make_header", "plan_columns", "put_object",

@@ -244,6 +244,32 @@ def test_a_half_done_delete_has_its_tombstones_before_anything_is_removed(
         pool.get("k")
 
 
+def test_to_finish_a_half_done_delete_deletes_no_put_that_came_meanwhile(tmp_path: Path) -> None:
+    """delete() says that there is no object, so it must not be later than a put beside it."""
+    harness = Harness(tmp_path, data=4, parity=2, devices=7)
+    with harness.open() as pool:
+        pool.put("k", b"x")
+    dead: list[str] = []
+
+    def dies(operation: str, url: str) -> None:
+        if operation == "publish":
+            raise SimulatedCrash("after one tombstone")
+
+    def finish(operation: str, url: str) -> None:
+        if operation == "publish" and not dead:
+            dead.append(url)
+            with harness.open() as other, pytest.raises(ObjectNotFound):
+                other.delete("k")
+
+    with pytest.raises(SimulatedCrash):
+        writer(harness, after=dies).delete("k")
+    harness.restart()
+    with writer(harness, before=finish) as pool:
+        pool.put("k", b"new")
+        assert pool.get("k") == b"new"
+    assert dead
+
+
 def test_a_second_try_removes_what_the_first_one_left(tmp_path: Path) -> None:
     """The version that was left is superseded, not deleted before the new one is whole."""
     harness = Harness(tmp_path, data=4, parity=2, devices=8)
