@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from hpstore.devices.base import Device, Hold
@@ -161,6 +162,9 @@ class DeviceLocks:
         hold.release()
         self._live.discard(hold)
 
+    def _let_go_after(self, hold: Hold, _: Future[object]) -> None:
+        self._let_go(hold)
+
     def release(self, holds: Mapping[str, Hold]) -> None:
         """On their lanes: closing a file of some filesystems waits for them."""
         futures = []
@@ -171,6 +175,11 @@ class DeviceLocks:
                 self._let_go(hold)
                 continue
             if future.done() and isinstance(future.exception(), DeviceTimeout):
+                with self._lock:
+                    hung = self._late.get(device)
+                if hung is not None:  # at once, if it has ended by now
+                    hung.add_done_callback(partial(self._let_go_after, hold))
+                    continue
                 threading.Thread(
                     target=self._let_go, args=(hold,), name="hpstore-release", daemon=True
                 ).start()

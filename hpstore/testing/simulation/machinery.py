@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 
 from hpstore import handle
 from hpstore.config import Settings
-from hpstore.devices.base import Device, ReadHandle, WriteHandle
-from hpstore.devices.wrappers import DeviceWrapper, WrappedReader, WrappedWriter
+from hpstore.devices.base import Device, Hold, ReadHandle, WriteHandle
+from hpstore.devices.wrappers import DeviceWrapper, WrappedHold, WrappedReader, WrappedWriter
 from hpstore.errors import DeviceTimeout
 from hpstore.objects import stripes
 from hpstore.scheduler import Scheduler
@@ -232,6 +232,14 @@ class SimulatedDevice(DeviceWrapper):
             return made
 
         return WrappedReader(self, self.around("open", 0, make))
+
+    def hold(self, offset: int, nbytes: int) -> Hold:
+        def make() -> Hold:
+            made = self.inner.hold(offset, nbytes)
+            self.process.handles.append(made.release)
+            return made
+
+        return WrappedHold(self, self.around("lock", 0, make))
 
 
 class SimulatedWriter(WrappedWriter):
