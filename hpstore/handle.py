@@ -34,6 +34,7 @@ from hpstore.membership import (
     copied,
     find_member,
     foreign,
+    is_rolled_forward,
     make_view,
     newest_record,
     open_members,
@@ -292,8 +293,9 @@ class PoolHandle(Closing):
         """At open: bring devices that are behind up to date, sweep orphans, pay debts."""
         store = self._store
         try:
-            with self.registers.hold(MEMBERSHIP, "open", deadline_seconds=0.5):
-                roll_forward(store, newest_record(store))
+            if not is_rolled_forward(store):  # many may open it at once: none waits for another
+                with self.registers.hold(MEMBERSHIP, "open", deadline_seconds=0.5):
+                    roll_forward(store, newest_record(store))
         except (LockTimeout, RegistersForeign, RegistersUnavailable) as error:
             _log.info(
                 "pool %s: devices are not brought up to date now: %s", self.config.name, error

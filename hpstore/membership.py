@@ -291,6 +291,17 @@ def newest_of(found: Sequence[PoolRecord], known: PoolRecord | None = None) -> P
 
 def newest_record(store: Store) -> PoolRecord:
     """The newest record on any device that answers."""
+    found = [record for record in _records(store) if record is not None]
+    return newest_of(found, store.view.record)
+
+
+def is_rolled_forward(store: Store) -> bool:
+    """Whether every device that answers has the record in use."""
+    return all(r is not None and r.order == store.view.record.order for r in _records(store))
+
+
+def _records(store: Store) -> list[PoolRecord | None]:
+    """Of the devices that answer; None for one without a whole record of this pool."""
 
     def read(_: str, device: Device) -> PoolRecord | None:
         try:
@@ -301,13 +312,14 @@ def newest_record(store: Store) -> PoolRecord:
             return None
 
     results = store.each(store.view.devices, read)
-    found = []
+    found: list[PoolRecord | None] = []
     for result in results.values():
         if isinstance(result, FormatTooNew):
             raise result
-        if isinstance(result, PoolRecord) and result.pool_id == store.view.record.pool_id:
-            found.append(result)
-    return newest_of(found, store.view.record)
+        if not isinstance(result, Exception):
+            ours = result is not None and result.pool_id == store.view.record.pool_id
+            found.append(result if ours else None)
+    return found
 
 
 def roll_forward(store: Store, record: PoolRecord) -> int:
@@ -465,7 +477,7 @@ def find_member(record: PoolRecord, devices: Mapping[str, Device], wanted: str) 
 
 
 __all__ = ["Opened", "belongs", "check_memory", "check_unit", "commit_record", "copied",
-           "create_members", "domain_warning", "find_member", "foreign", "make_view",
-           "newest_record", "open_members", "refusing",
+           "create_members", "domain_warning", "find_member", "foreign", "is_rolled_forward",
+           "make_view", "newest_record", "open_members", "refusing",
            "roll_forward", "with_healed", "with_member", "with_state",
            "without_member"]  # fmt: skip
