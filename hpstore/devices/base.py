@@ -204,6 +204,9 @@ class Device(Protocol):
     def sync_directory(self, path: str) -> None:
         """Make the names in the directory of `path`, and its ancestors, durable."""
 
+    def sync_removals(self) -> None:
+        """Make durable what delete, retire and quarantine have removed so far."""
+
     def sweep(self) -> int:
         """Remove what dead writers left in tmp/; returns how many files."""
 

@@ -1,4 +1,4 @@
-"""The counters of a local device: files that are locked while they are compared or raised."""
+"""Counters of a local device: files that are locked while they are compared or raised; syncs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpstore.devices.horizons import (
     encode_counter,
     risen,
 )
-from hpstore.devices.local_io import unlock_and_close
+from hpstore.devices.local_io import sync_filesystem, unlock_and_close
 from hpstore.errors import LockTimeout
 
 _TRIES, _PAUSE_SECONDS = 100, 0.01  # a name takes microseconds; a stopped writer holds on
@@ -72,6 +72,12 @@ class LocalCounters:
             if not data:
                 os.fsync(self.root_fd())
             return risen(new, 0)
+
+    def sync_removals(self) -> None:
+        try:
+            sync_filesystem(self.root_fd())
+        except OSError as error:
+            raise_device_error(error, self.url, "sync of the filesystem")
 
     def _lock_exclusively(self, fd: int, name: str) -> None:
         for _ in range(_TRIES):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -202,6 +203,14 @@ def open_root(url: str) -> tuple[int, tuple[int, int]]:
     return fd, (status.st_dev, status.st_ino)
 
 
+def sync_filesystem(fd: int) -> None:
+    """Make durable all that was written to the filesystem of a descriptor, removed names too."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syncfs(fd):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
 def temporary_path() -> str:
     """A new name in tmp/."""
     return f"{TMP}/{time.time_ns():020d}-{os.getpid()}-{secrets.token_hex(6)}"
@@ -241,6 +250,7 @@ __all__ = [
     "gone",
     "names_fold",
     "open_root",
+    "sync_filesystem",
     "temporary_path",
     "unlock_and_close",
 ]

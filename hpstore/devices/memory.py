@@ -198,6 +198,12 @@ class MemoryDevice:
                 del self._durable_names[name]
             self._durable_names |= {n: f for n, f in self.files.items() if inside(n)}
 
+    def sync_removals(self) -> None:
+        self._check()
+        with self._lock:
+            for name in self._durable_names.keys() - self.files.keys():
+                del self._durable_names[name]
+
     def sweep(self) -> int:
         self._check_writable()
         with self._lock:

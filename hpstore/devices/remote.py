@@ -198,6 +198,9 @@ class RemoteDevice:
     def sync_directory(self, path: str) -> None:
         """Nothing to do: a PUT that was answered is durable."""
 
+    def sync_removals(self) -> None:
+        """Nothing to do: a removal that was answered is durable."""
+
     def sweep(self) -> int:
         return 0
 

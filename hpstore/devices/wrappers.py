@@ -32,7 +32,8 @@ class DeviceWrapper:
 
     `around(operation, nbytes, call)` runs `call` once; operation is one of create, open, read,
     write, sync, publish, list, stamp, delete, retire, quarantine, sync_directory, read_small,
-    write_small, sweep, lock, register, probe, counter, raise_counter.
+    write_small, sweep, lock, register, probe, counter, raise_counter,
+    sync_removals.
     """
 
     def __init__(self, inner: Device) -> None:
@@ -97,6 +98,9 @@ class DeviceWrapper:
 
     def sync_directory(self, path: str) -> None:
         self.around("sync_directory", 0, lambda: self.inner.sync_directory(path))
+
+    def sync_removals(self) -> None:
+        self.around("sync_removals", 0, self.inner.sync_removals)
 
     def sweep(self) -> int:
         return self.around("sweep", 0, self.inner.sweep)

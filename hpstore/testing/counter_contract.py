@@ -82,6 +82,14 @@ class CounterContract(ABC):
         handle.abort()
         assert all_files(device, TMP) == []
 
+    def test_removals_can_be_synced(self, device: Device) -> None:
+        """What was removed stays so, everything else is there."""
+        store(device, _PATH, pattern(PAGE))
+        store(device, f"{_PATH}2", pattern(PAGE))
+        device.delete(_PATH)
+        device.sync_removals()
+        assert all_files(device, "objects") == [f"{_PATH}2"]
+
     def test_without_a_guard_the_horizon_is_not_asked(self, device: Device) -> None:
         """As for files that are no columns."""
         device.raise_counter(HORIZON, 7)

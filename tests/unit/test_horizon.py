@@ -274,6 +274,27 @@ def test_a_process_that_deletes_sweeps_its_own_tombstones_r21(tmp_path: Path) ->
         assert counted.seen["raise_counter"] - raised <= marks + 6 * (300 / DUE_DELETES + 1)
 
 
+def test_what_a_tombstone_stands_for_is_durably_gone_before_it_is_swept(tmp_path: Path) -> None:
+    """A device that was away brings its copy; one scrub removes copy and tombstones. Power goes
+    when the devices of the tombstones have written that down, and this one has not."""
+    clock, harness = make(tmp_path, devices=7)
+    with harness.open() as pool:
+        pool.put("k", b"x")
+    away = harness.columns("k")[0][0]
+    harness.lose([away])
+    with harness.open() as pool:
+        pool.delete("k")
+    harness.bring_back()
+    clock.advance(2 * HOUR)
+    with harness.open() as pool:
+        assert pool.scrub().swept == 3
+    for url in set(harness.urls) - {away}:
+        harness.devices[url].sync_directory("objects/k/@")
+    harness.power_cut()
+    with harness.open() as pool:
+        assert deleted(pool)
+
+
 # --- devices that return -------------------------------------------------------------------------
 
 
