@@ -149,7 +149,7 @@ def endangered(store: Store, leaving: str, *, emptied: bool) -> list[str]:
         store.clock.wait(seconds)
         found = _lost_keys(store, survey_keys(store, list(found)), leaving)
     unknown = catalog.unknown | store.view.record.unhealed() | {leaving}
-    if not found and not emptied and len(unknown) > store.view.record.parity:
+    if not found and not emptied and not store.view.record.opens_without(unknown):
         raise MembershipError(
             f"{len(unknown) - 1} devices do not answer or were evicted since the last rebuild; "
             "with one more gone, objects could be lost without a trace. Nothing was changed. "
@@ -442,7 +442,7 @@ def judge_survey(
         (file, judge_return(
             file, newest, [f for f in others if f.name.layout == file.name.layout],
             recent=recent and file.name.version.counter > swept,
-            silent=len(survey.unknown), unhealed=len(unhealed),
+            silent=view.record.weight(survey.unknown), unhealed=view.record.weight(unhealed),
         ))
         for file in survey.files if file.device == device_id
     ]  # fmt: skip

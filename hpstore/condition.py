@@ -54,7 +54,7 @@ class Condition:
 def survey_condition(store: Store) -> Condition:
     """Walk all keys and add up. Nothing is opened but notes on what expires."""
     view, found = store.view, walk(store)
-    usable = len(store.candidates())
+    usable = store.usable()
     objects = degraded = unreadable = todo = 0
     tolerated = view.record.parity
     worst: list[Degraded] = []

@@ -31,8 +31,16 @@ from hpstore.errors import (
 )
 from hpstore.geometry import BLOCK_BYTES, check_unit_bytes, check_width
 from hpstore.objects.store import Store, View
-from hpstore.opening import OpenedDevice, Opener, Proof, claim, identify_all, make_place, prove
-from hpstore.placement import tolerated_domains
+from hpstore.opening import (
+    OpenedDevice,
+    Opener,
+    Proof,
+    claim,
+    identify_all,
+    make_place,
+    prove,
+)
+from hpstore.placement import bound_spread
 from hpstore.records import (
     IDENTITY_FILE,
     MAX_RECORD_BYTES,
@@ -43,6 +51,7 @@ from hpstore.records import (
     PoolRecord,
 )
 from hpstore.scheduler import Scheduler
+from hpstore.survival import too_few_devices
 
 _log = logging.getLogger(__name__)
 
@@ -97,6 +106,7 @@ def create_members(
         for i, url in enumerate(urls)
     ]
     record = PoolRecord(
+        spread=bound_spread(data + parity, parity, list(Counter(domains or urls).values())),
         pool_id=pool_id, generation=1, nonce=secrets.token_hex(8), parent="", data=data,
         parity=parity, unit_bytes=unit_bytes, members=tuple(members),
     )  # fmt: skip
@@ -149,24 +159,6 @@ def _identity(record: PoolRecord, member: Member) -> Identity:
                     weight=member.weight)  # fmt: skip
 
 
-def domain_warning(record: PoolRecord) -> str | None:
-    """What to tell the operator when failure domains do not carry the parity."""
-    sizes: dict[str, int] = {}
-    for member in record.members:
-        sizes[member.domain] = sizes.get(member.domain, 0) + 1
-    lost = tolerated_domains(
-        min(record.data + record.parity, len(record.members)),
-        min(record.data, max(1, len(record.members) - record.parity)),
-        list(sizes.values()),
-    )
-    if lost >= 1:
-        return None
-    return (
-        f"{len(sizes)} failure domains for {record.data}+{record.parity}: the pool survives "
-        f"{record.parity} lost devices, but not the loss of the largest domain"
-    )
-
-
 def open_members(
     config: PoolConfig, opener: Opener, scheduler: Scheduler, *, read_only: bool
 ) -> Opened:
@@ -216,13 +208,8 @@ def _choose_view(
         raise TooFewDevices(f"pool {config.name!r}: no device works. " + _reasons(problems))
     record = newest_of(records)
     view = make_view(record, opened.values(), problems)
-    answering, needed = len(view.devices), len(record.members) - record.parity
-    if answering < needed:
-        raise TooFewDevices(
-            f"pool {config.name!r}: {answering} of {len(record.members)} devices answer, "
-            f"{needed} are needed to open it. Nothing is lost by waiting; bring devices back. "
-            + _reasons(problems)
-        )
+    if not record.opens_without(view.missing):
+        raise too_few_devices(config, view, problems)
     return Opened(view=view, problems=problems, read_only=refusing(opened, proof))
 
 
@@ -359,7 +346,7 @@ def commit_record(
     devices = {**{d: store.view.devices[d] for d in alive}, **extra}
 
     def reached(record: PoolRecord, held: set[str]) -> bool:
-        return len(held & {m.device_id for m in record.members}) >= record.quorum()
+        return record.reached_by(held)
 
     if not force and not (reached(old, set(devices)) and reached(new, set(devices))):
         raise MembershipError(
@@ -477,7 +464,7 @@ def find_member(record: PoolRecord, devices: Mapping[str, Device], wanted: str) 
 
 
 __all__ = ["Opened", "belongs", "check_memory", "check_unit", "commit_record", "copied",
-           "create_members", "domain_warning", "find_member", "foreign", "is_rolled_forward",
+           "create_members", "find_member", "foreign", "is_rolled_forward",
            "make_view", "newest_record", "open_members", "refusing",
            "roll_forward", "with_healed", "with_member", "with_state",
            "without_member"]  # fmt: skip

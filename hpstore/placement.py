@@ -47,6 +47,35 @@ def domain_cap(width: int, domains: int, parity: int) -> int:
     return max(1, min(div_ceil(width, domains), parity))
 
 
+def placeable(domains: Iterable[str], spread: int | None, occupied: Iterable[str] = ()) -> int:
+    """How many columns of one object fit on devices of these failure domains, each device one.
+
+    `spread`: most columns that a domain may hold, those in `occupied` counted; None for no bound.
+    """
+    taken = Counter(occupied)
+    if spread is None:
+        return len(list(domains))
+    return sum(
+        min(count, max(0, spread - taken[domain])) for domain, count in Counter(domains).items()
+    )
+
+
+def lost_columns(domains: Iterable[str], spread: int | None) -> int:
+    """Most columns of one object that devices of these failure domains can hold: the weight u of
+    losing them. A device counts one where nothing bounds the columns of a domain."""
+    return placeable(domains, spread)
+
+
+def bound_spread(width: int, parity: int, domain_sizes: Sequence[int]) -> int | None:
+    """The bound of columns a domain for a new pool; None where every device is its own domain, or
+    where domains are too few for a stripe with full parity under a bound of m."""
+    if all(size == 1 for size in domain_sizes):
+        return None
+    spread = domain_cap(width, len(domain_sizes), parity)
+    fits = sum(min(spread, size) for size in domain_sizes)
+    return spread if fits >= min(width, sum(domain_sizes)) else None
+
+
 def choose(
     key: str,
     candidates: Sequence[Candidate],
@@ -54,17 +83,19 @@ def choose(
     *,
     parity: int,
     occupied: Iterable[str] = (),
+    spread: int | None = None,
 ) -> list[Candidate]:
     """At most `count` candidates for new columns of `key`, best first.
 
     `occupied` are the failure domains of columns that the object already has. The cap per domain
     is kept while it can be; when domains are too few, the rest is filled by score alone, which
-    `create` has warned about.
+    `create` has warned about. With `spread`, no domain gets more columns than that, and fewer
+    candidates than `count` may be returned.
     """
     taken = Counter(occupied)
     ordered = rank(key, (c for c in candidates if c.weight > 0))
     domains = len({c.domain for c in candidates} | set(taken))
-    cap = domain_cap(count + taken.total(), domains, parity)
+    cap = min(domain_cap(count + taken.total(), domains, parity), spread or parity)
     chosen: list[Candidate] = []
     for candidate in ordered:
         if len(chosen) < count and taken[candidate.domain] < cap:
@@ -72,7 +103,11 @@ def choose(
             taken[candidate.domain] += 1
     rest = [c for c in ordered if c not in chosen]
     rest.sort(key=lambda c: taken[c.domain])  # stable: least loaded domain first, then score
-    return chosen + rest[: count - len(chosen)]
+    for candidate in rest:
+        if len(chosen) < count and (spread is None or taken[candidate.domain] < spread):
+            chosen.append(candidate)
+            taken[candidate.domain] += 1
+    return chosen
 
 
 def tolerated_domains(width: int, data: int, domain_sizes: Sequence[int]) -> int:
@@ -87,4 +122,5 @@ def tolerated_domains(width: int, data: int, domain_sizes: Sequence[int]) -> int
     return lost
 
 
-__all__ = ["Candidate", "choose", "domain_cap", "rank", "score", "tolerated_domains"]
+__all__ = ["Candidate", "bound_spread", "choose", "domain_cap", "lost_columns", "placeable", "rank",
+           "score", "tolerated_domains"]  # fmt: skip

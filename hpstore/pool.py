@@ -25,7 +25,6 @@ from hpstore.keys import check_key
 from hpstore.membership import (
     check_unit,
     create_members,
-    domain_warning,
 )
 from hpstore.metrics import Metrics
 from hpstore.objects.catalog import live_layout, walk
@@ -52,6 +51,7 @@ from hpstore.records import DeviceState
 from hpstore.registers import REPAIR
 from hpstore.scrub import scrub_all
 from hpstore.status import PoolStatus, pool_status
+from hpstore.survival import domain_warning
 from hpstore.tending import TendedPool
 from hpstore.units import MIB
 
@@ -255,7 +255,7 @@ class Pool(TendedPool):
         found = walk(self._store, prefix)
         view, surveys = self._store.view, found.surveys
         unknown = found.unknown | view.record.unhealed()
-        if certain and len(unknown) > view.record.parity:
+        if certain and not view.record.opens_without(unknown):
             raise TooFewDevices(
                 f"{len(unknown)} devices do not answer or were evicted since the last rebuild, "
                 f"parity covers {view.record.parity}: objects under {prefix!r} may be there "

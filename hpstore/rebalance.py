@@ -85,7 +85,12 @@ def spread_of(fills: Iterable[Fill]) -> float:
 
 
 def plan_move(
-    layout: Layout, fills: Mapping[str, Fill], *, parity: int, least: float
+    layout: Layout,
+    fills: Mapping[str, Fill],
+    *,
+    parity: int,
+    least: float,
+    spread: int | None = None,
 ) -> Move | None:
     """From the fullest device of an object to the emptiest outside it. Pure.
 
@@ -94,7 +99,7 @@ def plan_move(
     """
     devices = [file.device for file in layout.files]
     domains = {fill.domain for fill in fills.values()}
-    cap = domain_cap(layout.width, len(domains), parity)
+    cap = min(domain_cap(layout.width, len(domains), parity), spread or parity)
     taken = Counter(fills[d].domain for d in devices if d in fills)
     outside = sorted(
         (fill for d, fill in fills.items() if fill.takes and d not in devices),
@@ -215,7 +220,11 @@ def rebalance_all(
             break
         layout = movable(store.view, surveys[key])
         move = layout and plan_move(
-            layout, tally.fills, parity=store.view.record.parity, least=spread / 2
+            layout,
+            tally.fills,
+            parity=store.view.record.parity,
+            least=spread / 2,
+            spread=store.view.record.spread,
         )
         if move:
             _make(store, key, move, tally, pace)

@@ -219,7 +219,7 @@ def rebuild_all(
     """
     tally, pace = Tally(store.clock), pace or RateLimit(rate_bytes_per_second, store.clock)
     catalog = walk(store)
-    usable = len(store.candidates())
+    usable = store.usable()
     keys = plan_rebuild(store.view, catalog, usable)
     whole = len(catalog.surveys) - len(keys)
     notes = read_notes(store, catalog) if keys and not everything else []

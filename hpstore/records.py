@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -15,8 +15,10 @@ from functools import lru_cache
 from hpstore.checksum import digest128
 from hpstore.errors import ConfigError, FormatTooNew, IntegrityError
 from hpstore.keys import Version, check_key
+from hpstore.placement import lost_columns
 
 FORMAT = 1
+NEWEST_FORMAT = 2  # a pool record with a spread, which an older hpstore would not keep to
 MAX_RECORD_BYTES = 4 << 20
 IDENTITY_FILE = "hpstore.json"
 POOL_FILE = "pool.json"
@@ -36,7 +38,7 @@ def seal(body: Json) -> bytes:
                       indent=1).encode()  # fmt: skip
 
 
-def unseal(data: bytes, *, where: str) -> Json:
+def unseal(data: bytes, *, where: str, newest: int = FORMAT) -> Json:
     """Check and decode a record. Raises IntegrityError or FormatTooNew."""
     try:
         body = json.loads(data)
@@ -49,8 +51,8 @@ def unseal(data: bytes, *, where: str) -> Json:
     if digest != digest128(text.encode(errors="surrogatepass")).hex():
         raise IntegrityError(f"{where}: record does not match its digest")
     version = body.get("format")
-    if isinstance(version, int) and version > FORMAT:
-        raise FormatTooNew(f"{where}: record format {version}, this hpstore reads up to {FORMAT}")
+    if isinstance(version, int) and version > newest:
+        raise FormatTooNew(f"{where}: record format {version}, this hpstore reads up to {newest}")
     return body
 
 
@@ -120,6 +122,7 @@ class PoolRecord:
     unit_bytes: int
     members: tuple[Member, ...]
     evicted: tuple[Member, ...] = field(default=())
+    spread: int | None = None  # most columns of an object that a failure domain holds: a bound
 
     @property
     def order(self) -> tuple[int, str]:
@@ -133,6 +136,23 @@ class PoolRecord:
     def unhealed(self) -> frozenset[str]:
         """Evicted devices whose columns have not been made up for by a whole rebuild yet."""
         return frozenset(m.device_id for m in self.evicted if m.state is not DeviceState.HEALED)
+
+    def weight(self, devices: Collection[str]) -> int:
+        """Most columns of one object that these devices can hold: by failure domain, as far as
+        `spread` bounds that, else one each (PROTOCOL 14)."""
+        domains = {m.device_id: m.domain for m in (*self.evicted, *self.members)}
+        return lost_columns([domains.get(device, device) for device in devices], self.spread)
+
+    def opens_without(self, devices: Collection[str]) -> bool:
+        """Whether the pool can be opened while these members do not answer (PROTOCOL 14)."""
+        return self.weight(devices) <= self.parity
+
+    def reached_by(self, holders: Collection[str]) -> bool:
+        """Whether a record that these members hold is found at every opening: on a quorum, and on
+        more than what may be missing then."""
+        held = [m.device_id for m in self.members if m.device_id in holders]
+        enough = min(self.parity + 1, self.weight([m.device_id for m in self.members]))
+        return len(held) >= self.quorum() and self.weight(held) >= enough
 
     def quorum(self) -> int:
         """Devices that must hold a new record: max(m + 1, majority), at most all."""
@@ -148,7 +168,8 @@ class PoolRecord:
 
         return seal(
             {
-                "format": FORMAT,
+                "format": FORMAT if self.spread is None else NEWEST_FORMAT,
+                **({} if self.spread is None else {"spread": self.spread}),
                 "pool": self.pool_id,
                 "generation": self.generation,
                 "nonce": self.nonce,
@@ -183,7 +204,7 @@ class PoolRecord:
 
     @classmethod
     def _parse(cls, data: bytes, where: str) -> PoolRecord:
-        body = unseal(data, where=where)
+        body = unseal(data, where=where, newest=NEWEST_FORMAT)
 
         def members(name: str) -> tuple[Member, ...]:
             rows = body[name]
@@ -212,9 +233,19 @@ class PoolRecord:
                 unit_bytes=int(str(body["unit_bytes"])),
                 members=members("members"),
                 evicted=members("evicted"),
+                spread=_spread(body),
             )
         except (KeyError, ValueError, TypeError) as error:
             raise IntegrityError(f"{where}: membership is malformed: {error}") from error
+
+
+def _spread(body: Json) -> int | None:
+    if "spread" not in body:
+        return None
+    spread, parity = int(str(body["spread"])), int(str(body["parity"]))
+    if not 1 <= spread <= parity:
+        raise ValueError(f"spread {spread} is not between 1 and parity {parity}")
+    return spread
 
 
 @lru_cache(maxsize=64)
@@ -259,6 +290,7 @@ __all__ = [
     "FORMAT",
     "IDENTITY_FILE",
     "MAX_RECORD_BYTES",
+    "NEWEST_FORMAT",
     "POOL_FILE",
     "Debt",
     "DeviceState",

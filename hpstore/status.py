@@ -184,8 +184,8 @@ def pool_status(
     record = store.view.record
     sights = health.snapshot().devices if health.enabled else {}
     devices = device_status(store, problems, sights)  # first: it finds out who takes columns
-    candidates = store.candidates()
-    effective = max(0, min(record.data, len(candidates) - record.parity))
+    usable = store.usable()
+    effective = max(0, min(record.data, usable - record.parity))
     found = survey_condition(store)
     tolerated = found.losses_tolerated if effective else 0
     silent = set(found.silent) | {d.device for d in devices if d.state == "missing"}
@@ -208,7 +208,7 @@ def pool_status(
         expiring=found.expiring,
         debts=len(read_debts(store)),
         usable_bytes=usable_bytes(room, effective, effective + record.parity),
-        can_shrink_by=max(0, len(candidates) - record.parity - 1),
+        can_shrink_by=max(0, usable - record.parity - 1),
         read_only=store.read_only,
         decisions=recent_decisions(store),
         counters=store.metrics.snapshot(),

@@ -16,11 +16,12 @@ def record_debt(store: Store, debt: Debt) -> None:
     path, data = f"{DEBTS}/{debt.name}", debt.encode()
     needed = store.view.record.parity + 1
     results = store.each(store.view.devices, lambda _, device: device.write_small(path, data))
-    held = sum(not isinstance(result, Exception) for result in results.values())
+    holders = [d for d, result in results.items() if not isinstance(result, Exception)]
+    held = store.view.record.weight(holders)
     if held < needed:
         raise TooFewDevices(
             f"put of {debt.key!r}: the debt of {len(debt.missing)} columns is durable on {held} of "
-            f"the {needed} devices needed; the put is not acknowledged",
+            f"the {needed} devices (or failure domains) needed; the put is not acknowledged",
             key=debt.key,
         )
 

@@ -40,7 +40,7 @@ from hpstore.objects.write import (
     write_failed,
     write_new_version,
 )
-from hpstore.placement import choose
+from hpstore.placement import choose, placeable
 from hpstore.records import Debt, DeviceState
 
 REPAIR_TRIES = 6
@@ -289,15 +289,17 @@ class _Repairer:
         """
         held = set(staying.values())
         candidates = self._store.candidates(exclude=held | self._exclude)
-        if len(candidates) < len(urgent):
-            return (*self._relay(), staying)
         domains = self._store.domains(held)
+        spread = self._store.view.record.spread
+        if placeable([c.domain for c in candidates], spread, domains) < len(urgent):
+            return (*self._relay(), staying)
         chosen = choose(
             self._survey.key,
             candidates,
             len(urgent),
             parity=self._geometry.parity,
             occupied=domains,
+            spread=spread,
         )
         targets = {c.device: column for c, column in zip(chosen, urgent, strict=True)}
         rebuild_columns(self._store, self._reader, targets, self._throttle, self._horizons)
@@ -307,7 +309,7 @@ class _Repairer:
         """The k' that the pool allows now, when it is more than the object has."""
         if self._geometry.code is Code.COPIES:
             return None
-        usable = len(self._store.candidates(self._exclude))
+        usable = self._store.usable(self._exclude)
         k = min(self._store.view.record.data, usable - self._store.view.record.parity)
         return k if k > self._geometry.data else None
 

@@ -70,7 +70,7 @@ def plan_files(wanted: Iterable[int], kept: Kept, limit_bytes: int) -> list[int]
 
 def column_sizes(store: Store, sizes: Sequence[int], copies: int) -> list[int]:
     """File sizes that every candidate should keep for `copies` puts of each of the `sizes`."""
-    record, usable = store.view.record, len(store.candidates())
+    record, usable = store.view.record, store.usable()
     if usable <= record.parity:
         return []
     found: list[int] = []

@@ -29,7 +29,7 @@ from hpstore.keys import MAX_COUNTER, Version
 from hpstore.metrics import Metrics
 from hpstore.objects.routing import Routing
 from hpstore.opening import has_room
-from hpstore.placement import Candidate
+from hpstore.placement import Candidate, placeable
 from hpstore.records import MAX_RECORD_BYTES, POOL_FILE, DeviceState, Member, PoolRecord
 from hpstore.registers import LocalRegisters, Registers
 from hpstore.scheduler import Scheduler
@@ -62,7 +62,7 @@ class View:
     def may_leave(self, silent: Collection[str]) -> int:
         """Further members that may stop answering before the pool cannot be opened (PROTOCOL 14)
         when those `silent` and those missing do not answer now."""
-        return max(0, self.record.parity - len(self.missing.union(silent)))
+        return max(0, self.record.parity - self.record.weight(self.missing.union(silent)))
 
     def members(self) -> list[Member]:
         """Members that answered."""
@@ -216,7 +216,8 @@ class Store:
     def _raise_mark(self, limit: int) -> list[int]:
         answers = self.each(self.view.devices, lambda _, d: d.raise_counter(MARK, limit))
         marks = [answer for answer in answers.values() if not isinstance(answer, Exception)]
-        if len(marks) <= self.view.record.parity:
+        noted = [d for d, answer in answers.items() if not isinstance(answer, Exception)]
+        if self.view.record.weight(noted) <= self.view.record.parity:
             reasons = [str(answer) for answer in answers.values() if isinstance(answer, Exception)]
             raise TooFewDevices(
                 f"{len(marks)} devices can note how far versions are counted; "
@@ -314,6 +315,11 @@ class Store:
         slow = [d for d in self.routing.no_new if any(c.device == d for c in found)]
         left_out = frozenset(slow[: max(0, spare)])
         return [c for c in found if c.device not in left_out]
+
+    def usable(self, exclude: Iterable[str] = ()) -> int:
+        """How many columns a new object can have now."""
+        found = self.candidates(exclude)
+        return placeable([c.domain for c in found], self.view.record.spread)
 
     def domains(self, devices: Iterable[str]) -> list[str]:
         """Failure domains of devices."""

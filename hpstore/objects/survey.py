@@ -112,9 +112,9 @@ def judge(layout: Layout, *, valid: int, corrupt: int, unknown_devices: int) -> 
 
 
 def unknown_devices(view: View, survey: Survey) -> int:
-    """How many devices may hide a column: those that did not answer, and those that were evicted
-    and not made up for by a rebuild since."""
-    return len(survey.unknown | view.record.unhealed())
+    """How many columns may hide on devices that did not answer, and on those that were evicted and
+    not made up for by a rebuild since: one on each, as far as `spread` bounds a domain's."""
+    return view.record.weight(survey.unknown | view.record.unhealed())
 
 
 def newest_by_name(view: View, survey: Survey) -> Layout | None:

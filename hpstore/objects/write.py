@@ -28,7 +28,7 @@ from hpstore.objects.survey import (
     stable_survey,
 )
 from hpstore.objects.windows import background_run_bytes, run_bytes
-from hpstore.placement import choose
+from hpstore.placement import choose, placeable
 from hpstore.records import Debt
 
 _log = logging.getLogger(__name__)
@@ -85,7 +85,8 @@ def plan_columns(
     # the reserve is kept for tombstones: else a pool that has filled itself could delete nothing
     record = store.view.record
     candidates = store.candidates(exclude, reserve=kind is not Kind.TOMBSTONE)
-    if len(candidates) <= record.parity:
+    usable = placeable([c.domain for c in candidates], record.spread)
+    if usable <= record.parity:
         raise TooFewDevices(
             f"{len(candidates)} of {len(record.members)} devices can take new data; "
             f"{record.parity + 1} are needed to keep {record.parity} parity units; "
@@ -99,9 +100,9 @@ def plan_columns(
             data=record.data,
             parity=record.parity,
             unit_bytes=unit_bytes or record.unit_bytes,
-            usable=len(candidates),
+            usable=usable,
         )
-    chosen = choose(key, candidates, geometry.width, parity=record.parity)
+    chosen = choose(key, candidates, geometry.width, parity=record.parity, spread=record.spread)
     return geometry, [candidate.device for candidate in chosen]
 
 

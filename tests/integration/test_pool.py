@@ -299,7 +299,7 @@ def test_a_newer_format_is_refused(pool: hpstore.Pool, tmp_path: Path) -> None:
     pool.close()
     path = tmp_path / "d0" / "pool.json"
     body = unseal(path.read_bytes(), where="test")
-    path.write_bytes(seal({**body, "format": 2}))
+    path.write_bytes(seal({**body, "format": 3}))
     with pytest.raises(FormatTooNew, match=r"upgrade|reads up to"):
         hpstore.open(tmp_path / "pool.toml")
 

@@ -14,6 +14,7 @@ from hpstore.errors import FormatTooNew, IntegrityError
 from hpstore.keys import Version
 from hpstore.records import (
     FORMAT,
+    NEWEST_FORMAT,
     Debt,
     DeviceState,
     Identity,
@@ -86,8 +87,8 @@ def test_every_truncation_is_damage(record: Record, decode: Callable[[bytes], Re
 def test_a_newer_format_says_so(record: Record, decode: Callable[[bytes], Record]) -> None:
     """A record that a later hpstore sealed asks for an upgrade."""
     body = unseal(record.encode(), where="x")
-    with pytest.raises(FormatTooNew, match=f"format {FORMAT + 1}"):
-        decode(seal({**body, "format": FORMAT + 1}))
+    with pytest.raises(FormatTooNew, match=f"format {NEWEST_FORMAT + 1}"):
+        decode(seal({**body, "format": NEWEST_FORMAT + 1}))
 
 
 @every_record
@@ -103,7 +104,8 @@ def test_a_missing_field_is_damage(record: Record, decode: Callable[[bytes], Rec
     "change",
     [
         {"members": 3}, {"members": [3]}, {"members": [{}]}, {"generation": "x"},
-        {"generation": None}, {"data": [1]}, {"members": [{"device": 1}]}, {"evicted": None},
+        {"generation": None}, {"data": [1]}, {"spread": 0},
+        {"spread": 99}, {"spread": "x"}, {"members": [{"device": 1}]}, {"evicted": None},
         {"members": [{"device": "a", "url": "b", "domain": "c", "weight": 1, "state": "lost"}]},
         {"members": [{"device": "a", "url": "b", "domain": "c", "weight": "x", "state": "online"}]},
     ],
@@ -202,9 +204,9 @@ def test_a_membership_that_many_devices_hold_is_decoded_once(
     """All hold the same bytes. What cannot be decoded names each place that it was found at."""
     looked_at: list[str] = []
 
-    def counted(data: bytes, *, where: str) -> records.Json:
+    def counted(data: bytes, *, where: str, newest: int) -> records.Json:
         looked_at.append(where)
-        return unseal(data, where=where)
+        return unseal(data, where=where, newest=newest)
 
     monkeypatch.setattr(records, "unseal", counted)
     record = replace(POOL, nonce="of this test alone")

@@ -1,0 +1,95 @@
+"""Pools whose failure domains hold more devices than parity: a whole domain may go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpstore.config import load_config, save_config
+from hpstore.errors import ObjectNotFound, TooFewDevices
+from hpstore.testing.harness import Harness
+
+SHAPES = [(4, 4, 4, 2), (3, 6, 6, 3)]
+KEYS = range(12)
+
+
+def fleet(tmp_path: Path, hosts: int, disks: int, k: int, m: int) -> Harness:
+    domains = [f"h{n // disks}" for n in range(hosts * disks)]
+    return Harness(tmp_path, data=k, parity=m, devices=hosts * disks, domains=domains)
+
+
+def body(key: int) -> bytes:
+    """Small objects, which are copies, and large ones, which are columns."""
+    return np.random.default_rng(key).bytes(1000 if key % 3 == 0 else 300_000)
+
+
+@pytest.mark.parametrize(("hosts", "disks", "k", "m"), SHAPES)
+def test_a_pool_opens_and_works_without_a_domain(
+    tmp_path: Path, hosts: int, disks: int, k: int, m: int
+) -> None:
+    """t_64, t_open, PROTOCOL 14: read, put, delete, absent keys, evict disk by disk, rebuild; then
+    a second domain goes, as far as the arithmetic allows."""
+    harness = fleet(tmp_path, hosts, disks, k, m)
+    with harness.open() as pool:
+        for key in KEYS:
+            pool.put(f"k{key}", body(key))
+        pool.delete("k11")
+    dead = harness.urls[:disks]
+    harness.lose(dead)
+    with harness.open() as pool:
+        assert [pool.get(f"k{key}") == body(key) for key in KEYS[:-1]] == [True] * 11
+        with pytest.raises(ObjectNotFound):
+            pool.get("k11")
+        with pytest.raises(ObjectNotFound):
+            pool.get("never")
+        assert len(pool.list(certain=True)) == 11
+        pool.put("new", body(1))
+        pool.delete("k10")
+        for url in dead:
+            pool.evict(url)
+        assert pool.rebuild().whole
+    usable = (hosts - 1) * min(disks, -(-(k + m) // hosts))
+    second = min(disks, -(-(k + m) // hosts))
+    with harness.open() as pool:
+        assert pool.get("new") == body(1)
+        assert pool.stat("k1").data == min(k, usable - m)
+    harness.lose(harness.urls[disks : 2 * disks])
+    assert second <= m
+    with harness.open() as pool:
+        assert [pool.get(f"k{key}") == body(key) for key in KEYS[:10]] == [True] * 10
+
+
+def test_two_domains_that_cannot_bound_a_stripe_count_devices(tmp_path: Path) -> None:
+    """Without a bound a device counts one: four away at m = 2 do not open the pool."""
+    harness = fleet(tmp_path, 2, 4, 4, 2)
+    harness.lose(harness.urls[:4])
+    with pytest.raises(TooFewDevices):
+        harness.open()
+
+
+def test_a_pool_of_before_has_no_bound(tmp_path: Path) -> None:
+    """A record without `spread` counts as it did: its objects were placed without a bound."""
+    harness = fleet(tmp_path, 4, 4, 4, 2)
+    with harness.open() as pool:
+        record = pool._store.view.record
+        old = replace(record, spread=None, generation=record.generation + 1)
+    for device in harness.devices.values():
+        device.write_small("pool.json", old.encode())
+    harness.lose(harness.urls[:4])
+    with pytest.raises(TooFewDevices):
+        harness.open()
+
+
+def test_a_stale_list_of_places_is_named(tmp_path: Path) -> None:
+    """r12: the message says which devices the settings of this host do not list."""
+    harness = Harness(tmp_path, data=2, parity=1, devices=4)
+    before = load_config(harness.config.path)
+    with harness.open() as pool:
+        for n in (7, 8):
+            pool.add_device(f"memory://d{n}")
+    save_config(before)
+    with pytest.raises(TooFewDevices, match=r"does not list memory://d7, memory://d8"):
+        harness.open()
