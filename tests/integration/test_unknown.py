@@ -136,7 +136,7 @@ def test_a_listing_that_straddles_an_overwrite_is_made_again(
         def survey_key(store: object, key: str) -> object:
             return surveys.pop() if surveys else original(store, key)  # type: ignore[arg-type]
 
-        monkeypatch.setattr("hpstore.objects.read.survey_key", survey_key)
+        monkeypatch.setattr("hpstore.objects.resolve.survey_key", survey_key)
         assert pool.get("k") == payload(600_000, 2)
         assert not surveys
 
