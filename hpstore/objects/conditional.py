@@ -18,7 +18,7 @@ from hpstore.objects.source import Source
 from hpstore.objects.store import Store
 from hpstore.objects.stripes import Throttle
 from hpstore.objects.survey import newest_by_name, stable_survey
-from hpstore.objects.write import put_object
+from hpstore.objects.write import MAYBE_STORED, put_object
 
 _TRIES = 8  # claims of one put that were taken over, in a row
 
@@ -40,6 +40,7 @@ def put_if(
     Raises VersionConflict, LockTimeout, RegistersUnavailable, and what put_object raises. What was
     written when it raised may still become visible as a whole, unless a later put took its place.
     """
+    left = ""  # of an attempt that may be visible
     for _ in range(_TRIES):
         claim = claims.take(key)
         try:
@@ -55,8 +56,13 @@ def put_if(
                 next_counter=claim.next_counter,
                 acknowledge=partial(_acknowledge, store, claims, claim, key),
             )
-        except ClaimLost:  # before anything could be acknowledged: look again, and write again
+        except ClaimLost as error:  # before it could be acknowledged: look again, write again
             store.metrics.count("claim_lost_total")
+            left = left or (MAYBE_STORED if MAYBE_STORED in str(error) else "")
+        except VersionConflict as error:
+            if left and MAYBE_STORED not in str(error):  # what is there may be its own
+                raise VersionConflict(f"{error}. {left}", key=key) from error
+            raise
         finally:
             _drop(store, claim)
     raise LockTimeout(
@@ -98,7 +104,8 @@ def _acknowledge(store: Store, claims: Claims, claim: Claim, key: str, version: 
             if newest is None or newest.version.content != version.content:
                 raise VersionConflict(
                     f"put of {key!r} was overtaken: this process was stopped or slow, another one "
-                    "took its claim over, and a later version is there, which was not changed.",
+                    "took its claim over, and a later version is there. What it put may have been "
+                    "read before that.",
                     key=key,
                 )
         except BaseException:

@@ -306,6 +306,24 @@ def test_a_device_that_hangs_costs_its_grace_once_rule_15(tmp_path: Path) -> Non
             pass  # nothing is held by the call that was late
 
 
+def test_a_process_that_is_stopped_within_a_lock_is_waited_for_and_named_by_its_devices_rule_15(
+    harness: Harness,
+) -> None:
+    """Conditional puts and changes end with LockTimeout, plain puts go on; with its end all do."""
+    with harness.open() as pool:
+        stopped = [device.hold(0, 4096 * 512) for device in harness.devices.values()]
+        with pytest.raises(LockTimeout, match=r"holds its lock on memory://d\d .* end it"):
+            pool.put("k", b"x", if_absent=True)
+        with pytest.raises(LockTimeout, match="end it"):
+            pool.evict("memory://d0")
+        pool.put("plain", b"x")
+        for hold in stopped:
+            hold.release()
+        pool.put("k", b"x", if_absent=True)
+        pool.evict("memory://d0")
+        assert [m.state for m in pool.record.members] == [DeviceState.ONLINE] * 5
+
+
 def test_threads_and_pools_count_without_losing_any(tmp_path: Path) -> None:
     """Two pools with four threads each, over one set of devices."""
     harness = Harness(tmp_path, data=2, parity=1, devices=4)
