@@ -25,7 +25,7 @@ class TurnProcess:
         self._mine, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self.outcome: object = None
         self.running = False
-        self.steps = 0
+        self.steps, self.coming = 0, ""
         self._thread: threading.Thread | None = None
         self.pool: Pool = harness.open(lambda _, device: _Stepping(device, self))
         harness.clock = known
@@ -53,10 +53,17 @@ class TurnProcess:
             self._mine.release()
             assert self._back.acquire(timeout=_LIMIT_SECONDS), "the job hangs"
 
-    def step(self) -> None:
+    def run_to(self, operation: str) -> None:
+        """Let the job go on until its next operation is one of these."""
+        self.run(1)
+        while self.running and self.coming != operation:
+            self.run(1)
+
+    def step(self, operation: str) -> None:
         """Called before each operation."""
         if not self.running or threading.current_thread() is not self._thread:
             return
+        self.coming = operation
         if self._turns == 0:
             self._back.release()
             assert self._mine.acquire(timeout=_LIMIT_SECONDS)
@@ -77,5 +84,5 @@ class _Stepping(DeviceWrapper):
         self._process = process
 
     def around(self, operation: str, nbytes: int, call: Callable[[], T]) -> T:
-        self._process.step()
+        self._process.step(operation)
         return call()

@@ -141,7 +141,7 @@ def test_a_put_that_was_overtaken_says_so_and_leaves_the_winner(tmp_path: Path) 
     a, b = TurnProcess(harness), TurnProcess(harness)
     with closing_all(a, b):
         a.start(lambda pool: pool.put("k", BODIES["A"], if_absent=True))
-        a.run(12)
+        a.run_to("publish")
         b.start(lambda pool: pool.put("k", BODIES["B"], if_absent=True))
         b.run()
         a.run()
