@@ -9,7 +9,7 @@ from pathlib import Path
 from hpstore.config import PoolConfig, Settings, load_config
 from hpstore.devices.base import Device
 from hpstore.devices.wrappers import SimulatedCrash
-from hpstore.errors import HpstoreError, ObjectNotFound, VersionConflict
+from hpstore.errors import HpstoreError, MembershipError, ObjectNotFound, VersionConflict
 from hpstore.keys import Kind, Version, object_directory, parse_column_name
 from hpstore.objects.info import ObjectInfo, version_token
 from hpstore.pool import Pool
@@ -374,7 +374,15 @@ class Client:
         if self.scene.flipped and len(self.scene.lost | {url}) > self.scene.config_parity:
             return  # names do not show what is damaged
         self.scene.world.trouble.add(url)
-        self.open_pool.evict(url)
+        try:
+            self.open_pool.evict(url)
+        except MembershipError as error:
+            if "too few" in str(error):  # some devices have it: it may come to be
+                self.scene.lost.add(url)
+            raise
+        except BaseException:
+            self.scene.lost.add(url)
+            raise
         self.scene.lost.add(url)
 
     def drain(self, turn: Turn) -> None:

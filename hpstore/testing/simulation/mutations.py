@@ -1,19 +1,186 @@
-"""Old behaviour by name: each takes one rule out of the code, to show that a simulation notices."""
+"""Rules taken out of the code by name, one at a time, to show that the simulator notices each.
+
+A mutation restores what the code did before the rule was there, or leaves the rule's step out. The
+table of which seed finds which is in docs/protocol.md; `--mutation NAME --first` runs one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-Exchange = Callable[[Any, str, object], None]  # module or class, name, what it is instead
+from hpstore import changes, scrub
+from hpstore.devices.horizons import HorizonGuard
+from hpstore.kept_holds import KeptHold
+from hpstore.objects import conditional, debts, read, remove, repair, survey, sweep, write
+from hpstore.objects.columnset import ColumnSet, ColumnWriter
+from hpstore.objects.store import Store
+from hpstore.objects.survey import Verdict
+from hpstore.testing.simulation import machinery
 
-MUTATIONS: dict[str, Callable[[Exchange], None]] = {}
+Exchange = Callable[[Any, str, object], None]  # module or class, name, what it is instead
+Mutation = Callable[[Exchange], None]
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """The step is left out."""
+
+
+def _rolls_back(exchange: Exchange) -> None:
+    """r01: a put that failed takes back what another process may have completed."""
+    exchange(ColumnSet, "visible", lambda columns: False)
+
+
+def _no_horizon(exchange: Exchange) -> None:
+    """r02: a name is given whatever a sweep has passed meanwhile."""
+    exchange(HorizonGuard, "check", _nothing)
+
+
+def _sweeps_without_raising(exchange: Exchange) -> None:
+    """r02: a sweep removes what is old by its clock, and tells no device."""
+    exchange(sweep, "raise_horizons", lambda store, counter: True)
+
+
+def _no_mark(exchange: Exchange) -> None:
+    """r03: a counter is the machine's idea of now."""
+    exchange(Store, "_note_mark", _nothing)
+    exchange(Store, "_raise_mark", lambda store, limit: [limit])
+
+
+def _returns_unjudged(exchange: Exchange) -> None:
+    """r04: a device that returns is not held against the horizon of those that stayed."""
+    exchange(changes, "come_back_below", lambda store, device, ask: 0)
+
+
+def _no_fence(exchange: Exchange) -> None:
+    """r05, pauses: a conditional put is acknowledged though another process took its claim."""
+    exchange(conditional, "_acknowledge", _nothing)
+
+
+def _no_holds(exchange: Exchange) -> None:
+    """r05, evictions: membership changes and repairs exclude no other process."""
+    exchange(KeptHold, "take", _nothing)
+    exchange(KeptHold, "keep", _nothing)
+
+
+def _no_generation(exchange: Exchange) -> None:
+    """Rule 4: a put does not look at the membership before it renames and acknowledges."""
+    exchange(ColumnSet, "check_generation", _nothing)
+
+
+def _no_sync(exchange: Exchange) -> None:
+    """Rule 4: what is acknowledged was never synced."""
+    exchange(machinery.SimulatedWriter, "sync", _nothing)
+
+
+def _names_unsynced(exchange: Exchange) -> None:
+    """Rule 4: names are not durable when a put is acknowledged."""
+
+    def publish(column: ColumnWriter, guard: HorizonGuard) -> None:
+        assert column._handle is not None
+        column._handle.publish(column.path, guard)
+        column.published = True
+
+    exchange(ColumnWriter, "publish", publish)
+
+
+def _no_debt(exchange: Exchange) -> None:
+    """Rule 5: a put short of its full stripe leaves no note, and nothing repairs it."""
+    exchange(write, "record_debt", _nothing)
+    exchange(debts, "record_debt", _nothing)
+
+
+def _falls_back(exchange: Exchange) -> None:
+    """Rule 7: a newer version that cannot be read is passed over for an older one."""
+    before = survey.judge
+
+    def judge(*args: Any, **named: Any) -> Verdict:
+        verdict = before(*args, **named)
+        return Verdict.TORN if verdict is Verdict.UNCLEAR else verdict
+
+    for module in (survey, read, sweep):
+        if hasattr(module, "judge"):
+            exchange(module, "judge", judge)
+
+
+def _absent_unseen(exchange: Exchange) -> None:
+    """Rule 7: a key is absent where no device that answers has it."""
+    for module in (survey, read, write):
+        if hasattr(module, "require_known"):
+            exchange(module, "require_known", _nothing)
+
+
+def _removes_early(exchange: Exchange) -> None:
+    """Rule 8: an older version goes before the newer one is complete."""
+    before = ColumnSet.finish
+
+    def finish(columns: ColumnSet) -> None:
+        store, header = columns._store, next(iter(columns.columns.values())).header
+        found = survey.survey_key(store, header.key)
+        older = [f for f in found.files if f.name.version < header.version]
+        remove.remove_files(store, header.key, older)
+        before(columns)
+
+    exchange(ColumnSet, "finish", finish)
+
+
+def _one_tombstone(exchange: Exchange) -> None:
+    """Rule 12: what a tombstone stands for goes, and the tombstone with it at once."""
+    exchange(sweep, "young_counter", lambda store: 1 << 61)
+
+
+def _keeps_all(exchange: Exchange) -> None:
+    """Rule 12: a device that returns keeps all that it has."""
+    exchange(changes, "judge_return", lambda *_, **__: changes.Return.KEEP)
+
+
+def _evicts_blindly(exchange: Exchange) -> None:
+    """Rule 16: evict does not look whether an object needs the device."""
+    exchange(changes, "endangered", lambda *_, **__: [])
+
+
+def _repairs_names_only(exchange: Exchange) -> None:
+    """A scrub does not read the blocks."""
+    before = repair.repair_object
+
+    def repair_object(store: Store, key: str, **named: Any) -> object:
+        return before(store, key, **{**named, "verify": False})
+
+    exchange(scrub, "repair_object", repair_object)
+
+
+MUTATIONS: dict[str, Mutation] = {
+    "rolls-back": _rolls_back,
+    "no-horizon": _no_horizon,
+    "sweeps-without-raising": _sweeps_without_raising,
+    "no-mark": _no_mark,
+    "returns-unjudged": _returns_unjudged,
+    "no-fence": _no_fence,
+    "no-holds": _no_holds,
+    "no-generation": _no_generation,
+    "no-sync": _no_sync,
+    "names-unsynced": _names_unsynced,
+    "no-debt": _no_debt,
+    "falls-back": _falls_back,
+    "absent-unseen": _absent_unseen,
+    "removes-early": _removes_early,
+    "one-tombstone": _one_tombstone,
+    "keeps-all": _keeps_all,
+    "evicts-blindly": _evicts_blindly,
+    "scrubs-names-only": _repairs_names_only,
+}
+
+
+def describe() -> Iterable[tuple[str, str]]:
+    """Names and what each takes out."""
+    for name, mutation in MUTATIONS.items():
+        yield name, " ".join((mutation.__doc__ or "").split())
 
 
 @contextmanager
 def mutated(name: str) -> Iterator[None]:
-    """The code with the old behaviour of that name; as it is for ""."""
+    """The code without the rule of that name; as it is for ""."""
     before: list[tuple[Any, str, object]] = []
 
     def exchange(place: Any, attribute: str, new: object) -> None:
@@ -29,4 +196,4 @@ def mutated(name: str) -> Iterator[None]:
             setattr(place, attribute, old)
 
 
-__all__ = ["MUTATIONS", "mutated"]
+__all__ = ["MUTATIONS", "describe", "mutated"]
