@@ -180,7 +180,8 @@ def needs_work(view: View, survey: Survey, usable: int) -> bool:
     online = {m.device_id for m in view.members() if m.state is DeviceState.ONLINE}
     if layout.kind is Kind.TOMBSTONE:
         return len({file.device for file in layout.files} & online) < layout.parity + 1
-    one_each = len(layout.files) == len(layout.columns) == layout.width
+    devices = {file.device for file in layout.files}
+    one_each = len(layout.files) == len(layout.columns) == len(devices) == layout.width
     whole = one_each and all(file.device in online for file in layout.files)
     k = min(view.record.data, usable - view.record.parity)
     return not whole or (layout.kind is Kind.COLUMN and layout.data < k)

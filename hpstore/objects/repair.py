@@ -229,13 +229,14 @@ class _Repairer:
             )
 
     def _staying(self) -> dict[int, str]:
-        """Intact columns on devices that keep them."""
-        return {
-            column: reader.device_id
-            for column, reader in self._reader.columns.items()
-            if self._states.get(reader.device_id) is DeviceState.ONLINE
-            and column not in self._reader.erasures.columns
-        }
+        """Intact columns on devices that keep them, one on each: of two on one device, which a
+        repair that died has left, one counts, and the other is made again elsewhere."""
+        found: dict[str, int] = {}
+        for column, reader in sorted(self._reader.columns.items()):
+            online = self._states.get(reader.device_id) is DeviceState.ONLINE
+            if online and column not in self._reader.erasures.columns:
+                found.setdefault(reader.device_id, column)
+        return {column: device for device, column in found.items()}
 
     def _waiting(self, missing: list[int], staying: int) -> list[int]:
         """Columns that are probably on a missing member, while parity is left (PROTOCOL 17)."""

@@ -133,8 +133,9 @@ def newest_by_name(view: View, survey: Survey) -> Layout | None:
 def spare_losses(view: View, layout: Layout) -> int:
     """Further losses that a layout survives, by names, not counting devices that are leaving."""
     staying = {m.device_id for m in view.members() if m.state is DeviceState.ONLINE}
-    held = {file.name.column for file in layout.files if file.device in staying}
-    return len(held) - (1 if layout.kind is not Kind.COLUMN else layout.data)
+    files = [file for file in layout.files if file.device in staying]
+    held = min(len({file.name.column for file in files}), len({file.device for file in files}))
+    return held - (1 if layout.kind is not Kind.COLUMN else layout.data)
 
 
 def staying_first(view: View, files: list[Found]) -> deque[Found]:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from hpstore.devices.horizons import HorizonGuard
 from hpstore.testing.simulation import Schedule, draw, installed, run
+from hpstore.testing.simulation.mutations import MUTATIONS, describe, mutated
 from hpstore.testing.simulation.oracle import ABSENT, OPEN, KeyHistory, Write, linearizable
 from hpstore.testing.simulation.schedule import Fault, Setup, Turn
 from hpstore.testing.simulation.shrinking import shrink
@@ -48,6 +50,32 @@ def test_what_was_found_stays_fixed(path: Path) -> None:
     """Every minimal schedule that once failed runs without a finding."""
     done = command("--replay", str(path))
     assert done.returncode == 0, done.stdout[-4000:]
+
+
+BROKEN = {
+    "rolls-back": "rolled-back-after-a-rebuild",
+    "no-horizon": "suspended-past-the-horizon",
+    "sweeps-without-raising": "swept-by-a-clock-ahead",
+    "no-mark": "torn-by-a-clock-ahead",
+}
+
+
+@pytest.mark.parametrize("mutation", BROKEN)
+def test_without_its_rule_what_was_found_is_found_again(mutation: str) -> None:
+    """Each kept schedule fails once the rule that it is about is taken out of the code."""
+    path = Path(__file__).parent / "kept" / f"{BROKEN[mutation]}.json"
+    done = command("--mutation", mutation, "--replay", str(path))
+    assert done.returncode == 1, done.stdout[-4000:]
+    assert "wrong version" in done.stdout
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutation_leaves_nothing_behind(name: str) -> None:
+    """What a mutation exchanges is as it was after it."""
+    with mutated(name):
+        pass
+    assert HorizonGuard.check.__qualname__ == "HorizonGuard.check"
+    assert dict(describe())[name]
 
 
 def test_some_hundred_seeds_find_nothing() -> None:
