@@ -122,7 +122,8 @@ def private_directory(path: Path) -> Path:
     for place, found, fine in ((path, own, _is_own(own)), (base, above, _is_safe_above(above))):
         if not fine:
             raise ConfigError(
-                f"run directory {place} belongs to user {found.st_uid}, mode {found.st_mode:o}: "
+                f"run directory {place} belongs to user {found.st_uid}, mode "
+                f"{stat.S_IMODE(found.st_mode):o}: "
                 "another user could write there, so nothing is written or believed there. "
                 "Remove it, or set run_directory in pool.toml to a directory of this user alone."
             )

@@ -181,7 +181,8 @@ def output_file(path: Path) -> Iterator[BinaryIO]:
         return
     part = target.with_name(f".{os.getpid()}.part")  # a short name: the target's may be the longest
     try:
-        with part.open("wb") as out:
+        part.unlink(missing_ok=True)  # of a dead process with this number
+        with part.open("xb") as out:  # a link that lies there is not followed
             yield out
         part.replace(target)
     finally:
