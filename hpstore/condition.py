@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from hpstore.expiry import read_notes
 from hpstore.keys import Kind
 from hpstore.objects.catalog import Catalog, walk
-from hpstore.objects.store import Store
+from hpstore.objects.store import Store, View
 from hpstore.objects.survey import (
     Layout,
+    Survey,
     Verdict,
     judge,
     newest_by_name,
     spare_losses,
+    survey_keys,
     unknown_devices,
 )
 from hpstore.rebuild import needs_work
 
 _NAMED = 20  # degraded objects
+_LOOKED_AT_AGAIN = 200  # more than that at one time is no writer's doing
+_LOOKS = (0.1, 0.4, 0.8, 1.6)  # seconds before each further look
+_LOOKS_AT_OLD = 2  # of these at versions that are older than a put may take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,16 +56,27 @@ class Condition:
     expiring: dict[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class _Short:
+    """A key whose newest version, by names, lacks columns: how many it may lose, and its files."""
+
+    spare: int
+    serves: bool
+    layout: Layout
+
+
 def survey_condition(store: Store) -> Condition:
-    """Walk all keys and add up. Nothing is opened but notes on what expires."""
+    """Walk all keys and add up. Nothing is opened but notes on what expires.
+
+    What is short in the walk is looked at again: a walk is no snapshot, and what a live writer is
+    about to complete is no damage.
+    """
     view, found = store.view, walk(store)
     usable = store.usable()
-    objects = degraded = unreadable = todo = 0
-    tolerated = view.record.parity
-    worst: list[Degraded] = []
+    objects = todo = 0
     holding: set[str] = set()
     needed: set[str] = set()
-    short_keys: set[str] = set()
+    short: dict[str, _Short] = {}
     for key, survey in found.surveys.items():
         todo += needs_work(view, survey, usable)
         layout = newest_by_name(view, survey)
@@ -69,26 +85,56 @@ def survey_condition(store: Store) -> Condition:
         objects += 1
         holding |= {files[0].device for files in layout.columns.values() if len(files) == 1}
         needed |= needed_by(layout, {file.device for file in layout.files} - needed)
-        spare = spare_losses(view, layout)
-        short = spare < layout.parity
-        tolerated = max(0, min(tolerated, spare))
-        unknown = unknown_devices(view, survey)
-        verdict = judge(layout, valid=len(layout.columns), corrupt=0, unknown_devices=unknown)
-        serves = verdict is Verdict.SERVES
-        degraded += serves and short
-        unreadable += not serves
-        if short and serves:
-            short_keys.add(key)
-        if short or not serves:
-            worst.append(Degraded(key=key, spare=spare))
-            if len(worst) > 8 * _NAMED:
-                worst = _worst(worst)
+        looked = _look(view, survey)
+        if looked is not None:
+            short[key] = looked
+    for key in _under_way(store, short):
+        del short[key]
+    worst = [Degraded(key=key, spare=row.spare) for key, row in short.items()]
+    served = {key for key, row in short.items() if row.serves}
+    spares = [max(0, row.spare) for row in short.values()]
     return Condition(
-        objects=objects, degraded=degraded, unreadable=unreadable, losses_tolerated=tolerated,
+        objects=objects, degraded=len(served), unreadable=len(short) - len(served),
+        losses_tolerated=min([view.record.parity, *spares]),
         todo=todo, most_endangered=tuple(_worst(worst)), holding=frozenset(holding),
         needed=frozenset(needed), silent=found.unknown,
-        expiring=_expiring(store, found, short_keys),
+        expiring=_expiring(store, found, served),
     )  # fmt: skip
+
+
+def _look(view: View, survey: Survey) -> _Short | None:
+    """What a survey says of a key that lacks columns; None for one that is whole or gone."""
+    layout = newest_by_name(view, survey)
+    if layout is None or layout.kind is Kind.TOMBSTONE:
+        return None
+    spare = spare_losses(view, layout)
+    unknown = unknown_devices(view, survey)
+    verdict = judge(layout, valid=len(layout.columns), corrupt=0, unknown_devices=unknown)
+    serves = verdict is Verdict.SERVES
+    return None if serves and spare >= layout.parity else _Short(spare, serves, layout)
+
+
+def _under_way(store: Store, short: Mapping[str, _Short]) -> set[str]:
+    """Keys among the weakest that change or become whole while they are looked at again.
+
+    What shows the same files at every look is short. A version that is young, which a writer may
+    be about to complete, is looked at for longer.
+    """
+    weakest = sorted(short, key=lambda key: (short[key].spare, key))[:_LOOKED_AT_AGAIN]
+    oldest = store.clock.wall_ms() - store.settings.put_deadline_seconds * 1000
+    moving: set[str] = set()
+    for turn, seconds in enumerate(_LOOKS):
+        still = [key for key in weakest if key not in moving]
+        if turn >= _LOOKS_AT_OLD:
+            still = [key for key in still if short[key].layout.version.counter > oldest]
+        if not still:
+            break
+        store.clock.wait(seconds)
+        for key, survey in survey_keys(store, still).items():
+            now = _look(store.view, survey)
+            if now is None or set(now.layout.files) != set(short[key].layout.files):
+                moving.add(key)
+    return moving
 
 
 def _expiring(store: Store, found: Catalog, short: Set[str]) -> dict[str, int]:

@@ -276,22 +276,33 @@ class Agent(Closing):
         with self._lock:
             waited, before = now - self._rebuilt_seconds, self._rebuilt_shape
             fruitless, until_ms = self._fruitless_todo, self._put_off_until_ms
-        if condition is not None and condition.todo:
+        if condition is not None and (condition.todo or self._unmarked()):
             config = self.config
             patience = (
                 config.again_seconds if fruitless == condition.todo else config.survey_seconds
             )
             over = 0 < until_ms < self._clock.wall_ms()  # what was put off was not deleted
             if shape != before or waited >= patience or over:
-                reason = f"{condition.todo} objects are not as they should be"
+                reason = (
+                    f"{condition.todo} objects are not as they should be"
+                    if condition.todo
+                    else "no rebuild has confirmed yet that evicted devices are made up for"
+                )
                 self.jobs.submit(Job(kind=JobKind.REBUILD, reason=reason))
-        elif condition is not None:
+        if condition is not None and not condition.todo:
             with self._lock:  # what was put off has been deleted
                 self.put_off, self._put_off_until_ms = {}, 0
             if self.config.rebalance_spread:
                 self._look_at_fullness(now, shape)
         if self.config.scrub_days:
             self._look_for_scrub(now)
+
+    def _unmarked(self) -> bool:
+        """Whether evicted devices count as lost although a rebuild could confirm that they are
+        made up for: it does so only when all members answer."""
+        record = self.pool.record
+        there = all(member.device_id in self.present for member in record.members)
+        return there and bool(record.unhealed())
 
     def _look_at_fullness(self, now: float, shape: Shape) -> None:
         """Even out how full devices are, once every object is whole and every member is there."""

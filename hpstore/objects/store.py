@@ -60,9 +60,11 @@ class View:
         return frozenset(m.device_id for m in self.record.members) - self.devices.keys()
 
     def may_leave(self, silent: Collection[str]) -> int:
-        """Further members that may stop answering before the pool cannot be opened (PROTOCOL 14)
-        when those `silent` and those missing do not answer now."""
-        return max(0, self.record.parity - self.record.weight(self.missing.union(silent)))
+        """Further members that may stop answering before the pool cannot be opened, or cannot say
+        that a key is absent (PROTOCOL 7, 14), when those `silent` and those missing do not answer
+        now. What was evicted and not made up for by a rebuild counts as lost, too."""
+        lost = self.missing.union(silent, self.record.unhealed())
+        return max(0, self.record.parity - self.record.weight(lost))
 
     def members(self) -> list[Member]:
         """Members that answered."""

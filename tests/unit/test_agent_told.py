@@ -253,7 +253,7 @@ def test_a_warning_lasts_as_long_as_its_reason_and_over_a_restart(tmp_path: Path
     tended.stop()
     tended.start()
     give_order(tended.pool.state_directory, Command.READMIT, tended.device(0), tended.clock)
-    tended.rounds(10)
+    tended.rounds(5)
     assert list(tended.status.warnings)
     tended.rounds(600, step=20)
     assert not list(tended.status.warnings)
