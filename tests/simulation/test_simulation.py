@@ -18,7 +18,7 @@ from hpstore.testing.simulation.schedule import Fault, Setup, Turn
 from hpstore.testing.simulation.shrinking import shrink
 
 KEPT = sorted((Path(__file__).parent / "kept").glob("*.json"))
-SEEDS = 400
+SEEDS = 300
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
