@@ -16,7 +16,7 @@ from hpstore.clock import Clock
 from hpstore.errors import HpstoreError, IntegrityError, ObjectNotFound, TooManyErasures
 from hpstore.expiry import Postponing, read_notes
 from hpstore.keys import Kind
-from hpstore.objects.catalog import Catalog, walk
+from hpstore.objects.catalog import Catalog, require_listed, walk
 from hpstore.objects.debts import clear_debt, read_debts
 from hpstore.objects.repair import Action, Repair, repair_object
 from hpstore.objects.store import Store, View
@@ -69,6 +69,7 @@ class RebuildReport:
     columns_written: int
     swept: int = 0  # tombstones and torn puts past their horizon
     stopped: bool = False  # before all was looked at
+    unlisted: tuple[str, ...] = ()  # devices that are open, and could not be listed to the end
     unreadable: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     put_off: dict[str, int] = field(default_factory=dict)  # why -> objects that soon expire
@@ -78,7 +79,7 @@ class RebuildReport:
     def whole(self) -> bool:
         """Every object has its full stripe now."""
         left = self.unreadable or self.failed or self.waiting or self.stuck or self.put_off
-        return not (left or self.stopped)
+        return not (left or self.stopped or self.unlisted)
 
     @property
     def clean(self) -> bool:
@@ -132,7 +133,16 @@ class Tally:
         self.unreadable: dict[str, str] = {}
         self.failed: dict[str, str] = {}
         self.stopped = False
+        self.unlisted: tuple[str, ...] = ()
         self.expiring: Postponing | None = None
+
+    def listed(self, store: Store, catalog: Catalog, what: str) -> None:
+        """Note which devices the catalog lacks. Raises TooFewDevices when they are too many."""
+        require_listed(store, catalog, what)
+        silent = catalog.unknown - store.view.missing
+        self.unlisted = tuple(
+            sorted(m.url for m in store.view.record.members if m.device_id in silent)
+        )
 
     def add(self, repair: Repair) -> None:
         """Count one object."""
@@ -166,6 +176,7 @@ class Tally:
             unreadable=dict(self.unreadable),
             failed=dict(self.failed),
             stopped=self.stopped,
+            unlisted=self.unlisted,
             put_off=dict(self.expiring.put_off) if self.expiring else {},
             put_off_until_ms=self.expiring.until_ms if self.expiring else 0,
         )
@@ -220,6 +231,7 @@ def rebuild_all(
     """
     tally, pace = Tally(store.clock), pace or RateLimit(rate_bytes_per_second, store.clock)
     catalog = walk(store)
+    tally.listed(store, catalog, "rebuild")
     usable = store.usable()
     keys = plan_rebuild(store.view, catalog, usable)
     whole = len(catalog.surveys) - len(keys)

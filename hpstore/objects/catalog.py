@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hpstore.devices.base import Device
+from hpstore.errors import DeviceTimeout, TooFewDevices
 from hpstore.keys import (
     OBJECTS,
     Kind,
@@ -19,9 +20,12 @@ from hpstore.keys import (
 )
 from hpstore.objects.store import Store
 from hpstore.objects.survey import Found, Layout, Survey, newest_by_name
+from hpstore.patience import wait_awake
+from hpstore.scheduler import outcome
 
 _log = logging.getLogger(__name__)
-WALK_SECONDS = 600.0  # deadline for walking one device
+_Rows = list[tuple[str, Found]]
+_LOOK_SECONDS = 0.5  # between two looks at whether walks go on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,17 +42,7 @@ def walk(store: Store, prefix: str = "") -> Catalog:
     parent = prefix.rpartition("/")[0]
     if parent:  # what is looked into, by name: ".." would lead out
         check_key(parent)
-    devices = store.view.devices
-    answers = store.each(devices, store.generation_on)  # so that a hung one costs its deadline only
-    silent = {d for d, answer in answers.items() if isinstance(answer, Exception)}
-    results = store.scheduler.gather(
-        {
-            d: lambda d=d: list(_walk_device(d, devices[d], prefix))  # type: ignore[misc]
-            for d in devices
-            if d not in silent
-        },
-        WALK_SECONDS,
-    )
+    results, silent = _walk_all(store, prefix)
     files: defaultdict[str, list[Found]] = defaultdict(list)
     for device_id, found in results.items():
         if isinstance(found, Exception):
@@ -63,12 +57,79 @@ def walk(store: Store, prefix: str = "") -> Catalog:
     return Catalog(surveys=surveys, unknown=unknown)
 
 
-def _walk_device(device_id: str, device: Device, prefix: str) -> Iterator[tuple[str, Found]]:
+class _Walk:
+    """The walk over one device, on its lane. `steps` rises with every directory that was listed."""
+
+    def __init__(self, device_id: str, device: Device, prefix: str) -> None:
+        self._device_id, self._device, self._prefix = device_id, device, prefix
+        self.steps = 0
+        self.given_up = False  # set by the thread that waits
+
+    def run(self) -> _Rows:
+        return list(_walk_device(self._device_id, self._device, self._prefix, self._step))
+
+    def _step(self) -> None:
+        self.steps += 1
+        if self.given_up:
+            raise DeviceTimeout(
+                f"the listing of device {self._device.url} was given up after {self.steps} "
+                "directories", device=self._device_id,
+            )  # fmt: skip
+
+
+def _walk_all(store: Store, prefix: str) -> tuple[dict[str, _Rows | Exception], set[str]]:
+    """Rows of all devices, and which devices are silent before anything is listed.
+
+    A walk may take as long as it makes progress: a device is given up when it has not listed one
+    more directory within the device deadline. A listing that ends before its time would pass for a
+    complete one.
+    """
+    devices, scheduler = store.view.devices, store.scheduler
+    answers = store.each(devices, store.generation_on)  # so that a hung one costs its deadline only
+    silent = {d for d, answer in answers.items() if isinstance(answer, Exception)}
+    walks = {d: _Walk(d, devices[d], prefix) for d in devices if d not in silent}
+    futures = {d: scheduler.submit(d, walk.run) for d, walk in walks.items()}
+    deadline = store.settings.device_deadline_seconds
+    still = dict.fromkeys(walks, 0.0)  # seconds without progress
+    seen = dict.fromkeys(walks, -1)
+    while left := [d for d, future in futures.items() if not future.done() and d not in silent]:
+        waited = wait_awake([futures[d] for d in left], _LOOK_SECONDS)
+        for device in left:
+            steps = walks[device].steps
+            still[device] = 0.0 if steps != seen[device] else still[device] + waited
+            seen[device] = steps
+            if still[device] >= deadline and not futures[device].done():
+                walks[device].given_up = True
+                silent.add(device)
+                _log.warning("the listing of device %s stopped after %d directories: what only it "
+                             "holds is unknown", devices[device].url, steps)  # fmt: skip
+    found: dict[str, _Rows | Exception] = {}
+    for device, future in futures.items():
+        if device not in silent:
+            rows = outcome(future, device, deadline)
+            found[device] = rows
+    return found, silent
+
+
+def require_listed(store: Store, catalog: Catalog, what: str) -> None:
+    """Raise TooFewDevices when so much is unknown that whole objects may be there unlisted."""
+    if not store.view.record.opens_without(catalog.unknown):
+        raise TooFewDevices(
+            f"{what}: {len(catalog.unknown)} devices could not be listed, parity covers "
+            f"{store.view.record.parity}: objects may be there that were not looked at. Nothing "
+            "was changed. Bring devices back, then run it again."
+        )
+
+
+def _walk_device(
+    device_id: str, device: Device, prefix: str, step: Callable[[], None]
+) -> Iterator[tuple[str, Found]]:
     parent = prefix.rpartition("/")[0]
     start = object_directory(parent, folding=device.folds_names) if parent else OBJECTS
     pending = [(start, parent)]
     while pending:
         directory, key = pending.pop()
+        step()
         for entry in device.entries(directory):
             if entry.is_directory:
                 if not is_component(entry.name, folding=device.folds_names):
@@ -90,4 +151,4 @@ def live_layout(store: Store, survey: Survey) -> Layout | None:
     return None if layout is None or layout.kind is Kind.TOMBSTONE else layout
 
 
-__all__ = ["Catalog", "live_layout", "walk"]
+__all__ = ["Catalog", "live_layout", "require_listed", "walk"]
