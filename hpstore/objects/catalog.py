@@ -19,7 +19,7 @@ from hpstore.keys import (
     unescape,
 )
 from hpstore.objects.store import Store
-from hpstore.objects.survey import Found, Layout, Survey, newest_by_name
+from hpstore.objects.survey import Found, Layout, Survey, newest_by_name, with_debts
 from hpstore.patience import wait_awake
 from hpstore.scheduler import outcome
 
@@ -54,7 +54,7 @@ def walk(store: Store, prefix: str = "") -> Catalog:
     surveys = {
         key: Survey(key=key, files=tuple(found), unknown=unknown) for key, found in files.items()
     }
-    return Catalog(surveys=surveys, unknown=unknown)
+    return Catalog(surveys=with_debts(store, surveys), unknown=unknown)
 
 
 class _Walk:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
-from hpstore.devices.base import Device
+from hpstore.devices.base import DEBTS, Device
 from hpstore.errors import TooManyErasures
 from hpstore.geometry import Code, Geometry
 from hpstore.keys import ColumnName, Kind, Version, object_directory, parse_column_name
 from hpstore.objects.store import Store, View
-from hpstore.records import DeviceState
+from hpstore.records import Debt, DeviceState
 
 SURVEY_TRIES = 4  # membership changes in a row while one key is looked up
 
@@ -34,6 +34,7 @@ class Layout:
     data: int
     parity: int
     files: tuple[Found, ...]
+    owed: bool = True  # a debt may be recorded for it: it may have been acknowledged short
 
     @property
     def width(self) -> int:
@@ -52,7 +53,7 @@ class Layout:
         """Fewest columns at which this may have been acknowledged (PROTOCOL 5)."""
         if self.kind is not Kind.COLUMN:
             return self.parity + 1
-        return max(self.data + 1, self.parity + 1)
+        return max(self.data + 1, self.parity + 1) if self.owed else self.width
 
     @property
     def code(self) -> Code:
@@ -66,6 +67,7 @@ class Survey:
     key: str
     files: tuple[Found, ...]
     unknown: frozenset[str]
+    undebted: frozenset[Version] = frozenset()  # for which no debt is recorded, with certainty
 
     def layouts(self) -> list[Layout]:
         """Layouts, newest version first; of one version the fuller first."""
@@ -73,7 +75,14 @@ class Survey:
         for file in self.files:
             groups[file.name.layout].append(file)
         found = [
-            Layout(version=v, kind=kind, data=k, parity=m, files=tuple(files))
+            Layout(
+                version=v,
+                kind=kind,
+                data=k,
+                parity=m,
+                files=tuple(files),
+                owed=v not in self.undebted,
+            )
             for (v, kind, k, m), files in groups.items()
         ]
         found.sort(key=lambda x: (x.version, x.kind is Kind.TOMBSTONE, len(x.files)), reverse=True)
@@ -194,12 +203,55 @@ def survey_keys(store: Store, keys: Sequence[str]) -> dict[str, Survey]:
     for _ in range(SURVEY_TRIES):
         surveys, newest = _survey_once(store, keys)
         if newest <= store.view.record.generation:
-            return surveys
+            break
         before = store.view.record.generation
         store.refresh()
         if store.view.record.generation == before:
-            return surveys  # the newer record could not be read: its device counts as silent
-    return surveys
+            break  # the newer record could not be read: its device counts as silent
+    return with_debts(store, surveys)
+
+
+def with_debts(store: Store, surveys: dict[str, Survey]) -> dict[str, Survey]:
+    """The same surveys, knowing of versions that are in doubt whether a debt is recorded for them.
+
+    PROTOCOL 7: a version was acknowledged with all its columns, or with fewer after its debt was
+    durable on m + 1 devices. When devices that weigh at most m cannot be asked and no other one has
+    the debt, it was not acknowledged with fewer: what lacks more columns than can hide is torn. The
+    debts are looked for after the columns, so one that is recorded meanwhile is not missed.
+    """
+    doubtful = {
+        Debt(key=key, version=layout.version, missing=()).name: (key, layout.version)
+        for key, survey in surveys.items()
+        for layout in survey.layouts()
+        if layout.kind is Kind.COLUMN and _in_doubt(store.view, survey, layout)
+    }
+    if not doubtful:
+        return surveys
+
+    def look(_: str, device: Device) -> set[str]:
+        return {name for name in doubtful if device.stamp(f"{DEBTS}/{name}") is not None}
+
+    answers = store.each(store.view.devices, look)
+    silent = {d for d, answer in answers.items() if isinstance(answer, Exception)}
+    if not store.view.record.opens_without(
+        silent | store.view.missing | store.view.record.unhealed()
+    ):
+        return surveys
+    owed = {name for answer in answers.values() if isinstance(answer, set) for name in answer}
+    undebted: defaultdict[str, set[Version]] = defaultdict(set)
+    for name in doubtful.keys() - owed:
+        key, version = doubtful[name]
+        undebted[key].add(version)
+    return {
+        key: replace(survey, undebted=frozenset(undebted[key])) if key in undebted else survey
+        for key, survey in surveys.items()
+    }
+
+
+def _in_doubt(view: View, survey: Survey, layout: Layout) -> bool:
+    unknown = unknown_devices(view, survey)
+    verdict = judge(layout, valid=len(layout.columns), corrupt=0, unknown_devices=unknown)
+    return verdict is Verdict.UNCLEAR
 
 
 def _survey_once(store: Store, keys: Sequence[str]) -> tuple[dict[str, Survey], int]:
@@ -241,7 +293,7 @@ def too_many(key: str, layout: Layout, valid: int, corrupt: int, unknown: int) -
     return TooManyErasures(
         f"object {key!r} version {layout.version}: {valid} of the {layout.data} units needed are "
         f"readable ({corrupt} damaged, {unknown} devices did not answer or left). Nothing was "
-        "deleted; bring a missing device back, or ask for an older version explicitly.",
+        "deleted; bring a missing device back.",
         key=key,
     )
 
@@ -254,4 +306,4 @@ def empty_geometry(parity: int) -> Geometry:
 __all__ = ["Found", "Layout", "Survey", "Verdict", "empty_geometry", "judge", "list_object",
            "may_be_acknowledged", "newest_by_name", "path_on", "require_known", "spare_losses",
            "stable_survey", "staying_first", "survey_key", "survey_keys", "too_many",
-           "unknown_devices"]  # fmt: skip
+           "unknown_devices", "with_debts"]  # fmt: skip

@@ -1,0 +1,136 @@
+"""A version that lacks columns: acknowledged with a debt, or never (PROTOCOL 5, 7; r13)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from hpstore.devices.base import Device
+from hpstore.devices.wrappers import DeviceWrapper, SimulatedCrash
+from hpstore.errors import ObjectNotFound, TooManyErasures
+from hpstore.testing.harness import FakeClock, Harness
+
+T = TypeVar("T")
+OLD, NEW = (np.random.default_rng(n).bytes(300_000 + n) for n in (1, 2))
+
+
+class Publishing(DeviceWrapper):
+    """Calls `after(url)` when a file has its name."""
+
+    def __init__(self, inner: Device, after: Callable[[str], None]) -> None:
+        super().__init__(inner)
+        self._after = after
+
+    def around(self, operation: str, nbytes: int, call: Callable[[], T]) -> T:
+        found = call()
+        if operation == "publish":
+            self._after(self.url)
+        return found
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Harness:
+    """4+2 over six devices: nowhere else to go."""
+    return Harness(tmp_path, data=4, parity=2, devices=6, clock=FakeClock())
+
+
+def torn_put(harness: Harness, columns: int) -> set[str]:
+    """An overwrite that a power cut ends after so many columns; who has one."""
+    named: list[str] = []
+
+    def after(url: str) -> None:
+        named.append(url)
+        if len(named) == columns:
+            raise SimulatedCrash("power")
+
+    with pytest.raises(SimulatedCrash):
+        harness.open(lambda _, device: Publishing(device, after)).put("k", NEW)
+    harness.restart()
+    return set(named)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3])
+@pytest.mark.parametrize("evict", [False, True])
+def test_a_torn_put_never_hides_what_was_acknowledged(
+    harness: Harness, columns: int, evict: bool
+) -> None:
+    """r13: no device that answers has a debt of it, so it lacks more columns than can hide."""
+    with harness.open() as pool:
+        pool.put("k", OLD)
+    torn = torn_put(harness, columns)
+    dead = sorted(set(harness.urls) - torn)[:2]
+    harness.lose(dead)
+    with harness.open() as pool:
+        assert pool.get("k") == OLD
+        assert pool.list() == ["k"]
+        if evict:
+            for url in dead:
+                pool.evict(url)
+            assert pool.rebuild().unreadable == {}
+            assert pool.get("k") == OLD
+            pool.add_device("memory://n1")
+            pool.add_device("memory://n2")
+            assert pool.rebuild().whole
+            assert not pool.record.unhealed()
+            assert pool.get("k") == OLD
+
+
+def test_a_torn_first_put_does_not_block_the_pool(harness: Harness) -> None:
+    """There is no older version: the key is absent, the dead devices can be evicted."""
+    torn = torn_put(harness, 2)
+    dead = sorted(set(harness.urls) - torn)[:2]
+    harness.lose(dead)
+    with harness.open() as pool:
+        with pytest.raises(ObjectNotFound):
+            pool.get("k")
+        for url in dead:
+            pool.evict(url)
+        assert pool.rebuild().unreadable == {}
+
+
+def short_put(harness: Harness) -> str:
+    """An overwrite that is acknowledged with five of six columns and a debt; who has none."""
+    bad = harness.columns("k")[0][0]
+
+    def fails(_: str, device: Device) -> Device:
+        def after(url: str) -> None:
+            if url == bad:
+                raise OSError(5, "EIO")
+
+        return Publishing(device, after)
+
+    with harness.open(fails) as pool:
+        pool.put("k", NEW)
+    harness.devices[bad].files = {
+        path: file for path, file in harness.devices[bad].files.items() if "/k/" not in path
+    }
+    return bad
+
+
+@pytest.mark.parametrize("holders", [0, 1, 2, 3])
+def test_what_was_acknowledged_with_a_debt_is_never_passed_over(
+    harness: Harness, holders: int
+) -> None:
+    """Two of its five columns are away: an error, not the older version. `holders` of the debt's
+    copies on devices that answer are gone, too: one is enough."""
+    with harness.open() as pool:
+        pool.put("k", OLD)
+    bad = short_put(harness)
+    owed = [url for url in harness.urls
+            if any(path.startswith("debts/") for path in harness.devices[url].files)]  # fmt: skip
+    assert len(owed) >= 3
+    away = [url for url in harness.urls if url != bad][:2]
+    harness.lose(away)
+    there = [url for url in owed if url not in away]
+    for url in there[: min(holders, len(there) - 1)]:
+        files = harness.devices[url].files
+        harness.devices[url].files = {p: f for p, f in files.items() if not p.startswith("debts/")}
+    with harness.open(read_only=True) as pool, pytest.raises(TooManyErasures):
+        pool.get("k")
+    harness.bring_back()
+    with harness.open() as pool:
+        assert pool.get("k") == NEW
