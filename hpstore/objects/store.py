@@ -28,7 +28,7 @@ from hpstore.errors import (
 from hpstore.keys import MAX_COUNTER, Version
 from hpstore.metrics import Metrics
 from hpstore.objects.routing import Routing
-from hpstore.opening import has_room
+from hpstore.opening import has_room, reserve_bytes
 from hpstore.placement import Candidate, placeable
 from hpstore.records import MAX_RECORD_BYTES, POOL_FILE, DeviceState, Member, PoolRecord
 from hpstore.registers import LocalRegisters, Registers
@@ -317,6 +317,25 @@ class Store:
         slow = [d for d in self.routing.no_new if any(c.device == d for c in found)]
         left_out = frozenset(slow[: max(0, spare)])
         return [c for c in found if c.device not in left_out]
+
+    def why_full(self) -> str:
+        """For an error: which devices have no space for new columns, and how much; "" for none."""
+
+        def look(_: str, device: Device) -> str:
+            usage = device.usage()
+            if usage.read_only or usage.free >= reserve_bytes(usage):
+                return ""
+            return (
+                f"{device.url} has {format_bytes(usage.free)} of space free, of which "
+                f"{format_bytes(reserve_bytes(usage))} are kept for deletes"
+            )
+
+        answers = self.each(self.view.devices, look)
+        full = [answer for answer in answers.values() if isinstance(answer, str) and answer]
+        if not full:
+            return ""
+        more = f", and {len(full) - 3} more" if len(full) > 3 else ""
+        return f"Full: {'; '.join(full[:3])}{more}. Delete objects to make room. "
 
     def usable(self, exclude: Iterable[str] = ()) -> int:
         """How many columns a new object can have now."""

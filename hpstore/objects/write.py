@@ -89,8 +89,8 @@ def plan_columns(
     if usable <= record.parity:
         raise TooFewDevices(
             f"{len(candidates)} of {len(record.members)} devices can take new data; "
-            f"{record.parity + 1} are needed to keep {record.parity} parity units; "
-            "reading goes on. Add devices, or bring missing ones back."
+            f"{record.parity + 1} are needed to keep {record.parity} parity units. "
+            f"{store.why_full()}Reading goes on. Add devices, or bring missing ones back."
         )
     if kind is Kind.TOMBSTONE:
         geometry = empty_geometry(record.parity)
@@ -253,7 +253,9 @@ def _write_whole(
                 now, key, source.size, exclude=exclude, kind=kind, unit_bytes=unit_bytes
             )
         except TooFewDevices as error:
-            raise error from last
+            if last is None:
+                raise
+            raise TooFewDevices(f"{error} Before that: {last}", key=key) from last
         if revise is None:
             version = store.new_version(survey.versions(), above=horizon, next_counter=next_counter)
         else:
