@@ -63,6 +63,7 @@ class _Short:
     spare: int
     serves: bool
     layout: Layout
+    explained: bool  # as many columns are missing as may be on devices that are away
 
 
 def survey_condition(store: Store) -> Condition:
@@ -111,16 +112,21 @@ def _look(view: View, survey: Survey) -> _Short | None:
     unknown = unknown_devices(view, survey)
     verdict = judge(layout, valid=len(layout.columns), corrupt=0, unknown_devices=unknown)
     serves = verdict is Verdict.SERVES
-    return None if serves and spare >= layout.parity else _Short(spare, serves, layout)
+    if serves and spare >= layout.parity:
+        return None
+    explained = layout.width - len(layout.columns) <= unknown
+    return _Short(spare, serves, layout, explained)
 
 
 def _under_way(store: Store, short: Mapping[str, _Short]) -> set[str]:
     """Keys among the weakest that change or become whole while they are looked at again.
 
-    What shows the same files at every look is short. A version that is young, which a writer may
-    be about to complete, is looked at for longer.
+    Not those whose missing columns are explained by devices that are away. What shows the same
+    files at every look is short. A version that is young, which a writer may be about to complete,
+    is looked at for longer.
     """
-    weakest = sorted(short, key=lambda key: (short[key].spare, key))[:_LOOKED_AT_AGAIN]
+    strange = [key for key, row in short.items() if not row.explained]
+    weakest = sorted(strange, key=lambda key: (short[key].spare, key))[:_LOOKED_AT_AGAIN]
     oldest = store.clock.wall_ms() - store.settings.put_deadline_seconds * 1000
     moving: set[str] = set()
     for turn, seconds in enumerate(_LOOKS):

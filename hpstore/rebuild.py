@@ -16,7 +16,7 @@ from hpstore.clock import Clock
 from hpstore.errors import HpstoreError, IntegrityError, ObjectNotFound, TooManyErasures
 from hpstore.expiry import Postponing, read_notes
 from hpstore.keys import Kind
-from hpstore.objects.catalog import Catalog, require_listed, walk
+from hpstore.objects.catalog import Catalog, walk
 from hpstore.objects.debts import clear_debt, read_debts
 from hpstore.objects.repair import Action, Repair, repair_object
 from hpstore.objects.store import Store, View
@@ -136,9 +136,8 @@ class Tally:
         self.unlisted: tuple[str, ...] = ()
         self.expiring: Postponing | None = None
 
-    def listed(self, store: Store, catalog: Catalog, what: str) -> None:
-        """Note which devices the catalog lacks. Raises TooFewDevices when they are too many."""
-        require_listed(store, catalog, what)
+    def listed(self, store: Store, catalog: Catalog) -> None:
+        """Note which open devices the catalog lacks: what only they hold was not looked at."""
         silent = catalog.unknown - store.view.missing
         self.unlisted = tuple(
             sorted(m.url for m in store.view.record.members if m.device_id in silent)
@@ -231,7 +230,7 @@ def rebuild_all(
     """
     tally, pace = Tally(store.clock), pace or RateLimit(rate_bytes_per_second, store.clock)
     catalog = walk(store)
-    tally.listed(store, catalog, "rebuild")
+    tally.listed(store, catalog)
     usable = store.usable()
     keys = plan_rebuild(store.view, catalog, usable)
     whole = len(catalog.surveys) - len(keys)

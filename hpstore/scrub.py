@@ -67,7 +67,7 @@ def scrub_all(
     """
     tally, pace = Tally(store.clock), pace or RateLimit(rate_bytes_per_second, store.clock)
     catalog = walk(store, prefix)
-    tally.listed(store, catalog, "scrub")
+    tally.listed(store, catalog)
     after = read_cursor(store) if resume and not prefix else ""
     keys = sorted(key for key in catalog.surveys if key > after)
     noted = store.clock.monotonic()

@@ -262,6 +262,11 @@ def show_report(what: str, report: RebuildReport) -> None:
         sys.stdout.write(f"NOT HEALED {key}: {reason}\n")
     for why, count in report.put_off.items():
         sys.stdout.write(f"PUT OFF {count} objects: {why}\n")
+    if report.unlisted:
+        sys.stdout.write(
+            f"NOT LISTED to the end: {', '.join(report.unlisted)}: what only these devices hold "
+            "was not looked at; run it again when they answer\n"
+        )
     if report.waiting:
         sys.stdout.write(
             "evict the missing devices if they are gone for good, then rebuild again\n"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hpstore.devices.base import Device
-from hpstore.errors import DeviceTimeout, TooFewDevices
+from hpstore.errors import DeviceTimeout
 from hpstore.keys import (
     OBJECTS,
     Kind,
@@ -111,16 +111,6 @@ def _walk_all(store: Store, prefix: str) -> tuple[dict[str, _Rows | Exception], 
     return found, silent
 
 
-def require_listed(store: Store, catalog: Catalog, what: str) -> None:
-    """Raise TooFewDevices when so much is unknown that whole objects may be there unlisted."""
-    if not store.view.record.opens_without(catalog.unknown):
-        raise TooFewDevices(
-            f"{what}: {len(catalog.unknown)} devices could not be listed, parity covers "
-            f"{store.view.record.parity}: objects may be there that were not looked at. Nothing "
-            "was changed. Bring devices back, then run it again."
-        )
-
-
 def _walk_device(
     device_id: str, device: Device, prefix: str, step: Callable[[], None]
 ) -> Iterator[tuple[str, Found]]:
@@ -151,4 +141,4 @@ def live_layout(store: Store, survey: Survey) -> Layout | None:
     return None if layout is None or layout.kind is Kind.TOMBSTONE else layout
 
 
-__all__ = ["Catalog", "live_layout", "require_listed", "walk"]
+__all__ = ["Catalog", "live_layout", "walk"]

@@ -89,8 +89,8 @@ def plan_columns(
     if usable <= record.parity:
         raise TooFewDevices(
             f"{len(candidates)} of {len(record.members)} devices can take new data; "
-            f"{record.parity + 1} are needed to keep {record.parity} parity units. "
-            f"{store.why_full()}Reading goes on. Add devices, or bring missing ones back."
+            f"{record.parity + 1} are needed to keep {record.parity} parity units; "
+            f"reading goes on. {store.why_full()}Add devices, or bring missing ones back."
         )
     if kind is Kind.TOMBSTONE:
         geometry = empty_geometry(record.parity)

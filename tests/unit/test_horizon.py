@@ -471,11 +471,11 @@ def test_two_repairs_at_once_keep_the_same_one_of_a_doubled_column(
 def without_locks(pool: Pool) -> Pool:
     """As a process on another host."""
     pool._store.key_lock = pool_without_locks
-    pool._lock = lambda *words, **options: pool_without_locks("")  # type: ignore[method-assign]
+    pool.registers.hold = pool_without_locks  # type: ignore[assignment, method-assign]
     return pool
 
 
-def pool_without_locks(_: str) -> contextlib.AbstractContextManager[None]:
+def pool_without_locks(*_: object, **__: object) -> contextlib.AbstractContextManager[None]:
     """As between hosts."""
     return contextlib.nullcontext()
 
