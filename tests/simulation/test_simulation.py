@@ -15,7 +15,7 @@ from hpstore.testing.simulation import Schedule, draw, installed, run
 from hpstore.testing.simulation.mutations import MUTATIONS, describe, mutated
 from hpstore.testing.simulation.oracle import ABSENT, OPEN, KeyHistory, Write, linearizable
 from hpstore.testing.simulation.schedule import Fault, Setup, Turn
-from hpstore.testing.simulation.shrinking import shrink
+from hpstore.testing.simulation.shrink import shrink
 
 KEPT = sorted((Path(__file__).parent / "kept").glob("*.json"))
 SEEDS = 300

@@ -4,7 +4,7 @@
 need. See docs/protocol.md, "The simulator".
 """
 
-from hpstore.testing.simulation.drawing import draw
+from hpstore.testing.simulation.draw import draw
 from hpstore.testing.simulation.machinery import installed
 from hpstore.testing.simulation.schedule import Schedule
 from hpstore.testing.simulation.simulator import Outcome, run

@@ -15,11 +15,11 @@ from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
 
-from hpstore.testing.simulation.drawing import draw
+from hpstore.testing.simulation.draw import draw
 from hpstore.testing.simulation.machinery import installed
 from hpstore.testing.simulation.mutations import MUTATIONS, mutated
 from hpstore.testing.simulation.schedule import Schedule
-from hpstore.testing.simulation.shrinking import shrink
+from hpstore.testing.simulation.shrink import shrink
 from hpstore.testing.simulation.simulator import Outcome, run
 
 BATCH = 50  # seeds that a worker takes at a time

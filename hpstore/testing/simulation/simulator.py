@@ -16,7 +16,7 @@ from hpstore.devices.base import Device
 from hpstore.devices.memory import MemoryDevice
 from hpstore.membership import create_members
 from hpstore.testing.simulation.actions import Client, Finding, Scene, settings_of
-from hpstore.testing.simulation.ending import end
+from hpstore.testing.simulation.end_phase import end
 from hpstore.testing.simulation.fibers import Fiber
 from hpstore.testing.simulation.machinery import STAGE
 from hpstore.testing.simulation.schedule import ENVIRONMENT, Schedule, Turn
