@@ -25,6 +25,7 @@ from hpstore.errors import (
 from hpstore.keys import ColumnName, Kind
 from hpstore.membership import commit_record, with_member, with_state, without_member
 from hpstore.objects.catalog import walk
+from hpstore.objects.debts import keep_debts
 from hpstore.objects.horizon import come_back_at, come_back_below
 from hpstore.objects.repair import Action, Throttle, repair_object
 from hpstore.objects.store import Store, View
@@ -208,18 +209,16 @@ def evict_member(
     judged = store.view.record
     if not force:
         try:
-            keys = endangered(store, member.device_id, emptied=emptied)
+            if keys := endangered(store, member.device_id, emptied=emptied):
+                raise MembershipError(
+                    f"{len(keys)} objects need {member.url} to be readable, among them "
+                    f"{', '.join(keys[:_NAMED])}. Nothing was changed. Drain it, or rebuild first."
+                )
+            keep_debts(store, member.device_id)
         except HpstoreError:
             set_state(store, member.device_id, before)
             refresh()
             raise
-        if keys:
-            set_state(store, member.device_id, before)
-            refresh()
-            raise MembershipError(
-                f"{len(keys)} objects need {member.url} to be readable, among them "
-                f"{', '.join(keys[:_NAMED])}. Nothing was changed. Drain it, or rebuild first."
-            )
     state = DeviceState.HEALED if emptied else DeviceState.EVICTED
     now = store.clock.wall_ms()
     record = without_member(judged, member.device_id, state, now)  # refused if it has moved since

@@ -11,11 +11,15 @@ _MAX_DEBT_BYTES = 64 << 10
 _MAX_DEBTS = 100_000  # read at most so many from a device
 
 
-def record_debt(store: Store, debt: Debt) -> None:
-    """Make a debt durable on m + 1 devices. Raises TooFewDevices; then nothing is acknowledged."""
+def record_debt(store: Store, debt: Debt, *, leaving: str = "") -> None:
+    """Make a debt durable on m + 1 devices. Raises TooFewDevices; then nothing is acknowledged.
+
+    Not on a device that is `leaving`.
+    """
     path, data = f"{DEBTS}/{debt.name}", debt.encode()
     needed = store.view.record.parity + 1
-    results = store.each(store.view.devices, lambda _, device: device.write_small(path, data))
+    staying = [device_id for device_id in store.view.devices if device_id != leaving]
+    results = store.each(staying, lambda _, device: device.write_small(path, data))
     holders = [d for d, result in results.items() if not isinstance(result, Exception)]
     held = store.view.record.weight(holders)
     if held < needed:
@@ -24,6 +28,13 @@ def record_debt(store: Store, debt: Debt) -> None:
             f"the {needed} devices (or failure domains) needed; the put is not acknowledged",
             key=debt.key,
         )
+
+
+def keep_debts(store: Store, leaving: str) -> None:
+    """Before a device leaves: every debt is on m + 1 others. What has no debt on any of them is
+    taken for never acknowledged short (PROTOCOL 7). Raises TooFewDevices."""
+    for debt in read_debts(store):
+        record_debt(store, debt, leaving=leaving)
 
 
 def read_debts(store: Store) -> list[Debt]:
@@ -52,4 +63,4 @@ def clear_debt(store: Store, debt: Debt) -> None:
     store.each(store.view.devices, lambda _, device: device.delete(f"{DEBTS}/{debt.name}"))
 
 
-__all__ = ["clear_debt", "read_debts", "record_debt"]
+__all__ = ["clear_debt", "keep_debts", "read_debts", "record_debt"]

@@ -9,9 +9,11 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from hpstore.devices.base import Device
+from hpstore.devices.base import DEBTS, Device
 from hpstore.devices.wrappers import DeviceWrapper, SimulatedCrash
 from hpstore.errors import ObjectNotFound, TooManyErasures
+from hpstore.keys import Version
+from hpstore.records import Debt
 from hpstore.testing.harness import FakeClock, Harness
 
 T = TypeVar("T")
@@ -134,3 +136,24 @@ def test_what_was_acknowledged_with_a_debt_is_never_passed_over(
     harness.bring_back()
     with harness.open() as pool:
         assert pool.get("k") == NEW
+
+
+def with_debts(harness: Harness) -> set[str]:
+    """Devices that have a debt."""
+    return {
+        url
+        for url, device in harness.devices.items()
+        if any(path.startswith("debts/") for path in device.files)
+    }
+
+
+def test_debts_are_kept_when_their_holders_leave(tmp_path: Path) -> None:
+    """PROTOCOL 7: before a device that knows a debt leaves, m + 1 others know it."""
+    harness = Harness(tmp_path, data=2, parity=1, devices=6, clock=FakeClock())
+    debt = Debt(key="k", version=Version(5, 6, 0), missing=(1,))
+    with harness.open() as pool:
+        store = pool._store
+        holder = next(iter(store.view.devices))
+        store.view.devices[holder].write_small(f"{DEBTS}/{debt.name}", debt.encode())
+        pool.evict(holder)
+        assert len(with_debts(harness) & {member.url for member in pool.record.members}) >= 2
