@@ -242,8 +242,11 @@ def with_debts(store: Store, surveys: dict[str, Survey]) -> dict[str, Survey]:
     for name in doubtful.keys() - owed:
         key, version = doubtful[name]
         undebted[key].add(version)
+    # one that was paid in between: then the columns have come, and are seen now
+    again, _ = _survey_once(store, sorted(undebted))
+    settled = {key for key in undebted if set(again[key].files) == set(surveys[key].files)}
     return {
-        key: replace(survey, undebted=frozenset(undebted[key])) if key in undebted else survey
+        key: replace(survey, undebted=frozenset(undebted[key])) if key in settled else survey
         for key, survey in surveys.items()
     }
 

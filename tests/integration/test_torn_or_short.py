@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from hpstore.devices.base import DEBTS, Device
+from hpstore.devices.base import DEBTS, Device, Stamp
 from hpstore.devices.wrappers import DeviceWrapper, SimulatedCrash
 from hpstore.errors import ObjectNotFound, TooManyErasures
 from hpstore.keys import Version
@@ -157,3 +157,32 @@ def test_debts_are_kept_when_their_holders_leave(tmp_path: Path) -> None:
         store.view.devices[holder].write_small(f"{DEBTS}/{debt.name}", debt.encode())
         pool.evict(holder)
         assert len(with_debts(harness) & {member.url for member in pool.record.members}) >= 2
+
+
+def test_a_debt_that_is_paid_while_it_is_looked_for_is_no_torn_put(harness: Harness) -> None:
+    """A reader sees three of five columns; the version is completed, and its debt cleared, before
+    the reader looks for the debt."""
+    with harness.open() as pool:
+        pool.put("k", OLD)
+    bad = short_put(harness)
+    away = [url for url in harness.urls if url != bad][:2]
+    paid: list[int] = []
+
+    class Late(DeviceWrapper):
+        """The debt is paid before the first look for it."""
+
+        def stamp(self, path: str) -> Stamp | None:
+            if path.startswith(f"{DEBTS}/") and not paid:
+                paid.append(1)
+                for url in away:
+                    harness.devices[url].missing = False
+                with harness.open() as other:
+                    assert other.rebuild().whole
+                harness.lose(away)
+            return super().stamp(path)
+
+    harness.lose(away)
+    with harness.open(lambda _, device: Late(device), read_only=True) as pool:
+        assert pool.list(certain=True) == ["k"]
+        assert pool.get("k") == NEW
+    assert paid
