@@ -11,13 +11,7 @@ import itertools
 import threading
 from collections.abc import Collection, Iterable, Iterator
 
-import numpy as np
-import numpy.typing as npt
-
 from hpstore.geometry import BLOCK_BYTES, Geometry, Piece, block_span
-
-Int64s = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 
 class Erasures:
@@ -76,14 +70,6 @@ class Erasures:
             for edge in (block * BLOCK_BYTES, (block + 1) * BLOCK_BYTES)
         }
         return sorted(edge for edge in borders if low < edge < high)
-
-    def touched(self, column: int, low: Int64s, size: Int64s) -> Bools:
-        """Which of the ranges [low, low + size) of a column have a damaged block in them."""
-        blocks = np.array(sorted(self._blocks.get(column, ())), np.int64)
-        first = np.searchsorted(blocks, low // BLOCK_BYTES)
-        last = np.searchsorted(blocks, -(-(low + size) // BLOCK_BYTES))
-        found: Bools = first < last
-        return found
 
 
 def rows_of(geometry: Geometry, pieces: Collection[Piece]) -> tuple[int, int]:

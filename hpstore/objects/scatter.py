@@ -119,8 +119,9 @@ class Scatter:
         """Ranges of an open object: range numbers[i] begins at byte starts[i] of it.
 
         Ranges that cross a unit, lie in the shrunk last stripe, or for which too few columns are
-        open are left to the caller, and those in damaged blocks. With columns lost, or on devices
-        that reads avoid, a range is decoded from the same bytes of k others.
+        open are left to the caller. With columns lost, or on devices that reads avoid, a range is
+        decoded from the same bytes of k others. One in a damaged block is read all the same: its
+        own checksum says whether its bytes are among the damaged ones.
         """
         geometry, usable = reader.header.geometry, reader.usable()
         unit, lengths = geometry.unit_bytes, self._lengths[numbers]
@@ -135,8 +136,6 @@ class Scatter:
         for one in np.unique(column).tolist():
             mine = np.flatnonzero(column == one)
             held = usable.get(one)
-            if reader.erasures:  # what lies in damaged blocks is the caller's, who verifies
-                mine = mine[~reader.erasures.touched(one, low[mine], size[mine])]
             reads = (low[mine], size[mine], chosen[mine], (offset - low)[mine])
             if held is not None:
                 self._add_held(held, *reads)
