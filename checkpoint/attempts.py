@@ -178,13 +178,10 @@ class Heartbeat:
             _log.warning("the note %s was not looked at: %s", self._key, error)
         return False
 
-    @property
     def removed(self) -> bool:
-        """Whether another process has taken this save for dead and removed its note."""
-        try:
-            return not self._pool.exists(self._key)
-        except (HpstoreError, OSError):
-            return True  # unclear: the caller looks at what the note protected
+        """Whether another process has taken this save for dead and removed its note. Raises what
+        looking raises: then it is unclear."""
+        return not self._pool.exists(self._key)
 
     def fade(self) -> None:
         """End it without waiting, and leave the note to age: for finalizers."""

@@ -325,6 +325,7 @@ class SaveJob:
             require_fence(self._pool, self._prefix, self._options.session)
             data = self._manifest(written)
             before, replaced = self._standing(key) if self._options.overwrite else (None, set())
+            old = None if before is None else _bytes_of(self._pool, key)
             undo.pop_all()
         # from here on the manifest may become visible even if its put fails
         self._maybe_visible = True
@@ -332,7 +333,7 @@ class SaveJob:
             info = self._pool.put(key, data, if_absent=before is None, if_version=before)
         except VersionConflict as error:
             raise already_committed(self._prefix, self._options.step, key) from error
-        self._require_unswept(key, written)
+        self._require_noted(key, info.version, old)
         self.replaced = replaced
         spare = min(info.spare_columns, *(w.tolerated for w in written))
         return SaveReport(
@@ -346,21 +347,24 @@ class SaveJob:
             spare_columns=spare,
         )
 
-    def _require_unswept(self, key: str, written: Sequence[Written]) -> None:
-        """PROTOCOL 18, 19: after the manifest is there, and before the acknowledgement. Another
-        process may have taken this save for dead and removed its segments meanwhile; then the
-        manifest goes, too. Raises CheckpointError."""
-        if self._heartbeat is not None and not self._heartbeat.removed:
+    def _require_noted(self, key: str, version: str, old: bytes | None) -> None:
+        """PROTOCOL 18, 19: after the manifest is there, and before the acknowledgement. While the
+        note is there, so is what it protects: a collector removes notes first, and looks at the
+        manifests after that. Without it segments may be about to go, so the manifest goes, or the
+        one that it replaced (`old`) comes back. Raises CheckpointError, or why that is unclear.
+        """
+        if self._heartbeat is not None and not self._heartbeat.removed():
             return
-        gone = [s.key for w in written for s in w.segments if not _is_there(self._pool, s.key)]
-        if not gone:
-            return
-        _remove_quietly(self._pool, key)
+        if old is not None:
+            self._pool.put(key, old, if_version=version)
+        else:
+            self._pool.delete(key)
         self._maybe_visible = False
+        self._remove_own()
         raise CheckpointError(
-            f"another process took this save for dead and removed {len(gone)} of its segments "
-            f"(first {gone[0]}): the step is withdrawn. Save it again; if this happens often, this "
-            f"machine is stopped for more than {ATTEMPT_SECONDS / 60:.0f} minutes at a time."
+            "another process took this save for dead: another session has begun to save here, or "
+            f"this machine was stopped for more than {ATTEMPT_SECONDS / 60:.0f} minutes. The step "
+            "is withdrawn, what was committed before is untouched. Save it again."
         )
 
     def _standing(self, key: str) -> tuple[str | None, set[str]]:
@@ -428,6 +432,14 @@ class SaveJob:
         beating, self._heartbeat = self._heartbeat, None
         if beating is not None:
             beating.stop()
+
+
+def _bytes_of(pool: Pool, key: str) -> bytes | None:
+    """What is there, to be put back; None when it cannot be read, so there is nothing to lose."""
+    try:
+        return pool.get(key)
+    except HpstoreError:
+        return None
 
 
 def _existing(pool: Pool, key: str) -> str | None:

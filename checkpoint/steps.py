@@ -246,7 +246,8 @@ class Steps:
             listing = self.listing()
             staying = [step for step in listing.steps if step not in going]
             named = {s.key for step in staying for s in self.facts(step).segments}
-            for attempt in self._attempts(listing)[0].values():
+            # also those of dead saves: while the note is there its save may yet commit
+            for attempt in self._attempts(listing, all_live=True)[0].values():
                 if attempt is None:
                     return segments
                 named.update(attempt.references)
@@ -279,32 +280,41 @@ class Steps:
     def collect_garbage(self) -> int:
         """Remove segments that no manifest and no living save names; returns how many.
 
-        Does nothing while some manifest cannot be read: it might name them.
+        Does nothing while some manifest cannot be read: it might name them. Notes of dead saves go
+        first, and manifests are looked at after that: a save that commits all the same either has
+        its manifest there by then, or finds its note gone and is not acknowledged (PROTOCOL 18).
         """
         try:
             first, dead = self._orphans()
             if not first and not dead:
                 return 0
+            for key in dead:
+                self._delete_if_there(key)
             # looked at twice: a listing is no snapshot, and a save may commit while it is made
-            second, dead = self._orphans()
+            second, _ = self._orphans(all_live=True)
         except (HpstoreError, OSError) as error:
             _log.warning("garbage under %r is left: %s", self.prefix, error)
             return 0
-        for key in (*(first & second), *dead):
+        for key in first & second:
             self._delete_if_there(key)
         return len(first & second)
 
-    def _orphans(self) -> tuple[set[str], list[str]]:
-        """Segments that belong to nobody, and notes of dead saves."""
+    def _orphans(self, *, all_live: bool = False) -> tuple[set[str], list[str]]:
+        """Segments that belong to nobody, and notes of dead saves.
+
+        `all_live`: a note that is there, whatever its save is, protects what is its own.
+        """
         listing = self.listing()
-        living, dead = self._attempts(listing)
+        living, dead = self._attempts(listing, all_live=all_live)
         named = {s.key for step in listing.steps for s in self.facts(step).segments}
         named |= {key for attempt in living.values() if attempt for key in attempt.references}
         if any(attempt is None for attempt in living.values()):
             return set(), dead  # it may refer to anything
         return set(orphans(listing, named, set(living))), dead
 
-    def _attempts(self, listing: Listing) -> tuple[dict[str, Attempt | None], list[str]]:
+    def _attempts(
+        self, listing: Listing, *, all_live: bool = False
+    ) -> tuple[dict[str, Attempt | None], list[str]]:
         """Saves that may live, by nonce (None: unreadable), and keys of dead ones' notes.
 
         PROTOCOL 18: a save of a session that has lost the fence cannot commit, so it is dead,
@@ -328,7 +338,7 @@ class Steps:
             else:
                 fenced = bool(attempt.session) and session not in (None, attempt.session)
                 lives = not fenced and attempt_lives(attempt, unchanged)
-            if lives:
+            if lives or all_live:
                 living[nonce] = attempt
             else:
                 dead.append(key)

@@ -225,6 +225,58 @@ def test_a_save_whose_segments_were_collected_is_not_acknowledged(
         assert ckpt.steps() == [1, 2]
 
 
+def collect_between(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, *, keeps_notes: bool = False
+) -> None:
+    """Another session begins to save and collects, after this one's fence check and before its
+    manifest. `keeps_notes`: its deletes of notes fail."""
+    manifest = SaveJob._manifest
+    delete = Steps._delete_if_there
+
+    def without_notes(steps: Steps, key: str) -> None:
+        if "/attempts/" not in key:
+            delete(steps, key)
+
+    def between(job: SaveJob, written: Sequence[Written]) -> bytes:
+        with monkeypatch.context() as patch, harness.open() as other:
+            if keeps_notes:
+                patch.setattr(Steps, "_delete_if_there", without_notes)
+            attempt_notes.take_fence(other, "run", "another session")
+            Steps(other, "run").collect_garbage()
+        return manifest(job, written)
+
+    monkeypatch.setattr(SaveJob, "_manifest", between)
+
+
+def test_segments_stay_while_the_note_of_their_save_is_there(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PROTOCOL 18: notes go first, so an acknowledged save has its segments."""
+    with harness.open() as pool, Checkpointer(pool, "run", rng=False) as ckpt:
+        save(ckpt, 1)
+        collect_between(harness, monkeypatch, keeps_notes=True)
+        save(ckpt, 2)
+        into = state(0.0)
+        assert ckpt.restore(into) == 2
+        assert (into["w"] == 2).all()
+
+
+def test_a_withdrawn_overwrite_leaves_the_step_that_it_replaced(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PROTOCOL 18: not acknowledged, and what was committed before is read."""
+    with harness.open() as pool, Checkpointer(pool, "run", rng=False) as ckpt:
+        save(ckpt, 1)
+        collect_between(harness, monkeypatch)
+        with pytest.raises(CheckpointError, match=r"step 1 is still current.*for dead"):
+            ckpt.save(1, state(7), overwrite=True).result()
+        monkeypatch.undo()
+        into = state(0.0)
+        assert ckpt.restore(into) == 1
+        assert (into["w"] == 1).all()
+        assert len([key for key in pool.list("run/") if "segment-" in key]) == 1
+
+
 def test_what_a_fenced_session_left_is_collected_without_a_clock(harness: Harness) -> None:
     """A session that lost the fence cannot commit: its note and segments go at once."""
     with harness.open() as pool:
