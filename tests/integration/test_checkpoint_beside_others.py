@@ -136,7 +136,10 @@ def test_older_steps_stay_when_devices_go_between_the_check_and_the_manifest(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PROTOCOL 19: the step is looked at once more before retention removes what it replaces."""
-    with harness.open() as pool, Checkpointer(pool, "run", keep_last=1, rng=False) as ckpt:
+    with (
+        harness.open() as pool,
+        Checkpointer(pool, "run", keep_last=1, rng=False, warm=False) as ckpt,
+    ):
         save(ckpt, 1)
         publish = SaveJob._publish
 
@@ -185,7 +188,7 @@ def test_a_save_under_way_survives_a_collector_with_another_clock(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, ahead: float
 ) -> None:
     """r11, PROTOCOL 18: a host whose clock is days ahead collects nothing that lives."""
-    with harness.open() as pool, Checkpointer(pool, "run", rng=False) as ckpt:
+    with harness.open() as pool, Checkpointer(pool, "run", rng=False, warm=False) as ckpt:
         save(ckpt, 1)
         manifest = SaveJob._manifest
 
@@ -206,7 +209,7 @@ def test_a_save_whose_segments_were_collected_is_not_acknowledged(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PROTOCOL 18: taken for dead all the same, it raises, and the step before stays current."""
-    with harness.open() as pool, Checkpointer(pool, "run", rng=False) as ckpt:
+    with harness.open() as pool, Checkpointer(pool, "run", rng=False, warm=False) as ckpt:
         save(ckpt, 1)
         manifest = SaveJob._manifest
 
@@ -252,7 +255,7 @@ def test_segments_stay_while_the_note_of_their_save_is_there(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PROTOCOL 18: notes go first, so an acknowledged save has its segments."""
-    with harness.open() as pool, Checkpointer(pool, "run", rng=False) as ckpt:
+    with harness.open() as pool, Checkpointer(pool, "run", rng=False, warm=False) as ckpt:
         save(ckpt, 1)
         collect_between(harness, monkeypatch, keeps_notes=True)
         save(ckpt, 2)
@@ -265,7 +268,7 @@ def test_a_withdrawn_overwrite_leaves_the_step_that_it_replaced(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PROTOCOL 18: not acknowledged, and what was committed before is read."""
-    with harness.open() as pool, Checkpointer(pool, "run", rng=False) as ckpt:
+    with harness.open() as pool, Checkpointer(pool, "run", rng=False, warm=False) as ckpt:
         save(ckpt, 1)
         collect_between(harness, monkeypatch)
         with pytest.raises(CheckpointError, match=r"step 1 is still current.*for dead"):
@@ -285,7 +288,7 @@ def test_what_a_fenced_session_left_is_collected_without_a_clock(harness: Harnes
         segment = segment_key("run", 9, "00000000000000aa", 0, 0)
         pool.put(segment, bytes(10))
         assert here()[0] != NOTE.host
-        with Checkpointer(pool, "run", rng=False) as ckpt:
+        with Checkpointer(pool, "run", rng=False, warm=False) as ckpt:
             assert key in pool.list()  # nothing says that it is over
             save(ckpt, 1)
             assert ckpt.collect_garbage() == 1
