@@ -46,7 +46,7 @@ from hpstore.checkpoint.items import Box, Item, whole
 from hpstore.checkpoint.manifest import Manifest, segment_name
 from hpstore.checkpoint.packing import Segment, digests_of
 from hpstore.checkpoint.planning import Chunk, place
-from hpstore.checkpoint.saving import require_safe
+from hpstore.checkpoint.saving import bytes_of, require_safe, withdrawn
 from hpstore.checkpoint.tree import require_plain
 from hpstore.codec.galois import Bytes
 from hpstore.errors import CheckpointError, HpstoreError, ObjectNotFound
@@ -162,7 +162,9 @@ class StorageWriter(TorchStorageWriter):
         key = self._manifest_key()
         before = self._before(key)
         version = before[0] if before is not None else None
-        self._pool.put(key, manifest.encode(), if_absent=before is None, if_version=version)
+        old = bytes_of(self._pool, key) if before is not None else None
+        info = self._pool.put(key, manifest.encode(), if_absent=before is None, if_version=version)
+        self._require_noted(manifest, key, info.version, old)
         self._pool.put(f"{self.path}/.metadata", MARKER)  # for those who look for this file
         self._clean_up(manifest, before[1] if before is not None else None)
         self._end_attempt()
@@ -266,52 +268,55 @@ class StorageWriter(TorchStorageWriter):
         except HpstoreError:
             return version, None  # damaged: it is replaced, its segments are swept as orphans
 
+    def _require_noted(self, manifest: Manifest, key: str, version: str, old: bytes | None) -> None:
+        """PROTOCOL 18: as SaveJob has it, for the notes of all ranks: theirs end after this."""
+        start = f"{self.path}/attempts/"
+        noted = {note.removeprefix(start) for note in self._pool.list(start, certain=True)}
+        if {_nonce_of(segment.key) for segment in manifest.segments} - noted:
+            raise withdrawn(self._pool, key, version, old)
+
     def _clean_up(self, manifest: Manifest, before: Manifest | None) -> None:
         """After the commit: the replaced checkpoint's segments, notes, and what dead saves left."""
-        named = {segment.key for segment in manifest.segments}
+        mine = {_nonce_of(segment.key) for segment in manifest.segments}
         try:
-            # certain: segments of a manifest that is not listed would look like garbage
+            self._remove_dead_notes(mine)
+            # certain, and after the notes went: segments of a manifest that is not listed, or comes
+            # now, would look like garbage
             keys = self._pool.list(f"{self.path}/", certain=True)
+            named = {segment.key for found in self._manifests(keys) for segment in found.segments}
         except (HpstoreError, OSError) as error:
             self._pool.metrics.count("cleanup_postponed_total")
             _log.warning(
                 "what is left of earlier saves under %r stays for now: %s", self.path, error
             )
             return
-        for key in keys:
-            if key == f"{self.path}/manifest" or key.startswith(f"{self.path}/manifest-r"):
-                try:
-                    found = Manifest.decode(self._pool.get(key), where=key)
-                except HpstoreError:
-                    return  # it may name anything
-                named |= {segment.key for segment in found.segments}
-        mine = {_nonce_of(segment.key) for segment in manifest.segments}
-        living = self._living(keys, mine)
+        start = f"{self.path}/attempts/"
+        living = {key.removeprefix(start) for key in keys if key.startswith(start)}
         old = {segment.key for segment in before.segments} if before is not None else set()
         for key in keys:
-            nonce = _nonce_of(key)
             is_segment = key.startswith(f"{self.path}/segment-") and key not in named
-            if is_segment and (key in old or nonce not in living):
+            if is_segment and (key in old or _nonce_of(key) not in living):
                 self._remove(key)
 
-    def _living(self, keys: Sequence[str], mine: set[str]) -> set[str]:
-        """Nonces of others' saves that may be under way; notes of this and of dead ones go."""
-        living = set()
-        for key in keys:
-            start = f"{self.path}/attempts/"
-            if not key.startswith(start):
-                continue
-            nonce = key.removeprefix(start)
+    def _manifests(self, keys: Sequence[str]) -> list[Manifest]:
+        """Of all ranks. Raises for one that cannot be read: it may name anything."""
+        return [
+            Manifest.decode(self._pool.get(key), where=key)
+            for key in keys
+            if key == f"{self.path}/manifest" or key.startswith(f"{self.path}/manifest-r")
+        ]
+
+    def _remove_dead_notes(self, mine: set[str]) -> None:
+        """The notes of this save and of dead ones go; those that stay protect their segments."""
+        start = f"{self.path}/attempts/"
+        for key in self._pool.list(start, certain=True):
             try:
                 unchanged = self._watch.unchanged_seconds(key, self._pool.stat(key).version)
                 alive = attempt_lives(Attempt.decode(self._pool.get(key), where=key), unchanged)
             except (HpstoreError, OSError):
                 alive = True
-            if nonce in mine or not alive:
+            if key.removeprefix(start) in mine or not alive:
                 self._remove(key)
-            else:
-                living.add(nonce)
-        return living
 
     def _remove(self, key: str) -> None:
         try:

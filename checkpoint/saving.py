@@ -24,7 +24,13 @@ from hpstore.checkpoint.ranks import Channel, Ranks
 from hpstore.checkpoint.steps import Steps, already_committed
 from hpstore.checkpoint.tree import tensor_names
 from hpstore.codec.galois import Bytes
-from hpstore.errors import CheckpointError, HpstoreError, ObjectNotFound, VersionConflict
+from hpstore.errors import (
+    CheckpointError,
+    HpstoreError,
+    ObjectNotFound,
+    TooFewDevices,
+    VersionConflict,
+)
 from hpstore.pool import Pool
 
 _log = logging.getLogger(__name__)
@@ -325,7 +331,7 @@ class SaveJob:
             require_fence(self._pool, self._prefix, self._options.session)
             data = self._manifest(written)
             before, replaced = self._standing(key) if self._options.overwrite else (None, set())
-            old = None if before is None else _bytes_of(self._pool, key)
+            old = None if before is None else bytes_of(self._pool, key)
             undo.pop_all()
         # from here on the manifest may become visible even if its put fails
         self._maybe_visible = True
@@ -333,6 +339,11 @@ class SaveJob:
             info = self._pool.put(key, data, if_absent=before is None, if_version=before)
         except VersionConflict as error:
             raise already_committed(self._prefix, self._options.step, key) from error
+        except TooFewDevices as error:
+            if not error.maybe_visible:  # a full pool: nothing of the manifest is there
+                self._maybe_visible = False
+                self.abandon()
+            raise
         self._require_noted(key, info.version, old)
         self.replaced = replaced
         spare = min(info.spare_columns, *(w.tolerated for w in written))
@@ -355,17 +366,10 @@ class SaveJob:
         """
         if self._heartbeat is not None and not self._heartbeat.removed():
             return
-        if old is not None:
-            self._pool.put(key, old, if_version=version)
-        else:
-            self._pool.delete(key)
+        error = withdrawn(self._pool, key, version, old)
         self._maybe_visible = False
         self._remove_own()
-        raise CheckpointError(
-            "another process took this save for dead: another session has begun to save here, or "
-            f"this machine was stopped for more than {ATTEMPT_SECONDS / 60:.0f} minutes. The step "
-            "is withdrawn, what was committed before is untouched. Save it again."
-        )
+        raise error
 
     def _standing(self, key: str) -> tuple[str | None, set[str]]:
         """The version of the manifest that is to be replaced, and the segments that it names."""
@@ -434,7 +438,22 @@ class SaveJob:
             beating.stop()
 
 
-def _bytes_of(pool: Pool, key: str) -> bytes | None:
+def withdrawn(pool: Pool, key: str, version: str, old: bytes | None) -> CheckpointError:
+    """Take a manifest back that this process has just put as `version`, for the one that it
+    replaced where there was one; returns the error to be raised. Raises what the pool raises: then
+    it is unclear what is there."""
+    if old is not None:
+        pool.put(key, old, if_version=version)
+    else:
+        pool.delete(key)
+    return CheckpointError(
+        "another process took this save for dead: another session has begun to save here, or this "
+        f"machine was stopped for more than {ATTEMPT_SECONDS / 60:.0f} minutes. The step is "
+        "withdrawn, what was committed before is untouched. Save it again."
+    )
+
+
+def bytes_of(pool: Pool, key: str) -> bytes | None:
     """What is there, to be put back; None when it cannot be read, so there is nothing to lose."""
     try:
         return pool.get(key)
@@ -490,4 +509,4 @@ def _remove_quietly(pool: Pool, key: str) -> None:
         return
 
 
-__all__ = ["SaveJob", "SaveOptions", "Written", "require_safe"]
+__all__ = ["SaveJob", "SaveOptions", "Written", "bytes_of", "require_safe", "withdrawn"]

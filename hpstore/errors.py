@@ -47,6 +47,7 @@ class HpstoreError(Exception):
     """Base of all hpstore errors."""
 
     exit_code: ClassVar[int] = 1
+    maybe_visible = False  # of a put or delete that raised: it may count all the same
 
     def __init__(
         self, text: str = "", *, device: str | None = None, key: str | None = None

@@ -18,7 +18,7 @@ from hpstore.objects.source import Source
 from hpstore.objects.store import Store
 from hpstore.objects.stripes import Throttle
 from hpstore.objects.survey import newest_by_name, stable_survey
-from hpstore.objects.write import MAYBE_STORED, put_object
+from hpstore.objects.write import MAYBE_STORED, put_object, say_maybe
 
 _TRIES = 8  # claims of one put that were taken over, in a row
 
@@ -40,7 +40,7 @@ def put_if(
     Raises VersionConflict, LockTimeout, RegistersUnavailable, and what put_object raises. What was
     written when it raised may still become visible as a whole, unless a later put took its place.
     """
-    left = ""  # of an attempt that may be visible
+    left = False  # whether an attempt may be visible
     for _ in range(_TRIES):
         claim = claims.take(key)
         try:
@@ -58,10 +58,10 @@ def put_if(
             )
         except ClaimLost as error:  # before it could be acknowledged: look again, write again
             store.metrics.count("claim_lost_total")
-            left = left or (MAYBE_STORED if MAYBE_STORED in str(error) else "")
-        except VersionConflict as error:
-            if left and MAYBE_STORED not in str(error):  # what is there may be its own
-                raise VersionConflict(f"{error}. {left}", key=key) from error
+            left = left or error.maybe_visible
+        except BaseException as error:
+            if left and not getattr(error, "maybe_visible", False):  # of an earlier try
+                say_maybe(error, MAYBE_STORED)
             raise
         finally:
             _drop(store, claim)

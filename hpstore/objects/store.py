@@ -38,7 +38,7 @@ from hpstore.units import format_bytes
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 MARK_STEP_MS = 2000  # a process that puts raises the mark so often: no put pays a sync of its own
-AHEAD_STEP_MS = 64  # while counters are ahead of the clock, so that it catches up
+AHEAD_STEP_MS = 16  # while counters are ahead of the clock, so that it catches up
 MARK_TRIES = 6  # others raise it, too
 
 
@@ -167,7 +167,7 @@ class Store:
         later versions are above it.
         """
         highest = max((v.counter for v in seen), default=0)
-        highest = max(highest, above)
+        highest = max(highest, above, self._behind())
         counter = (next_counter or self.counter.next)(highest)
         while counter <= self.counter.highest:  # else its key alone is far ahead, by a damaged name
             mark = max(self._marks.values(), default=0)
@@ -184,6 +184,17 @@ class Store:
                 f"a version with counter {highest} leaves no room above it: a damaged file name?"
             )
         return Version(counter, secrets.randbits(64), 0)
+
+    def _behind(self) -> int:
+        """The mark, where this machine's clock is behind it and another process raised it; else 0.
+
+        By "highest seen + 1" alone a clock that is behind gives out counters that are below, or
+        equal to, that of a put of another process which cannot be seen now. A process that raised
+        the mark itself goes on below it, so the numbers rise by a step an exchange, no more.
+        """
+        mark = max(self._marks.values(), default=0)
+        others = mark > self.counter.covered
+        return mark if others and mark > self.clock.wall_ms() + MARK_STEP_MS else 0
 
     def _under_the_mark(self, counter: int) -> int:
         """Raise the pool's mark above a counter before any file carries it; which counter to take.

@@ -221,16 +221,19 @@ def write_new_version(
             raise
     except BaseException as error:
         if left:
-            _say_maybe(error, kind)
+            say_maybe(error, MAYBE_DELETED if kind is Kind.TOMBSTONE else MAYBE_STORED)
         raise
     columns.superseded = [file for file in left if file.name.version < columns.version]
     return columns
 
 
-def _say_maybe(error: BaseException, kind: Kind) -> None:
-    """An attempt of a put was left where readers may see it: its error must not deny that."""
-    text = MAYBE_DELETED if kind is Kind.TOMBSTONE else MAYBE_STORED
+def say_maybe(error: BaseException, text: str) -> None:
+    """An attempt of a put was left where readers may see it: its error must not deny that.
+
+    `text`: MAYBE_STORED or MAYBE_DELETED.
+    """
     if isinstance(error, HpstoreError):
+        error.maybe_visible = True
         error.args = (f"{error} {text}", *error.args[1:])
     else:
         error.add_note(text)

@@ -18,11 +18,11 @@ from hpstore.checkpoint import Checkpointer, StorageReader, StorageWriter, resto
 from hpstore.checkpoint import attempts as attempt_notes
 from hpstore.checkpoint.attempts import ATTEMPT_SECONDS, Attempt, Watch, attempt_lives, here
 from hpstore.checkpoint.items import Box, Item, require_cover
-from hpstore.checkpoint.manifest import attempt_key, segment_key
+from hpstore.checkpoint.manifest import Manifest, attempt_key, segment_key
 from hpstore.checkpoint.planning import chunks_of
 from hpstore.checkpoint.saving import SaveJob, Written
 from hpstore.checkpoint.steps import Steps, newest_untried
-from hpstore.errors import CheckpointError
+from hpstore.errors import CheckpointError, TooFewDevices
 from hpstore.pool import Pool
 from hpstore.testing.harness import Harness
 
@@ -157,6 +157,32 @@ def test_older_steps_stay_when_devices_go_between_the_check_and_the_manifest(
         monkeypatch.undo()
         save(ckpt, 3)
         assert ckpt.steps() == [3]
+
+
+def test_a_save_that_does_not_fit_frees_what_it_wrote(harness: Harness) -> None:
+    """r_full: the manifest finds no room; its segments go, and a smaller save has room again."""
+    with harness.open() as pool, Checkpointer(pool, "run", rng=False, warm=False) as ckpt:
+        pool.put("filler", bytes(40 << 20))
+        save(ckpt, 1)
+        publish = SaveJob._publish
+
+        def full(job: SaveJob, written: Sequence[Written]) -> object:
+            for device in harness.devices.values():  # what is kept for deletes is left, no more
+                used = device.usage().total - device.usage().free
+                device.capacity_bytes = used + used // 200
+            return publish(job, written)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SaveJob, "_publish", full)
+            with pytest.raises(TooFewDevices, match=r"step 2 is not committed, step 1 is.*Full"):
+                ckpt.save(2, state(2)).result()
+        ckpt.wait()
+        assert pool.list("run/step-000000000002/") == []
+        assert pool.list("run/attempts/") == []
+        for device in harness.devices.values():
+            device.capacity_bytes = 1 << 40
+        save(ckpt, 3)
+        assert ckpt.steps() == [1, 3]
 
 
 # --- saves of other hosts -----------------------------------------------------------------------
@@ -319,6 +345,40 @@ def save_as(pool: Pool, rank: int, value: float) -> None:
     writer = AsRank(pool, "c")
     writer.rank = rank
     dcp_save({"w": torch.full((200_000,), value)}, storage_writer=writer, no_dist=True)
+
+
+def collect_dead(pool: Pool) -> None:
+    """As another rank's clean-up, by a judge who takes every save for dead."""
+    writer = AsRank(pool, "c")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hpstore.checkpoint.dcp_writing.attempt_lives", lambda *_: False)
+        writer._remove_dead_notes(set())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+@pytest.mark.parametrize("again", [False, True])
+def test_a_dcp_save_whose_note_is_gone_is_withdrawn(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """PROTOCOL 18, as of a Checkpointer: taken for dead before its manifest is put."""
+    with harness.open() as pool:
+        if again:
+            save_as(pool, 1, 1.0)
+        encode = Manifest.encode
+
+        def between(manifest: Manifest, *args: object) -> bytes:
+            collect_dead(pool)
+            return encode(manifest, *args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(Manifest, "encode", between)
+        with pytest.raises(BaseException, match="took this save for dead"):
+            save_as(pool, 1, 2.0)
+        monkeypatch.undo()
+        assert ("c/manifest-r00001" in pool.list()) is again
+        if again:
+            found = {"w": torch.zeros(200_000)}
+            load(found, storage_reader=FromRank(pool, "c"), no_dist=True)
+            assert (found["w"] == 1.0).all()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed")

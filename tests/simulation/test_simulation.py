@@ -57,6 +57,7 @@ BROKEN = {
     "no-horizon": "suspended-past-the-horizon",
     "sweeps-without-raising": "swept-by-a-clock-ahead",
     "no-mark": "torn-by-a-clock-ahead",
+    "own-clock-only": "torn-before-a-clock-behind",
 }
 
 

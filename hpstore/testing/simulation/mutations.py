@@ -13,7 +13,7 @@ from typing import Any
 from hpstore import changes, scrub
 from hpstore.devices.horizons import HorizonGuard
 from hpstore.kept_holds import KeptHold
-from hpstore.objects import conditional, debts, read, remove, repair, survey, sweep, write
+from hpstore.objects import conditional, remove, repair, resolve, survey, sweep, write
 from hpstore.objects.columnset import ColumnSet, ColumnWriter
 from hpstore.objects.store import Store
 from hpstore.objects.survey import Verdict
@@ -46,6 +46,11 @@ def _no_mark(exchange: Exchange) -> None:
     """r03: a counter is the machine's idea of now."""
     exchange(Store, "_note_mark", _nothing)
     exchange(Store, "_raise_mark", lambda store, limit: [limit])
+
+
+def _own_clock_only(exchange: Exchange) -> None:
+    """Rule 1: a clock that is behind the mark goes by "highest seen + 1" alone."""
+    exchange(Store, "_behind", lambda store: 0)
 
 
 def _returns_unjudged(exchange: Exchange) -> None:
@@ -88,7 +93,6 @@ def _names_unsynced(exchange: Exchange) -> None:
 def _no_debt(exchange: Exchange) -> None:
     """Rule 5: a put short of its full stripe leaves no note, and nothing repairs it."""
     exchange(write, "record_debt", _nothing)
-    exchange(debts, "record_debt", _nothing)
 
 
 def _falls_back(exchange: Exchange) -> None:
@@ -99,16 +103,14 @@ def _falls_back(exchange: Exchange) -> None:
         verdict = before(*args, **named)
         return Verdict.TORN if verdict is Verdict.UNCLEAR else verdict
 
-    for module in (survey, read, sweep):
-        if hasattr(module, "judge"):
-            exchange(module, "judge", judge)
+    for module in (survey, resolve, sweep):
+        exchange(module, "judge", judge)
 
 
 def _absent_unseen(exchange: Exchange) -> None:
     """Rule 7: a key is absent where no device that answers has it."""
-    for module in (survey, read, write):
-        if hasattr(module, "require_known"):
-            exchange(module, "require_known", _nothing)
+    for module in (resolve, write):
+        exchange(module, "require_known", _nothing)
 
 
 def _removes_early(exchange: Exchange) -> None:
@@ -155,6 +157,7 @@ MUTATIONS: dict[str, Mutation] = {
     "no-horizon": _no_horizon,
     "sweeps-without-raising": _sweeps_without_raising,
     "no-mark": _no_mark,
+    "own-clock-only": _own_clock_only,
     "returns-unjudged": _returns_unjudged,
     "no-fence": _no_fence,
     "no-holds": _no_holds,
