@@ -64,8 +64,7 @@ class ObjectReader:
     @property
     def impaired(self) -> bool:
         """Whether columns are lost, damaged, or were not found when the object was opened."""
-        found = len(self.layout.columns) == self.layout.width
-        return bool(self.damaged or self.erasures) or not found
+        return bool(self.damaged or self.erasures) or len(self._untried) < self.layout.width
 
     def share(self) -> ObjectReader:
         """Another reader of the same open columns, for another thread. Call by this one's."""
