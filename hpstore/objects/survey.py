@@ -219,6 +219,8 @@ def with_debts(store: Store, surveys: dict[str, Survey]) -> dict[str, Survey]:
     the debt, it was not acknowledged with fewer: what lacks more columns than can hide is torn. The
     debts are looked for after the columns, so one that is recorded meanwhile is not missed.
     """
+    if not any(s.unknown for s in surveys.values()) and not store.view.record.unhealed():
+        return surveys  # nothing hides: a version that lacks columns is torn
     doubtful = {
         Debt(key=key, version=layout.version, missing=()).name: (key, layout.version)
         for key, survey in surveys.items()
