@@ -34,6 +34,7 @@ from torch.futures import Future
 import hpstore
 from hpstore.checkpoint.arena import Arena
 from hpstore.checkpoint.attempts import Attempt, Heartbeat, Watch, attempt_lives
+from hpstore.checkpoint.commit_checks import bytes_of, require_safe, withdrawn
 from hpstore.checkpoint.copying import Copier
 from hpstore.checkpoint.dcp_records import (
     Stored,
@@ -46,7 +47,6 @@ from hpstore.checkpoint.items import Box, Item, whole
 from hpstore.checkpoint.manifest import Manifest, segment_name
 from hpstore.checkpoint.packing import Segment, digests_of
 from hpstore.checkpoint.planning import Chunk, place
-from hpstore.checkpoint.saving import bytes_of, require_safe, withdrawn
 from hpstore.checkpoint.tree import require_plain
 from hpstore.codec.galois import Bytes
 from hpstore.errors import CheckpointError, HpstoreError, ObjectNotFound

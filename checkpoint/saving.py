@@ -13,7 +13,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from hpstore import errors
-from hpstore.checkpoint.attempts import ATTEMPT_SECONDS, Heartbeat, require_fence, take_fence
+from hpstore.checkpoint.attempts import Heartbeat, require_fence, take_fence
+from hpstore.checkpoint.commit_checks import (
+    bytes_of,
+    existing_version,
+    is_there,
+    require_safe,
+    standing,
+    withdrawn,
+)
 from hpstore.checkpoint.handles import SaveReport
 from hpstore.checkpoint.items import Item, ItemColumns
 from hpstore.checkpoint.manifest import Manifest, compact, manifest_key, segment_key
@@ -27,7 +35,6 @@ from hpstore.codec.galois import Bytes
 from hpstore.errors import (
     CheckpointError,
     HpstoreError,
-    ObjectNotFound,
     TooFewDevices,
     VersionConflict,
 )
@@ -183,7 +190,7 @@ class SaveJob:
             named = {segment.key for segment in self._steps.facts(self._earlier).segments}
         except (HpstoreError, OSError):
             return set()  # all is written anew
-        return {key for key in references if key in named and _is_there(self._pool, key)}
+        return {key for key in references if key in named and is_there(self._pool, key)}
 
     @property
     def noted(self) -> bool:
@@ -373,7 +380,7 @@ class SaveJob:
 
     def _standing(self, key: str) -> tuple[str | None, set[str]]:
         """The version of the manifest that is to be replaced, and the segments that it names."""
-        before = _existing(self._pool, key)
+        before = existing_version(self._pool, key)
         if before is None:
             return None, set()
         try:
@@ -438,69 +445,6 @@ class SaveJob:
             beating.stop()
 
 
-def withdrawn(pool: Pool, key: str, version: str, old: bytes | None) -> CheckpointError:
-    """Take a manifest back that this process has just put as `version`, for the one that it
-    replaced where there was one; returns the error to be raised. Raises what the pool raises: then
-    it is unclear what is there."""
-    if old is not None:
-        pool.put(key, old, if_version=version)
-    else:
-        pool.delete(key)
-    return CheckpointError(
-        "another process took this save for dead: another session has begun to save here, or this "
-        f"machine was stopped for more than {ATTEMPT_SECONDS / 60:.0f} minutes. The step is "
-        "withdrawn, what was committed before is untouched. Save it again."
-    )
-
-
-def bytes_of(pool: Pool, key: str) -> bytes | None:
-    """What is there, to be put back; None when it cannot be read, so there is nothing to lose."""
-    try:
-        return pool.get(key)
-    except HpstoreError:
-        return None
-
-
-def _existing(pool: Pool, key: str) -> str | None:
-    try:
-        return pool.stat(key).version
-    except ObjectNotFound:
-        return None
-
-
-def require_safe(pool: Pool, key: str, *, version: str | None = None) -> int:
-    """PROTOCOL 19: a segment must be readable with one more loss, else it is repaired first.
-
-    Returns the columns it may lose. Raises CheckpointError, also when it is another `version`.
-    """
-    info = pool.stat(key)
-    if info.spare_columns < 1:
-        pool.settle(key)
-        info = pool.stat(key)
-    if info.spare_columns < 1:
-        raise CheckpointError(f"segment {key} would not survive one more lost device")
-    if version is not None and info.version != version:
-        raise CheckpointError(f"segment {key} was replaced by version {info.version}")
-    return info.spare_columns
-
-
-def _is_there(pool: Pool, key: str) -> bool:
-    """Whether a segment can be referred to."""
-    try:
-        return pool.exists(key)
-    except (HpstoreError, OSError):
-        return False  # it is written anew
-
-
-def standing(pool: Pool, prefix: str) -> str:
-    """Which step is good now, for the message of a save that failed."""
-    try:
-        steps = Steps(pool, prefix).all()
-    except (HpstoreError, OSError):
-        return "what was committed before is untouched"
-    return f"step {steps[-1]} is still current" if steps else "no step was committed before"
-
-
 def _remove_quietly(pool: Pool, key: str) -> None:
     """Best effort; garbage collection finds what is left."""
     try:
@@ -509,4 +453,4 @@ def _remove_quietly(pool: Pool, key: str) -> None:
         return
 
 
-__all__ = ["SaveJob", "SaveOptions", "Written", "bytes_of", "require_safe", "withdrawn"]
+__all__ = ["SaveJob", "SaveOptions", "Written"]

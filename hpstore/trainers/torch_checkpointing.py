@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hpstore.checkpoint.saving import require_safe
+from hpstore.checkpoint.commit_checks import require_safe
 from hpstore.errors import InvalidKey, ObjectNotFound
 from hpstore.keys import check_key
 from hpstore.pool import PooledReader

@@ -351,9 +351,9 @@ def test_garbage_collection_leaves_a_save_under_way_alone(
     pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PROTOCOL 18: a collector that runs between segment and manifest removes neither."""
-    from hpstore.checkpoint import saving
+    from hpstore.checkpoint import commit_checks, saving
 
-    original, removed = saving.require_safe, []
+    original, removed = commit_checks.require_safe, []
 
     def collect_first(where: hpstore.Pool, key: str, *, version: str | None = None) -> int:
         with Checkpointer(where, "run") as other:
