@@ -38,6 +38,7 @@ from hpstore.devices.local_io import (
     allocate,
     gone,
     names_fold,
+    note_names,
     open_root,
     temporary_path,
     unlock_and_close,
@@ -128,6 +129,7 @@ class LocalDevice(LocalCounters):
             for name in DIRECTORIES:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(name, self._directory_mode, dir_fd=root)
+            note_names(root, self._file_mode)
             os.fsync(root)
 
     def create(self, size_bytes: int) -> LocalWriter:

@@ -24,6 +24,7 @@ from hpstore.keys import OBJECTS
 from hpstore.units import round_down, round_up
 
 _MAX_IOV = 256  # below Linux's UIO_MAXIOV of 1024
+ESCAPED_NAMES = "escaped-names"  # in the root of a device where keys are escaped
 
 
 class LocalRoot(Protocol):
@@ -227,13 +228,41 @@ def allocate(fd: int, size_bytes: int) -> None:
 
 
 def names_fold(root: int) -> bool:
-    """Whether `objects` is found under another case: told without writing."""
+    """Whether keys are escaped there: the device says so, or `objects` is found under another case.
+
+    Found out without writing.
+    """
     own = os.stat(OBJECTS, dir_fd=root)
+    with contextlib.suppress(FileNotFoundError):
+        os.stat(ESCAPED_NAMES, dir_fd=root)
+        return True
     try:
         other = os.stat(OBJECTS.upper(), dir_fd=root)
     except FileNotFoundError:
         return False
     return (other.st_dev, other.st_ino) == (own.st_dev, own.st_ino)
+
+
+def names_normalise(root: int) -> bool:
+    """Whether a file is found under another Unicode form of its name (ZFS with normalization=formD,
+    HFS+, some SMB mounts), though the case of names counts."""
+    stem = f"{TMP}/{time.time_ns():020d}-{secrets.token_hex(6)}-"
+    fd = os.open(f"{stem}\u00e9", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=root)
+    try:
+        os.stat(f"{stem}e\u0301", dir_fd=root)
+    except FileNotFoundError:
+        return False
+    finally:
+        os.close(fd)
+        os.unlink(f"{stem}\u00e9", dir_fd=root)
+    return True
+
+
+def note_names(root: int, mode: int) -> None:
+    """Of a new device: where names are not kept apart, say so for good, so that keys are escaped
+    there wherever its files are copied to (PROTOCOL 13). A device made before keeps its names."""
+    if names_fold(root) or names_normalise(root):
+        os.close(os.open(ESCAPED_NAMES, os.O_WRONLY | os.O_CREAT, mode, dir_fd=root))
 
 
 def aligned_copy(buffer: Bytes) -> Bytes:
@@ -249,6 +278,8 @@ __all__ = [
     "allocate",
     "gone",
     "names_fold",
+    "names_normalise",
+    "note_names",
     "open_root",
     "sync_filesystem",
     "temporary_path",
