@@ -25,6 +25,7 @@ MAX_COUNTER = 1 << 62  # versions beyond are nobody's: damage must not push coun
 OBJECTS = "objects"
 _MAX_REVISION, _RANDOM_BITS = (1 << 32) - 1, 24
 _HEX = "0123456789abcdef"
+ContentId = tuple[int, int]  # (counter, nonce): equal for all revisions of the same bytes
 _KEPT = 1024  # keys: each is asked for on all devices, and again when its columns are opened
 
 
@@ -44,7 +45,7 @@ class Version:
         return f"{self.counter:016x}-{self.nonce:016x}-{self.revision:08x}"
 
     @property
-    def content(self) -> tuple[int, int]:
+    def content(self) -> ContentId:
         """Equal for all revisions, which hold the same bytes."""
         return (self.counter, self.nonce)
 
@@ -212,6 +213,7 @@ __all__ = [
     "MAX_COUNTER",
     "OBJECTS",
     "ColumnName",
+    "ContentId",
     "Kind",
     "Version",
     "check_key",

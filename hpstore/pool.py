@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
 from hpstore import changes
-from hpstore.config import PoolConfig, Settings, find_config, register, require_new, save_config
+from hpstore.config import PoolConfig
 from hpstore.errors import (
-    ConfigError,
     HpstoreError,
     MembershipError,
     ObjectNotFound,
@@ -22,10 +18,7 @@ from hpstore.errors import (
 )
 from hpstore.header import encode_metadata
 from hpstore.keys import check_key
-from hpstore.membership import (
-    check_unit,
-    create_members,
-)
+from hpstore.membership import check_unit
 from hpstore.metrics import Metrics
 from hpstore.objects.catalog import live_layout, walk
 from hpstore.objects.conditional import put_if
@@ -36,8 +29,9 @@ from hpstore.objects.resolve import open_object
 from hpstore.objects.source import as_source
 from hpstore.objects.space import prepare_space
 from hpstore.objects.sweep import sweep_deleted
+from hpstore.objects.versions import VersionInfo, key_versions, parse_token
 from hpstore.objects.write import delete_object, put_object
-from hpstore.opening import device_opener, same_form
+from hpstore.opening import same_form
 from hpstore.pooled import READ_TRIES, PooledReader, Readers, open_readers, writable_bytes
 from hpstore.rebuild import (
     Pace,
@@ -51,11 +45,8 @@ from hpstore.records import DeviceState
 from hpstore.registers import REPAIR
 from hpstore.scrub import scrub_all
 from hpstore.status import PoolStatus, pool_status
-from hpstore.survival import domain_warning
 from hpstore.tending import TendedPool
-from hpstore.units import MIB
 
-_log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -161,9 +152,12 @@ class Pool(TendedPool):
 
         return prepare_space(self._store.pinned(), sizes, copies, go_on)
 
-    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+    def get(
+        self, key: str, start: int = 0, end: int | None = None, *, version: str | None = None
+    ) -> bytes:
         """Bytes [start, end) of the newest version, verified; decoded when units are lost.
 
+        `version`: of that one of `versions`, which may be superseded or deleted and still there.
         Raises ObjectNotFound, TooManyErasures when acknowledged data cannot be read now.
         """
 
@@ -177,13 +171,15 @@ class Pool(TendedPool):
                 reader.read_into(start, np.frombuffer(buffer, np.uint8))
             return bytes(buffer)
 
-        return self._read(key, read)
+        return self._read(key, read, version)
 
-    def read_into(self, key: str, buffer: object, offset: int = 0) -> int:
+    def read_into(
+        self, key: str, buffer: object, offset: int = 0, *, version: str | None = None
+    ) -> int:
         """Fill a writable buffer from `offset` of an object; returns the bytes read.
 
         Fewer than the buffer holds when the object ends. The buffer is written by the calling
-        thread alone and never after the return.
+        thread alone and never after the return. `version` as for get().
         """
         target = writable_bytes(buffer)
 
@@ -195,14 +191,15 @@ class Pool(TendedPool):
                 reader.read_into(offset, target[:count])
             return count
 
-        return self._read(key, read)
+        return self._read(key, read, version)
 
-    def _read(self, key: str, read: Callable[[ObjectReader], T]) -> T:
+    def _read(self, key: str, read: Callable[[ObjectReader], T], version: str | None) -> T:
         """Run `read` on an open object; again when the object changes underneath."""
         self._usable()
         check_key(key)
+        content = None if version is None else parse_token(version)
         for _ in range(READ_TRIES):
-            reader = open_object(self._store, key)
+            reader = open_object(self._store, key, content)
             try:
                 return read(reader)
             except Changed:
@@ -211,11 +208,14 @@ class Pool(TendedPool):
                 reader.close()
         raise TooManyErasures(f"object {key!r} changed {READ_TRIES} times while it was read")
 
-    def reader(self, key: str) -> PooledReader:
-        """Open the newest version for many range reads; a context manager. One thread at a time."""
+    def reader(self, key: str, *, version: str | None = None) -> PooledReader:
+        """Open the newest version for many range reads; a context manager. One thread at a time.
+
+        With a `version` of `versions`, that one and no other is read.
+        """
         self._usable()
-        check_key(key)
-        return PooledReader(self._store, key)
+        content = None if version is None else parse_token(version)
+        return PooledReader(self._store, check_key(key), content=content)
 
     def readers(self, keys: Sequence[str], *, whole: bool = False) -> Readers:
         """A reader() of each key, opened together, or what it would have raised.
@@ -225,16 +225,25 @@ class Pool(TendedPool):
         self._usable()
         return open_readers(self._store, [check_key(key) for key in keys], whole=whole)
 
-    def stat(self, key: str) -> ObjectInfo:
-        """Facts about the newest version. Raises ObjectNotFound, TooManyErasures."""
-        return self._read(
-            key,
-            lambda reader: object_info(
-                reader.header,
-                len(reader.layout.columns),
-                may_leave=self._store.view.may_leave(reader.unknown),
-            ),
-        )
+    def stat(self, key: str, *, version: str | None = None) -> ObjectInfo:
+        """Facts about the newest version, or `version`. Raises ObjectNotFound, TooManyErasures."""
+
+        def facts(reader: ObjectReader) -> ObjectInfo:
+            may_leave = self._store.view.may_leave(reader.unknown)
+            columns = len(reader.layout.columns)
+            return object_info(reader.header, columns, may_leave=may_leave)
+
+        return self._read(key, facts, version)
+
+    def versions(self, key: str) -> Sequence[VersionInfo]:
+        """What devices that answer hold of an object, newest first; also what no read chooses.
+
+        Usually one. More where an overwrite was interrupted, or devices are away: then an older one
+        may be readable while the newest is not, by `get(key, version=)`. Raises TooManyErasures
+        when nothing is found and more may be there.
+        """
+        self._usable()
+        return key_versions(self._store, check_key(key))
 
     def exists(self, key: str) -> bool:
         """Whether a read would find an object. Raises TooManyErasures when that is unclear."""
@@ -448,53 +457,4 @@ def _reopen(config: PoolConfig, read_only: bool) -> Pool:
     return Pool(config, read_only=read_only)
 
 
-def create_pool(
-    devices: Sequence[str | os.PathLike[str]],
-    *,
-    data: int,
-    parity: int,
-    config: str | os.PathLike[str] = "pool.toml",
-    name: str | None = None,
-    domains: Sequence[str] | None = None,
-    unit_bytes: int = MIB,
-    settings: Settings | None = None,
-) -> Pool:
-    """Make a pool of k + m stripes over `devices` (paths or URLs) and write its pool.toml.
-
-    Nothing is claimed unless every device can be. With a `name`, `hpstore.open(name)` finds the
-    pool later. `domains`: what fails together, one label a device (default: each its own).
-
-    Raises ConfigError, DeviceInUse, DeviceError.
-    """
-    path = Path(config).absolute()
-    require_new(path, name)
-    if domains is not None and len(domains) != len(devices):
-        raise ConfigError(f"{len(domains)} domains for {len(devices)} devices")
-    urls = [os.fspath(d) if "://" in os.fspath(d) else os.path.abspath(d) for d in devices]
-    made = PoolConfig(
-        path=path, name=name or "main", devices=tuple(urls), settings=settings or Settings()
-    )
-    record = create_members(
-        urls,
-        list(domains) if domains is not None else None,
-        device_opener(made.settings),
-        made,
-        data=data,
-        parity=parity,
-        unit_bytes=unit_bytes,
-    )
-    warning = domain_warning(record)
-    if warning:
-        _log.warning("%s", warning)
-    save_config(made)
-    if name is not None:
-        register(made)
-    return Pool(made)
-
-
-def open_pool(where: str | os.PathLike[str], *, read_only: bool = False) -> Pool:
-    """Open a pool by its pool.toml or its registered name; with up to m devices missing."""
-    return Pool(find_config(where), read_only=read_only)
-
-
-__all__ = ["Pool", "PooledReader", "create_pool", "open_pool"]
+__all__ = ["Pool", "PooledReader"]

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from hpstore.closing import Closing
 from hpstore.codec.galois import Bytes
 from hpstore.errors import AlreadyClosed, TooManyErasures
+from hpstore.keys import ContentId
 from hpstore.objects.fill import Filled, UnitFill
 from hpstore.objects.info import version_token
 from hpstore.objects.many import MOST_KEYS, open_objects
@@ -42,15 +43,19 @@ class PooledReader(Closing):
     fails for them, and every `RETAKE_SECONDS`: the pool may have healed them since.
     """
 
-    def __init__(self, store: Store, key: str, reader: ObjectReader | None = None) -> None:
-        self._store, self._key = store, key
-        self._reader = open_object(store, key) if reader is None else reader
+    def __init__(
+        self, store: Store, key: str, reader: ObjectReader | None = None,
+        content: ContentId | None = None,
+    ) -> None:  # fmt: skip
+        """`content`: of the version that is read, and no other; the newest unless given."""
+        self._store, self._key, self._content = store, key, content
+        self._reader = open_object(store, key, content) if reader is None else reader
         self._looked_at = store.clock.monotonic()
         self._closed = False
 
     def share(self) -> PooledReader:
         """Another reader over the same open files, for another thread; this one is not in use."""
-        return PooledReader(self._store, self._key, self._reader.share())
+        return PooledReader(self._store, self._key, self._reader.share(), self._content)
 
     @property
     def size(self) -> int:
@@ -141,7 +146,7 @@ class PooledReader(Closing):
             self._look_again()
 
     def _look_again(self) -> None:
-        fresh = open_object(self._store, self._key)
+        fresh = open_object(self._store, self._key, self._content)
         self._reader.close()
         self._reader, self._looked_at = fresh, self._store.clock.monotonic()
 

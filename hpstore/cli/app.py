@@ -93,6 +93,9 @@ PoolName = Annotated[str, typer.Argument(help="pool.toml, or the name of a regis
 Key = Annotated[str, typer.Argument(help="path-like key, such as runs/a")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
 Rate = Annotated[str, typer.Option(help="limit in bytes a second, such as 200MB")]
+Version = Annotated[
+    str | None, typer.Option("--version", help="this one, of `hpstore versions`; else the newest")
+]
 _GET_BYTES, _GET_TRIES = 64 * MIB, 4
 
 
@@ -203,6 +206,7 @@ def get(
     pool: PoolName,
     key: Key,
     file: Annotated[Path, typer.Argument(help="file to write, - for standard output")],
+    version: Version = None,
     as_json: Json = False,
 ) -> None:
     """Read an object into a file.  hpstore get pool.toml data/train.bin copy.bin"""
@@ -211,7 +215,7 @@ def get(
     with hpstore.open(pool, read_only=True) as opened:
         for left in reversed(range(_GET_TRIES)):
             try:
-                size = _get(opened, key, file)
+                size = _get(opened, key, file, version)
                 break
             except VersionConflict:
                 if not left or not appears_whole(file):  # a pipe has got some of it
@@ -220,11 +224,11 @@ def get(
         emit_json({"key": key, "size": size, "file": str(file)})
 
 
-def _get(opened: hpstore.Pool, key: str, file: Path) -> int:
+def _get(opened: hpstore.Pool, key: str, file: Path, wanted: str | None) -> int:
     """Write one version of an object; returns its size. Raises VersionConflict when it is replaced
     meanwhile and the old one gone: two are never mixed."""
     with (
-        opened.reader(key) as reader,
+        opened.reader(key, version=wanted) as reader,
         byte_progress(key, reader.size) as bar,
         output_file(file) as out,
     ):
@@ -285,14 +289,32 @@ def _stat(opened: hpstore.Pool, key: str) -> ObjectInfo | str | None:
 
 
 @app.command()
-def stat(pool: PoolName, key: Key, as_json: Json = False) -> None:
+def stat(pool: PoolName, key: Key, version: Version = None, as_json: Json = False) -> None:
     """Show one object.  hpstore stat pool.toml runs/a"""
     with hpstore.open(pool, read_only=True) as opened:
-        info = opened.stat(key)
+        info = opened.stat(key, version=version)
     if as_json:
         emit_json(info.as_dict())
     else:
         table("", ("fact", "value"), list(info.as_dict().items()))
+
+
+@app.command()
+def versions(pool: PoolName, key: Key, as_json: Json = False) -> None:
+    """List what devices hold of an object, newest first.  hpstore versions pool.toml runs/a
+
+    Usually one. An older one can be read by `hpstore get --version`, while the newest cannot.
+    """
+    with hpstore.open(pool, read_only=True) as opened:
+        found = opened.versions(key)
+    if as_json:
+        emit_json([version.as_dict() for version in found])
+    elif not found:
+        sys.stdout.write(f"no version of {key}\n")
+    else:
+        rows = [(v.version, f"{v.standing}{', read' * v.current}", f"{v.columns} ({v.needed})",
+                 time.strftime("%F %T", time.localtime(v.written))) for v in found]  # fmt: skip
+        table("", ("version", "standing", "columns (needed)", "written"), rows)
 
 
 @app.command()

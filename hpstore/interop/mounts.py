@@ -13,7 +13,8 @@ from concurrent.futures import Future
 
 from hpstore.budget import ByteBudget
 from hpstore.config import PoolConfig
-from hpstore.pool import Pool, open_pool
+from hpstore.pool import Pool
+from hpstore.pools import open_pool
 from hpstore.units import MIB
 
 _log = logging.getLogger(__name__)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from hpstore.errors import IntegrityError, ObjectNotFound, TooManyErasures
-from hpstore.keys import Kind, Version
+from hpstore.keys import ContentId, Kind
+from hpstore.objects.info import version_token
 from hpstore.objects.read import Changed, ObjectReader
 from hpstore.objects.store import Store
 from hpstore.objects.survey import (
@@ -21,15 +22,15 @@ from hpstore.objects.survey import (
 RESOLVE_TRIES = 8  # a reader meets at most this many replacements of its key in a row
 
 
-def open_survey(store: Store, survey: Survey, version: Version | None = None) -> ObjectReader:
-    """Open the newest version of a survey, or the one asked for. PROTOCOL 7.
+def open_survey(store: Store, survey: Survey, content: ContentId | None = None) -> ObjectReader:
+    """Open the newest version of a survey, or the one with that content. PROTOCOL 7.
 
     Raises ObjectNotFound, TooManyErasures when acknowledged data may be there but cannot be read,
     Changed when files moved underneath.
     """
     groups: dict[tuple[int, int], list[Layout]] = {}
     for layout in survey.layouts():
-        if version is None or layout.version.content == version.content:
+        if content is None or layout.version.content == content:
             groups.setdefault(layout.version.content, []).append(layout)
     for layouts in groups.values():
         if any(layout.kind is Kind.TOMBSTONE for layout in layouts):
@@ -38,7 +39,13 @@ def open_survey(store: Store, survey: Survey, version: Version | None = None) ->
         if reader is not None:
             return reader
     require_known(store.view, survey)
-    raise ObjectNotFound(f"no object {survey.key!r}", key=survey.key)
+    if content is None:
+        raise ObjectNotFound(f"no object {survey.key!r}", key=survey.key)
+    raise ObjectNotFound(
+        f"no version {version_token(*content)} of object {survey.key!r}: it was removed when a "
+        "newer one was whole, or was never stored. `hpstore versions` lists what there is.",
+        key=survey.key,
+    )
 
 
 def _open_group(store: Store, survey: Survey, layouts: list[Layout]) -> ObjectReader | None:
@@ -64,8 +71,9 @@ def _open_group(store: Store, survey: Survey, layouts: list[Layout]) -> ObjectRe
     return None
 
 
-def open_object(store: Store, key: str, version: Version | None = None) -> ObjectReader:
-    """Resolve a key and open it, again when it changes underneath, a bounded number of times.
+def open_object(store: Store, key: str, content: ContentId | None = None) -> ObjectReader:
+    """Resolve a key and open its newest version, or the one with that `content`; again when it
+    changes underneath, a bounded number of times.
 
     A listing of several devices is no snapshot: what looks torn or absent is believed only when a
     second look shows the same files, or none again.
@@ -74,7 +82,7 @@ def open_object(store: Store, key: str, version: Version | None = None) -> Objec
     for _ in range(RESOLVE_TRIES):
         survey = survey_key(store, key)
         try:
-            return open_survey(store, survey, version)
+            return open_survey(store, survey, content)
         except Changed:
             store.metrics.count("read_resolved_again_total")
             seen = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-import hpstore.pool
+import hpstore.pools
 from hpstore.pool import Pool
 
 PoolLike = Pool | str | os.PathLike[str]
@@ -21,7 +21,7 @@ def as_pool(pool: PoolLike) -> tuple[Pool, bool]:
     """A pool and whether it was opened here (then whoever asked closes it)."""
     if isinstance(pool, Pool):
         return pool, False
-    return hpstore.pool.open_pool(pool), True
+    return hpstore.pools.open_pool(pool), True
 
 
 __all__ = ["PoolLike", "as_pool", "missing"]

@@ -124,3 +124,17 @@ def test_a_second_name_of_a_member_is_not_added(cli: Cli, tmp_path: Path) -> Non
     said = cli("add", cli.pool, tmp_path / "alias", code=33)
     assert f"is a member already: {tmp_path / 'disk0'}" in said
     assert (tmp_path / "pool.toml").read_bytes() == before
+
+
+def test_versions_are_listed_and_got_by_name(cli: Cli, tmp_path: Path) -> None:
+    (version,) = cli.json("versions", cli.pool, "k")
+    assert (version["standing"], version["current"], version["needed"]) == ("readable", True, 2)
+    assert version["version"] in cli("versions", cli.pool, "k")
+    token = version["version"]
+    assert cli.json("get", cli.pool, "k", "out", "--version", token)["size"] == len(OLD)
+    assert (tmp_path / "out").read_bytes() == OLD
+    assert cli.json("stat", cli.pool, "k", "--version", token)["version"] == token
+    other = token[:-1] + ("0" if token[-1] != "0" else "1")
+    assert "hpstore versions" in cli("get", cli.pool, "k", "out", "--version", other, code=4)
+    assert "is no version" in cli("get", cli.pool, "k", "out", "--version", "1", code=2)
+    assert cli("versions", cli.pool, "none") == "no version of none\n"

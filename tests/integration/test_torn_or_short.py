@@ -21,13 +21,16 @@ OLD, NEW = (np.random.default_rng(n).bytes(300_000 + n) for n in (1, 2))
 
 
 class Publishing(DeviceWrapper):
-    """Calls `after(url)` when a file has its name."""
+    """Calls `after(url)` when a file has its name, and `before()` first of all."""
 
-    def __init__(self, inner: Device, after: Callable[[str], None]) -> None:
+    def __init__(
+        self, inner: Device, after: Callable[[str], None], before: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(inner)
-        self._after = after
+        self._after, self._before = after, before
 
     def around(self, operation: str, nbytes: int, call: Callable[[], T]) -> T:
+        self._before()
         found = call()
         if operation == "publish":
             self._after(self.url)
@@ -44,14 +47,19 @@ def torn_put(harness: Harness, columns: int) -> set[str]:
     """An overwrite that a power cut ends after so many columns; who has one."""
     named: list[str] = []
 
-    def after(url: str) -> None:
-        named.append(url)
+    def over() -> None:  # what a dead process would still do: take its columns back
         if len(named) == columns:
             raise SimulatedCrash("power")
 
+    def after(url: str) -> None:
+        named.append(url)
+        over()
+
     with pytest.raises(SimulatedCrash):
-        harness.open(lambda _, device: Publishing(device, after)).put("k", NEW)
+        harness.open(lambda _, device: Publishing(device, after, over)).put("k", NEW)
     harness.restart()
+    new = max(path.split("@")[1][:33] for _, path in harness.columns("k"))
+    assert {url for url, path in harness.columns("k") if new in path} == set(named)
     return set(named)
 
 

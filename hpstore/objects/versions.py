@@ -1,0 +1,102 @@
+"""Which versions of an object are on the devices, for people who look for an older one."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from itertools import groupby
+
+from hpstore.errors import ConfigError
+from hpstore.keys import ContentId, Kind
+from hpstore.objects.info import version_token
+from hpstore.objects.store import Store
+from hpstore.objects.survey import (
+    Layout,
+    Verdict,
+    judge,
+    require_known,
+    stable_survey,
+    unknown_devices,
+)
+
+
+class Standing(StrEnum):
+    """What can be said of a version, by the names of its files."""
+
+    READABLE = "readable"
+    UNCLEAR = "unclear"  # it may have been acknowledged, and cannot be read before devices are back
+    TORN = "torn"  # it was never acknowledged, and cannot be read
+    DELETED = "deleted"  # a tombstone: what is older was deleted
+
+
+_STANDINGS = {Verdict.SERVES: Standing.READABLE, Verdict.UNCLEAR: Standing.UNCLEAR,
+              Verdict.TORN: Standing.TORN}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionInfo:
+    """One version. `current`: it decides what a read without a version gets.
+
+    `columns` of it were found, `needed` are enough to read it. `written`: about when, by the clock
+    of its writer, seconds since 1970.
+    """
+
+    version: str
+    standing: Standing
+    current: bool
+    columns: int
+    needed: int
+    written: float
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return asdict(self)
+
+
+def key_versions(store: Store, key: str) -> list[VersionInfo]:
+    """Versions of a key on the devices that answer, newest first.
+
+    Raises TooManyErasures when none is found and one may be there.
+    """
+    survey = stable_survey(store, key)
+    if not survey.files:
+        require_known(store.view, survey)
+    unknown = unknown_devices(store.view, survey)
+    found: list[VersionInfo] = []
+    current = True
+    for content, layouts in groupby(survey.layouts(), lambda layout: layout.version.content):
+        standing, best = max(
+            ((_standing(layout, unknown), layout) for layout in layouts),
+            key=lambda item: (item[0] is not Standing.TORN, len(item[1].columns)),
+        )
+        decides = current and standing is not Standing.TORN
+        current = current and not decides
+        found.append(
+            VersionInfo(
+                version=version_token(*content), standing=standing, current=decides,
+                columns=len(best.columns), needed=best.data, written=content[0] / 1000,
+            )
+        )  # fmt: skip
+    return found
+
+
+def _standing(layout: Layout, unknown: int) -> Standing:
+    if layout.kind is Kind.TOMBSTONE:
+        return Standing.DELETED
+    columns = len(layout.columns)
+    return _STANDINGS[judge(layout, valid=columns, corrupt=0, unknown_devices=unknown)]
+
+
+def parse_token(text: str) -> ContentId:
+    """Inverse of version_token(). Raises ConfigError."""
+    match = re.fullmatch(r"([0-9a-f]{16})-([0-9a-f]{16})", text)
+    if match is None:
+        raise ConfigError(
+            f"{text!r} is no version of an object: two numbers of 16 hexadecimal digits with a - "
+            "between them, as stat() and versions() give it"
+        )
+    return (int(match[1], 16), int(match[2], 16))
+
+
+__all__ = ["Standing", "VersionInfo", "key_versions", "parse_token"]

@@ -1,0 +1,70 @@
+"""Make a pool; open one. The entry points behind `hpstore.create` and `hpstore.open`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpstore.config import PoolConfig, Settings, find_config, register, require_new, save_config
+from hpstore.errors import ConfigError
+from hpstore.membership import create_members
+from hpstore.opening import device_opener
+from hpstore.pool import Pool
+from hpstore.survival import domain_warning
+from hpstore.units import MIB
+
+_log = logging.getLogger(__name__)
+
+
+def create_pool(
+    devices: Sequence[str | os.PathLike[str]],
+    *,
+    data: int,
+    parity: int,
+    config: str | os.PathLike[str] = "pool.toml",
+    name: str | None = None,
+    domains: Sequence[str] | None = None,
+    unit_bytes: int = MIB,
+    settings: Settings | None = None,
+) -> Pool:
+    """Make a pool of k + m stripes over `devices` (paths or URLs) and write its pool.toml.
+
+    Nothing is claimed unless every device can be. With a `name`, `hpstore.open(name)` finds the
+    pool later. `domains`: what fails together, one label a device (default: each its own).
+
+    Raises ConfigError, DeviceInUse, DeviceError.
+    """
+    path = Path(config).absolute()
+    require_new(path, name)
+    if domains is not None and len(domains) != len(devices):
+        raise ConfigError(f"{len(domains)} domains for {len(devices)} devices")
+    urls = [os.fspath(d) if "://" in os.fspath(d) else os.path.abspath(d) for d in devices]
+    made = PoolConfig(
+        path=path, name=name or "main", devices=tuple(urls), settings=settings or Settings()
+    )
+    record = create_members(
+        urls,
+        list(domains) if domains is not None else None,
+        device_opener(made.settings),
+        made,
+        data=data,
+        parity=parity,
+        unit_bytes=unit_bytes,
+    )
+    warning = domain_warning(record)
+    if warning:
+        _log.warning("%s", warning)
+    save_config(made)
+    if name is not None:
+        register(made)
+    return Pool(made)
+
+
+def open_pool(where: str | os.PathLike[str], *, read_only: bool = False) -> Pool:
+    """Open a pool by its pool.toml or its registered name; with up to m devices missing."""
+    return Pool(find_config(where), read_only=read_only)
+
+
+__all__ = ["create_pool", "open_pool"]
