@@ -97,9 +97,11 @@ class ColumnName:
         return (self.version, self.kind, self.data, self.parity)
 
 
+# no leading zeros: one name for one thing
 _NAME = re.compile(
-    r"@([0-9a-f]{16}-[0-9a-f]{16}-[0-9a-f]{8})\.([crt])([0-9]{2})\.([0-9]{1,2})\+([0-9]{1,2})"
+    r"@([0-9a-f]{16})-([0-9a-f]{16})-([0-9a-f]{8})\.([crt])([0-9]{2})\.([1-9][0-9]?)\+([1-8])"
 )
+_KINDS = {kind.value: kind for kind in Kind}
 
 
 def parse_column_name(name: str) -> ColumnName | None:
@@ -107,21 +109,15 @@ def parse_column_name(name: str) -> ColumnName | None:
     match = _NAME.fullmatch(name)
     if match is None:
         return None
-    version, kind, column, data, parity = match.groups()
+    counter, nonce, revision, kind, column, data, parity = match.groups()
     found = ColumnName(
-        version=Version.parse(version),
-        kind=Kind(kind),
+        version=Version(int(counter, 16), int(nonce, 16), int(revision, 16)),
+        kind=_KINDS[kind],
         column=int(column),
         data=int(data),
         parity=int(parity),
     )
-    sane = (
-        str(found) == name  # one name for one thing: no leading zeros
-        and found.data >= 1
-        and 1 <= found.parity <= 8
-        and found.column < found.data + found.parity <= 32
-        and found.version.counter < MAX_COUNTER
-    )
+    sane = found.column < found.data + found.parity <= 32 and found.version.counter < MAX_COUNTER
     return found if sane else None
 
 
@@ -130,6 +126,9 @@ def check_key(key: str) -> str:
     if not isinstance(key, str):
         raise InvalidKey(f"a key is a str, not {type(key).__name__}")
     return _check_text(key)
+
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 @lru_cache(_KEPT)
@@ -142,7 +141,7 @@ def _check_text(key: str) -> str:
         raise InvalidKey(
             f"key of {len(encoded)} bytes ({key[:40]!r}...): at most {MAX_KEY_BYTES} are allowed"
         )
-    if any(ord(character) < 32 or ord(character) == 127 for character in key):
+    if _CONTROL.search(key):
         raise InvalidKey(f"key {key!r} holds a control character")
     for part in key.split("/"):
         if part in ("", ".", ".."):
@@ -167,6 +166,9 @@ def escape(part: str, *, folding: bool) -> str:
     With `folding` (a filesystem that folds case or normalises), upper case and everything outside
     ASCII is escaped too, so that different keys never share a directory.
     """
+    lower = not folding or (part.isascii() and part == part.lower())
+    if lower and "%" not in part and not part.startswith("@"):
+        return part
     out = []
     for index, character in enumerate(part):
         plain = character != "%" and not (index == 0 and character == "@")
@@ -184,6 +186,8 @@ def escape(part: str, *, folding: bool) -> str:
 
 def unescape(name: str) -> str:
     """Inverse of escape()."""
+    if "%" not in name:
+        return name
     raw = re.sub(
         rb"%([0-9a-f]{2})",
         lambda match: bytes([int(match.group(1), 16)]),
@@ -192,14 +196,14 @@ def unescape(name: str) -> str:
     return raw.decode("utf-8", errors="surrogateescape")
 
 
-def is_component(name: str, *, folding: bool) -> bool:
-    """Whether a directory name is what escape() makes of some key component."""
+def component_of(name: str, *, folding: bool) -> str | None:
+    """The key component that escape() makes this directory name of; None for a foreign name."""
     part = unescape(name)
     try:
         check_key(part)
-        return "/" not in part and escape(part, folding=folding) == name
+        return part if "/" not in part and escape(part, folding=folding) == name else None
     except InvalidKey:
-        return False
+        return None
 
 
 @lru_cache(_KEPT)
@@ -217,8 +221,8 @@ __all__ = [
     "Kind",
     "Version",
     "check_key",
+    "component_of",
     "escape",
-    "is_component",
     "object_directory",
     "parse_column_name",
     "unescape",

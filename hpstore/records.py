@@ -140,6 +140,8 @@ class PoolRecord:
     def weight(self, devices: Collection[str]) -> int:
         """Most columns of one object that these devices can hold: by failure domain, as far as
         `spread` bounds that, else one each (PROTOCOL 14)."""
+        if not devices:
+            return 0
         domains = {m.device_id: m.domain for m in (*self.evicted, *self.members)}
         return lost_columns([domains.get(device, device) for device in devices], self.spread)
 

@@ -13,10 +13,9 @@ from hpstore.keys import (
     OBJECTS,
     Kind,
     check_key,
-    is_component,
+    component_of,
     object_directory,
     parse_column_name,
-    unescape,
 )
 from hpstore.objects.store import Store
 from hpstore.objects.survey import Found, Layout, Survey, newest_by_name, with_debts
@@ -117,21 +116,24 @@ def _walk_device(
     parent = prefix.rpartition("/")[0]
     start = object_directory(parent, folding=device.folds_names) if parent else OBJECTS
     pending = [(start, parent)]
+    folding = device.folds_names
     while pending:
         directory, key = pending.pop()
         step()
+        wanted = key.startswith(prefix)
         for entry in device.entries(directory):
             if entry.is_directory:
-                if not is_component(entry.name, folding=device.folds_names):
+                part = component_of(entry.name, folding=folding)
+                if part is None:
                     _log.warning("%s: %s/%s is no key; left alone", device.url, directory,
                                  entry.name.encode(errors="replace"))  # fmt: skip
                     continue
-                child = f"{key}/{unescape(entry.name)}" if key else unescape(entry.name)
+                child = f"{key}/{part}" if key else part
                 if child.startswith(prefix) or prefix.startswith(f"{child}/"):
                     pending.append((f"{directory}/{entry.name}", child))
                 continue
             name = parse_column_name(entry.name)
-            if name is not None and key.startswith(prefix):
+            if name is not None and wanted:
                 yield key, Found(device_id, name)
 
 
