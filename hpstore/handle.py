@@ -28,22 +28,25 @@ from hpstore.errors import (
     RegistersUnavailable,
 )
 from hpstore.health.monitor import Monitor
-from hpstore.membership import (
+from hpstore.members import (
     belongs,
-    check_memory,
     copied,
-    find_member,
     foreign,
-    is_rolled_forward,
     make_view,
-    newest_record,
     open_members,
     refusing,
+    unlisted,
+)
+from hpstore.membership import (
+    check_memory,
+    find_member,
+    is_rolled_forward,
+    newest_record,
     roll_forward,
 )
 from hpstore.objects.horizon import mend_horizons
 from hpstore.objects.repair import repair_object
-from hpstore.objects.store import Store, View
+from hpstore.objects.store import PATIENCE, Store, View
 from hpstore.opening import (
     OpenedDevice,
     Opener,
@@ -185,7 +188,7 @@ class PoolHandle(Closing):
                 known = load_config(self.config.path).devices
                 self.config = replace(self.config, devices=known)
             wanted = {m.device_id for m in record.members}
-            answers = store.each(view.devices, store.generation_on)
+            answers = store.each(view.devices, store.generation_on, patience=PATIENCE)
             silent = {d for d, answer in answers.items() if isinstance(answer, Exception)}
             kept = {d: x for d, x in view.devices.items() if d in wanted and d not in silent}
             fresh = self._open_others(record, kept) if wanted - kept.keys() else {}
@@ -202,7 +205,8 @@ class PoolHandle(Closing):
     def _open_others(self, record: PoolRecord, kept: dict[str, Device]) -> dict[str, Device]:
         """Try the places in the settings that are not open, or do not answer any more."""
         here = {same_form(device.url) for device in kept.values()}
-        urls = [url for url in self.config.devices if same_form(url) not in here]
+        places = [*self.config.devices, *unlisted(self.config, record, kept)]
+        urls = [url for url in places if same_form(url) not in here]
         scheduler, settings = self._store.scheduler, self.config.settings
         deadline = settings.open_deadline_seconds
         opened, failed = identify_all(urls, self._opener, scheduler, deadline)

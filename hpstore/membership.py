@@ -12,33 +12,26 @@ import os
 import secrets
 import uuid
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from hpstore.config import PoolConfig
 from hpstore.devices.base import Device
 from hpstore.errors import (
     ConfigError,
-    DeviceForeign,
     DeviceInUse,
     DeviceMissing,
-    DeviceReadOnly,
     FormatTooNew,
     HpstoreError,
     IntegrityError,
     MembershipError,
-    TooFewDevices,
 )
 from hpstore.geometry import BLOCK_BYTES, check_unit_bytes, check_width
-from hpstore.objects.store import Store, View
+from hpstore.objects.store import PATIENCE, Store
 from hpstore.opening import (
-    OpenedDevice,
     Opener,
-    Proof,
     claim,
-    identify_all,
     make_place,
-    prove,
 )
 from hpstore.placement import bound_spread
 from hpstore.records import (
@@ -50,22 +43,8 @@ from hpstore.records import (
     Member,
     PoolRecord,
 )
-from hpstore.scheduler import Scheduler
-from hpstore.survival import too_few_devices
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
-    """A pool's membership and the members that answered; why the others did not, by URL.
-
-    `read_only`: members that refuse writes, by device id.
-    """
-
-    view: View
-    problems: Mapping[str, str]
-    read_only: Mapping[str, DeviceReadOnly]
 
 
 def create_members(
@@ -159,107 +138,6 @@ def _identity(record: PoolRecord, member: Member) -> Identity:
                     weight=member.weight)  # fmt: skip
 
 
-def open_members(
-    config: PoolConfig, opener: Opener, scheduler: Scheduler, *, read_only: bool
-) -> Opened:
-    """Open a pool's devices; needs answers from all members but m (PROTOCOL 14).
-
-    Raises TooFewDevices that names what is missing and why.
-    """
-    deadline = config.settings.open_deadline_seconds
-    opened, failed = identify_all(config.devices, opener, scheduler, deadline)
-    problems = {url: str(error) for url, error in failed.items()}
-    try:
-        found = _choose_view(config, opened, problems, scheduler, read_only=read_only)
-    except BaseException:
-        for one in opened.values():
-            one.device.close()
-        raise
-    for problem in problems.values():
-        _log.warning("pool %s opens without a device: %s", config.name, problem)
-    return found
-
-
-def _choose_view(
-    config: PoolConfig, opened: dict[str, OpenedDevice], problems: dict[str, str],
-    scheduler: Scheduler, *, read_only: bool,
-) -> Opened:  # fmt: skip
-    """The view of the newest record, from devices of one pool that prove to work."""
-    if not any(o.record is not None for o in opened.values()):
-        raise TooFewDevices(
-            f"pool {config.name!r} ({config.path}): no device answers with a membership "
-            "record. Objects are not touched; one device of the pool with a whole pool.json opens "
-            "it again. " + _reasons(problems | {url: one.lacks for url, one in opened.items()})
-        )
-    pool_id = _majority_pool(opened)
-    for url, found in list(opened.items()):
-        if not belongs(found, pool_id):
-            problems[url] = foreign(url)
-            opened.pop(url).device.close()
-    proof = prove(
-        opened, scheduler, write=not read_only,
-        deadline_seconds=config.settings.open_deadline_seconds,
-    )  # fmt: skip
-    for url, error in proof.failed.items():
-        problems[url] = str(error)
-        opened.pop(url)
-    records = [o.record for o in opened.values() if o.record is not None]
-    if not records:
-        raise TooFewDevices(f"pool {config.name!r}: no device works. " + _reasons(problems))
-    record = newest_of(records)
-    view = make_view(record, opened.values(), problems)
-    if not record.opens_without(view.missing):
-        raise too_few_devices(config, view, problems)
-    return Opened(view=view, problems=problems, read_only=refusing(opened, proof))
-
-
-def refusing(opened: Mapping[str, OpenedDevice], proof: Proof) -> dict[str, DeviceReadOnly]:
-    """Devices that refuse writes, by device id."""
-    return {opened[url].identity.device_id: error for url, error in proof.read_only.items()}
-
-
-def belongs(found: OpenedDevice, pool_id: str) -> bool:
-    """Whether a device is of this pool, by its identity and its record."""
-    record = found.record
-    return found.identity.pool_id == pool_id and (record is None or record.pool_id == pool_id)
-
-
-def copied(url: str) -> str:
-    """What is wrong with a device whose identity another one has already."""
-    return f"device {url} carries the identity of another device: a copied disk? It is not used."
-
-
-def foreign(url: str) -> str:
-    """What is wrong with a device that does not belong."""
-    return str(DeviceForeign(f"device {url} belongs to another pool; nothing was written there"))
-
-
-def _reasons(problems: Mapping[str, str]) -> str:
-    return "; ".join(problems.values())
-
-
-def _majority_pool(opened: Mapping[str, OpenedDevice]) -> str:
-    """The pool that most devices belong to."""
-    ids = [o.identity.pool_id for o in opened.values()]
-    return max(sorted(set(ids)), key=ids.count)
-
-
-def make_view(record: PoolRecord, opened: Iterable[OpenedDevice], problems: dict[str, str]) -> View:
-    """Members that answered. Of two devices with one identity, a copied disk, the first is used."""
-    devices: dict[str, Device] = {}
-    for found in opened:
-        device_id = found.identity.device_id
-        if record.member(device_id) is None:
-            found.device.close()
-            continue
-        if device_id in devices:
-            problems[found.device.url] = copied(found.device.url)
-            found.device.close()
-            continue
-        devices[device_id] = found.device
-    return View(record=record, devices=devices)
-
-
 def newest_of(found: Sequence[PoolRecord], known: PoolRecord | None = None) -> PoolRecord:
     """The record of the highest generation among those that devices hold. Pure. PROTOCOL 14.
 
@@ -298,7 +176,7 @@ def _records(store: Store) -> list[PoolRecord | None]:
         except (FileNotFoundError, IntegrityError):
             return None
 
-    results = store.each(store.view.devices, read)
+    results = store.each(store.view.devices, read, patience=PATIENCE)
     found: list[PoolRecord | None] = []
     for result in results.values():
         if isinstance(result, FormatTooNew):
@@ -324,7 +202,7 @@ def roll_forward(store: Store, record: PoolRecord) -> int:
                 raise DeviceMissing(f"device {device.url} was wiped", device=device_id) from None
         device.write_small(POOL_FILE, record.encode())
 
-    results = store.each(store.view.devices, update)
+    results = store.each(store.view.devices, update, patience=PATIENCE)
     return sum(not isinstance(result, Exception) for result in results.values())
 
 
@@ -340,7 +218,7 @@ def commit_record(
     or after, when too many failed in between; then the newest record decides at the next use.
     """
     old = store.view.record
-    answers = store.each(store.view.devices, store.generation_on)
+    answers = store.each(store.view.devices, store.generation_on, patience=PATIENCE)
     alive = {d for d, answer in answers.items() if not isinstance(answer, Exception)}
     alive -= store.refusing.keys()  # counted beforehand, a change could end half done
     devices = {**{d: store.view.devices[d] for d in alive}, **extra}
@@ -463,8 +341,6 @@ def find_member(record: PoolRecord, devices: Mapping[str, Device], wanted: str) 
     return found[0]
 
 
-__all__ = ["Opened", "belongs", "check_memory", "check_unit", "commit_record", "copied",
-           "create_members", "find_member", "foreign", "is_rolled_forward",
-           "make_view", "newest_record", "open_members", "refusing",
-           "roll_forward", "with_healed", "with_member", "with_state",
-           "without_member"]  # fmt: skip
+__all__ = ["check_memory", "check_unit", "commit_record", "create_members", "find_member",
+           "is_rolled_forward", "newest_of", "newest_record", "roll_forward", "with_healed",
+           "with_member", "with_state", "without_member"]  # fmt: skip

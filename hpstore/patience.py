@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
 from typing import Any
 
 STEP_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long to wait for devices that can be done without.
+
+    `spare(devices)`: whether the answers of all others are enough. `seconds`: at least so long all
+    are waited for, and at least twice as long as it took until the others were enough.
+    """
+
+    seconds: float
+    spare: Callable[[set[str]], bool]
 
 
 def wait_awake(
@@ -30,4 +43,26 @@ def wait_awake(
     return waited
 
 
-__all__ = ["STEP_SECONDS", "wait_awake"]
+def wait_for_enough(
+    futures: Mapping[str, Future[Any]], seconds: float, patience: Patience, late: Collection[str]
+) -> None:
+    """Wait until all futures are done, for `seconds` at most, and no longer than `patience` where
+    those that are not, those that failed and the `late` ones can be done without."""
+    waited = wait_awake(futures.values(), min(seconds, patience.seconds))
+    limit = seconds
+    while waited < limit:
+        left = {device for device, future in futures.items() if not future.done()}
+        if not left:
+            return
+        if limit == seconds and patience.spare({*late, *left, *_failed(futures)}):
+            grace = 0.0 if waited <= patience.seconds else waited  # nobody was quick
+            limit = min(seconds, waited + grace)
+        waited += wait_awake([futures[d] for d in left], max(0.0, limit - waited), first=True)
+
+
+def _failed(futures: Mapping[str, Future[Any]]) -> set[str]:
+    return {device for device, future in futures.items()
+            if future.done() and future.exception() is not None}  # fmt: skip
+
+
+__all__ = ["Patience", "STEP_SECONDS", "wait_awake", "wait_for_enough"]

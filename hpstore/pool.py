@@ -193,13 +193,20 @@ class Pool(TendedPool):
 
         return self._read(key, read, version)
 
-    def _read(self, key: str, read: Callable[[ObjectReader], T], version: str | None) -> T:
+    def _read(
+        self,
+        key: str,
+        read: Callable[[ObjectReader], T],
+        version: str | None,
+        *,
+        whole: bool = True,
+    ) -> T:
         """Run `read` on an open object; again when the object changes underneath."""
         self._usable()
         check_key(key)
         content = None if version is None else parse_token(version)
         for _ in range(READ_TRIES):
-            reader = open_object(self._store, key, content)
+            reader = open_object(self._store, key, content, whole=whole)
             try:
                 return read(reader)
             except Changed:
@@ -233,7 +240,7 @@ class Pool(TendedPool):
             columns = len(reader.layout.columns)
             return object_info(reader.header, columns, may_leave=may_leave)
 
-        return self._read(key, facts, version)
+        return self._read(key, facts, version, whole=False)
 
     def versions(self, key: str) -> Sequence[VersionInfo]:
         """What devices that answer hold of an object, newest first; also what no read chooses.

@@ -13,13 +13,13 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
 from hpstore.errors import AlreadyClosed, DeviceTimeout
-from hpstore.patience import wait_awake
+from hpstore.patience import Patience, wait_awake, wait_for_enough
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -136,14 +136,15 @@ class Scheduler:
         self._compute_threads, self._threads = compute_threads, threads
         self._lanes: dict[str, _Lane] = {}
         self._compute: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()  # guards _lanes, _compute, _closed, _pid
+        self._late: dict[str, tuple[Future[Any], float]] = {}  # an unanswered call, its beginning
+        self._lock = threading.Lock()  # guards _lanes, _compute, _late, _closed, _pid
         self._closed = False
         self._pid = os.getpid()
 
     def after_fork(self) -> None:
         """Forget the parent's threads. Called in the child."""
         self._lock = threading.Lock()
-        self._lanes, self._compute, self._pid = {}, None, os.getpid()
+        self._lanes, self._compute, self._late, self._pid = {}, None, {}, os.getpid()
 
     def submit(self, device: str, call: Callable[[], T], *, bulk: bool = False) -> Future[T]:
         """Run `call` on the lane of a device; the future fails at once when its queue is full.
@@ -181,19 +182,48 @@ class Scheduler:
             return lane
 
     def gather(
-        self, calls: Mapping[str, Callable[[], T]], deadline_seconds: float
-    ) -> dict[str, T | Exception]:
+        self, calls: Mapping[str, Callable[[], T]], deadline_seconds: float, *,
+        patience: Patience | None = None,
+    ) -> dict[str, T | Exception]:  # fmt: skip
         """Run one call per device at the same time; results or errors by device.
 
-        A device that does not answer in time gets a DeviceTimeout; its call goes on.
+        A device that does not answer in time gets a DeviceTimeout; its call goes on. With
+        `patience`, one that can be done without is waited for no longer than that says, and not
+        asked at all while it owes the answer to an earlier such call for as long.
         """
-        futures = {device: self.submit(device, call) for device, call in calls.items()}
-        wait_awake(futures.values(), deadline_seconds)
+        late = set() if patience is None else self.late(calls, patience.seconds)
+        if patience is not None and not patience.spare(late):
+            late = set()  # all of them are needed
+        began = time.monotonic()
+        futures = {d: self.submit(d, call) for d, call in calls.items() if d not in late}
+        if patience is None:
+            wait_awake(futures.values(), deadline_seconds)
+        else:
+            wait_for_enough(futures, deadline_seconds, patience, late)
+            self._note_late(futures, began)
         results: dict[str, T | Exception] = {}
+        for device in late:
+            text = f"device {device} still owes an answer; it is not waited for"
+            results[device] = DeviceTimeout(text, device=device)
         for device, future in futures.items():
             answer = outcome(future, device, deadline_seconds)
             results[device] = answer
         return results
+
+    def late(self, devices: Iterable[str], seconds: float) -> set[str]:
+        """Those of these devices that have owed the answer to a call with patience for so long."""
+        now = time.monotonic()
+        with self._lock:
+            for device in [d for d, (call, _) in self._late.items() if call.done()]:
+                del self._late[device]
+            since = {d: self._late[d][1] for d in devices if d in self._late}
+        return {d for d, began in since.items() if now - began >= seconds}
+
+    def _note_late(self, futures: Mapping[str, Future[T]], began: float) -> None:
+        with self._lock:
+            for device, future in futures.items():
+                if not future.done():
+                    self._late.setdefault(device, (future, began))
 
     def gather_once(
         self, calls: Mapping[str, Callable[[], T]], deadline_seconds: float,
@@ -258,6 +288,7 @@ class Scheduler:
         """
         with self._lock:
             lane = self._lanes.pop(device, None)
+            self._late.pop(device, None)
         if lane is None:
             at_end()
         else:

@@ -16,7 +16,7 @@ from hpstore.health.monitor import Monitor, history_path
 from hpstore.health.sight import DeviceSight
 from hpstore.health.states import Decision
 from hpstore.objects.debts import read_debts
-from hpstore.objects.store import Store
+from hpstore.objects.store import PATIENCE, Store
 from hpstore.opening import filesystem_of, reserve_bytes
 from hpstore.records import DeviceState, Member
 
@@ -92,7 +92,7 @@ def device_status(
         refused = store.probe(device_id, device)
         return _Look(usage=device.usage(), refused=refused)
 
-    looks = store.each(store.view.devices, look)
+    looks = store.each(store.view.devices, look, patience=PATIENCE)
     rows = []
     for member in (*store.view.record.members, *store.view.record.evicted):
         device = store.view.devices.get(member.device_id)

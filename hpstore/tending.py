@@ -20,7 +20,8 @@ from hpstore.errors import (
     MembershipError,
 )
 from hpstore.handle import PoolHandle
-from hpstore.membership import belongs, commit_record, with_healed
+from hpstore.members import belongs
+from hpstore.membership import commit_record, with_healed
 from hpstore.objects.repair import Throttle
 from hpstore.opening import identify, same_form
 from hpstore.rebalance import SPREAD, RebalanceReport, rebalance_all

@@ -17,7 +17,7 @@ from hpstore.keys import (
     object_directory,
     parse_column_name,
 )
-from hpstore.objects.store import Store
+from hpstore.objects.store import PATIENCE, Store
 from hpstore.objects.survey import Found, Layout, Survey, newest_by_name, with_debts
 from hpstore.patience import wait_awake
 from hpstore.scheduler import outcome
@@ -84,7 +84,8 @@ def _walk_all(store: Store, prefix: str) -> tuple[dict[str, _Rows | Exception], 
     complete one.
     """
     devices, scheduler = store.view.devices, store.scheduler
-    answers = store.each(devices, store.generation_on)  # so that a hung one costs its deadline only
+    # so that a hung one costs little
+    answers = store.each(devices, store.generation_on, patience=PATIENCE)
     silent = {d for d, answer in answers.items() if isinstance(answer, Exception)}
     walks = {d: _Walk(d, devices[d], prefix) for d in devices if d not in silent}
     futures = {d: scheduler.submit(d, walk.run) for d, walk in walks.items()}

@@ -15,7 +15,7 @@ from hpstore.header import Metadata
 from hpstore.keys import Version
 from hpstore.objects.info import ObjectInfo
 from hpstore.objects.source import Source
-from hpstore.objects.store import Store
+from hpstore.objects.store import PATIENCE, Store
 from hpstore.objects.stripes import Throttle
 from hpstore.objects.survey import newest_by_name, stable_survey
 from hpstore.objects.write import MAYBE_STORED, put_object, say_maybe
@@ -100,7 +100,7 @@ def _acknowledge(store: Store, claims: Claims, claim: Claim, key: str, version: 
             return
         claim = claims.take(key)
         try:
-            newest = newest_by_name(store.view, stable_survey(store, key))
+            newest = newest_by_name(store.view, stable_survey(store, key, patience=PATIENCE))
             if newest is None or newest.version.content != version.content:
                 raise VersionConflict(
                     f"put of {key!r} was overtaken: this process was stopped or slow, another one "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hpstore.devices.base import DEBTS, Device
 from hpstore.errors import IntegrityError, TooFewDevices
-from hpstore.objects.store import Store
+from hpstore.objects.store import PATIENCE, Store
 from hpstore.records import Debt
 
 _MAX_DEBT_BYTES = 64 << 10
@@ -19,7 +19,9 @@ def record_debt(store: Store, debt: Debt, *, leaving: str = "") -> None:
     path, data = f"{DEBTS}/{debt.name}", debt.encode()
     needed = store.view.record.parity + 1
     staying = [device_id for device_id in store.view.devices if device_id != leaving]
-    results = store.each(staying, lambda _, device: device.write_small(path, data))
+    results = store.each(
+        staying, lambda _, device: device.write_small(path, data), patience=PATIENCE
+    )
     holders = [d for d, result in results.items() if not isinstance(result, Exception)]
     held = store.view.record.weight(holders)
     if held < needed:
@@ -53,14 +55,15 @@ def read_debts(store: Store) -> list[Debt]:
                 store.metrics.count("debt_damaged_total")
         return found
 
-    results = store.each(store.view.devices, read)
+    results = store.each(store.view.devices, read, patience=PATIENCE)
     debts = {d.name: d for r in results.values() if not isinstance(r, Exception) for d in r}
     return list(debts.values())
 
 
 def clear_debt(store: Store, debt: Debt) -> None:
     """Forget a debt that is paid or whose version is gone."""
-    store.each(store.view.devices, lambda _, device: device.delete(f"{DEBTS}/{debt.name}"))
+    path = f"{DEBTS}/{debt.name}"
+    store.each(store.view.devices, lambda _, device: device.delete(path), patience=PATIENCE)
 
 
 __all__ = ["clear_debt", "keep_debts", "read_debts", "record_debt"]

@@ -18,7 +18,7 @@ from hpstore.errors import TooManyErasures
 from hpstore.keys import ColumnName, Kind
 from hpstore.objects.columns import ColumnReader, open_column
 from hpstore.objects.read import Changed, ObjectReader
-from hpstore.objects.store import Store
+from hpstore.objects.store import READ_PATIENCE, Store
 from hpstore.objects.survey import survey_keys
 from hpstore.patience import wait_awake
 from hpstore.scheduler import outcome
@@ -50,12 +50,12 @@ def open_objects(
 
 
 def _surveyed(store: Store, keys: Sequence[str]) -> dict[str, ObjectReader]:
-    """Readers of the newest layouts, without columns; of keys about which no device is silent."""
+    """Readers of the newest layouts, without columns; of keys whose newest version surely shows."""
     found: dict[str, ObjectReader] = {}
-    for key, survey in survey_keys(store, keys).items():
+    for key, survey in survey_keys(store, keys, patience=READ_PATIENCE).items():
         newest = next(iter(survey.layouts()), None)
         plain = newest is not None and newest.kind is not Kind.TOMBSTONE
-        if newest is not None and plain and survey.unknown <= store.view.missing:
+        if newest is not None and plain and store.shows_without(survey.unknown):
             found[key] = ObjectReader(store, newest, key, unknown=survey.unknown)
     return found
 

@@ -42,9 +42,11 @@ class ObjectReader:
     """One version of an object, open for reading. One thread at a time; close() when done."""
 
     def __init__(
-        self, store: Store, layout: Layout, key: str, *, unknown: frozenset[str] = frozenset()
-    ) -> None:
-        self.store, self.layout, self.key = store, layout, key
+        self, store: Store, layout: Layout, key: str, *, unknown: frozenset[str] = frozenset(),
+        whole: bool = False,
+    ) -> None:  # fmt: skip
+        """`whole`: as open_column has it, for who reads it now and closes it then."""
+        self.store, self.layout, self.key, self._whole = store, layout, key, whole
         self.judging = True  # damage counts against devices; not what a scrub comes upon
         self._routed = -1  # the version of the routing that open columns are in accord with
         self.unknown = unknown  # members that did not answer when it was looked up
@@ -93,7 +95,12 @@ class ObjectReader:
             column: self.store.scheduler.submit(
                 found.device,
                 lambda f=found: open_column(  # type: ignore[misc]
-                    f.device, devices[f.device], self.store.view.record.pool_id, self.key, f.name
+                    f.device,
+                    devices[f.device],
+                    self.store.view.record.pool_id,
+                    self.key,
+                    f.name,
+                    whole=self._whole,
                 ),
             )
             for column, found in batch.items()

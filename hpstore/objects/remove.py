@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from hpstore.objects.store import Store
+from hpstore.objects.store import PATIENCE, Store
 from hpstore.objects.survey import Found, path_on
+from hpstore.patience import Patience
 
 
 def remove_files(store: Store, key: str, files: Iterable[Found]) -> int:
@@ -29,8 +30,9 @@ def remove_files(store: Store, key: str, files: Iterable[Found]) -> int:
 
     present = [d for d in by_device if d in store.view.devices]
     results = store.scheduler.gather(
-        {d: retire(d) for d in present}, store.settings.device_deadline_seconds
-    )
+        {d: retire(d) for d in present}, store.settings.device_deadline_seconds,
+        patience=Patience(PATIENCE, lambda _: True),
+    )  # fmt: skip
     failed = sum(isinstance(result, Exception) for result in results.values())
     if failed:
         store.metrics.count("remove_error_total", failed)

@@ -6,7 +6,7 @@ from hpstore.errors import IntegrityError, ObjectNotFound, TooManyErasures
 from hpstore.keys import ContentId, Kind
 from hpstore.objects.info import version_token
 from hpstore.objects.read import Changed, ObjectReader
-from hpstore.objects.store import Store
+from hpstore.objects.store import READ_PATIENCE, Store
 from hpstore.objects.survey import (
     Found,
     Layout,
@@ -22,7 +22,9 @@ from hpstore.objects.survey import (
 RESOLVE_TRIES = 8  # a reader meets at most this many replacements of its key in a row
 
 
-def open_survey(store: Store, survey: Survey, content: ContentId | None = None) -> ObjectReader:
+def open_survey(
+    store: Store, survey: Survey, content: ContentId | None = None, *, whole: bool = False
+) -> ObjectReader:
     """Open the newest version of a survey, or the one with that content. PROTOCOL 7.
 
     Raises ObjectNotFound, TooManyErasures when acknowledged data may be there but cannot be read,
@@ -35,7 +37,7 @@ def open_survey(store: Store, survey: Survey, content: ContentId | None = None) 
     for layouts in groups.values():
         if any(layout.kind is Kind.TOMBSTONE for layout in layouts):
             raise ObjectNotFound(f"object {survey.key!r} was deleted", key=survey.key)
-        reader = _open_group(store, survey, layouts)
+        reader = _open_group(store, survey, layouts, whole)
         if reader is not None:
             return reader
     require_known(store.view, survey)
@@ -48,11 +50,13 @@ def open_survey(store: Store, survey: Survey, content: ContentId | None = None) 
     )
 
 
-def _open_group(store: Store, survey: Survey, layouts: list[Layout]) -> ObjectReader | None:
+def _open_group(
+    store: Store, survey: Survey, layouts: list[Layout], whole: bool
+) -> ObjectReader | None:
     """Open the best layout of one version's content; None when all are torn puts."""
     unclear: TooManyErasures | None = None
     for layout in layouts:
-        reader = ObjectReader(store, layout, survey.key, unknown=survey.unknown)
+        reader = ObjectReader(store, layout, survey.key, unknown=survey.unknown, whole=whole)
         try:
             if reader.open_enough():
                 return reader
@@ -71,25 +75,31 @@ def _open_group(store: Store, survey: Survey, layouts: list[Layout]) -> ObjectRe
     return None
 
 
-def open_object(store: Store, key: str, content: ContentId | None = None) -> ObjectReader:
+def open_object(
+    store: Store, key: str, content: ContentId | None = None, *, whole: bool = False
+) -> ObjectReader:
     """Resolve a key and open its newest version, or the one with that `content`; again when it
     changes underneath, a bounded number of times.
 
     A listing of several devices is no snapshot: what looks torn or absent is believed only when a
-    second look shows the same files, or none again.
+    second look shows the same files, or none again. The first look does without a device that is
+    slow to answer; what is unclear then gets its full deadline. `whole` as of ObjectReader.
     """
     seen: set[Found] | None = None
+    patience: float | None = READ_PATIENCE
     for _ in range(RESOLVE_TRIES):
-        survey = survey_key(store, key)
+        survey = survey_key(store, key, patience=patience)
         try:
-            return open_survey(store, survey, content)
+            return open_survey(store, survey, content, whole=whole)
         except Changed:
             store.metrics.count("read_resolved_again_total")
             seen = None
-        except (ObjectNotFound, TooManyErasures):
+        except (ObjectNotFound, TooManyErasures) as error:
             if seen == set(survey.files):
                 raise
             seen = set(survey.files)
+            if isinstance(error, TooManyErasures) or not survey.deleted:
+                patience = None
     raise IntegrityError(f"object {key!r} was replaced {RESOLVE_TRIES} times while it was opened")
 
 

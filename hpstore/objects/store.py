@@ -29,6 +29,7 @@ from hpstore.keys import MAX_COUNTER, Version
 from hpstore.metrics import Metrics
 from hpstore.objects.routing import Routing
 from hpstore.opening import has_room, reserve_bytes
+from hpstore.patience import Patience
 from hpstore.placement import Candidate, placeable
 from hpstore.records import MAX_RECORD_BYTES, POOL_FILE, DeviceState, Member, PoolRecord
 from hpstore.registers import LocalRegisters, Registers
@@ -37,6 +38,8 @@ from hpstore.units import format_bytes
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
+READ_PATIENCE = 0.25  # seconds that a read waits for a device that it can do without
+PATIENCE = 2.0  # what writes: without a device it places narrower stripes, or leaves old files
 MARK_STEP_MS = 2000  # a process that puts raises the mark so often: no put pays a sync of its own
 AHEAD_STEP_MS = 16  # while counters are ahead of the clock, so that it catches up
 MARK_TRIES = 6  # others raise it, too
@@ -103,14 +106,29 @@ class Store:
         return replace(self)
 
     def each(
-        self, devices: Iterable[str], call: Callable[[str, Device], T]
-    ) -> dict[str, T | Exception]:
-        """Run `call` on devices side by side, under the device deadline."""
+        self, devices: Iterable[str], call: Callable[[str, Device], T], *,
+        patience: float | None = None,
+    ) -> dict[str, T | Exception]:  # fmt: skip
+        """Run `call` on devices side by side, under the device deadline.
+
+        With a `patience` in seconds, no longer than about that for devices that the pool can be
+        opened without: what they hold is unknown, as of any that do not answer.
+        """
         found = self.view.devices
         return self.scheduler.gather(
             {d: lambda d=d: call(d, found[d]) for d in devices if d in found},  # type: ignore[misc]
             self.settings.device_deadline_seconds,
+            patience=None if patience is None else Patience(patience, self.shows_without),
         )
+
+    def shows_without(self, silent: Collection[str]) -> bool:
+        """Whether every acknowledged version shows although these devices do not answer, either."""
+        record = self.view.record
+        return record.opens_without(self.view.missing.union(silent, record.unhealed()))
+
+    def owing(self) -> set[str]:
+        """Devices that have owed an answer for longer than writes wait for one."""
+        return self.scheduler.late(self.view.devices, PATIENCE)
 
     def scratch(self, nbytes: int, what: str, *, keep: bool = True) -> Lease | None:
         """Memory for reads that have another way, a slower one; None where all is in use.
@@ -227,7 +245,8 @@ class Store:
             self.metrics.count("mark_damaged_total")
 
     def _raise_mark(self, limit: int) -> list[int]:
-        answers = self.each(self.view.devices, lambda _, d: d.raise_counter(MARK, limit))
+        answers = self.each(self.view.devices, lambda _, d: d.raise_counter(MARK, limit),
+                            patience=PATIENCE)  # fmt: skip
         marks = [answer for answer in answers.values() if not isinstance(answer, Exception)]
         noted = [d for d, answer in answers.items() if not isinstance(answer, Exception)]
         if self.view.record.weight(noted) <= self.view.record.parity:
@@ -312,7 +331,7 @@ class Store:
             for m in self.view.members()
             if m.device_id not in left_out and m.state is DeviceState.ONLINE and m.weight > 0
         ]
-        room = self.each((m.device_id for m in asked), takes)
+        room = self.each((m.device_id for m in asked), takes, patience=PATIENCE)
         found = [
             Candidate(device=m.device_id, domain=m.domain, weight=m.weight)
             for m in asked
@@ -364,4 +383,4 @@ class Store:
         self._stamps.clear()
 
 
-__all__ = ["Store", "View"]
+__all__ = ["PATIENCE", "READ_PATIENCE", "Store", "View"]

@@ -88,6 +88,12 @@ class Survey:
         found.sort(key=lambda x: (x.version, x.kind is Kind.TOMBSTONE, len(x.files)), reverse=True)
         return found
 
+    @property
+    def deleted(self) -> bool:
+        """Whether nothing is there, or nothing but what a tombstone stands for."""
+        newest = max(self.files, key=lambda file: file.name.version, default=None)
+        return newest is None or newest.name.kind is Kind.TOMBSTONE
+
     def versions(self) -> list[Version]:
         """Every version seen."""
         return [file.name.version for file in self.files]
@@ -174,44 +180,53 @@ def require_known(view: View, survey: Survey) -> None:
         )
 
 
-def stable_survey(store: Store, key: str, *, absent: bool = True) -> Survey:
+def stable_survey(
+    store: Store, key: str, *, absent: bool = True, patience: float | None = None
+) -> Survey:
     """A survey to act on: a listing of several devices is no snapshot. One that amounts to nothing
     is made again until two agree: the old version may have gone from where it was looked for last,
     and the new one come where it was looked for first. Without `absent`, for a caller who does the
-    same with a key that is not there, one that shows no file is not."""
-    survey = survey_key(store, key)
+    same with a key that is not there, one that shows no file is not. `patience` as of survey_keys.
+    """
+    survey = survey_key(store, key, patience=patience)
     for _ in range(SURVEY_TRIES):
         if newest_by_name(store.view, survey) is not None or not (survey.files or absent):
             return survey
-        again = survey_key(store, key)
+        again = survey_key(store, key, patience=patience if survey.deleted else None)
         if set(again.files) == set(survey.files):
             return again
         survey = again
     return survey
 
 
-def survey_key(store: Store, key: str) -> Survey:
+def survey_key(store: Store, key: str, *, patience: float | None = None) -> Survey:
     """List a key's directory on every member, of the newest membership that any of them knows."""
-    return survey_keys(store, [key])[key]
+    return survey_keys(store, [key], patience=patience)[key]
 
 
-def survey_keys(store: Store, keys: Sequence[str]) -> dict[str, Survey]:
+def survey_keys(
+    store: Store, keys: Sequence[str], *, patience: float | None = None
+) -> dict[str, Survey]:
     """As survey_key for many keys, with one call on each device for all of them.
 
-    A device that cannot list one of them counts as silent about all.
+    A device that cannot list one of them counts as silent about all. With a `patience` in seconds,
+    devices that weigh at most m are waited for no longer: every acknowledged version shows on
+    others (PROTOCOL 7).
     """
     for _ in range(SURVEY_TRIES):
-        surveys, newest = _survey_once(store, keys)
+        surveys, newest = _survey_once(store, keys, patience)
         if newest <= store.view.record.generation:
             break
         before = store.view.record.generation
         store.refresh()
         if store.view.record.generation == before:
             break  # the newer record could not be read: its device counts as silent
-    return with_debts(store, surveys)
+    return with_debts(store, surveys, patience=patience)
 
 
-def with_debts(store: Store, surveys: dict[str, Survey]) -> dict[str, Survey]:
+def with_debts(
+    store: Store, surveys: dict[str, Survey], *, patience: float | None = None
+) -> dict[str, Survey]:
     """The same surveys, knowing of versions that are in doubt whether a debt is recorded for them.
 
     PROTOCOL 7: a version was acknowledged with all its columns, or with fewer after its debt was
@@ -233,7 +248,7 @@ def with_debts(store: Store, surveys: dict[str, Survey]) -> dict[str, Survey]:
     def look(_: str, device: Device) -> set[str]:
         return {name for name in doubtful if device.stamp(f"{DEBTS}/{name}") is not None}
 
-    answers = store.each(store.view.devices, look)
+    answers = store.each(store.view.devices, look, patience=patience)
     silent = {d for d, answer in answers.items() if isinstance(answer, Exception)}
     if not store.view.record.opens_without(
         silent | store.view.missing | store.view.record.unhealed()
@@ -245,7 +260,7 @@ def with_debts(store: Store, surveys: dict[str, Survey]) -> dict[str, Survey]:
         key, version = doubtful[name]
         undebted[key].add(version)
     # one that was paid in between: then the columns have come, and are seen now
-    again, _ = _survey_once(store, sorted(undebted))
+    again, _ = _survey_once(store, sorted(undebted), patience)
     settled = {key for key in undebted if set(again[key].files) == set(surveys[key].files)}
     return {
         key: replace(survey, undebted=frozenset(undebted[key])) if key in settled else survey
@@ -259,13 +274,15 @@ def _in_doubt(view: View, survey: Survey, layout: Layout) -> bool:
     return verdict is Verdict.UNCLEAR
 
 
-def _survey_once(store: Store, keys: Sequence[str]) -> tuple[dict[str, Survey], int]:
+def _survey_once(
+    store: Store, keys: Sequence[str], patience: float | None
+) -> tuple[dict[str, Survey], int]:
     def look(device_id: str, device: Device) -> tuple[int, list[list[Found]]]:
         # first the generation: a wiped device must not look merely empty
         generation = store.generation_on(device_id, device)
         return generation, [list_object(device_id, device, key) for key in keys]
 
-    results = store.each(store.view.devices, look)
+    results = store.each(store.view.devices, look, patience=patience)
     answers = [r for r in results.values() if not isinstance(r, Exception)]
     silent = {d for d, found in results.items() if isinstance(found, Exception)}
     unknown = frozenset(silent) | store.view.missing

@@ -10,7 +10,7 @@ from itertools import groupby
 from hpstore.errors import ConfigError
 from hpstore.keys import ContentId, Kind
 from hpstore.objects.info import version_token
-from hpstore.objects.store import Store
+from hpstore.objects.store import PATIENCE, Store
 from hpstore.objects.survey import (
     Layout,
     Verdict,
@@ -59,7 +59,7 @@ def key_versions(store: Store, key: str) -> list[VersionInfo]:
 
     Raises TooManyErasures when none is found and one may be there.
     """
-    survey = stable_survey(store, key)
+    survey = stable_survey(store, key, patience=PATIENCE)
     if not survey.files:
         require_known(store.view, survey)
     unknown = unknown_devices(store.view, survey)

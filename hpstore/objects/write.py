@@ -17,7 +17,7 @@ from hpstore.objects.horizon import read_horizons
 from hpstore.objects.info import ObjectInfo, object_info, version_token
 from hpstore.objects.remove import remove_files
 from hpstore.objects.source import MemorySource, Source
-from hpstore.objects.store import Store
+from hpstore.objects.store import PATIENCE, Store
 from hpstore.objects.stripes import StripeWriter, Throttle
 from hpstore.objects.survey import (
     Found,
@@ -343,7 +343,8 @@ def put_object(
     anything is removed. `throttle` is called with the bytes of each batch before it is written.
     `unit_bytes`: of this object, the pool's unless given.
     """
-    survey = stable_survey(store, key, absent=if_absent or if_version is not None)
+    absent = if_absent or if_version is not None
+    survey = stable_survey(store, key, absent=absent, patience=PATIENCE)
     check_conditions(store, survey, if_absent=if_absent, if_version=if_version)
     columns = write_new_version(
         store, key, source, metadata=metadata, kind=Kind.COLUMN, survey=survey, throttle=throttle,
@@ -366,7 +367,7 @@ def _finish_half_done(store: Store, key: str) -> None:
     """
     for _ in range(PUT_TRIES):
         horizons = read_horizons(store)
-        survey = stable_survey(store, key)
+        survey = stable_survey(store, key, patience=PATIENCE)
         newest = newest_by_name(store.view, survey)
         if newest is None or newest.kind is not Kind.TOMBSTONE:
             return
@@ -389,7 +390,7 @@ def delete_object(store: Store, key: str) -> None:
     Durable on return; a crash before leaves the object, a crash after none. Raises
     ObjectNotFound when there is nothing, after finishing a delete that was seen half done.
     """
-    survey = stable_survey(store, key)
+    survey = stable_survey(store, key, patience=PATIENCE)
     newest = newest_by_name(store.view, survey)
     if newest is None:
         require_known(store.view, survey)

@@ -117,7 +117,7 @@ class Hangs:
 
 
 class Gates:
-    """Operations of devices that wait until all are let go: (path, operation), "*" for any path.
+    """Operations of devices that wait until all are let go: (path, operation), "*" for any.
 
     `waiting` counts the calls that have come to one.
     """
@@ -134,7 +134,7 @@ class Gates:
 
     def come(self, url: str, operation: str) -> None:
         """A call on a device begins."""
-        if self.shut & {(url, operation), ("*", operation)}:
+        if self.shut & {(url, operation), ("*", operation), (url, "*")}:
             with self._lock:
                 self.waiting += 1
             assert self.opened.wait(GATE_SECONDS)

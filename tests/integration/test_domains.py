@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpstore.config import load_config, save_config
+from hpstore.config import PoolConfig, load_config, save_config
 from hpstore.errors import ObjectNotFound, TooFewDevices
+from hpstore.members import unlisted
+from hpstore.records import Member
 from hpstore.testing.harness import Harness
 
 SHAPES = [(4, 4, 4, 2), (3, 6, 6, 3)]
@@ -83,13 +85,48 @@ def test_a_pool_of_before_has_no_bound(tmp_path: Path) -> None:
         harness.open()
 
 
-def test_a_stale_list_of_places_is_named(tmp_path: Path) -> None:
-    """r12: the message says which devices the settings of this host do not list."""
+def grown_elsewhere(tmp_path: Path) -> Harness:
+    """Another host has added two devices, which the settings of this one do not list."""
     harness = Harness(tmp_path, data=2, parity=1, devices=4)
     before = load_config(harness.config.path)
     with harness.open() as pool:
         for n in (7, 8):
             pool.add_device(f"memory://d{n}")
+        for n in range(8):
+            pool.put(f"k/{n}", b"x" * 300_000)
     save_config(before)
+    return harness
+
+
+def test_devices_that_the_settings_do_not_list_are_looked_for_where_the_record_has_them(
+    tmp_path: Path,
+) -> None:
+    """r12: also by a process that has the pool open already."""
+    harness = grown_elsewhere(tmp_path)
+    with harness.open() as pool:
+        assert len(pool.places) == 6
+        assert all(pool.stat(f"k/{n}").losses_tolerated == 1 for n in range(8))
+        harness.lose(["memory://d7"])
+        pool.refresh()
+        harness.bring_back()
+        pool.refresh()
+        assert len(pool.places) == 6
+
+
+def test_what_is_not_listed_and_not_found_is_named(tmp_path: Path) -> None:
+    """r12: the message says which devices the settings of this host do not list."""
+    harness = grown_elsewhere(tmp_path)
+    harness.lose(["memory://d7", "memory://d8"])
     with pytest.raises(TooFewDevices, match=r"does not list memory://d7, memory://d8"):
         harness.open()
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/d9", "ssh://root@elsewhere/d9"])
+def test_a_record_cannot_send_a_host_to_other_protocols(tmp_path: Path, url: str) -> None:
+    with Harness(tmp_path, data=2, parity=1, devices=4).open() as pool:
+        record = replace(pool.record, members=(Member(device_id="d9", url=url, domain="x"),))
+    config = PoolConfig(path=tmp_path, name="p", devices=("/mnt/a", "gs://bucket/b"))
+    assert unlisted(config, record, set()) == []
+    here = replace(record, members=(Member(device_id="d9", url="gs://bucket/c", domain="x"),))
+    assert unlisted(config, here, set()) == ["gs://bucket/c"]
+    assert unlisted(config, here, {"d9"}) == []

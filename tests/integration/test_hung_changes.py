@@ -178,12 +178,12 @@ def test_a_device_that_is_told_to_sit_out_during_a_look_at_the_membership_does(
         one, other = sorted(pool.places)[:2]
         each = pool._store.each
 
-        def meanwhile(*arguments: object) -> object:
+        def meanwhile(*arguments: object, **options: object) -> object:
             if not pool._store.view.sitting_out:
                 pool.sit_out(one)
-            return each(*arguments)  # type: ignore[arg-type]  # passed on
+            return each(*arguments, **options)  # type: ignore[arg-type]  # passed on
 
-        monkeypatch.setattr(type(pool._store), "each", lambda _, *a: meanwhile(*a))
+        monkeypatch.setattr(type(pool._store), "each", lambda _, *a, **o: meanwhile(*a, **o))
         pool.refresh()
         monkeypatch.undo()
         assert pool._store.view.sitting_out == {one}

@@ -14,6 +14,7 @@ import pytest
 
 from hpstore.devices.wrappers import SimulatedCrash
 from hpstore.errors import AlreadyClosed, DeviceError, DeviceTimeout
+from hpstore.patience import Patience
 from hpstore.scheduler import Scheduler, outcome
 
 LIMIT_SECONDS = 20.0
@@ -416,3 +417,60 @@ def test_a_closed_scheduler_starts_no_threads() -> None:
     with pytest.raises(AlreadyClosed):
         scheduler.compute(lambda: 1)
     assert lane_threads("sick") == 0
+
+
+def waits_for(scheduler: Scheduler, released: threading.Event, patience: Patience) -> set[str]:
+    """Asks a, b and c, of which c hangs; who was reported as not having answered."""
+    calls: dict[str, Callable[[], object]] = {
+        "a": lambda: 1, "b": lambda: 2, "c": lambda: released.wait(LIMIT_SECONDS),
+    }  # fmt: skip
+    found = scheduler.gather(calls, LIMIT_SECONDS, patience=patience)
+    return {device for device, answer in found.items() if isinstance(answer, DeviceTimeout)}
+
+
+def test_gather_with_patience_does_without_a_device_and_asks_it_again_when_it_has_answered(
+    scheduler: Scheduler, released: threading.Event
+) -> None:
+    patience = Patience(SHORT_SECONDS, lambda silent: silent <= {"c"})
+    assert waits_for(scheduler, released, patience) == {"c"}
+    until(lambda: scheduler.late("abc", SHORT_SECONDS) == {"c"})
+    queued = scheduler.queued("c")
+    assert waits_for(scheduler, released, patience) == {"c"}
+    assert scheduler.queued("c") == queued == 1  # it was not asked
+    released.set()
+    until(lambda: not scheduler.late("abc", 0.0))
+    assert waits_for(scheduler, released, patience) == set()
+
+
+@pytest.mark.parametrize("spared", ["ab", ""])
+def test_gather_waits_for_what_cannot_be_spared(
+    scheduler: Scheduler, released: threading.Event, spared: str
+) -> None:
+    """Also a device that is late already is then asked, and waited for."""
+    patience = Patience(SHORT_SECONDS, lambda silent: silent <= {"c"})
+    assert waits_for(scheduler, released, patience) == {"c"}
+    until(lambda: scheduler.late("c", SHORT_SECONDS) == {"c"})
+    timer = threading.Timer(5 * SHORT_SECONDS, released.set)
+    timer.start()
+    needed = Patience(SHORT_SECONDS, lambda silent: silent <= set(spared))
+    assert waits_for(scheduler, released, needed) == set()
+    timer.join()
+
+
+def test_devices_that_fail_count_as_those_that_do_not_answer(
+    scheduler: Scheduler, released: threading.Event
+) -> None:
+    """One may be away: with b failing, c is waited for."""
+
+    def fail() -> None:
+        raise DeviceError("broken")
+
+    timer = threading.Timer(5 * SHORT_SECONDS, released.set)
+    timer.start()
+    calls: dict[str, Callable[[], object]] = {
+        "a": lambda: 1, "b": fail, "c": lambda: released.wait(LIMIT_SECONDS)
+    }  # fmt: skip
+    one = Patience(SHORT_SECONDS, lambda silent: len(silent) <= 1)
+    found = scheduler.gather(calls, LIMIT_SECONDS, patience=one)
+    assert found["c"] is True
+    timer.join()

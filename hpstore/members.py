@@ -1,0 +1,172 @@
+"""Opening a pool's members: who answers, which record is newest, who belongs (PROTOCOL 14)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from hpstore.config import PoolConfig
+from hpstore.devices.base import Device
+from hpstore.errors import DeviceForeign, DeviceReadOnly, TooFewDevices
+from hpstore.membership import newest_of
+from hpstore.objects.store import View
+from hpstore.opening import OpenedDevice, Opener, Proof, identify_all, prove, same_form
+from hpstore.records import PoolRecord
+from hpstore.scheduler import Scheduler
+from hpstore.survival import too_few_devices
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A pool's membership and the members that answered; why the others did not, by URL.
+
+    `read_only`: members that refuse writes, by device id.
+    """
+
+    view: View
+    problems: Mapping[str, str]
+    read_only: Mapping[str, DeviceReadOnly]
+
+
+def open_members(
+    config: PoolConfig, opener: Opener, scheduler: Scheduler, *, read_only: bool
+) -> Opened:
+    """Open a pool's devices; needs answers from all members but m (PROTOCOL 14).
+
+    Raises TooFewDevices that names what is missing and why.
+    """
+    deadline = config.settings.open_deadline_seconds
+    opened, failed = identify_all(config.devices, opener, scheduler, deadline)
+    problems = {url: str(error) for url, error in failed.items()}
+    try:
+        opened |= _open_unlisted(config, opened, opener, scheduler)
+        found = _choose_view(config, opened, problems, scheduler, read_only=read_only)
+    except BaseException:
+        for one in opened.values():
+            one.device.close()
+        raise
+    for problem in problems.values():
+        _log.warning("pool %s opens without a device: %s", config.name, problem)
+    return found
+
+
+def _open_unlisted(
+    config: PoolConfig, opened: Mapping[str, OpenedDevice], opener: Opener, scheduler: Scheduler
+) -> dict[str, OpenedDevice]:
+    """Members that the settings of this host do not list, at the places in the membership record:
+    a pool that has gained devices opens by a pool.toml from before."""
+    if not opened:
+        return {}
+    pool_id = _majority_pool(opened)
+    ours = [found for found in opened.values() if belongs(found, pool_id)]
+    records = [found.record for found in ours if found.record is not None]
+    if not records:
+        return {}
+    urls = unlisted(config, newest_of(records), {found.identity.device_id for found in ours})
+    found, _ = identify_all(urls, opener, scheduler, config.settings.open_deadline_seconds)
+    for url in found:
+        _log.info("pool %s: %s is not listed in %s, but a member", config.name, url, config.path)
+    return found
+
+
+def unlisted(config: PoolConfig, record: PoolRecord, found: Collection[str]) -> list[str]:
+    """Places in the record of members that are not among the `found` ids, nor in the settings.
+
+    Paths, and URLs of a protocol that the settings use, too: a record says nothing of others.
+    """
+    known = {same_form(url) for url in config.devices}
+    protocols = {_protocol(url) for url in config.devices} | {""}
+    return [m.url for m in record.members
+            if m.device_id not in found and same_form(m.url) not in known
+            and _protocol(m.url) in protocols]  # fmt: skip
+
+
+def _protocol(url: str) -> str:
+    return url.partition("://")[0] if "://" in url else ""
+
+
+def _choose_view(
+    config: PoolConfig, opened: dict[str, OpenedDevice], problems: dict[str, str],
+    scheduler: Scheduler, *, read_only: bool,
+) -> Opened:  # fmt: skip
+    """The view of the newest record, from devices of one pool that prove to work."""
+    if not any(o.record is not None for o in opened.values()):
+        raise TooFewDevices(
+            f"pool {config.name!r} ({config.path}): no device answers with a membership "
+            "record. Objects are not touched; one device of the pool with a whole pool.json opens "
+            "it again. " + _reasons(problems | {url: one.lacks for url, one in opened.items()})
+        )
+    pool_id = _majority_pool(opened)
+    for url, found in list(opened.items()):
+        if not belongs(found, pool_id):
+            problems[url] = foreign(url)
+            opened.pop(url).device.close()
+    proof = prove(
+        opened, scheduler, write=not read_only,
+        deadline_seconds=config.settings.open_deadline_seconds,
+    )  # fmt: skip
+    for url, error in proof.failed.items():
+        problems[url] = str(error)
+        opened.pop(url)
+    records = [o.record for o in opened.values() if o.record is not None]
+    if not records:
+        raise TooFewDevices(f"pool {config.name!r}: no device works. " + _reasons(problems))
+    record = newest_of(records)
+    view = make_view(record, opened.values(), problems)
+    if not record.opens_without(view.missing):
+        raise too_few_devices(config, view, problems)
+    return Opened(view=view, problems=problems, read_only=refusing(opened, proof))
+
+
+def refusing(opened: Mapping[str, OpenedDevice], proof: Proof) -> dict[str, DeviceReadOnly]:
+    """Devices that refuse writes, by device id."""
+    return {opened[url].identity.device_id: error for url, error in proof.read_only.items()}
+
+
+def belongs(found: OpenedDevice, pool_id: str) -> bool:
+    """Whether a device is of this pool, by its identity and its record."""
+    record = found.record
+    return found.identity.pool_id == pool_id and (record is None or record.pool_id == pool_id)
+
+
+def copied(url: str) -> str:
+    """What is wrong with a device whose identity another one has already."""
+    return f"device {url} carries the identity of another device: a copied disk? It is not used."
+
+
+def foreign(url: str) -> str:
+    """What is wrong with a device that does not belong."""
+    return str(DeviceForeign(f"device {url} belongs to another pool; nothing was written there"))
+
+
+def _reasons(problems: Mapping[str, str]) -> str:
+    return "; ".join(problems.values())
+
+
+def _majority_pool(opened: Mapping[str, OpenedDevice]) -> str:
+    """The pool that most devices belong to."""
+    ids = [o.identity.pool_id for o in opened.values()]
+    return max(sorted(set(ids)), key=ids.count)
+
+
+def make_view(record: PoolRecord, opened: Iterable[OpenedDevice], problems: dict[str, str]) -> View:
+    """Members that answered. Of two devices with one identity, a copied disk, the first is used."""
+    devices: dict[str, Device] = {}
+    for found in opened:
+        device_id = found.identity.device_id
+        if record.member(device_id) is None:
+            found.device.close()
+            continue
+        if device_id in devices:
+            problems[found.device.url] = copied(found.device.url)
+            found.device.close()
+            continue
+        devices[device_id] = found.device
+    return View(record=record, devices=devices)
+
+
+__all__ = ["Opened", "belongs", "copied", "foreign", "make_view", "open_members", "refusing",
+           "unlisted"]  # fmt: skip
