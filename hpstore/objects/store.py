@@ -316,22 +316,35 @@ class Store:
             refused = DeviceReadOnly(f"device {device.url} is mounted read-only", device=device_id)
         return refused
 
-    def candidates(self, exclude: Iterable[str] = (), *, reserve: bool = True) -> list[Candidate]:
-        """Devices that may take new columns (PROTOCOL 3); without `reserve` full ones, too."""
+    def takes(self, device_id: str, device: Device, *, reserve: bool = True) -> bool:
+        """Whether a device may take new columns now. Looks at its mark, too (new_version)."""
+        if device_id in self.refusing and self.probe(device_id, device) is not None:
+            return False
+        self._note_mark(device_id, device)
+        return has_room(device, reserve=reserve)
 
-        def takes(device_id: str, device: Device) -> bool:
-            if device_id in self.refusing and self.probe(device_id, device) is not None:
-                return False
-            self._note_mark(device_id, device)
-            return has_room(device, reserve=reserve)
+    def candidates(
+        self, exclude: Iterable[str] = (), *, reserve: bool = True,
+        taking: Mapping[str, bool] | None = None,
+    ) -> list[Candidate]:  # fmt: skip
+        """Devices that may take new columns (PROTOCOL 3); without `reserve` full ones, too.
 
+        `taking`: what takes() has said of all that answer a moment ago, so that none is asked.
+        """
         left_out = set(exclude) | self.view.sitting_out
         asked = [
             m
             for m in self.view.members()
             if m.device_id not in left_out and m.state is DeviceState.ONLINE and m.weight > 0
         ]
-        room = self.each((m.device_id for m in asked), takes, patience=PATIENCE)
+        room: Mapping[str, bool | Exception]
+        if taking is not None:
+            room = {m.device_id: taking.get(m.device_id, False) for m in asked}
+        else:
+            room = self.each(
+                (m.device_id for m in asked), lambda d, x: self.takes(d, x, reserve=reserve),
+                patience=PATIENCE,
+            )  # fmt: skip
         found = [
             Candidate(device=m.device_id, domain=m.domain, weight=m.weight)
             for m in asked

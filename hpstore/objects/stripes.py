@@ -22,9 +22,11 @@ from hpstore.geometry import BLOCK_BYTES, Code, Geometry
 from hpstore.objects.columnset import ColumnSet
 from hpstore.objects.source import Source
 from hpstore.objects.store import Store
-from hpstore.units import round_up
+from hpstore.scheduler import at_once
+from hpstore.units import KIB, round_up
 
 BATCHES_IN_FLIGHT = 5  # two are computed while two are written; one more evens out who is slow
+TINY_BYTES = 16 * KIB  # of an object: encoded by the thread that puts it
 IN_ORDER_SECONDS = 0.25  # no batch was through for so long: the oldest is waited for by itself
 Throttle = Callable[[int], None]  # told the bytes about to be written; waits as it likes
 
@@ -141,7 +143,9 @@ class StripeWriter:
         rows = self._rows_in_place(batch, source)
         count = self._geometry.width if rows is None else self._geometry.parity
         lease = self._lease(count * batch.column_bytes, flying)
-        compute = self._store.scheduler.compute
+        # what is small is computed in less time than another thread wakes up in
+        tiny = self._geometry.size <= TINY_BYTES
+        compute = at_once if tiny else self._store.scheduler.compute
         if rows is None:
             prepared = compute(lambda: self._prepare_packed(batch, source, lease))
         else:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
 from hpstore.devices.base import DEBTS, Device
-from hpstore.errors import TooManyErasures
+from hpstore.errors import DeviceError, TooManyErasures
 from hpstore.geometry import Code, Geometry
 from hpstore.keys import ColumnName, Kind, Version, object_directory, parse_column_name
 from hpstore.objects.store import Store, View
@@ -68,6 +69,7 @@ class Survey:
     files: tuple[Found, ...]
     unknown: frozenset[str]
     undebted: frozenset[Version] = frozenset()  # for which no debt is recorded, with certainty
+    taking: Mapping[str, bool] | None = None  # what Store.takes() said of devices, if it was asked
 
     def layouts(self) -> list[Layout]:
         """Layouts, newest version first; of one version the fuller first."""
@@ -181,40 +183,44 @@ def require_known(view: View, survey: Survey) -> None:
 
 
 def stable_survey(
-    store: Store, key: str, *, absent: bool = True, patience: float | None = None
-) -> Survey:
+    store: Store, key: str, *, absent: bool = True, patience: float | None = None,
+    taking: bool = False,
+) -> Survey:  # fmt: skip
     """A survey to act on: a listing of several devices is no snapshot. One that amounts to nothing
     is made again until two agree: the old version may have gone from where it was looked for last,
     and the new one come where it was looked for first. Without `absent`, for a caller who does the
-    same with a key that is not there, one that shows no file is not. `patience` as of survey_keys.
+    same with a key that is not there, one that shows no file is not. `patience` and `taking` as of
+    survey_keys.
     """
-    survey = survey_key(store, key, patience=patience)
+    survey = survey_key(store, key, patience=patience, taking=taking)
     for _ in range(SURVEY_TRIES):
         if newest_by_name(store.view, survey) is not None or not (survey.files or absent):
             return survey
-        again = survey_key(store, key, patience=patience if survey.deleted else None)
+        again = survey_key(store, key, patience=patience if survey.deleted else None, taking=taking)
         if set(again.files) == set(survey.files):
             return again
         survey = again
     return survey
 
 
-def survey_key(store: Store, key: str, *, patience: float | None = None) -> Survey:
+def survey_key(
+    store: Store, key: str, *, patience: float | None = None, taking: bool = False
+) -> Survey:
     """List a key's directory on every member, of the newest membership that any of them knows."""
-    return survey_keys(store, [key], patience=patience)[key]
+    return survey_keys(store, [key], patience=patience, taking=taking)[key]
 
 
 def survey_keys(
-    store: Store, keys: Sequence[str], *, patience: float | None = None
+    store: Store, keys: Sequence[str], *, patience: float | None = None, taking: bool = False
 ) -> dict[str, Survey]:
     """As survey_key for many keys, with one call on each device for all of them.
 
     A device that cannot list one of them counts as silent about all. With a `patience` in seconds,
     devices that weigh at most m are waited for no longer: every acknowledged version shows on
-    others (PROTOCOL 7).
+    others (PROTOCOL 7). With `taking`, devices are also asked whether they take new columns.
     """
     for _ in range(SURVEY_TRIES):
-        surveys, newest = _survey_once(store, keys, patience)
+        surveys, newest = _survey_once(store, keys, patience, taking)
         if newest <= store.view.record.generation:
             break
         before = store.view.record.generation
@@ -275,12 +281,18 @@ def _in_doubt(view: View, survey: Survey, layout: Layout) -> bool:
 
 
 def _survey_once(
-    store: Store, keys: Sequence[str], patience: float | None
+    store: Store, keys: Sequence[str], patience: float | None, taking: bool = False
 ) -> tuple[dict[str, Survey], int]:
+    room: dict[str, bool] = {}
+
     def look(device_id: str, device: Device) -> tuple[int, list[list[Found]]]:
         # first the generation: a wiped device must not look merely empty
         generation = store.generation_on(device_id, device)
-        return generation, [list_object(device_id, device, key) for key in keys]
+        found = [list_object(device_id, device, key) for key in keys]
+        if taking:
+            with contextlib.suppress(DeviceError):  # it takes none
+                room[device_id] = store.takes(device_id, device)
+        return generation, found
 
     results = store.each(store.view.devices, look, patience=patience)
     answers = [r for r in results.values() if not isinstance(r, Exception)]
@@ -292,6 +304,7 @@ def _survey_once(
             key=key,
             files=tuple(file for _, found in answers for file in found[number]),
             unknown=unknown,
+            taking=dict(room) if taking else None,
         )
         for number, key in enumerate(keys)
     }

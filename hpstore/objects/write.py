@@ -76,15 +76,16 @@ def plan_columns(
     exclude: Iterable[str],
     kind: Kind = Kind.COLUMN,
     unit_bytes: int | None = None,
+    taking: Mapping[str, bool] | None = None,
 ) -> tuple[Geometry, list[str]]:
     """Geometry and devices for a new object: k' = min(k, usable - m), full parity.
 
-    `unit_bytes`: of this object, the pool's unless given. Raises TooFewDevices when not even one
-    data column fits.
+    `unit_bytes`: of this object, the pool's unless given. `taking` as of Store.candidates. Raises
+    TooFewDevices when not even one data column fits.
     """
     # the reserve is kept for tombstones: else a pool that has filled itself could delete nothing
     record = store.view.record
-    candidates = store.candidates(exclude, reserve=kind is not Kind.TOMBSTONE)
+    candidates = store.candidates(exclude, reserve=kind is not Kind.TOMBSTONE, taking=taking)
     usable = placeable([c.domain for c in candidates], record.spread)
     if usable <= record.parity:
         raise TooFewDevices(
@@ -161,7 +162,8 @@ def write_columns(
     )
     done = False
     try:
-        columns.create()
+        if geometry.code is not Code.COPIES:  # small ones are made as they are written
+            columns.create()
         if not columns.failures():  # else plan again, while no byte has moved
             limits = run_bytes if not background else background_run_bytes
             batch = limits(geometry.width, store.buffers.budget.limit_bytes)
@@ -249,12 +251,13 @@ def _write_whole(
     exclude: set[str] = set()
     last: Exception | None = None
     horizon = 0
-    for _ in range(PUT_TRIES):
+    for attempt in range(PUT_TRIES):
         now = store.pinned()
         try:
             geometry, devices = plan_columns(
-                now, key, source.size, exclude=exclude, kind=kind, unit_bytes=unit_bytes
-            )
+                now, key, source.size, exclude=exclude, kind=kind, unit_bytes=unit_bytes,
+                taking=None if attempt else survey.taking,
+            )  # fmt: skip
         except TooFewDevices as error:
             if last is None:
                 raise
@@ -344,7 +347,7 @@ def put_object(
     `unit_bytes`: of this object, the pool's unless given.
     """
     absent = if_absent or if_version is not None
-    survey = stable_survey(store, key, absent=absent, patience=PATIENCE)
+    survey = stable_survey(store, key, absent=absent, patience=PATIENCE, taking=True)
     check_conditions(store, survey, if_absent=if_absent, if_version=if_version)
     columns = write_new_version(
         store, key, source, metadata=metadata, kind=Kind.COLUMN, survey=survey, throttle=throttle,
