@@ -98,6 +98,24 @@ def test_a_device_healed_while_away_comes_back_by_itself_rule_12(tended: Tended)
     assert [url for url, path in tended.harness.columns("large")].count("memory://d0") <= 1
 
 
+def test_a_device_that_is_back_before_its_heal_begins_is_not_drained(tended: Tended) -> None:
+    """The job may wait for hours behind others: it was drained, evicted and never taken back."""
+    tended.rounds(10)
+    tended.harness.lose(["memory://d0"])
+    tended.rounds(60)
+    tended.rounds(900, step=20, work=False)
+    assert tended.states() == {0: S.REMOVED}
+    assert JobKind.HEAL in {job.kind for job in tended.agent.jobs.waiting()}
+    tended.harness.bring_back()
+    tended.rounds(5, work=False)
+    assert tended.states() == {0: S.REBUILDING}
+    tended.rounds(400, step=20)
+    assert tended.states() == {}
+    assert len(tended.members()) == 7
+    assert tended.pool.record.generation == 1
+    assert tended.whole()
+
+
 def test_what_an_operator_evicts_stays_out(tended: Tended) -> None:
     """Though its device answers."""
     tended.rounds(10)

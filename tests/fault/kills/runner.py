@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import hpstore
+from hpstore.agent.status import read_status
 from hpstore.config import Settings
 from hpstore.errors import HpstoreError
 from hpstore.pool import Pool
@@ -179,6 +180,17 @@ class KillLoop:
             poll(HEAL_SECONDS, self._whole, self._how_it_is)
         finally:
             last.end()
+            for text in last.errors:
+                self._problem(text)
+            self._take_back()
+
+    def _take_back(self) -> None:
+        """Devices that an agent has left out, which is a problem of its own: the loop goes on."""
+        with self.open() as pool:
+            for device in pool.status().devices:
+                if device.state != "online":
+                    self._problem(f"agent: {device.url} is {device.state} at the end")
+                    pool.readmit(device.url)
 
     def _kill_healers(self, name: str) -> None:
         for _ in range(self.rng.randint(1, KILLS_AN_EPISODE)):
@@ -260,10 +272,15 @@ class KillLoop:
     def _how_it_is(self) -> str:
         with hpstore.open(self.toml, read_only=True) as pool:
             found = pool.status()
+            looking = read_status(pool.run_directory, pool.clock.wall_ms()) or {}
         states = Counter(device.state for device in found.devices)
+        told = {name: looking.get(name) for name in ("job", "waiting", "put_off", "warnings")}
+        events = looking.get("events")
+        told["events"] = events[:6] if isinstance(events, list) else None
         return (
-            f"whole: {found.degraded} degraded, {found.losses_tolerated} may be lost, {states}"
-        )  # fmt: skip
+            f"whole: {found.degraded} degraded, {found.losses_tolerated} may be lost, "
+            f"{dict(states)}; the agent: {told}"
+        )
 
     def _end(self) -> None:
         """Heal, check all, and let a fresh process sweep what killed writers left in tmp/."""
