@@ -34,6 +34,10 @@ test-fault: $(READY)
 kill-loop: $(READY)
 	$(BIN)/python -m tests.fault.kills --kills $(or $(KILLS),2000) $(if $(SEED),--seed $(SEED))
 
+# root: faults of devices and processes for so long, one run for each seed (docs/faults.md)
+soak: $(READY)
+	$(BIN)/python -m tests.fault.soak --minutes $(or $(MINUTES),40) --seed $(or $(SEEDS),1)
+
 # Triton is 200 MB and not in [dev]: docs/decisions/0013. The version that the pinned torch wants.
 test-kernels: $(READY)
 	$(BIN)/python -m pip install --quiet 'triton==3.7.1'

@@ -180,7 +180,7 @@ class Turn:
         changes: dict[str, object] = {}
         if fact.present and here is None:
             here = self.now
-            if health.state is HealthState.EVICTED:
+            if health.state in _ABSENT:
                 changes = {"asked_seconds": 0.0}  # it need not wait for what was asked before
         old = sum(self.now - at >= DAY_SECONDS for at in health.sitouts)
         if old:
@@ -205,9 +205,11 @@ class Turn:
             return
         gone = health.gone_since_seconds
         if gone is not None:
-            # a little while is no absence: a cable, a remount
-            if health.state not in _ABSENT and self.now - gone >= self.config.removed_seconds:
-                self.enter(device, HealthState.REMOVED, "it does not answer")
+            # a little while is no absence: a cable, a remount. One that is remembered as evicted
+            # is a member again: it was taken back while no agent ran
+            away = self.now - gone >= self.config.removed_seconds
+            if health.state is not HealthState.REMOVED and away:
+                self.enter(device, HealthState.REMOVED, "it does not answer", lapsed=False)
             return
         returns = health.state in _ABSENT  # what it failed while it was away is forgiven
         if verdict is not None and verdict.state is HealthState.FAULTED and not returns:
@@ -254,6 +256,10 @@ class Turn:
             quiet = health.quiet_since_seconds
             if quiet is not None and self.now - quiet >= self.config.fault_quiet_seconds:
                 self.enter(device, HealthState.REBUILDING, "no fault for a while")
+        elif health.lapsed and fact.pool_state is DeviceState.DRAINING:
+            # an eviction closes it first, as a drain does; this one was cut short by a kill
+            self.ask(device, ActionKind.READMIT, "its eviction was cut short, and it is back")
+            return
         elif health.state in _GONE:
             self.enter(device, HealthState.REBUILDING, "it is back", lapsed=False)
             self.act(ActionKind.FORGIVE, device, "it is back")

@@ -31,7 +31,7 @@ AGENT = f"""
 tick_seconds = 0.5
 probe_seconds = 2.0
 survey_seconds = 5.0
-scrub_days = {300 / 86_400}
+scrub_days = {60 / 86_400}
 smart_hours = 0.0
 
 [agent.policy]
