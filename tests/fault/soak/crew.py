@@ -81,20 +81,22 @@ class Crew(Closing):
     # --- faults -----------------------------------------------------------------------------
 
     def kill(self, name: str) -> bool:
-        """SIGKILL; False when it does not run now."""
-        process = self._processes[name]
-        if process.poll() is not None:
+        """SIGKILL; False when it does not run now, or was killed before.
+
+        It may end later: when what it reads from a device that hangs comes back.
+        """
+        process, life = self._processes[name], self.life(name)
+        if process.poll() is not None or life.killed:
             return False
         self._go_on(name)
-        self.life(name).killed = True
+        life.killed = True
         process.kill()
-        process.wait(PATIENCE)
         return True
 
     def stop(self, name: str, seconds: float) -> bool:
         """SIGSTOP for so long; False when it does not run now."""
         process = self._processes[name]
-        if process.poll() is not None or name in self._stopped:
+        if process.poll() is not None or name in self._stopped or self.life(name).killed:
             return False
         process.send_signal(signal.SIGSTOP)
         now = time.monotonic()
@@ -159,9 +161,11 @@ class Crew(Closing):
         if status != 0:
             tail = self.log("agent").read_text(errors="replace")[-1500:]
             self.problems.append(f"the agent was told to end and gave {status}: {tail}")
-        for name in self._processes:
-            if self.kill(name):
-                self.life(name).ended, self.life(name).status = time.monotonic(), -signal.SIGKILL
+        for name, process in self._processes.items():
+            self.kill(name)
+            process.wait(PATIENCE)
+            if self.life(name).ended is None:
+                self._note_end(self.life(name), process.returncode)
 
     def close(self) -> None:
         """Kill all. Idempotent."""

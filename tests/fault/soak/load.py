@@ -16,7 +16,7 @@ DATA_SET, PREFIX = "soak", "runs/soak"
 SAMPLES, SAMPLE_BYTES, BATCH = 6400, 4096, 32
 STEPS_AN_EPOCH = SAMPLES // BATCH
 WEIGHTS = 400_000  # float32; twice, as an optimizer has moments
-SAVE_EVERY, KEEP_LAST = 15, 3
+SAVE_EVERY, KEEP_LAST = 40, 3
 WORK_SECONDS = 0.15  # that an accelerator would compute for in each step
 
 
