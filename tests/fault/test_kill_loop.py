@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import os
+from itertools import count
 from pathlib import Path
 
 import pytest
 
+from hpstore.pool import Pool
 from tests.fault.kills.runner import KillLoop
 from tests.fault.kills.victims import BODIES
 
@@ -33,3 +35,21 @@ def test_killed_processes_tear_nothing_and_lose_nothing_acknowledged(
     assert report.kills.keys() == BODIES.keys()
     assert all(report.operations.values())
     assert report.orphans_swept
+
+
+def test_the_loop_finds_an_acknowledged_put_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool that keeps one put in three, and acknowledges all."""
+    put, turn = Pool.put, count()
+
+    def forgetful(pool: Pool, key: str, data: bytes) -> object:
+        if key.startswith(("slot/", "once/")) and next(turn) % 3:
+            return None
+        return put(pool, key, data)
+
+    loop = KillLoop(tmp_path, seed=SEED)
+    monkeypatch.setattr(Pool, "put", forgetful)
+    for _ in range(4):
+        loop.kill("ingest")
+    assert any("not" in text and "holds" in text for text in loop.report.problems)

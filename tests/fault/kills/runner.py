@@ -149,7 +149,7 @@ class KillLoop:
         names = self.rng.choice((("ingest",), ("trainer",), ("ingest", "trainer")))
         with self.open() as pool:
             shared = pool if self.rng.random() < 0.5 and len(names) == 1 else None
-            self._kill(*names, shared=shared)
+            self.kill(*names, shared=shared)
 
     def _rebuild(self) -> None:
         """A device has lost the columns of objects at rest."""
@@ -169,11 +169,11 @@ class KillLoop:
         lost.rename(away)
         try:
             for _ in range(self.rng.randint(1, KILLS_AN_EPISODE)):
-                self._kill("agent", *self._companion())
+                self.kill("agent", *self._companion())
         finally:
             away.rename(lost)
         for _ in range(self.rng.randint(0, KILLS_AN_EPISODE)):
-            self._kill("agent", *self._companion())
+            self.kill("agent", *self._companion())
         last = Victim("agent", self.open, 0, self.rng, window_seconds=1e6)
         try:
             last.kill_at = None
@@ -194,7 +194,7 @@ class KillLoop:
 
     def _kill_healers(self, name: str) -> None:
         for _ in range(self.rng.randint(1, KILLS_AN_EPISODE)):
-            self._kill(name, *self._companion())
+            self.kill(name, *self._companion())
         with self.open() as pool:
             began = time.monotonic()
             report = pool.rebuild(everything=True) if name == "rebuild" else pool.scrub(
@@ -217,7 +217,7 @@ class KillLoop:
 
     # --- one kill ---------------------------------------------------------------------------
 
-    def _kill(self, *names: str, shared: Pool | None = None) -> None:
+    def kill(self, *names: str, shared: Pool | None = None) -> None:
         """A life of each, all at once, and the look that follows."""
         victims = []
         for name in names:
