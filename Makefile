@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo test check simulate test-fault test-kernels bench format clean
+.PHONY: demo test check simulate test-fault kill-loop soak test-kernels bench format clean
 
 $(READY): pyproject.toml setup.py loaders/nontemporal.c constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -29,6 +29,14 @@ check: $(READY)
 # everything in tests/fault; as root it breaks real devices, and writes build/faults.md
 test-fault: $(READY)
 	HYPOTHESIS_PROFILE=ci HPSTORE_LONG_TESTS=1 $(BIN)/python -m pytest tests/fault
+
+# SIGKILL of trainer, agent, rebuild, scrub and ingest, so often (docs/faults.md)
+kill-loop: $(READY)
+	$(BIN)/python -m tests.fault.kills --kills $(or $(KILLS),2000) $(if $(SEED),--seed $(SEED))
+
+# root: faults of devices and processes for so long, one run for each seed (docs/faults.md)
+soak: $(READY)
+	$(BIN)/python -m tests.fault.soak --minutes $(or $(MINUTES),40) --seed $(or $(SEEDS),1)
 
 # Triton is 200 MB and not in [dev]: docs/decisions/0013. The version that the pinned torch wants.
 test-kernels: $(READY)

@@ -92,6 +92,7 @@ class Effort:
     heal_bytes_per_second: Callable[[], float | None]
     scrub_bytes_per_second: Callable[[], float]
     answers: Callable[[str], bool]
+    returned: Callable[[str], bool]  # whether a device that was away answers again
     spread: float  # of fullness, that a rebalance lets be
 
 
@@ -266,10 +267,12 @@ class Jobs:
         made every object whole without it.
 
         False when it is needed: nothing is evicted that an object cannot do without. What can be
-        made up for is rebuilt then, and it is tried again.
+        made up for is rebuilt then, and it is tried again. One that is back by now is kept.
         """
         try:
-            if not self._effort.answers(job.device):
+            if self._effort.returned(job.device):
+                self.note(f"{self._named(job)}: called off, the device is back")
+            elif not self._effort.answers(job.device):
                 self._pool.evict(job.device)
                 self.note(f"{self._named(job)}: evicted, to be made up for")
             elif member.state is DeviceState.ONLINE:

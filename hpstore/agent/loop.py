@@ -35,6 +35,7 @@ from hpstore.health.monitor import history_path
 from hpstore.health.overrides import command
 from hpstore.health.policy import decide
 from hpstore.health.states import Action, ActionKind, Decision, Outcome, PoolFacts
+from hpstore.health.verdicts import HealthState
 from hpstore.pool import Pool
 from hpstore.rebalance import RebalanceReport
 from hpstore.rebuild import RebuildReport
@@ -50,6 +51,8 @@ _JOBS = {
     ActionKind.DRAIN: JobKind.DRAIN, ActionKind.EVICT: JobKind.EVICT,
     ActionKind.READMIT: JobKind.READMIT, ActionKind.HEAL: JobKind.HEAL,
 }  # fmt: skip
+# before its columns are reconciled; REMOVED: until the round that finds it has ended
+_RETURNING = (HealthState.REMOVED, HealthState.REBUILDING, HealthState.PROBATION)
 
 
 class Agent(Closing):
@@ -103,6 +106,7 @@ class Agent(Closing):
             pool,
             Effort(
                 share=self._share, answers=lambda device: device in self.present,
+                returned=self._returned,
                 heal_bytes_per_second=lambda: float(config.heal_bytes_per_second) or None,
                 scrub_bytes_per_second=self._scrub_rate, spread=config.rebalance_spread or 1.0,
             ),
@@ -368,6 +372,11 @@ class Agent(Closing):
                 self._scrub_failed_seconds = self._clock.monotonic()
         if job.kind is not JobKind.SCRUB:
             self.eyes.disturb()
+
+    def _returned(self, device: str) -> bool:
+        """Whether it was away, and answers again. Called by the thread of jobs."""
+        state = self.memory.policy.health(device).state
+        return device in self.present and state in _RETURNING
 
     def _share(self) -> float:
         """Of the time, that healing may take."""

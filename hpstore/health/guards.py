@@ -39,6 +39,14 @@ def lost(devices: Devices, facts: PoolFacts) -> frozenset[str]:
     )  # fmt: skip
 
 
+def silent(devices: Devices, facts: PoolFacts) -> frozenset[str]:
+    """Lost devices without those that are back and being reconciled: they can be read."""
+    return frozenset(
+        d for d in lost(devices, facts)
+        if not facts.devices[d].present or devices[d].state is not HealthState.REBUILDING
+    )  # fmt: skip
+
+
 def kept_off(devices: Devices, facts: PoolFacts) -> frozenset[str]:
     """Devices that could be read and are spared: sitting out, on probation, draining."""
     gone = lost(devices, facts)
@@ -109,5 +117,4 @@ def too_many(devices: Devices, facts: PoolFacts, config: PolicyConfig) -> str:
 
 
 __all__ = ["DAY_SECONDS", "HOUR_SECONDS", "counted", "kept_off", "lost", "may_be_kept_off",
-           "refusal", "too_many",
-           "too_soon"]  # fmt: skip
+           "refusal", "silent", "too_many", "too_soon"]  # fmt: skip

@@ -15,9 +15,9 @@ from hpstore.health.guards import (
     DAY_SECONDS,
     HOUR_SECONDS,
     kept_off,
-    lost,
     may_be_kept_off,
     refusal,
+    silent,
     too_many,
     too_soon,
 )
@@ -35,14 +35,13 @@ from hpstore.health.states import (
     PoolFacts,
     Role,
 )
-from hpstore.health.verdicts import HealthState, Verdict
+from hpstore.health.verdicts import HealthState, Verdict, worst_of
 from hpstore.records import DeviceState
 
 _GONE = (HealthState.FAULTED, HealthState.REMOVED, HealthState.EVICTED)
 _ABSENT = (HealthState.REMOVED, HealthState.EVICTED)
 _SPARED = (HealthState.SITOUT, HealthState.PROBATION)
 _ASKED = (HealthState.ONLINE, HealthState.SUSPECT, *_SPARED)  # what becomes of it is decided here
-_FOUND = (HealthState.SUSPECT, HealthState.SITOUT, HealthState.FAULTED)  # by severity
 
 
 def decide(
@@ -57,7 +56,7 @@ def decide(
     score first. With `config.dry_run` the state goes on as if, and all actions say `dry_run`.
     """
     turn = Turn(state, facts, now_seconds, config)
-    worst = _worst(verdicts)
+    worst = worst_of(verdicts)
     order = sorted(facts.devices, key=lambda d: (-worst[d].score if d in worst else 0.0, d))
     for device in order:
         turn.note(device, worst.get(device))
@@ -69,20 +68,6 @@ def decide(
         turn.heal(device)
     turn.watch()
     return turn.outcome()
-
-
-def _worst(verdicts: Iterable[Verdict]) -> dict[str, Verdict]:
-    """The most severe verdict on each device; of equal ones the highest score."""
-    worst: dict[str, Verdict] = {}
-    for verdict in verdicts:
-        known = worst.get(verdict.device)
-        if known is None or _weight(verdict) > _weight(known):
-            worst[verdict.device] = verdict
-    return worst
-
-
-def _weight(verdict: Verdict) -> tuple[int, float, str]:
-    return (_FOUND.index(verdict.state), verdict.score, verdict.reason)
 
 
 class Turn:
@@ -180,7 +165,7 @@ class Turn:
         changes: dict[str, object] = {}
         if fact.present and here is None:
             here = self.now
-            if health.state is HealthState.EVICTED:
+            if health.state in _ABSENT:
                 changes = {"asked_seconds": 0.0}  # it need not wait for what was asked before
         old = sum(self.now - at >= DAY_SECONDS for at in health.sitouts)
         if old:
@@ -205,9 +190,11 @@ class Turn:
             return
         gone = health.gone_since_seconds
         if gone is not None:
-            # a little while is no absence: a cable, a remount
-            if health.state not in _ABSENT and self.now - gone >= self.config.removed_seconds:
-                self.enter(device, HealthState.REMOVED, "it does not answer")
+            # a little while is no absence: a cable, a remount. One that is remembered as evicted
+            # is a member again: it was taken back while no agent ran
+            away = self.now - gone >= self.config.removed_seconds
+            if health.state is not HealthState.REMOVED and away:
+                self.enter(device, HealthState.REMOVED, "it does not answer", lapsed=False)
             return
         returns = health.state in _ABSENT  # what it failed while it was away is forgiven
         if verdict is not None and verdict.state is HealthState.FAULTED and not returns:
@@ -254,6 +241,10 @@ class Turn:
             quiet = health.quiet_since_seconds
             if quiet is not None and self.now - quiet >= self.config.fault_quiet_seconds:
                 self.enter(device, HealthState.REBUILDING, "no fault for a while")
+        elif health.lapsed and fact.pool_state is DeviceState.DRAINING:
+            # an eviction closes it first, as a drain does; this one was cut short by a kill
+            self.ask(device, ActionKind.READMIT, "its eviction was cut short, and it is back")
+            return
         elif health.state in _GONE:
             self.enter(device, HealthState.REBUILDING, "it is back", lapsed=False)
             self.act(ActionKind.FORGIVE, device, "it is back")
@@ -477,7 +468,7 @@ class Turn:
             return
         spare = self.facts.losses_tolerated
         if spare is None:
-            spare = self.facts.parity - len(lost(self.devices, self.facts))
+            spare = self.facts.parity - len(silent(self.devices, self.facts))
         waited = self.now - health.since_seconds >= self.config.grace_seconds
         if health.state is HealthState.EVICTED:
             made_up_for = self.facts.devices[device].pool_state is DeviceState.HEALED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -36,4 +37,21 @@ class Verdict:
     reason: str
 
 
-__all__ = ["HealthState", "Verdict"]
+_SEVERITY = (HealthState.SUSPECT, HealthState.SITOUT, HealthState.FAULTED)
+
+
+def worst_of(verdicts: Iterable[Verdict]) -> dict[str, Verdict]:
+    """The most severe verdict on each device; of equal ones the highest score."""
+    worst: dict[str, Verdict] = {}
+    for verdict in verdicts:
+        known = worst.get(verdict.device)
+        if known is None or _weight(verdict) > _weight(known):
+            worst[verdict.device] = verdict
+    return worst
+
+
+def _weight(verdict: Verdict) -> tuple[int, float, str]:
+    return (_SEVERITY.index(verdict.state), verdict.score, verdict.reason)
+
+
+__all__ = ["HealthState", "Verdict", "worst_of"]

@@ -295,7 +295,8 @@ def jobs_of(tended: Tended) -> tuple[Jobs, list[str]]:
     ran: list[str] = []
     effort = Effort(
         share=lambda: 1.0, heal_bytes_per_second=lambda: None,
-        scrub_bytes_per_second=lambda: 1e12, answers=lambda device: True, spread=0.1,
+        scrub_bytes_per_second=lambda: 1e12, answers=lambda device: True,
+        returned=lambda device: False, spread=0.1,
     )  # fmt: skip
     made = Jobs(
         tended.pool, effort, started=lambda job: ran.append(f"start {job.kind}"),

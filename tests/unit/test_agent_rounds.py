@@ -98,6 +98,42 @@ def test_a_device_healed_while_away_comes_back_by_itself_rule_12(tended: Tended)
     assert [url for url, path in tended.harness.columns("large")].count("memory://d0") <= 1
 
 
+def test_a_device_that_is_back_before_its_heal_begins_is_not_drained(tended: Tended) -> None:
+    """The job may wait for hours behind others: it was drained, evicted and never taken back."""
+    tended.rounds(10)
+    tended.harness.lose(["memory://d0"])
+    tended.rounds(60)
+    tended.rounds(900, step=20, work=False)
+    assert tended.states() == {0: S.REMOVED}
+    assert JobKind.HEAL in {job.kind for job in tended.agent.jobs.waiting()}
+    tended.harness.bring_back()
+    tended.rounds(5, work=False)
+    assert tended.states() == {0: S.REBUILDING}
+    tended.rounds(400, step=20)
+    assert tended.states() == {}
+    assert len(tended.members()) == 7
+    assert tended.pool.record.generation == 1
+    assert tended.whole()
+
+
+def test_a_device_is_taken_back_from_an_eviction_that_a_kill_cut_short(tended: Tended) -> None:
+    """An eviction closes the device first, as a drain does; the next agent took it for one."""
+    tended.rounds(10)
+    tended.harness.lose(["memory://d0"])
+    tended.rounds(60)
+    tended.rounds(900, step=20, work=False)
+    assert JobKind.HEAL in {job.kind for job in tended.agent.jobs.waiting()}
+    tended.pool.begin_drain("memory://d0")  # so far the eviction comes, then the agent is killed
+    tended.stop()
+    tended.harness.bring_back()
+    tended.start()
+    tended.rounds(900, step=20)
+    assert tended.states() == {}
+    assert len(tended.members()) == 7
+    assert {member.state for member in tended.pool.record.members} == {DeviceState.ONLINE}
+    assert tended.whole()
+
+
 def test_what_an_operator_evicts_stays_out(tended: Tended) -> None:
     """Though its device answers."""
     tended.rounds(10)
@@ -164,6 +200,29 @@ def test_a_dry_run_changes_nothing(tmp_path: Path) -> None:
     events = [event.text for event in tended.agent.jobs.events()]
     assert "dry run: would heal memory://d0: it has not come back" in events
     tended.stop()
+
+
+def test_a_device_that_was_readmitted_without_an_agent_has_its_grace_rule_17(
+    tended: Tended,
+) -> None:
+    """PROTOCOL 17: the agent remembered that it was evicted, and evicted it again at once."""
+    tended.rounds(10)
+    tended.pool.evict("memory://d3")
+    tended.rounds(60)
+    assert tended.states() == {3: S.EVICTED}
+    tended.stop()
+    with tended.harness.open() as pool:
+        pool.readmit("memory://d3")
+    tended.harness.lose(["memory://d3"])
+    tended.start()
+    tended.rounds(600, step=20)
+    assert 3 in tended.members()
+    assert tended.states() == {3: S.REMOVED}
+    tended.rounds(400, step=20)
+    assert 3 not in tended.members()
+    tended.harness.bring_back()
+    tended.rounds(600, step=20)
+    assert tended.states() == {}
 
 
 def test_a_restart_resets_neither_grace_nor_guards_rule_17(tended: Tended) -> None:

@@ -245,6 +245,23 @@ def test_healing_does_not_wait_when_no_parity_is_left_rule_17(known: bool) -> No
     assert (ActionKind.HEAL, "d0") in policy.asked()
 
 
+def test_a_device_that_is_being_reconciled_does_not_cost_another_its_grace_rule_17() -> None:
+    """PROTOCOL 17: before the walk over the objects has ended, devices are counted. One that is
+    back counted as lost, so that the next absence was healed at once."""
+    policy = Policy(AGENT, parity=2)
+    policy.fact("d0", present=False)
+    policy.round().round(after=15)
+    policy.fact("d0", present=True)
+    assert policy.round().states() == {"d0": S.REBUILDING}
+    policy.fact("d1", present=False)
+    policy.round().round(after=15)
+    assert policy.states() == {"d0": S.REBUILDING, "d1": S.REMOVED}
+    assert (ActionKind.HEAL, "d1") not in policy.asked()
+    policy.fact("d0", present=False)
+    policy.round()
+    assert (ActionKind.HEAL, "d1") in policy.asked()
+
+
 def test_a_process_heals_nothing_and_an_eviction_is_healed_at_once() -> None:
     """PROTOCOL 16, 17."""
     for config, asked in ((PROCESS, []), (AGENT, [(ActionKind.HEAL, "d0")])):
