@@ -10,6 +10,7 @@ import random
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
+from hpstore.testing.simulation.motifs import MOTIFS
 from hpstore.testing.simulation.plots import PLOTS, Plot
 from hpstore.testing.simulation.schedule import ENVIRONMENT, NEVER, Fault, Schedule, Setup, Turn
 
@@ -62,10 +63,12 @@ def draw(seed: int, processes: int = 0) -> Schedule:
     taste = _draw_taste(chance, theme)
     count = chance.choice((4, 6, 8, 10, 12, 16))
     turns: list[Turn] = []
-    if chance.random() < 0.5:
+    if chance.random() < 0.6:
         plot = Plot(chance, setup, taste.sizes)
-        PLOTS[chance.choice((*PLOTS, "overtaken"))](plot)
+        beginnings = {**PLOTS, **MOTIFS}
+        beginnings[chance.choice((*PLOTS, "overtaken", *MOTIFS))](plot)
         turns, count = plot.turns, len(plot.turns) + chance.choice((0, 0, 1, 2, 4))
+        setup = plot.setup
     for key in taste.keys if not turns else ():
         if not key.startswith("c") and chance.random() < 0.7:  # something to lose
             turns.append(_plain_put(chance, len(turns), key, taste))

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hpstore import changes, scrub
+from hpstore import changes, membership, pool, scrub
 from hpstore.devices.horizons import HorizonGuard
 from hpstore.kept_holds import KeptHold
-from hpstore.objects import conditional, remove, repair, resolve, survey, sweep, write
+from hpstore.objects import conditional, horizon, remove, repair, resolve, survey, sweep, write
 from hpstore.objects.columnset import ColumnSet, ColumnWriter
 from hpstore.objects.store import Store
 from hpstore.objects.survey import Verdict
@@ -55,7 +55,10 @@ def _own_clock_only(exchange: Exchange) -> None:
 
 def _returns_unjudged(exchange: Exchange) -> None:
     """r04: a device that returns is not held against the horizon of those that stayed."""
+    before = horizon.come_back_at
     exchange(changes, "come_back_below", lambda store, device, ask: 0)
+    exchange(changes, "come_back_at", lambda store, device, ask, swept: before(
+        store, device, ask, None))  # fmt: skip
 
 
 def _no_fence(exchange: Exchange) -> None:
@@ -64,9 +67,11 @@ def _no_fence(exchange: Exchange) -> None:
 
 
 def _no_holds(exchange: Exchange) -> None:
-    """r05, evictions: membership changes and repairs exclude no other process."""
+    """r05, evictions: membership changes and repairs exclude no other process, and a change is
+    stored whatever the membership is by then."""
     exchange(KeptHold, "take", _nothing)
     exchange(KeptHold, "keep", _nothing)
+    exchange(membership, "_require_successor", _nothing)
 
 
 def _no_generation(exchange: Exchange) -> None:
@@ -128,8 +133,14 @@ def _removes_early(exchange: Exchange) -> None:
 
 
 def _one_tombstone(exchange: Exchange) -> None:
-    """Rule 12: what a tombstone stands for goes, and the tombstone with it at once."""
-    exchange(sweep, "young_counter", lambda store: 1 << 61)
+    """Rule 12: a delete is acknowledged with one tombstone."""
+    before = write.delete_object
+
+    def delete_object(store: Store, key: str) -> None:
+        before(store, key)
+        remove.remove_files(store, key, survey.survey_key(store, key).files[1:])
+
+    exchange(pool, "delete_object", delete_object)
 
 
 def _keeps_all(exchange: Exchange) -> None:

@@ -105,10 +105,15 @@ class KeyHistory:
         """No write is under way or may take effect yet."""
         return all(write.ended < OPEN for write in self.writes)
 
+    @property
+    def newest(self) -> Write:
+        """The write that was called last, of those that may have taken effect."""
+        return max((w for w in self.writes if not w.refused), key=lambda w: w.called)
+
     def readable(self, parity: int) -> bool:
         """Whether the newest write must be readable with parity's losses: acknowledged whole, and
         nothing else may hide it."""
-        newest = max(self.writes, key=lambda w: w.called)
+        newest = self.newest
         if not self.quiet or self.torn:
             return False
         if any(other.ended > newest.called for other in self.writes if other is not newest):
