@@ -128,10 +128,11 @@ def contending(plot: Plot) -> None:
     plot.say("put", plot.writer, key="k0")
     plot.say("get", plot.other, key="k0")
     one, two = plot.chance.sample(range(plot.setup.devices), 2)
-    where, most = plot.chance.choice(
-        (("write_small", 12), ("list", 8), ("lock", 30), ("read_small", 20), ("*", 120))
+    where, least, most = plot.chance.choice(
+        (("list", plot.setup.devices, 2 * plot.setup.devices + 3),) * 2  # when it has looked
+        + (("write_small", 0, 12), ("read_small", 0, 20), ("*", 0, 120))
     )
-    fault = Fault(kind="pause", where=where, nth=1 + plot.chance.randrange(most), until=0,
+    fault = Fault(kind="pause", where=where, nth=1 + least + plot.chance.randrange(most), until=0,
                   firm=plot.maybe(0.7))  # fmt: skip
     at = len(plot.turns)
     plot.say(plot.chance.choice(("evict", "evict", "drain")), plot.writer, fault, device=one)
@@ -152,7 +153,7 @@ def resurrecting(plot: Plot) -> None:
     plot.say("back", ENVIRONMENT, device=device)
     rest = [other for other in range(plot.setup.devices) if other != device]
     for other in plot.chance.sample(rest, plot.setup.parity):
-        plot.say(plot.chance.choice(("die", "away")), ENVIRONMENT, device=other)
+        plot.say("away", ENVIRONMENT, device=other)  # nothing dies that has a last copy
     plot.say("get", plot.other, key="k0")
 
 

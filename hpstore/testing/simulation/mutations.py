@@ -17,6 +17,7 @@ from hpstore.objects import conditional, horizon, remove, repair, resolve, surve
 from hpstore.objects.columnset import ColumnSet, ColumnWriter
 from hpstore.objects.store import Store
 from hpstore.objects.survey import Verdict
+from hpstore.records import PoolRecord
 from hpstore.testing.simulation import machinery
 
 Exchange = Callable[[Any, str, object], None]  # module or class, name, what it is instead
@@ -67,11 +68,23 @@ def _no_fence(exchange: Exchange) -> None:
 
 
 def _no_holds(exchange: Exchange) -> None:
-    """r05, evictions: membership changes and repairs exclude no other process, and a change is
-    stored whatever the membership is by then."""
+    """r05, evictions: membership changes exclude no other process, and an eviction is stored on the
+    newest membership, whatever it was judged on."""
     exchange(KeptHold, "take", _nothing)
     exchange(KeptHold, "keep", _nothing)
-    exchange(membership, "_require_successor", _nothing)
+    before = membership.commit_record
+
+    def commit_record(store: Store, new: PoolRecord, *rest: Any, **named: Any) -> None:
+        known = {gone.device_id for gone in store.view.record.evicted}
+        leaving = [gone for gone in new.evicted if gone.device_id not in known]
+        store.refresh()
+        for gone in leaving:
+            new = membership.without_member(
+                store.view.record, gone.device_id, gone.state, gone.since_ms
+            )
+        before(store, new, *rest, **named)
+
+    exchange(changes, "commit_record", commit_record)
 
 
 def _no_generation(exchange: Exchange) -> None:
