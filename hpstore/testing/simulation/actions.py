@@ -14,6 +14,7 @@ from hpstore.pool import Pool
 from hpstore.testing.simulation.machinery import SimulatedDevice
 from hpstore.testing.simulation.oracle import ABSENT, OPEN, KeyHistory, Write
 from hpstore.testing.simulation.schedule import Setup, Turn
+from hpstore.testing.simulation.snapshots import Snapshot
 from hpstore.testing.simulation.witness import newest_readable, not_durable, unreadable
 from hpstore.testing.simulation.world import Endless, Process, World
 from hpstore.units import MIB
@@ -62,6 +63,15 @@ class Scene:
         self.dead: set[str] = set()  # devices that never come back
         self.wiped: set[str] = set()
         self.values = 0
+        self.snapshots: dict[str, Snapshot] = {}
+        self.stale: set[str] = set()  # devices that went back to one
+        self.spoiled: set[str] = set()  # keys of which nothing but their bytes is promised
+
+    def spoil(self, swept: bool) -> None:
+        """A device went back to a snapshot. Where a sweep came in between (`swept`), tombstones are
+        gone that would speak against what the device holds again (PROTOCOL 12)."""
+        if swept:
+            self.spoiled |= {k for k, h in self.histories.items() if h.torn or h.deletes}
 
     def history(self, key: str) -> KeyHistory:
         """Of a key."""
@@ -127,7 +137,11 @@ class Scene:
             if data != content(value, self.sizes.get(value, -1)):
                 self.find("wrong bytes", f"{key}: {data[:40]!r}... of {len(data)} bytes")
                 return -1
-        problem = None if blind else self.history(key).judge(value, began, self.event())
+        problem = (
+            None
+            if blind or key in self.spoiled
+            else self.history(key).judge(value, began, self.event())
+        )
         if problem is not None:
             self.find("wrong version", problem)
         return value
@@ -396,7 +410,8 @@ class Client:
         busy = any(not history.quiet for history in scene.histories.values())
         if report.whole and not pool.record.unhealed() and not busy:
             members = {m.url for m in pool.record.members}
-            scene.lost = {u for u in scene.lost if u in members} | scene.flipped
+            scene.lost = {u for u in scene.lost - scene.stale if u in members} | scene.flipped
+            scene.stale.clear()
             scene.world.trouble = set(scene.lost)
 
     def scrub(self, turn: Turn) -> None:

@@ -120,7 +120,7 @@ def _draw_taste(chance: random.Random, theme: str) -> _Taste:
         faults[name] *= chance.choice((0.0, 0.3, 1.0, 1.0, 4.0))
     events = {"away": 3.0, "back": 3.0, "wipe": 0.6, "die": 0.8, "flip": 0.8, "full": 0.4,
               "roomy": 0.4, "read_only": 0.4, "writable": 0.4, "sleep": 2.0, "clock": 1.0,
-              "power": 0.5, "kill": 1.0}  # fmt: skip
+              "power": 0.5, "kill": 1.0, "snapshot": 0.7, "restore": 0.7}  # fmt: skip
     for name in list(events):
         events[name] *= chance.choice((0.0, 1.0, 1.0, 3.0))
     for name, weight in THEMES.get(theme, {}).items():

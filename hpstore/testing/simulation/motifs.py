@@ -157,9 +157,35 @@ def resurrecting(plot: Plot) -> None:
     plot.say("get", plot.other, key="k0")
 
 
+def outdated(plot: Plot) -> None:
+    """A device goes back to a snapshot while its pool goes on (docs/protocol.md, "Snapshots")."""
+    key = plot.chance.choice(("k0", "k0", "c0"))
+    put = "put" if key == "k0" else "put_version"
+    device = plot.chance.randrange(plot.setup.devices)
+    if plot.maybe(0.8):
+        plot.say(put, plot.writer, key=key)
+    plot.say("snapshot", ENVIRONMENT, device=device)
+    for _ in range(1 + plot.chance.randrange(3)):
+        actions = [put, put, "rebuild", "scrub", "evict", "readmit"]
+        action = plot.chance.choice([*actions, *(["delete", "delete"] if key == "k0" else [])])
+        plot.say(action, plot.writer, key=key if action in (put, "delete") else "")
+    if plot.maybe(0.2):
+        plot.say("sleep", ENVIRONMENT, seconds=_TWO_HOURS)
+        plot.say("scrub", plot.other)
+    plot.say("restore", ENVIRONMENT, device=device)
+    if plot.setup.parity > 1 and plot.maybe(0.5):
+        plot.say("away", ENVIRONMENT, device=plot.chance.randrange(plot.setup.devices))
+    for _ in range(1 + plot.chance.randrange(3)):
+        action = plot.chance.choice(("get", put, "settle", "rebuild", "scrub", "list"))
+        keyed = action in ("get", put, "settle")
+        plot.say(action, plot.chance.choice((plot.other, plot.writer)), key=key if keyed else "")
+    plot.say("get", plot.other, key=key)
+
+
 MOTIFS: dict[str, Callable[[Plot], None]] = {
     "forgotten": forgotten, "drained": drained, "owing": owing, "blinded": blinded,
     "thinned": thinned, "contending": contending, "resurrecting": resurrecting,
+    "outdated": outdated,
 }  # fmt: skip
 
 __all__ = ["MOTIFS"]

@@ -101,6 +101,11 @@ class KeyHistory:
         return any(w.acknowledged == OPEN and not w.refused for w in self.writes)
 
     @property
+    def deletes(self) -> bool:
+        """Whether it was ever deleted, or may have been."""
+        return any(w.value == ABSENT and not w.refused for w in self.writes[1:])
+
+    @property
     def quiet(self) -> bool:
         """No write is under way or may take effect yet."""
         return all(write.ended < OPEN for write in self.writes)

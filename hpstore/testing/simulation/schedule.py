@@ -80,7 +80,7 @@ class Turn:
 
 DEVICE_ACTIONS = frozenset(
     {"evict", "drain", "begin_drain", "add", "readmit", "away", "back", "wipe", "die", "flip",
-     "full", "roomy", "read_only", "writable"}
+     "full", "roomy", "read_only", "writable", "snapshot", "restore"}
 )  # fmt: skip
 
 
