@@ -13,6 +13,7 @@ from hpstore.errors import HpstoreError, MembershipError, ObjectNotFound, Versio
 from hpstore.pool import Pool
 from hpstore.testing.simulation.machinery import SimulatedDevice
 from hpstore.testing.simulation.oracle import ABSENT, OPEN, KeyHistory, Write
+from hpstore.testing.simulation.run_history import RunHistory
 from hpstore.testing.simulation.schedule import Setup, Turn
 from hpstore.testing.simulation.snapshots import Snapshot
 from hpstore.testing.simulation.witness import newest_readable, not_durable, unreadable
@@ -63,6 +64,8 @@ class Scene:
         self.dead: set[str] = set()  # devices that never come back
         self.wiped: set[str] = set()
         self.values = 0
+        self.run_history = RunHistory(keep_last=world.setup.keep_last)
+        self.run_bytes = 5_000  # of what a step saves
         self.snapshots: dict[str, Snapshot] = {}
         self.stale: set[str] = set()  # devices that went back to one
         self.spoiled: set[str] = set()  # keys of which nothing but their bytes is promised
@@ -153,6 +156,7 @@ class Client:
     def __init__(self, scene: Scene, process: Process, place: str) -> None:
         self.scene, self.process, self.place = scene, process, place
         self.pool: Pool | None = None
+        self.checkpointer: object = None  # of that pool
         self.seen: dict[str, tuple[str, int]] = {}  # key -> version and value, as it last knew
 
     def run(self, turn: Turn) -> None:
@@ -161,6 +165,7 @@ class Client:
         began = scene.event()
         try:
             if self.pool is None:
+                self.checkpointer = None
                 self.pool = self._open(turn)
             ACTIONS[turn.action](self, turn)
             scene.world.note(f"{self.process.name} has done {turn.action} {turn.key}")
@@ -183,13 +188,14 @@ class Client:
         """The write of this turn, if any, has ended, but for calls that hang."""
         for history in self.scene.histories.values():
             for write in history.writes:
-                if write.called > began and write.ended == OPEN and write.who == self._who:
+                if write.called > began and write.ended == OPEN and write.who == self.who:
                     self.scene.unended.append((self.process, write))
         self.scene.close_ended()
 
     @property
-    def _who(self) -> str:
+    def who(self) -> str:
         turn = self.process.turn
+        """Who does what it does now."""
         return f"{self.process.name} in turn {turn.number if turn else -1}"
 
     def _open(self, turn: Turn) -> Pool:
@@ -222,14 +228,16 @@ class Client:
     @property
     def blind(self) -> bool:
         """Whether more is unknown to this turn than is survived, by weight: an open pool that has
-        lost more than m devices may serve what is older than what it cannot see."""
+        lost more than m devices may serve what is older than what it cannot see. A device that went
+        back to a snapshot counts as one that is gone, and the pool does not know that it is."""
         view = self.open_pool._store.view
-        silent = {m.device_id for m in view.members() if m.url in self.process.silent}
+        bad = self.process.silent | self.scene.stale
+        silent = {m.device_id for m in view.members() if m.url in bad}
         record = view.record
         return record.weight(view.missing | silent | record.unhealed()) > record.parity
 
     def _write(self, turn: Turn, value: int, expected: int | None) -> Write:
-        write = Write(value, self.scene.event(), expected=expected, who=self._who)
+        write = Write(value, self.scene.event(), expected=expected, who=self.who)
         self.scene.history(turn.key).writes.append(write)
         return write
 
@@ -253,6 +261,8 @@ class Client:
             write.refused = self.process.counts["publish"] == published
             raise
         write.acknowledged = write.ended = scene.event()
+        if expected is not None and self.blind:
+            scene.spoiled.add(turn.key)  # it may have met its condition with an older version
         write.tolerates = info.losses_tolerated
         self.seen[turn.key] = (info.version, value)
         problem = not_durable(scene.world.devices, scene.lost - lost_before, turn.key, info)
@@ -301,7 +311,7 @@ class Client:
             data: bytes | None = self.open_pool.get(turn.key)
         except ObjectNotFound as error:
             data, deleted = None, "was deleted" in str(error)
-        blind = self.blind and (data is not None or deleted)
+        blind = self.blind and (data is not None or deleted or bool(self.scene.stale))
         value = self.scene.judge(turn.key, data, began, blind=blind)
         self.scene.world.note(f"{self.process.name} read {turn.key}: {value}")
 
@@ -315,7 +325,8 @@ class Client:
         except ObjectNotFound:
             write.refused = self.process.counts["publish"] == published
             write.ended = self.scene.event()
-            self.scene.judge(turn.key, None, began)
+            blind = self.blind and bool(self.scene.stale)
+            self.scene.judge(turn.key, None, began, blind=blind)
             return
         except EXPECTED:
             write.refused = self.process.counts["publish"] == published
@@ -431,12 +442,18 @@ class Client:
         """Look at the membership."""
         self.open_pool.refresh()
 
+    def checkpoint(self, turn: Turn) -> None:
+        """What a trainer does: it saves, restores, or collects what dead saves have left."""
+        from hpstore.testing.simulation import checkpoint_turns  # which needs torch
+
+        getattr(checkpoint_turns, turn.action)(self, turn)
+
 
 ACTIONS: dict[str, Callable[[Client, Turn], None]] = {
     name: getattr(Client, name)
     for name in ("put", "put_absent", "put_version", "get", "delete", "settle", "list", "stat",
                  "evict", "drain", "begin_drain", "add", "readmit", "rebuild", "scrub",
                  "rebalance", "reopen", "refresh")
-}  # fmt: skip
+} | dict.fromkeys(("save", "restore", "collect"), Client.checkpoint)  # fmt: skip
 
 __all__ = ["ACTIONS", "EXPECTED", "Client", "Finding", "Scene", "content", "settings_of"]

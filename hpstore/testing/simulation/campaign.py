@@ -140,8 +140,9 @@ def _explain(options: argparse.Namespace, found: Found) -> None:
 
 def replay(path: Path, options: argparse.Namespace) -> int:
     """Run a kept schedule and print its trace."""
-    with installed(), mutated(options.mutation):
-        outcome = run(Schedule.from_json(path.read_text()))
+    schedule = Schedule.from_json(path.read_text())
+    with installed(checkpoints=schedule.saves), mutated(options.mutation):
+        outcome = run(schedule)
     _say(f"{outcome.schedule}\n\n" + "\n".join(outcome.trace))
     _say("\n".join(map(str, outcome.findings)) or "no finding")
     return 1 if outcome.findings else 0

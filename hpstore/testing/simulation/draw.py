@@ -22,6 +22,7 @@ _CALM = {"put": 8, "get": 4, "delete": 2, "settle": 2, "rebuild": 4, "scrub": 2,
          "stat": 1, "reopen": 1, "refresh": 1}  # fmt: skip
 _MEMBERS = {"evict": 3, "drain": 2, "begin_drain": 1, "add": 2, "readmit": 3, "rebalance": 1}
 _CONDITIONAL = {"put_absent": 5, "put_version": 5}
+_CHECKPOINTS = {"save": 10, "restore": 6, "collect": 4}
 _PLACES = ("publish", "publish", "publish", "publish", "delete", "retire", "create", "sync",
            "sync_directory", "write_small", "list", "stamp", "open", "read", "read_small", "*",
            "*")  # fmt: skip
@@ -66,7 +67,7 @@ def draw(seed: int, processes: int = 0) -> Schedule:
     if chance.random() < 0.6:
         plot = Plot(chance, setup, taste.sizes)
         beginnings = {**PLOTS, **MOTIFS}
-        beginnings[chance.choice((*PLOTS, "overtaken", *MOTIFS))](plot)
+        beginnings[chance.choice((*PLOTS, "overtaken", *MOTIFS, "saving"))](plot)
         turns, count = plot.turns, len(plot.turns) + chance.choice((0, 0, 1, 2, 4))
         setup = plot.setup
     for key in taste.keys if not turns else ():
@@ -111,6 +112,8 @@ def _draw_taste(chance: random.Random, theme: str) -> _Taste:
         keys = [*keys[:1], "c0"] if chance.random() < 0.5 else ["c0"]
     if chance.random() < 0.55:
         actions |= _MEMBERS
+    if chance.random() < 0.12:
+        actions |= _CHECKPOINTS
     for name in list(actions):  # some are left out, some are frequent
         roll = chance.random()
         actions[name] *= 0.0 if roll < 0.2 and name != "put" else 4.0 if roll > 0.85 else 1.0

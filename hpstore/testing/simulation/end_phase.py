@@ -16,6 +16,7 @@ from hpstore.pool import Pool
 from hpstore.records import DeviceState
 from hpstore.testing.simulation.actions import EXPECTED, Scene
 from hpstore.testing.simulation.oracle import ABSENT, OPEN, linearizable
+from hpstore.testing.simulation.run_history import PREFIX
 from hpstore.testing.simulation.schedule import Schedule, Turn
 from hpstore.testing.simulation.world import World
 
@@ -59,6 +60,7 @@ def _heal_and_look(scene: Scene, world: World, schedule: Schedule) -> None:
     _check_conditional(scene, values)
     _check_list(scene, pool, values)
     _check_redundancy(scene, pool, values, whole=whole)
+    _checkpoints(scene, pool, "after the rebuild")
     pool.close()
     if scene.findings:
         return
@@ -68,6 +70,7 @@ def _heal_and_look(scene: Scene, world: World, schedule: Schedule) -> None:
     pool = scene.open(world.observer, "run")
     pool.scrub(resume=False)
     _same(scene, _read_all(scene, pool, "after the horizon and a scrub"), values, "the scrub")
+    _checkpoints(scene, pool, "after the scrub", garbage=True)
     pool.close()
     if not scene.findings:
         _lose_some(scene, world, values, chance, torn=False)
@@ -156,7 +159,7 @@ def _check_conditional(scene: Scene, values: dict[str, int]) -> None:
 
 
 def _check_list(scene: Scene, pool: Pool, values: dict[str, int]) -> None:
-    found = pool.list(certain=True)
+    found = [key for key in pool.list(certain=True) if not key.startswith(f"{PREFIX}/")]
     there = sorted(key for key, value in values.items() if value != ABSENT)
     if found != there:
         scene.find("wrong list", f"{found}, and {there} can be read")
@@ -185,10 +188,22 @@ def _lose_some(
         with scene.open(world.observer, "run", read_only=True) as pool:
             found = _read_all(scene, pool, f"without {gone}", torn=torn)
             _same(scene, found, {key: values[key] for key in found}, f"the loss of {gone}")
+            if not torn:
+                _checkpoints(scene, pool, f"without {gone}")
     except EXPECTED as error:
         scene.find("does not open", f"without {gone}: {type(error).__name__}: {error}")
     for url in gone:
         world.devices[url].missing = False
+
+
+def _checkpoints(scene: Scene, pool: Pool, when: str, *, garbage: bool = False) -> None:
+    if not scene.run_history.saves or scene.findings:
+        return
+    from hpstore.testing.simulation import checkpoint_turns  # which needs torch
+
+    checkpoint_turns.check_at_end(scene, pool, when)
+    if garbage and not scene.findings:
+        checkpoint_turns.check_nothing_left(scene, pool)
 
 
 def _same(scene: Scene, found: dict[str, int], values: dict[str, int], after: str) -> None:

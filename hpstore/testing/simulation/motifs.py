@@ -182,10 +182,43 @@ def outdated(plot: Plot) -> None:
     plot.say("get", plot.other, key=key)
 
 
+def saving(plot: Plot) -> None:
+    """Saves of checkpoints that are held up, die or fail, beside saves, restores and collections of
+    other processes (PROTOCOL 18, 19)."""
+    plot.setup = replace(plot.setup, keep_last=plot.chance.choice((1, 2, 2)))
+    for _ in range(plot.chance.choice((1, 2, 3))):
+        plot.say("save", plot.writer, device=0)
+    if plot.maybe(0.3):
+        plot.say("collect", plot.other)
+    at = len(plot.turns)
+    where, most = plot.chance.choice((("publish", 30), ("publish", 30), ("create", 20), ("*", 700),
+                                      ("*", 300), ("retire", 8), ("list", 40)))  # fmt: skip
+    kind = plot.chance.choice(("pause", "pause", "pause", "crash", "crash", "error", "power"))
+    fault = Fault(kind=kind, where=where, nth=1 + plot.chance.randrange(most), until=0, firm=True,
+                  after=plot.maybe(0.4), error="EIO" if kind == "error" else "",
+                  times=plot.chance.choice((1, 20)) if kind == "error" else 1)  # fmt: skip
+    what = plot.chance.choice(("save", "save", "save", "restore", "collect"))
+    plot.say(what, plot.writer, fault, device=0)
+    for _ in range(1 + plot.chance.randrange(4)):
+        action = plot.chance.choice(("save", "save", "restore", "collect", "collect", "sleep"))
+        if action == "sleep":
+            plot.say("sleep", ENVIRONMENT, seconds=plot.chance.choice((60.0, 1000.0, _TWO_HOURS)))
+        else:
+            plot.say(action, plot.other, device=plot.chance.randrange(4))
+    if kind == "pause":
+        plot.until(at)
+    if plot.maybe(0.4):
+        plot.say("save", plot.chance.choice((plot.writer, plot.other)), device=0)
+    gone = plot.chance.sample(range(plot.setup.devices), plot.setup.parity)
+    for device in gone if plot.maybe(0.3) else ():
+        plot.say("away", ENVIRONMENT, device=device)
+    plot.say("restore", plot.other)
+
+
 MOTIFS: dict[str, Callable[[Plot], None]] = {
     "forgotten": forgotten, "drained": drained, "owing": owing, "blinded": blinded,
     "thinned": thinned, "contending": contending, "resurrecting": resurrecting,
-    "outdated": outdated,
+    "outdated": outdated, "saving": saving,
 }  # fmt: skip
 
 __all__ = ["MOTIFS"]

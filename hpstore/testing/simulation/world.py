@@ -73,6 +73,9 @@ class Process:
         self.world, self.name = world, name
         self.clock = ProcessClock(world, self, offset_ms, drift)
         self.dead = False
+        world.births += 1
+        self.born = world.births  # no other process is this one, whatever its name
+        self.later: list[Any] = []  # threads of its operation that run when it waits for them
         self.turn: Turn | None = None
         self.fiber: Fiber | None = None
         self.counts: Counter[str] = Counter()
@@ -192,6 +195,7 @@ class World:
         self.now = 0.0
         self.steps = 0
         self.turn_id = 0
+        self.births = 0
         self.hidden = ""  # differs from run to run, and is left out of the trace
         self.trace: list[str] = []
         self.pairs: Counter[tuple[str, str]] = Counter()  # (action, fault)
