@@ -16,7 +16,7 @@ from hpstore.testing.simulation.oracle import ABSENT, OPEN, KeyHistory, Write
 from hpstore.testing.simulation.run_history import RunHistory
 from hpstore.testing.simulation.schedule import Setup, Turn
 from hpstore.testing.simulation.snapshots import Snapshot
-from hpstore.testing.simulation.witness import newest_readable, not_durable, unreadable
+from hpstore.testing.simulation.witness import newest_readable, not_durable, unreadable, weight
 from hpstore.testing.simulation.world import Endless, Process, World
 from hpstore.units import MIB
 
@@ -204,7 +204,7 @@ class Client:
         except EXPECTED as error:
             scene = self.scene
             bad = scene.away() | scene.lost
-            if len(bad) <= scene.config_parity and not turn.faults:
+            if weight(scene.world.devices, bad) <= scene.config_parity and not turn.faults:
                 scene.find("does not open", f"{type(error).__name__}: {error}")
             raise
 
@@ -214,7 +214,8 @@ class Client:
         if turn.action != "get" or turn.faults or isinstance(error, ObjectNotFound):
             return
         history, parity = scene.history(turn.key), scene.config_parity
-        if history.readable(parity) and len(scene.world.trouble | scene.away()) <= parity:
+        bad = weight(scene.world.devices, scene.world.trouble | scene.away())
+        if history.readable(parity) and bad <= parity:
             scene.find("not readable", f"get of {turn.key}: {type(error).__name__}: {error}")
 
     # --- actions ----------------------------------------------------------------------------

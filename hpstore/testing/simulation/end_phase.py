@@ -12,12 +12,14 @@ from functools import partial
 
 from hpstore.devices.wrappers import SimulatedCrash
 from hpstore.errors import HpstoreError, MembershipError, ObjectNotFound
+from hpstore.placement import placeable
 from hpstore.pool import Pool
 from hpstore.records import DeviceState
 from hpstore.testing.simulation.actions import EXPECTED, Scene
 from hpstore.testing.simulation.oracle import ABSENT, OPEN, linearizable
 from hpstore.testing.simulation.run_history import PREFIX
 from hpstore.testing.simulation.schedule import Schedule, Turn
+from hpstore.testing.simulation.witness import newest_record, weight
 from hpstore.testing.simulation.world import World
 
 REBUILDS = 4  # in a row, until all is whole
@@ -117,6 +119,11 @@ def _rebuild(scene: Scene, pool: Pool) -> bool:
         report = pool.rebuild(include_missing=True, everything=True)
         if report.whole:
             return True
+        staying = [m for m in pool.record.members if m.state is DeviceState.ONLINE]
+        room = placeable([m.domain for m in staying], pool.record.spread)
+        if report.stuck and not report.failed and not report.waiting and room > pool.parity:
+            scene.find("does not heal", f"{report.stuck} are stuck; {room} columns have a place")
+            return False
         if report.stuck or report.failed:  # failure domains may lack, too: an operator adds one
             pool.add_device(f"memory://spare{number}")
     lost = sorted(report.unreadable.items()) or sorted(report.failed.items())
@@ -181,6 +188,8 @@ def _lose_some(
     m devices gone may have been acknowledged for all a read can see: it may refuse (rule 7)."""
     answering = sorted(url for url, d in world.devices.items() if not d.missing)
     gone = chance.sample(answering, min(world.setup.parity, len(answering)))
+    if world.setup.domains and chance.random() < 0.5:
+        gone = _domains_lost(world, chance) or gone
     for url in gone:
         world.devices[url].missing = True
     world.note(f"gone: {gone}")
@@ -194,6 +203,20 @@ def _lose_some(
         scene.find("does not open", f"without {gone}: {type(error).__name__}: {error}")
     for url in gone:
         world.devices[url].missing = False
+
+
+def _domains_lost(world: World, chance: random.Random) -> list[str]:
+    """Members of as many whole failure domains as weigh at most m (PROTOCOL 14)."""
+    record = newest_record(world.devices)
+    if record is None or record.spread is None:
+        return []
+    gone: list[str] = []
+    domains = sorted({member.domain for member in record.members})
+    for domain in chance.sample(domains, len(domains)):
+        more = [m.url for m in record.members if m.domain == domain]
+        if weight(world.devices, [*gone, *more]) <= record.parity:
+            gone += more
+    return gone
 
 
 def _checkpoints(scene: Scene, pool: Pool, when: str, *, garbage: bool = False) -> None:

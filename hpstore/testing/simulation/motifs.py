@@ -182,6 +182,27 @@ def outdated(plot: Plot) -> None:
     plot.say("get", plot.other, key=key)
 
 
+def housed(plot: Plot) -> None:
+    """All devices of a failure domain go while the pool is used (PROTOCOL 3, 14)."""
+    _pool(plot, ((1, 1), (2, 1), (1, 2), (2, 2), (4, 2)), 1, 2, 3)
+    domains = plot.chance.choice((3, 3, 4))
+    plot.setup = replace(plot.setup, domains=domains)
+    plot.say("put", plot.writer, key="k0")
+    lost = plot.chance.randrange(domains)
+    gone = [device for device in range(plot.setup.devices) if device % domains == lost]
+    for device in gone:
+        plot.say("away", ENVIRONMENT, device=device)
+    for _ in range(1 + plot.chance.randrange(3)):
+        action = plot.chance.choice(("get", "reopen", "put", "delete", "rebuild", "list", "drain",
+                                     "evict"))  # fmt: skip
+        keyed = action in ("get", "put", "delete")
+        plot.say(action, plot.chance.choice((plot.writer, plot.other)), key="k0" if keyed else "")
+    for device in gone:
+        plot.say(plot.chance.choice(("back", "back", "die")), ENVIRONMENT, device=device)
+    plot.say(plot.chance.choice(("rebuild", "drain", "scrub")), plot.other)
+    plot.say("get", plot.other, key="k0")
+
+
 def saving(plot: Plot) -> None:
     """Saves of checkpoints that are held up, die or fail, beside saves, restores and collections of
     other processes (PROTOCOL 18, 19)."""
@@ -218,7 +239,7 @@ def saving(plot: Plot) -> None:
 MOTIFS: dict[str, Callable[[Plot], None]] = {
     "forgotten": forgotten, "drained": drained, "owing": owing, "blinded": blinded,
     "thinned": thinned, "contending": contending, "resurrecting": resurrecting,
-    "outdated": outdated, "saving": saving,
+    "outdated": outdated, "saving": saving, "housed": housed,
 }  # fmt: skip
 
 __all__ = ["MOTIFS"]

@@ -19,8 +19,8 @@ from hpstore.objects.store import Store
 from hpstore.objects.survey import Verdict
 from hpstore.records import PoolRecord
 from hpstore.testing.simulation import machinery
+from hpstore.testing.simulation.checkpoint_mutations import CHECKPOINT_MUTATIONS, Exchange
 
-Exchange = Callable[[Any, str, object], None]  # module or class, name, what it is instead
 Mutation = Callable[[Exchange], None]
 
 
@@ -196,6 +196,7 @@ MUTATIONS: dict[str, Mutation] = {
     "keeps-all": _keeps_all,
     "evicts-blindly": _evicts_blindly,
     "scrubs-names-only": _repairs_names_only,
+    **CHECKPOINT_MUTATIONS,
 }
 
 

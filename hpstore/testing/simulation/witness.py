@@ -25,17 +25,32 @@ def columns_on(devices: Devices, *, durable: bool = False) -> Iterator[tuple[str
                 yield url, directory, found
 
 
-def members_by_record(devices: Devices) -> set[str] | None:
-    """The members of the newest record, where it is certain: m + 1 devices have it."""
+def newest_record(devices: Devices) -> PoolRecord | None:
+    """The newest membership, where it is certain: m + 1 devices have it."""
     records = []
     for url, device in devices.items():
         file = device._durable_names.get(POOL_FILE)
         if file is not None:
             records.append(PoolRecord.decode(bytes(file.bytes), where=url))
     newest = max(records, key=lambda record: record.order, default=None)
-    if newest is None or records.count(newest) <= newest.parity:
-        return None
-    return {member.url for member in newest.members}
+    return newest if newest is not None and records.count(newest) > newest.parity else None
+
+
+def members_by_record(devices: Devices) -> set[str] | None:
+    """The members of the newest record, where it is certain."""
+    record = newest_record(devices)
+    return None if record is None else {member.url for member in record.members}
+
+
+def weight(devices: Devices, urls: Collection[str]) -> int:
+    """How many columns of an object can be on these devices: by failure domain as far as the newest
+    record bounds that, one each for what is no member."""
+    record = newest_record(devices)
+    if record is None:
+        return len(urls)
+    members = {member.url: member.device_id for member in (*record.evicted, *record.members)}
+    known = [members[url] for url in urls if url in members]
+    return record.weight(known) + len(urls) - len(known)
 
 
 def unreadable(devices: Devices, *, without: Collection[str], before: Collection[str]) -> bool:
@@ -91,4 +106,5 @@ def not_durable(devices: Devices, lost: Collection[str], key: str, info: ObjectI
     return ""
 
 
-__all__ = ["columns_on", "members_by_record", "newest_readable", "not_durable", "unreadable"]
+__all__ = ["columns_on", "members_by_record", "newest_readable", "newest_record", "not_durable",
+           "unreadable", "weight"]  # fmt: skip
