@@ -66,6 +66,13 @@ def _lists_once(exchange: Exchange) -> None:
              lambda ranks, steps, *rest: before(ranks, Once(steps), *rest))  # type: ignore[arg-type]  # fmt: skip
 
 
+def _stops_at_gone_steps(exchange: Exchange) -> None:
+    """Rule 19: a restore fails where retention has taken the manifest of the step that it tries."""
+    from hpstore.checkpoint import restorer
+
+    exchange(restorer, "_manifest", lambda steps, step, *, listed: steps.manifest(step))
+
+
 def _restores_older(exchange: Exchange) -> None:
     """A restore takes the step before the newest."""
     from hpstore.checkpoint import restorer
@@ -111,6 +118,7 @@ CHECKPOINT_MUTATIONS: dict[str, Callable[[Exchange], None]] = {
     "ignores-notes": _ignores_notes,
     "no-withdrawal": _no_withdrawal,
     "lists-once": _lists_once,
+    "stops-at-gone-steps": _stops_at_gone_steps,
     "restores-older": _restores_older,
     "segments-first": _segments_first,
     "refers-blindly": _refers_blindly,
