@@ -37,7 +37,7 @@ def restore_together(
     tried: set[int] = set()
     while (candidate := _next(ranks, steps, step, tried)) is not None:
         tried.add(candidate)
-        found = _try(ranks, steps, state, candidate, how, touched)
+        found = _try(ranks, steps, state, candidate, how, touched, listed=step is None)
         if not isinstance(found, Exception):
             _warn_of_parts(found[1])
             return found
@@ -97,8 +97,9 @@ def _agreed_steps(ranks: Ranks, steps: Steps) -> list[int]:
 
 
 def _try(
-    ranks: Ranks, steps: Steps, state: State, step: int, how: RestoreOptions, touched: set[str]
-) -> tuple[Manifest, RestoreReport] | Exception:
+    ranks: Ranks, steps: Steps, state: State, step: int, how: RestoreOptions, touched: set[str],
+    *, listed: bool,
+) -> tuple[Manifest, RestoreReport] | Exception:  # fmt: skip
     """Restore one step; what went wrong on any rank, when it can be passed over."""
     error: Exception | None = None
     tree: Any = None
@@ -106,7 +107,7 @@ def _try(
     try:
         if ranks.leads:
             steps.settle(step)
-        manifest = steps.manifest(step)
+        manifest = _manifest(steps, step, listed=listed)
         tree = manifest.tree
         if ranks.world > 1:
             tree, left = pruned(tree, state)
@@ -126,6 +127,17 @@ def _try(
     if outcome is not None or done is None:
         return outcome or IntegrityError(f"step {step} was not restored")
     return manifest, done
+
+
+def _manifest(steps: Steps, step: int, *, listed: bool) -> Manifest:
+    """A step's manifest. Raises ObjectNotFound, which can be passed over, for one that was `listed`
+    and is gone: retention of another process took it for a newer step (PROTOCOL 19)."""
+    try:
+        return steps.manifest(step)
+    except CheckpointError as error:
+        if listed and isinstance(error.__cause__, ObjectNotFound):
+            raise error.__cause__ from error
+        raise
 
 
 def _agree(

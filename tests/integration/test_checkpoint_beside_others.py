@@ -47,11 +47,12 @@ def save(ckpt: Checkpointer, step: int) -> None:
     ckpt.wait()
 
 
-@pytest.mark.parametrize("how", ["restore", "latest_valid"])
+@pytest.mark.parametrize("how", ["restore", "manifest", "latest_valid"])
 def test_a_step_that_retention_takes_gives_way_to_a_newer_one(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """r06, PROTOCOL 8 and 19: never back to a kept older step while newer ones are committed."""
+    """r06, PROTOCOL 8 and 19: never back to a kept older step while newer ones are committed. Also
+    when the manifest itself is gone between the listing and the look at it."""
     with harness.open() as pool, harness.open(read_only=True) as other:
         trainer = Checkpointer(pool, "run", keep_last=1, keep_every=100, rng=False)
         save(trainer, 100)
@@ -73,6 +74,15 @@ def test_a_step_that_retention_takes_gives_way_to_a_newer_one(
                 return plain(*args)  # type: ignore[arg-type]
 
             monkeypatch.setattr(restorer, "restore_state", late)
+        elif how == "manifest":
+            settle = Steps.settle
+
+            def first(steps: Steps, step: int) -> None:
+                go_on()
+                settle(steps, step)
+
+            monkeypatch.setattr(Steps, "settle", first)
+        if how != "latest_valid":
             into = state(0.0)
             assert reader.restore(into) == 152
             assert (into["w"] == 152).all()

@@ -58,6 +58,7 @@ BROKEN = {
     "sweeps-without-raising": "swept-by-a-clock-ahead",
     "no-mark": "torn-by-a-clock-ahead",
     "own-clock-only": "torn-before-a-clock-behind",
+    "stops-at-gone-steps": "step-gone-before-it-is-read",
 }
 
 
@@ -67,7 +68,7 @@ def test_without_its_rule_what_was_found_is_found_again(mutation: str) -> None:
     path = Path(__file__).parent / "kept" / f"{BROKEN[mutation]}.json"
     done = command("--mutation", mutation, "--replay", str(path))
     assert done.returncode == 1, done.stdout[-4000:]
-    assert "wrong version" in done.stdout
+    assert "wrong version" in done.stdout or "not restored" in done.stdout
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

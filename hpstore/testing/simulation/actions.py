@@ -10,12 +10,13 @@ from hpstore.config import PoolConfig, Settings, load_config
 from hpstore.devices.base import Device
 from hpstore.devices.wrappers import SimulatedCrash
 from hpstore.errors import HpstoreError, MembershipError, ObjectNotFound, VersionConflict
-from hpstore.keys import Kind, Version, object_directory, parse_column_name
-from hpstore.objects.info import ObjectInfo, version_token
 from hpstore.pool import Pool
 from hpstore.testing.simulation.machinery import SimulatedDevice
 from hpstore.testing.simulation.oracle import ABSENT, OPEN, KeyHistory, Write
+from hpstore.testing.simulation.run_history import RunHistory
 from hpstore.testing.simulation.schedule import Setup, Turn
+from hpstore.testing.simulation.snapshots import Snapshot
+from hpstore.testing.simulation.witness import newest_readable, not_durable, unreadable, weight
 from hpstore.testing.simulation.world import Endless, Process, World
 from hpstore.units import MIB
 
@@ -63,6 +64,17 @@ class Scene:
         self.dead: set[str] = set()  # devices that never come back
         self.wiped: set[str] = set()
         self.values = 0
+        self.run_history = RunHistory(keep_last=world.setup.keep_last)
+        self.run_bytes = 5_000  # of what a step saves
+        self.snapshots: dict[str, Snapshot] = {}
+        self.stale: set[str] = set()  # devices that went back to one
+        self.spoiled: set[str] = set()  # keys of which nothing but their bytes is promised
+
+    def spoil(self, swept: bool) -> None:
+        """A device went back to a snapshot. Where a sweep came in between (`swept`), tombstones are
+        gone that would speak against what the device holds again (PROTOCOL 12)."""
+        if swept:
+            self.spoiled |= {k for k, h in self.histories.items() if h.torn or h.deletes}
 
     def history(self, key: str) -> KeyHistory:
         """Of a key."""
@@ -109,27 +121,17 @@ class Scene:
         lost = self.lost | {url}
         if len(lost) > self.config_parity:
             return False
-        columns: dict[tuple[str, tuple[Version, Kind, int, int]], dict[int, set[str]]] = {}
-        for place, device in self.world.devices.items():
-            for path in device.files:
-                directory, _, name = path.rpartition("/")
-                found = parse_column_name(name)
-                if found is not None and path.startswith("objects/"):
-                    held = columns.setdefault((directory, found.layout), {})
-                    held.setdefault(found.column, set()).add(place)
-        for (_, layout), held in columns.items():
-            needed = layout[2]  # its k
-            before = sum(bool(places - self.lost) for places in held.values())
-            if before >= needed > sum(bool(places - lost) for places in held.values()):
-                return False
+        if unreadable(self.world.devices, without=lost, before=self.lost):
+            return False
         self.lost.add(url)
         self.world.trouble.add(url)
         return True
 
     # --- reads ------------------------------------------------------------------------------
 
-    def judge(self, key: str, data: bytes | None, began: int) -> int:
-        """Hold a read that ended now against the history; returns the value."""
+    def judge(self, key: str, data: bytes | None, began: int, *, blind: bool = False) -> int:
+        """Hold a read that ended now against the history; returns the value. `blind`: more devices
+        are unknown than are survived, so it may be older than another one (PROTOCOL 7)."""
         self.close_ended()
         value = ABSENT
         if data is not None:
@@ -138,36 +140,14 @@ class Scene:
             if data != content(value, self.sizes.get(value, -1)):
                 self.find("wrong bytes", f"{key}: {data[:40]!r}... of {len(data)} bytes")
                 return -1
-        problem = self.history(key).judge(value, began, self.event())
+        problem = (
+            None
+            if blind or key in self.spoiled
+            else self.history(key).judge(value, began, self.event())
+        )
         if problem is not None:
             self.find("wrong version", problem)
         return value
-
-
-def not_durable(scene: Scene, key: str, info: ObjectInfo) -> str:
-    """What is wrong with a put that was acknowledged just now, past the code under test: there must
-    be durable columns for the losses that it is said to tolerate. "" where nothing is."""
-    columns: dict[tuple[Version, Kind, int, int], set[tuple[int, str]]] = {}
-    newest = ""
-    for url, device in scene.world.devices.items():
-        for path, file in device._durable_names.items():
-            directory, _, name = path.rpartition("/")
-            found = parse_column_name(name)
-            if found is None or directory != object_directory(key) or file.durable is None:
-                continue
-            token = version_token(*found.version.content)
-            newest = max(newest, token)
-            if token == info.version and url not in scene.lost:
-                columns.setdefault(found.layout, set()).add((found.column, url))
-    if newest > info.version:
-        return ""  # overtaken already
-    best = -1
-    for (_, kind, data, _), held in columns.items():
-        needed = data if kind is Kind.COLUMN else 1
-        best = max(best, min(len({c for c, _ in held}), len({u for _, u in held})) - needed)
-    if best < info.losses_tolerated - len(scene.lost):
-        return f"{info.losses_tolerated} losses are tolerated, it is said; by its files {best}"
-    return ""
 
 
 class Client:
@@ -176,6 +156,7 @@ class Client:
     def __init__(self, scene: Scene, process: Process, place: str) -> None:
         self.scene, self.process, self.place = scene, process, place
         self.pool: Pool | None = None
+        self.checkpointer: object = None  # of that pool
         self.seen: dict[str, tuple[str, int]] = {}  # key -> version and value, as it last knew
 
     def run(self, turn: Turn) -> None:
@@ -184,6 +165,7 @@ class Client:
         began = scene.event()
         try:
             if self.pool is None:
+                self.checkpointer = None
                 self.pool = self._open(turn)
             ACTIONS[turn.action](self, turn)
             scene.world.note(f"{self.process.name} has done {turn.action} {turn.key}")
@@ -206,13 +188,14 @@ class Client:
         """The write of this turn, if any, has ended, but for calls that hang."""
         for history in self.scene.histories.values():
             for write in history.writes:
-                if write.called > began and write.ended == OPEN and write.who == self._who:
+                if write.called > began and write.ended == OPEN and write.who == self.who:
                     self.scene.unended.append((self.process, write))
         self.scene.close_ended()
 
     @property
-    def _who(self) -> str:
+    def who(self) -> str:
         turn = self.process.turn
+        """Who does what it does now."""
         return f"{self.process.name} in turn {turn.number if turn else -1}"
 
     def _open(self, turn: Turn) -> Pool:
@@ -221,7 +204,7 @@ class Client:
         except EXPECTED as error:
             scene = self.scene
             bad = scene.away() | scene.lost
-            if len(bad) <= scene.config_parity and not turn.faults:
+            if weight(scene.world.devices, bad) <= scene.config_parity and not turn.faults:
                 scene.find("does not open", f"{type(error).__name__}: {error}")
             raise
 
@@ -231,7 +214,8 @@ class Client:
         if turn.action != "get" or turn.faults or isinstance(error, ObjectNotFound):
             return
         history, parity = scene.history(turn.key), scene.config_parity
-        if history.readable(parity) and len(scene.world.trouble | scene.away()) <= parity:
+        bad = weight(scene.world.devices, scene.world.trouble | scene.away())
+        if history.readable(parity) and bad <= parity:
             scene.find("not readable", f"get of {turn.key}: {type(error).__name__}: {error}")
 
     # --- actions ----------------------------------------------------------------------------
@@ -242,8 +226,19 @@ class Client:
         assert self.pool is not None
         return self.pool
 
+    @property
+    def blind(self) -> bool:
+        """Whether more is unknown to this turn than is survived, by weight: an open pool that has
+        lost more than m devices may serve what is older than what it cannot see. A device that went
+        back to a snapshot counts as one that is gone, and the pool does not know that it is."""
+        view = self.open_pool._store.view
+        bad = self.process.silent | self.scene.stale
+        silent = {m.device_id for m in view.members() if m.url in bad}
+        record = view.record
+        return record.weight(view.missing | silent | record.unhealed()) > record.parity
+
     def _write(self, turn: Turn, value: int, expected: int | None) -> Write:
-        write = Write(value, self.scene.event(), expected=expected, who=self._who)
+        write = Write(value, self.scene.event(), expected=expected, who=self.who)
         self.scene.history(turn.key).writes.append(write)
         return write
 
@@ -254,7 +249,7 @@ class Client:
         value = scene.values
         scene.sizes[value] = max(turn.size, 16)
         write = self._write(turn, value, expected)
-        published = self.process.counts["publish"]
+        published, lost_before = self.process.counts["publish"], set(scene.lost)
         try:
             info = self.open_pool.put(
                 turn.key, content(value, scene.sizes[value]),
@@ -267,9 +262,11 @@ class Client:
             write.refused = self.process.counts["publish"] == published
             raise
         write.acknowledged = write.ended = scene.event()
+        if expected is not None and self.blind:
+            scene.spoiled.add(turn.key)  # it may have met its condition with an older version
         write.tolerates = info.losses_tolerated
         self.seen[turn.key] = (info.version, value)
-        problem = not_durable(scene, turn.key, info)
+        problem = not_durable(scene.world.devices, scene.lost - lost_before, turn.key, info)
         if problem:
             scene.find("not durable", f"value {value} of {turn.key}: {problem}")
         scene.world.note(f"{self.process.name} put of {turn.key} value {value} acknowledged")
@@ -304,18 +301,19 @@ class Client:
         except ObjectNotFound:
             self.scene.judge(turn.key, None, began)
             return
-        value = self.scene.judge(turn.key, bytes(data), began)
+        value = self.scene.judge(turn.key, bytes(data), began, blind=self.blind)
         if same:
             self.seen[turn.key] = (version, value)
 
     def get(self, turn: Turn) -> None:
         """Read a key."""
-        began = self.scene.event()
+        began, deleted = self.scene.event(), False
         try:
             data: bytes | None = self.open_pool.get(turn.key)
-        except ObjectNotFound:
-            data = None
-        value = self.scene.judge(turn.key, data, began)
+        except ObjectNotFound as error:
+            data, deleted = None, "was deleted" in str(error)
+        blind = self.blind and (data is not None or deleted or bool(self.scene.stale))
+        value = self.scene.judge(turn.key, data, began, blind=blind)
         self.scene.world.note(f"{self.process.name} read {turn.key}: {value}")
 
     def delete(self, turn: Turn) -> None:
@@ -328,7 +326,8 @@ class Client:
         except ObjectNotFound:
             write.refused = self.process.counts["publish"] == published
             write.ended = self.scene.event()
-            self.scene.judge(turn.key, None, began)
+            blind = self.blind and bool(self.scene.stale)
+            self.scene.judge(turn.key, None, began, blind=blind)
             return
         except EXPECTED:
             write.refused = self.process.counts["publish"] == published
@@ -342,10 +341,11 @@ class Client:
         quiet = history.quiet
         began = scene.event()
         try:
-            value = scene.judge(turn.key, self.open_pool.get(turn.key), began)
+            data = self.open_pool.get(turn.key)
         except ObjectNotFound:
             return
-        if quiet and history.quiet:
+        value = scene.judge(turn.key, data, began, blind=self.blind)
+        if quiet and history.quiet and not self.blind:
             history.certain(value, scene.event())
 
     def list(self, turn: Turn) -> None:
@@ -353,7 +353,7 @@ class Client:
         scene = self.scene
         scene.close_ended()
         sure = [k for k, h in scene.histories.items() if h.readable(scene.config_parity)]
-        sure = [k for k in sure if max(scene.histories[k].writes, key=lambda w: w.called).value]
+        sure = [k for k in sure if scene.histories[k].newest.value]
         found = self.open_pool.list(certain=True)
         for key in sure:
             if key not in found and scene.histories[key].quiet:
@@ -374,6 +374,8 @@ class Client:
         if self.scene.flipped and len(self.scene.lost | {url}) > self.scene.config_parity:
             return  # names do not show what is damaged
         self.scene.world.trouble.add(url)
+        steady = not turn.faults and all(h.quiet for h in self.scene.histories.values())
+        before = newest_readable(self.scene.world.devices)
         try:
             self.open_pool.evict(url)
         except MembershipError as error:
@@ -384,6 +386,10 @@ class Client:
             self.scene.lost.add(url)
             raise
         self.scene.lost.add(url)
+        after = newest_readable(self.scene.world.devices)
+        needed = sorted(k for k, v in before.items() if k not in after or after[k] < v)
+        if needed and after and steady:
+            self.scene.find("needed device evicted", f"{url} had columns of {needed}")
 
     def drain(self, turn: Turn) -> None:
         """Move all off a device."""
@@ -416,7 +422,8 @@ class Client:
         busy = any(not history.quiet for history in scene.histories.values())
         if report.whole and not pool.record.unhealed() and not busy:
             members = {m.url for m in pool.record.members}
-            scene.lost = {u for u in scene.lost if u in members} | scene.flipped
+            scene.lost = {u for u in scene.lost - scene.stale if u in members} | scene.flipped
+            scene.stale.clear()
             scene.world.trouble = set(scene.lost)
 
     def scrub(self, turn: Turn) -> None:
@@ -436,12 +443,18 @@ class Client:
         """Look at the membership."""
         self.open_pool.refresh()
 
+    def checkpoint(self, turn: Turn) -> None:
+        """What a trainer does: it saves, restores, or collects what dead saves have left."""
+        from hpstore.testing.simulation import checkpoint_turns  # which needs torch
+
+        getattr(checkpoint_turns, turn.action)(self, turn)
+
 
 ACTIONS: dict[str, Callable[[Client, Turn], None]] = {
     name: getattr(Client, name)
     for name in ("put", "put_absent", "put_version", "get", "delete", "settle", "list", "stat",
                  "evict", "drain", "begin_drain", "add", "readmit", "rebuild", "scrub",
                  "rebalance", "reopen", "refresh")
-}  # fmt: skip
+} | dict.fromkeys(("save", "restore", "collect"), Client.checkpoint)  # fmt: skip
 
 __all__ = ["ACTIONS", "EXPECTED", "Client", "Finding", "Scene", "content", "settings_of"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -22,6 +23,7 @@ from hpstore.testing.simulation.schedule import Schedule
 from hpstore.testing.simulation.shrink import shrink
 from hpstore.testing.simulation.simulator import Outcome, run
 
+COLLECT = 10  # seeds between two collections of garbage
 BATCH = 50  # seeds that a worker takes at a time
 SHRUNK = 6  # findings that are made small; others are named only
 
@@ -47,7 +49,11 @@ def run_batch(first: int, last: int, mutation: str, processes: int) -> Found:
     """Run seeds [first, last). In a worker."""
     found = Found()
     with installed(), mutated(mutation):
+        gc.collect()
+        gc.freeze()  # modules, torch's too: a collection then looks at simulations only
         for seed in range(first, last):
+            if seed % COLLECT == 0:
+                gc.collect()  # worlds are few objects in cycles, and megabytes each
             outcome = run(draw(seed, processes))
             found.seeds += 1
             found.steps += outcome.steps
@@ -140,8 +146,9 @@ def _explain(options: argparse.Namespace, found: Found) -> None:
 
 def replay(path: Path, options: argparse.Namespace) -> int:
     """Run a kept schedule and print its trace."""
-    with installed(), mutated(options.mutation):
-        outcome = run(Schedule.from_json(path.read_text()))
+    schedule = Schedule.from_json(path.read_text())
+    with installed(checkpoints=schedule.saves), mutated(options.mutation):
+        outcome = run(schedule)
     _say(f"{outcome.schedule}\n\n" + "\n".join(outcome.trace))
     _say("\n".join(map(str, outcome.findings)) or "no finding")
     return 1 if outcome.findings else 0

@@ -10,6 +10,7 @@ import random
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
+from hpstore.testing.simulation.motifs import MOTIFS
 from hpstore.testing.simulation.plots import PLOTS, Plot
 from hpstore.testing.simulation.schedule import ENVIRONMENT, NEVER, Fault, Schedule, Setup, Turn
 
@@ -21,6 +22,7 @@ _CALM = {"put": 8, "get": 4, "delete": 2, "settle": 2, "rebuild": 4, "scrub": 2,
          "stat": 1, "reopen": 1, "refresh": 1}  # fmt: skip
 _MEMBERS = {"evict": 3, "drain": 2, "begin_drain": 1, "add": 2, "readmit": 3, "rebalance": 1}
 _CONDITIONAL = {"put_absent": 5, "put_version": 5}
+_CHECKPOINTS = {"save": 10, "restore": 6, "collect": 4}
 _PLACES = ("publish", "publish", "publish", "publish", "delete", "retire", "create", "sync",
            "sync_directory", "write_small", "list", "stamp", "open", "read", "read_small", "*",
            "*")  # fmt: skip
@@ -62,10 +64,12 @@ def draw(seed: int, processes: int = 0) -> Schedule:
     taste = _draw_taste(chance, theme)
     count = chance.choice((4, 6, 8, 10, 12, 16))
     turns: list[Turn] = []
-    if chance.random() < 0.5:
+    if chance.random() < 0.6:
         plot = Plot(chance, setup, taste.sizes)
-        PLOTS[chance.choice((*PLOTS, "overtaken"))](plot)
+        beginnings = {**PLOTS, **MOTIFS}
+        beginnings[chance.choice((*PLOTS, "overtaken", *MOTIFS, "saving"))](plot)
         turns, count = plot.turns, len(plot.turns) + chance.choice((0, 0, 1, 2, 4))
+        setup = plot.setup
     for key in taste.keys if not turns else ():
         if not key.startswith("c") and chance.random() < 0.7:  # something to lose
             turns.append(_plain_put(chance, len(turns), key, taste))
@@ -108,6 +112,8 @@ def _draw_taste(chance: random.Random, theme: str) -> _Taste:
         keys = [*keys[:1], "c0"] if chance.random() < 0.5 else ["c0"]
     if chance.random() < 0.55:
         actions |= _MEMBERS
+    if chance.random() < 0.12:
+        actions |= _CHECKPOINTS
     for name in list(actions):  # some are left out, some are frequent
         roll = chance.random()
         actions[name] *= 0.0 if roll < 0.2 and name != "put" else 4.0 if roll > 0.85 else 1.0
@@ -117,7 +123,7 @@ def _draw_taste(chance: random.Random, theme: str) -> _Taste:
         faults[name] *= chance.choice((0.0, 0.3, 1.0, 1.0, 4.0))
     events = {"away": 3.0, "back": 3.0, "wipe": 0.6, "die": 0.8, "flip": 0.8, "full": 0.4,
               "roomy": 0.4, "read_only": 0.4, "writable": 0.4, "sleep": 2.0, "clock": 1.0,
-              "power": 0.5, "kill": 1.0}  # fmt: skip
+              "power": 0.5, "kill": 1.0, "snapshot": 0.7, "restore": 0.7}  # fmt: skip
     for name in list(events):
         events[name] *= chance.choice((0.0, 1.0, 1.0, 3.0))
     for name, weight in THEMES.get(theme, {}).items():

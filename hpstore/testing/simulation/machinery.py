@@ -16,8 +16,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from hpstore import handle
 from hpstore.config import Settings
@@ -31,6 +32,7 @@ from hpstore.testing.simulation.world import BASE_MS, Process, World
 from hpstore.units import KIB
 
 T = TypeVar("T")
+SMALL_ITEM = 4 * KIB  # tensors below are saved again with every step
 SMALL_BYTES = 8 * KIB  # objects up to here are copies: larger ones stay quick to write
 
 
@@ -171,7 +173,14 @@ def sim_wait(
                 break  # some time passes in a wait, however short
             world.idle(process, min(0.5, until - world.now))
     done = {f for f in futures if f.done()}
-    return done, set(futures) - done
+    return Waited(done, set(futures) - done)
+
+
+class Waited(NamedTuple):
+    """What wait() returns."""
+
+    done: set[Any]
+    not_done: set[Any]
 
 
 _REAL_WAIT = concurrent.futures.wait
@@ -340,27 +349,38 @@ _NAMES: tuple[tuple[object, object], ...] = (
 )
 
 
+SMALL_NAMES = {"SMALL_OBJECT_BYTES": SMALL_BYTES, "SMALL_ITEM_BYTES": SMALL_ITEM}
+
+
 @contextmanager
-def installed() -> Iterator[None]:
-    """Exchange what is not deterministic in hpstore's modules, for as long as the block runs."""
+def installed(*, checkpoints: bool = True) -> Iterator[None]:
+    """Exchange what is not deterministic in hpstore's modules, for as long as the block runs.
+
+    `checkpoints`: in hpstore.checkpoint, too, which needs torch and seconds to be imported.
+    """
     before: list[tuple[Any, str, object]] = []
 
     def exchange(module: Any, name: str, new: object) -> None:
         before.append((module, name, getattr(module, name)))
         setattr(module, name, new)
 
+    more: list[tuple[Any, str, object]] = []
+    if checkpoints:
+        more = import_module("hpstore.testing.simulation.checkpoint_turns").exchanged()
     ours = {id(old): new for old, new in _NAMES}
     for module_name, module in list(sys.modules.items()):
         if not module_name.startswith("hpstore.") or ".testing" in module_name:
             continue
         for name, value in list(vars(module).items()):
-            if name == "SMALL_OBJECT_BYTES":
-                exchange(module, name, SMALL_BYTES)
+            if name in SMALL_NAMES:
+                exchange(module, name, SMALL_NAMES[name])
             elif id(value) in ours:
                 exchange(module, name, ours[id(value)])
     exchange(handle, "make_scheduler", _make_scheduler)
     exchange(handle, "_forget_at_fork", lambda pool: None)  # hooks are never taken back
     exchange(stripes, "IN_ORDER_SECONDS", 0.0)
+    for place, name, new in more:
+        exchange(place, name, new)
     try:
         yield
     finally:

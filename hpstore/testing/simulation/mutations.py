@@ -10,16 +10,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hpstore import changes, scrub
+from hpstore import changes, membership, pool, scrub
 from hpstore.devices.horizons import HorizonGuard
 from hpstore.kept_holds import KeptHold
-from hpstore.objects import conditional, remove, repair, resolve, survey, sweep, write
+from hpstore.objects import conditional, horizon, remove, repair, resolve, survey, sweep, write
 from hpstore.objects.columnset import ColumnSet, ColumnWriter
 from hpstore.objects.store import Store
 from hpstore.objects.survey import Verdict
+from hpstore.records import PoolRecord
 from hpstore.testing.simulation import machinery
+from hpstore.testing.simulation.checkpoint_mutations import CHECKPOINT_MUTATIONS, Exchange
 
-Exchange = Callable[[Any, str, object], None]  # module or class, name, what it is instead
 Mutation = Callable[[Exchange], None]
 
 
@@ -55,7 +56,10 @@ def _own_clock_only(exchange: Exchange) -> None:
 
 def _returns_unjudged(exchange: Exchange) -> None:
     """r04: a device that returns is not held against the horizon of those that stayed."""
+    before = horizon.come_back_at
     exchange(changes, "come_back_below", lambda store, device, ask: 0)
+    exchange(changes, "come_back_at", lambda store, device, ask, swept: before(
+        store, device, ask, None))  # fmt: skip
 
 
 def _no_fence(exchange: Exchange) -> None:
@@ -64,9 +68,23 @@ def _no_fence(exchange: Exchange) -> None:
 
 
 def _no_holds(exchange: Exchange) -> None:
-    """r05, evictions: membership changes and repairs exclude no other process."""
+    """r05, evictions: membership changes exclude no other process, and an eviction is stored on the
+    newest membership, whatever it was judged on."""
     exchange(KeptHold, "take", _nothing)
     exchange(KeptHold, "keep", _nothing)
+    before = membership.commit_record
+
+    def commit_record(store: Store, new: PoolRecord, *rest: Any, **named: Any) -> None:
+        known = {gone.device_id for gone in store.view.record.evicted}
+        leaving = [gone for gone in new.evicted if gone.device_id not in known]
+        store.refresh()
+        for gone in leaving:
+            new = membership.without_member(
+                store.view.record, gone.device_id, gone.state, gone.since_ms
+            )
+        before(store, new, *rest, **named)
+
+    exchange(changes, "commit_record", commit_record)
 
 
 def _no_generation(exchange: Exchange) -> None:
@@ -128,8 +146,14 @@ def _removes_early(exchange: Exchange) -> None:
 
 
 def _one_tombstone(exchange: Exchange) -> None:
-    """Rule 12: what a tombstone stands for goes, and the tombstone with it at once."""
-    exchange(sweep, "young_counter", lambda store: 1 << 61)
+    """Rule 12: a delete is acknowledged with one tombstone."""
+    before = write.delete_object
+
+    def delete_object(store: Store, key: str) -> None:
+        before(store, key)
+        remove.remove_files(store, key, survey.survey_key(store, key).files[1:])
+
+    exchange(pool, "delete_object", delete_object)
 
 
 def _keeps_all(exchange: Exchange) -> None:
@@ -172,6 +196,7 @@ MUTATIONS: dict[str, Mutation] = {
     "keeps-all": _keeps_all,
     "evicts-blindly": _evicts_blindly,
     "scrubs-names-only": _repairs_names_only,
+    **CHECKPOINT_MUTATIONS,
 }
 
 

@@ -101,14 +101,24 @@ class KeyHistory:
         return any(w.acknowledged == OPEN and not w.refused for w in self.writes)
 
     @property
+    def deletes(self) -> bool:
+        """Whether it was ever deleted, or may have been."""
+        return any(w.value == ABSENT and not w.refused for w in self.writes[1:])
+
+    @property
     def quiet(self) -> bool:
         """No write is under way or may take effect yet."""
         return all(write.ended < OPEN for write in self.writes)
 
+    @property
+    def newest(self) -> Write:
+        """The write that was called last, of those that may have taken effect."""
+        return max((w for w in self.writes if not w.refused), key=lambda w: w.called)
+
     def readable(self, parity: int) -> bool:
         """Whether the newest write must be readable with parity's losses: acknowledged whole, and
         nothing else may hide it."""
-        newest = max(self.writes, key=lambda w: w.called)
+        newest = self.newest
         if not self.quiet or self.torn:
             return False
         if any(other.ended > newest.called for other in self.writes if other is not newest):

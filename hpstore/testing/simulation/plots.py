@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 from hpstore.testing.simulation.schedule import ENVIRONMENT, NEVER, Fault, Setup, Turn
 
@@ -62,6 +63,15 @@ class Plot:
                 keyed = action in ("put", "delete", "get", "settle")
                 self.say(action, self.other, key=key if keyed else "")
 
+    def until(self, at: int) -> None:
+        """What the turn at that place pauses goes on now."""
+        turn, now = self.turns[at], len(self.turns)
+        faults = tuple(
+            replace(f, until=now) if f.kind in ("pause", "hang") and f.until < NEVER else f
+            for f in turn.faults
+        )
+        self.turns[at] = replace(turn, faults=faults)
+
 
 def overtaken(plot: Plot) -> None:
     """A writer is suspended between two renames; others heal or change the pool; then it goes on,
@@ -85,22 +95,8 @@ def overtaken(plot: Plot) -> None:
     at = len(plot.turns)
     plot.say(action, plot.writer, *faults, key="k0")
     plot.between("k0", 3)
-    _until(plot, at)
+    plot.until(at)
     plot.say("get", plot.other, key="k0")
-
-
-def _until(plot: Plot, at: int) -> None:
-    """What a turn pauses goes on now."""
-    turn, now = plot.turns[at], len(plot.turns)
-    faults = tuple(
-        Fault(kind=f.kind, where=f.where, nth=f.nth, after=f.after, seconds=f.seconds, until=now,
-              firm=f.firm) if f.kind in ("pause", "hang") and f.until < NEVER else f
-        for f in turn.faults
-    )  # fmt: skip
-    plot.turns[at] = Turn(
-        number=turn.number, process=turn.process, action=turn.action, key=turn.key, size=turn.size,
-        device=turn.device, order=turn.order, faults=faults,
-    )  # fmt: skip
 
 
 def torn(plot: Plot) -> None:
@@ -170,7 +166,7 @@ def racing(plot: Plot) -> None:
     plot.say(plot.chance.choice(("put_absent", "put_version")), plot.other, key="c0")
     if plot.maybe(0.4):
         plot.between("c0", 2)
-    _until(plot, at)
+    plot.until(at)
     plot.say(plot.chance.choice(("put_version", "get", "settle")), plot.other, key="c0")
 
 

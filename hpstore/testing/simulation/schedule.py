@@ -78,9 +78,10 @@ class Turn:
                                 for f in self.faults)])  # fmt: skip
 
 
+CHECKPOINT_ACTIONS = frozenset({"save", "restore", "collect"})
 DEVICE_ACTIONS = frozenset(
     {"evict", "drain", "begin_drain", "add", "readmit", "away", "back", "wipe", "die", "flip",
-     "full", "roomy", "read_only", "writable"}
+     "full", "roomy", "read_only", "writable", "snapshot", "restore"}
 )  # fmt: skip
 
 
@@ -99,6 +100,7 @@ class Setup:
     recycle_bytes: int = 0
     put_deadline_seconds: float = 600.0
     tombstone_seconds: float = 3600.0
+    keep_last: int = 2  # steps, in retention
 
     def __str__(self) -> str:
         defaults = {f.name: f.default for f in fields(self)}
@@ -116,6 +118,11 @@ class Schedule:
 
     def __str__(self) -> str:
         return "\n".join([f"seed {self.seed}: {self.setup}", *map(str, self.turns)])
+
+    @property
+    def saves(self) -> bool:
+        """Whether a process works with checkpoints."""
+        return any(turn.action in CHECKPOINT_ACTIONS for turn in self.turns)
 
     def to_json(self) -> str:
         """As text that from_json takes, defaults left out, one turn a line."""
@@ -152,4 +159,13 @@ def _short(thing: Setup | Turn | Fault) -> dict[str, object]:
     return found
 
 
-__all__ = ["DEVICE_ACTIONS", "ENVIRONMENT", "NEVER", "Fault", "Schedule", "Setup", "Turn"]
+__all__ = [
+    "CHECKPOINT_ACTIONS",
+    "DEVICE_ACTIONS",
+    "ENVIRONMENT",
+    "NEVER",
+    "Fault",
+    "Schedule",
+    "Setup",
+    "Turn",
+]

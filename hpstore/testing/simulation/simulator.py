@@ -20,6 +20,7 @@ from hpstore.testing.simulation.end_phase import end
 from hpstore.testing.simulation.fibers import Fiber
 from hpstore.testing.simulation.machinery import STAGE
 from hpstore.testing.simulation.schedule import ENVIRONMENT, Schedule, Turn
+from hpstore.testing.simulation.snapshots import Snapshot
 from hpstore.testing.simulation.world import Process, World
 from hpstore.units import KIB
 
@@ -186,6 +187,20 @@ class _Simulation:
             file.bytes[turn.size % max(1, len(file.bytes))] ^= 1
             file.durable = bytes(file.bytes)
 
+    def _snapshot(self, turn: Turn) -> None:
+        """What is durable on a device now is kept elsewhere."""
+        url, device = self._device(turn)
+        if device is not None and not device.missing:
+            self.scene.snapshots[url] = Snapshot.of(device)
+
+    def _restore(self, turn: Turn) -> None:
+        """A device goes back to its snapshot, under the pool."""
+        url, device = self._device(turn)
+        snapshot = self.scene.snapshots.get(url)
+        if device is not None and snapshot is not None and self.scene.may_lose(url):
+            self.scene.stale.add(url)
+            self.scene.spoil(snapshot.restore(device))
+
     def _full(self, turn: Turn) -> None:
         device = self._device(turn)[1]
         if device is not None:
@@ -224,7 +239,7 @@ class _Simulation:
 ENVIRONMENTS: dict[str, Callable[[_Simulation, Turn], None]] = {
     name: getattr(_Simulation, f"_{name}")
     for name in ("away", "back", "wipe", "die", "flip", "full", "roomy", "read_only", "writable",
-                 "sleep", "clock", "power", "kill")
+                 "sleep", "clock", "power", "kill", "snapshot", "restore")
 }  # fmt: skip
 
 __all__ = ["ENVIRONMENTS", "Outcome", "run"]

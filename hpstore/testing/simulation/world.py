@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from hpstore.devices.base import raise_device_error
 from hpstore.devices.memory import MemoryDevice
 from hpstore.devices.wrappers import SimulatedCrash
-from hpstore.errors import DeviceTimeout
+from hpstore.errors import DeviceError, DeviceTimeout
 from hpstore.testing.simulation.fibers import Crew, Fiber
 from hpstore.testing.simulation.schedule import NEVER, Fault, Setup, Turn
 from hpstore.units import KIB
@@ -73,9 +73,13 @@ class Process:
         self.world, self.name = world, name
         self.clock = ProcessClock(world, self, offset_ms, drift)
         self.dead = False
+        world.births += 1
+        self.born = world.births  # no other process is this one, whatever its name
+        self.later: list[Any] = []  # threads of its operation that run when it waits for them
         self.turn: Turn | None = None
         self.fiber: Fiber | None = None
         self.counts: Counter[str] = Counter()
+        self.silent: set[str] = set()  # devices that failed a call in this turn
         self.failing: dict[str, tuple[str, int]] = {}  # device -> error, how often yet
         self.handles: list[Callable[[], None]] = []  # what its death lets go
         self.left: list[Fault] = []  # of this turn, not met yet
@@ -91,6 +95,7 @@ class Process:
         self.turn, self.left = turn, list(turn.faults)
         self.counts.clear()
         self.failing.clear()
+        self.silent.clear()
         self.jobs.clear()
         self.order = random.Random(turn.order)
         self.faulted = False
@@ -129,7 +134,11 @@ class Process:
                 self._meet(fault, url, operation, call)
         if url in self.failing:
             self._fail(url, operation)
-        result = call()
+        try:
+            result = call()
+        except DeviceError:
+            self.silent.add(url)
+            raise
         world.acted(self, url, operation)
         for fault in due:
             if fault.after:
@@ -160,6 +169,7 @@ class Process:
             self.failing[url] = (fault.error, fault.times)
 
     def _fail(self, url: str, operation: str) -> None:
+        self.silent.add(url)
         error, times = self.failing.pop(url)
         if times > 1:
             self.failing[url] = (error, times - 1)
@@ -185,6 +195,7 @@ class World:
         self.now = 0.0
         self.steps = 0
         self.turn_id = 0
+        self.births = 0
         self.hidden = ""  # differs from run to run, and is left out of the trace
         self.trace: list[str] = []
         self.pairs: Counter[tuple[str, str]] = Counter()  # (action, fault)
@@ -301,6 +312,7 @@ class World:
         self, process: Process, fault: Fault, url: str, operation: str, call: Callable[[], object]
     ) -> None:
         """A call on a device does not answer, and goes on later, or never."""
+        process.silent.add(url)
         fiber = self.crew.running
         if fiber is None or fiber is process.fiber:
             self.now += 30.0  # not on a lane

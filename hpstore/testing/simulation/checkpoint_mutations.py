@@ -1,0 +1,128 @@
+"""Rules of checkpoints taken out, as in mutations.py. Imports are late: they need torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from hpstore.testing.simulation.machinery import STAGE
+
+Exchange = Callable[[Any, str, object], None]  # module or class, name, what it is instead
+
+
+def _retains_early(exchange: Exchange) -> None:
+    """Rule 19: retention removes older steps before the manifest of the new one is there."""
+    from hpstore.checkpoint.retention import Retention, steps_to_drop
+    from hpstore.checkpoint.saving import SaveJob
+
+    before = SaveJob._publish
+
+    def publish(job: SaveJob, written: Sequence[Any]) -> object:
+        step, steps = job._options.step, job._steps
+        retention = Retention(keep_last=STAGE.now.setup.keep_last)
+        for old in steps_to_drop(
+            [*steps.all(), step], retention, committed=step, protected=set(), metrics={}
+        ):
+            steps.delete(old)
+        return before(job, written)
+
+    exchange(SaveJob, "_publish", publish)
+
+
+def _ignores_notes(exchange: Exchange) -> None:
+    """Rule 18: a collector does not look for notes of saves under way."""
+    from hpstore.checkpoint.steps import Steps
+
+    exchange(Steps, "_attempts", lambda steps, listing, *, all_live=False: ({}, []))
+
+
+def _no_withdrawal(exchange: Exchange) -> None:
+    """Rules 18, 19: a save does not look whether its note is still there."""
+    from hpstore.checkpoint.saving import SaveJob
+
+    exchange(SaveJob, "_require_noted", lambda job, key, version, old: None)
+
+
+def _lists_once(exchange: Exchange) -> None:
+    """Rule 19: a restore goes by the steps that it has listed first."""
+    from hpstore.checkpoint import checkpointer, restorer
+
+    before = restorer.restore_together
+
+    class Once:
+        """Steps that are listed once."""
+
+        def __init__(self, steps: Any) -> None:
+            self._steps, self._listed = steps, steps.all()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._steps, name)
+
+        def all(self) -> list[int]:
+            """As they were."""
+            return list(self._listed)
+
+    exchange(checkpointer, "restore_together",
+             lambda ranks, steps, *rest: before(ranks, Once(steps), *rest))  # type: ignore[arg-type]  # fmt: skip
+
+
+def _stops_at_gone_steps(exchange: Exchange) -> None:
+    """Rule 19: a restore fails where retention has taken the manifest of the step that it tries."""
+    from hpstore.checkpoint import restorer
+
+    exchange(restorer, "_manifest", lambda steps, step, *, listed: steps.manifest(step))
+
+
+def _restores_older(exchange: Exchange) -> None:
+    """A restore takes the step before the newest."""
+    from hpstore.checkpoint import restorer
+
+    def untried(steps: Sequence[int], tried: Collection[int]) -> int | None:
+        left = sorted(step for step in steps if step not in tried)
+        return left[-2] if len(left) > 1 else left[-1] if left else None
+
+    exchange(restorer, "newest_untried", untried)
+
+
+def _segments_first(exchange: Exchange) -> None:
+    """A step is deleted segments first, its manifest last."""
+    from hpstore.checkpoint.steps import Steps
+
+    before = Steps.delete
+
+    def delete(steps: Steps, step: int, *, force: bool = False) -> None:
+        own = {segment.key for segment in steps.facts(step).segments}
+        for key in own - steps.still_named(own, [step]):
+            steps._delete_if_there(key)
+        before(steps, step, force=force)
+
+    exchange(Steps, "delete", delete)
+
+
+def _refers_blindly(exchange: Exchange) -> None:
+    """Rule 18: a save refers to segments of an earlier step without looking whether they stay."""
+    from hpstore.checkpoint.saving import SaveJob
+
+    exchange(SaveJob, "_referable", lambda job, references: set(references))
+
+
+def _unsafe_segments(exchange: Exchange) -> None:
+    """Rule 19: segments are not looked at before the manifest is put."""
+    from hpstore.checkpoint.saving import SaveJob
+
+    exchange(SaveJob, "_require_safe", lambda job: None)
+
+
+CHECKPOINT_MUTATIONS: dict[str, Callable[[Exchange], None]] = {
+    "retains-early": _retains_early,
+    "ignores-notes": _ignores_notes,
+    "no-withdrawal": _no_withdrawal,
+    "lists-once": _lists_once,
+    "stops-at-gone-steps": _stops_at_gone_steps,
+    "restores-older": _restores_older,
+    "segments-first": _segments_first,
+    "refers-blindly": _refers_blindly,
+    "unsafe-segments": _unsafe_segments,
+}
+
+__all__ = ["CHECKPOINT_MUTATIONS", "Exchange"]
