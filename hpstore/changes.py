@@ -197,11 +197,11 @@ def evict_member(
     in between (PROTOCOL 16). Refuses, and opens it again, when an object would be lost.
     """
     record = store.view.record
-    left = len(record.members) - 1
+    left = record.weight({m.device_id for m in record.members} - {member.device_id})
     if left < record.parity + 1 and not force:
         raise MembershipError(
-            f"without {member.url} {left} devices are left; {record.parity + 1} are needed to take "
-            "new data with full parity. Add a device first, or force it."
+            f"without {member.url} {left} devices (or domains) are left; {record.parity + 1} are "
+            "needed to take new data with full parity. Add a device first, or force it."
         )
     before = member.state
     set_state(store, member.device_id, DeviceState.DRAINING, force=force)

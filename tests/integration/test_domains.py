@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hpstore.config import PoolConfig, load_config, save_config
-from hpstore.errors import ObjectNotFound, TooFewDevices
+from hpstore.errors import MembershipError, ObjectNotFound, TooFewDevices
 from hpstore.members import unlisted
 from hpstore.records import Member
 from hpstore.testing.harness import Harness
@@ -26,6 +26,18 @@ def fleet(tmp_path: Path, hosts: int, disks: int, k: int, m: int) -> Harness:
 def body(key: int) -> bytes:
     """Small objects, which are copies, and large ones, which are columns."""
     return np.random.default_rng(key).bytes(1000 if key % 3 == 0 else 300_000)
+
+
+def test_an_eviction_leaves_domains_for_a_stripe(tmp_path: Path) -> None:
+    """PROTOCOL 3, 14: the last disk of a host stays while the other hosts have room for m columns
+    only. It went, as four disks were left, and nothing could be put any more (seed 619)."""
+    harness = fleet(tmp_path, 3, 2, 1, 2)
+    with harness.open() as pool:
+        pool.evict(harness.urls[0])
+        assert pool.rebuild().whole
+        with pytest.raises(MembershipError, match="2 devices"):
+            pool.evict(harness.urls[1])
+        pool.put("k", body(1))
 
 
 @pytest.mark.parametrize(("hosts", "disks", "k", "m"), SHAPES)

@@ -206,33 +206,73 @@ def housed(plot: Plot) -> None:
 def saving(plot: Plot) -> None:
     """Saves of checkpoints that are held up, die or fail, beside saves, restores and collections of
     other processes (PROTOCOL 18, 19)."""
+    if plot.maybe(0.2):
+        _referring(plot)
+        return
     plot.setup = replace(plot.setup, keep_last=plot.chance.choice((1, 2, 2)))
     for _ in range(plot.chance.choice((1, 2, 3))):
         plot.say("save", plot.writer, device=0)
     if plot.maybe(0.3):
         plot.say("collect", plot.other)
     at = len(plot.turns)
-    where, most = plot.chance.choice((("publish", 30), ("publish", 30), ("create", 20), ("*", 700),
-                                      ("*", 300), ("retire", 8), ("list", 40)))  # fmt: skip
     kind = plot.chance.choice(("pause", "pause", "pause", "crash", "crash", "error", "power"))
-    fault = Fault(kind=kind, where=where, nth=1 + plot.chance.randrange(most), until=0, firm=True,
-                  after=plot.maybe(0.4), error="EIO" if kind == "error" else "",
+    where, nth = plot.chance.choice((_in_a_save(plot, kind), _somewhere(plot)))
+    fault = Fault(kind=kind, where=where, nth=nth, until=0, firm=True,
+                  after=plot.maybe(0.3), error="EIO" if kind == "error" else "",
                   times=plot.chance.choice((1, 20)) if kind == "error" else 1)  # fmt: skip
-    what = plot.chance.choice(("save", "save", "save", "restore", "collect"))
+    what = plot.chance.choice(("save", "save", "save", "save", "restore", "collect"))
     plot.say(what, plot.writer, fault, device=0)
-    for _ in range(1 + plot.chance.randrange(4)):
-        action = plot.chance.choice(("save", "save", "restore", "collect", "collect", "sleep"))
-        if action == "sleep":
-            plot.say("sleep", ENVIRONMENT, seconds=plot.chance.choice((60.0, 1000.0, _TWO_HOURS)))
-        else:
+    if kind == "pause" and plot.maybe(0.4):
+        _taken_for_dead(plot)
+    else:
+        for _ in range(1 + plot.chance.randrange(3)):
+            action = plot.chance.choice(("save", "save", "restore", "collect"))
             plot.say(action, plot.other, device=plot.chance.randrange(4))
     if kind == "pause":
         plot.until(at)
-    if plot.maybe(0.4):
+    elif plot.maybe(0.3):
         plot.say("save", plot.chance.choice((plot.writer, plot.other)), device=0)
     gone = plot.chance.sample(range(plot.setup.devices), plot.setup.parity)
-    for device in gone if plot.maybe(0.3) else ():
+    for device in gone if plot.maybe(0.7 if kind == "error" else 0.2) else ():
         plot.say("away", ENVIRONMENT, device=device)
+    plot.say("restore", plot.other)
+
+
+def _in_a_save(plot: Plot, kind: str) -> tuple[str, int]:
+    """A rename of a save that is not the first of its session: of a column of its segment, or, for
+    a pause, the first of its manifest."""
+    note, width = plot.setup.parity + 1, plot.setup.data + plot.setup.parity
+    return "publish", note + (width + 1 if kind == "pause" else 1 + plot.chance.randrange(width))
+
+
+def _somewhere(plot: Plot) -> tuple[str, int]:
+    where, most = plot.chance.choice((("publish", 30), ("*", 700), ("*", 300), ("*", 80),
+                                      ("retire", 8), ("list", 40)))  # fmt: skip
+    return where, 1 + plot.chance.randrange(most)
+
+
+def _taken_for_dead(plot: Plot) -> None:
+    """Another session begins to save, or a note stands still for long; then a collection."""
+    if plot.maybe(0.5):
+        plot.say("save", plot.other, device=0)
+    else:
+        plot.say("collect", plot.other)
+        plot.say("sleep", ENVIRONMENT, seconds=plot.chance.choice((1000.0, _TWO_HOURS)))
+    plot.say("collect", plot.other)
+
+
+def _referring(plot: Plot) -> None:
+    """A process goes on from a step that retention of another removes: what its save would refer to
+    is gone (PROTOCOL 18)."""
+    plot.setup = replace(plot.setup, keep_last=1)
+    plot.say("save", plot.other, device=0)
+    plot.say("restore", plot.writer)
+    for _ in range(plot.chance.choice((0, 1, 1, 2))):
+        plot.say("save", plot.chance.choice((plot.other, plot.other, plot.writer)), device=0)
+    if plot.maybe(0.3):
+        plot.say("reopen", plot.other)
+        plot.say("save", plot.other, device=0)
+    plot.say("save", plot.writer, device=0)
     plot.say("restore", plot.other)
 
 

@@ -100,16 +100,20 @@ def overtaken(plot: Plot) -> None:
 
 
 def torn(plot: Plot) -> None:
-    """A writer dies between two renames, a device with it; then another writes, and all is back."""
+    """A writer, whose clock may be ahead, dies between two renames, a device with it; then another
+    writes, and all is back."""
     if plot.maybe(0.8):
         plot.say("put", plot.writer, key="k0")
+    ahead = plot.maybe(0.4)
+    if ahead:
+        plot.say("clock", ENVIRONMENT, device=plot.writer, seconds=plot.chance.choice(_HOURS[2:]))
     nth, after = plot.rename()
     nth = plot.chance.choice((1, 2, nth))
     faults = [Fault(kind="crash", where="publish", nth=nth, after=after)]
     if plot.maybe(0.7):
         faults.insert(0, Fault(kind="away", where="publish", nth=nth, after=after))
     plot.say(plot.chance.choice(("put", "put", "delete")), plot.writer, *faults, key="k0")
-    if plot.maybe(0.5):
+    if not ahead and plot.maybe(0.5):
         plot.say("sleep", ENVIRONMENT, seconds=plot.chance.choice((60.0, 7200.0)))
     plot.say(plot.chance.choice(("put", "put", "delete", "rebuild")), plot.other, key="k0")
     for device in range(plot.setup.devices):
