@@ -312,9 +312,8 @@ def check_conditions(
     """PROTOCOL 6. Raises VersionConflict."""
     if not if_absent and if_version is None:
         return
+    require_known(store.view, survey)  # else a newer version may be hidden
     newest = newest_by_name(store.view, survey)
-    if newest is None:
-        require_known(store.view, survey)
     exists = newest is not None and newest.kind is not Kind.TOMBSTONE
     if if_absent and exists:
         raise VersionConflict(f"object {survey.key!r} exists already", key=survey.key)

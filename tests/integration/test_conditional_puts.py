@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from hpstore.errors import HpstoreError, ObjectNotFound, VersionConflict
+from hpstore.errors import HpstoreError, ObjectNotFound, TooManyErasures, VersionConflict
 from hpstore.objects.info import ObjectInfo
 from hpstore.pool import Pool
 from hpstore.testing.harness import FakeClock, Harness
@@ -162,3 +162,24 @@ def test_a_claim_is_taken_at_once_when_its_key_is_free(tmp_path: Path) -> None:
                 pool.put("k", b"2", if_absent=True)
             version = pool.put("k", b"%d" % number, if_version=version).version
         assert a.clock.elapsed == 0.0
+
+
+def test_no_condition_holds_while_a_newer_version_may_be_hidden(tmp_path: Path) -> None:
+    """More than m devices are away, with all of the version that came after the one they left."""
+    harness = Harness(tmp_path, data=1, parity=1, devices=6, clock=FakeClock())
+    with harness.open() as pool:
+        old = pool.put("k", b"old")
+        holders = {url for url, _ in harness.columns("k")}
+        harness.lose(holders)
+        pool.put("k", b"new")
+        harness.bring_back()
+        newer = {url for url, path in harness.columns("k") if old.version not in path}
+        assert len(newer) == 2
+        assert not newer & holders
+        harness.lose(newer)
+        with pytest.raises(TooManyErasures):
+            pool.put("k", b"lost update", if_version=old.version)
+        with pytest.raises(TooManyErasures):
+            pool.put("another", b"x", if_absent=True)
+        harness.bring_back()
+        assert pool.get("k") == b"new"
