@@ -196,6 +196,9 @@ class Turn:
             if health.state is not HealthState.REMOVED and away:
                 self.enter(device, HealthState.REMOVED, "it does not answer", lapsed=False)
             return
+        if health.lapsed and fact.pool_state is DeviceState.DRAINING:
+            self._cut_short(device)
+            return
         returns = health.state in _ABSENT  # what it failed while it was away is forgiven
         if verdict is not None and verdict.state is HealthState.FAULTED and not returns:
             if health.state is not HealthState.FAULTED:
@@ -222,6 +225,13 @@ class Turn:
         if self.now - here >= self.config.return_seconds:
             self.ask(device, ActionKind.READMIT, "it was healed while it was away, and is back")
 
+    def _cut_short(self, device: str) -> None:
+        """Take back what is closed for an eviction that a kill has cut short: it is no drain."""
+        reason = "its eviction was cut short, and it is back"
+        if self.devices[device].state is not HealthState.REMOVED:
+            self.enter(device, HealthState.REMOVED, reason)
+        self.ask(device, ActionKind.READMIT, reason)
+
     def _follow_the_pool(self, device: str, fact: DeviceFacts) -> None:
         """Draining is the pool's word (PROTOCOL 16), whoever gave it."""
         health = self.devices[device]
@@ -241,12 +251,9 @@ class Turn:
             quiet = health.quiet_since_seconds
             if quiet is not None and self.now - quiet >= self.config.fault_quiet_seconds:
                 self.enter(device, HealthState.REBUILDING, "no fault for a while")
-        elif health.lapsed and fact.pool_state is DeviceState.DRAINING:
-            # an eviction closes it first, as a drain does; this one was cut short by a kill
-            self.ask(device, ActionKind.READMIT, "its eviction was cut short, and it is back")
-            return
         elif health.state in _GONE:
-            self.enter(device, HealthState.REBUILDING, "it is back", lapsed=False)
+            lapsed = health.lapsed and health.state is not HealthState.EVICTED
+            self.enter(device, HealthState.REBUILDING, "it is back", lapsed=lapsed)
             self.act(ActionKind.FORGIVE, device, "it is back")
         elif health.state is HealthState.REBUILDING and fact.reconciled:
             self._try_again(device, "its columns are reconciled")
@@ -255,7 +262,9 @@ class Turn:
 
     def _try_again(self, device: str, reason: str) -> None:
         """Probation from its first share, with a clean score."""
-        self.enter(device, HealthState.PROBATION, reason, stage=0, pardoned_seconds=self.now)
+        self.enter(
+            device, HealthState.PROBATION, reason, stage=0, pardoned_seconds=self.now, lapsed=False
+        )
         self.act(ActionKind.FORGIVE, device, reason)
 
     def recall(self) -> None:

@@ -134,6 +134,29 @@ def test_a_device_is_taken_back_from_an_eviction_that_a_kill_cut_short(tended: T
     assert tended.whole()
 
 
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_device_that_is_back_while_its_eviction_runs_is_taken_back(
+    tended: Tended, ended: bool
+) -> None:
+    """An eviction looks at all objects, which takes a while; by its end, or by the kill that cuts
+    it short, the device is back."""
+    tended.rounds(10)
+    tended.harness.lose(["memory://d0"])
+    tended.rounds(60)
+    tended.rounds(900, step=20, work=False)
+    assert JobKind.HEAL in {job.kind for job in tended.agent.jobs.waiting()}
+    tended.harness.bring_back()
+    tended.rounds(5, work=False)
+    assert tended.states() == {0: S.REBUILDING}
+    (tended.pool.evict if ended else tended.pool.begin_drain)("memory://d0")
+    tended.stop()
+    tended.start()
+    tended.rounds(900, step=20)
+    assert tended.states() == {}
+    assert len(tended.members()) == 7
+    assert tended.whole()
+
+
 def test_what_an_operator_evicts_stays_out(tended: Tended) -> None:
     """Though its device answers."""
     tended.rounds(10)

@@ -30,7 +30,7 @@ DEVICES, DATA, PARITY = 7, 3, 2
 STILL, STILL_BYTES = 16, 150 * KIB  # objects that no victim writes; damage is done to them
 KILLS_AN_EPISODE = 4  # of a rebuild, a scrub, an agent
 OTHERS_CHECKED, ALL_EVERY = 20, 50  # keys beside the touched ones; kills until all are checked
-HEAL_SECONDS = 60.0
+HEAL_SECONDS = 180.0
 PROBLEMS_MOST = 20  # then the run ends
 QUICK = """
 [agent]
@@ -38,6 +38,7 @@ tick_seconds = 0.05
 probe_seconds = 0.1
 survey_seconds = 0.3
 scrub_days = 0.0
+heal_share_busy = 0.9
 smart_hours = 0.0
 
 [agent.policy]

@@ -18,6 +18,7 @@ from tests.fault.soak.load import SAMPLES, STEPS_AN_EPOCH, WORK_SECONDS, digest_
 
 Rows = Sequence[Mapping[str, Any]]
 PROBLEMS_MOST = 10  # of one kind
+REFUSED_SHOWN = 5
 GRACE_SLACK = 0.2  # seconds, of clocks that are read one after the other
 
 
@@ -167,7 +168,8 @@ def _refusals(rows: Rows) -> dict[str, Any]:
     """Errors of hpstore that a process wrote down and went on after."""
     refused = [row for row in rows if row["event"] == "refused"]
     kinds = Counter(f"{row['what'].split()[0]}: {row['error'].split(':')[0]}" for row in refused)
-    return {"refused": len(refused), "refused_kinds": dict(kinds)}
+    texts = [f"{row['what'][:60]}: {row['error'][:200]}" for row in refused[:REFUSED_SHOWN]]
+    return {"refused": len(refused), "refused_kinds": dict(kinds), "refused_first": texts}
 
 
 def judge_evictions(
