@@ -9,6 +9,8 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 
@@ -26,20 +28,23 @@ from hpstore.devices.base import (
     recycled_path,
 )
 from hpstore.devices.direct import statx_alignment
-from hpstore.devices.holds import LocalHold, hold_range
+from hpstore.devices.holds import LocalHold, hold_range, make_registers
 from hpstore.devices.local_files import LocalFiles
 from hpstore.devices.local_io import (
     LocalReader,
     LocalWriter,
     allocate,
+    is_full,
     names_fold,
     note_names,
     temporary_path,
     unlock_and_close,
 )  # fmt: skip
-from hpstore.errors import DeviceError
+from hpstore.devices.reserve import RECORD_SPARES, SPARE_BYTES
+from hpstore.errors import DeviceError, DeviceFull
 from hpstore.geometry import ALIGNMENT_BYTES
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -66,15 +71,60 @@ class LocalDevice(LocalFiles):
                     os.mkdir(name, self._directory_mode, dir_fd=root)
             note_names(root, self._file_mode)
             os.fsync(root)
+            self._keep_room(root)
+            make_registers(root, self._file_mode)
 
-    def create(self, size_bytes: int) -> LocalWriter:
+    def _keep_room(self, root: int) -> None:
+        """Make ahead what deletes and records need on a full filesystem, while it has room."""
+        try:
+            self._ballast.fill(root)
+            self.make_counters()
+        except OSError as error:
+            if not (is_full(error) or isinstance(error, DeviceFull)):
+                raise
+            _log.warning("device %s is too full to keep room for deletes: %s", self.url, error)
+
+    def create(self, size_bytes: int, *, vital: bool = False) -> LocalWriter:
         with self._guard("create", absent_is_gone=True) as root:
             name = temporary_path()
-            fd = self._reuse(root, name, size_bytes)
-            writer = self._new(name) if fd is None else LocalWriter(self, fd, name, recycled=True)
+            try:
+                return self._without_recycled(root, lambda: self._create(root, name, size_bytes))
+            except OSError as error:
+                if not (vital and is_full(error)):
+                    raise
+                fd = self._ballast.take(root, name, size_bytes, self._reopen, leave=RECORD_SPARES)
+                if fd is None:
+                    raise
+            writer = LocalWriter(self, fd, name, vital=True)
             with writer.aborted_on_error():
-                self._reserve(root, writer.fileno(), size_bytes)
+                os.ftruncate(fd, size_bytes)
+                self._blank_header(fd)
             return writer
+
+    def _reopen(self, path: str) -> int:
+        return self._open(path, os.O_RDWR | os.O_CLOEXEC)
+
+    def _reopen_buffered(self, path: str) -> int:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC, dir_fd=self.root_fd())
+
+    def _create(self, root: int, name: str, size_bytes: int) -> LocalWriter:
+        fd = self._reuse(root, name, size_bytes)
+        writer = self._new(name) if fd is None else LocalWriter(self, fd, name, recycled=True)
+        with writer.aborted_on_error():
+            if size_bytes:
+                allocate(writer.fileno(), size_bytes)
+                if os.fstat(writer.fileno()).st_size > size_bytes:
+                    os.ftruncate(writer.fileno(), size_bytes)
+        return writer
+
+    def _without_recycled(self, root: int, make: Callable[[], T]) -> T:
+        """Free recycled files, and make it again, when there is no space for it."""
+        try:
+            return make()
+        except OSError as error:
+            if not is_full(error) or not self._free_recycled(root):
+                raise
+        return make()
 
     def create_spare(self, size_bytes: int) -> LocalWriter:
         with self._guard("create of a spare file", absent_is_gone=True):
@@ -90,19 +140,6 @@ class LocalDevice(LocalFiles):
             fcntl.flock(writer.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         return writer
 
-    def _reserve(self, root: int, fd: int, size_bytes: int) -> None:
-        """Allocate before any data moves; free recycled files first when space is short."""
-        if not size_bytes:
-            return
-        try:
-            allocate(fd, size_bytes)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._free_recycled(root):
-                raise
-            allocate(fd, size_bytes)
-        if os.fstat(fd).st_size > size_bytes:
-            os.ftruncate(fd, size_bytes)
-
     def _reuse(self, root: int, name: str, size_bytes: int) -> int | None:
         """Take a file of recycle/ as the new file `name`, or None. PROTOCOL 11."""
         if size_bytes < RECYCLE_MIN_BYTES:
@@ -110,7 +147,7 @@ class LocalDevice(LocalFiles):
         kept = sorted(self._recycled(root), key=lambda item: (item[0] < size_bytes, item[0]))
         for _, old in kept[:4]:
             try:
-                fd = self._open(f"{RECYCLE}/{old}", os.O_RDWR | os.O_CLOEXEC)
+                fd = self._reopen(f"{RECYCLE}/{old}")
             except FileNotFoundError:
                 continue  # another writer took it
             try:
@@ -151,56 +188,102 @@ class LocalDevice(LocalFiles):
     def write_small(self, path: str, data: bytes) -> None:
         with self._guard(f"write of {path}", absent_is_gone=True) as root:
             name = temporary_path()
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            fd = os.open(name, flags, self._file_mode, dir_fd=root)
+
+            def anew() -> None:
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                fd = os.open(name, flags, self._file_mode, dir_fd=root)
+                self._write_small(root, fd, name, path, data)
+
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                view = memoryview(data)
-                while view:
-                    view = view[os.write(fd, view) :]
-                os.fsync(fd)
-                self.rename_into_place(name, path)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.unlink(name, dir_fd=root)
-                raise
+                self._without_recycled(root, anew)
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                leave = RECORD_SPARES if "/" in path else 0
+                fd = self._ballast.take(root, name, len(data), self._reopen_buffered, leave=leave)
+                if fd is None:
+                    raise
+                self._write_small(root, fd, name, path, data)
+            self._sync_directory(path)
+            self._ballast.refill(root)
+
+    def _write_small(self, root: int, fd: int, name: str, path: str, data: bytes) -> None:
+        """Fill a file in tmp/ and give it its name; nothing is left of it on an error."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            done = 0
+            while done < len(data):
+                done += os.pwrite(fd, data[done:], done)
+            os.ftruncate(fd, len(data))
+            os.fsync(fd)
+            self.rename_into_place(name, path, vital=True)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=root)
+            raise
+        finally:
+            os.close(fd)
+
+    def takes_records(self) -> bool:
+        with self._guard("look for space", absent_is_gone=True) as root:
+            if self._ballast.count(root):
+                return True
+            name = temporary_path()
+            try:
+                fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode, dir_fd=root)
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                return False
+            try:
+                allocate(fd, SPARE_BYTES)
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                return False
             finally:
                 os.close(fd)
-            self._sync_directory(path)
+                os.unlink(name, dir_fd=root)
+            return True
+
+    def delete(self, path: str) -> None:
+        super().delete(path)
+        with self._guard("use of the room of a deleted file") as root:
+            self._ballast.refill(root)
 
     def retire(self, path: str) -> None:
         """PROTOCOL 11: lock, rename into recycle/, sync both directories, blank the header."""
         with self._guard(f"retire of {path}") as root:
             try:
-                fd = self._open(path, os.O_RDWR | os.O_CLOEXEC)
+                fd = self._reopen(path)
             except FileNotFoundError:
                 return
             try:
                 size = os.fstat(fd).st_size
-                if not self._may_recycle(root, fd, size):
-                    os.unlink(path, dir_fd=root)
+                if self._ballast.wants(root, size) and _unread(fd):
+                    self._keep(root, fd, path, self._ballast.place())
+                    os.ftruncate(fd, min(size, SPARE_BYTES))
+                elif self._may_recycle(root, size) and _unread(fd):
+                    self._keep(root, fd, path, recycled_path(size))
                 else:
-                    new = recycled_path(size)
-                    os.rename(path, new, src_dir_fd=root, dst_dir_fd=root)
-                    self._sync_directory(path)
-                    self._sync_directory(new)
-                    self._blank_header(fd)
+                    os.unlink(path, dir_fd=root)
             except FileNotFoundError:
                 return
             finally:
                 unlock_and_close(fd)
             self._prune(path)
+            self._ballast.refill(root)
 
-    def _may_recycle(self, root: int, fd: int, size: int) -> bool:
+    def _keep(self, root: int, fd: int, path: str, new: str) -> None:
+        os.rename(path, new, src_dir_fd=root, dst_dir_fd=root)
+        self._sync_directory(path)
+        self._sync_directory(new)
+        self._blank_header(fd)
+
+    def _may_recycle(self, root: int, size: int) -> bool:
         if size < RECYCLE_MIN_BYTES or not self._recycle_bytes:
             return False
-        if sum(kept for kept, _ in self._recycled(root)) + size > self._recycle_bytes:
-            return False
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False  # a reader still holds it: unlink, the reader keeps the bytes
-        return True
+        return sum(kept for kept, _ in self._recycled(root)) + size <= self._recycle_bytes
 
     def quarantine(self, path: str) -> None:
         with self._guard(f"quarantine of {path}") as root:
@@ -264,8 +347,11 @@ class LocalDevice(LocalFiles):
             found = os.fstatvfs(root)
             kept = sum(size for size, _ in self._recycled(root))  # given up when space is short
             free = found.f_bavail * found.f_frsize + kept
-            return Usage(total=found.f_blocks * found.f_frsize, free=free, kept=kept,
-                         read_only=bool(found.f_flag & os.ST_RDONLY))  # fmt: skip
+            return Usage(
+                total=found.f_blocks * found.f_frsize, free=free, kept=kept,
+                inodes=found.f_files, free_inodes=found.f_favail,
+                read_only=bool(found.f_flag & os.ST_RDONLY),
+            )  # fmt: skip
 
     def hold(self, offset: int, nbytes: int) -> LocalHold:
         with self._guard("lock of the registers", absent_is_gone=True) as root:
@@ -286,6 +372,7 @@ class LocalDevice(LocalFiles):
                 os.close(fd)
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=root)
+            self._keep_room(root)
 
     def _probe_direct(self, name: str, fd: int) -> None:
         """Write, sync, read back; fall back to buffered I/O, said once, where O_DIRECT fails."""
@@ -319,6 +406,15 @@ class LocalDevice(LocalFiles):
             return back
         finally:
             os.close(fd)
+
+
+def _unread(fd: int) -> bool:
+    """Lock a file to be overwritten; False while a reader holds it, which keeps the bytes."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 __all__ = ["LocalDevice"]

@@ -8,9 +8,10 @@ import logging
 import os
 from collections.abc import Iterator
 
-from hpstore.devices.base import Entry, Stamp, raise_device_error
+from hpstore.devices.ballast import Ballast
+from hpstore.devices.base import Entry, Stamp
 from hpstore.devices.local_counters import LocalCounters
-from hpstore.devices.local_io import gone, open_root
+from hpstore.devices.local_io import gone, is_full, open_root, raise_local_error
 from hpstore.errors import DeviceError, DeviceMissing
 from hpstore.geometry import ALIGNMENT_BYTES
 from hpstore.keys import OBJECTS
@@ -40,6 +41,7 @@ class LocalFiles(LocalCounters):
         self.folds_names = False
         self._file_mode, self._directory_mode = file_mode, directory_mode
         self.memory_alignment = ALIGNMENT_BYTES if direct else 1
+        self._ballast = Ballast(file_mode, directory_mode)
         self._roots: dict[int, int] = {}  # process id -> root descriptor; see root_fd
         self._identity: tuple[int, int] | None = None
         self.root_fd()
@@ -76,7 +78,7 @@ class LocalFiles(LocalCounters):
                 raise gone(self.url, operation) from error
             raise
         except OSError as error:
-            raise_device_error(error, self.url, operation)
+            raise_local_error(error, self.root_fd(), self.url, operation)
 
     def check_mounted(self) -> None:
         """Raise DeviceMissing when the path no longer names the filesystem that was opened."""
@@ -104,8 +106,9 @@ class LocalFiles(LocalCounters):
         self.mode, self.memory_alignment = "buffered", 1
         _log.warning("device %s: O_DIRECT does not work (%s); buffered I/O", self.url, reason)
 
-    def rename_into_place(self, old: str, new: str) -> None:
-        """Rename, making directories; retries when a pruner removes them underneath."""
+    def rename_into_place(self, old: str, new: str, *, vital: bool = False) -> None:
+        """Rename, making directories; retries when a pruner removes them underneath. `vital`:
+        spare directories are taken where none can be made."""
         root = self.root_fd()
         for attempt in range(_PUBLISH_TRIES):
             try:
@@ -113,15 +116,20 @@ class LocalFiles(LocalCounters):
             except FileNotFoundError:
                 if attempt == _PUBLISH_TRIES - 1:
                     raise
-                self._make_parents(new)
+                self._make_parents(new, vital=vital)
             else:
                 return
 
-    def _make_parents(self, path: str) -> None:
-        parts = path.split("/")[:-1]
+    def _make_parents(self, path: str, *, vital: bool) -> None:
+        parts, root = path.split("/")[:-1], self.root_fd()
         for depth in range(1, len(parts) + 1):
-            with contextlib.suppress(FileExistsError, FileNotFoundError):
-                os.mkdir("/".join(parts[:depth]), self._directory_mode, dir_fd=self.root_fd())
+            name = "/".join(parts[:depth])
+            try:
+                with contextlib.suppress(FileExistsError, FileNotFoundError):
+                    os.mkdir(name, self._directory_mode, dir_fd=root)
+            except OSError as error:
+                if not (vital and is_full(error) and self._ballast.take_directory(root, name)):
+                    raise
 
     def sync_directory(self, path: str) -> None:
         with self._guard(f"sync of the directory of {path}"):
