@@ -78,6 +78,7 @@ def plan_spares(total_bytes: int, inodes: int) -> Spares:
 __all__ = [
     "RECORD_SPARES",
     "SMALL_COLUMN_BYTES",
+    "SPARES_LEAST",
     "SPARE_BYTES",
     "Spares",
     "plan_spares",
