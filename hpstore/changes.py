@@ -15,6 +15,7 @@ from typing import TypeVar
 from hpstore.dependence import depends_on, endangered, holds_live_files
 from hpstore.devices.base import Device
 from hpstore.errors import (
+    DeviceFull,
     DeviceInUse,
     DeviceTimeout,
     HpstoreError,
@@ -364,8 +365,12 @@ def reconcile(store: Store, device_id: str, device: Device, swept: int = 0) -> R
 
 def readmit_member(store: Store, member: Member, device: Device) -> Reconciled:
     """Reconcile an evicted device, then make it a member. The caller holds the change lock."""
-    _ask_once(store, device, lambda: device.probe(write=True))
     ask = partial(_ask_once, store, device)
+    try:
+        ask(lambda: device.probe(write=True))
+    except DeviceFull:  # it answers, and what it holds is of use
+        if not ask(device.takes_records):
+            raise
     swept = come_back_below(store, device, ask)
     found = reconcile(store, member.device_id, device, swept)
     come_back_at(store, device, ask, swept)

@@ -68,7 +68,7 @@ class Ballast:
         while len(names) > leave:
             fd = self._lock_and_rename(root, names.pop(), name, open_file)
             if fd < 0:
-                continue  # another one took it
+                continue  # another one took it, or it is not ours to take
             try:
                 while not _has_room(fd, size_bytes):
                     if len(names) <= leave:
@@ -91,7 +91,7 @@ class Ballast:
             fd = open_file(f"{BALLAST}/{spare}")
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.rename(f"{BALLAST}/{spare}", name, src_dir_fd=root, dst_dir_fd=root)
-        except (FileNotFoundError, BlockingIOError):
+        except (FileNotFoundError, BlockingIOError, PermissionError):  # another user's
             if fd >= 0:
                 os.close(fd)
             return -1

@@ -41,7 +41,7 @@ from hpstore.devices.local_io import (
     unlock_and_close,
 )  # fmt: skip
 from hpstore.devices.reserve import RECORD_SPARES, SPARE_BYTES
-from hpstore.errors import DeviceError, DeviceFull
+from hpstore.errors import DeviceError, LockTimeout
 from hpstore.geometry import ALIGNMENT_BYTES
 
 T = TypeVar("T")
@@ -62,6 +62,7 @@ class LocalDevice(LocalFiles):
     ) -> None:
         super().__init__(path, direct=direct, file_mode=file_mode, directory_mode=directory_mode)
         self._recycle_bytes = recycle_bytes
+        self._room_problem = ""
 
     def prepare(self) -> None:
         """Make the directories of a device root, find out what the filesystem can do."""
@@ -75,14 +76,20 @@ class LocalDevice(LocalFiles):
             make_registers(root, self._file_mode)
 
     def _keep_room(self, root: int) -> None:
-        """Make ahead what deletes and records need on a full filesystem, while it has room."""
+        """Make ahead what deletes and records need on a full filesystem, while it has room.
+
+        Best effort: another user's process may have the rights for it, and on a full one nothing
+        can be done now. Logged once.
+        """
+        problem = ""
         try:
-            self._ballast.fill(root)
             self.make_counters()
-        except OSError as error:
-            if not (is_full(error) or isinstance(error, DeviceFull)):
-                raise
-            _log.warning("device %s is too full to keep room for deletes: %s", self.url, error)
+            self._ballast.fill(root)
+        except (OSError, LockTimeout) as error:
+            problem = str(error)
+        if problem and not self._room_problem:
+            _log.warning("device %s keeps no room for deletes: %s", self.url, problem)
+        self._room_problem = problem
 
     def create(self, size_bytes: int, *, vital: bool = False) -> LocalWriter:
         with self._guard("create", absent_is_gone=True) as root:
