@@ -6,14 +6,17 @@ import logging
 import math
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from typing import TypeVar
 
+from hpstore.dependence import depends_on, endangered, holds_live_files
 from hpstore.devices.base import Device
 from hpstore.errors import (
+    DeviceFull,
+    DeviceInUse,
     DeviceTimeout,
     HpstoreError,
     IntegrityError,
@@ -23,7 +26,14 @@ from hpstore.errors import (
     TooManyErasures,
 )
 from hpstore.keys import ColumnName, Kind
-from hpstore.membership import commit_record, with_member, with_state, without_member
+from hpstore.membership import (
+    UnclearChange,
+    commit_record,
+    with_member,
+    with_state,
+    without_member,
+    writable_devices,
+)
 from hpstore.objects.catalog import walk
 from hpstore.objects.debts import keep_debts
 from hpstore.objects.horizon import come_back_at, come_back_below
@@ -33,13 +43,9 @@ from hpstore.objects.survey import (
     Found,
     Layout,
     Survey,
-    Verdict,
-    judge,
     may_be_acknowledged,
     newest_by_name,
     path_on,
-    survey_keys,
-    unknown_devices,
 )
 from hpstore.opening import claim, same_form
 from hpstore.records import IDENTITY_FILE, MAX_RECORD_BYTES, DeviceState, Identity, Member
@@ -47,7 +53,6 @@ from hpstore.records import IDENTITY_FILE, MAX_RECORD_BYTES, DeviceState, Identi
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 RESCANS = 10  # rounds of looking for columns that were put meanwhile
-PUT_WAITS = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6)  # seconds before each further look at what a put began
 _NAMED = 5  # keys named in an error
 
 
@@ -76,7 +81,7 @@ def add_member(
 ) -> Member:
     """Claim an unused device and make it a member. The caller holds the change lock."""
     record = store.view.record
-    identity = _own_identity(store, device)
+    identity = found = _own_identity(store, device)
     if identity is not None and identity.pool_id == record.pool_id:
         member = record.member(identity.device_id)
         if member is not None:
@@ -86,15 +91,34 @@ def add_member(
         device_id = identity.device_id  # claimed by an add that was cut short
     else:
         device_id = uuid.uuid4().hex
-        fresh = Identity(
+        identity = Identity(
             pool_id=record.pool_id, device_id=device_id, domain=domain or f"d-{device_id[:8]}"
         )
-        _ask_once(store, device, lambda: claim(device, fresh))
-        identity = fresh
-    come_back_at(store, device, partial(_ask_once, store, device), None)
     member = Member(device_id=device_id, url=url, domain=domain or identity.domain)
-    commit_record(store, with_member(record, member), {device_id: device}, force=force)
+    new, joining = with_member(record, member), {device_id: device}
+    writable_devices(store, new, joining, force=force)  # better refused before anything is written
+    try:
+        if found is None:
+            _ask_once(store, device, lambda: claim(device, identity))
+        come_back_at(store, device, partial(_ask_once, store, device), None)
+        commit_record(store, new, joining, force=force)
+    except (UnclearChange, DeviceInUse):
+        raise
+    except HpstoreError:
+        if found is None:
+            _let_go(store, device, identity)
+        raise
     return member
+
+
+def _let_go(store: Store, device: Device, claimed: Identity) -> None:
+    """Of an add that was refused: the place is no device of the pool any more. Best effort."""
+    try:
+        if _own_identity(store, device) == claimed:
+            _ask_once(store, device, lambda: device.delete(IDENTITY_FILE))
+    except HpstoreError as error:
+        _log.warning("%s keeps its %s, adding it again goes on: %s", device.url, IDENTITY_FILE,
+                     error)  # fmt: skip
 
 
 def _ask_once(store: Store, device: Device, call: Callable[[], T]) -> T:
@@ -129,55 +153,6 @@ def _own_identity(store: Store, device: Device) -> Identity | None:
     return _ask_once(store, device, read)
 
 
-def lost_without(view: View, layout: Layout, leaving: str) -> bool:
-    """Whether a layout could no longer be read when a device leaves, judged by names."""
-    rest = {f.name.column for f in layout.files if f.device in view.devices and f.device != leaving}
-    return len(rest) < layout.data
-
-
-def endangered(store: Store, leaving: str, *, emptied: bool) -> list[str]:
-    """Keys that would drop below k' without a device, which is closed for new columns already.
-
-    A put that is under way may look like one of them: what is young is looked at again, for three
-    seconds at most. Raises MembershipError when so many devices are unknown that an object may be
-    there unseen, unless the device was `emptied` under our eyes.
-    """
-    catalog = walk(store)
-    found = _lost_keys(store, catalog.surveys, leaving)
-    for seconds in PUT_WAITS:
-        if not found or (seconds and not _may_be_in_progress(store, found)):
-            break
-        store.clock.wait(seconds)
-        found = _lost_keys(store, survey_keys(store, list(found)), leaving)
-    unknown = catalog.unknown | store.view.record.unhealed() | {leaving}
-    if not found and not emptied and not store.view.record.opens_without(unknown):
-        raise MembershipError(
-            f"{len(unknown) - 1} devices do not answer or were evicted since the last rebuild; "
-            "with one more gone, objects could be lost without a trace. Nothing was changed. "
-            "Rebuild, or bring devices back first."
-        )
-    return sorted(found)
-
-
-def _lost_keys(store: Store, surveys: Mapping[str, Survey], leaving: str) -> dict[str, Layout]:
-    """The objects among these that could no longer be read without a device."""
-    found = {}
-    for key, survey in surveys.items():
-        layout = newest_by_name(store.view, survey)
-        if layout is None or layout.kind is Kind.TOMBSTONE:
-            continue
-        if lost_without(store.view, layout, leaving):
-            found[key] = layout
-    return found
-
-
-def _may_be_in_progress(store: Store, layouts: Mapping[str, Layout]) -> bool:
-    """Whether a put may be about to publish more columns of one of these: a walk is no snapshot,
-    and a put renames one column after another. It sees that the device leaves, and plans anew."""
-    oldest = store.clock.wall_ms() - store.settings.put_deadline_seconds * 1000
-    return any(layout.version.counter > oldest for layout in layouts.values())
-
-
 def set_state(store: Store, device_id: str, state: DeviceState, *, force: bool = False) -> None:
     """Change a member's state. The caller holds the change lock and refreshes afterwards."""
     commit_record(store, with_state(store.view.record, device_id, state), {}, force=force)
@@ -203,27 +178,37 @@ def evict_member(
             f"without {member.url} {left} devices (or domains) are left; {record.parity + 1} are "
             "needed to take new data with full parity. Add a device first, or force it."
         )
-    before = member.state
-    set_state(store, member.device_id, DeviceState.DRAINING, force=force)
-    refresh()
-    judged = store.view.record
-    if not force:
-        try:
+    state = DeviceState.HEALED if emptied else DeviceState.EVICTED
+    try:
+        set_state(store, member.device_id, DeviceState.DRAINING, force=force)
+        refresh()
+        judged, now = store.view.record, store.clock.wall_ms()
+        if not force:
             if keys := endangered(store, member.device_id, emptied=emptied):
                 raise MembershipError(
                     f"{len(keys)} objects need {member.url} to be readable, among them "
                     f"{', '.join(keys[:_NAMED])}. Nothing was changed. Drain it, or rebuild first."
                 )
             keep_debts(store, member.device_id)
-        except HpstoreError:
-            set_state(store, member.device_id, before)
-            refresh()
-            raise
-    state = DeviceState.HEALED if emptied else DeviceState.EVICTED
-    now = store.clock.wall_ms()
-    record = without_member(judged, member.device_id, state, now)  # refused if it has moved since
-    commit_record(store, record, {}, force=force)
+        record = without_member(judged, member.device_id, state, now)  # refused if it has moved
+        commit_record(store, record, {}, force=force)
+    except HpstoreError:
+        _open_again(store, member, refresh)
+        raise
     refresh()
+
+
+def _open_again(store: Store, member: Member, refresh: Callable[[], None]) -> None:
+    """After an eviction that was refused: the device has the state of before. Best effort."""
+    try:
+        refresh()
+        found = store.view.record.member(member.device_id)
+        if found is not None and found.state is not member.state:
+            set_state(store, member.device_id, member.state)
+            refresh()
+    except HpstoreError as error:
+        _log.warning("device %s may stay draining, take it back with readmit: %s", member.url,
+                     error)  # fmt: skip
 
 
 def drain_member(
@@ -292,39 +277,6 @@ def move_off(
             "draining; add a device or bring missing ones back, and drain again, or readmit it."
         )
     return moved
-
-
-def holds_live_files(view: View, survey: Survey, device_id: str) -> bool:
-    """Whether a device has files of a key that are not those of a torn put."""
-    unknown = unknown_devices(view, survey)
-    return any(
-        any(file.device == device_id for file in layout.files)
-        and (
-            layout.kind is Kind.TOMBSTONE
-            or judge(layout, valid=len(layout.columns), corrupt=0, unknown_devices=unknown)
-            is not Verdict.TORN
-        )
-        for layout in survey.layouts()
-    )
-
-
-def depends_on(view: View, survey: Survey, device_id: str) -> bool:
-    """Whether something of a key would be lost with a device, judged by names. Pure.
-
-    That is a column of the newest version, or a copy of a tombstone, that no device which stays
-    has; or an older version while the newer is not whole without the device (PROTOCOL 8).
-    """
-    newest = newest_by_name(view, survey)
-    if newest is None:
-        return False  # torn puts
-    staying = {m.device_id for m in view.members() if m.state is DeviceState.ONLINE} - {device_id}
-    elsewhere = [file for file in newest.files if file.device in staying]
-    if newest.kind is Kind.TOMBSTONE:
-        return len({file.device for file in elsewhere}) <= newest.parity
-    held = {file.name.column for file in elsewhere}
-    mine = {file.name.column for file in newest.files if file.device == device_id}
-    older = any(f.device == device_id and f.name.version < newest.version for f in survey.files)
-    return not mine <= held or (older and len(held) < newest.width)
 
 
 def _remove_tombstones(store: Store, device_id: str) -> None:
@@ -413,8 +365,12 @@ def reconcile(store: Store, device_id: str, device: Device, swept: int = 0) -> R
 
 def readmit_member(store: Store, member: Member, device: Device) -> Reconciled:
     """Reconcile an evicted device, then make it a member. The caller holds the change lock."""
-    _ask_once(store, device, lambda: device.probe(write=True))
     ask = partial(_ask_once, store, device)
+    try:
+        ask(lambda: device.probe(write=True))
+    except DeviceFull:  # it answers, and what it holds is of use
+        if not ask(device.takes_records):
+            raise
     swept = come_back_below(store, device, ask)
     found = reconcile(store, member.device_id, device, swept)
     come_back_at(store, device, ask, swept)
@@ -494,6 +450,6 @@ def here_store(store: Store, view: View) -> Store:
     )  # fmt: skip
 
 
-__all__ = ["Reconciled", "Return", "add_member", "claimed_by", "drain_member", "endangered",
-           "evict_member", "judge_return", "judge_survey", "lost_without", "readmit_member",
+__all__ = ["Reconciled", "Return", "add_member", "claimed_by", "drain_member",
+           "evict_member", "judge_return", "judge_survey", "readmit_member",
            "reconcile", "set_state"]  # fmt: skip

@@ -20,6 +20,7 @@
         BlocksDamaged                exit 22  blocks of one column; its others can be used
       RedundancyError                exit 30
         TooFewDevices                exit 31  a write or a membership change cannot be made safe
+          PoolFull                   exit 37  devices have too few bytes or inodes left for it
         TooManyErasures              exit 32  more units lost than parity can replace
         RegistersUnavailable         exit 36  no majority of devices can be locked or written
       MembershipError                exit 33  a membership change is refused
@@ -178,6 +179,12 @@ class TooFewDevices(RedundancyError):
     exit_code = 31
 
 
+class PoolFull(TooFewDevices):
+    """Too few devices have bytes and inodes left. What is stored is untouched and can be read."""
+
+    exit_code = 37
+
+
 class TooManyErasures(RedundancyError):
     """More units are lost than parity can replace. Nothing was deleted."""
 
@@ -277,6 +284,7 @@ __all__ = [
     "MembershipError",
     "ObjectNotFound",
     "ReadAbandoned",
+    "PoolFull",
     "RedundancyError",
     "RegistersForeign",
     "RegistersUnavailable",

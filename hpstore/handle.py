@@ -20,6 +20,7 @@ from hpstore.config import PoolConfig, load_config, save_config
 from hpstore.devices.base import Device
 from hpstore.errors import (
     AlreadyClosed,
+    ConfigError,
     DeviceReadOnly,
     HpstoreError,
     LockTimeout,
@@ -173,8 +174,12 @@ class PoolHandle(Closing):
         yield member
         kept = {same_form(other.url) for other in self._store.view.devices.values()}
         rest = {same_form(known) for known in self.config.devices} - ({place} - kept)
-        if rest:
-            self._set_places(rest)
+        try:
+            if rest:
+                self._set_places(rest)
+        except ConfigError as error:  # it has left all the same
+            _log.warning("%s still names %s, which has left the pool: %s", self.config.path, place,
+                         error)  # fmt: skip
 
     def refresh(self) -> None:
         """Read the membership anew: newest record, devices that came, left or came back.

@@ -19,6 +19,7 @@ from hpstore.config import PoolConfig
 from hpstore.devices.base import Device
 from hpstore.errors import (
     ConfigError,
+    DeviceFull,
     DeviceInUse,
     DeviceMissing,
     FormatTooNew,
@@ -45,6 +46,10 @@ from hpstore.records import (
 )
 
 _log = logging.getLogger(__name__)
+
+
+class UnclearChange(MembershipError):
+    """A record was written, on too few devices to be certain: the newest one found decides."""
 
 
 def create_members(
@@ -218,20 +223,7 @@ def commit_record(
     or after, when too many failed in between; then the newest record decides at the next use.
     """
     old = store.view.record
-    answers = store.each(store.view.devices, store.generation_on, patience=PATIENCE)
-    alive = {d for d, answer in answers.items() if not isinstance(answer, Exception)}
-    alive -= store.refusing.keys()  # counted beforehand, a change could end half done
-    devices = {**{d: store.view.devices[d] for d in alive}, **extra}
-
-    def reached(record: PoolRecord, held: set[str]) -> bool:
-        return record.reached_by(held)
-
-    if not force and not (reached(old, set(devices)) and reached(new, set(devices))):
-        raise MembershipError(
-            f"{len(devices)} devices can be written; a change needs {old.quorum()} of the "
-            f"{len(old.members)} members now and {new.quorum()} of the {len(new.members)} members "
-            "then. Nothing was changed. Bring devices back, or force it if they are gone for good."
-        )
+    devices = writable_devices(store, new, extra, force=force)
     staying = [m.device_id for m in new.members]
     with store.registers.exchange(dict(extra), staying, force=force):
         _require_successor(store, new)
@@ -239,11 +231,42 @@ def commit_record(
     if force and held:
         _log.warning("membership generation %d was forced onto %d devices", new.generation,
                      len(held))  # fmt: skip
-    elif not (reached(old, held) and reached(new, held)):
-        raise MembershipError(
+    elif not (old.reached_by(held) and new.reached_by(held)):
+        raise UnclearChange(
             f"generation {new.generation} reached {len(held)} of {len(devices)} devices, too few "
             "to be certain. The newest record found at the next open decides; run it again."
         )
+
+
+def writable_devices(
+    store: Store, new: PoolRecord, extra: Mapping[str, Device], *, force: bool
+) -> dict[str, Device]:
+    """Those that can be given a successor record now, the `extra` ones taken for granted.
+
+    Counted beforehand, with devices that are full: else a change could end half done. Raises
+    MembershipError when they are too few, unless forced; nothing has changed then.
+    """
+
+    def look(device_id: str, device: Device) -> None:
+        store.generation_on(device_id, device)
+        if not device.takes_records():
+            raise DeviceFull(f"{device.url} has no space for a record", device=device_id)
+
+    old = store.view.record
+    answers = store.each(store.view.devices, look, patience=PATIENCE)
+    alive = {d for d, answer in answers.items() if not isinstance(answer, Exception)}
+    alive -= store.refusing.keys()
+    devices = {**{d: store.view.devices[d] for d in alive}, **extra}
+    if not force and not (old.reached_by(set(devices)) and new.reached_by(set(devices))):
+        full = [str(answer) for answer in answers.values() if isinstance(answer, DeviceFull)]
+        raise MembershipError(
+            f"{len(devices)} devices can be written; a change needs {old.quorum()} of the "
+            f"{len(old.members)} members now and {new.quorum()} of the {len(new.members)} members "
+            "then. Nothing was changed. "
+            + (f"Full: {'; '.join(full)}. {store.make_room} " if full else "")
+            + "Bring devices back, or force it if they are gone for good."
+        )
+    return devices
 
 
 def _require_successor(store: Store, new: PoolRecord) -> None:
@@ -341,6 +364,7 @@ def find_member(record: PoolRecord, devices: Mapping[str, Device], wanted: str) 
     return found[0]
 
 
-__all__ = ["check_memory", "check_unit", "commit_record", "create_members", "find_member",
-           "is_rolled_forward", "newest_of", "newest_record", "roll_forward", "with_healed",
-           "with_member", "with_state", "without_member"]  # fmt: skip
+__all__ = ["UnclearChange", "check_memory", "check_unit", "commit_record", "create_members",
+           "find_member", "is_rolled_forward", "newest_of", "newest_record", "roll_forward",
+           "with_healed", "with_member", "with_state", "without_member",
+           "writable_devices"]  # fmt: skip

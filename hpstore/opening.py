@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from hpstore.config import Settings
-from hpstore.devices.base import DIRECTORIES, READABLE, Device, Usage
+from hpstore.devices.base import DIRECTORIES, READABLE, Device
 from hpstore.devices.local import LocalDevice
 from hpstore.devices.remote import RemoteDevice
 from hpstore.errors import (
@@ -22,7 +22,6 @@ from hpstore.errors import (
 )
 from hpstore.records import IDENTITY_FILE, MAX_RECORD_BYTES, POOL_FILE, Identity, PoolRecord
 from hpstore.scheduler import Scheduler
-from hpstore.units import GIB
 
 Opener = Callable[[str], Device]
 
@@ -234,17 +233,6 @@ def filesystem_of(url: str) -> int | None:
     return None if "://" in path or not os.path.isdir(path) else os.stat(path).st_dev
 
 
-def has_room(device: Device, *, reserve: bool = True) -> bool:
-    """Whether new columns may go there: writable, and with its `reserve` left."""
-    usage = device.usage()
-    return not usage.read_only and (not reserve or usage.free >= reserve_bytes(usage))
-
-
-def reserve_bytes(usage: Usage) -> int:
-    """Space that new columns leave on a device, for what deletes: 1 % or 1 GiB, the smaller."""
-    return min(usage.total // 100, GIB)
-
-
-__all__ = ["OpenedDevice", "Opener", "Proof", "claim", "device_opener", "filesystem_of", "has_room",
-           "identify", "identify_all", "make_place", "prove", "reserve_bytes", "same_form",
+__all__ = ["OpenedDevice", "Opener", "Proof", "claim", "device_opener", "filesystem_of",
+           "identify", "identify_all", "make_place", "prove", "same_form",
            "shares_filesystem"]  # fmt: skip

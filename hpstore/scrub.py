@@ -6,6 +6,7 @@ The position is kept on the devices, so that a scrub that was stopped goes on wh
 from __future__ import annotations
 
 from hpstore.devices.base import Device
+from hpstore.devices.reserve import shortage
 from hpstore.errors import HpstoreError, IntegrityError
 from hpstore.objects.catalog import walk
 from hpstore.objects.repair import repair_object
@@ -48,7 +49,12 @@ def write_cursor(store: Store, after: str) -> None:
     The time tells it from what a device that was away still says.
     """
     data = seal({"format": FORMAT, "after": after, "at_ms": store.clock.wall_ms()})
-    store.each(store.view.devices, lambda _, device: device.write_small(CURSOR_FILE, data))
+
+    def write(_: str, device: Device) -> None:
+        if not shortage(device.usage()):  # what is kept for deletes is not for this
+            device.write_small(CURSOR_FILE, data)
+
+    store.each(store.view.devices, write)
 
 
 def scrub_all(

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 
 from hpstore.condition import survey_condition
 from hpstore.devices.base import Device, Usage
+from hpstore.devices.reserve import reserve_bytes
 from hpstore.devices.ring import problem as ring_problem
 from hpstore.errors import DeviceError, DeviceReadOnly
 from hpstore.health.history import History
@@ -17,7 +18,7 @@ from hpstore.health.sight import DeviceSight
 from hpstore.health.states import Decision
 from hpstore.objects.debts import read_debts
 from hpstore.objects.store import PATIENCE, Store
-from hpstore.opening import filesystem_of, reserve_bytes
+from hpstore.opening import filesystem_of
 from hpstore.records import DeviceState, Member
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from hpstore import changes
 from hpstore.clock import Clock
 from hpstore.condition import Condition, survey_condition
+from hpstore.dependence import require_room_to_drain
 from hpstore.devices.base import Device, Usage
 from hpstore.errors import (
     ConfigError,
@@ -164,6 +165,7 @@ class TendedPool(PoolHandle):
             if member.left:
                 raise MembershipError(f"{device} is evicted already")
             if member.state is not DeviceState.DRAINING:
+                require_room_to_drain(self._store, member)
                 changes.set_state(self._store, member.device_id, DeviceState.DRAINING)
                 self.refresh()
 

@@ -53,11 +53,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Space on a device, in bytes."""
+    """Space on a device: bytes, and files and directories where their number is limited."""
 
     total: int
     free: int  # what new files may take, kept ones given up
     kept: int = 0  # of it in files that are kept for overwriting
+    inodes: int = 0  # 0: not limited, or not known
+    free_inodes: int = 0
     read_only: bool = False  # mounted so; a filesystem that refuses writes need not say it
 
 
@@ -152,8 +154,12 @@ class Device(Protocol):
     def folds_names(self) -> bool:
         """The filesystem folds case or normalises names."""
 
-    def create(self, size_bytes: int) -> WriteHandle:
-        """A new file of that size in tmp/, space reserved first, locked by this process."""
+    def create(self, size_bytes: int, *, vital: bool = False) -> WriteHandle:
+        """A new file of that size in tmp/, space reserved first, locked by this process.
+
+        `vital`: a small file that makes room or keeps data safe (a tombstone). Where there is no
+        space left, what the device has kept for that is used. DeviceFull leaves nothing behind.
+        """
 
     def create_spare(self, size_bytes: int) -> WriteHandle | None:
         """A new file of new blocks, to be written and then published as recycled_path(size_bytes).
@@ -169,7 +175,16 @@ class Device(Protocol):
         """A whole small file, at most max_bytes (a larger one is a DeviceError)."""
 
     def write_small(self, path: str, data: bytes) -> None:
-        """Atomically replace a small file. Durable on return."""
+        """Atomically replace a small file. Durable on return.
+
+        A record, so always vital, as in create(). DeviceFull leaves the old one.
+        """
+
+    def takes_records(self) -> bool:
+        """Whether write_small of a record in the device's root would find space now.
+
+        Asked before a change of several devices, which is better refused than half done.
+        """
 
     def entries(self, path: str) -> list[Entry]:
         """Names in a directory, unordered; empty when there is no such directory."""

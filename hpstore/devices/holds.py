@@ -77,6 +77,11 @@ def hold_range(root: int, url: str, offset: int, nbytes: int, file_mode: int) ->
     raise DeviceError(f"{REGISTERS} on device {url} is removed again and again", device=url)
 
 
+def make_registers(root: int, file_mode: int) -> None:
+    """Make the file while there is room: on a full filesystem only its locks would work."""
+    os.close(_open(root, file_mode))
+
+
 def _open(root: int, file_mode: int) -> int:
     with contextlib.suppress(FileNotFoundError):
         return os.open(REGISTERS, _OPEN, dir_fd=root)
@@ -158,4 +163,4 @@ def _set(fd: int, kind: int, offset: int, nbytes: int) -> None:
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, offset, nbytes, 0))
 
 
-__all__ = ["LocalHold", "hold_range"]
+__all__ = ["LocalHold", "hold_range", "make_registers"]

@@ -9,7 +9,8 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,42 +23,33 @@ from hpstore.devices.base import (
     RECYCLE,
     RECYCLE_MIN_BYTES,
     TMP,
-    Entry,
-    Stamp,
     Usage,
-    raise_device_error,
     recycled_bytes,
     recycled_path,
 )
 from hpstore.devices.direct import statx_alignment
-from hpstore.devices.holds import LocalHold, hold_range
-from hpstore.devices.local_counters import LocalCounters
+from hpstore.devices.holds import LocalHold, hold_range, make_registers
+from hpstore.devices.local_files import LocalFiles
 from hpstore.devices.local_io import (
     LocalReader,
     LocalWriter,
     allocate,
-    gone,
+    is_full,
     names_fold,
     note_names,
-    open_root,
     temporary_path,
     unlock_and_close,
 )  # fmt: skip
-from hpstore.errors import DeviceError, DeviceMissing
+from hpstore.devices.reserve import RECORD_SPARES, SPARE_BYTES
+from hpstore.errors import DeviceError, LockTimeout
 from hpstore.geometry import ALIGNMENT_BYTES
-from hpstore.keys import OBJECTS
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
-_PUBLISH_TRIES = 16
 
 
-class LocalDevice(LocalCounters):
-    """Files under `path`, reached through a directory descriptor that is held open.
-
-    The held descriptor keeps every operation on the filesystem that was opened: after a lazy
-    unmount the path silently names the parent filesystem, the descriptor does not. After a fork
-    the child opens its own and refuses when `st_dev` or the inode changed.
-    """
+class LocalDevice(LocalFiles):
+    """Files under `path`: new ones, kept ones, small ones; space, locks and probes."""
 
     def __init__(
         self,
@@ -68,60 +60,9 @@ class LocalDevice(LocalCounters):
         directory_mode: int = 0o700,
         recycle_bytes: int = 0,
     ) -> None:
-        self.url = os.path.abspath(path)
-        self.mode = "direct" if direct else "buffered"
-        self.folds_names = False
-        self._file_mode, self._directory_mode = file_mode, directory_mode
+        super().__init__(path, direct=direct, file_mode=file_mode, directory_mode=directory_mode)
         self._recycle_bytes = recycle_bytes
-        self.memory_alignment = ALIGNMENT_BYTES if direct else 1
-        self._roots: dict[int, int] = {}  # process id -> root descriptor; see root_fd
-        self._identity: tuple[int, int] | None = None
-        self.root_fd()
-
-    def root_fd(self) -> int:
-        """The root descriptor of this process; a forked child opens its own at first use.
-
-        No lock, since one could be held at the fork: threads that open at the same time agree on
-        one descriptor by an atomic setdefault.
-        """
-        known = self._roots.get(os.getpid())
-        if known is not None:
-            return known
-        fd, found = open_root(self.url)
-        if self._identity not in (None, found):
-            os.close(fd)
-            raise DeviceMissing(
-                f"device {self.url} is another directory than before the fork: was it unmounted?",
-                device=self.url,
-            )
-        self._identity = found
-        winner = self._roots.setdefault(os.getpid(), fd)
-        if winner != fd:
-            os.close(fd)
-        return winner
-
-    @contextlib.contextmanager
-    def _guard(self, operation: str, *, absent_is_gone: bool = False) -> Iterator[int]:
-        """Turn OSErrors into DeviceErrors; where nothing may be absent, ENOENT is a lost device."""
-        try:
-            yield self.root_fd()
-        except FileNotFoundError as error:
-            if absent_is_gone and not isinstance(error, DeviceError):
-                raise gone(self.url, operation) from error
-            raise
-        except OSError as error:
-            raise_device_error(error, self.url, operation)
-
-    def check_mounted(self) -> None:
-        """Raise DeviceMissing when the path no longer names the filesystem that was opened."""
-        with self._guard("check", absent_is_gone=True):
-            status = os.stat(self.url)
-            if (status.st_dev, status.st_ino) != self._identity:
-                raise DeviceMissing(
-                    f"device {self.url}: another filesystem lies under the path now; it was "
-                    "unmounted or mounted over. Nothing was written there.",
-                    device=self.url,
-                )
+        self._room_problem = ""
 
     def prepare(self) -> None:
         """Make the directories of a device root, find out what the filesystem can do."""
@@ -131,15 +72,66 @@ class LocalDevice(LocalCounters):
                     os.mkdir(name, self._directory_mode, dir_fd=root)
             note_names(root, self._file_mode)
             os.fsync(root)
+            self._keep_room(root)
+            make_registers(root, self._file_mode)
 
-    def create(self, size_bytes: int) -> LocalWriter:
+    def _keep_room(self, root: int) -> None:
+        """Make ahead what deletes and records need on a full filesystem, while it has room.
+
+        Best effort: another user's process may have the rights for it, and on a full one nothing
+        can be done now. Logged once.
+        """
+        problem = ""
+        try:
+            self.make_counters()
+            self._ballast.fill(root)
+        except (OSError, LockTimeout) as error:
+            problem = str(error)
+        if problem and not self._room_problem:
+            _log.warning("device %s keeps no room for deletes: %s", self.url, problem)
+        self._room_problem = problem
+
+    def create(self, size_bytes: int, *, vital: bool = False) -> LocalWriter:
         with self._guard("create", absent_is_gone=True) as root:
             name = temporary_path()
-            fd = self._reuse(root, name, size_bytes)
-            writer = self._new(name) if fd is None else LocalWriter(self, fd, name, recycled=True)
+            try:
+                return self._without_recycled(root, lambda: self._create(root, name, size_bytes))
+            except OSError as error:
+                if not (vital and is_full(error)):
+                    raise
+                fd = self._ballast.take(root, name, size_bytes, self._reopen, leave=RECORD_SPARES)
+                if fd is None:
+                    raise
+            writer = LocalWriter(self, fd, name, vital=True)
             with writer.aborted_on_error():
-                self._reserve(root, writer.fileno(), size_bytes)
+                os.ftruncate(fd, size_bytes)
+                self._blank_header(fd)
             return writer
+
+    def _reopen(self, path: str) -> int:
+        return self._open(path, os.O_RDWR | os.O_CLOEXEC)
+
+    def _reopen_buffered(self, path: str) -> int:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC, dir_fd=self.root_fd())
+
+    def _create(self, root: int, name: str, size_bytes: int) -> LocalWriter:
+        fd = self._reuse(root, name, size_bytes)
+        writer = self._new(name) if fd is None else LocalWriter(self, fd, name, recycled=True)
+        with writer.aborted_on_error():
+            if size_bytes:
+                allocate(writer.fileno(), size_bytes)
+                if os.fstat(writer.fileno()).st_size > size_bytes:
+                    os.ftruncate(writer.fileno(), size_bytes)
+        return writer
+
+    def _without_recycled(self, root: int, make: Callable[[], T]) -> T:
+        """Free recycled files, and make it again, when there is no space for it."""
+        try:
+            return make()
+        except OSError as error:
+            if not is_full(error) or not self._free_recycled(root):
+                raise
+        return make()
 
     def create_spare(self, size_bytes: int) -> LocalWriter:
         with self._guard("create of a spare file", absent_is_gone=True):
@@ -155,30 +147,6 @@ class LocalDevice(LocalCounters):
             fcntl.flock(writer.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         return writer
 
-    def _open(self, name: str, flags: int, mode: int = 0o600) -> int:
-        if self.mode != "direct":
-            return os.open(name, flags, mode, dir_fd=self.root_fd())
-        try:
-            return os.open(name, flags | os.O_DIRECT, mode, dir_fd=self.root_fd())
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self._fall_back(error.strerror)  # a read-only probe could not find out before
-            return os.open(name, flags & ~os.O_EXCL, mode, dir_fd=self.root_fd())
-
-    def _reserve(self, root: int, fd: int, size_bytes: int) -> None:
-        """Allocate before any data moves; free recycled files first when space is short."""
-        if not size_bytes:
-            return
-        try:
-            allocate(fd, size_bytes)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._free_recycled(root):
-                raise
-            allocate(fd, size_bytes)
-        if os.fstat(fd).st_size > size_bytes:
-            os.ftruncate(fd, size_bytes)
-
     def _reuse(self, root: int, name: str, size_bytes: int) -> int | None:
         """Take a file of recycle/ as the new file `name`, or None. PROTOCOL 11."""
         if size_bytes < RECYCLE_MIN_BYTES:
@@ -186,7 +154,7 @@ class LocalDevice(LocalCounters):
         kept = sorted(self._recycled(root), key=lambda item: (item[0] < size_bytes, item[0]))
         for _, old in kept[:4]:
             try:
-                fd = self._open(f"{RECYCLE}/{old}", os.O_RDWR | os.O_CLOEXEC)
+                fd = self._reopen(f"{RECYCLE}/{old}")
             except FileNotFoundError:
                 continue  # another writer took it
             try:
@@ -227,146 +195,102 @@ class LocalDevice(LocalCounters):
     def write_small(self, path: str, data: bytes) -> None:
         with self._guard(f"write of {path}", absent_is_gone=True) as root:
             name = temporary_path()
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            fd = os.open(name, flags, self._file_mode, dir_fd=root)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                view = memoryview(data)
-                while view:
-                    view = view[os.write(fd, view) :]
-                os.fsync(fd)
-                self.rename_into_place(name, path)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.unlink(name, dir_fd=root)
-                raise
-            finally:
-                os.close(fd)
-            self._sync_directory(path)
 
-    def rename_into_place(self, old: str, new: str) -> None:
-        """Rename, making directories; retries when a pruner removes them underneath."""
-        root = self.root_fd()
-        for attempt in range(_PUBLISH_TRIES):
+            def anew() -> None:
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                fd = os.open(name, flags, self._file_mode, dir_fd=root)
+                self._write_small(root, fd, name, path, data)
+
             try:
-                os.rename(old, new, src_dir_fd=root, dst_dir_fd=root)
-            except FileNotFoundError:
-                if attempt == _PUBLISH_TRIES - 1:
+                self._without_recycled(root, anew)
+            except OSError as error:
+                if not is_full(error):
                     raise
-                self._make_parents(new)
-            else:
-                return
-
-    def _make_parents(self, path: str) -> None:
-        parts = path.split("/")[:-1]
-        for depth in range(1, len(parts) + 1):
-            with contextlib.suppress(FileExistsError, FileNotFoundError):
-                os.mkdir("/".join(parts[:depth]), self._directory_mode, dir_fd=self.root_fd())
-
-    def sync_directory(self, path: str) -> None:
-        with self._guard(f"sync of the directory of {path}"):
+                leave = RECORD_SPARES if "/" in path else 0
+                fd = self._ballast.take(root, name, len(data), self._reopen_buffered, leave=leave)
+                if fd is None:
+                    raise
+                self._write_small(root, fd, name, path, data)
             self._sync_directory(path)
+            self._ballast.refill(root)
 
-    def _sync_directory(self, path: str) -> None:
-        """fsync the directory of path and its ancestors up to the first level below the root.
-
-        Always all of them: another process may have made one a moment ago and not synced it yet,
-        and neither names nor inode numbers tell a new directory from an old one.
-        """
-        parts = path.split("/")[:-1]
-        for depth in range(len(parts), 0, -1):
-            flags = os.O_RDONLY | os.O_DIRECTORY
-            fd = os.open("/".join(parts[:depth]), flags, dir_fd=self.root_fd())
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-        if not parts:
-            os.fsync(self.root_fd())
-
-    def entries(self, path: str) -> list[Entry]:
-        with self._guard(f"list of {path}"):
-            return self._scan(path)
-
-    def _scan(self, path: str) -> list[Entry]:
+    def _write_small(self, root: int, fd: int, name: str, path: str, data: bytes) -> None:
+        """Fill a file in tmp/ and give it its name; nothing is left of it on an error."""
         try:
-            fd = os.open(
-                path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self.root_fd()
-            )
-        except (FileNotFoundError, NotADirectoryError):
-            if path.startswith(OBJECTS):
-                self._require_objects()
-            return []
-        try:
-            with os.scandir(fd) as entries:
-                return [Entry(e.name, e.is_dir(follow_symlinks=False)) for e in entries]
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            done = 0
+            while done < len(data):
+                done += os.pwrite(fd, data[done:], done)
+            os.ftruncate(fd, len(data))
+            os.fsync(fd)
+            self.rename_into_place(name, path, vital=True)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=root)
+            raise
         finally:
             os.close(fd)
 
-    def _require_objects(self) -> None:
-        """A directory may be absent, but not the one that holds them all (half-way through rm)."""
-        try:
-            os.stat(OBJECTS, dir_fd=self.root_fd())
-        except FileNotFoundError as error:
-            raise gone(self.url, "list") from error
-
-    def stamp(self, path: str) -> Stamp | None:
-        with self._guard(f"stat of {path}") as root:
+    def takes_records(self) -> bool:
+        with self._guard("look for space", absent_is_gone=True) as root:
+            if self._ballast.count(root):
+                return True
+            name = temporary_path()
             try:
-                status = os.stat(path, dir_fd=root, follow_symlinks=False)
-            except FileNotFoundError:
-                return None
-            return (status.st_ino, status.st_mtime_ns, status.st_size)
+                fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode, dir_fd=root)
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                return False
+            try:
+                allocate(fd, SPARE_BYTES)
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                return False
+            finally:
+                os.close(fd)
+                os.unlink(name, dir_fd=root)
+            return True
 
     def delete(self, path: str) -> None:
-        with self._guard(f"delete of {path}") as root:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path, dir_fd=root)
-            self._prune(path)
-
-    def _prune(self, path: str) -> None:
-        """Remove directories that became empty, below the top ones."""
-        parts = path.split("/")[:-1]
-        while len(parts) > 1:
-            try:
-                os.rmdir("/".join(parts), dir_fd=self.root_fd())
-            except OSError:
-                return
-            parts.pop()
+        super().delete(path)
+        with self._guard("use of the room of a deleted file") as root:
+            self._ballast.refill(root)
 
     def retire(self, path: str) -> None:
         """PROTOCOL 11: lock, rename into recycle/, sync both directories, blank the header."""
         with self._guard(f"retire of {path}") as root:
             try:
-                fd = self._open(path, os.O_RDWR | os.O_CLOEXEC)
+                fd = self._reopen(path)
             except FileNotFoundError:
                 return
             try:
                 size = os.fstat(fd).st_size
-                if not self._may_recycle(root, fd, size):
-                    os.unlink(path, dir_fd=root)
+                if self._ballast.wants(root, size) and _unread(fd):
+                    self._keep(root, fd, path, self._ballast.place())
+                    os.ftruncate(fd, min(size, SPARE_BYTES))
+                elif self._may_recycle(root, size) and _unread(fd):
+                    self._keep(root, fd, path, recycled_path(size))
                 else:
-                    new = recycled_path(size)
-                    os.rename(path, new, src_dir_fd=root, dst_dir_fd=root)
-                    self._sync_directory(path)
-                    self._sync_directory(new)
-                    self._blank_header(fd)
+                    os.unlink(path, dir_fd=root)
             except FileNotFoundError:
                 return
             finally:
                 unlock_and_close(fd)
             self._prune(path)
+            self._ballast.refill(root)
 
-    def _may_recycle(self, root: int, fd: int, size: int) -> bool:
+    def _keep(self, root: int, fd: int, path: str, new: str) -> None:
+        os.rename(path, new, src_dir_fd=root, dst_dir_fd=root)
+        self._sync_directory(path)
+        self._sync_directory(new)
+        self._blank_header(fd)
+
+    def _may_recycle(self, root: int, size: int) -> bool:
         if size < RECYCLE_MIN_BYTES or not self._recycle_bytes:
             return False
-        if sum(kept for kept, _ in self._recycled(root)) + size > self._recycle_bytes:
-            return False
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False  # a reader still holds it: unlink, the reader keeps the bytes
-        return True
+        return sum(kept for kept, _ in self._recycled(root)) + size <= self._recycle_bytes
 
     def quarantine(self, path: str) -> None:
         with self._guard(f"quarantine of {path}") as root:
@@ -430,8 +354,11 @@ class LocalDevice(LocalCounters):
             found = os.fstatvfs(root)
             kept = sum(size for size, _ in self._recycled(root))  # given up when space is short
             free = found.f_bavail * found.f_frsize + kept
-            return Usage(total=found.f_blocks * found.f_frsize, free=free, kept=kept,
-                         read_only=bool(found.f_flag & os.ST_RDONLY))  # fmt: skip
+            return Usage(
+                total=found.f_blocks * found.f_frsize, free=free, kept=kept,
+                inodes=found.f_files, free_inodes=found.f_favail,
+                read_only=bool(found.f_flag & os.ST_RDONLY),
+            )  # fmt: skip
 
     def hold(self, offset: int, nbytes: int) -> LocalHold:
         with self._guard("lock of the registers", absent_is_gone=True) as root:
@@ -452,6 +379,7 @@ class LocalDevice(LocalCounters):
                 os.close(fd)
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=root)
+            self._keep_room(root)
 
     def _probe_direct(self, name: str, fd: int) -> None:
         """Write, sync, read back; fall back to buffered I/O, said once, where O_DIRECT fails."""
@@ -486,14 +414,14 @@ class LocalDevice(LocalCounters):
         finally:
             os.close(fd)
 
-    def _fall_back(self, reason: str | None) -> None:
-        self.mode, self.memory_alignment = "buffered", 1
-        _log.warning("device %s: O_DIRECT does not work (%s); buffered I/O", self.url, reason)
 
-    def close(self) -> None:
-        fd = self._roots.pop(os.getpid(), -1)
-        if fd >= 0:
-            os.close(fd)
+def _unread(fd: int) -> bool:
+    """Lock a file to be overwritten; False while a reader holds it, which keeps the bytes."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 __all__ = ["LocalDevice"]

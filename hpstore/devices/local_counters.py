@@ -12,12 +12,13 @@ from hpstore.devices.base import raise_device_error
 from hpstore.devices.horizons import (
     COUNTER_BYTES,
     HORIZON,
+    MARK,
     HorizonGuard,
     decode_counter,
     encode_counter,
     risen,
 )
-from hpstore.devices.local_io import sync_filesystem, unlock_and_close
+from hpstore.devices.local_io import raise_local_error, sync_filesystem, unlock_and_close
 from hpstore.errors import LockTimeout
 
 _TRIES, _PAUSE_SECONDS = 100, 0.01  # a name takes microseconds; a stopped writer holds on
@@ -45,7 +46,7 @@ class LocalCounters:
             fd = os.open(name, flags | os.O_CLOEXEC, self._file_mode, dir_fd=self.root_fd())
             yield fd
         except OSError as error:
-            raise_device_error(error, self.url, f"use of {name}")
+            raise_local_error(error, self.root_fd(), self.url, f"use of {name}")
         finally:
             unlock_and_close(fd)
 
@@ -59,6 +60,16 @@ class LocalCounters:
                 return self._decoded(fd, name)
         except FileNotFoundError:
             return 0
+
+    def make_counters(self) -> None:
+        """Give them their blocks while there is room: then they can be raised on a full device."""
+        for name in (HORIZON, MARK):
+            try:
+                made = os.stat(name, dir_fd=self.root_fd()).st_size > 0
+            except FileNotFoundError:
+                made = False
+            if not made:
+                self.raise_counter(name, 0)
 
     def raise_counter(self, name: str, value: int) -> int:
         with self._counter_file(name, os.O_RDWR | os.O_CREAT) as fd:

@@ -12,16 +12,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from hpstore.buffers import aligned_array
 from hpstore.codec.galois import Bytes
 from hpstore.devices.base import TMP, raise_device_error
 from hpstore.devices.horizons import HorizonGuard
-from hpstore.errors import DeviceError, DeviceMissing, ReadAbandoned
+from hpstore.errors import DeviceError, DeviceFull, DeviceMissing, ReadAbandoned
 from hpstore.geometry import ALIGNMENT_BYTES
 from hpstore.keys import OBJECTS
-from hpstore.units import round_down, round_up
+from hpstore.units import format_bytes, round_down, round_up
 
 _MAX_IOV = 256  # below Linux's UIO_MAXIOV of 1024
 ESCAPED_NAMES = "escaped-names"  # in the root of a device where keys are escaped
@@ -39,8 +39,8 @@ class LocalRoot(Protocol):
     def guarded(self, guard: HorizonGuard | None) -> AbstractContextManager[None]:
         """Hold the horizon while a file gets its name."""
 
-    def rename_into_place(self, old: str, new: str) -> None:
-        """Rename within the device, making directories."""
+    def rename_into_place(self, old: str, new: str, *, vital: bool = False) -> None:
+        """Rename within the device, making directories; `vital`: of spare ones where need be."""
 
 
 def gone(url: str, operation: str) -> DeviceMissing:
@@ -49,6 +49,25 @@ def gone(url: str, operation: str) -> DeviceMissing:
         f"{operation} failed on device {url}: its directories are gone (deleted or wiped?)",
         device=url,
     )
+
+
+def raise_local_error(error: OSError, root: int, url: str, operation: str) -> NoReturn:
+    """As raise_device_error; of a full filesystem it says what is used up."""
+    if is_full(error):
+        found = os.fstatvfs(root)
+        free = format_bytes(found.f_bavail * found.f_frsize)
+        total = format_bytes(found.f_blocks * found.f_frsize)
+        raise DeviceFull(
+            f"{operation} failed on device {url}: {error.strerror} ({free} of {total} and "
+            f"{found.f_favail} of {found.f_files} inodes are free there)",
+            device=url,
+        ) from error
+    raise_device_error(error, url, operation)
+
+
+def is_full(error: OSError) -> bool:
+    """Whether a call failed for want of space, inodes or quota."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT) and not isinstance(error, DeviceError)
 
 
 def unlock_and_close(fd: int) -> None:
@@ -64,9 +83,11 @@ def unlock_and_close(fd: int) -> None:
 class LocalWriter:
     """A file in tmp/ under an exclusive lock."""
 
-    def __init__(self, device: LocalRoot, fd: int, name: str, *, recycled: bool = False) -> None:
+    def __init__(
+        self, device: LocalRoot, fd: int, name: str, *, recycled: bool = False, vital: bool = False
+    ) -> None:
         self._device, self._file, self._name = device, fd, name
-        self.recycled = recycled
+        self.recycled, self._vital = recycled, vital
 
     def fileno(self) -> int:
         """The descriptor, for calls while it is being made."""
@@ -87,7 +108,7 @@ class LocalWriter:
         except FileNotFoundError as error:
             raise gone(self._device.url, operation) from error
         except OSError as error:
-            raise_device_error(error, self._device.url, operation)
+            raise_local_error(error, self._device.root_fd(), self._device.url, operation)
 
     def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
         step = self._device.memory_alignment
@@ -117,7 +138,7 @@ class LocalWriter:
 
     def _rename(self, path: str, guard: HorizonGuard | None) -> None:
         with self._device.guarded(guard):
-            self._device.rename_into_place(self._name, path)
+            self._device.rename_into_place(self._name, path, vital=self._vital)
 
     def _close(self) -> None:
         fd, self._file = self._file, -1
@@ -277,10 +298,12 @@ __all__ = [
     "aligned_copy",
     "allocate",
     "gone",
+    "is_full",
     "names_fold",
     "names_normalise",
     "note_names",
     "open_root",
+    "raise_local_error",
     "sync_filesystem",
     "temporary_path",
     "unlock_and_close",

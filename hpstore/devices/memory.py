@@ -21,6 +21,7 @@ from hpstore.devices.horizons import (
     encode_counter,
     risen,
 )
+from hpstore.devices.reserve import SPARE_BYTES, plan_spares
 from hpstore.errors import DeviceError, DeviceFull, DeviceMissing, DeviceReadOnly
 from hpstore.geometry import ALIGNMENT_BYTES
 
@@ -37,19 +38,24 @@ class _File:
 
 
 class MemoryDevice:
-    """A dict of files. `capacity_bytes` makes it run full."""
+    """A dict of files. `capacity_bytes` and `capacity_inodes` (files, 0: any) make it run full.
+
+    What is vital may go beyond both by what a local device keeps in spare files.
+    """
 
     def __init__(
         self,
         url: str = "memory://",
         *,
         capacity_bytes: int = 1 << 40,
+        capacity_inodes: int = 0,
         recycle_bytes: int = 0,
         folds_names: bool = False,
     ) -> None:
         self.url, self.mode, self.folds_names = url, "memory", folds_names
         self.memory_alignment = 1
         self.capacity_bytes, self._recycle_bytes = capacity_bytes, recycle_bytes
+        self.capacity_inodes = capacity_inodes
         self.files: dict[str, _File] = {}
         self._durable_names: dict[str, _File] = {}
         self._lock = threading.RLock()  # guards both maps, the holds and every _File's fields
@@ -71,13 +77,36 @@ class MemoryDevice:
     def _name(self, path: str) -> str:
         return path.casefold() if self.folds_names else path
 
-    def create(self, size_bytes: int) -> MemoryWriter:
+    def _check_room(self, nbytes: int, *, vital: bool) -> None:
+        """Raise DeviceFull unless a new file of so many bytes finds room."""
+        free, inodes = self.capacity_bytes - self._used(), self.capacity_inodes - len(self.files)
+        spares = plan_spares(self.capacity_bytes, self.capacity_inodes).files if vital else 0
+        short = self.capacity_inodes and inodes + spares < 1
+        if short or nbytes > free + spares * SPARE_BYTES:
+            raise DeviceFull(
+                f"device {self.url} is full ({max(0, free)} of {self.capacity_bytes} bytes and "
+                f"{max(0, inodes)} of {self.capacity_inodes} inodes are free)",
+                device=self.url,
+            )
+
+    def _used(self) -> int:
+        return sum(len(file.bytes) for file in self.files.values())
+
+    def takes_records(self) -> bool:
+        self._check()
+        with self._lock:
+            try:
+                self._check_room(SPARE_BYTES, vital=True)
+            except DeviceFull:
+                return False
+            return True
+
+    def create(self, size_bytes: int, *, vital: bool = False) -> MemoryWriter:
         self._check_writable()
         with self._lock:
             old = file = self._reuse(size_bytes)
             if file is None:
-                if self.usage().free < size_bytes:
-                    raise DeviceFull(f"device {self.url} is full", device=self.url)
+                self._check_room(size_bytes, vital=vital)
                 file = _File(size_bytes, next(self._numbers))
             name = f"{TMP}/{file.number}-{next(self._numbers)}"
             self.files[name] = file
@@ -118,8 +147,7 @@ class MemoryDevice:
     def write_small(self, path: str, data: bytes) -> None:
         self._check_writable()
         with self._lock:
-            if self.usage().free < len(data):
-                raise DeviceFull(f"device {self.url} is full", device=self.url)
+            self._check_room(len(data), vital=True)
             file = _File(0, next(self._numbers))
             file.bytes, file.durable, file.locked = bytearray(data), bytes(data), False
             self.files[self._name(path)] = self._durable_names[self._name(path)] = file
@@ -245,8 +273,11 @@ class MemoryDevice:
 
     def usage(self) -> Usage:
         with self._lock:
-            used = sum(len(file.bytes) for file in self.files.values())
-            return Usage(total=self.capacity_bytes, free=max(0, self.capacity_bytes - used))
+            return Usage(
+                total=self.capacity_bytes, free=max(0, self.capacity_bytes - self._used()),
+                inodes=self.capacity_inodes,
+                free_inodes=max(0, self.capacity_inodes - len(self.files)),
+            )  # fmt: skip
 
     def probe(self, *, write: bool) -> None:
         if write:

@@ -53,7 +53,7 @@ class RemoteDevice:
     def _path(self, path: str) -> str:
         return f"{self._base}/{path}"
 
-    def create(self, size_bytes: int) -> RemoteWriter:
+    def create(self, size_bytes: int, *, vital: bool = False) -> RemoteWriter:
         return RemoteWriter(self, size_bytes)
 
     def put_stream(self, path: str, source: Any) -> None:
@@ -112,6 +112,10 @@ class RemoteDevice:
             spool.write(data)
             spool.seek(0)
             self.put_stream(path, spool)
+
+    def takes_records(self) -> bool:
+        """Taken for granted: a store does not say what it has left."""
+        return True
 
     def entries(self, path: str) -> list[Entry]:
         try:

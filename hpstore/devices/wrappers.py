@@ -58,8 +58,10 @@ class DeviceWrapper:
     def around(self, operation: str, nbytes: int, call: Callable[[], T]) -> T:
         return call()
 
-    def create(self, size_bytes: int) -> WriteHandle:
-        handle = self.around("create", size_bytes, lambda: self.inner.create(size_bytes))
+    def create(self, size_bytes: int, *, vital: bool = False) -> WriteHandle:
+        handle = self.around(
+            "create", size_bytes, lambda: self.inner.create(size_bytes, vital=vital)
+        )
         return WrappedWriter(self, handle)
 
     def create_spare(self, size_bytes: int) -> WriteHandle | None:
@@ -74,6 +76,9 @@ class DeviceWrapper:
 
     def write_small(self, path: str, data: bytes) -> None:
         self.around("write_small", len(data), lambda: self.inner.write_small(path, data))
+
+    def takes_records(self) -> bool:
+        return self.inner.takes_records()
 
     def entries(self, path: str) -> list[Entry]:
         return self.around("list", 0, lambda: self.inner.entries(path))

@@ -19,7 +19,7 @@ from hpstore.devices.base import Device, WriteHandle
 from hpstore.devices.horizons import HorizonGuard, HorizonPassed
 from hpstore.errors import DeviceTimeout, HpstoreError
 from hpstore.header import HEADER_BYTES, ColumnHeader, encode_header, encode_table
-from hpstore.keys import Version
+from hpstore.keys import Kind, Version
 from hpstore.objects.store import Store
 from hpstore.objects.survey import Found, path_on
 from hpstore.patience import wait_awake
@@ -55,7 +55,8 @@ class ColumnWriter:
 
     def create(self) -> None:
         """Reserve the space."""
-        self._handle = self.device.create(self.header.file_bytes)
+        vital = self.header.kind is Kind.TOMBSTONE
+        self._handle = self.device.create(self.header.file_bytes, vital=vital)
 
     def write(self, column_offset: int, buffers: Sequence[Bytes]) -> None:
         """Write column bytes; does nothing once the column was given up."""

@@ -18,6 +18,7 @@ from hpstore.devices.base import READABLE
 from hpstore.devices.horizons import HorizonPassed
 from hpstore.errors import IntegrityError, ObjectNotFound, TooFewDevices, TooManyErasures
 from hpstore.geometry import BLOCK_BYTES, Code, Geometry
+from hpstore.header import column_file_bytes
 from hpstore.keys import Kind, Version
 from hpstore.objects.columnset import ColumnSet, MembershipMoved
 from hpstore.objects.debts import clear_debt
@@ -289,7 +290,9 @@ class _Repairer:
         Returns what was done, columns written, and where the columns are now.
         """
         held = set(staying.values())
-        candidates = self._store.candidates(exclude=held | self._exclude)
+        candidates = self._store.candidates(
+            exclude=held | self._exclude, file_bytes=column_file_bytes(self._geometry)
+        )
         domains = self._store.domains(held)
         spread = self._store.view.record.spread
         if placeable([c.domain for c in candidates], spread, domains) < len(urgent):

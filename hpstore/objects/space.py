@@ -27,10 +27,10 @@ from hpstore.devices.base import (
     recycled_bytes,
     recycled_path,
 )
+from hpstore.devices.reserve import reserve_bytes
 from hpstore.geometry import ALIGNMENT_BYTES, Code, plan_geometry
 from hpstore.header import column_file_bytes
 from hpstore.objects.store import Store
-from hpstore.opening import reserve_bytes
 from hpstore.patience import wait_awake
 from hpstore.scheduler import outcome
 from hpstore.units import MIB, div_ceil

@@ -6,7 +6,7 @@ import logging
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -15,8 +15,9 @@ from hpstore.buffers import BufferPool, Lease
 from hpstore.clock import Clock, HybridCounter, SystemClock
 from hpstore.codec import ErasureCode
 from hpstore.config import Settings
-from hpstore.devices.base import READABLE, Device, Stamp
+from hpstore.devices.base import READABLE, Device, Stamp, Usage
 from hpstore.devices.horizons import MARK
+from hpstore.devices.reserve import shortage
 from hpstore.errors import (
     BudgetExceeded,
     DeviceError,
@@ -28,7 +29,6 @@ from hpstore.errors import (
 from hpstore.keys import MAX_COUNTER, Version
 from hpstore.metrics import Metrics
 from hpstore.objects.routing import Routing
-from hpstore.opening import has_room, reserve_bytes
 from hpstore.patience import Patience
 from hpstore.placement import Candidate, placeable
 from hpstore.records import MAX_RECORD_BYTES, POOL_FILE, DeviceState, Member, PoolRecord
@@ -72,6 +72,14 @@ class View:
     def members(self) -> list[Member]:
         """Members that answered."""
         return [m for m in self.record.members if m.device_id in self.devices]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """A device that takes new columns, and its space."""
+
+    candidate: Candidate
+    usage: Usage
 
 
 @dataclass(slots=True, kw_only=True)
@@ -316,20 +324,19 @@ class Store:
             refused = DeviceReadOnly(f"device {device.url} is mounted read-only", device=device_id)
         return refused
 
-    def takes(self, device_id: str, device: Device, *, reserve: bool = True) -> bool:
-        """Whether a device may take new columns now. Looks at its mark, too (new_version)."""
+    def offer(self, device_id: str, device: Device) -> Usage | None:
+        """Its space, when a device takes new columns. Looks at its mark, too (new_version)."""
         if device_id in self.refusing and self.probe(device_id, device) is not None:
-            return False
+            return None
         self._note_mark(device_id, device)
-        return has_room(device, reserve=reserve)
+        return device.usage()
 
-    def candidates(
-        self, exclude: Iterable[str] = (), *, reserve: bool = True,
-        taking: Mapping[str, bool] | None = None,
-    ) -> list[Candidate]:  # fmt: skip
-        """Devices that may take new columns (PROTOCOL 3); without `reserve` full ones, too.
+    def offers(
+        self, exclude: Iterable[str] = (), *, seen: Mapping[str, Usage | None] | None = None
+    ) -> list[Offer]:
+        """Devices that take new columns (PROTOCOL 3), full ones, too, with their space.
 
-        `taking`: what takes() has said of all that answer a moment ago, so that none is asked.
+        `seen`: what offer() has said of all that answered a moment ago, so that none is asked.
         """
         left_out = set(exclude) | self.view.sitting_out
         asked = [
@@ -337,22 +344,35 @@ class Store:
             for m in self.view.members()
             if m.device_id not in left_out and m.state is DeviceState.ONLINE and m.weight > 0
         ]
-        room: Mapping[str, bool | Exception]
-        if taking is not None:
-            room = {m.device_id: taking.get(m.device_id, False) for m in asked}
+        space: Mapping[str, Usage | Exception | None]
+        if seen is not None:
+            space = {m.device_id: seen.get(m.device_id) for m in asked}
         else:
-            room = self.each(
-                (m.device_id for m in asked), lambda d, x: self.takes(d, x, reserve=reserve),
-                patience=PATIENCE,
-            )  # fmt: skip
-        found = [
-            Candidate(device=m.device_id, domain=m.domain, weight=m.weight)
+            space = self.each((m.device_id for m in asked), self.offer, patience=PATIENCE)
+        return [
+            Offer(
+                candidate=Candidate(device=m.device_id, domain=m.domain, weight=m.weight),
+                usage=usage,
+            )
             for m in asked
-            if room[m.device_id] is True
+            if isinstance(usage := space[m.device_id], Usage) and not usage.read_only
         ]
-        return self._without_slow(found)
 
-    def _without_slow(self, found: list[Candidate]) -> list[Candidate]:
+    def with_room(
+        self, offers: Sequence[Offer], *, file_bytes: int = 0, inodes: int = 1
+    ) -> list[Candidate]:
+        """Those that have room for a column of `file_bytes` (0: of any size) and its `inodes`."""
+        return self.without_slow([
+            offer.candidate
+            for offer in offers
+            if not shortage(offer.usage, file_bytes=file_bytes, inodes=inodes)
+        ])  # fmt: skip
+
+    def candidates(self, exclude: Iterable[str] = (), *, file_bytes: int = 0) -> list[Candidate]:
+        """Devices that may take new columns now (PROTOCOL 3)."""
+        return self.with_room(self.offers(exclude), file_bytes=file_bytes)
+
+    def without_slow(self, found: list[Candidate]) -> list[Candidate]:
         """Without devices that are slow: at most m of them, and never so many that no new object
         could be placed. A slow device is better than none."""
         parity = self.view.record.parity
@@ -361,24 +381,29 @@ class Store:
         left_out = frozenset(slow[: max(0, spare)])
         return [c for c in found if c.device not in left_out]
 
-    def why_full(self) -> str:
+    def why_full(self, *, file_bytes: int = 0, inodes: int = 1) -> str:
         """For an error: which devices have no space for new columns, and how much; "" for none."""
 
         def look(_: str, device: Device) -> str:
             usage = device.usage()
-            if usage.read_only or usage.free >= reserve_bytes(usage):
-                return ""
-            return (
-                f"{device.url} has {format_bytes(usage.free)} of space free, of which "
-                f"{format_bytes(reserve_bytes(usage))} are kept for deletes"
-            )
+            short = "" if usage.read_only else shortage(usage, file_bytes=file_bytes, inodes=inodes)
+            return short and f"{device.url} ({short})"
 
         answers = self.each(self.view.devices, look)
         full = [answer for answer in answers.values() if isinstance(answer, str) and answer]
         if not full:
             return ""
         more = f", and {len(full) - 3} more" if len(full) > 3 else ""
-        return f"Full: {'; '.join(full[:3])}{more}. Delete objects to make room. "
+        return f"Full: {'; '.join(full[:3])}{more}. {self.make_room} "
+
+    @property
+    def make_room(self) -> str:
+        """For an error: what helps where devices are full."""
+        seconds = self.settings.tombstone_seconds
+        return (
+            "Delete objects: large ones make room at once, small ones leave tombstones, which a "
+            f"scrub sweeps {seconds:.0f} s later."
+        )
 
     def usable(self, exclude: Iterable[str] = ()) -> int:
         """How many columns a new object can have now."""
@@ -396,4 +421,4 @@ class Store:
         self._stamps.clear()
 
 
-__all__ = ["PATIENCE", "READ_PATIENCE", "Store", "View"]
+__all__ = ["PATIENCE", "READ_PATIENCE", "Offer", "Store", "View"]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from hpstore.devices.base import DEBTS, Device
+from hpstore.devices.base import DEBTS, Device, Usage
 from hpstore.errors import DeviceError, TooManyErasures
 from hpstore.geometry import Code, Geometry
 from hpstore.keys import ColumnName, Kind, Version, object_directory, parse_column_name
@@ -69,7 +69,7 @@ class Survey:
     files: tuple[Found, ...]
     unknown: frozenset[str]
     undebted: frozenset[Version] = frozenset()  # for which no debt is recorded, with certainty
-    taking: Mapping[str, bool] | None = None  # what Store.takes() said of devices, if it was asked
+    offered: Mapping[str, Usage | None] | None = None  # what Store.offer() said, if it was asked
 
     def layouts(self) -> list[Layout]:
         """Layouts, newest version first; of one version the fuller first."""
@@ -184,19 +184,19 @@ def require_known(view: View, survey: Survey) -> None:
 
 def stable_survey(
     store: Store, key: str, *, absent: bool = True, patience: float | None = None,
-    taking: bool = False,
+    offers: bool = False,
 ) -> Survey:  # fmt: skip
     """A survey to act on: a listing of several devices is no snapshot. One that amounts to nothing
     is made again until two agree: the old version may have gone from where it was looked for last,
     and the new one come where it was looked for first. Without `absent`, for a caller who does the
-    same with a key that is not there, one that shows no file is not. `patience` and `taking` as of
+    same with a key that is not there, one that shows no file is not. `patience` and `offers` as of
     survey_keys.
     """
-    survey = survey_key(store, key, patience=patience, taking=taking)
+    survey = survey_key(store, key, patience=patience, offers=offers)
     for _ in range(SURVEY_TRIES):
         if newest_by_name(store.view, survey) is not None or not (survey.files or absent):
             return survey
-        again = survey_key(store, key, patience=patience if survey.deleted else None, taking=taking)
+        again = survey_key(store, key, patience=patience if survey.deleted else None, offers=offers)
         if set(again.files) == set(survey.files):
             return again
         survey = again
@@ -204,23 +204,23 @@ def stable_survey(
 
 
 def survey_key(
-    store: Store, key: str, *, patience: float | None = None, taking: bool = False
+    store: Store, key: str, *, patience: float | None = None, offers: bool = False
 ) -> Survey:
     """List a key's directory on every member, of the newest membership that any of them knows."""
-    return survey_keys(store, [key], patience=patience, taking=taking)[key]
+    return survey_keys(store, [key], patience=patience, offers=offers)[key]
 
 
 def survey_keys(
-    store: Store, keys: Sequence[str], *, patience: float | None = None, taking: bool = False
+    store: Store, keys: Sequence[str], *, patience: float | None = None, offers: bool = False
 ) -> dict[str, Survey]:
     """As survey_key for many keys, with one call on each device for all of them.
 
     A device that cannot list one of them counts as silent about all. With a `patience` in seconds,
     devices that weigh at most m are waited for no longer: every acknowledged version shows on
-    others (PROTOCOL 7). With `taking`, devices are also asked whether they take new columns.
+    others (PROTOCOL 7). With `offers`, devices are also asked whether they take new columns.
     """
     for _ in range(SURVEY_TRIES):
-        surveys, newest = _survey_once(store, keys, patience, taking)
+        surveys, newest = _survey_once(store, keys, patience, offers)
         if newest <= store.view.record.generation:
             break
         before = store.view.record.generation
@@ -281,17 +281,17 @@ def _in_doubt(view: View, survey: Survey, layout: Layout) -> bool:
 
 
 def _survey_once(
-    store: Store, keys: Sequence[str], patience: float | None, taking: bool = False
+    store: Store, keys: Sequence[str], patience: float | None, offers: bool = False
 ) -> tuple[dict[str, Survey], int]:
-    room: dict[str, bool] = {}
+    offered: dict[str, Usage | None] = {}
 
     def look(device_id: str, device: Device) -> tuple[int, list[list[Found]]]:
         # first the generation: a wiped device must not look merely empty
         generation = store.generation_on(device_id, device)
         found = [list_object(device_id, device, key) for key in keys]
-        if taking:
+        if offers:
             with contextlib.suppress(DeviceError):  # it takes none
-                room[device_id] = store.takes(device_id, device)
+                offered[device_id] = store.offer(device_id, device)
         return generation, found
 
     results = store.each(store.view.devices, look, patience=patience)
@@ -304,7 +304,7 @@ def _survey_once(
             key=key,
             files=tuple(file for _, found in answers for file in found[number]),
             unknown=unknown,
-            taking=dict(room) if taking else None,
+            offered=dict(offered) if offers else None,
         )
         for number, key in enumerate(keys)
     }

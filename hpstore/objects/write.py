@@ -6,10 +6,18 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from hpstore.devices.base import Usage
 from hpstore.devices.horizons import HorizonPassed
-from hpstore.errors import HpstoreError, ObjectNotFound, TooFewDevices, VersionConflict
+from hpstore.errors import (
+    DeviceFull,
+    HpstoreError,
+    ObjectNotFound,
+    PoolFull,
+    TooFewDevices,
+    VersionConflict,
+)
 from hpstore.geometry import Code, Geometry, plan_geometry
-from hpstore.header import ColumnHeader, Metadata, encode_header
+from hpstore.header import ColumnHeader, Metadata, column_file_bytes, encode_header
 from hpstore.keys import Kind, Version
 from hpstore.objects.columnset import ColumnSet, MembershipMoved
 from hpstore.objects.debts import record_debt
@@ -28,7 +36,7 @@ from hpstore.objects.survey import (
     stable_survey,
 )
 from hpstore.objects.windows import background_run_bytes, run_bytes
-from hpstore.placement import choose, placeable
+from hpstore.placement import Candidate, choose, placeable
 from hpstore.records import Debt
 
 _log = logging.getLogger(__name__)
@@ -68,6 +76,13 @@ def write_failed(text: str, key: str, failures: dict[str, Exception]) -> WriteFa
     return error
 
 
+def ran_full(error: Exception | None) -> bool:
+    """Whether a write failed on devices that had no space left for it, and on no others."""
+    return isinstance(error, WriteFailed) and all(
+        isinstance(failure, DeviceFull) for failure in error.devices.values()
+    )
+
+
 def plan_columns(
     store: Store,
     key: str,
@@ -76,35 +91,53 @@ def plan_columns(
     exclude: Iterable[str],
     kind: Kind = Kind.COLUMN,
     unit_bytes: int | None = None,
-    taking: Mapping[str, bool] | None = None,
+    offered: Mapping[str, Usage | None] | None = None,
 ) -> tuple[Geometry, list[str]]:
     """Geometry and devices for a new object: k' = min(k, usable - m), full parity.
 
-    `unit_bytes`: of this object, the pool's unless given. `taking` as of Store.candidates. Raises
-    TooFewDevices when not even one data column fits.
+    `unit_bytes`: of this object, the pool's unless given. `offered`: as Store.offers has `seen`.
+    Raises PoolFull, or TooFewDevices, when not even one data column fits. A tombstone goes where
+    there is room while that is enough.
     """
-    # the reserve is kept for tombstones: else a pool that has filled itself could delete nothing
-    record = store.view.record
-    candidates = store.candidates(exclude, reserve=kind is not Kind.TOMBSTONE, taking=taking)
-    usable = placeable([c.domain for c in candidates], record.spread)
-    if usable <= record.parity:
-        raise TooFewDevices(
-            f"{len(candidates)} of {len(record.members)} devices can take new data; "
-            f"{record.parity + 1} are needed to keep {record.parity} parity units; "
-            f"reading goes on. {store.why_full()}Add devices, or bring missing ones back."
-        )
-    if kind is Kind.TOMBSTONE:
-        geometry = empty_geometry(record.parity)
-    else:
-        geometry = plan_geometry(
-            size,
-            data=record.data,
-            parity=record.parity,
-            unit_bytes=unit_bytes or record.unit_bytes,
-            usable=usable,
-        )
+    record, inodes = store.view.record, 1 + len(key.split("/"))  # a directory for each part
+    offers = store.offers(exclude, seen=offered)
+
+    def shape(found: list[Candidate]) -> Geometry:
+        usable = placeable([c.domain for c in found], record.spread)
+        if usable <= record.parity:
+            raise _too_few(store, len(found), file_bytes, inodes)
+        if kind is Kind.TOMBSTONE:
+            return empty_geometry(record.parity)
+        return plan_geometry(
+            size, data=record.data, parity=record.parity,
+            unit_bytes=unit_bytes or record.unit_bytes, usable=usable,
+        )  # fmt: skip
+
+    candidates, file_bytes = store.without_slow([offer.candidate for offer in offers]), 0
+    geometry = shape(candidates)
+    while (needed := column_file_bytes(geometry)) > file_bytes:  # fewer devices: larger columns
+        file_bytes = needed
+        roomy = store.with_room(offers, file_bytes=needed, inodes=inodes)
+        if (
+            kind is Kind.TOMBSTONE
+            and placeable([c.domain for c in roomy], record.spread) <= record.parity
+        ):
+            break  # the reserve and the spares are for it: else a full pool could delete nothing
+        candidates = roomy
+        geometry = shape(candidates)
     chosen = choose(key, candidates, geometry.width, parity=record.parity, spread=record.spread)
     return geometry, [candidate.device for candidate in chosen]
+
+
+def _too_few(store: Store, found: int, file_bytes: int, inodes: int) -> TooFewDevices:
+    """The error for a put or delete that has too few devices to go to."""
+    record = store.view.record
+    full = store.why_full(file_bytes=file_bytes, inodes=inodes)
+    return (PoolFull if full else TooFewDevices)(
+        f"{found} of {len(record.members)} devices can take new data; {record.parity + 1} are "
+        f"needed to keep {record.parity} parity units; reading goes on. {full}Add devices, or "
+        "bring missing ones back."
+    )
 
 
 def make_header(
@@ -256,12 +289,14 @@ def _write_whole(
         try:
             geometry, devices = plan_columns(
                 now, key, source.size, exclude=exclude, kind=kind, unit_bytes=unit_bytes,
-                taking=None if attempt else survey.taking,
+                offered=None if attempt else survey.offered,
             )  # fmt: skip
         except TooFewDevices as error:
             if last is None:
                 raise
-            raise TooFewDevices(f"{error} Before that: {last}", key=key) from last
+            full = isinstance(error, PoolFull) or ran_full(last)
+            kind_of_error = PoolFull if full else TooFewDevices
+            raise kind_of_error(f"{error} Before that: {last}", key=key) from last
         if revise is None:
             version = store.new_version(survey.versions(), above=horizon, next_counter=next_counter)
         else:
@@ -288,7 +323,7 @@ def _write_whole(
             store.metrics.count("put_retried_total")
             exclude |= error.devices.keys()
             last = error
-    raise TooFewDevices(
+    raise (PoolFull if ran_full(last) else TooFewDevices)(
         f"put of {key!r} failed {PUT_TRIES} times in a row: {last}. It is not acknowledged"
         + ("." if left else "; the version before it is unchanged."),
         key=key,
@@ -346,7 +381,7 @@ def put_object(
     `unit_bytes`: of this object, the pool's unless given.
     """
     absent = if_absent or if_version is not None
-    survey = stable_survey(store, key, absent=absent, patience=PATIENCE, taking=True)
+    survey = stable_survey(store, key, absent=absent, patience=PATIENCE, offers=True)
     check_conditions(store, survey, if_absent=if_absent, if_version=if_version)
     columns = write_new_version(
         store, key, source, metadata=metadata, kind=Kind.COLUMN, survey=survey, throttle=throttle,

@@ -25,12 +25,13 @@ from hpstore.keys import object_directory
 from hpstore.testing import PAGE, all_files, fetch, in_threads, pattern, store
 from hpstore.testing.counter_contract import CounterContract
 from hpstore.testing.register_contract import RegisterContract
+from hpstore.testing.room_contract import RoomContract
 from hpstore.units import KIB, MIB, round_up
 
 PATH = "objects/a/b/@file"
 
 
-class DeviceContract(CounterContract, RegisterContract):
+class DeviceContract(CounterContract, RegisterContract, RoomContract):
     """Inherit, name the class Test..., fill in three methods."""
 
     holds_readers = True  # an open reader keeps its bytes when the file is replaced or retired

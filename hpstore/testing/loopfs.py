@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import secrets
 import shutil
 import struct
 import tempfile
@@ -45,8 +46,9 @@ class LoopFilesystem(Closing):
 
     `directory` is where image and mount point are made, in a folder of their own; what a killed
     process leaves there, `leftovers.sweep` removes. `direct`: the image is read and written past
-    the page cache, which would otherwise answer for the disk. One thread at a time. Not for use in
-    a read-only or unprivileged container: `loop_mounts_problem` tells.
+    the page cache, which would otherwise answer for the disk. `inodes` of an ext4: by its size
+    unless given. One thread at a time. Not for use in a read-only or unprivileged container:
+    `loop_mounts_problem` tells.
     """
 
     def __init__(
@@ -56,8 +58,9 @@ class LoopFilesystem(Closing):
         size_bytes: int = 64 * MIB,
         kind: Kind = "ext4",
         direct: bool = False,
+        inodes: int = 0,
     ) -> None:
-        self._work = scratch_directory(directory)
+        self._work, self._inodes = scratch_directory(directory), inodes
         self._image, self._kind, self._direct = f"{self._work}/image", kind, direct
         self._throttled = False
         self.path = f"{self._work}/mount"
@@ -71,7 +74,8 @@ class LoopFilesystem(Closing):
             with open(self._image, "wb") as image:
                 image.truncate(self.size_bytes)
             if self._kind == "ext4":
-                run("mkfs.ext4", "-q", "-F", "-b", str(_BLOCK), "-m", "0", self._image)
+                few = ("-N", str(self._inodes)) if self._inodes else ()
+                run("mkfs.ext4", "-q", "-F", "-b", str(_BLOCK), "-m", "0", *few, self._image)
             else:
                 run("mkfs.xfs", "-q", "-f", "-b", f"size={_BLOCK}", self._image)
             flags = ("--direct-io=on",) if self._direct else ()
@@ -157,9 +161,23 @@ class LoopFilesystem(Closing):
         finally:
             os.close(fd)
 
+    def fill_inodes(self) -> None:
+        """Make empty files until no inode is free."""
+        folder = f"{self.path}/.inodes"
+        try:
+            os.makedirs(folder, exist_ok=True)
+            while True:
+                name = f"{folder}/{secrets.token_hex(8)}"
+                os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+
     def release(self) -> None:
-        """Give the space that fill() took back."""
-        os.unlink(f"{self.path}/.ballast")
+        """Give back what fill() and fill_inodes() took."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{self.path}/.ballast")
+        shutil.rmtree(f"{self.path}/.inodes", ignore_errors=True)
 
     def read_only(self) -> None:
         """Let the kernel find an error: the filesystem turns read-only under open files."""

@@ -22,6 +22,7 @@ from hpstore.testing import ManualClock
 from hpstore.testing.device_contract import DeviceContract
 from hpstore.testing.slowness import SlowableDevice
 from hpstore.units import MIB
+from tests.full import no_room
 
 _RECYCLE_BYTES = 64 * MIB
 _NUMBERS = itertools.count(1)  # memory:// is one store for the whole process
@@ -37,6 +38,9 @@ class LocalRaw(DeviceContract):
         with (Path(device.url) / path).open("r+b") as file:
             file.truncate(0)
             file.write(data)
+
+    def make_full(self, device: Device, patch: pytest.MonkeyPatch) -> None:
+        no_room(patch)
 
 
 def local_device(tmp_path: Path, *, direct: bool) -> LocalDevice:
@@ -78,6 +82,11 @@ class MemoryRaw(DeviceContract):
     def files(self, device: Device) -> MemoryDevice:
         inner = device.inner if isinstance(device, DeviceWrapper) else device
         return cast(MemoryDevice, inner)
+
+    def make_full(self, device: Device, patch: pytest.MonkeyPatch) -> None:
+        inner = self.files(device)
+        inner.capacity_bytes = sum(len(file.bytes) for file in inner.files.values())
+        inner.capacity_inodes = len(inner.files)
 
     def raw_read(self, device: Device, path: str) -> bytes:
         return bytes(self.files(device).files[path].bytes)

@@ -36,7 +36,9 @@ _PR_SET_PDEATHSIG = 1
 class MakeDisks(Protocol):
     """The `make_disks` fixture."""
 
-    def __call__(self, count: int, size_bytes: int = ...) -> list[LoopFilesystem]: ...
+    def __call__(
+        self, count: int, size_bytes: int = ..., inodes: int = ...
+    ) -> list[LoopFilesystem]: ...
 
 
 def payload(name: str, size: int) -> bytes:

@@ -31,9 +31,9 @@ def make_disks(loop_mounts: None, tmp_path: Path) -> Iterator[MakeDisks]:
     """Make loop filesystems; they are gone after the test, however it ends."""
     with ExitStack() as stack:
 
-        def make(count: int, size_bytes: int = 64 * MIB) -> list[LoopFilesystem]:
+        def make(count: int, size_bytes: int = 64 * MIB, inodes: int = 0) -> list[LoopFilesystem]:
             return [
-                stack.enter_context(LoopFilesystem(tmp_path, size_bytes=size_bytes))
+                stack.enter_context(LoopFilesystem(tmp_path, size_bytes=size_bytes, inodes=inodes))
                 for _ in range(count)
             ]
 

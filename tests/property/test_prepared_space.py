@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpstore.devices.base import Usage
+from hpstore.devices.reserve import reserve_bytes
 from hpstore.objects.space import Kept, plan_files
-from hpstore.opening import reserve_bytes
 
 sizes = st.lists(st.integers(1, 100), max_size=8)
 

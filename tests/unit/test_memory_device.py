@@ -9,6 +9,7 @@ import pytest
 
 from hpstore.devices.base import TMP, Entry
 from hpstore.devices.memory import MemoryDevice
+from hpstore.devices.reserve import SPARE_BYTES, SPARES_LEAST
 from hpstore.errors import DeviceFull, DeviceMissing
 from hpstore.testing import PAGE, all_files, fetch, pattern, store
 from hpstore.testing.device_contract import PATH
@@ -87,13 +88,13 @@ def test_a_restart_keeps_everything_and_frees_locks() -> None:
 
 
 def test_a_full_device_says_so_before_anything_is_written() -> None:
-    """create and write_small raise DeviceFull; what is there stays readable."""
+    """create and, past what is kept, write_small raise DeviceFull; what is there can be read."""
     device = MemoryDevice(capacity_bytes=3 * PAGE)
     store(device, PATH, pattern(2 * PAGE))
     with pytest.raises(DeviceFull):
         device.create(2 * PAGE)
     with pytest.raises(DeviceFull):
-        device.write_small("x.json", bytes(PAGE + 1))
+        device.write_small("x.json", bytes(PAGE + SPARES_LEAST * SPARE_BYTES + 1))
     assert device.usage().free == PAGE
     assert fetch(device, PATH) == pattern(2 * PAGE).tobytes()
 

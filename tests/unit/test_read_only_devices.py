@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import pytest
 
-from hpstore.changes import depends_on
+from hpstore.dependence import depends_on
 from hpstore.devices.base import Device, Usage
 from hpstore.devices.local import LocalDevice
 from hpstore.devices.wrappers import DeviceWrapper

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from hpstore import changes, membership
+from hpstore import changes, dependence, membership
 from hpstore.devices.base import REGISTERS_BYTES, Device
 from hpstore.devices.wrappers import DeviceWrapper, FaultyDevice, SimulatedCrash
 from hpstore.errors import LockTimeout, MembershipError, RegistersUnavailable
@@ -223,7 +223,7 @@ def test_an_eviction_judged_on_an_older_membership_is_refused_rule_16(
 ) -> None:
     """The other process evicts while the first looks at what would be lost."""
     a, b = harness.open(), harness.open()
-    plain = changes.endangered
+    plain = dependence.endangered
 
     def slow(*arguments: object, **options: object) -> list[str]:
         found = plain(*arguments, **options)  # type: ignore[arg-type]

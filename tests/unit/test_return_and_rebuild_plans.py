@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from hpstore import changes
-from hpstore.changes import lost_without
+from hpstore.dependence import lost_without
 from hpstore.devices.memory import MemoryDevice
 from hpstore.keys import ColumnName, Kind, Version
 from hpstore.objects.catalog import Catalog

@@ -226,9 +226,9 @@ class SimulatedDevice(DeviceWrapper):
     def around(self, operation: str, nbytes: int, call: Callable[[], T]) -> T:
         return self.process.step(self.url, operation, call)
 
-    def create(self, size_bytes: int) -> WriteHandle:
+    def create(self, size_bytes: int, *, vital: bool = False) -> WriteHandle:
         def make() -> WriteHandle:
-            made = self.inner.create(size_bytes)
+            made = self.inner.create(size_bytes, vital=vital)
             self.process.handles.append(partial(_unlock, made))
             return made
 

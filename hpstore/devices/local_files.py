@@ -1,0 +1,211 @@
+"""Names, directories and descriptors of a local device."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+from collections.abc import Iterator
+
+from hpstore.devices.ballast import Ballast
+from hpstore.devices.base import Entry, Stamp
+from hpstore.devices.local_counters import LocalCounters
+from hpstore.devices.local_io import gone, is_full, open_root, raise_local_error
+from hpstore.errors import DeviceError, DeviceMissing
+from hpstore.geometry import ALIGNMENT_BYTES
+from hpstore.keys import OBJECTS
+
+_log = logging.getLogger(__name__)
+_PUBLISH_TRIES = 16
+
+
+class LocalFiles(LocalCounters):
+    """Part of LocalDevice: files under `path`, by a directory descriptor that is held open.
+
+    The held descriptor keeps every operation on the filesystem that was opened: after a lazy
+    unmount the path silently names the parent filesystem, the descriptor does not. After a fork
+    the child opens its own and refuses when `st_dev` or the inode changed.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        direct: bool = True,
+        file_mode: int = 0o600,
+        directory_mode: int = 0o700,
+    ) -> None:
+        self.url = os.path.abspath(path)
+        self.mode = "direct" if direct else "buffered"
+        self.folds_names = False
+        self._file_mode, self._directory_mode = file_mode, directory_mode
+        self.memory_alignment = ALIGNMENT_BYTES if direct else 1
+        self._ballast = Ballast(file_mode, directory_mode)
+        self._roots: dict[int, int] = {}  # process id -> root descriptor; see root_fd
+        self._identity: tuple[int, int] | None = None
+        self.root_fd()
+
+    def root_fd(self) -> int:
+        """The root descriptor of this process; a forked child opens its own at first use.
+
+        No lock, since one could be held at the fork: threads that open at the same time agree on
+        one descriptor by an atomic setdefault.
+        """
+        known = self._roots.get(os.getpid())
+        if known is not None:
+            return known
+        fd, found = open_root(self.url)
+        if self._identity not in (None, found):
+            os.close(fd)
+            raise DeviceMissing(
+                f"device {self.url} is another directory than before the fork: was it unmounted?",
+                device=self.url,
+            )
+        self._identity = found
+        winner = self._roots.setdefault(os.getpid(), fd)
+        if winner != fd:
+            os.close(fd)
+        return winner
+
+    @contextlib.contextmanager
+    def _guard(self, operation: str, *, absent_is_gone: bool = False) -> Iterator[int]:
+        """Turn OSErrors into DeviceErrors; where nothing may be absent, ENOENT is a lost device."""
+        try:
+            yield self.root_fd()
+        except FileNotFoundError as error:
+            if absent_is_gone and not isinstance(error, DeviceError):
+                raise gone(self.url, operation) from error
+            raise
+        except OSError as error:
+            raise_local_error(error, self.root_fd(), self.url, operation)
+
+    def check_mounted(self) -> None:
+        """Raise DeviceMissing when the path no longer names the filesystem that was opened."""
+        with self._guard("check", absent_is_gone=True):
+            status = os.stat(self.url)
+            if (status.st_dev, status.st_ino) != self._identity:
+                raise DeviceMissing(
+                    f"device {self.url}: another filesystem lies under the path now; it was "
+                    "unmounted or mounted over. Nothing was written there.",
+                    device=self.url,
+                )
+
+    def _open(self, name: str, flags: int, mode: int = 0o600) -> int:
+        if self.mode != "direct":
+            return os.open(name, flags, mode, dir_fd=self.root_fd())
+        try:
+            return os.open(name, flags | os.O_DIRECT, mode, dir_fd=self.root_fd())
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._fall_back(error.strerror)  # a read-only probe could not find out before
+            return os.open(name, flags & ~os.O_EXCL, mode, dir_fd=self.root_fd())
+
+    def _fall_back(self, reason: str | None) -> None:
+        self.mode, self.memory_alignment = "buffered", 1
+        _log.warning("device %s: O_DIRECT does not work (%s); buffered I/O", self.url, reason)
+
+    def rename_into_place(self, old: str, new: str, *, vital: bool = False) -> None:
+        """Rename, making directories; retries when a pruner removes them underneath. `vital`:
+        spare directories are taken where none can be made."""
+        root = self.root_fd()
+        for attempt in range(_PUBLISH_TRIES):
+            try:
+                os.rename(old, new, src_dir_fd=root, dst_dir_fd=root)
+            except FileNotFoundError:
+                if attempt == _PUBLISH_TRIES - 1:
+                    raise
+                self._make_parents(new, vital=vital)
+            else:
+                return
+
+    def _make_parents(self, path: str, *, vital: bool) -> None:
+        parts, root = path.split("/")[:-1], self.root_fd()
+        for depth in range(1, len(parts) + 1):
+            name = "/".join(parts[:depth])
+            try:
+                with contextlib.suppress(FileExistsError, FileNotFoundError):
+                    os.mkdir(name, self._directory_mode, dir_fd=root)
+            except OSError as error:
+                if not (vital and is_full(error) and self._ballast.take_directory(root, name)):
+                    raise
+
+    def sync_directory(self, path: str) -> None:
+        with self._guard(f"sync of the directory of {path}"):
+            self._sync_directory(path)
+
+    def _sync_directory(self, path: str) -> None:
+        """fsync the directory of path and its ancestors up to the first level below the root.
+
+        Always all of them: another process may have made one a moment ago and not synced it yet,
+        and neither names nor inode numbers tell a new directory from an old one.
+        """
+        parts = path.split("/")[:-1]
+        for depth in range(len(parts), 0, -1):
+            flags = os.O_RDONLY | os.O_DIRECTORY
+            fd = os.open("/".join(parts[:depth]), flags, dir_fd=self.root_fd())
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        if not parts:
+            os.fsync(self.root_fd())
+
+    def entries(self, path: str) -> list[Entry]:
+        with self._guard(f"list of {path}"):
+            return self._scan(path)
+
+    def _scan(self, path: str) -> list[Entry]:
+        try:
+            fd = os.open(
+                path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self.root_fd()
+            )
+        except (FileNotFoundError, NotADirectoryError):
+            if path.startswith(OBJECTS):
+                self._require_objects()
+            return []
+        try:
+            with os.scandir(fd) as entries:
+                return [Entry(e.name, e.is_dir(follow_symlinks=False)) for e in entries]
+        finally:
+            os.close(fd)
+
+    def _require_objects(self) -> None:
+        """A directory may be absent, but not the one that holds them all (half-way through rm)."""
+        try:
+            os.stat(OBJECTS, dir_fd=self.root_fd())
+        except FileNotFoundError as error:
+            raise gone(self.url, "list") from error
+
+    def stamp(self, path: str) -> Stamp | None:
+        with self._guard(f"stat of {path}") as root:
+            try:
+                status = os.stat(path, dir_fd=root, follow_symlinks=False)
+            except FileNotFoundError:
+                return None
+            return (status.st_ino, status.st_mtime_ns, status.st_size)
+
+    def delete(self, path: str) -> None:
+        with self._guard(f"delete of {path}") as root:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path, dir_fd=root)
+            self._prune(path)
+
+    def _prune(self, path: str) -> None:
+        """Remove directories that became empty, below the top ones."""
+        parts = path.split("/")[:-1]
+        while len(parts) > 1:
+            try:
+                os.rmdir("/".join(parts), dir_fd=self.root_fd())
+            except OSError:
+                return
+            parts.pop()
+
+    def close(self) -> None:
+        fd = self._roots.pop(os.getpid(), -1)
+        if fd >= 0:
+            os.close(fd)
+
+
+__all__ = ["LocalFiles"]
