@@ -272,6 +272,8 @@ class Pool(TendedPool):
         view, surveys = self._store.view, found.surveys
         unknown = found.unknown | view.record.unhealed()
         if certain and not view.record.opens_without(unknown):
+            if self._store.look_for_missing():
+                return self.list(prefix, certain=True)
             raise TooFewDevices(
                 f"{len(unknown)} devices do not answer or were evicted since the last rebuild, "
                 f"parity covers {view.record.parity}: objects under {prefix!r} may be there "

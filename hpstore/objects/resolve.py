@@ -96,6 +96,9 @@ def open_object(
             seen = None
         except (ObjectNotFound, TooManyErasures) as error:
             if seen == set(survey.files):
+                if isinstance(error, TooManyErasures) and store.look_for_missing():
+                    seen = None
+                    continue
                 raise
             seen = set(survey.files)
             if isinstance(error, TooManyErasures) or not survey.deleted:

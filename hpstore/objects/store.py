@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 from collections import deque
@@ -40,6 +41,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 READ_PATIENCE = 0.25  # seconds that a read waits for a device that it can do without
 PATIENCE = 2.0  # what writes: without a device it places narrower stripes, or leaves old files
+LOOK_SECONDS = 5.0  # between looks for members that are missing
 MARK_STEP_MS = 2000  # a process that puts raises the mark so often: no put pays a sync of its own
 AHEAD_STEP_MS = 16  # while counters are ahead of the clock, so that it catches up
 MARK_TRIES = 6  # others raise it, too
@@ -105,6 +107,7 @@ class Store:
     deleted: deque[tuple[int, str]] = field(  # (counter, key), by this process, not swept yet
         default_factory=lambda: deque(maxlen=8192)
     )
+    _looked_at: float = -math.inf  # for members that are missing, by the clock
     _stamps: dict[str, tuple[Stamp, int]] = field(default_factory=dict)
     _marks: dict[str, int] = field(default_factory=dict)  # of devices, as candidates() saw them
     _lock: threading.Lock = field(default_factory=threading.Lock)  # guards _stamps
@@ -133,6 +136,17 @@ class Store:
         """Whether every acknowledged version shows although these devices do not answer, either."""
         record = self.view.record
         return record.opens_without(self.view.missing.union(silent, record.unhealed()))
+
+    def look_for_missing(self) -> bool:
+        """Before an operation fails for members that did not answer when they were looked for last:
+        whether one is there again. Looks at most every few seconds, under the open deadline."""
+        now = self.clock.monotonic()
+        missing = self.view.missing
+        if not missing or now - self._looked_at < LOOK_SECONDS:
+            return False
+        self._looked_at = now
+        self.refresh()
+        return not missing <= self.view.missing
 
     def owing(self) -> set[str]:
         """Devices that have owed an answer for longer than writes wait for one."""

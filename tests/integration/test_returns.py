@@ -13,6 +13,7 @@ from hpstore.devices.base import Device
 from hpstore.devices.horizons import HORIZON
 from hpstore.devices.wrappers import DeviceWrapper
 from hpstore.errors import DeviceError, MembershipError
+from hpstore.pool import Pool
 from hpstore.testing.harness import FakeClock, Harness
 from tests.fault.common import payload
 
@@ -108,3 +109,24 @@ def test_a_member_is_not_reconciled(tmp_path: Path) -> None:
         with pytest.raises(MembershipError, match="is a member"):
             reconcile(store, device, opened)
         assert pool.stat("k").losses_tolerated == 1
+
+
+def test_what_fails_for_a_missing_member_looks_for_it_first(tmp_path: Path) -> None:
+    """A process that opened while a device was away finds it when it is needed: no refresh is."""
+    harness = Harness(tmp_path, data=4, parity=2, devices=8, clock=FakeClock())
+    body = bytes(300_000)
+    with harness.open() as pool:
+        for n in range(8):
+            pool.put(f"k/{n}", body)
+    acts: list[Callable[[Pool], bool]] = [
+        lambda pool: all(pool.get(f"k/{n}") == body for n in range(8)),
+        lambda pool: len(pool.list("k/", certain=True)) == 8,
+    ]
+    for act in acts:
+        harness.lose(harness.urls[:1])
+        with harness.open() as pool:
+            harness.bring_back()
+            harness.lose(harness.urls[1:3])
+            assert act(pool)
+            assert len(pool.places) == 8
+        harness.bring_back()
