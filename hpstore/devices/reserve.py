@@ -48,15 +48,20 @@ def shortage(usage: Usage, *, file_bytes: int = 0, inodes: int = 1) -> str:
     `file_bytes`: of its file, 0 for one of any size. For an error: how much is free, and how much
     of it is kept.
     """
+    spare_bytes, spare_inodes = usage.free - file_bytes, usage.free_inodes - inodes
+    if spare_bytes > RESERVE_BYTES_MOST and (
+        spare_inodes > RESERVE_INODES_MOST or not usage.inodes
+    ):
+        return ""  # as nearly always: each put asks this of each device
     part = 2 if 0 < file_bytes <= SMALL_COLUMN_BYTES else 1
     kept = reserve_bytes(usage) // part
-    if usage.free - file_bytes < kept:
+    if spare_bytes < kept:
         return (
             f"{format_bytes(usage.free)} of {format_bytes(usage.total)} are free, of which "
             f"{format_bytes(kept)} are kept for deletes"
         )
     kept = reserve_inodes(usage) // part
-    if usage.inodes and usage.free_inodes - inodes < kept:
+    if usage.inodes and spare_inodes < kept:
         return (
             f"{usage.free_inodes} of {usage.inodes} inodes are free, of which {kept} are kept for "
             "deletes"

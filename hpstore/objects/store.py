@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from hpstore.buffers import BufferPool, Lease
 from hpstore.clock import Clock, HybridCounter, SystemClock
@@ -76,9 +76,8 @@ class View:
         return [m for m in self.record.members if m.device_id in self.devices]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """A device that takes new columns, and its space."""
+class Offer(NamedTuple):
+    """A device that takes new columns, and its space. Made for each device by each put: a tuple."""
 
     candidate: Candidate
     usage: Usage

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from hpstore.devices.base import Usage
 from hpstore.devices.horizons import HorizonPassed
+from hpstore.devices.reserve import shortage
 from hpstore.errors import (
     DeviceFull,
     HpstoreError,
@@ -38,6 +39,7 @@ from hpstore.objects.survey import (
 from hpstore.objects.windows import background_run_bytes, run_bytes
 from hpstore.placement import Candidate, choose, placeable
 from hpstore.records import Debt
+from hpstore.units import KIB, MIB
 
 _log = logging.getLogger(__name__)
 PUT_TRIES = 6  # plans of one put: membership changes and failing devices in a row
@@ -115,15 +117,17 @@ def plan_columns(
 
     candidates, file_bytes = store.without_slow([offer.candidate for offer in offers]), 0
     geometry = shape(candidates)
-    while (needed := column_file_bytes(geometry)) > file_bytes:  # fewer devices: larger columns
+    most = size + size // KIB + MIB  # more than any column's file: mostly there is room for that
+    tight = any(shortage(o.usage, file_bytes=most, inodes=inodes) for o in offers)
+    # fewer devices make larger columns
+    while tight and (needed := column_file_bytes(geometry)) > file_bytes:
         file_bytes = needed
-        roomy = store.with_room(offers, file_bytes=needed, inodes=inodes)
-        if (
-            kind is Kind.TOMBSTONE
-            and placeable([c.domain for c in roomy], record.spread) <= record.parity
-        ):
+        roomy = [o for o in offers if not shortage(o.usage, file_bytes=needed, inodes=inodes)]
+        left = store.without_slow([offer.candidate for offer in roomy])
+        enough = placeable([c.domain for c in left], record.spread) > record.parity
+        if kind is Kind.TOMBSTONE and not enough:
             break  # the reserve and the spares are for it: else a full pool could delete nothing
-        candidates = roomy
+        candidates = left
         geometry = shape(candidates)
     chosen = choose(key, candidates, geometry.width, parity=record.parity, spread=record.spread)
     return geometry, [candidate.device for candidate in chosen]

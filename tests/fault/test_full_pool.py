@@ -107,7 +107,7 @@ def test_an_ingest_that_is_killed_as_it_makes_room_leaves_orphans(
 
 # --- filled by other programs ------------------------------------------------------------------
 
-SMALL = {f"s/{number}": payload(str(number), 3_000) for number in range(100)}
+SMALL = {f"s/{number}": payload(str(number), 3_000) for number in range(40)}
 BIG = payload("big", 4 * MIB)
 
 
@@ -160,7 +160,7 @@ def much_later(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("much_later")
 def test_what_others_have_filled_can_be_read_and_deleted(bench: Bench, others: Others) -> None:
-    """100 small objects in a row, while each byte and inode that comes free is taken by others.
+    """Small objects in a row, while each byte and inode that comes free is taken by others.
 
     A put is refused, and says why. When the others have gone, all is as ever.
     """
