@@ -121,7 +121,8 @@ def test_put_on_full_disks_fails_clearly_and_keeps_the_old_version(
             disk.fill(keep_bytes)
         with pytest.raises((TooFewDevices, DeviceFull)) as caught:
             pool.put("x", payload("x new", 9 * MIB))
-        assert "Nothing was" in str(caught.value) or "space" in str(caught.value)
+        assert "Full: " in str(caught.value)
+        assert "Delete objects" in str(caught.value)
         assert pool.get("x") == payload("x old", 3 * MIB)
         assert old_is_whole(pool)
         for disk in disks:
