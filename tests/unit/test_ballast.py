@@ -160,6 +160,22 @@ def test_threads_that_want_spares_at_once_get_different_ones(
     assert len(spares(device)) == wanted(device) - 16
 
 
+def test_a_spare_that_has_another_name_is_not_written_over(
+    device: LocalDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a power cut between two directories may leave it."""
+    for path in (Path(device.url) / "ballast").iterdir():
+        if path.name.startswith("file-"):
+            path.unlink()
+    store(device, "objects/b/@live", pattern(2 * PAGE, 9))
+    os.link(Path(device.url) / "objects/b/@live", Path(device.url) / "ballast/file-twice")
+    no_room(monkeypatch)
+    with pytest.raises(DeviceFull):
+        device.write_small("pool.json", b"new")
+    assert fetch(device, "objects/b/@live") == pattern(2 * PAGE, 9).tobytes()
+    assert spares(device) == []
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_quota_counts_as_full(
     device: LocalDevice, monkeypatch: pytest.MonkeyPatch, number: int
