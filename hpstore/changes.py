@@ -193,13 +193,13 @@ def evict_member(
         record = without_member(judged, member.device_id, state, now)  # refused if it has moved
         commit_record(store, record, {}, force=force)
     except HpstoreError:
-        _open_again(store, member, refresh)
+        open_again(store, member, refresh)
         raise
     refresh()
 
 
-def _open_again(store: Store, member: Member, refresh: Callable[[], None]) -> None:
-    """After an eviction that was refused: the device has the state of before. Best effort."""
+def open_again(store: Store, member: Member, refresh: Callable[[], None]) -> None:
+    """After an eviction or drain that was refused: `member` has the state of before. Best effort."""
     try:
         refresh()
         found = store.view.record.member(member.device_id)
@@ -451,5 +451,5 @@ def here_store(store: Store, view: View) -> Store:
 
 
 __all__ = ["Reconciled", "Return", "add_member", "claimed_by", "drain_member",
-           "evict_member", "judge_return", "judge_survey", "readmit_member",
+           "evict_member", "judge_return", "judge_survey", "open_again", "readmit_member",
            "reconcile", "set_state"]  # fmt: skip

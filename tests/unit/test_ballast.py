@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hpstore.buffers import aligned_array
 from hpstore.devices.base import TMP
 from hpstore.devices.horizons import HORIZON, MARK
 from hpstore.devices.local import LocalDevice
@@ -89,14 +90,18 @@ def test_a_retired_file_takes_the_place_of_a_spare_that_was_used(
     inode = (Path(device.url) / PATH).stat().st_ino
     no_room(monkeypatch)
     put_tombstone(device)
-    assert len(spares(device)) == wanted(device) - 1
+    put_tombstone(device, "objects/a/@second")
+    assert len(spares(device)) == wanted(device) - 2
     reader = device.open(NEW)
     device.retire(PATH)
     assert inode in {s.st_ino for s in spares(device)}
     device.retire(NEW)  # it is read: its bytes are not given away
-    assert reader.size_bytes == 2 * PAGE
-    assert len(spares(device)) == wanted(device)
+    put_tombstone(device, "objects/a/@third")
+    page = aligned_array(2 * PAGE)
+    reader.read_into(0, page)
+    assert page.tobytes() == pattern(2 * PAGE, 5).tobytes()
     reader.close()
+    assert len(spares(device)) == wanted(device) - 2
 
 
 def test_spares_are_made_again_when_there_is_room(
