@@ -199,7 +199,7 @@ def evict_member(
 
 
 def open_again(store: Store, member: Member, refresh: Callable[[], None]) -> None:
-    """After an eviction or drain that was refused: `member` has the state of before. Best effort."""
+    """After an eviction or drain that was refused: the state of before. Best effort."""
     try:
         refresh()
         found = store.view.record.member(member.device_id)
