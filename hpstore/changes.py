@@ -29,6 +29,7 @@ from hpstore.keys import ColumnName, Kind
 from hpstore.membership import (
     UnclearChange,
     commit_record,
+    newest_record,
     with_member,
     with_state,
     without_member,
@@ -81,7 +82,8 @@ def add_member(
 ) -> Member:
     """Claim an unused device and make it a member. The caller holds the change lock."""
     record = store.view.record
-    identity = found = _own_identity(store, device)
+    identity = _own_identity(store, device)
+    claimed = identity is not None and identity.pool_id == record.pool_id
     if identity is not None and identity.pool_id == record.pool_id:
         member = record.member(identity.device_id)
         if member is not None:
@@ -98,14 +100,14 @@ def add_member(
     new, joining = with_member(record, member), {device_id: device}
     writable_devices(store, new, joining, force=force)  # better refused before anything is written
     try:
-        if found is None:
+        if not claimed:  # refused where another pool's device lies
             _ask_once(store, device, lambda: claim(device, identity))
         come_back_at(store, device, partial(_ask_once, store, device), None)
         commit_record(store, new, joining, force=force)
     except (UnclearChange, DeviceInUse):
         raise
     except HpstoreError:
-        if found is None:
+        if not claimed:
             _let_go(store, device, identity)
         raise
     return member
@@ -114,7 +116,8 @@ def add_member(
 def _let_go(store: Store, device: Device, claimed: Identity) -> None:
     """Of an add that was refused: the place is no device of the pool any more. Best effort."""
     try:
-        if _own_identity(store, device) == claimed:
+        written = newest_record(store).member(claimed.device_id) is not None
+        if not written and _own_identity(store, device) == claimed:
             _ask_once(store, device, lambda: device.delete(IDENTITY_FILE))
     except HpstoreError as error:
         _log.warning("%s keeps its %s, adding it again goes on: %s", device.url, IDENTITY_FILE,
@@ -193,13 +196,13 @@ def evict_member(
         record = without_member(judged, member.device_id, state, now)  # refused if it has moved
         commit_record(store, record, {}, force=force)
     except HpstoreError:
-        _open_again(store, member, refresh)
+        open_again(store, member, refresh)
         raise
     refresh()
 
 
-def _open_again(store: Store, member: Member, refresh: Callable[[], None]) -> None:
-    """After an eviction that was refused: the device has the state of before. Best effort."""
+def open_again(store: Store, member: Member, refresh: Callable[[], None]) -> None:
+    """After an eviction or drain that was refused: the state of before. Best effort."""
     try:
         refresh()
         found = store.view.record.member(member.device_id)
@@ -451,5 +454,5 @@ def here_store(store: Store, view: View) -> Store:
 
 
 __all__ = ["Reconciled", "Return", "add_member", "claimed_by", "drain_member",
-           "evict_member", "judge_return", "judge_survey", "readmit_member",
+           "evict_member", "judge_return", "judge_survey", "open_again", "readmit_member",
            "reconcile", "set_state"]  # fmt: skip

@@ -15,7 +15,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator
 
-from hpstore.devices.local_io import allocate, is_full, unlock_and_close
+from hpstore.devices.local_io import allocate, is_full, temporary_path, unlock_and_close
 from hpstore.devices.reserve import SPARE_BYTES, Spares, plan_spares
 
 BALLAST = "ballast"
@@ -90,6 +90,9 @@ class Ballast:
         try:
             fd = open_file(f"{BALLAST}/{spare}")
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_nlink > 1:  # a power cut has left it another name
+                os.unlink(f"{BALLAST}/{spare}", dir_fd=root)
+                raise FileNotFoundError(spare)
             os.rename(f"{BALLAST}/{spare}", name, src_dir_fd=root, dst_dir_fd=root)
         except (FileNotFoundError, BlockingIOError, PermissionError):  # another user's
             if fd >= 0:
@@ -148,11 +151,13 @@ class Ballast:
             unlock_and_close(fd)
 
     def _make_file(self, root: int) -> None:
-        name = _name(_FILE)
+        """In tmp/ first: what another one has taken must not get longer any more."""
+        name = temporary_path()
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         fd = os.open(name, flags, self._file_mode, dir_fd=root)
         try:
             allocate(fd, SPARE_BYTES)
+            os.rename(name, _name(_FILE), src_dir_fd=root, dst_dir_fd=root)
         except OSError:
             os.unlink(name, dir_fd=root)
             raise

@@ -59,6 +59,7 @@ def shortage(usage: Usage, *, file_bytes: int = 0, inodes: int = 1) -> str:
         return (
             f"{format_bytes(usage.free)} of {format_bytes(usage.total)} are free, of which "
             f"{format_bytes(kept)} are kept for deletes"
+            + (f"; {format_bytes(file_bytes)} are needed" if file_bytes else "")
         )
     kept = reserve_inodes(usage) // part
     if usage.inodes and spare_inodes < kept:

@@ -299,8 +299,8 @@ def _write_whole(
             if last is None:
                 raise
             full = isinstance(error, PoolFull) or ran_full(last)
-            kind_of_error = PoolFull if full else TooFewDevices
-            raise kind_of_error(f"{error} Before that: {last}", key=key) from last
+            kind_of_error, hint = (PoolFull, store.make_room) if full else (TooFewDevices, "")
+            raise kind_of_error(f"{error} Before that: {last}. {hint}".rstrip(), key=key) from last
         if revise is None:
             version = store.new_version(survey.versions(), above=horizon, next_counter=next_counter)
         else:

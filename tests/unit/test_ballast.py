@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hpstore.buffers import aligned_array
 from hpstore.devices.base import TMP
 from hpstore.devices.horizons import HORIZON, MARK
 from hpstore.devices.local import LocalDevice
@@ -89,14 +90,18 @@ def test_a_retired_file_takes_the_place_of_a_spare_that_was_used(
     inode = (Path(device.url) / PATH).stat().st_ino
     no_room(monkeypatch)
     put_tombstone(device)
-    assert len(spares(device)) == wanted(device) - 1
+    put_tombstone(device, "objects/a/@second")
+    assert len(spares(device)) == wanted(device) - 2
     reader = device.open(NEW)
     device.retire(PATH)
     assert inode in {s.st_ino for s in spares(device)}
     device.retire(NEW)  # it is read: its bytes are not given away
-    assert reader.size_bytes == 2 * PAGE
-    assert len(spares(device)) == wanted(device)
+    put_tombstone(device, "objects/a/@third")
+    page = aligned_array(2 * PAGE)
+    reader.read_into(0, page)
+    assert page.tobytes() == pattern(2 * PAGE, 5).tobytes()
     reader.close()
+    assert len(spares(device)) == wanted(device) - 2
 
 
 def test_spares_are_made_again_when_there_is_room(
@@ -158,6 +163,22 @@ def test_threads_that_want_spares_at_once_get_different_ones(
     for number in range(16):
         assert fetch(device, f"objects/a/@{number}") == pattern(2 * PAGE, number).tobytes()
     assert len(spares(device)) == wanted(device) - 16
+
+
+def test_a_spare_that_has_another_name_is_not_written_over(
+    device: LocalDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a power cut between two directories may leave it."""
+    for path in (Path(device.url) / "ballast").iterdir():
+        if path.name.startswith("file-"):
+            path.unlink()
+    store(device, "objects/b/@live", pattern(2 * PAGE, 9))
+    os.link(Path(device.url) / "objects/b/@live", Path(device.url) / "ballast/file-twice")
+    no_room(monkeypatch)
+    with pytest.raises(DeviceFull):
+        device.write_small("pool.json", b"new")
+    assert fetch(device, "objects/b/@live") == pattern(2 * PAGE, 9).tobytes()
+    assert spares(device) == []
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

@@ -19,7 +19,17 @@ def device(tmp_path: Path) -> LocalDevice:
     (tmp_path / "d").mkdir()
     made = LocalDevice(str(tmp_path / "d"), file_mode=0o660)
     made.prepare()
+    (tmp_path / "d" / REGISTERS).unlink()  # as on a device of an earlier release: made when used
     return made
+
+
+def test_a_new_device_has_its_registers(tmp_path: Path) -> None:
+    """With their blocks: on a device that has run full only their locks would work."""
+    (tmp_path / "d").mkdir()
+    LocalDevice(str(tmp_path / "d")).prepare()
+    found = (tmp_path / "d" / REGISTERS).stat()
+    assert found.st_size == REGISTERS_BYTES
+    assert found.st_blocks * 512 >= REGISTERS_BYTES
 
 
 def test_the_file_has_its_size_and_mode_whatever_the_umask(device: LocalDevice) -> None:
