@@ -48,7 +48,8 @@ class LocalCounters:
         except OSError as error:
             raise_local_error(error, self.root_fd(), self.url, f"use of {name}")
         finally:
-            unlock_and_close(fd)
+            with contextlib.suppress(OSError):  # what was read is checked, what was written synced
+                unlock_and_close(fd)
 
     def _decoded(self, fd: int, name: str) -> int:
         return decode_counter(os.pread(fd, COUNTER_BYTES, 0), where=f"{self.url}/{name}")

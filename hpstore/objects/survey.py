@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from hpstore.devices.base import DEBTS, Device, Usage
-from hpstore.errors import DeviceError, TooManyErasures
+from hpstore.errors import HpstoreError, TooManyErasures
 from hpstore.geometry import Code, Geometry
 from hpstore.keys import ColumnName, Kind, Version, object_directory, parse_column_name
 from hpstore.objects.store import Store, View
@@ -290,7 +290,7 @@ def _survey_once(
         generation = store.generation_on(device_id, device)
         found = [list_object(device_id, device, key) for key in keys]
         if offers:
-            with contextlib.suppress(DeviceError):  # it takes none
+            with contextlib.suppress(HpstoreError, OSError):  # it takes none
                 offered[device_id] = store.offer(device_id, device)
         return generation, found
 
