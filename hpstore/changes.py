@@ -195,13 +195,15 @@ def evict_member(
             keep_debts(store, member.device_id)
         record = without_member(judged, member.device_id, state, now)  # refused if it has moved
         commit_record(store, record, {}, force=force)
+    except UnclearChange:
+        raise  # one more record, of a higher generation, could beat what is committed meanwhile
     except HpstoreError:
-        open_again(store, member, refresh)
+        _open_again(store, member, refresh)
         raise
     refresh()
 
 
-def open_again(store: Store, member: Member, refresh: Callable[[], None]) -> None:
+def _open_again(store: Store, member: Member, refresh: Callable[[], None]) -> None:
     """After an eviction or drain that was refused: the state of before. Best effort."""
     try:
         refresh()
@@ -454,5 +456,5 @@ def here_store(store: Store, view: View) -> Store:
 
 
 __all__ = ["Reconciled", "Return", "add_member", "claimed_by", "drain_member",
-           "evict_member", "judge_return", "judge_survey", "open_again", "readmit_member",
+           "evict_member", "judge_return", "judge_survey", "readmit_member",
            "reconcile", "set_state"]  # fmt: skip

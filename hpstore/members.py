@@ -75,8 +75,11 @@ def _open_unlisted(
 def unlisted(config: PoolConfig, record: PoolRecord, found: Collection[str]) -> list[str]:
     """Places in the record of members that are not among the `found` ids, nor in the settings.
 
-    Paths, and URLs of a protocol that the settings use, too: a record says nothing of others.
+    Paths, and URLs of a protocol that the settings use, too: a record says nothing of others. None
+    where the settings list as many places as there are members: this host has them elsewhere.
     """
+    if len(config.devices) >= len(record.members):
+        return []
     known = {same_form(url) for url in config.devices}
     protocols = {_protocol(url) for url in config.devices} | {""}
     return [m.url for m in record.members

@@ -166,11 +166,7 @@ class TendedPool(PoolHandle):
                 raise MembershipError(f"{device} is evicted already")
             if member.state is not DeviceState.DRAINING:
                 require_room_to_drain(self._store, member)
-                try:
-                    changes.set_state(self._store, member.device_id, DeviceState.DRAINING)
-                except MembershipError:
-                    changes.open_again(self._store, member, self.refresh)
-                    raise
+                changes.set_state(self._store, member.device_id, DeviceState.DRAINING)
                 self.refresh()
 
     def end_drain(self, device: str, *, rate_bytes_per_second: float | None = None) -> bool:

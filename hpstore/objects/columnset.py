@@ -61,8 +61,6 @@ class ColumnWriter:
     def write(self, column_offset: int, buffers: Sequence[Bytes]) -> None:
         """Write column bytes; does nothing once the column was given up."""
         if self.failed is None:
-            if self._handle is None:
-                self.create()
             assert self._handle is not None
             self._handle.write(HEADER_BYTES + column_offset, buffers)
 
@@ -70,8 +68,6 @@ class ColumnWriter:
         """Write header and table; make the bytes durable."""
         if self.failed is not None:
             raise self.failed
-        if self._handle is None:  # of an empty object
-            self.create()
         assert self._handle is not None
         page, tail = aligned_array(HEADER_BYTES), aligned_array(self.header.table_bytes)
         page[:] = np.frombuffer(encode_header(self.header), np.uint8)

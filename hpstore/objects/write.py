@@ -199,8 +199,7 @@ def write_columns(
     )
     done = False
     try:
-        if geometry.code is not Code.COPIES:  # small ones are made as they are written
-            columns.create()
+        columns.create()
         if not columns.failures():  # else plan again, while no byte has moved
             limits = run_bytes if not background else background_run_bytes
             batch = limits(geometry.width, store.buffers.budget.limit_bytes)

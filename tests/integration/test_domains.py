@@ -11,7 +11,7 @@ import pytest
 from hpstore.config import PoolConfig, load_config, save_config
 from hpstore.errors import MembershipError, ObjectNotFound, TooFewDevices
 from hpstore.members import unlisted
-from hpstore.records import Member
+from hpstore.records import Member, PoolRecord
 from hpstore.testing.harness import Harness
 
 SHAPES = [(4, 4, 4, 2), (3, 6, 6, 3)]
@@ -136,9 +136,15 @@ def test_what_is_not_listed_and_not_found_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("url", ["s3://bucket/d9", "ssh://root@elsewhere/d9"])
 def test_a_record_cannot_send_a_host_to_other_protocols(tmp_path: Path, url: str) -> None:
     with Harness(tmp_path, data=2, parity=1, devices=4).open() as pool:
-        record = replace(pool.record, members=(Member(device_id="d9", url=url, domain="x"),))
+        others = pool.record.members
+
+    def grown(url: str) -> PoolRecord:
+        return replace(pool.record, members=(*others, Member(device_id="d9", url=url, domain="x")))
+
+    known = {m.device_id for m in others}
     config = PoolConfig(path=tmp_path, name="p", devices=("/mnt/a", "gs://bucket/b"))
-    assert unlisted(config, record, set()) == []
-    here = replace(record, members=(Member(device_id="d9", url="gs://bucket/c", domain="x"),))
-    assert unlisted(config, here, set()) == ["gs://bucket/c"]
-    assert unlisted(config, here, {"d9"}) == []
+    assert unlisted(config, grown(url), known) == []
+    assert unlisted(config, grown("gs://bucket/c"), known) == ["gs://bucket/c"]
+    assert unlisted(config, grown("gs://bucket/c"), {*known, "d9"}) == []
+    longer = replace(config, devices=("/mnt/a", "gs://bucket/b", "/mnt/c", "/mnt/d", "/mnt/e"))
+    assert unlisted(longer, grown("gs://bucket/c"), known) == []  # it has all, elsewhere

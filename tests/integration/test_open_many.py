@@ -151,8 +151,10 @@ def test_a_column_that_goes_between_the_two_calls_is_looked_for_again(
     """As when an object is replaced: the newest version is found, and no file stays open."""
     with bench.open() as pool:
 
-        def survey(store: Store, keys: Sequence[str]) -> dict[str, Survey]:
-            found = survey_keys(store, keys)
+        def survey(
+            store: Store, keys: Sequence[str], *, patience: float | None = None
+        ) -> dict[str, Survey]:
+            found = survey_keys(store, keys, patience=patience)
             pool.put(KEYS[2], b"new" * 50_000)
             return found
 

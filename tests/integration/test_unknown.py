@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -133,8 +134,8 @@ def test_a_listing_that_straddles_an_overwrite_is_made_again(
         surveys = [mixed]
         original = survey_module.survey_key
 
-        def survey_key(store: object, key: str) -> object:
-            return surveys.pop() if surveys else original(store, key)  # type: ignore[arg-type]
+        def survey_key(*asked: Any, **options: Any) -> object:
+            return surveys.pop() if surveys else original(*asked, **options)
 
         monkeypatch.setattr("hpstore.objects.resolve.survey_key", survey_key)
         assert pool.get("k") == payload(600_000, 2)
