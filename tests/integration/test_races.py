@@ -286,3 +286,17 @@ def test_an_object_that_never_stays_still_is_an_error_not_a_hang(tmp_path: Path)
             reader._reader.read_into = changed  # type: ignore[method-assign, assignment]
             reader.read_into(bytearray(10))
             assert calls == [1]
+
+
+def test_batches_of_one_copy_go_into_one_file(tmp_path: Path) -> None:
+    """A copy of two blocks is written in two batches, by two threads of a device at once."""
+    for i in range(3):
+        (tmp_path / f"d{i}").mkdir()
+    with hpstore.create(
+        [str(tmp_path / f"d{i}") for i in range(3)], data=1, parity=2, unit_bytes=65_536,
+        config=tmp_path / "pool.toml", settings=Settings(run_directory=str(tmp_path / "run")),
+    ) as pool:  # fmt: skip
+        for n in range(150):
+            pool.put(f"k/{n}", payload(65_536 + 100 * n, n))
+        assert pool.scrub().damaged_columns == 0
+        assert all(pool.get(f"k/{n}") == payload(65_536 + 100 * n, n) for n in range(150))
