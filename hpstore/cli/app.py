@@ -312,7 +312,7 @@ def versions(pool: PoolName, key: Key, as_json: Json = False) -> None:
     elif not found:
         sys.stdout.write(f"no version of {key}\n")
     else:
-        rows = [(v.version, f"{v.standing}{', read' * v.current}", f"{v.columns} ({v.needed})",
+        rows = [(v.version, f"{v.standing}{', current' * v.current}", f"{v.columns} ({v.needed})",
                  time.strftime("%F %T", time.localtime(v.written))) for v in found]  # fmt: skip
         table("", ("version", "standing", "columns (needed)", "written"), rows)
 
