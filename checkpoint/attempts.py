@@ -40,6 +40,8 @@ class Attempt:
     beat_ms: int = 0  # when the note was last renewed
     session: str = ""
     references: tuple[str, ...] = field(default=())  # segments of earlier steps it may refer to
+    manifest: str = ""  # key of what it commits with
+    replaces: bool = True  # that may take the place of another one
 
     def encode(self) -> bytes:
         return seal({"format": FORMAT, **asdict(self)})
@@ -60,6 +62,8 @@ class Attempt:
             beat_ms=int(str(body.get("beat_ms", 0))),
             session=str(body.get("session", "")),
             references=tuple(map(str, references)) if isinstance(references, list) else (),
+            manifest=str(body.get("manifest", "")),
+            replaces=bool(body.get("replaces", True)),
         )
 
 
@@ -126,8 +130,9 @@ class Watch:
 class Heartbeat:
     """The note of one save, renewed while it runs. Durable when the constructor returns.
 
-    `key`: where it is, by default where a Checkpointer under `prefix` has it. A note that somebody
-    has removed is not put again: the save is over.
+    `key`: where it is, by default where a Checkpointer under `prefix` has it. `manifest` and
+    `replaces` as Attempt has them. A note that somebody has removed is not put again: the save is
+    over.
     """
 
     def __init__(
@@ -140,6 +145,8 @@ class Heartbeat:
         references: Sequence[str],
         *,
         key: str | None = None,
+        manifest: str,
+        replaces: bool,
     ) -> None:
         self.nonce = nonce
         self._pool, self._key = pool, key or attempt_key(prefix, step, nonce)
@@ -148,7 +155,7 @@ class Heartbeat:
         self._note = Attempt(
             step=step, nonce=nonce, host=host, boot=boot, pid=os.getpid(), namespace=namespace,
             started_ms=now, ticks=began(os.getpid()) or 0, beat_ms=now, session=session,
-            references=tuple(references),
+            references=tuple(references), manifest=manifest, replaces=replaces,
         )  # fmt: skip
         self._over = threading.Event()
         self._version = pool.put(self._key, self._note.encode()).version
@@ -184,7 +191,8 @@ class Heartbeat:
         return not self._pool.exists(self._key)
 
     def fade(self) -> None:
-        """End it without waiting, and leave the note to age: for finalizers."""
+        """End it without waiting, and leave the note to age: for finalizers, and where it is not
+        clear what became of the save."""
         self._over.set()
 
     def stop(self) -> None:

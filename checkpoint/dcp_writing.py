@@ -34,7 +34,7 @@ from torch.futures import Future
 import hpstore
 from hpstore.checkpoint.arena import Arena
 from hpstore.checkpoint.attempts import Attempt, Heartbeat, Watch, attempt_lives
-from hpstore.checkpoint.commit_checks import bytes_of, require_safe, withdrawn
+from hpstore.checkpoint.commit_checks import require_safe
 from hpstore.checkpoint.copying import Copier
 from hpstore.checkpoint.dcp_records import (
     Stored,
@@ -43,13 +43,14 @@ from hpstore.checkpoint.dcp_records import (
     manifest_at,
     require_all,
 )
+from hpstore.checkpoint.fates import end_save, taken_for_dead
 from hpstore.checkpoint.items import Box, Item, whole
 from hpstore.checkpoint.manifest import Manifest, segment_name
 from hpstore.checkpoint.packing import Segment, digests_of
 from hpstore.checkpoint.planning import Chunk, place
 from hpstore.checkpoint.tree import require_plain
 from hpstore.codec.galois import Bytes
-from hpstore.errors import CheckpointError, HpstoreError, ObjectNotFound
+from hpstore.errors import CheckpointError, HpstoreError, ObjectNotFound, VersionConflict
 from hpstore.geometry import ALIGNMENT_BYTES
 from hpstore.keys import check_key
 from hpstore.pool import Pool
@@ -162,9 +163,14 @@ class StorageWriter(TorchStorageWriter):
         key = self._manifest_key()
         before = self._before(key)
         version = before[0] if before is not None else None
-        old = bytes_of(self._pool, key) if before is not None else None
-        info = self._pool.put(key, manifest.encode(), if_absent=before is None, if_version=version)
-        self._require_noted(manifest, key, info.version, old)
+        try:
+            self._pool.put(
+                key, manifest.encode(), if_absent=before is None, if_version=version,
+                progress=lambda _: self._require_noted(manifest),
+            )  # fmt: skip
+        except VersionConflict:
+            self._require_noted(manifest)  # then that is why
+            raise
         self._pool.put(f"{self.path}/.metadata", MARKER)  # for those who look for this file
         self._clean_up(manifest, before[1] if before is not None else None)
         self._end_attempt()
@@ -248,7 +254,10 @@ class StorageWriter(TorchStorageWriter):
         torch tells the other ranks nothing of it, so theirs end when they find them gone."""
         self._end_attempt()
         key = f"{self.path}/attempts/{self._nonce}"
-        beating = Heartbeat(self._pool, self.path, 0, self._nonce, "", (), key=key)
+        beating = Heartbeat(
+            self._pool, self.path, 0, self._nonce, "", (), key=key,
+            manifest=self._manifest_key(), replaces=True,
+        )  # fmt: skip
         self._heartbeat = beating
         weakref.finalize(self, beating.fade)
 
@@ -268,12 +277,12 @@ class StorageWriter(TorchStorageWriter):
         except HpstoreError:
             return version, None  # damaged: it is replaced, its segments are swept as orphans
 
-    def _require_noted(self, manifest: Manifest, key: str, version: str, old: bytes | None) -> None:
+    def _require_noted(self, manifest: Manifest) -> None:
         """PROTOCOL 18: as SaveJob has it, for the notes of all ranks: theirs end after this."""
         start = f"{self.path}/attempts/"
         noted = {note.removeprefix(start) for note in self._pool.list(start, certain=True)}
         if {_nonce_of(segment.key) for segment in manifest.segments} - noted:
-            raise withdrawn(self._pool, key, version, old)
+            raise taken_for_dead()
 
     def _clean_up(self, manifest: Manifest, before: Manifest | None) -> None:
         """After the commit: the replaced checkpoint's segments, notes, and what dead saves left."""
@@ -290,8 +299,10 @@ class StorageWriter(TorchStorageWriter):
                 "what is left of earlier saves under %r stays for now: %s", self.path, error
             )
             return
-        start = f"{self.path}/attempts/"
-        living = {key.removeprefix(start) for key in keys if key.startswith(start)}
+        living = {
+            key.rpartition("/")[2] for key in keys
+            if key.startswith((f"{self.path}/attempts/", f"{self.path}/condemned/"))
+        }  # fmt: skip
         old = {segment.key for segment in before.segments} if before is not None else set()
         for key in keys:
             is_segment = key.startswith(f"{self.path}/segment-") and key not in named
@@ -307,16 +318,29 @@ class StorageWriter(TorchStorageWriter):
         ]
 
     def _remove_dead_notes(self, mine: set[str]) -> None:
-        """The notes of this save and of dead ones go; those that stay protect their segments."""
-        start = f"{self.path}/attempts/"
-        for key in self._pool.list(start, certain=True):
-            try:
-                unchanged = self._watch.unchanged_seconds(key, self._pool.stat(key).version)
-                alive = attempt_lives(Attempt.decode(self._pool.get(key), where=key), unchanged)
-            except (HpstoreError, OSError):
-                alive = True
-            if key.removeprefix(start) in mine or not alive:
+        """The notes of this save go, dead saves are ended; notes that stay protect segments."""
+        marks = self._pool.list(f"{self.path}/condemned/", certain=True)
+        for key in [*self._pool.list(f"{self.path}/attempts/", certain=True), *marks]:
+            if key.rpartition("/")[2] in mine:
                 self._remove(key)
+                continue
+            try:
+                manifest = self._manifest_of_dead(key, condemned=key in marks)
+                if manifest is not None:
+                    end_save(self._pool, key, manifest=manifest, replaces=True)
+            except (HpstoreError, OSError) as error:
+                _log.info("the note %s is left to a later save: %s", key, error)
+
+    def _manifest_of_dead(self, key: str, *, condemned: bool) -> str | None:
+        """What a save by its note or mark would commit with; None while it may be alive."""
+        try:
+            attempt = Attempt.decode(self._pool.get(key), where=key)
+            unchanged = self._watch.unchanged_seconds(key, self._pool.stat(key).version)
+        except (HpstoreError, OSError):
+            return self._manifest_key() if condemned else None
+        if not condemned and attempt_lives(attempt, unchanged):
+            return None
+        return attempt.manifest or self._manifest_key()
 
     def _remove(self, key: str) -> None:
         try:

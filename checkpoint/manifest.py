@@ -211,6 +211,7 @@ def attempt_key(prefix: str, step: int, nonce: str) -> str:
 _MANIFEST = re.compile(rf"step-(\d{{{STEP_DIGITS}}})/manifest")
 _SEGMENT = re.compile(rf"step-(\d{{{STEP_DIGITS}}})/segment-([0-9a-f]+)-r\d+(?:-p\d+)?")
 _ATTEMPT = re.compile(rf"attempts/(\d{{{STEP_DIGITS}}})-([0-9a-f]+)")
+_CONDEMNED = re.compile(rf"condemned/(\d{{{STEP_DIGITS}}})-([0-9a-f]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,11 +221,13 @@ class Listing:
     steps: tuple[int, ...]  # with a manifest, ascending
     segments: dict[str, tuple[int, str]]  # key -> (step, nonce)
     attempts: dict[str, tuple[int, str]]  # key -> (step, nonce)
+    condemned: dict[str, tuple[int, str]]  # key -> (step, nonce)
 
 
 def sort_out(prefix: str, keys: list[str]) -> Listing:
     """Steps, segments and attempts among keys under `prefix`. Pure."""
-    steps, segments, attempts = [], {}, {}
+    steps: list[int] = []
+    segments, attempts, condemned = {}, {}, {}
     for key in keys:
         rest = key.removeprefix(f"{prefix}/")
         if found := _MANIFEST.fullmatch(rest):
@@ -233,7 +236,11 @@ def sort_out(prefix: str, keys: list[str]) -> Listing:
             segments[key] = (int(found[1]), found[2])
         elif found := _ATTEMPT.fullmatch(rest):
             attempts[key] = (int(found[1]), found[2])
-    return Listing(steps=tuple(sorted(steps)), segments=segments, attempts=attempts)
+        elif found := _CONDEMNED.fullmatch(rest):
+            condemned[key] = (int(found[1]), found[2])
+    return Listing(
+        steps=tuple(sorted(steps)), segments=segments, attempts=attempts, condemned=condemned
+    )
 
 
 __all__ = ["STEP_DIGITS", "Listing", "Manifest", "Segment", "attempt_key", "checked_step",

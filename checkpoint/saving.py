@@ -15,13 +15,11 @@ from typing import Any, TypeVar
 from hpstore import errors
 from hpstore.checkpoint.attempts import Heartbeat, require_fence, take_fence
 from hpstore.checkpoint.commit_checks import (
-    bytes_of,
     existing_version,
     is_there,
     require_safe,
-    standing,
-    withdrawn,
 )
+from hpstore.checkpoint.fates import taken_for_dead
 from hpstore.checkpoint.handles import SaveReport
 from hpstore.checkpoint.items import Item, ItemColumns
 from hpstore.checkpoint.manifest import Manifest, compact, manifest_key, segment_key
@@ -130,6 +128,7 @@ class SaveJob:
         self._own: list[str] = []  # keys of segments that this rank has put
         self._error: BaseException | None = None
         self._maybe_visible = False  # the manifest's put has begun
+        self._committed = False
         self.begun = False  # begin() was called
         self._tree_text: Future[str] | None = None  # of options.tree, made beside the writes
         self.next_known: dict[Key, Known] = {}
@@ -173,6 +172,8 @@ class SaveJob:
         self._heartbeat = Heartbeat(
             self._pool, self._prefix, self._options.step, secrets.token_hex(8),
             self._options.session, references,
+            manifest=manifest_key(self._prefix, self._options.step),
+            replaces=self._options.overwrite,
         )  # fmt: skip
         there = self._referable(references)
         gone = [key for key in references if key not in there]
@@ -269,7 +270,7 @@ class SaveJob:
 
     def _placed(self, error: HpstoreError) -> HpstoreError:
         """The same error, saying what became of the step and which one is good."""
-        step, good = self._options.step, standing(self._pool, self._prefix)
+        step, good = self._options.step, self._steps.standing()
         fate = "may be committed or not" if self._maybe_visible else "is not committed"
         return type(error)(f"step {step} {fate}, {good}: {error}", device=error.device,
                            key=error.key)  # fmt: skip
@@ -338,20 +339,24 @@ class SaveJob:
             require_fence(self._pool, self._prefix, self._options.session)
             data = self._manifest(written)
             before, replaced = self._standing(key) if self._options.overwrite else (None, set())
-            old = None if before is None else bytes_of(self._pool, key)
             undo.pop_all()
         # from here on the manifest may become visible even if its put fails
         self._maybe_visible = True
         try:
-            info = self._pool.put(key, data, if_absent=before is None, if_version=before)
+            info = self._pool.put(
+                key, data, if_absent=before is None, if_version=before,
+                progress=lambda _: self._require_noted(),
+            )  # fmt: skip
         except VersionConflict as error:
+            self._maybe_visible = error.maybe_visible  # else superseded, if ever it was seen
+            self._require_noted()
             raise already_committed(self._prefix, self._options.step, key) from error
-        except TooFewDevices as error:
+        except (TooFewDevices, CheckpointError) as error:
             if not error.maybe_visible:  # a full pool: nothing of the manifest is there
                 self._maybe_visible = False
                 self.abandon()
             raise
-        self._require_noted(key, info.version, old)
+        self._committed = True
         self.replaced = replaced
         spare = min(info.spare_columns, *(w.tolerated for w in written))
         return SaveReport(
@@ -365,18 +370,15 @@ class SaveJob:
             spare_columns=spare,
         )
 
-    def _require_noted(self, key: str, version: str, old: bytes | None) -> None:
-        """PROTOCOL 18, 19: after the manifest is there, and before the acknowledgement. While the
-        note is there, so is what it protects: a collector removes notes first, and looks at the
-        manifests after that. Without it segments may be about to go, so the manifest goes, or the
-        one that it replaced (`old`) comes back. Raises CheckpointError, or why that is unclear.
-        """
-        if self._heartbeat is not None and not self._heartbeat.removed():
-            return
-        error = withdrawn(self._pool, key, version, old)
-        self._maybe_visible = False
-        self._remove_own()
-        raise error
+    def _require_noted(self) -> None:
+        """PROTOCOL 18: under the claim of the manifest's put. Who takes this save for dead removes
+        its note before it takes that claim. Raises CheckpointError."""
+        try:
+            gone = self._heartbeat is None or self._heartbeat.removed()
+        except (HpstoreError, OSError) as error:
+            raise CheckpointError(f"the note of this save cannot be looked at: {error}") from error
+        if gone:
+            raise taken_for_dead()
 
     def _standing(self, key: str) -> tuple[str | None, set[str]]:
         """The version of the manifest that is to be replaced, and the segments that it names."""
@@ -441,7 +443,12 @@ class SaveJob:
 
     def _stop_heartbeat(self) -> None:
         beating, self._heartbeat = self._heartbeat, None
-        if beating is not None:
+        if beating is None:
+            return
+        if self._maybe_visible and not self._committed:  # the note protects what may yet be read
+            self._steps.unclear.add(beating.nonce)
+            beating.fade()
+        else:
             beating.stop()
 
 

@@ -12,6 +12,8 @@ from hpstore.checkpoint.attempts import (
     attempt_lives,
     fence_session,
 )
+from hpstore.checkpoint.commit_checks import require_safe
+from hpstore.checkpoint.fates import end_save
 from hpstore.checkpoint.manifest import Listing, Manifest, checked_step, manifest_key, sort_out
 from hpstore.checkpoint.nearby import nothing_under
 from hpstore.checkpoint.retention import Retention, orphans, steps_to_drop
@@ -22,6 +24,7 @@ from hpstore.errors import (
     IntegrityError,
     ObjectNotFound,
     RedundancyError,
+    TooFewDevices,
     VersionConflict,
 )
 from hpstore.expiry import note_key
@@ -40,6 +43,7 @@ class Steps:
         self._read: dict[int, tuple[str, Manifest]] = {}  # by step, with the version it is of
         self._watch = Watch()
         self._seen: frozenset[int] = frozenset()  # steps that the last listing had: a hint
+        self.unclear: set[str] = set()  # nonces of this process' saves that may yet be read
 
     def listing(self) -> Listing:
         """All objects of the run, sorted out.
@@ -54,6 +58,14 @@ class Steps:
     def all(self) -> list[int]:
         """Committed steps, ascending."""
         return list(self.listing().steps)
+
+    def standing(self) -> str:
+        """Which step is good now, for the message of a save that failed."""
+        try:
+            steps = self.all()
+        except (HpstoreError, OSError):
+            return "what was committed before is untouched"
+        return f"step {steps[-1]} is still current" if steps else "no step was committed before"
 
     def committed(self, step: int) -> None:
         """A step was committed; the next listing will have it."""
@@ -261,7 +273,7 @@ class Steps:
         if retention.keep_last is None:
             return
         try:
-            steps = self.all()
+            steps = self._lasting(self.all(), committed, retention.keep_last)
             metrics: Mapping[int, Mapping[str, float]] = {}
             if retention.keep_best is not None:
                 metrics = {step: self.facts(step).metrics for step in steps}
@@ -277,19 +289,36 @@ class Steps:
         except (HpstoreError, OSError) as error:
             _log.warning("retention under %r is postponed: %s", self.prefix, error)
 
+    def _lasting(self, steps: Sequence[int], committed: int, keep_last: int) -> list[int]:
+        """Without those that may yet go and must not stand in for others: of the last `keep_last`
+        those that one more loss would end, as a save under way leaves them (PROTOCOL 8)."""
+        found, lasting = list(steps), 0
+        for step in [step for step in reversed(steps) if step <= committed]:
+            if lasting == keep_last:
+                break
+            try:
+                if step != committed:
+                    require_safe(self.pool, manifest_key(self.prefix, step))
+                lasting += 1
+            except (CheckpointError, RedundancyError, ObjectNotFound, TooFewDevices) as error:
+                _log.warning("step %d under %r does not count for retention: %s",
+                             step, self.prefix, error)  # fmt: skip
+                found.remove(step)
+        return found
+
     def collect_garbage(self) -> int:
         """Remove segments that no manifest and no living save names; returns how many.
 
-        Does nothing while some manifest cannot be read: it might name them. Notes of dead saves go
-        first, and manifests are looked at after that: a save that commits all the same either has
-        its manifest there by then, or finds its note gone and is not acknowledged (PROTOCOL 18).
+        Does nothing while some manifest cannot be read: it might name them. Dead saves are ended
+        first, and manifests are looked at after that: one that commits all the same has its
+        manifest there by then (PROTOCOL 18).
         """
         try:
             first, dead = self._orphans()
             if not first and not dead:
                 return 0
-            for key in dead:
-                self._delete_if_there(key)
+            for key, attempt in dead.items():
+                self._end(key, attempt)
             # looked at twice: a listing is no snapshot, and a save may commit while it is made
             second, _ = self._orphans(all_live=True)
         except (HpstoreError, OSError) as error:
@@ -299,8 +328,22 @@ class Steps:
             self._delete_if_there(key)
         return len(first & second)
 
-    def _orphans(self, *, all_live: bool = False) -> tuple[set[str], list[str]]:
-        """Segments that belong to nobody, and notes of dead saves.
+    def _end(self, key: str, attempt: Attempt | None) -> None:
+        """End a dead save. Where that cannot be done now, its note or mark goes on protecting."""
+        known = sort_out(self.prefix, [key])
+        step, nonce = (known.attempts | known.condemned)[key]
+        manifest = (attempt.manifest if attempt else "") or manifest_key(self.prefix, step)
+        replaces = attempt.replaces if attempt else True
+        try:
+            end_save(self.pool, key, manifest=manifest, replaces=replaces)
+        except (HpstoreError, OSError) as error:
+            _log.warning("what became of a save of step %d under %r is left open: %s",
+                         step, self.prefix, error)  # fmt: skip
+        else:
+            self.unclear.discard(nonce)
+
+    def _orphans(self, *, all_live: bool = False) -> tuple[set[str], dict[str, Attempt | None]]:
+        """Segments that belong to nobody, and dead saves by the key of their note or mark.
 
         `all_live`: a note that is there, whatever its save is, protects what is its own.
         """
@@ -314,17 +357,18 @@ class Steps:
 
     def _attempts(
         self, listing: Listing, *, all_live: bool = False
-    ) -> tuple[dict[str, Attempt | None], list[str]]:
-        """Saves that may live, by nonce (None: unreadable), and keys of dead ones' notes.
+    ) -> tuple[dict[str, Attempt | None], dict[str, Attempt | None]]:
+        """Saves that may live, by nonce (None: unreadable), and dead ones by note or mark.
 
         PROTOCOL 18: a save of a session that has lost the fence cannot commit, so it is dead,
-        whatever any clock says; others are dead when their process is, or their note stands still.
+        whatever any clock says; others are dead when their process is, or their note stands still,
+        or another collector has begun to end them.
         """
         living: dict[str, Attempt | None] = {}
-        dead = []
+        dead: dict[str, Attempt | None] = {}
         self._watch.only(set(listing.attempts))
         session = fence_session(self.pool, self.prefix) if listing.attempts else None
-        for key, (_, nonce) in listing.attempts.items():
+        for key, (_, nonce) in (listing.attempts | listing.condemned).items():
             attempt: Attempt | None = None
             try:
                 attempt = Attempt.decode(self.pool.get(key), where=key)
@@ -332,17 +376,19 @@ class Steps:
                 continue  # over since the listing was made: the manifest, if any, was put before
             except (HpstoreError, OSError, KeyError, ValueError):
                 attempt = None  # what cannot be read is taken for alive until it stands still
-            unchanged = self._unchanged_seconds(key)
-            if attempt is None:
-                lives = unchanged < ATTEMPT_SECONDS
-            else:
-                fenced = bool(attempt.session) and session not in (None, attempt.session)
-                lives = not fenced and attempt_lives(attempt, unchanged)
-            if lives or all_live:
+            over = nonce in self.unclear or key in listing.condemned
+            if all_live or not (over or self._is_dead(key, attempt, session)):
                 living[nonce] = attempt
             else:
-                dead.append(key)
+                dead[key] = attempt
         return living, dead
+
+    def _is_dead(self, key: str, attempt: Attempt | None, session: str | None) -> bool:
+        unchanged = self._unchanged_seconds(key)
+        if attempt is None:
+            return unchanged >= ATTEMPT_SECONDS
+        fenced = bool(attempt.session) and session not in (None, attempt.session)
+        return fenced or not attempt_lives(attempt, unchanged)
 
     def _unchanged_seconds(self, key: str) -> float:
         try:

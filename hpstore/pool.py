@@ -21,7 +21,7 @@ from hpstore.keys import check_key
 from hpstore.membership import check_unit
 from hpstore.metrics import Metrics
 from hpstore.objects.catalog import live_layout, walk
-from hpstore.objects.conditional import put_if
+from hpstore.objects.conditional import bar_puts, put_if
 from hpstore.objects.info import ObjectInfo, object_info
 from hpstore.objects.read import Changed, ObjectReader
 from hpstore.objects.repair import Action, repair_object
@@ -290,6 +290,21 @@ class Pool(TendedPool):
         check_key(key)
         delete_object(self._store, key)
         sweep_deleted(self._store)
+
+    def bar(self, key: str) -> bool:
+        """End the puts of a key with `if_absent` or `if_version` that others have begun: those of
+        which nothing can be read yet raise VersionConflict, however long they were stopped.
+
+        True when no object is there; durable on return. False when one is, perhaps of such a put:
+        it stays, and `settle` brings it to its full stripe. Puts that begin later may store it.
+
+        Raises TooManyErasures, TooFewDevices, LockTimeout, RegistersUnavailable, RegistersForeign:
+        then nothing is decided.
+        """
+        self._writable()
+        barred = bar_puts(self._store, self._claims, check_key(key))
+        sweep_deleted(self._store)
+        return barred
 
     def settle(self, key: str) -> None:
         """Bring the newest version to its full stripe before acting on it (PROTOCOL 8).

@@ -1,4 +1,4 @@
-"""Puts with a condition, under a claim of the key (PROTOCOL 6)."""
+"""Puts with a condition, and the end of such, under a claim of the key (PROTOCOL 6)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from hpstore.errors import (
     VersionConflict,
 )
 from hpstore.header import Metadata
-from hpstore.keys import Version
+from hpstore.keys import Kind, Version
 from hpstore.objects.info import ObjectInfo
-from hpstore.objects.source import Source
+from hpstore.objects.remove import remove_files
+from hpstore.objects.source import MemorySource, Source
 from hpstore.objects.store import PATIENCE, Store
 from hpstore.objects.stripes import Throttle
-from hpstore.objects.survey import newest_by_name, stable_survey
-from hpstore.objects.write import MAYBE_STORED, put_object, say_maybe
+from hpstore.objects.survey import newest_by_name, require_known, stable_survey
+from hpstore.objects.write import MAYBE_STORED, put_object, say_maybe, write_new_version
 
 _TRIES = 8  # claims of one put that were taken over, in a row
 
@@ -69,6 +70,37 @@ def put_if(
         f"conditional put of {key!r}: its claim was taken over {_TRIES} times in a row, so this "
         "process was stopped or too slow each time. Nothing was acknowledged; try again."
     )
+
+
+def bar_puts(store: Store, claims: Claims, key: str) -> bool:
+    """End the conditional puts of a key that have begun: none stores what is not there already.
+
+    True when nothing is there: a tombstone is, above all that they may still publish, and they
+    raise VersionConflict. False when an object is there, which may be of such a put. Raises
+    TooFewDevices, LockTimeout, RegistersUnavailable: then nothing is decided.
+    """
+    for _ in range(_TRIES):
+        claim = claims.take(key)
+        try:
+            survey = stable_survey(store, key, absent=True, patience=PATIENCE)
+            require_known(store.view, survey)
+            newest = newest_by_name(store.view, survey)
+            if newest is not None and newest.kind is not Kind.TOMBSTONE:
+                return False
+            columns = write_new_version(
+                store, key, MemorySource(b""), metadata={}, kind=Kind.TOMBSTONE, survey=survey,
+                next_counter=claim.next_counter,
+            )  # fmt: skip
+            claim.give_back()
+            older = [f for f in survey.files if f.name.version < columns.version]
+            remove_files(store, key, [*older, *columns.superseded])
+            store.deleted.append((columns.version.counter, key))
+            return True
+        except ClaimLost:
+            store.metrics.count("claim_lost_total")
+        finally:
+            _drop(store, claim)
+    raise LockTimeout(f"the claim of {key!r} was taken over {_TRIES} times in a row")
 
 
 def _throttle(store: Store, claim: Claim, throttle: Throttle, nbytes: int) -> None:
@@ -123,4 +155,4 @@ def _drop(store: Store, claim: Claim) -> None:
         store.metrics.count("claim_not_given_back_total")
 
 
-__all__ = ["put_if"]
+__all__ = ["bar_puts", "put_if"]

@@ -22,7 +22,8 @@ from hpstore.checkpoint.manifest import Manifest, attempt_key, segment_key
 from hpstore.checkpoint.planning import chunks_of
 from hpstore.checkpoint.saving import SaveJob, Written
 from hpstore.checkpoint.steps import Steps, newest_untried
-from hpstore.errors import CheckpointError, TooFewDevices
+from hpstore.errors import CheckpointError, RegistersUnavailable, TooFewDevices
+from hpstore.objects.info import ObjectInfo
 from hpstore.pool import Pool
 from hpstore.testing.harness import Harness
 
@@ -265,21 +266,19 @@ def test_a_save_whose_segments_were_collected_is_not_acknowledged(
 
 
 def collect_between(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch, *, keeps_notes: bool = False
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, broken: str | None = None
 ) -> None:
     """Another session begins to save and collects, after this one's fence check and before its
-    manifest. `keeps_notes`: its deletes of notes fail."""
+    manifest. `broken`: what of hpstore.checkpoint.fates fails in it, as if it were killed there."""
     manifest = SaveJob._manifest
-    delete = Steps._delete_if_there
 
-    def without_notes(steps: Steps, key: str) -> None:
-        if "/attempts/" not in key:
-            delete(steps, key)
+    def fail(*_: object, **__: object) -> None:
+        raise CheckpointError("killed")
 
     def between(job: SaveJob, written: Sequence[Written]) -> bytes:
         with monkeypatch.context() as patch, harness.open() as other:
-            if keeps_notes:
-                patch.setattr(Steps, "_delete_if_there", without_notes)
+            if broken is not None:
+                patch.setattr(f"hpstore.checkpoint.{broken}", fail)
             attempt_notes.take_fence(other, "run", "another session")
             Steps(other, "run").collect_garbage()
         return manifest(job, written)
@@ -290,17 +289,69 @@ def collect_between(
 def test_segments_stay_while_the_note_of_their_save_is_there(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PROTOCOL 18: notes go first, so an acknowledged save has its segments."""
+    """PROTOCOL 18: what is not ended is protected: an acknowledged save has all that it names."""
     with harness.open() as pool, Checkpointer(pool, "run", rng=False, warm=False) as ckpt:
         save(ckpt, 1)
-        collect_between(harness, monkeypatch, keeps_notes=True)
+        collect_between(harness, monkeypatch, "steps.end_save")
         save(ckpt, 2)
         into = state(0.0)
         assert ckpt.restore(into) == 2
         assert (into["w"] == 2).all()
 
 
-def test_a_withdrawn_overwrite_leaves_the_step_that_it_replaced(
+def test_a_collector_that_is_killed_leaves_a_mark_that_the_next_one_goes_on_from(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PROTOCOL 18: between the removal of a note and the decision, the mark protects as the note
+    did; the save that it is of is over."""
+    with harness.open() as pool, Checkpointer(pool, "run", rng=False, warm=False) as ckpt:
+        save(ckpt, 1)
+        collect_between(harness, monkeypatch, "fates._decide")
+        remove = SaveJob._remove_own
+        monkeypatch.setattr(SaveJob, "_remove_own", lambda job: None)  # it is killed, too
+        with pytest.raises(CheckpointError, match="took this save for dead"):
+            ckpt.save(2, state(2)).result()
+        monkeypatch.undo()
+        assert SaveJob._remove_own is remove
+        steps = Steps(pool, "run")
+        listing = steps.listing()
+        assert [step for step, _ in listing.condemned.values()] == [2]
+        of_it = {key for key, (step, _) in listing.segments.items() if step == 2}
+        assert of_it
+        assert steps.still_named(of_it) == set()  # what it refers to is protected, not its own
+        assert not steps._orphans(all_live=True)[0]
+        assert steps.collect_garbage() == len(of_it)
+        assert not steps.listing().condemned
+        assert pool.list("run/step-") == [key for key in pool.list("run/") if "0001/" in key]
+
+
+def test_a_save_of_which_it_is_unclear_what_became_keeps_its_note_until_it_is_decided(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PROTOCOL 18: a manifest whose put was not answered may come; its segments must be there."""
+    with harness.open() as pool, Checkpointer(pool, "run", rng=False, warm=False) as ckpt:
+        save(ckpt, 1)
+        put = Pool.put
+
+        def unanswered(own: Pool, key: str, *args: object, **words: object) -> ObjectInfo:
+            info = put(own, key, *args, **words)  # type: ignore[arg-type]
+            if key.endswith("0002/manifest"):
+                raise RegistersUnavailable("may have been stored", key=key)
+            return info
+
+        monkeypatch.setattr(Pool, "put", unanswered)
+        with pytest.raises(RegistersUnavailable, match="may be committed or not"):
+            ckpt.save(2, state(2)).result()
+        monkeypatch.undo()
+        assert [step for step, _ in ckpt._steps.listing().attempts.values()] == [2]
+        ckpt.collect_garbage()
+        assert not ckpt._steps.listing().attempts
+        into = state(0.0)
+        assert ckpt.restore(into) == 2
+        assert (into["w"] == 2).all()
+
+
+def test_an_overwrite_that_is_over_leaves_the_step_that_it_replaced(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PROTOCOL 18: not acknowledged, and what was committed before is read."""
@@ -367,7 +418,7 @@ def collect_dead(pool: Pool) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed")
 @pytest.mark.parametrize("again", [False, True])
-def test_a_dcp_save_whose_note_is_gone_is_withdrawn(
+def test_a_dcp_save_whose_note_is_gone_puts_nothing(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
     """PROTOCOL 18, as of a Checkpointer: taken for dead before its manifest is put."""

@@ -375,7 +375,7 @@ class Client:
             return  # names do not show what is damaged
         self.scene.world.trouble.add(url)
         steady = not turn.faults and all(h.quiet for h in self.scene.histories.values())
-        before = newest_readable(self.scene.world.devices)
+        before = newest_readable(self.scene.world.devices, torn_deletes=False)
         try:
             self.open_pool.evict(url)
         except MembershipError as error:

@@ -33,14 +33,43 @@ def _ignores_notes(exchange: Exchange) -> None:
     """Rule 18: a collector does not look for notes of saves under way."""
     from hpstore.checkpoint.steps import Steps
 
-    exchange(Steps, "_attempts", lambda steps, listing, *, all_live=False: ({}, []))
+    exchange(Steps, "_attempts", lambda steps, listing, *, all_live=False: ({}, {}))
 
 
-def _no_withdrawal(exchange: Exchange) -> None:
-    """Rules 18, 19: a save does not look whether its note is still there."""
+def _no_look_at_notes(exchange: Exchange) -> None:
+    """Rule 18: a save does not look whether its note is still there."""
     from hpstore.checkpoint.saving import SaveJob
 
-    exchange(SaveJob, "_require_noted", lambda job, key, version, old: None)
+    exchange(SaveJob, "_require_noted", lambda job: None)
+
+
+def _no_bar(exchange: Exchange) -> None:
+    """Rule 18: the note of a dead save goes, its manifest's put is left to itself."""
+    from hpstore.checkpoint import fates
+
+    exchange(fates, "_decide", lambda pool, manifest, *, replaces: None)
+
+
+def _withdraws(exchange: Exchange) -> None:
+    """Rule 18, as it was: the note is looked at after the put, and without it the step goes."""
+    from hpstore.checkpoint import fates
+    from hpstore.checkpoint.manifest import manifest_key
+    from hpstore.checkpoint.saving import SaveJob
+
+    publish, look = SaveJob._publish, SaveJob._require_noted
+
+    def withdraw(job: SaveJob, written: Sequence[Any]) -> object:
+        report = publish(job, written)
+        try:
+            look(job)
+        except Exception:
+            job._pool.delete(manifest_key(job._prefix, job._options.step))
+            raise
+        return report
+
+    exchange(fates, "_decide", lambda pool, manifest, *, replaces: None)
+    exchange(SaveJob, "_require_noted", lambda job: None)
+    exchange(SaveJob, "_publish", withdraw)
 
 
 def _lists_once(exchange: Exchange) -> None:
@@ -116,7 +145,9 @@ def _unsafe_segments(exchange: Exchange) -> None:
 CHECKPOINT_MUTATIONS: dict[str, Callable[[Exchange], None]] = {
     "retains-early": _retains_early,
     "ignores-notes": _ignores_notes,
-    "no-withdrawal": _no_withdrawal,
+    "no-look-at-notes": _no_look_at_notes,
+    "no-bar": _no_bar,
+    "withdraws": _withdraws,
     "lists-once": _lists_once,
     "stops-at-gone-steps": _stops_at_gone_steps,
     "restores-older": _restores_older,

@@ -48,9 +48,13 @@ def weight(devices: Devices, urls: Collection[str]) -> int:
     record = newest_record(devices)
     if record is None:
         return len(urls)
-    members = {member.url: member.device_id for member in (*record.evicted, *record.members)}
-    known = [members[url] for url in urls if url in members]
-    return record.weight(known) + len(urls) - len(known)
+    of_urls: defaultdict[str, list[str]] = defaultdict(list)  # two where a wiped one was added
+    for member in record.members:
+        of_urls[member.url].append(member.device_id)
+    for member in record.evicted:
+        of_urls.setdefault(member.url, [member.device_id])
+    known = [device for url in urls for device in of_urls.get(url, ())]
+    return record.weight(known) + sum(url not in of_urls for url in urls)
 
 
 def unreadable(devices: Devices, *, without: Collection[str], before: Collection[str]) -> bool:
@@ -66,15 +70,21 @@ def unreadable(devices: Devices, *, without: Collection[str], before: Collection
     return False
 
 
-def newest_readable(devices: Devices) -> dict[str, Version]:
-    """By directory of a key, the newest version of which members have enough columns."""
+def newest_readable(devices: Devices, *, torn_deletes: bool = True) -> dict[str, Version]:
+    """By directory of a key, the newest version of which members have enough columns.
+
+    `torn_deletes`: also tombstones on fewer devices than an acknowledged delete has.
+    """
     members = members_by_record(devices)
     columns: defaultdict[LayoutKey, set[int]] = defaultdict(set)
     for url, directory, found in columns_on(devices):
         if members is not None and url in members:
             columns[directory, found.layout].add(found.column)
     newest: dict[str, Version] = {}
-    for (directory, (version, _, data, _)), held in columns.items():
+    for (directory, (version, kind, data, parity)), held in columns.items():
+        torn = kind is Kind.TOMBSTONE and len(held) <= parity
+        if torn and not torn_deletes:
+            continue
         if len(held) >= data and (directory not in newest or newest[directory] < version):
             newest[directory] = version
     return newest
