@@ -14,6 +14,7 @@ from hpstore.objects.survey import (
     Verdict,
     judge,
     require_known,
+    require_newest,
     survey_key,
     too_many,
     unknown_devices,
@@ -36,7 +37,10 @@ def open_survey(
             groups.setdefault(layout.version.content, []).append(layout)
     for layouts in groups.values():
         if any(layout.kind is Kind.TOMBSTONE for layout in layouts):
+            require_newest(store.view, survey, layouts)
             raise ObjectNotFound(f"object {survey.key!r} was deleted", key=survey.key)
+        if content is None:
+            require_newest(store.view, survey, layouts)
         reader = _open_group(store, survey, layouts, whole)
         if reader is not None:
             return reader

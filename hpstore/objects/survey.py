@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from hpstore.devices.base import DEBTS, Device, Usage
-from hpstore.errors import HpstoreError, TooManyErasures
+from hpstore.errors import HpstoreError, TooFewDevices, TooManyErasures
 from hpstore.geometry import Code, Geometry
 from hpstore.keys import ColumnName, Kind, Version, object_directory, parse_column_name
 from hpstore.objects.store import Store, View
@@ -182,6 +182,42 @@ def require_known(view: View, survey: Survey) -> None:
         )
 
 
+def require_newest(view: View, survey: Survey, layouts: Sequence[Layout]) -> None:
+    """Before a version is taken for the newest: could a newer one be where we cannot look?
+
+    Raises TooManyErasures when more than m are unknown, and what is seen of it would all be where
+    whoever wrote a newer one could not look: such a writer does without devices that weigh at most
+    m, and removes what it replaces on the others.
+    """
+    unknown, parity = unknown_devices(view, survey), view.record.parity
+    if unknown <= parity:
+        return
+    seen = {file.device for layout in layouts for file in layout.files}
+    if view.record.weight(seen) <= parity:
+        raise TooManyErasures(
+            f"object {survey.key!r} version {layouts[0].version} is there, but may not be the "
+            f"newest: {unknown} devices do not answer or were evicted since the last rebuild, "
+            f"{parity} are survived, and a newer one may be on them. Bring devices back, or "
+            "rebuild if they are gone for good; `hpstore versions` lists what can be read even so.",
+            key=survey.key,
+        )
+
+
+def require_writable(view: View, survey: Survey) -> None:
+    """Before a version is written: a reader must be able to tell that it is the newest.
+
+    Raises TooFewDevices when more than m are unknown.
+    """
+    unknown, parity = unknown_devices(view, survey), view.record.parity
+    if unknown > parity:
+        raise TooFewDevices(
+            f"{survey.key!r} cannot be written now: {unknown} devices do not answer or were "
+            f"evicted since the last rebuild, {parity} are survived. Nothing was changed, and what "
+            "can be read still is. Bring devices back, or rebuild if they are gone for good.",
+            key=survey.key,
+        )
+
+
 def stable_survey(
     store: Store, key: str, *, absent: bool = True, patience: float | None = None,
     offers: bool = False,
@@ -339,6 +375,7 @@ def empty_geometry(parity: int) -> Geometry:
 
 
 __all__ = ["Found", "Layout", "Survey", "Verdict", "empty_geometry", "judge", "list_object",
-           "may_be_acknowledged", "newest_by_name", "path_on", "require_known", "spare_losses",
+           "may_be_acknowledged", "newest_by_name", "path_on", "require_known", "require_newest",
+           "require_writable", "spare_losses",
            "stable_survey", "staying_first", "survey_key", "survey_keys", "too_many",
            "unknown_devices", "with_debts"]  # fmt: skip

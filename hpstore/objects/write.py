@@ -34,7 +34,9 @@ from hpstore.objects.survey import (
     empty_geometry,
     newest_by_name,
     require_known,
+    require_writable,
     stable_survey,
+    unknown_devices,
 )
 from hpstore.objects.windows import background_run_bytes, run_bytes
 from hpstore.placement import Candidate, choose, placeable
@@ -363,6 +365,16 @@ def check_conditions(
             )
 
 
+def _survey_to_write(
+    store: Store, key: str, *, absent: bool = True, offers: bool = False
+) -> Survey:
+    """What there is of a key; with members that are back, where too many would be unknown."""
+    survey = stable_survey(store, key, absent=absent, patience=PATIENCE, offers=offers)
+    if unknown_devices(store.view, survey) > store.view.record.parity and store.look_for_missing():
+        return stable_survey(store, key, absent=absent, patience=PATIENCE, offers=offers)
+    return survey
+
+
 def put_object(
     store: Store,
     key: str,
@@ -384,8 +396,9 @@ def put_object(
     `unit_bytes`: of this object, the pool's unless given.
     """
     absent = if_absent or if_version is not None
-    survey = stable_survey(store, key, absent=absent, patience=PATIENCE, offers=True)
+    survey = _survey_to_write(store, key, absent=absent, offers=True)
     check_conditions(store, survey, if_absent=if_absent, if_version=if_version)
+    require_writable(store.view, survey)
     columns = write_new_version(
         store, key, source, metadata=metadata, kind=Kind.COLUMN, survey=survey, throttle=throttle,
         unit_bytes=unit_bytes, next_counter=next_counter,
@@ -430,12 +443,12 @@ def delete_object(store: Store, key: str) -> None:
     Durable on return; a crash before leaves the object, a crash after none. Raises
     ObjectNotFound when there is nothing, after finishing a delete that was seen half done.
     """
-    survey = stable_survey(store, key, patience=PATIENCE)
+    survey = _survey_to_write(store, key)
     newest = newest_by_name(store.view, survey)
     if newest is None:
         require_known(store.view, survey)
-    if newest is None:
         raise ObjectNotFound(f"no object {key!r}", key=key)
+    require_writable(store.view, survey)
     if newest.kind is Kind.TOMBSTONE:
         _finish_half_done(store, key)
         raise ObjectNotFound(f"no object {key!r}", key=key)

@@ -12,7 +12,13 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from hpstore.errors import HpstoreError, ObjectNotFound, TooManyErasures, VersionConflict
+from hpstore.errors import (
+    HpstoreError,
+    ObjectNotFound,
+    TooFewDevices,
+    TooManyErasures,
+    VersionConflict,
+)
 from hpstore.objects.info import ObjectInfo
 from hpstore.pool import Pool
 from hpstore.testing.harness import FakeClock, Harness
@@ -164,22 +170,94 @@ def test_a_claim_is_taken_at_once_when_its_key_is_free(tmp_path: Path) -> None:
         assert a.clock.elapsed == 0.0
 
 
+def left_behind(harness: Harness, pool: Pool) -> str:
+    """A first value on a device that was away for the second one, which is away now, all of it."""
+    old = pool.put("k", b"old")
+    first = min(url for url, _ in harness.columns("k"))
+    harness.lose([first])
+    pool.put("k", b"new")
+    harness.bring_back()
+    newer = {url for url, path in harness.columns("k") if old.version not in path}
+    assert len(newer) == 2
+    assert first not in newer
+    harness.lose(newer)
+    return old.version
+
+
 def test_no_condition_holds_while_a_newer_version_may_be_hidden(tmp_path: Path) -> None:
     """More than m devices are away, with all of the version that came after the one they left."""
     harness = Harness(tmp_path, data=1, parity=1, devices=6, clock=FakeClock())
     with harness.open() as pool:
-        old = pool.put("k", b"old")
-        holders = {url for url, _ in harness.columns("k")}
-        harness.lose(holders)
-        pool.put("k", b"new")
-        harness.bring_back()
-        newer = {url for url, path in harness.columns("k") if old.version not in path}
-        assert len(newer) == 2
-        assert not newer & holders
-        harness.lose(newer)
+        old = left_behind(harness, pool)
         with pytest.raises(TooManyErasures):
-            pool.put("k", b"lost update", if_version=old.version)
+            pool.put("k", b"lost update", if_version=old)
         with pytest.raises(TooManyErasures):
             pool.put("another", b"x", if_absent=True)
         harness.bring_back()
         assert pool.get("k") == b"new"
+
+
+def test_an_older_version_that_a_device_kept_is_not_served_for_one_that_is_hidden(
+    tmp_path: Path,
+) -> None:
+    """PROTOCOL 7: what is seen of a key may all be where the writer of a newer one could not look.
+    What is whole elsewhere is served all the same, and the older one to who asks for it."""
+    harness = Harness(tmp_path, data=1, parity=1, devices=6, clock=FakeClock())
+    with harness.open() as pool:
+        for number in range(20):
+            pool.put(f"o{number}", b"%d" % number)
+        old = left_behind(harness, pool)
+        for read in (pool.get, pool.stat, pool.exists, pool.reader):
+            with pytest.raises(TooManyErasures, match="may not be the newest"):
+                read("k")
+        assert pool.get("k", version=old) == b"old"
+        there = []
+        for number in range(20):
+            try:
+                assert pool.get(f"o{number}") == b"%d" % number
+                there.append(number)
+            except TooManyErasures:
+                continue
+        assert there  # those with both copies on devices that answer
+        harness.bring_back()
+        assert pool.get("k") == b"new"
+
+
+def test_a_tombstone_that_a_device_kept_does_not_hide_a_later_put(tmp_path: Path) -> None:
+    """PROTOCOL 7: the same of deletes."""
+    harness = Harness(tmp_path, data=1, parity=1, devices=3, clock=FakeClock())
+    with harness.open() as pool:
+        pool.put("k", b"first")
+        pool.delete("k")
+        stones = {url for url, _ in harness.columns("k")}
+        lost = min(stones)
+        harness.lose([lost])
+        pool.put("k", b"again")
+        harness.bring_back()
+        harness.lose([url for url in harness.devices if url != lost])
+        with pytest.raises(TooManyErasures, match="may not be the newest"):
+            pool.get("k")
+        harness.bring_back()
+        assert pool.get("k") == b"again"
+
+
+def test_nothing_is_written_that_no_reader_could_tell_to_be_the_newest(tmp_path: Path) -> None:
+    """PROTOCOL 3: while more than m are unknown a put and a delete are refused, and change nothing;
+    devices that are back in between are found before that."""
+    clock = FakeClock()
+    harness = Harness(tmp_path, data=1, parity=1, devices=6, clock=clock)
+    with harness.open() as pool:
+        pool.put("k", b"there")
+        away = [url for url in harness.devices if url not in {u for u, _ in harness.columns("k")}]
+        harness.lose(away[:2])
+        before = harness.columns("k")
+        with pytest.raises(TooFewDevices, match="cannot be written now: 2 devices"):
+            pool.put("k", b"hidden")
+        with pytest.raises(TooFewDevices, match="cannot be written now"):
+            pool.delete("k")
+        assert harness.columns("k") == before
+        assert pool.get("k") == b"there"
+        harness.bring_back()
+        clock.advance(3600)
+        pool.put("k", b"seen")
+        assert pool.get("k") == b"seen"

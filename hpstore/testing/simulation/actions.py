@@ -131,7 +131,7 @@ class Scene:
 
     def judge(self, key: str, data: bytes | None, began: int, *, blind: bool = False) -> int:
         """Hold a read that ended now against the history; returns the value. `blind`: more devices
-        are unknown than are survived, so it may be older than another one (PROTOCOL 7)."""
+        went back in time or are unknown than are survived, so it may be older than another one."""
         self.close_ended()
         value = ABSENT
         if data is not None:
@@ -228,9 +228,10 @@ class Client:
 
     @property
     def blind(self) -> bool:
-        """Whether more is unknown to this turn than is survived, by weight: an open pool that has
-        lost more than m devices may serve what is older than what it cannot see. A device that went
-        back to a snapshot counts as one that is gone, and the pool does not know that it is."""
+        """Whether more than is survived, by weight, is unknown to this turn or went back to a
+        snapshot, which the pool does not know: what it serves then may be older."""
+        if not self.scene.stale:
+            return False
         view = self.open_pool._store.view
         bad = self.process.silent | self.scene.stale
         silent = {m.device_id for m in view.members() if m.url in bad}
