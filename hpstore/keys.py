@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import re
 import secrets
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from typing import NamedTuple
 
 from hpstore.errors import IntegrityError, InvalidKey
 
@@ -29,8 +29,7 @@ ContentId = tuple[int, int]  # (counter, nonce): equal for all revisions of the 
 _KEPT = 1024  # keys: each is asked for on all devices, and again when its columns are opened
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Version:
+class Version(NamedTuple):
     """(counter, nonce, revision) of an object, ordered so (PROTOCOL 1).
 
     `counter` is a hybrid clock in milliseconds, `nonce` 64 random bits of the writer, `revision`
@@ -78,8 +77,7 @@ class Kind(StrEnum):
     TOMBSTONE = "t"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ColumnName:
+class ColumnName(NamedTuple):
     """The facts in a column's file name."""
 
     version: Version
@@ -110,13 +108,8 @@ def parse_column_name(name: str) -> ColumnName | None:
     if match is None:
         return None
     counter, nonce, revision, kind, column, data, parity = match.groups()
-    found = ColumnName(
-        version=Version(int(counter, 16), int(nonce, 16), int(revision, 16)),
-        kind=_KINDS[kind],
-        column=int(column),
-        data=int(data),
-        parity=int(parity),
-    )
+    version = Version(int(counter, 16), int(nonce, 16), int(revision, 16))
+    found = ColumnName(version, _KINDS[kind], int(column), int(data), int(parity))
     sane = found.column < found.data + found.parity <= 32 and found.version.counter < MAX_COUNTER
     return found if sane else None
 
@@ -198,12 +191,18 @@ def unescape(name: str) -> str:
 
 def component_of(name: str, *, folding: bool) -> str | None:
     """The key component that escape() makes this directory name of; None for a foreign name."""
+    if _PLAIN.fullmatch(name):
+        return name
     part = unescape(name)
     try:
         check_key(part)
         return part if "/" not in part and escape(part, folding=folding) == name else None
     except InvalidKey:
         return None
+
+
+# as they are on every device: what nearly all names are
+_PLAIN = re.compile(rf"[0-9a-z_-][0-9a-z._-]{{0,{MAX_NAME_BYTES - 1}}}")
 
 
 @lru_cache(_KEPT)

@@ -172,7 +172,7 @@ class LocalDevice(LocalFiles):
 
     def _recycled(self, root: int) -> list[tuple[int, str]]:
         """(size, name) of files in recycle/; the name starts with the size."""
-        names = [entry.name for entry in self._scan(RECYCLE)]
+        names = [entry.name for entry in self._scan(RECYCLE, root)]
         return [(size, name) for name in names if (size := recycled_bytes(name)) is not None]
 
     def _free_recycled(self, root: int) -> bool:
@@ -304,7 +304,7 @@ class LocalDevice(LocalFiles):
         with self._guard("sweep", absent_is_gone=True) as root:
             removed = 0
             os.stat(TMP, dir_fd=root)
-            for name in (f"{TMP}/{entry.name}" for entry in self._scan(TMP)):
+            for name in (f"{TMP}/{entry.name}" for entry in self._scan(TMP, root)):
                 try:
                     status = os.stat(name, dir_fd=root, follow_symlinks=False)
                     if time.time() - status.st_mtime < ORPHAN_SECONDS:

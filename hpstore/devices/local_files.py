@@ -6,7 +6,8 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 
 from hpstore.devices.ballast import Ballast
 from hpstore.devices.base import Entry, Stamp
@@ -18,6 +19,8 @@ from hpstore.keys import OBJECTS
 
 _log = logging.getLogger(__name__)
 _PUBLISH_TRIES = 16
+_LISTING_SECONDS = 0.05  # of listings of many directories at once
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class LocalFiles(LocalCounters):
@@ -153,14 +156,22 @@ class LocalFiles(LocalCounters):
             os.fsync(self.root_fd())
 
     def entries(self, path: str) -> list[Entry]:
-        with self._guard(f"list of {path}"):
-            return self._scan(path)
+        with self._guard(f"list of {path}") as root:
+            return self._scan(path, root)
 
-    def _scan(self, path: str) -> list[Entry]:
+    def listings(self, paths: Sequence[str]) -> list[list[Entry]]:
+        found = []
+        until = time.monotonic() + _LISTING_SECONDS
+        with self._guard(f"list of {paths[0]} and others") as root:
+            for path in paths:
+                found.append(self._scan(path, root))
+                if time.monotonic() >= until:
+                    break
+        return found
+
+    def _scan(self, path: str, root: int) -> list[Entry]:
         try:
-            fd = os.open(
-                path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self.root_fd()
-            )
+            fd = os.open(path or ".", _DIRECTORY, dir_fd=root)
         except (FileNotFoundError, NotADirectoryError):
             if path.startswith(OBJECTS):
                 self._require_objects()

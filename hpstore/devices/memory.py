@@ -163,6 +163,9 @@ class MemoryDevice:
                     found[first] = found.get(first, False) or bool(rest)
             return [Entry(name, is_directory) for name, is_directory in found.items()]
 
+    def listings(self, paths: Sequence[str]) -> list[list[Entry]]:
+        return [self.entries(paths[0])]
+
     def counter(self, name: str) -> int:
         self._check()
         with self._lock:

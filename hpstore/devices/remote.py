@@ -128,6 +128,9 @@ class RemoteDevice:
             raise_device_error(error, self.url, "list")
         return self._entries(path, rows)
 
+    def listings(self, paths: Sequence[str]) -> list[list[Entry]]:
+        return [self.entries(paths[0])]
+
     def _list_plain(self, path: str) -> list[Entry]:
         try:
             return self._entries(path, self._fs.ls(self._path(path), detail=True))

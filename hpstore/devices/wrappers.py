@@ -83,6 +83,9 @@ class DeviceWrapper:
     def entries(self, path: str) -> list[Entry]:
         return self.around("list", 0, lambda: self.inner.entries(path))
 
+    def listings(self, paths: Sequence[str]) -> list[list[Entry]]:
+        return [self.entries(paths[0])]
+
     def counter(self, name: str) -> int:
         return self.around("counter", 0, lambda: self.inner.counter(name))
 

@@ -6,11 +6,11 @@ other, when it ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from hpstore.codec.galois import Bytes
-from hpstore.devices.base import READABLE, Device, ReadHandle
+from hpstore.devices.base import READABLE, Device, Entry, ReadHandle
 from hpstore.devices.wrappers import DeviceWrapper, WrappedReader
 from hpstore.errors import ReadAbandoned
 from hpstore.health.recorder import OPERATIONS, Operation, Outcome, Recorder
@@ -87,6 +87,9 @@ class MeteredDevice(DeviceWrapper):
 
     def around(self, operation: str, nbytes: int, call: Callable[[], T]) -> T:
         return self.meter.call(OPERATIONS.get(operation, _META), nbytes, call)
+
+    def listings(self, paths: Sequence[str]) -> list[list[Entry]]:
+        return self.around("list", 0, lambda: self.inner.listings(paths))
 
     def open(self, path: str) -> ReadHandle:
         return _Reader(self, self.around("open", 0, lambda: self.inner.open(path)))

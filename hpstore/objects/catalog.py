@@ -24,6 +24,7 @@ from hpstore.scheduler import outcome
 
 _log = logging.getLogger(__name__)
 _Rows = list[tuple[str, Found]]
+_BATCH = 64  # directories that a device may list at once
 _LOOK_SECONDS = 0.5  # between two looks at whether walks go on
 
 
@@ -119,23 +120,25 @@ def _walk_device(
     pending = [(start, parent)]
     folding = device.folds_names
     while pending:
-        directory, key = pending.pop()
         step()
-        wanted = key.startswith(prefix)
-        for entry in device.entries(directory):
-            if entry.is_directory:
-                part = component_of(entry.name, folding=folding)
+        batch = pending[: -_BATCH - 1 : -1]
+        listings = device.listings([directory for directory, _ in batch])
+        del pending[-len(listings) :]
+        for (directory, key), entries in zip(batch, listings, strict=False):
+            wanted = key.startswith(prefix)
+            for file, is_directory in entries:
+                if not is_directory:
+                    if wanted and (name := parse_column_name(file)) is not None:
+                        yield key, Found(device_id, name)
+                    continue
+                part = component_of(file, folding=folding)
                 if part is None:
                     _log.warning("%s: %s/%s is no key; left alone", device.url, directory,
-                                 entry.name.encode(errors="replace"))  # fmt: skip
+                                 file.encode(errors="replace"))  # fmt: skip
                     continue
                 child = f"{key}/{part}" if key else part
                 if child.startswith(prefix) or prefix.startswith(f"{child}/"):
-                    pending.append((f"{directory}/{entry.name}", child))
-                continue
-            name = parse_column_name(entry.name)
-            if name is not None and wanted:
-                yield key, Found(device_id, name)
+                    pending.append((f"{directory}/{file}", child))
 
 
 def live_layout(store: Store, survey: Survey) -> Layout | None:

@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
 from hpstore.devices.base import DEBTS, Device, Usage
 from hpstore.errors import HpstoreError, TooFewDevices, TooManyErasures
@@ -18,9 +19,8 @@ from hpstore.records import Debt, DeviceState
 SURVEY_TRIES = 4  # membership changes in a row while one key is looked up
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """One file of an object on one device."""
+class Found(NamedTuple):
+    """One file of an object on one device. Made by the hundred thousand: a tuple."""
 
     device: str
     name: ColumnName

@@ -24,6 +24,7 @@ from hpstore.errors import DeviceError
 from hpstore.keys import object_directory
 from hpstore.testing import PAGE, all_files, fetch, in_threads, pattern, store
 from hpstore.testing.counter_contract import CounterContract
+from hpstore.testing.listing_contract import ListingContract
 from hpstore.testing.register_contract import RegisterContract
 from hpstore.testing.room_contract import RoomContract
 from hpstore.units import KIB, MIB, round_up
@@ -31,7 +32,7 @@ from hpstore.units import KIB, MIB, round_up
 PATH = "objects/a/b/@file"
 
 
-class DeviceContract(CounterContract, RegisterContract, RoomContract):
+class DeviceContract(CounterContract, ListingContract, RegisterContract, RoomContract):
     """Inherit, name the class Test..., fill in three methods."""
 
     holds_readers = True  # an open reader keeps its bytes when the file is replaced or retired
@@ -217,26 +218,6 @@ class DeviceContract(CounterContract, RegisterContract, RoomContract):
             assert device.stamp(path) is None
             device.delete(path)
             device.retire(path)
-
-    def test_directories_list_their_names(self, device: Device) -> None:
-        """Files and directories told apart; missing directories are empty."""
-        for path in ("objects/a/@1", "objects/a/@2", "objects/a/b/@3", "objects/c/@4"):
-            store(device, path, pattern(PAGE))
-        assert set(device.entries("objects/a")) == {
-            Entry("@1", False), Entry("@2", False), Entry("b", True),
-        }  # fmt: skip
-        assert set(device.entries("objects")) == {Entry("a", True), Entry("c", True)}
-        assert device.entries("objects/none") == []
-        assert device.entries("objects/none/deeper") == []
-        assert device.entries("none") == []
-
-    def test_the_root_lists_too(self, device: Device) -> None:
-        """Whoever claims a device looks for leftovers of another pool there."""
-        device.write_small("hpstore.json", b"x")
-        store(device, PATH, pattern(PAGE))
-        found = set(device.entries(""))
-        assert Entry("hpstore.json", False) in found
-        assert Entry("objects", True) in found
 
     def test_names_come_back_as_they_were(self, device: Device) -> None:
         """Unicode, spaces, percent signs, dots, long names, deep paths."""

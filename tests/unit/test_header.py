@@ -244,7 +244,7 @@ def test_every_flipped_byte_of_a_table_is_found() -> None:
     [
         {"pool_id": "other"}, {"key": "other"}, {"version": Version(1, 2, 3)}, {"column": 4},
         {"kind": Kind.COPY}, {"geometry": replace(HEADER.geometry, data=3, parity=3)},
-        {"version": replace(HEADER.version, revision=2)},
+        {"version": HEADER.version._replace(revision=2)},
     ],
 )  # fmt: skip
 def test_the_table_of_another_column_is_refused(change: dict[str, object]) -> None:
