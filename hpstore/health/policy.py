@@ -126,7 +126,7 @@ class Turn:
             device,
             **{
                 "state": state, "since_seconds": self.now, "changes": (*recent, self.now)[-64:],
-                "refused": "", "asked_seconds": 0.0, "confirmed": False, **changes,
+                "refused": "", "asked_seconds": 0.0, "asked": "", "confirmed": False, **changes,
             },
         )  # fmt: skip
         self.log(device, health.state, state, reason)
@@ -148,7 +148,7 @@ class Turn:
         health = self.devices[device]
         due = self.now - health.asked_seconds >= self.config.retry_seconds
         if due or not health.asked_seconds:
-            self.set(device, asked_seconds=self.now)
+            self.set(device, asked_seconds=self.now, asked=reason)
             self.act(kind, device, reason)
 
     # -- what nobody chose
@@ -183,7 +183,8 @@ class Turn:
         left = fact.pool_state in (DeviceState.EVICTED, DeviceState.HEALED)
         if left:
             if health.state is not HealthState.EVICTED:
-                self.enter(device, HealthState.EVICTED, "the pool has evicted it")
+                why = f": {health.asked}" if health.asked else ""
+                self.enter(device, HealthState.EVICTED, f"the pool has evicted it{why}")
             self._lapsed(device)
             return
         if health.state is HealthState.MAINTENANCE:

@@ -77,6 +77,7 @@ class DeviceHealth:
     ignored: bool = False  # an operator's word: its slowness is known
     confirmed: bool = False  # the pool has been seen to drain it
     asked_seconds: float = 0.0  # when an action of this state was last asked for
+    asked: str = ""  # why
     warned_seconds: float = 0.0
     refused: str = ""  # why the last wish was refused
     pardoned_seconds: float = 0.0  # reports from before count no more

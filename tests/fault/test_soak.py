@@ -174,16 +174,17 @@ def test_the_judge_finds_an_object_that_was_lost_or_returned() -> None:
 def test_the_judge_finds_an_eviction_before_its_grace() -> None:
     """Unless no parity was left; what an operator evicts has no grace."""
 
-    def said(at: float, was: str, becomes: str) -> Decision:
+    def said(at: float, was: str, becomes: str, reason: str = "") -> Decision:
         return Decision(
             at_seconds=at, device="d", was=HealthState(was), becomes=HealthState(becomes),
-            reason="", role=Role.AGENT,
+            reason=reason, role=Role.AGENT,
         )  # fmt: skip
 
     gone = said(100.0, "online", "removed")
     early, late = said(103.0, "removed", "evicted"), said(108.5, "removed", "evicted")
     operated = said(103.0, "online", "evicted")
-    assert judge_evictions([gone, late], 8.0, []).problems == []
-    assert judge_evictions([operated], 8.0, []).problems == []
-    assert judge_evictions([gone, early], 8.0, [102.5]).problems == []
-    assert judge_evictions([gone, early], 8.0, []).problems
+    needed = said(103.0, "removed", "evicted", "the pool has evicted it: no parity is left")
+    assert judge_evictions([gone, late], 8.0).problems == []
+    assert judge_evictions([operated], 8.0).problems == []
+    assert judge_evictions([gone, needed], 8.0).problems == []
+    assert judge_evictions([gone, early], 8.0).problems

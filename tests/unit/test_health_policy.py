@@ -243,6 +243,10 @@ def test_healing_does_not_wait_when_no_parity_is_left_rule_17(known: bool) -> No
     policy.facts = replace(policy.facts, losses_tolerated=0 if known else None)
     policy.round(faulted=["d0", "d1"])
     assert (ActionKind.HEAL, "d0") in policy.asked()
+    policy.fact("d0", pool_state=DeviceState.EVICTED)
+    policy.round()
+    why = [d.reason for d in policy.decisions if d.becomes is S.EVICTED]
+    assert why == ["the pool has evicted it: no parity is left"]
 
 
 def test_a_device_that_is_being_reconciled_does_not_cost_another_its_grace_rule_17() -> None:

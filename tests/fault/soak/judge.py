@@ -172,13 +172,9 @@ def _refusals(rows: Rows) -> dict[str, Any]:
     return {"refused": len(refused), "refused_kinds": dict(kinds), "refused_first": texts}
 
 
-def judge_evictions(
-    decisions: Iterable[Decision], grace_seconds: float, no_parity_left: Sequence[float]
-) -> Verdict:
-    """Every eviction of an agent came after its grace, or when no parity was left.
-
-    `no_parity_left`: when, in seconds since 1970, the agent evicted for that reason.
-    """
+def judge_evictions(decisions: Iterable[Decision], grace_seconds: float) -> Verdict:
+    """Every eviction of an agent came after its grace, or, by its own word, because no parity was
+    left."""
     verdict, since, counts = Verdict(), dict[str, float](), Counter[str]()
     for decision in sorted(decisions, key=lambda found: found.at_seconds):
         if decision.role is not Role.AGENT:
@@ -192,7 +188,7 @@ def judge_evictions(
                 counts["by the operator, or drained"] += 1
             elif waited >= grace_seconds - GRACE_SLACK:
                 counts["after the grace"] += 1
-            elif any(abs(at - other) < grace_seconds for other in no_parity_left):
+            elif "no parity is left" in decision.reason:
                 counts["at once, no parity was left"] += 1
             else:
                 counts["too early"] += 1

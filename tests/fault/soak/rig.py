@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -43,7 +42,6 @@ ORDER_SECONDS = 12.0  # between two orders of one kind
 STRAY_SECONDS = 10.0  # for which a device is out by itself until the operator takes it back
 HEAL_SECONDS = 240.0  # at the end
 OUT = ("evicted", "healed", "draining")
-NO_PARITY = re.compile(r"no parity is left")
 
 
 @dataclass
@@ -71,8 +69,6 @@ class Soak:
         self._active: list[Active] = []
         self._ordered: dict[str, float] = {}  # when each was given last
         self._out_since: dict[str, float] = {}
-        self._no_parity: list[float] = []
-        self._log_read = 0
         self._stack = ExitStack()
         self._began = time.monotonic()
 
@@ -117,7 +113,6 @@ class Soak:
     def _tick(self) -> None:
         time.sleep(TICK_SECONDS)
         self.crew.look()
-        self._read_log()
         for active in self._active:
             if active.lifted is None and time.monotonic() >= active.lift_at:
                 self._lift(active)
@@ -238,20 +233,6 @@ class Soak:
             self._ordered[text] = time.monotonic()
             self.crew.order(text)
 
-    def _read_log(self) -> None:
-        """What the agent has logged since: when it evicted because no parity was left."""
-        path = self.crew.log("agent")
-        if not path.exists():
-            return
-        with path.open("rb") as log:
-            log.seek(self._log_read)
-            part = log.read()
-        whole = part.rfind(b"\n") + 1
-        self._log_read += whole
-        for line in part[:whole].decode(errors="replace").splitlines():
-            if NO_PARITY.search(line):
-                self._no_parity.append(time.time())
-
     # --- the end ----------------------------------------------------------------------------
 
     def _wait_until_whole(self) -> None:
@@ -310,7 +291,7 @@ class Soak:
         )
         decisions = history.decisions(100_000)
         history.close()
-        return judge_evictions(decisions, GRACE_SECONDS, self._no_parity)
+        return judge_evictions(decisions, GRACE_SECONDS)
 
     def _read_all(self, pool: Pool, expected: Expected, digests: dict[int, str]) -> list[str]:
         """Everything, by a process that has had no part in it."""
