@@ -223,7 +223,7 @@ class LocalDevice(LocalFiles):
                 done += os.pwrite(fd, data[done:], done)
             os.ftruncate(fd, len(data))
             os.fsync(fd)
-            self.rename_into_place(name, path, vital=True)
+            self.rename_vital(name, path)
         except OSError:
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=root)

@@ -109,9 +109,15 @@ class LocalFiles(LocalCounters):
         self.mode, self.memory_alignment = "buffered", 1
         _log.warning("device %s: O_DIRECT does not work (%s); buffered I/O", self.url, reason)
 
-    def rename_into_place(self, old: str, new: str, *, vital: bool = False) -> None:
-        """Rename, making directories; retries when a pruner removes them underneath. `vital`:
-        spare directories are taken where none can be made."""
+    def rename_into_place(self, old: str, new: str) -> None:
+        """Rename, making directories; retries when a pruner removes them underneath."""
+        self._rename(old, new, vital=False)
+
+    def rename_vital(self, old: str, new: str) -> None:
+        """As rename_into_place; spare directories are taken where none can be made."""
+        self._rename(old, new, vital=True)
+
+    def _rename(self, old: str, new: str, *, vital: bool) -> None:
         root = self.root_fd()
         for attempt in range(_PUBLISH_TRIES):
             try:

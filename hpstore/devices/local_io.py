@@ -39,8 +39,11 @@ class LocalRoot(Protocol):
     def guarded(self, guard: HorizonGuard | None) -> AbstractContextManager[None]:
         """Hold the horizon while a file gets its name."""
 
-    def rename_into_place(self, old: str, new: str, *, vital: bool = False) -> None:
-        """Rename within the device, making directories; `vital`: of spare ones where need be."""
+    def rename_into_place(self, old: str, new: str) -> None:
+        """Rename within the device, making directories."""
+
+    def rename_vital(self, old: str, new: str) -> None:
+        """The same, of spare directories where need be."""
 
 
 def gone(url: str, operation: str) -> DeviceMissing:
@@ -138,7 +141,8 @@ class LocalWriter:
 
     def _rename(self, path: str, guard: HorizonGuard | None) -> None:
         with self._device.guarded(guard):
-            self._device.rename_into_place(self._name, path, vital=self._vital)
+            device = self._device
+            (device.rename_vital if self._vital else device.rename_into_place)(self._name, path)
 
     def _close(self) -> None:
         fd, self._file = self._file, -1

@@ -231,8 +231,8 @@ def test_reader_is_served_while_a_writer_stands_still_after_its_rename(
     reached, go_on = threading.Event(), threading.Event()
     rename = LocalDevice.rename_into_place
 
-    def stop_after(self: LocalDevice, old: str, new: str, *, vital: bool = False) -> None:
-        rename(self, old, new, vital=vital)
+    def stop_after(self: LocalDevice, old: str, new: str) -> None:
+        rename(self, old, new)
         if new.startswith("objects/"):
             reached.set()
             go_on.wait(PATIENCE)

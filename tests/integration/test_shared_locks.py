@@ -52,13 +52,13 @@ STOPPED = """
 import os, signal, sys, threading, hpstore
 from hpstore.devices.local import LocalDevice
 plain, lock, seen = LocalDevice.rename_into_place, threading.Lock(), [0]
-def rename(self, old, new, **vital):
+def rename(self, old, new):
     if "/k/" in new:
         with lock:
             seen[0] += 1
             if seen[0] == int(sys.argv[1]):
                 os.kill(os.getpid(), signal.SIGSTOP)
-    plain(self, old, new, **vital)
+    plain(self, old, new)
 with hpstore.open("pool.toml") as pool:
     LocalDevice.rename_into_place = rename
     try:

@@ -46,8 +46,8 @@ def stopping(call, path):
 def publish(self, path, guard=None, plain=LocalWriter.publish):
     stopping(lambda: plain(self, path, guard), path)
 
-def rename(self, old, new, plain=LocalDevice.rename_into_place, **vital):
-    stopping(lambda: plain(self, old, new, **vital), new)
+def rename(self, old, new, plain=LocalDevice.rename_into_place):
+    stopping(lambda: plain(self, old, new), new)
 
 with hpstore.open("pool.toml") as pool:
     if where == "before the name":
