@@ -105,6 +105,19 @@ def steps(count: int, *, first: int = 1) -> list[Row]:
     ]  # fmt: skip
 
 
+def test_the_judge_tells_lives_with_one_process_id_apart() -> None:
+    """Ids come again in a long run; rows of the first life counted for the second, too."""
+    rows = [
+        {"event": "start", "at": 0.0, "pid": 1}, *steps(10),
+        {"event": "start", "at": 1000.0, "pid": 1},
+        *({**row, "at": row["at"] + 1000.0} for row in steps(10, first=11)),
+    ]  # fmt: skip
+    lives = [Life(name="trainer", pid=1, began=at, ended=at + 20.0) for at in (0.0, 1000.0)]
+    figures = judge_trainer(rows, lives).figures
+    assert figures["alive_seconds"] == 40.0
+    assert figures["work_seconds"] == pytest.approx(20 * WORK_SECONDS)
+
+
 def test_the_judge_accepts_a_trainer_that_resumes_where_it_saved() -> None:
     """Steps that come again are the same; its goodput is work in the time it lived."""
     rows = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,10 +80,13 @@ def _times(rows: Rows, lives: Iterable[Life]) -> dict[str, float]:
     """Goodput: the time in the work of steps, to the time alive without what the rig stopped."""
     work = alive = started = waited = stalled = 0.0
     for life in lives:
-        mine = [row for row in rows if row["pid"] == life.pid]
+        until = math.inf if life.ended is None else life.ended
+        mine = [  # process ids come again
+            row for row in rows if row["pid"] == life.pid and life.began <= row["at"] <= until
+        ]
         steps = [row for row in mine if row["event"] == "step"]
-        paused = sum(until - since for since, until in life.pauses)
-        end = life.ended or (mine[-1]["at"] if mine else life.began)
+        paused = sum(on - off for off, on in life.pauses)
+        end = until if until < math.inf else (mine[-1]["at"] if mine else life.began)
         started += end - life.began - paused
         if mine:  # it lives from its first line on: what comes before is Python's imports
             alive += end - mine[0]["at"] - paused
