@@ -474,11 +474,11 @@ class Turn:
     def heal(self, device: str) -> None:
         """Make up for what is gone: after the grace, or at once when no parity is left."""
         health = self.devices[device]
-        if self.config.role is not Role.AGENT or health.state not in _GONE:
-            return
-        spare = self.facts.losses_tolerated
-        if spare is None:
-            spare = self.facts.parity - len(silent(self.devices, self.facts))
+        back = health.state is HealthState.REMOVED and health.gone_since_seconds is None
+        if self.config.role is not Role.AGENT or health.state not in _GONE or back:
+            return  # what is back is taken back (_cut_short)
+        known, lost = self.facts.losses_tolerated, silent(self.devices, self.facts)
+        spare = self.facts.parity - len(lost) if known is None else known
         waited = self.now - health.since_seconds >= self.config.grace_seconds
         if health.state is HealthState.EVICTED:
             made_up_for = self.facts.devices[device].pool_state is DeviceState.HEALED

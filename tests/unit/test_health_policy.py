@@ -249,6 +249,27 @@ def test_healing_does_not_wait_when_no_parity_is_left_rule_17(known: bool) -> No
     assert why == ["the pool has evicted it: no parity is left"]
 
 
+@pytest.mark.parametrize("seen", ["at once", "a round later"])
+def test_an_eviction_that_was_cut_short_is_taken_back_until_that_is_done_rule_17(seen: str) -> None:
+    """A device comes back that a kill left closed between the two records of its eviction. It was
+    healed in the round of its return, which forgot why it was closed: then it was drained."""
+    policy = Policy(AGENT, parity=2)
+    policy.fact("d0", present=False)
+    policy.round().round(after=15).round(after=900)
+    assert policy.asked() == [(ActionKind.HEAL, "d0")]
+    policy.fact("d0", present=True)
+    if seen == "a round later":
+        policy.round()
+    policy.fact("d0", pool_state=DeviceState.DRAINING)
+    assert policy.round(after=700).asked() == [(ActionKind.READMIT, "d0")]
+    for _ in range(3):
+        policy.round()
+        assert policy.states() == {"d0": S.REMOVED}
+    assert policy.round(after=700).asked() == [(ActionKind.READMIT, "d0")]
+    policy.fact("d0", pool_state=DeviceState.ONLINE)
+    assert policy.round().states() == {"d0": S.REBUILDING}
+
+
 def test_a_device_that_is_being_reconciled_does_not_cost_another_its_grace_rule_17() -> None:
     """PROTOCOL 17: before the walk over the objects has ended, devices are counted. One that is
     back counted as lost, so that the next absence was healed at once."""
