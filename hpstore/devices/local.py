@@ -369,7 +369,7 @@ class LocalDevice(LocalFiles):
         with self._guard("probe", absent_is_gone=True) as root:
             self.folds_names = names_fold(root)
             if not write:
-                self._require_objects()
+                self.require_objects()
                 return
             name = f"{TMP}/{time.time_ns():020d}-probe-{secrets.token_hex(6)}"
             fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode, dir_fd=root)

@@ -39,6 +39,10 @@ class LocalCounters:
         """The root descriptor of this process."""
         raise NotImplementedError
 
+    def require_objects(self) -> None:
+        """Raise DeviceMissing when the directory of all objects is gone."""
+        raise NotImplementedError
+
     @contextlib.contextmanager
     def _counter_file(self, name: str, flags: int) -> Iterator[int]:
         fd = -1
@@ -50,6 +54,18 @@ class LocalCounters:
         finally:
             with contextlib.suppress(OSError):  # what was read is checked, what was written synced
                 unlock_and_close(fd)
+
+    def _creation(self, name: str) -> int:
+        """What opens a counter that there may not be yet. Nothing is made on a device whose
+        directories are gone: it was wiped, and must look it."""
+        try:
+            os.stat(name, dir_fd=self.root_fd(), follow_symlinks=False)
+        except FileNotFoundError:
+            self.require_objects()
+            return os.O_CREAT
+        except OSError as error:
+            raise_local_error(error, self.root_fd(), self.url, f"use of {name}")
+        return 0
 
     def _decoded(self, fd: int, name: str) -> int:
         return decode_counter(os.pread(fd, COUNTER_BYTES, 0), where=f"{self.url}/{name}")
@@ -73,7 +89,7 @@ class LocalCounters:
                 self.raise_counter(name, 0)
 
     def raise_counter(self, name: str, value: int) -> int:
-        with self._counter_file(name, os.O_RDWR | os.O_CREAT) as fd:
+        with self._counter_file(name, os.O_RDWR | self._creation(name)) as fd:
             self._lock_exclusively(fd, name)
             data = os.pread(fd, COUNTER_BYTES, 0)
             new = encode_counter(risen(data, value))
@@ -110,7 +126,7 @@ class LocalCounters:
         if guard is None:
             yield
             return
-        with self._counter_file(HORIZON, os.O_RDONLY | os.O_CREAT) as fd:
+        with self._counter_file(HORIZON, os.O_RDONLY | self._creation(HORIZON)) as fd:
             fcntl.flock(fd, fcntl.LOCK_SH)
             guard.check(self._decoded(fd, HORIZON), self.url)
             yield

@@ -180,7 +180,7 @@ class LocalFiles(LocalCounters):
             fd = os.open(path or ".", _DIRECTORY, dir_fd=root)
         except (FileNotFoundError, NotADirectoryError):
             if path.startswith(OBJECTS):
-                self._require_objects()
+                self.require_objects()
             return []
         try:
             with os.scandir(fd) as entries:
@@ -188,7 +188,7 @@ class LocalFiles(LocalCounters):
         finally:
             os.close(fd)
 
-    def _require_objects(self) -> None:
+    def require_objects(self) -> None:
         """A directory may be absent, but not the one that holds them all (half-way through rm)."""
         try:
             os.stat(OBJECTS, dir_fd=self.root_fd())

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpstore.devices.base import RECYCLE, TMP
+from hpstore.devices.horizons import MARK, HorizonGuard
 from hpstore.devices.local import LocalDevice
 from hpstore.errors import (
     ConfigError,
@@ -80,6 +81,26 @@ def test_a_directory_deleted_underneath_is_missing_not_absent(
     with pytest.raises(DeviceMissing):
         WRITES[name](device)
     assert not Path(device.url).exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["create", "write_small", "sweep", "raise_counter", "guarded publish"]
+)
+def test_nothing_is_made_on_a_device_that_was_wiped(device: LocalDevice, name: str) -> None:
+    """All that is on it is gone, the directory stays, as with rm -r of what is on a mount: a
+    counter was made there, so that it looked as if somebody had taken it back (fault suite)."""
+    handle = device.create(PAGE)
+    handle.write(0, [pattern(PAGE)])
+    for entry in Path(device.url).iterdir():
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    calls = {
+        **WRITES, "raise_counter": lambda d: d.raise_counter(MARK, 5),
+        "guarded publish": lambda _: handle.publish(PATH, HorizonGuard(counter=1)),
+    }  # fmt: skip
+    with pytest.raises(DeviceMissing):
+        calls[name](device)
+    handle.abort()
+    assert os.listdir(device.url) == []
 
 
 def test_a_writer_whose_device_was_wiped_is_missing(device: LocalDevice) -> None:
