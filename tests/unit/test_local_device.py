@@ -93,7 +93,7 @@ def test_nothing_is_made_on_a_device_that_was_wiped(device: LocalDevice, name: s
     handle.write(0, [pattern(PAGE)])
     for entry in Path(device.url).iterdir():
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-    calls = {
+    calls: dict[str, Callable[[LocalDevice], object]] = {
         **WRITES, "raise_counter": lambda d: d.raise_counter(MARK, 5),
         "guarded publish": lambda _: handle.publish(PATH, HorizonGuard(counter=1)),
     }  # fmt: skip
