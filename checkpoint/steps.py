@@ -43,6 +43,7 @@ class Steps:
         self._read: dict[int, tuple[str, Manifest]] = {}  # by step, with the version it is of
         self._watch = Watch()
         self._seen: frozenset[int] = frozenset()  # steps that the last listing had: a hint
+        self._lasts: set[int] = set()  # steps that were seen to survive a loss: they stay
         self.unclear: set[str] = set()  # nonces of this process' saves that may yet be read
 
     def listing(self) -> Listing:
@@ -214,6 +215,7 @@ class Steps:
             segments = set()  # garbage collection finds them
         self.pool.delete(key)
         self._read.pop(step, None)
+        self._lasts.discard(step)
         for segment in segments - self.still_named(segments):
             try:
                 self.pool.delete(segment)
@@ -297,8 +299,9 @@ class Steps:
             if lasting == keep_last:
                 break
             try:
-                if step != committed:
+                if step not in self._lasts and step != committed:
                     require_safe(self.pool, manifest_key(self.prefix, step))
+                self._lasts.add(step)
                 lasting += 1
             except (CheckpointError, RedundancyError, ObjectNotFound, TooFewDevices) as error:
                 _log.warning("step %d under %r does not count for retention: %s",

@@ -18,8 +18,9 @@ from hpstore.checkpoint import Checkpointer, StorageReader, StorageWriter, resto
 from hpstore.checkpoint import attempts as attempt_notes
 from hpstore.checkpoint.attempts import ATTEMPT_SECONDS, Attempt, Watch, attempt_lives, here
 from hpstore.checkpoint.items import Box, Item, require_cover
-from hpstore.checkpoint.manifest import Manifest, attempt_key, segment_key
+from hpstore.checkpoint.manifest import Manifest, attempt_key, manifest_key, segment_key
 from hpstore.checkpoint.planning import chunks_of
+from hpstore.checkpoint.retention import Retention
 from hpstore.checkpoint.saving import SaveJob, Written
 from hpstore.checkpoint.steps import Steps, newest_untried
 from hpstore.errors import CheckpointError, RegistersUnavailable, TooFewDevices
@@ -365,6 +366,30 @@ def test_an_overwrite_that_is_over_leaves_the_step_that_it_replaced(
         assert ckpt.restore(into) == 1
         assert (into["w"] == 1).all()
         assert len([key for key in pool.list("run/") if "segment-" in key]) == 1
+
+
+def test_a_step_that_one_more_loss_would_end_does_not_count_for_retention(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PROTOCOL 8, 19: as a save under way leaves it, with one copy of its manifest. Settled, it
+    counts."""
+    with harness.open() as pool, Checkpointer(pool, "run", rng=False, warm=False) as ckpt:
+        for step in (1, 2, 3):
+            save(ckpt, step)
+        key = manifest_key("run", 2)
+        for url, path in harness.columns(key)[1:]:
+            del harness.devices[url].files[path]
+        with monkeypatch.context() as patch:
+            patch.setattr(Pool, "settle", refused)
+            Steps(pool, "run").retain(3, Retention(keep_last=2))
+        assert ckpt.steps() == [1, 2, 3]
+        Steps(pool, "run").retain(3, Retention(keep_last=2))
+        assert ckpt.steps() == [2, 3]
+        assert len(harness.columns(key)) == 3
+
+
+def refused(*_: object) -> None:
+    raise TooFewDevices("it cannot be settled now")
 
 
 def test_what_a_fenced_session_left_is_collected_without_a_clock(harness: Harness) -> None:
