@@ -481,8 +481,8 @@ class Turn:
         spare = self.facts.parity - len(lost) if known is None else known
         waited = self.now - health.since_seconds >= self.config.grace_seconds
         if health.state is HealthState.EVICTED:
-            made_up_for = self.facts.devices[device].pool_state is DeviceState.HEALED
-            if not made_up_for and not (health.lapsed and health.here_since_seconds is not None):
+            owed = self.facts.devices[device].pool_state is DeviceState.EVICTED
+            if owed and not (health.lapsed and health.here_since_seconds is not None):
                 self.ask(device, ActionKind.HEAL, "it was evicted")
         elif spare <= 0 or waited:
             self.set(device, lapsed=health.gone_since_seconds is not None)

@@ -270,6 +270,23 @@ def test_an_eviction_that_was_cut_short_is_taken_back_until_that_is_done_rule_17
     assert policy.round().states() == {"d0": S.REBUILDING}
 
 
+def test_a_device_that_was_taken_back_and_goes_again_has_its_grace_rule_17() -> None:
+    """An agent that was killed as it took a device back remembers it as evicted. The next one
+    evicted it at once when it was away again, as what was to be made up for, and for good."""
+    policy = Policy(AGENT, parity=2)
+    policy.fact("d0", pool_state=DeviceState.EVICTED)
+    policy.round(after=700)
+    policy.fact("d0", pool_state=DeviceState.ONLINE, present=False)
+    asked = []
+    for after in (700.0, 15.0, 400.0, 400.0):
+        asked += policy.round(after=after).asked()
+    assert asked == []
+    assert policy.states() == {"d0": S.REMOVED}
+    policy.round(after=200)
+    assert policy.asked() == [(ActionKind.HEAL, "d0")]
+    assert policy.health().lapsed  # it is taken back by itself
+
+
 def test_a_device_that_is_being_reconciled_does_not_cost_another_its_grace_rule_17() -> None:
     """PROTOCOL 17: before the walk over the objects has ended, devices are counted. One that is
     back counted as lost, so that the next absence was healed at once."""
