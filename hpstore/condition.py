@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
+import xxhash
+
 from hpstore.expiry import read_notes
 from hpstore.keys import Kind
 from hpstore.objects.catalog import Catalog, walk
@@ -49,6 +51,7 @@ class Condition:
     unreadable: int  # need devices that are missing now
     losses_tolerated: int  # further ones, by the weakest object; parity when there is none
     todo: int  # keys that a rebuild would look at
+    todo_identity: int  # equal for the same keys with the same files, unless by chance
     most_endangered: tuple[Degraded, ...]
     holding: frozenset[str]
     needed: frozenset[str]
@@ -74,12 +77,13 @@ def survey_condition(store: Store) -> Condition:
     """
     view, found = store.view, walk(store)
     usable = store.usable()
-    objects = todo = 0
+    objects = todo = identity = 0
     holding: set[str] = set()
     needed: set[str] = set()
     short: dict[str, _Short] = {}
     for key, survey in found.surveys.items():
-        todo += needs_work(view, survey, usable)
+        if needs_work(view, survey, usable):
+            todo, identity = todo + 1, identity ^ _identity(survey)
         layout = newest_by_name(view, survey)
         if layout is None or layout.kind is Kind.TOMBSTONE:
             continue
@@ -97,10 +101,17 @@ def survey_condition(store: Store) -> Condition:
     return Condition(
         objects=objects, degraded=len(served), unreadable=len(short) - len(served),
         losses_tolerated=min([view.record.parity, *spares]),
-        todo=todo, most_endangered=tuple(_worst(worst)), holding=frozenset(holding),
+        todo=todo, todo_identity=identity,
+        most_endangered=tuple(_worst(worst)), holding=frozenset(holding),
         needed=frozenset(needed), silent=found.unknown,
         expiring=_expiring(store, found, served),
     )  # fmt: skip
+
+
+def _identity(survey: Survey) -> int:
+    """A number for a key and the files that it has."""
+    files = sorted((file.device, str(file.name)) for file in survey.files)
+    return xxhash.xxh3_64_intdigest(repr((survey.key, files)).encode())
 
 
 def _look(view: View, survey: Survey) -> _Short | None:

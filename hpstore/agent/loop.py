@@ -93,7 +93,8 @@ class Agent(Closing):
         self._reconciled: set[str] = set()
         self._rebuild_saw: frozenset[str] = frozenset()  # who answered when it began
         self._rebuilt_shape: Shape | None = None  # of the pool when one had ended
-        self._fruitless_todo: int | None = None  # objects that it could do nothing about
+        self._fruitless: int | None = None  # what it could do nothing about, as Condition has it
+        self._rebuild_todo: int | None = None  # what there was to be done when one began
         self._rebuilt_seconds = -1e18
         self._evened_seconds, self._evened_columns = -1e18, 0  # of the last rebalance
         self._evened_shape: Shape | None = None
@@ -279,12 +280,11 @@ class Agent(Closing):
         condition, shape = self.eyes.condition(), self.eyes.shape()
         with self._lock:
             waited, before = now - self._rebuilt_seconds, self._rebuilt_shape
-            fruitless, until_ms = self._fruitless_todo, self._put_off_until_ms
+            fruitless, until_ms = self._fruitless, self._put_off_until_ms
         if condition is not None and (condition.todo or self._unmarked()):
             config = self.config
-            patience = (
-                config.again_seconds if fruitless == condition.todo else config.survey_seconds
-            )
+            same = fruitless == condition.todo_identity
+            patience = config.again_seconds if same else config.survey_seconds
             over = 0 < until_ms < self._clock.wall_ms()  # what was put off was not deleted
             if shape != before or waited >= patience or over:
                 reason = (
@@ -343,25 +343,26 @@ class Agent(Closing):
 
     def _started(self, job: Job) -> None:
         """Called by the thread of jobs."""
+        condition = self.eyes.condition()
         with self._lock:
             if job.kind is JobKind.REBUILD:
                 self._rebuild_saw = self.present
+                self._rebuild_todo = None if condition is None else condition.todo_identity
 
     def _finished(self, job: Job, report: Report | None) -> None:
         """Called by the thread of jobs."""
-        shape, condition = self.eyes.shape(), self.eyes.condition()
+        shape = self.eyes.shape()
         with self._lock:
             if job.kind is JobKind.READMIT and self.pool.record.member(job.device) is not None:
                 self._reconciled.add(job.device)
             elif job.kind is JobKind.REBUILD:
                 self._rebuilt_seconds, self._rebuilt_shape = self._clock.monotonic(), shape
-                self._fruitless_todo = None
                 if isinstance(report, RebuildReport):
                     self._reconciled |= self._rebuild_saw
                     self.put_off, self._put_off_until_ms = report.put_off, report.put_off_until_ms
                 written = isinstance(report, RebuildReport) and report.columns_written
-                if condition is not None and not written:
-                    self._fruitless_todo = condition.todo
+                # what has come since it began, it has not looked at
+                self._fruitless = None if written else self._rebuild_todo
             elif job.kind is JobKind.REBALANCE:
                 self._evened_seconds, self._evened_shape = self._clock.monotonic(), shape
                 moved = isinstance(report, RebalanceReport) and report.columns_moved

@@ -98,6 +98,44 @@ def test_a_device_healed_while_away_comes_back_by_itself_rule_12(tended: Tended)
     assert [url for url, path in tended.harness.columns("large")].count("memory://d0") <= 1
 
 
+def lose_columns(tended: Tended, key: str, count: int) -> dict[tuple[str, str], object]:
+    """Files that vanish from under the pool; to be put back."""
+    devices = tended.harness.devices
+    return {(u, p): devices[u].files.pop(p) for u, p in tended.harness.columns(key)[:count]}
+
+
+def test_a_rebuild_that_could_do_nothing_holds_up_no_other_object(tended: Tended) -> None:
+    """By their number they looked the same, and the other one waited an hour (kill loop)."""
+    tended.rounds(10)
+    lost = lose_columns(tended, "large", 3)  # one too many
+    tended.rounds(1200, step=20)
+    assert tended.pool.condition().todo == 1
+    for (url, path), file in lost.items():
+        tended.harness.devices[url].files[path] = file  # type: ignore[assignment]
+    lose_columns(tended, "a/b", 1)
+    assert tended.pool.condition().todo == 1
+    tended.rounds(700, step=20)
+    assert tended.whole()
+
+
+def test_what_came_while_a_rebuild_ran_was_not_looked_at_by_it(tended: Tended) -> None:
+    """It wrote nothing, and what was short at its end counted as what it could do nothing about."""
+    tended.rounds(700, step=20)
+    job = Job(kind=JobKind.REBUILD, reason="by hand")
+    tended.agent._started(job)
+    nothing = tended.pool.rebuild()
+    lose_columns(tended, "a/b", 1)
+    tended.agent.eyes.disturb()
+    tended.rounds(10, work=False)
+    condition = tended.agent.eyes.condition()
+    assert condition is not None
+    assert condition.todo == 1  # a walk has seen it
+    tended.agent.jobs._queue.clear()  # the one that runs is the one that was asked for
+    tended.agent._finished(job, nothing)
+    tended.rounds(700, step=20)
+    assert tended.whole()
+
+
 def test_a_device_that_is_back_before_its_heal_begins_is_not_drained(tended: Tended) -> None:
     """The job may wait for hours behind others: it was drained, evicted and never taken back."""
     tended.rounds(10)
