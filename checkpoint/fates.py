@@ -25,12 +25,6 @@ def taken_for_dead() -> CheckpointError:
     )
 
 
-def mark_of(note: str) -> str:
-    """Key of the mark that stands in for a note while a collector decides."""
-    before, _, name = note.rpartition("/attempts/")
-    return f"{before}/condemned/{name}"
-
-
 def end_save(pool: Pool, key: str, *, manifest: str, replaces: bool) -> None:
     """End a save that is taken for dead. On return its manifest is there to stay or never comes.
 
@@ -38,18 +32,17 @@ def end_save(pool: Pool, key: str, *, manifest: str, replaces: bool) -> None:
     protects what the note did. `replaces`: its manifest may take the place of another one. Raises
     what the pool raises, CheckpointError: then it is not decided, and the note or mark is left.
     """
-    if "/attempts/" in key:
-        mark = mark_of(key)
+    before, kind, name = key.rsplit("/", 2)
+    note, mark = f"{before}/attempts/{name}", f"{before}/condemned/{name}"
+    if kind == "attempts":
         try:
-            data = pool.get(key)
+            data = pool.get(note)
         except ObjectNotFound:
             return  # its process has ended it
         except (HpstoreError, OSError):
             data = _UNREADABLE
         pool.put(mark, data)
-        _delete(pool, key)
-    else:
-        mark = key
+    _delete(pool, note)
     _decide(pool, manifest, replaces=replaces)
     _delete(pool, mark)
 
@@ -77,4 +70,4 @@ def _delete(pool: Pool, key: str) -> None:
         return
 
 
-__all__ = ["end_save", "mark_of", "taken_for_dead"]
+__all__ = ["end_save", "taken_for_dead"]

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 from hpstore.devices.base import raise_device_error
@@ -24,7 +25,7 @@ from hpstore.errors import LockTimeout
 _TRIES, _PAUSE_SECONDS = 100, 0.01  # a name takes microseconds; a stopped writer holds on
 
 
-class LocalCounters:
+class LocalCounters(ABC):
     """Part of LocalDevice.
 
     A name is given under a shared lock on the horizon, which is raised under an exclusive one: the
@@ -35,13 +36,13 @@ class LocalCounters:
     url: str
     _file_mode: int
 
+    @abstractmethod
     def root_fd(self) -> int:
         """The root descriptor of this process."""
-        raise NotImplementedError
 
+    @abstractmethod
     def require_objects(self) -> None:
         """Raise DeviceMissing when the directory of all objects is gone."""
-        raise NotImplementedError
 
     @contextlib.contextmanager
     def _counter_file(self, name: str, flags: int) -> Iterator[int]:

@@ -326,6 +326,35 @@ def test_a_collector_that_is_killed_leaves_a_mark_that_the_next_one_goes_on_from
         assert pool.list("run/step-") == [key for key in pool.list("run/") if "0001/" in key]
 
 
+@pytest.mark.parametrize("kills", ["before the note goes", "before the decision"])
+def test_a_mark_is_gone_on_from_wherever_its_collector_was_killed(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, kills: str
+) -> None:
+    """PROTOCOL 18, under a prefix that has the names of notes and marks in it."""
+    prefix = "a/attempts/condemned/b"
+    with harness.open() as pool:
+        key = attempt_key(prefix, 9, "00000000000000aa")
+        pool.put(key, replace(NOTE, step=9, nonce="00000000000000aa", session="old").encode())
+        segment = segment_key(prefix, 9, "00000000000000aa", 0, 0)
+        pool.put(segment, bytes(10))
+        attempt_notes.take_fence(pool, prefix, "new")
+        steps = Steps(pool, prefix)
+
+        def fail(*_: object, **__: object) -> None:
+            raise CheckpointError("killed")
+
+        where = "_delete" if kills == "before the note goes" else "_decide"
+        with monkeypatch.context() as patch:
+            patch.setattr(f"hpstore.checkpoint.fates.{where}", fail)
+            assert steps.collect_garbage() == 0
+        listing = steps.listing()
+        assert len(listing.condemned) == 1
+        assert len(listing.attempts) == (where == "_delete")
+        assert segment in pool.list()
+        assert steps.collect_garbage() == 1
+        assert pool.list(prefix) == [f"{prefix}/writer"]
+
+
 def test_a_save_of_which_it_is_unclear_what_became_keeps_its_note_until_it_is_decided(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
