@@ -351,6 +351,11 @@ def test_a_mark_is_gone_on_from_wherever_its_collector_was_killed(
         assert len(listing.condemned) == 1
         assert len(listing.attempts) == (where == "_delete")
         assert segment in pool.list()
+        with monkeypatch.context() as patch:  # and once more
+            patch.setattr("hpstore.checkpoint.fates._decide", fail)
+            assert steps.collect_garbage() == 0
+        assert not steps.listing().attempts
+        assert pool.list() == pool.list(f"{prefix}/")
         assert steps.collect_garbage() == 1
         assert pool.list(prefix) == [f"{prefix}/writer"]
 
