@@ -284,7 +284,8 @@ class Pool(TendedPool):
     def delete(self, key: str) -> None:
         """Delete an object. Durable on return (a tombstone on m + 1 devices).
 
-        Raises ObjectNotFound when there is none.
+        Raises ObjectNotFound when there is none, TooManyErasures when that is unclear,
+        TooFewDevices.
         """
         self._writable()
         check_key(key)

@@ -182,18 +182,20 @@ def require_known(view: View, survey: Survey) -> None:
         )
 
 
-def require_newest(view: View, survey: Survey, layouts: Sequence[Layout]) -> None:
-    """Before a version is taken for the newest: could a newer one be where we cannot look?
-
-    Raises TooManyErasures when more than m are unknown, and what is seen of it would all be where
-    whoever wrote a newer one could not look: such a writer does without devices that weigh at most
-    m, and removes what it replaces on the others.
-    """
-    unknown, parity = unknown_devices(view, survey), view.record.parity
-    if unknown <= parity:
-        return
+def may_be_older(view: View, survey: Survey, layouts: Sequence[Layout]) -> bool:
+    """Whether a newer version than this one may be where we cannot look: more than m are unknown,
+    and what is seen of this one may all be where whoever wrote the newer one could not look. Such a
+    writer does without devices that weigh at most m, and removes what it replaces on the others."""
+    if unknown_devices(view, survey) <= view.record.parity:
+        return False
     seen = {file.device for layout in layouts for file in layout.files}
-    if view.record.weight(seen) <= parity:
+    return view.record.weight(seen) <= view.record.parity
+
+
+def require_newest(view: View, survey: Survey, layouts: Sequence[Layout]) -> None:
+    """Before a version is taken for the newest. Raises TooManyErasures when it may be older."""
+    unknown, parity = unknown_devices(view, survey), view.record.parity
+    if may_be_older(view, survey, layouts):
         raise TooManyErasures(
             f"object {survey.key!r} version {layouts[0].version} is there, but may not be the "
             f"newest: {unknown} devices do not answer or were evicted since the last rebuild, "
@@ -374,8 +376,27 @@ def empty_geometry(parity: int) -> Geometry:
     return Geometry(data=1, parity=parity, unit_bytes=4096, size=0, code=Code.COPIES)
 
 
-__all__ = ["Found", "Layout", "Survey", "Verdict", "empty_geometry", "judge", "list_object",
-           "may_be_acknowledged", "newest_by_name", "path_on", "require_known", "require_newest",
-           "require_writable", "spare_losses",
-           "stable_survey", "staying_first", "survey_key", "survey_keys", "too_many",
-           "unknown_devices", "with_debts"]  # fmt: skip
+__all__ = [
+    "Found",
+    "Layout",
+    "Survey",
+    "Verdict",
+    "empty_geometry",
+    "judge",
+    "list_object",
+    "may_be_acknowledged",
+    "may_be_older",
+    "newest_by_name",
+    "path_on",
+    "require_known",
+    "require_newest",
+    "require_writable",
+    "spare_losses",
+    "stable_survey",
+    "staying_first",
+    "survey_key",
+    "survey_keys",
+    "too_many",
+    "unknown_devices",
+    "with_debts",
+]

@@ -15,6 +15,7 @@ from hpstore.objects.survey import (
     Layout,
     Verdict,
     judge,
+    may_be_older,
     require_known,
     stable_survey,
     unknown_devices,
@@ -36,7 +37,8 @@ _STANDINGS = {Verdict.SERVES: Standing.READABLE, Verdict.UNCLEAR: Standing.UNCLE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionInfo:
-    """One version. `current`: it decides what a read without a version gets.
+    """One version. `current`: it decides what a read without a version gets. None is while a newer
+    one may be hidden.
 
     `columns` of it were found, `needed` are enough to read it. `written`: about when, by the clock
     of its writer, seconds since 1970.
@@ -66,15 +68,17 @@ def key_versions(store: Store, key: str) -> list[VersionInfo]:
     found: list[VersionInfo] = []
     current = True
     for content, layouts in groupby(survey.layouts(), lambda layout: layout.version.content):
+        group = list(layouts)
         standing, best = max(
-            ((_standing(layout, unknown), layout) for layout in layouts),
+            ((_standing(layout, unknown), layout) for layout in group),
             key=lambda item: (item[0] is not Standing.TORN, len(item[1].columns)),
         )
         decides = current and standing is not Standing.TORN
         current = current and not decides
         found.append(
             VersionInfo(
-                version=version_token(*content), standing=standing, current=decides,
+                version=version_token(*content), standing=standing,
+                current=decides and not may_be_older(store.view, survey, group),
                 columns=len(best.columns), needed=best.data, written=content[0] / 1000,
             )
         )  # fmt: skip

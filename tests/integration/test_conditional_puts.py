@@ -211,6 +211,7 @@ def test_an_older_version_that_a_device_kept_is_not_served_for_one_that_is_hidde
             with pytest.raises(TooManyErasures, match="may not be the newest"):
                 read("k")
         assert pool.get("k", version=old) == b"old"
+        assert [(found.version, found.current) for found in pool.versions("k")] == [(old, False)]
         there = []
         for number in range(20):
             try:
@@ -221,6 +222,7 @@ def test_an_older_version_that_a_device_kept_is_not_served_for_one_that_is_hidde
         assert there  # those with both copies on devices that answer
         harness.bring_back()
         assert pool.get("k") == b"new"
+        assert pool.versions("k")[0].current
 
 
 def test_a_tombstone_that_a_device_kept_does_not_hide_a_later_put(tmp_path: Path) -> None:
