@@ -12,7 +12,7 @@ from hpstore.checkpoint.commit_checks import require_safe
 from hpstore.errors import CheckpointError, HpstoreError, ObjectNotFound, VersionConflict
 from hpstore.pool import Pool
 
-_TRIES = 4  # manifests that come and go under the collector, in a row
+_TRIES = 4  # notes, manifests that come and go under the collector, in a row
 _UNREADABLE = b"the note of this save could not be read"
 
 
@@ -42,9 +42,18 @@ def end_save(pool: Pool, key: str, *, manifest: str, replaces: bool) -> None:
         except (HpstoreError, OSError):
             data = _UNREADABLE
         pool.put(mark, data)
-    _delete(pool, note)
+    _end_note(pool, note)
     _decide(pool, manifest, replaces=replaces)
     _delete(pool, mark)
+
+
+def _end_note(pool: Pool, note: str) -> None:
+    """Remove it for good: a renewal that was stopped half-way does not bring it back."""
+    for _ in range(_TRIES):
+        _delete(pool, note)
+        if pool.bar(note):
+            return
+    raise CheckpointError(f"{note} was put again and again while it was removed")
 
 
 def _decide(pool: Pool, manifest: str, *, replaces: bool) -> None:

@@ -23,7 +23,10 @@ from hpstore.checkpoint.planning import chunks_of
 from hpstore.checkpoint.retention import Retention
 from hpstore.checkpoint.saving import SaveJob, Written
 from hpstore.checkpoint.steps import Steps, newest_untried
-from hpstore.errors import CheckpointError, RegistersUnavailable, TooFewDevices
+from hpstore.clock import SystemClock
+from hpstore.devices.horizons import HorizonGuard
+from hpstore.devices.memory import MemoryWriter
+from hpstore.errors import CheckpointError, RegistersUnavailable, TooFewDevices, VersionConflict
 from hpstore.objects.info import ObjectInfo
 from hpstore.pool import Pool
 from hpstore.testing.harness import Harness
@@ -324,6 +327,41 @@ def test_a_collector_that_is_killed_leaves_a_mark_that_the_next_one_goes_on_from
         assert steps.collect_garbage() == len(of_it)
         assert not steps.listing().condemned
         assert pool.list("run/step-") == [key for key in pool.list("run/") if "0001/" in key]
+
+
+class Ahead(SystemClock):
+    ms = 10_000
+
+    def wall_ms(self) -> int:
+        return super().wall_ms() + self.ms
+
+
+def test_a_renewal_that_was_stopped_does_not_bring_a_note_back(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PROTOCOL 18: a save whose host's clock is ahead was stopped as it renewed its note; that
+    would be newer than what deletes it, and the save go on to name segments that are gone."""
+    key = attempt_key("run", 2, "00000000000000aa")
+    note = replace(NOTE, step=2, nonce="00000000000000aa", manifest=manifest_key("run", 2))
+    with harness.open() as other, harness.open() as pool:
+        ahead = pool._store.counter._clock = Ahead()
+        version = pool.put(key, note.encode()).version
+        attempt_notes.take_fence(other, "run", "another session")
+        publish, collected = MemoryWriter.publish, list[str]()
+
+        def first_collect(writer: MemoryWriter, path: str, guard: HorizonGuard | None) -> None:
+            if "attempts" in path and not collected:
+                collected.append(path)
+                Steps(other, "run").collect_garbage()
+                assert not other.list("run/attempts/")
+            publish(writer, path, guard)
+
+        monkeypatch.setattr(MemoryWriter, "publish", first_collect)
+        ahead.ms += 1000
+        with pytest.raises(VersionConflict):
+            pool.put(key, note.encode(), if_version=version)
+        assert collected
+        assert not pool.exists(key)
 
 
 @pytest.mark.parametrize("kills", ["before the note goes", "before the decision"])
