@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from hpstore.devices.ballast import Ballast
 from hpstore.devices.base import Entry, Stamp
+from hpstore.devices.durable_names import DurableNames
 from hpstore.devices.local_counters import LocalCounters
 from hpstore.devices.local_io import gone, is_full, open_root, raise_local_error
 from hpstore.errors import DeviceError, DeviceMissing
@@ -46,6 +47,7 @@ class LocalFiles(LocalCounters):
         self.memory_alignment = ALIGNMENT_BYTES if direct else 1
         self._ballast = Ballast(file_mode, directory_mode)
         self._roots: dict[int, int] = {}  # process id -> root descriptor; see root_fd
+        self._durable: dict[int, DurableNames] = {}  # process id -> what it knows; no lock: root_fd
         self._identity: tuple[int, int] | None = None
         self.root_fd()
 
@@ -145,21 +147,29 @@ class LocalFiles(LocalCounters):
             self._sync_directory(path)
 
     def _sync_directory(self, path: str) -> None:
-        """fsync the directory of path and its ancestors up to the first level below the root.
-
-        Always all of them: another process may have made one a moment ago and not synced it yet,
-        and neither names nor inode numbers tell a new directory from an old one.
-        """
-        parts = path.split("/")[:-1]
-        for depth in range(len(parts), 0, -1):
-            flags = os.O_RDONLY | os.O_DIRECTORY
-            fd = os.open("/".join(parts[:depth]), flags, dir_fd=self.root_fd())
-            try:
-                os.fsync(fd)
-            finally:
+        """fsync the directory of path and its ancestors, up to the first level below the root or
+        one whose own name this process has made durable: another process may have made one a moment
+        ago and not synced it yet."""
+        parts, root = path.split("/")[:-1], self.root_fd()
+        durable = self._durable.get(os.getpid()) or self._durable.setdefault(
+            os.getpid(), DurableNames()
+        )
+        climbed: list[tuple[str, int]] = []
+        known = False
+        try:
+            while parts and not known:
+                name = "/".join(parts)
+                climbed.append((name, os.open(name, _DIRECTORY, dir_fd=root)))
+                os.fsync(climbed[-1][1])
+                known = durable.known(*climbed[-1])
+                parts.pop()
+            if not climbed:
+                os.fsync(root)
+            durable.hold(climbed[1:-1])  # the deepest is an object's own: there are too many
+            del climbed[1:-1]
+        finally:
+            for _, fd in climbed:
                 os.close(fd)
-        if not parts:
-            os.fsync(self.root_fd())
 
     def entries(self, path: str) -> list[Entry]:
         with self._guard(f"list of {path}") as root:
@@ -220,6 +230,9 @@ class LocalFiles(LocalCounters):
             parts.pop()
 
     def close(self) -> None:
+        durable = self._durable.pop(os.getpid(), None)
+        if durable is not None:
+            durable.close()
         fd = self._roots.pop(os.getpid(), -1)
         if fd >= 0:
             os.close(fd)

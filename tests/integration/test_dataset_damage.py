@@ -219,7 +219,7 @@ def test_a_data_set_that_is_dropped_closes_its_files(pool: Pool, tmp_path: Path)
 def descriptors(root: Path) -> int:
     """Open files of records under a directory."""
     links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-    paths = [os.readlink(link) for link in links if os.path.exists(link)]
+    paths = [os.readlink(link) for link in links if os.path.isfile(link)]
     return sum(path.startswith(str(root)) and "stream-0" in path for path in paths)
 
 

@@ -155,13 +155,52 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return paths
 
 
-def test_every_ancestor_is_synced_every_time(device: LocalDevice, synced: list[str]) -> None:
-    """Another process may have made one a moment ago; nothing tells an old directory from a new."""
-    chain = [f"{device.url}/objects/n/m", f"{device.url}/objects/n", f"{device.url}/objects"]
-    for name in ("@1", "@2"):
-        synced.clear()
-        store(device, f"objects/n/m/{name}", pattern(PAGE))
-        assert [path for path in synced if "objects" in path] == chain
+def objects_synced(synced: list[str], device: LocalDevice) -> list[str]:
+    found = [path.removeprefix(f"{device.url}/") for path in synced if "/objects" in path]
+    synced.clear()
+    return found
+
+
+def test_ancestors_are_synced_up_to_one_that_is_durable(
+    device: LocalDevice, synced: list[str]
+) -> None:
+    """PROTOCOL 4. The directory of an object always; those above it until one was synced before."""
+    chain = ["objects/x/b/@1", "objects/x/b", "objects/x", "objects"]
+    store(device, "objects/x/b/@1/1", pattern(PAGE))
+    assert objects_synced(synced, device) == chain
+    store(device, "objects/x/b/@1/2", pattern(PAGE))
+    assert objects_synced(synced, device) == chain[:2]
+    store(device, "objects/x/c/@1/1", pattern(PAGE))  # c is new, x is not
+    assert objects_synced(synced, device) == ["objects/x/c/@1", "objects/x/c", "objects/x"]
+    store(device, "objects/@1/1", pattern(PAGE))
+    assert objects_synced(synced, device) == ["objects/@1", "objects"]
+
+
+def test_an_ancestor_that_another_process_has_made_anew_is_synced_again(
+    device: LocalDevice, synced: list[str]
+) -> None:
+    """PROTOCOL 4. Filesystems give its inode number to the next directory, unless it is held."""
+    other = LocalDevice(device.url)
+    for _ in range(3):
+        store(device, "objects/x/b/@1/1", pattern(PAGE))
+        assert len(objects_synced(synced, device)) == 4
+        other.delete("objects/x/b/@1/1")  # removes what is empty then: x, too
+        assert not os.path.exists(f"{device.url}/objects/x")
+    other.close()
+
+
+def test_few_directories_are_held(device: LocalDevice, synced: list[str]) -> None:
+    """However many there are; none after close()."""
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(40):
+        store(device, f"objects/{number}/@1/1", pattern(PAGE))
+    assert 0 < len(os.listdir("/proc/self/fd")) - before <= 6
+    objects_synced(synced, device)
+    store(device, "objects/39/@2/1", pattern(PAGE))
+    store(device, "objects/0/@2/1", pattern(PAGE))
+    assert len(objects_synced(synced, device)) == 2 + 3
+    device.close()
+    assert len(os.listdir("/proc/self/fd")) < before
 
 
 def test_an_ancestor_that_could_not_be_synced_is_synced_the_next_time(

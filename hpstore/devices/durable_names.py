@@ -1,0 +1,60 @@
+"""Directories of a local device whose own names are known to be durable."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+_MOST = 6  # of a device; each holds a descriptor
+
+
+class DurableNames:
+    """Directories that were open while the directory above them was synced. Thread-safe.
+
+    Neither names nor inode numbers tell a directory from one that another process has removed and
+    made anew. But the number of one that is held open here is given to no other: what has the same
+    number under the same name is the same directory, and its name need not be synced once more.
+    """
+
+    def __init__(self) -> None:
+        self._held: OrderedDict[str, tuple[int, tuple[int, int]]] = OrderedDict()
+        self._lock = threading.Lock()  # guards _held
+
+    def known(self, name: str, fd: int) -> bool:
+        """Whether the directory that is open as `fd` is durable under its name."""
+        with self._lock:
+            held = self._held.get(name)
+            if held is None or held[1] != _identity(fd):
+                return False
+            self._held.move_to_end(name)
+            return True
+
+    def hold(self, synced: Sequence[tuple[str, int]]) -> None:
+        """Take these over: name and descriptor, open since before the one above was synced."""
+        dropped = []
+        with self._lock:
+            for name, fd in synced:
+                if name in self._held:
+                    dropped.append(self._held.pop(name)[0])
+                self._held[name] = fd, _identity(fd)
+            while len(self._held) > _MOST:
+                dropped.append(self._held.popitem(last=False)[1][0])
+        for fd in dropped:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Hold none any more."""
+        with self._lock:
+            held, self._held = list(self._held.values()), OrderedDict()
+        for fd, _ in held:
+            os.close(fd)
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
+
+
+__all__ = ["DurableNames"]
