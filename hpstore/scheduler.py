@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from hpstore.errors import AlreadyClosed, DeviceTimeout
 from hpstore.patience import Patience, wait_awake, wait_for_enough
+from hpstore.tours import Tour, Tours, join
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -138,6 +139,7 @@ class Scheduler:
         self._compute: ThreadPoolExecutor | None = None
         self._late: dict[str, tuple[Future[Any], float]] = {}  # an unanswered call, its beginning
         self._lock = threading.Lock()  # guards _lanes, _compute, _late, _closed, _pid
+        self._tours = Tours()
         self._closed = False
         self._pid = os.getpid()
 
@@ -145,6 +147,7 @@ class Scheduler:
         """Forget the parent's threads. Called in the child."""
         self._lock = threading.Lock()
         self._lanes, self._compute, self._late, self._pid = {}, None, {}, os.getpid()
+        self._tours = Tours()
 
     def submit(self, device: str, call: Callable[[], T], *, bulk: bool = False) -> Future[T]:
         """Run `call` on the lane of a device; the future fails at once when its queue is full.
@@ -183,32 +186,52 @@ class Scheduler:
 
     def gather(
         self, calls: Mapping[str, Callable[[], T]], deadline_seconds: float, *,
-        patience: Patience | None = None,
+        patience: Patience | None = None, brief: bool = False,
     ) -> dict[str, T | Exception]:  # fmt: skip
         """Run one call per device at the same time; results or errors by device.
 
         A device that does not answer in time gets a DeviceTimeout; its call goes on. With
         `patience`, one that can be done without is waited for no longer than that says, and not
-        asked at all while it owes the answer to an earlier such call for as long.
+        asked at all while it owes the answer to an earlier such call for as long. `brief`: calls
+        that take less time than a thread takes to wake up, which may be made in turn.
         """
         late = set() if patience is None else self.late(calls, patience.seconds)
         if patience is not None and not patience.spare(late):
             late = set()  # all of them are needed
+        asked = {d: call for d, call in calls.items() if d not in late}
+        results: dict[str, T | Exception] = {
+            device: DeviceTimeout(
+                f"device {device} still owes an answer; it is not waited for", device=device
+            )
+            for device in late
+        }
         began = time.monotonic()
-        futures = {d: self.submit(d, call) for d, call in calls.items() if d not in late}
-        if patience is None:
-            wait_awake(futures.values(), deadline_seconds)
+        tour = self._tours.begin(asked) if brief and self._threads else None
+        if tour is not None and tour.over():
+            results |= tour.results()
         else:
-            wait_for_enough(futures, deadline_seconds, patience, late)
-            self._note_late(futures, began)
-        results: dict[str, T | Exception] = {}
-        for device in late:
-            text = f"device {device} still owes an answer; it is not waited for"
-            results[device] = DeviceTimeout(text, device=device)
-        for device, future in futures.items():
-            answer = outcome(future, device, deadline_seconds)
-            results[device] = answer
+            futures = self._side_by_side(asked, tour)
+            if patience is None:
+                wait_awake(futures.values(), deadline_seconds)
+            else:
+                wait_for_enough(futures, deadline_seconds, patience, late)
+                self._note_late(futures, began)
+            for device, future in futures.items():
+                answer = outcome(future, device, deadline_seconds)
+                results[device] = answer
+        if brief and asked:
+            seconds = (time.monotonic() - began) / len(asked)
+            self._tours.note(in_turn=tour is not None, seconds=seconds)
         return results
+
+    def _side_by_side(
+        self, calls: Mapping[str, Callable[[], T]], tour: Tour | None
+    ) -> dict[str, Future[T]]:
+        """Make the calls on their lanes; of a tour that is left, those that it has not begun."""
+        begun: dict[str, Future[T]] = {}
+        if tour is not None:
+            begun, calls = self._tours.leave(tour)
+        return begun | {device: self.submit(device, call) for device, call in calls.items()}
 
     def late(self, devices: Iterable[str], seconds: float) -> set[str]:
         """Those of these devices that have owed the answer to a call with patience for so long."""
@@ -289,10 +312,15 @@ class Scheduler:
         with self._lock:
             lane = self._lanes.pop(device, None)
             self._late.pop(device, None)
+        self._end(device, lane, at_end)
+
+    def _end(self, device: str, lane: _Lane | None, at_end: Callable[[], None]) -> None:
+        """Run `at_end` when neither the lane nor a tour uses the device any more."""
+        unused = partial(self._tours.when_none_uses, device, at_end)
         if lane is None:
-            at_end()
+            unused()
         else:
-            lane.end(at_end)
+            lane.end(unused)
 
     def close(
         self, limit_seconds: float = 5.0, at_end: Mapping[str, Callable[[], None]] | None = None
@@ -306,18 +334,16 @@ class Scheduler:
             self._closed = True
             lanes, self._lanes = self._lanes, {}
             compute, self._compute = self._compute, None
+            tours = self._tours
         if self._pid != os.getpid():
-            lanes, compute = {}, None  # threads of the parent
-        for device in at_end.keys() - lanes.keys():
-            at_end[device]()
-        for device, lane in lanes.items():
-            lane.end(at_end.get(device))
+            lanes, compute, tours = {}, None, Tours()  # threads of the parent
         until = time.monotonic() + limit_seconds
+        tours.close()
+        for device in at_end.keys() | lanes.keys():
+            self._end(device, lanes.get(device), at_end.get(device, _no_end))
         for lane in lanes.values():
-            for thread in lane.threads:
-                thread.join(max(0.0, until - time.monotonic()))
-                if thread.is_alive():
-                    _log.warning("a thread is still waiting for device %s", lane.device)
+            join(lane.threads, until, f"device {lane.device}")
+        join(tours.threads, until, "a tour of the devices")
         if compute is not None:
             compute.shutdown(wait=True)
 

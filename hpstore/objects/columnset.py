@@ -22,7 +22,7 @@ from hpstore.header import HEADER_BYTES, ColumnHeader, encode_header, encode_tab
 from hpstore.keys import Kind, Version
 from hpstore.objects.store import Store
 from hpstore.objects.survey import Found, path_on
-from hpstore.patience import wait_awake
+from hpstore.patience import Patience, wait_awake
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ class ColumnWriter:
         self.published = False
         self.flying: list[Future[None]] = []  # calls that may still use the handle
         self._handle: WriteHandle | None = None
+        self._sealed = False
 
     @property
     def recycled(self) -> bool:
@@ -64,17 +65,35 @@ class ColumnWriter:
             assert self._handle is not None
             self._handle.write(HEADER_BYTES + column_offset, buffers)
 
+    def write_whole(self, buffers: Sequence[Bytes]) -> None:
+        """Make the file with all its bytes, durable; it has no name yet. `table` is complete."""
+        if self.failed is not None:
+            return
+        self.create()
+        assert self._handle is not None
+        page, tail = self._ends()
+        self._handle.write(0, [page, *buffers, tail])
+        self._handle.sync()
+        self._sealed = True
+
     def seal(self) -> None:
         """Write header and table; make the bytes durable."""
         if self.failed is not None:
             raise self.failed
+        if self._sealed:
+            return
         assert self._handle is not None
-        page, tail = aligned_array(HEADER_BYTES), aligned_array(self.header.table_bytes)
-        page[:] = np.frombuffer(encode_header(self.header), np.uint8)
-        tail[:] = np.frombuffer(encode_table(self.header, self.table), np.uint8)
+        page, tail = self._ends()
         self._handle.write(0, [page])
         self._handle.write(self.header.table_offset, [tail])
         self._handle.sync()
+
+    def _ends(self) -> tuple[Bytes, Bytes]:
+        """Header and table, as they are written."""
+        page, tail = aligned_array(HEADER_BYTES), aligned_array(self.header.table_bytes)
+        page[:] = np.frombuffer(encode_header(self.header), np.uint8)
+        tail[:] = np.frombuffer(encode_table(self.header, self.table), np.uint8)
+        return page, tail
 
     def publish(self, guard: HorizonGuard) -> None:
         """Give the file its name; durable on return. Raises HorizonPassed, without a name."""
@@ -238,13 +257,20 @@ class ColumnSet:
 
     def check_generations(self) -> None:
         """The same on all published columns, before the acknowledgement."""
-        futures = {
-            column.header.column: self._store.scheduler.submit(
-                column.device_id, partial(self.check_generation, column)
-            )
-            for column in self.published()
-        }
-        self.settle(futures)
+        columns = {column.device_id: column for column in self.published()}
+        settings = self._store.settings
+        spare = Patience(
+            settings.straggler_seconds, lambda silent: len(columns) - len(silent) >= self._floor
+        )
+        answers = self._store.scheduler.gather(
+            {d: partial(self.check_generation, column) for d, column in columns.items()},
+            settings.device_deadline_seconds, patience=spare, brief=True,
+        )  # fmt: skip
+        for device, answer in answers.items():
+            if isinstance(answer, MembershipMoved):
+                raise answer
+            if isinstance(answer, Exception):
+                self.fail(columns[device], answer)
 
     def published(self) -> list[ColumnWriter]:
         """Columns that are durable under their name."""

@@ -117,18 +117,20 @@ class Store:
 
     def each(
         self, devices: Iterable[str], call: Callable[[str, Device], T], *,
-        patience: float | None = None,
+        patience: float | None = None, brief: bool = False,
     ) -> dict[str, T | Exception]:  # fmt: skip
         """Run `call` on devices side by side, under the device deadline.
 
         With a `patience` in seconds, no longer than about that for devices that the pool can be
-        opened without: what they hold is unknown, as of any that do not answer.
+        opened without: what they hold is unknown, as of any that do not answer. `brief` as
+        Scheduler.gather has it.
         """
         found = self.view.devices
         return self.scheduler.gather(
             {d: lambda d=d: call(d, found[d]) for d in devices if d in found},  # type: ignore[misc]
             self.settings.device_deadline_seconds,
             patience=None if patience is None else Patience(patience, self.shows_without),
+            brief=brief,
         )
 
     def shows_without(self, silent: Collection[str]) -> bool:
@@ -361,7 +363,8 @@ class Store:
         if seen is not None:
             space = {m.device_id: seen.get(m.device_id) for m in asked}
         else:
-            space = self.each((m.device_id for m in asked), self.offer, patience=PATIENCE)
+            space = self.each((m.device_id for m in asked), self.offer, patience=PATIENCE,
+                              brief=True)  # fmt: skip
         return [
             Offer(
                 candidate=Candidate(device=m.device_id, domain=m.domain, weight=m.weight),

@@ -61,6 +61,12 @@ def plan_batches(geometry: Geometry, column_bytes: int) -> Iterator[Batch]:
         yield Batch(first=first, last=last, column_offset=start, column_bytes=end - start)
 
 
+def tiny(geometry: Geometry) -> bool:
+    """Whether an object is so small that each column is one call on its device: made, written and
+    synced. Pure."""
+    return 0 < geometry.size <= TINY_BYTES
+
+
 class _Flight:
     """One batch between its lease and its last write."""
 
@@ -144,8 +150,7 @@ class StripeWriter:
         count = self._geometry.width if rows is None else self._geometry.parity
         lease = self._lease(count * batch.column_bytes, flying)
         # what is small is computed in less time than another thread wakes up in
-        tiny = self._geometry.size <= TINY_BYTES
-        compute = at_once if tiny else self._store.scheduler.compute
+        compute = at_once if tiny(self._geometry) else self._store.scheduler.compute
         if rows is None:
             prepared = compute(lambda: self._prepare_packed(batch, source, lease))
         else:
@@ -236,6 +241,10 @@ class StripeWriter:
         )
         for column, row in enumerate(columns):
             self._digest(column, batch.column_offset, row)
+        if tiny(geometry):
+            return self._columns.submit(
+                lambda column: lambda: column.write_whole([columns[column.header.column]])
+            )
         return self._start(batch, {number: [row] for number, row in enumerate(columns)})
 
     def _digest(self, column: int, column_offset: int, row: Bytes) -> None:
@@ -252,4 +261,4 @@ class StripeWriter:
         )
 
 
-__all__ = ["Batch", "StripeWriter", "Throttle", "plan_batches"]
+__all__ = ["Batch", "StripeWriter", "Throttle", "plan_batches", "tiny"]

@@ -16,6 +16,7 @@ from hpstore.keys import ColumnName, Kind, Version, object_directory, parse_colu
 from hpstore.objects.store import Store, View
 from hpstore.records import Debt, DeviceState
 
+BRIEF_KEYS = 4  # are listed on a device in less time than a thread takes to wake up
 SURVEY_TRIES = 4  # membership changes in a row while one key is looked up
 
 
@@ -332,7 +333,8 @@ def _survey_once(
                 offered[device_id] = store.offer(device_id, device)
         return generation, found
 
-    results = store.each(store.view.devices, look, patience=patience)
+    brief = len(keys) <= BRIEF_KEYS
+    results = store.each(store.view.devices, look, patience=patience, brief=brief)
     answers = [r for r in results.values() if not isinstance(r, Exception)]
     silent = {d for d, found in results.items() if isinstance(found, Exception)}
     unknown = frozenset(silent) | store.view.missing

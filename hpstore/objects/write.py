@@ -27,7 +27,7 @@ from hpstore.objects.info import ObjectInfo, object_info, version_token
 from hpstore.objects.remove import remove_files
 from hpstore.objects.source import MemorySource, Source
 from hpstore.objects.store import PATIENCE, Store
-from hpstore.objects.stripes import StripeWriter, Throttle
+from hpstore.objects.stripes import StripeWriter, Throttle, tiny
 from hpstore.objects.survey import (
     Found,
     Survey,
@@ -201,12 +201,14 @@ def write_columns(
     )
     done = False
     try:
-        columns.create()
+        if not tiny(geometry):
+            columns.create()
         if not columns.failures():  # else plan again, while no byte has moved
             limits = run_bytes if not background else background_run_bytes
             batch = limits(geometry.width, store.buffers.budget.limit_bytes)
             StripeWriter(store, columns, geometry, floor, batch).run(source, throttle)
-            if len(columns.alive()) >= floor:
+            enough = geometry.width if tiny(geometry) else floor  # else plan again: little moved
+            if len(columns.alive()) >= enough:
                 columns.finish()
         if len(columns.published()) >= floor:
             columns.check_generations()

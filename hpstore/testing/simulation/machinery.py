@@ -26,6 +26,7 @@ from hpstore.devices.base import Device, Hold, ReadHandle, WriteHandle
 from hpstore.devices.wrappers import DeviceWrapper, WrappedHold, WrappedReader, WrappedWriter
 from hpstore.errors import DeviceTimeout
 from hpstore.objects import stripes
+from hpstore.patience import Patience
 from hpstore.scheduler import Scheduler
 from hpstore.testing.simulation.fibers import Fiber
 from hpstore.testing.simulation.world import BASE_MS, Process, World
@@ -131,6 +132,13 @@ class SimulatedScheduler(Scheduler):
         else:
             process.jobs.append(job)
         return job
+
+    def gather(
+        self, calls: Mapping[str, Callable[[], T]], deadline_seconds: float, *,
+        patience: Patience | None = None, brief: bool = False,
+    ) -> dict[str, T | Exception]:  # fmt: skip
+        # what is made in turn is one order of those that the schedule may want
+        return super().gather(calls, deadline_seconds, patience=patience)
 
     def gather_once(
         self, calls: Mapping[str, Callable[[], T]], deadline_seconds: float,

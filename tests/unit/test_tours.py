@@ -1,0 +1,225 @@
+"""Tours: one worker asks devices in turn; one that hangs holds no other, and is left in time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from hpstore.devices.wrappers import SimulatedCrash
+from hpstore.errors import AlreadyClosed, DeviceError, DeviceTimeout
+from hpstore.patience import Patience
+from hpstore.scheduler import Scheduler
+from hpstore.tours import _TRY_EVERY, WORKERS, _Quicker
+
+LIMIT_SECONDS = 20.0
+SHORT_SECONDS = 0.1
+Calls = dict[str, Callable[[], object]]
+
+
+@pytest.fixture
+def released() -> Iterator[threading.Event]:
+    """What hung calls wait for; set when the test is over, so that no thread stays behind."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tours are made whatever is quicker."""
+    monkeypatch.setattr(_Quicker, "in_turn", lambda _: True)
+
+
+@pytest.fixture
+def scheduler(released: threading.Event, always: None) -> Iterator[Scheduler]:
+    made = Scheduler(workers_per_device=2, queue_depth=8, compute_threads=2, threads=True)
+    yield made
+    released.set()
+    made.close()
+
+
+def ask(scheduler: Scheduler, calls: Calls, patience: Patience | None = None) -> dict[str, object]:
+    return dict(scheduler.gather(calls, LIMIT_SECONDS, patience=patience, brief=True))
+
+
+def where(scheduler: Scheduler, names: str) -> dict[str, object]:
+    """The name of the thread that makes the call of each device."""
+    return ask(scheduler, {n: lambda: threading.current_thread().name for n in names})
+
+
+def in_turn(answers: dict[str, object]) -> bool:
+    """Whether all of these calls were made by one worker."""
+    return {str(name)[:12] for name in answers.values()} == {"hpstore-tour"}
+
+
+def test_one_worker_makes_brief_calls(scheduler: Scheduler) -> None:
+    """All answers, errors as well; calls that are not brief are made on the lanes."""
+
+    def fail() -> str:
+        raise DeviceError("broken")
+
+    assert in_turn(where(scheduler, "abc"))
+    assert len(set(where(scheduler, "abc").values())) == 1
+    answers = ask(scheduler, {"a": lambda: 1, "b": fail, "c": lambda: 3})
+    assert (answers["a"], str(answers["b"]), answers["c"]) == (1, "broken", 3)
+    plain = scheduler.gather({"a": lambda: threading.current_thread().name}, LIMIT_SECONDS)
+    assert not in_turn(dict(plain))
+
+
+def test_a_crash_goes_up(scheduler: Scheduler) -> None:
+    def crash() -> None:
+        raise SimulatedCrash
+
+    with pytest.raises(SimulatedCrash):
+        ask(scheduler, {"a": lambda: 1, "b": crash, "c": lambda: 3})
+
+
+@pytest.mark.parametrize("hangs", "abc")
+def test_a_device_that_hangs_holds_no_other(
+    scheduler: Scheduler, released: threading.Event, hangs: str
+) -> None:
+    """First, in between or last: the others answer, each is asked once; it is not asked in turn
+    with others before it has answered, and then it is."""
+    asked: list[str] = []
+
+    def call(name: str) -> object:
+        asked.append(name)
+        return released.wait(LIMIT_SECONDS) if name == hangs else name
+
+    spare = Patience(SHORT_SECONDS, lambda silent: silent <= {hangs})
+    calls: Calls = {name: lambda name=name: call(name) for name in "abc"}  # type: ignore[misc]
+    answers = ask(scheduler, calls, spare)
+    assert isinstance(answers.pop(hangs), DeviceTimeout)
+    assert answers == {name: name for name in "abc" if name != hangs}
+    assert sorted(asked) == ["a", "b", "c"]
+    assert not in_turn(where(scheduler, "abc"))
+    assert in_turn(where(scheduler, "abc".replace(hangs, "")))
+    released.set()
+    until = time.monotonic() + LIMIT_SECONDS
+    while not in_turn(where(scheduler, "abc")):
+        assert time.monotonic() < until
+
+
+def test_what_cannot_be_spared_is_waited_for(
+    scheduler: Scheduler, released: threading.Event
+) -> None:
+    timer = threading.Timer(3 * SHORT_SECONDS, released.set)
+    timer.start()
+    calls: Calls = {"a": lambda: 1, "b": lambda: released.wait(LIMIT_SECONDS), "c": lambda: 3}
+    assert ask(scheduler, calls) == {"a": 1, "b": True, "c": 3}
+    timer.join()
+
+
+def test_more_callers_than_workers_are_served(
+    scheduler: Scheduler, released: threading.Event
+) -> None:
+    """All workers hang, each on a device of its own: further calls are made on the lanes."""
+    hung = [f"hung-{number}" for number in range(WORKERS)]
+    for name in hung:
+        calls: Calls = {name: released.wait, "a": lambda: 1}
+        spare = Patience(SHORT_SECONDS, lambda silent: len(silent) < 2)
+        assert ask(scheduler, calls, spare)["a"] == 1
+    for _ in range(2):
+        assert not in_turn(where(scheduler, "abc"))
+
+
+@pytest.mark.parametrize("end", ["forget", "close"])
+def test_a_device_that_left_is_ended_after_the_tours_that_ask_it(
+    scheduler: Scheduler, released: threading.Event, end: str
+) -> None:
+    """A descriptor that is closed in the middle of a call could be another file by then."""
+    begun, ended, early = threading.Event(), threading.Event(), list[bool]()
+
+    def last() -> None:
+        begun.set()
+        released.wait(LIMIT_SECONDS)
+        early.append(ended.is_set())
+
+    def caller() -> None:
+        with contextlib.suppress(AlreadyClosed):
+            ask(scheduler, {"a": last, "b": lambda: 2})
+
+    thread = threading.Thread(target=caller)
+    thread.start()
+    assert begun.wait(LIMIT_SECONDS)
+    if end == "forget":
+        scheduler.forget("a", ended.set)
+    else:
+        scheduler.close(SHORT_SECONDS, {"a": ended.set})
+    assert not ended.wait(SHORT_SECONDS)
+    released.set()
+    thread.join(LIMIT_SECONDS)
+    assert ended.wait(LIMIT_SECONDS)
+    assert early == [False]
+
+
+@pytest.mark.parametrize("device", "ac")
+def test_a_tour_that_was_left_uses_one_device(
+    scheduler: Scheduler, released: threading.Event, device: str
+) -> None:
+    """Others can be ended while that one hangs: one that was asked, and one that was not."""
+    calls: Calls = {"a": lambda: 1, "b": released.wait, "c": lambda: 3}
+    ask(scheduler, calls, Patience(SHORT_SECONDS, lambda silent: silent <= {"b"}))
+    ended, late = threading.Event(), threading.Event()
+    scheduler.forget("b", late.set)
+    scheduler.forget(device, ended.set)
+    assert ended.wait(LIMIT_SECONDS)
+    assert not late.is_set()
+    released.set()
+    assert late.wait(LIMIT_SECONDS)
+
+
+def test_the_way_that_is_quicker_is_taken() -> None:
+    """A round takes long now and then, or always; the way that was slower is tried again."""
+    found = _Quicker()
+
+    def in_turn() -> int:
+        return sum(found.in_turn() for _ in range(_TRY_EVERY))
+
+    assert in_turn() == _TRY_EVERY - 1
+    for _ in range(8):
+        found.note(in_turn=True, seconds=40e-6)
+        found.note(in_turn=False, seconds=120e-6)
+    found.note(in_turn=True, seconds=0.5)  # once
+    assert in_turn() == _TRY_EVERY - 1
+    for _ in range(8):
+        found.note(in_turn=True, seconds=0.5)
+    assert in_turn() == 1
+    for _ in range(30):
+        found.note(in_turn=True, seconds=40e-6)
+    assert in_turn() == _TRY_EVERY - 1
+
+
+def test_a_forked_child_has_its_own_workers(
+    scheduler: Scheduler, released: threading.Event
+) -> None:
+    ask(scheduler, {"a": lambda: 1, "b": lambda: 2})
+    child = os.fork()
+    if child == 0:  # only os._exit from here: pytest must not go on twice
+        code = 1
+        try:
+            scheduler.after_fork()
+            good = in_turn(where(scheduler, "ab"))
+            scheduler.close()
+            code = 0 if good else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert in_turn(where(scheduler, "ab"))
+
+
+def test_a_closed_scheduler_makes_no_tour(always: None) -> None:
+    """No worker of it is left."""
+    closed = Scheduler(workers_per_device=2, queue_depth=8, compute_threads=2, threads=True)
+    ask(closed, {"a": lambda: 1, "b": lambda: 2})
+    threads = closed._tours.threads
+    closed.close()
+    assert threads
+    assert not any(thread.is_alive() for thread in threads)
+    with pytest.raises(AlreadyClosed):
+        ask(closed, {"a": lambda: 1, "b": lambda: 2})
