@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,11 +13,14 @@ import pytest
 
 from hpstore.devices.base import Device
 from hpstore.devices.wrappers import DeviceWrapper
+from hpstore.errors import DeviceError
 from hpstore.geometry import ALIGNMENT_BYTES, SMALL_OBJECT_BYTES
 from hpstore.header import HEADER_BYTES
 from hpstore.loaders.stored import _Piece
 from hpstore.objects.columns import WHOLE_OBJECT_BYTES
 from hpstore.objects.many import open_objects
+from hpstore.objects.stripes import TINY_BYTES
+from hpstore.objects.write import plan_columns
 from hpstore.pool import Pool
 from hpstore.pooled import MOST_KEYS, PooledReader, Readers
 from hpstore.testing.harness import Harness
@@ -227,3 +231,51 @@ def test_who_shares_a_small_object_keeps_no_copy_of_it(harness: Harness) -> None
         shared.close()
         assert body.tobytes() == payload(200_000)
         assert len(reads) == 2 * 4  # table and units of each column
+
+
+class Logging(DeviceWrapper):
+    """Notes the operations of a write; those of a device that is `broken` fail."""
+
+    def __init__(self, inner: Device, log: list[tuple[str, str]], broken: set[str]) -> None:
+        super().__init__(inner)
+        self._log, self._broken = log, broken
+
+    def around(self, operation: str, nbytes: int, call: Callable[[], T]) -> T:
+        if operation in ("create", "write", "sync", "publish", "sync_directory"):
+            self._log.append((operation, self.url))
+            if f"{operation} {self.url}" in self._broken:
+                raise DeviceError(f"{operation} fails", device=self.url)
+        return super().around(operation, nbytes, call)
+
+
+@pytest.mark.parametrize("size", [1, 4096, TINY_BYTES])
+@pytest.mark.parametrize("threads", [False, True])
+@pytest.mark.parametrize("breaks", ["", "create", "write", "sync"])
+def test_nothing_of_a_tiny_object_has_a_name_before_all_of_it_is_durable(
+    harness: Harness, size: int, threads: bool, breaks: str
+) -> None:
+    """PROTOCOL 4. One write on each device. When one fails the put moves on, and nothing is left
+    of it there under a name."""
+    log, broken = list[tuple[str, str]](), set[str]()
+    wrap = partial(_logging, log, broken)
+    with harness.open(wrap, threads=threads) as pool:
+        pool.put("warm", b"1")  # raises the mark
+        log.clear()
+        if breaks:
+            first = plan_columns(pool._store, "k", size, exclude=())[1][1]
+            broken.add(f"{breaks} {pool._store.view.devices[first].url}")
+        info = pool.put("k", payload(size))
+        broken.clear()
+        names = [operation for operation, _ in log]
+        assert names.count("write") == 3 * (2 if breaks else 1) - (breaks == "create")
+        at = names.index("publish")
+        assert names[:at].count("sync") >= 3
+        assert not {"create", "write", "sync"} & set(names[at:])
+        assert names.count("publish") == names.count("sync_directory") == 3
+        assert info.losses_tolerated == 2
+        assert pool.get("k") == payload(size)
+        assert pool.scrub().clean
+
+
+def _logging(log: list[tuple[str, str]], broken: set[str], _: str, device: Device) -> Device:
+    return Logging(device, log, broken)
