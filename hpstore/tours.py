@@ -149,8 +149,9 @@ class Tours:
                 self._idle -= 1
             elif len(self.threads) < WORKERS:
                 name = f"hpstore-tour-{len(self.threads)}"
-                self.threads.append(threading.Thread(target=self._work, name=name, daemon=True))
-                self.threads[-1].start()
+                thread = threading.Thread(target=self._work, name=name, daemon=True)
+                thread.start()
+                self.threads.append(thread)
             else:
                 return None
             tour = Tour(calls)

@@ -26,7 +26,7 @@ class DurableNames:
         """Whether the directory that is open as `fd` is durable under its name."""
         with self._lock:
             held = self._held.get(name)
-            if held is None or held[1] != _identity(fd):
+            if held is None or held[1] != _identity(fd) or _removed(held[0]):
                 return False
             self._held.move_to_end(name)
             return True
@@ -55,6 +55,14 @@ class DurableNames:
 def _identity(fd: int) -> tuple[int, int]:
     status = os.fstat(fd)
     return status.st_dev, status.st_ino
+
+
+def _removed(fd: int) -> bool:
+    """Also for filesystems that give away the number of a directory that is held open here."""
+    try:
+        return os.fstat(fd).st_nlink == 0
+    except OSError:  # a network file system's, removed by another host
+        return True
 
 
 __all__ = ["DurableNames"]

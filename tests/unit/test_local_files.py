@@ -16,6 +16,7 @@ import pytest
 
 from hpstore.buffers import aligned_array
 from hpstore.devices.base import DIRECTORIES, ORPHAN_SECONDS, RECYCLE, TMP
+from hpstore.devices.durable_names import DurableNames
 from hpstore.devices.local import LocalDevice
 from hpstore.errors import DeviceError, DeviceMissing, ReadAbandoned
 from hpstore.testing import PAGE, all_files, fetch, pattern, store
@@ -187,6 +188,20 @@ def test_an_ancestor_that_another_process_has_made_anew_is_synced_again(
         other.delete("objects/x/b/@1/1")  # removes what is empty then: x, too
         assert not os.path.exists(f"{device.url}/objects/x")
     other.close()
+
+
+def test_a_directory_that_was_removed_is_not_known(tmp_path: Path) -> None:
+    """Though what is looked at has the number that it had."""
+    (tmp_path / "a").mkdir()
+    fd = os.open(tmp_path / "a", os.O_RDONLY)
+    durable = DurableNames()
+    durable.hold([("a", os.dup(fd))])
+    assert durable.known("a", fd)
+    assert not durable.known("b", fd)
+    (tmp_path / "a").rmdir()
+    assert not durable.known("a", fd)
+    os.close(fd)
+    durable.close()
 
 
 def test_few_directories_are_held(device: LocalDevice, synced: list[str]) -> None:
