@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from hpstore.errors import AlreadyClosed, DeviceTimeout
 from hpstore.patience import Patience, wait_awake, wait_for_enough
-from hpstore.tours import Tour, Tours, join
+from hpstore.tours import Tour, Tours, join, run_all
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -110,6 +110,10 @@ def _run(call: Callable[[], object]) -> Callable[[Future[object]], None]:
     return lambda future: future.set_result(result)
 
 
+def _run_all_after(ends: list[Callable[[], None]], _: Future[Any]) -> None:
+    run_all(ends)
+
+
 def _nothing(_: object) -> None:
     """The call was cancelled: its future knows."""
 
@@ -186,16 +190,17 @@ class Scheduler:
 
     def gather(
         self, calls: Mapping[str, Callable[[], T]], deadline_seconds: float, *,
-        patience: Patience | None = None, brief: bool = False,
+        patience: Patience | None = None, brief: bool = False, ask_late: bool = False,
     ) -> dict[str, T | Exception]:  # fmt: skip
         """Run one call per device at the same time; results or errors by device.
 
         A device that does not answer in time gets a DeviceTimeout; its call goes on. With
         `patience`, one that can be done without is waited for no longer than that says, and not
-        asked at all while it owes the answer to an earlier such call for as long. `brief`: calls
-        that take less time than a thread takes to wake up, which may be made in turn.
+        asked at all, unless `ask_late`, while it owes the answer to an earlier such call for as
+        long. `brief`: calls that take less time than a thread takes to wake up, which may be made
+        in turn.
         """
-        late = set() if patience is None else self.late(calls, patience.seconds)
+        late = set() if patience is None or ask_late else self.late(calls, patience.seconds)
         if patience is not None and not patience.spare(late):
             late = set()  # all of them are needed
         asked = {d: call for d, call in calls.items() if d not in late}
@@ -206,8 +211,8 @@ class Scheduler:
             for device in late
         }
         began = time.monotonic()
-        tour = self._tours.begin(asked) if brief and self._threads else None
-        if tour is not None and tour.over():
+        tour = self._begin_tour(asked) if brief else None
+        if tour is not None and self._is_over(tour):
             results |= tour.results()
         else:
             futures = self._side_by_side(asked, tour)
@@ -216,22 +221,47 @@ class Scheduler:
             else:
                 wait_for_enough(futures, deadline_seconds, patience, late)
                 self._note_late(futures, began)
+            waited = min(deadline_seconds, time.monotonic() - began)
             for device, future in futures.items():
-                answer = outcome(future, device, deadline_seconds)
+                answer = outcome(future, device, waited)
                 results[device] = answer
-        if brief and asked:
+        if brief and asked and not any(isinstance(r, DeviceTimeout) for r in results.values()):
             seconds = (time.monotonic() - began) / len(asked)
             self._tours.note(in_turn=tour is not None, seconds=seconds)
         return results
+
+    def _begin_tour(self, calls: Mapping[str, Callable[[], T]]) -> Tour | None:
+        """None also when a lane refuses calls: then it does so at once."""
+        lanes = [self._lanes.get(device) for device in calls]
+        if not self._threads or any(lane and lane.silent(self._stuck_seconds) for lane in lanes):
+            return None
+        return self._tours.begin(calls)
+
+    def _is_over(self, tour: Tour) -> bool:
+        try:
+            return tour.over()
+        except BaseException:  # Ctrl-C: nobody waits for the other calls
+            for ends in self._tours.leave(tour).ends.values():
+                run_all(ends)
+            raise
 
     def _side_by_side(
         self, calls: Mapping[str, Callable[[], T]], tour: Tour | None
     ) -> dict[str, Future[T]]:
         """Make the calls on their lanes; of a tour that is left, those that it has not begun."""
-        begun: dict[str, Future[T]] = {}
-        if tour is not None:
-            begun, calls = self._tours.leave(tour)
-        return begun | {device: self.submit(device, call) for device, call in calls.items()}
+        if tour is None:
+            return {device: self.submit(device, call) for device, call in calls.items()}
+        futures: dict[str, Future[T]]
+        futures, calls, ends = self._tours.leave(tour)
+        try:
+            futures |= {device: self.submit(device, call) for device, call in calls.items()}
+        finally:
+            for device, waiting in ends.items():
+                if device in futures:
+                    futures[device].add_done_callback(partial(_run_all_after, waiting))
+                else:
+                    run_all(waiting)
+        return futures
 
     def late(self, devices: Iterable[str], seconds: float) -> set[str]:
         """Those of these devices that have owed the answer to a call with patience for so long."""
@@ -312,6 +342,7 @@ class Scheduler:
         with self._lock:
             lane = self._lanes.pop(device, None)
             self._late.pop(device, None)
+        self._tours.forget(device)
         self._end(device, lane, at_end)
 
     def _end(self, device: str, lane: _Lane | None, at_end: Callable[[], None]) -> None:
@@ -334,16 +365,15 @@ class Scheduler:
             self._closed = True
             lanes, self._lanes = self._lanes, {}
             compute, self._compute = self._compute, None
-            tours = self._tours
         if self._pid != os.getpid():
-            lanes, compute, tours = {}, None, Tours()  # threads of the parent
+            lanes, compute, self._tours = {}, None, Tours()  # threads of the parent
         until = time.monotonic() + limit_seconds
-        tours.close()
+        self._tours.close()
         for device in at_end.keys() | lanes.keys():
             self._end(device, lanes.get(device), at_end.get(device, _no_end))
         for lane in lanes.values():
             join(lane.threads, until, f"device {lane.device}")
-        join(tours.threads, until, "a tour of the devices")
+        join(self._tours.threads, until, "a tour of the devices")
         if compute is not None:
             compute.shutdown(wait=True)
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 _log = logging.getLogger(__name__)
 STILL_SECONDS = 0.005  # after which a tour is left
@@ -24,6 +24,15 @@ WORKERS = 4
 _TRY_EVERY = 32  # rounds, one is made the way that was slower
 _SMOOTH = 1 / 8  # of a new measurement
 Call = Callable[[], Any]
+End = Callable[[], None]  # run when a device is used no more
+
+
+class Left(NamedTuple):
+    """What there is of a tour that was left."""
+
+    answers: dict[str, Future[Any]]  # that of the call under way is to come
+    calls: dict[str, Call]  # not made
+    ends: dict[str, list[End]]  # to be run after these calls were made elsewhere
 
 
 class Tour:
@@ -34,7 +43,7 @@ class Tour:
         self._todo = deque(calls.items())
         self._owed: Future[Any] | None = None  # for who has left: of the call that is being made
         self._at = ""
-        self._ends: dict[str, list[Callable[[], None]]] = {}  # run after the call on a device
+        self._ends: dict[str, list[End]] = {}  # run after the call on a device
         self._lock = threading.Lock()  # guards _todo, _at, _owed, _ends
         self._under_way = threading.Lock()
         self._under_way.acquire()
@@ -55,8 +64,7 @@ class Tour:
                 owed, ends = self._owed, self._ends.pop(self._at, [])
             if owed is not None:
                 settle(owed, answer)
-            for end in ends:
-                end()
+            run_all(ends)
             del call, answer, owed  # whoever is asked next may take long
         self._under_way.release()
 
@@ -71,22 +79,20 @@ class Tour:
                 raise answer
         return self.answers
 
-    def leave(self) -> tuple[dict[str, Future[Any]], dict[str, Call]]:
-        """Make no further call. Answers, that of the call under way to come, and what is left."""
+    def leave(self) -> Left:
+        """Make no further call."""
         with self._lock:
             left = dict(self._todo)
             self._todo.clear()
-            ends = [end for device in left for end in self._ends.pop(device, [])]
+            ends = {device: self._ends.pop(device) for device in left if device in self._ends}
             futures: dict[str, Future[Any]] = {}
             for device, answer in self.answers.items():
                 settle(futures.setdefault(device, Future()), answer)
             if self._at and self._at not in self.answers:
                 self._owed = futures[self._at] = Future()
-        for end in ends:
-            end()
-        return futures, left
+        return Left(futures, left, ends)
 
-    def when_unused(self, device: str, then: Callable[[], None]) -> bool:
+    def when_unused(self, device: str, then: End) -> bool:
         """Run `then` after the call on a device; False when none is under way or to come."""
         with self._lock:
             under_way = device == self._at and device not in self.answers
@@ -133,7 +139,7 @@ class Tours:
         self._idle = 0
         self._quicker = _Quicker()
         self._under_way: set[Tour] = set()
-        self._owing: dict[str, Future[Any]] = {}  # device -> the call in which a tour stood still
+        self._owing: dict[str, set[Future[Any]]] = {}  # device -> calls in which tours stood still
         self._closed = False
         self._lock = threading.Lock()  # guards all of the above
 
@@ -150,7 +156,10 @@ class Tours:
             elif len(self.threads) < WORKERS:
                 name = f"hpstore-tour-{len(self.threads)}"
                 thread = threading.Thread(target=self._work, name=name, daemon=True)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError:  # no more threads are to be had: the lanes have theirs
+                    return None
                 self.threads.append(thread)
             else:
                 return None
@@ -172,22 +181,30 @@ class Tours:
                 self._idle += 1
             del tour  # an idle worker must not keep buffers alive
 
-    def leave(self, tour: Tour) -> tuple[dict[str, Future[Any]], dict[str, Call]]:
+    def leave(self, tour: Tour) -> Left:
         """As Tour.leave; the device that it stands at is in no tour before it has answered."""
-        futures, left = tour.leave()
-        owing = {device: future for device, future in futures.items() if not future.done()}
+        found = tour.leave()
+        owing = {device: future for device, future in found.answers.items() if not future.done()}
         with self._lock:
-            self._owing |= owing
+            for device, future in owing.items():
+                self._owing.setdefault(device, set()).add(future)
         for device, future in owing.items():
             future.add_done_callback(partial(self._answered, device))
-        return futures, left
+        return found
 
     def _answered(self, device: str, future: Future[Any]) -> None:
         with self._lock:
-            if self._owing.get(device) is future:
-                del self._owing[device]
+            calls = self._owing.get(device, set())
+            calls.discard(future)
+            if not calls:
+                self._owing.pop(device, None)
 
-    def when_none_uses(self, device: str, then: Callable[[], None]) -> None:
+    def forget(self, device: str) -> None:
+        """A device left: what has its id next owes nothing."""
+        with self._lock:
+            self._owing.pop(device, None)
+
+    def when_none_uses(self, device: str, then: End) -> None:
         """Run `then` once the tours that are under way make no call on a device any more."""
         with self._lock:
             under_way = list(self._under_way)
@@ -214,6 +231,15 @@ class Tours:
                 self._jobs.put(None)
 
 
+def run_all(ends: Iterable[End]) -> None:
+    """Run what waits for the end of a device; one that fails keeps no other, and no worker."""
+    for end in ends:
+        try:
+            end()
+        except Exception:  # noqa: BLE001 (logged)
+            _log.exception("a device that left could not be closed")
+
+
 def join(threads: Iterable[threading.Thread], until: float, what: str) -> None:
     """Wait for threads to end, until a monotonic time; others are left behind, logged."""
     for thread in threads:
@@ -222,4 +248,4 @@ def join(threads: Iterable[threading.Thread], until: float, what: str) -> None:
             _log.warning("a thread is still waiting for %s", what)
 
 
-__all__ = ["Tour", "Tours", "join", "settle"]
+__all__ = ["Tour", "Tours", "join", "run_all", "settle"]

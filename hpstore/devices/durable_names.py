@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-_MOST = 6  # of a device; each holds a descriptor
+MOST = 6  # of a device; each holds a descriptor
 
 
 class DurableNames:
@@ -32,23 +33,29 @@ class DurableNames:
             return True
 
     def hold(self, synced: Sequence[tuple[str, int]]) -> None:
-        """Take these over: name and descriptor, open since before the one above was synced."""
-        dropped = []
-        with self._lock:
-            for name, fd in synced:
-                if name in self._held:
-                    dropped.append(self._held.pop(name)[0])
-                self._held[name] = fd, _identity(fd)
-            while len(self._held) > _MOST:
-                dropped.append(self._held.popitem(last=False)[1][0])
-        for fd in dropped:
-            os.close(fd)
+        """Take these over, however it ends: name and descriptor, open since before the one above
+        was synced."""
+        dropped = [fd for _, fd in synced]
+        try:
+            known = [(name, (fd, _identity(fd))) for name, fd in synced]
+            with self._lock:
+                dropped = [self._held.pop(name)[0] for name, _ in known if name in self._held]
+                self._held.update(known)
+                while len(self._held) > MOST:
+                    dropped.append(self._held.popitem(last=False)[1][0])
+        finally:
+            _close(dropped)
 
     def close(self) -> None:
         """Hold none any more."""
         with self._lock:
             held, self._held = list(self._held.values()), OrderedDict()
-        for fd, _ in held:
+        _close([fd for fd, _ in held])
+
+
+def _close(fds: Iterable[int]) -> None:
+    for fd in fds:
+        with contextlib.suppress(OSError):  # it was only looked at
             os.close(fd)
 
 
@@ -65,4 +72,4 @@ def _removed(fd: int) -> bool:
         return True
 
 
-__all__ = ["DurableNames"]
+__all__ = ["MOST", "DurableNames"]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from hpstore.devices.ballast import Ballast
 from hpstore.devices.base import Entry, Stamp
-from hpstore.devices.durable_names import DurableNames
+from hpstore.devices.durable_names import MOST, DurableNames
 from hpstore.devices.local_counters import LocalCounters
 from hpstore.devices.local_io import gone, is_full, open_root, raise_local_error
 from hpstore.errors import DeviceError, DeviceMissing
@@ -159,14 +159,17 @@ class LocalFiles(LocalCounters):
         try:
             while parts and not known:
                 name = "/".join(parts)
-                climbed.append((name, os.open(name, _DIRECTORY, dir_fd=root)))
+                flags = os.O_RDONLY | os.O_DIRECTORY
+                climbed.append((name, os.open(name, flags, dir_fd=root)))
                 os.fsync(climbed[-1][1])
                 known = durable.known(*climbed[-1])
+                if len(climbed) > MOST + 2:  # a key may have hundreds of parts
+                    os.close(climbed.pop(1)[1])
                 parts.pop()
             if not climbed:
                 os.fsync(root)
-            durable.hold(climbed[1:-1])  # the deepest is an object's own: there are too many
-            del climbed[1:-1]
+            synced, climbed[1:-1] = climbed[1:-1], []
+            durable.hold(synced)  # not the deepest, an object's own: there are too many
         finally:
             for _, fd in climbed:
                 os.close(fd)

@@ -264,7 +264,7 @@ class ColumnSet:
         )
         answers = self._store.scheduler.gather(
             {d: partial(self.check_generation, column) for d, column in columns.items()},
-            settings.device_deadline_seconds, patience=spare, brief=True,
+            settings.device_deadline_seconds, patience=spare, brief=True, ask_late=True,
         )  # fmt: skip
         for device, answer in answers.items():
             if isinstance(answer, MembershipMoved):

@@ -204,6 +204,48 @@ def test_a_directory_that_was_removed_is_not_known(tmp_path: Path) -> None:
     durable.close()
 
 
+def test_a_failure_to_hold_closes_what_was_given_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A descriptor that is closed twice could be another file's by then."""
+    fds = [os.open(tmp_path, os.O_RDONLY) for _ in range(2)]
+    durable, fstat = DurableNames(), os.fstat
+
+    def fail(fd: int) -> os.stat_result:
+        if fd == fds[1]:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return fstat(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", fail)
+        with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+            durable.hold([("a", fds[0]), ("b", fds[1])])
+    mine = [os.open(tmp_path, os.O_RDONLY) for _ in range(2)]
+    assert sorted(mine) == sorted(fds)  # both were closed
+    assert not durable.known("a", mine[0])
+    durable.close()
+    for fd in mine:
+        os.close(fd)
+
+
+def test_a_deep_key_takes_few_descriptors(
+    device: LocalDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key may have hundreds of parts; a process may open 1,024 files."""
+    before, most = len(os.listdir("/proc/self/fd")), [0]
+    fsync = os.fsync
+
+    def note(fd: int) -> None:
+        most[0] = max(most[0], len(os.listdir("/proc/self/fd")) - before)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
+    for name in ("1", "2"):
+        store(device, "objects/" + "a/" * 200 + f"@1/{name}", pattern(PAGE))
+    assert most[0] <= 17
+    assert len(os.listdir("/proc/self/fd")) - before <= 6
+
+
 def test_few_directories_are_held(device: LocalDevice, synced: list[str]) -> None:
     """However many there are; none after close()."""
     before = len(os.listdir("/proc/self/fd"))

@@ -14,7 +14,7 @@ from hpstore.devices.wrappers import SimulatedCrash
 from hpstore.errors import AlreadyClosed, DeviceError, DeviceTimeout
 from hpstore.patience import Patience
 from hpstore.scheduler import Scheduler
-from hpstore.tours import _TRY_EVERY, WORKERS, _Quicker
+from hpstore.tours import _TRY_EVERY, WORKERS, Tour, _Quicker
 
 LIMIT_SECONDS = 20.0
 SHORT_SECONDS = 0.1
@@ -172,6 +172,133 @@ def test_a_tour_that_was_left_uses_one_device(
     assert not late.is_set()
     released.set()
     assert late.wait(LIMIT_SECONDS)
+
+
+def test_a_left_tour_ends_a_device_after_its_calls(
+    scheduler: Scheduler, released: threading.Event
+) -> None:
+    """Else they would open what was closed."""
+    begun, order, ended = threading.Event(), list[str](), threading.Event()
+
+    def stand() -> bool:
+        begun.set()
+        return released.wait(LIMIT_SECONDS)
+
+    def call() -> None:
+        time.sleep(0.05)  # what is not waited for would come first
+        order.append("call")
+
+    def end() -> None:
+        order.append("end")
+        ended.set()
+
+    patience = Patience(SHORT_SECONDS, lambda silent: silent <= {"a"})
+    thread = threading.Thread(target=ask, args=(scheduler, {"a": stand, "b": call}, patience))
+    plain, turn = Tour.over, threading.Event()
+
+    def over(tour: Tour) -> bool:
+        return turn.wait(LIMIT_SECONDS) and plain(tour)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tour, "over", over)
+        thread.start()
+        assert begun.wait(LIMIT_SECONDS)
+        scheduler.forget("b", end)
+        turn.set()
+        thread.join(LIMIT_SECONDS)
+    assert ended.wait(LIMIT_SECONDS)
+    assert order == ["call", "end"]
+
+
+def test_an_interrupted_caller_leaves_its_tour(
+    scheduler: Scheduler, released: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C: what was still to be asked is asked no more, and can be ended."""
+
+    def interrupt(_: Tour) -> bool:
+        raise KeyboardInterrupt
+
+    asked: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Tour, "over", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ask(scheduler, {"a": released.wait, "b": lambda: asked.append("b")})
+    ended = threading.Event()
+    scheduler.forget("b", ended.set)
+    assert ended.wait(LIMIT_SECONDS)
+    released.set()
+    assert in_turn(where(scheduler, "cd"))
+    assert asked == []
+
+
+def test_an_end_that_fails_keeps_no_worker(
+    scheduler: Scheduler, released: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise DeviceError("broken")
+
+    spare = Patience(SHORT_SECONDS, lambda silent: silent <= {"a"})
+    ask(scheduler, {"a": released.wait, "b": lambda: 2}, spare)
+    scheduler.forget("a", fail)
+    released.set()
+    until = time.monotonic() + LIMIT_SECONDS
+    while scheduler._tours._idle < 1:
+        assert time.monotonic() < until
+    assert "could not be closed" in caplog.text
+    assert in_turn(where(scheduler, "cd"))
+
+
+def test_without_a_thread_for_it_calls_are_made_side_by_side(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many processes as this user may have are there: the lanes' threads are, too."""
+    scheduler.gather({"a": lambda: 1, "b": lambda: 2}, LIMIT_SECONDS)
+
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        assert ask(scheduler, {"a": lambda: 1, "b": lambda: 2}) == {"a": 1, "b": 2}
+    assert in_turn(where(scheduler, "ab"))
+
+
+def test_a_lane_that_refuses_calls_does_so_in_a_tour(
+    scheduler: Scheduler, released: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for a device once more that has not answered for half a minute."""
+    for _ in range(2):
+        scheduler.submit("a", released.wait)
+    until = time.monotonic() + LIMIT_SECONDS
+    while len(scheduler._lanes["a"].busy_since) < 2:
+        assert time.monotonic() < until
+    real = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: real() + 31)
+    asked: list[str] = []
+    answers = ask(scheduler, {"a": lambda: asked.append("a"), "b": lambda: 2})
+    assert isinstance(answers["a"], DeviceTimeout)
+    assert (answers["b"], asked) == (2, [])
+
+
+def test_what_has_a_forgotten_devices_id_is_in_tours(
+    scheduler: Scheduler, released: threading.Event
+) -> None:
+    spare = Patience(SHORT_SECONDS, lambda silent: silent <= {"a"})
+    ask(scheduler, {"a": released.wait, "b": lambda: 2}, spare)
+    assert not in_turn(where(scheduler, "bc") | where(scheduler, "ac"))
+    scheduler.forget("a", threading.Event().set)
+    assert in_turn(where(scheduler, "ac"))
+
+
+def test_late_ones_are_asked_on_demand(scheduler: Scheduler, released: threading.Event) -> None:
+    """A listing hangs on one of its workers: its last word on a put is not that one's."""
+    spare = Patience(SHORT_SECONDS, lambda silent: silent <= {"a"})
+    calls: Calls = {"a": released.wait, "b": lambda: 2}
+    assert isinstance(ask(scheduler, calls, spare)["a"], DeviceTimeout)
+    calls = {"a": lambda: 1, "b": lambda: 2}
+    assert isinstance(ask(scheduler, calls, spare)["a"], DeviceTimeout)
+    found = scheduler.gather(calls, LIMIT_SECONDS, patience=spare, brief=True, ask_late=True)
+    assert found == {"a": 1, "b": 2}
 
 
 def test_the_way_that_is_quicker_is_taken() -> None:
