@@ -108,6 +108,8 @@ class Eyes:
     def _look_at_objects(self, now_seconds: float) -> None:
         """Walk over the keys now and then, and when the pool has changed."""
         found = self._walk.take()
+        if found is not None:  # the pause is counted from its end: a walk may take longer than that
+            self._walk_seconds = now_seconds
         if isinstance(found, Condition):
             self.walked = Walked(
                 condition=found, shape=self._walking, at_ms=self._pool.clock.wall_ms()
