@@ -121,12 +121,14 @@ class KillLoop:
         episodes = (
             (self._ordinary, 12), (self._rebuild, 3), (self._scrub, 3), (self._agent, 2),
         )  # fmt: skip
+        first = self.rng.sample([e for e, _ in episodes], len(episodes))  # each of them once
         while (
             self.report.total < kills
             and time.monotonic() - began < seconds
             and len(self.report.problems) < PROBLEMS_MOST
         ):
-            chosen = self.rng.choices([e for e, _ in episodes], [w for _, w in episodes])[0]
+            drawn = self.rng.choices([e for e, _ in episodes], [w for _, w in episodes])
+            chosen = first.pop() if first else drawn[0]
             name = chosen.__name__.removeprefix("_")
             self.report.episodes[name] += 1
             try:
