@@ -240,7 +240,7 @@ class Scheduler:
     def _is_over(self, tour: Tour) -> bool:
         try:
             return tour.over()
-        except BaseException:  # Ctrl-C: nobody waits for the other calls
+        except BaseException:  # Ctrl-C: nobody waits for the remaining calls; raised again
             for ends in self._tours.leave(tour).ends.values():
                 run_all(ends)
             raise

@@ -1,9 +1,9 @@
 """One worker asks many devices in turn, where that is quicker than to ask them side by side.
 
 A call that looks something up in a cached directory takes some ten microseconds; to wake a worker
-for it, and its caller again, takes longer, once for each device. So one worker goes round. A caller
-whose tour stands still leaves it: it has the answers there are, and asks the rest side by side on
-their lanes, so that a device that hangs holds no other. What is quicker is measured.
+for it, and then its caller, takes longer, and that for each device. So one worker asks them all. A
+caller whose tour stands still leaves it: it has the answers there are, and asks the rest side by
+side on their lanes, so that a device that hangs delays no other. Which way is quicker is measured.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ MOST = 6  # of a device; each holds a descriptor
 class DurableNames:
     """Directories that were open while the directory above them was synced. Thread-safe.
 
-    Neither names nor inode numbers tell a directory from one that another process has removed and
-    made anew. But the number of one that is held open here is given to no other: what has the same
-    number under the same name is the same directory, and its name need not be synced once more.
+    A name or an inode number alone may belong to a directory that another process has created
+    again. The inode number of a directory that is held open here is not reused, so the same number
+    under the same name is the same directory, and its name need not be synced again.
     """
 
     def __init__(self) -> None:

@@ -185,7 +185,7 @@ def test_a_left_tour_ends_a_device_after_its_calls(
         return released.wait(LIMIT_SECONDS)
 
     def call() -> None:
-        time.sleep(0.05)  # what is not waited for would come first
+        time.sleep(0.05)  # so that an end that did not wait for this call would come before it
         order.append("call")
 
     def end() -> None:
@@ -213,7 +213,7 @@ def test_a_left_tour_ends_a_device_after_its_calls(
 def test_an_interrupted_caller_leaves_its_tour(
     scheduler: Scheduler, released: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C: what was still to be asked is asked no more, and can be ended."""
+    """Ctrl-C: the remaining devices are not asked, and can be ended."""
 
     def interrupt(_: Tour) -> bool:
         raise KeyboardInterrupt
@@ -266,7 +266,7 @@ def test_without_a_thread_for_it_calls_are_made_side_by_side(
 def test_a_lane_that_refuses_calls_does_so_in_a_tour(
     scheduler: Scheduler, released: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for a device once more that has not answered for half a minute."""
+    """A device that has not answered for half a minute is not waited for again."""
     for _ in range(2):
         scheduler.submit("a", released.wait)
     until = time.monotonic() + LIMIT_SECONDS
