@@ -268,11 +268,12 @@ class Pool(TendedPool):
         InvalidKey for a prefix that no key can have.
         """
         self._usable()
+        before = self._store.view
         found = walk(self._store, prefix)
         view, surveys = self._store.view, found.surveys
         unknown = found.unknown | view.record.unhealed()
         if certain and not view.record.opens_without(unknown):
-            if self._store.look_for_missing():
+            if self._store.look_again(before):
                 return self.list(prefix, certain=True)
             raise TooFewDevices(
                 f"{len(unknown)} devices do not answer or were evicted since the last rebuild, "

@@ -92,6 +92,7 @@ def open_object(
     seen: set[Found] | None = None
     patience: float | None = READ_PATIENCE
     for _ in range(RESOLVE_TRIES):
+        view = store.view
         survey = survey_key(store, key, patience=patience)
         try:
             return open_survey(store, survey, content, whole=whole)
@@ -100,7 +101,7 @@ def open_object(
             seen = None
         except (ObjectNotFound, TooManyErasures) as error:
             if seen == set(survey.files):
-                if isinstance(error, TooManyErasures) and store.look_for_missing():
+                if isinstance(error, TooManyErasures) and store.look_again(view):
                     seen = None
                     continue
                 raise

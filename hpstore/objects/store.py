@@ -41,7 +41,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 READ_PATIENCE = 0.25  # seconds that a read waits for a device that it can do without
 PATIENCE = 2.0  # what writes: without a device it places narrower stripes, or leaves old files
-LOOK_SECONDS = 5.0  # between looks for members that are missing
+LOOK_SECONDS = 5.0  # between two looks for devices that are there again
 MARK_STEP_MS = 2000  # a process that puts raises the mark so often: no put pays a sync of its own
 AHEAD_STEP_MS = 16  # while counters are ahead of the clock, so that it catches up
 MARK_TRIES = 6  # others raise it, too
@@ -70,6 +70,12 @@ class View:
         now. What was evicted and not made up for by a rebuild counts as lost, too."""
         lost = self.missing.union(silent, self.record.unhealed())
         return max(0, self.record.parity - self.record.weight(lost))
+
+    def differs(self, other: View) -> bool:
+        """Whether it has another record, or other devices: some have come or were opened anew."""
+        return self.record.generation != other.record.generation or any(
+            other.devices.get(device) is not opened for device, opened in self.devices.items()
+        )
 
     def members(self) -> list[Member]:
         """Members that answered."""
@@ -106,7 +112,8 @@ class Store:
     deleted: deque[tuple[int, str]] = field(  # (counter, key), by this process, not swept yet
         default_factory=lambda: deque(maxlen=8192)
     )
-    _looked_at: float = -math.inf  # for members that are missing, by the clock
+    looking: threading.Lock = field(default_factory=threading.Lock)  # see look_again()
+    _looked_at: float = -math.inf  # by the clock; guarded by looking
     _stamps: dict[str, tuple[Stamp, int]] = field(default_factory=dict)
     _marks: dict[str, int] = field(default_factory=dict)  # of devices, as candidates() saw them
     _lock: threading.Lock = field(default_factory=threading.Lock)  # guards _stamps
@@ -138,16 +145,21 @@ class Store:
         record = self.view.record
         return record.opens_without(self.view.missing.union(silent, record.unhealed()))
 
-    def look_for_missing(self) -> bool:
-        """Before an operation fails for members that did not answer when they were looked for last:
-        whether one is there again. Looks at most every few seconds, under the open deadline."""
-        now = self.clock.monotonic()
-        missing = self.view.missing
-        if not missing or now - self._looked_at < LOOK_SECONDS:
-            return False
-        self._looked_at = now
-        self.refresh()
-        return not missing <= self.view.missing
+    def look_again(self, before: View) -> bool:
+        """Before an operation fails for devices that did not answer while `before` was the view:
+        whether the membership shows others now, or some anew, so that it is worth another try.
+
+        One thread looks, under the open deadline, those that come meanwhile wait for what it finds.
+        A look that ended less than LOOK_SECONDS ago is not repeated. Thread-safe.
+        """
+        with self.looking:
+            if self.view.differs(before):
+                return True  # somebody has looked since
+            if self.clock.monotonic() - self._looked_at < LOOK_SECONDS:
+                return False
+            self.refresh()
+            self._looked_at = self.clock.monotonic()
+            return self.view.differs(before)
 
     def owing(self) -> set[str]:
         """Devices that have owed an answer for longer than writes wait for one."""

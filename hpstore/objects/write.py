@@ -371,8 +371,9 @@ def _survey_to_write(
     store: Store, key: str, *, absent: bool = True, offers: bool = False
 ) -> Survey:
     """What there is of a key; with members that are back, where too many would be unknown."""
+    view = store.view
     survey = stable_survey(store, key, absent=absent, patience=PATIENCE, offers=offers)
-    if unknown_devices(store.view, survey) > store.view.record.parity and store.look_for_missing():
+    if unknown_devices(view, survey) > view.record.parity and store.look_again(view):
         return stable_survey(store, key, absent=absent, patience=PATIENCE, offers=offers)
     return survey
 

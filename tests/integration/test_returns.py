@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -13,12 +16,22 @@ from hpstore.devices.base import Device
 from hpstore.devices.horizons import HORIZON
 from hpstore.devices.wrappers import DeviceWrapper
 from hpstore.errors import DeviceError, MembershipError
+from hpstore.objects import resolve, survey
+from hpstore.objects.store import Store
+from hpstore.objects.survey import Survey
 from hpstore.pool import Pool
 from hpstore.testing.harness import FakeClock, Harness
 from tests.fault.common import payload
 
 T = TypeVar("T")
 SIZE = 300_000
+
+
+class Stale(DeviceWrapper):
+    """A device that somebody holds open, and that is gone."""
+
+    def around(self, operation: str, nbytes: int, call: Callable[[], T]) -> T:
+        raise DeviceError(f"device {self.url} fails", device=self.url)
 
 
 class Unlisted(DeviceWrapper):
@@ -113,7 +126,7 @@ def test_a_member_is_not_reconciled(tmp_path: Path) -> None:
 
 def test_what_fails_for_a_missing_member_looks_for_it_first(tmp_path: Path) -> None:
     """A process that opened while a device was away finds it when it is needed: no refresh is."""
-    harness = Harness(tmp_path, data=4, parity=2, devices=8, clock=FakeClock())
+    harness = Harness(tmp_path, data=4, parity=2, devices=6, clock=FakeClock())
     body = bytes(300_000)
     with harness.open() as pool:
         for n in range(8):
@@ -128,5 +141,66 @@ def test_what_fails_for_a_missing_member_looks_for_it_first(tmp_path: Path) -> N
             harness.bring_back()
             harness.lose(harness.urls[1:3])
             assert act(pool)
-            assert len(pool.places) == 8
+            assert len(pool.places) == 6
         harness.bring_back()
+
+
+def test_what_another_thread_has_found_meanwhile_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device was away at the open, and the membership was read anew while a read waited for two
+    others that had gone: no member is missing any more, and the read is tried again."""
+    harness = Harness(tmp_path, data=4, parity=2, devices=6, clock=FakeClock())
+    with harness.open() as pool:
+        pool.put("k", b"x" * 300_000)
+    harness.lose(harness.urls[:1])
+    with harness.open() as pool:
+        harness.bring_back()
+        harness.lose(harness.urls[1:3])
+        look = survey.survey_key
+
+        def refreshed(store: Store, key: str, **how: Any) -> Survey:
+            found = look(store, key, **how)
+            if how["patience"] is None:
+                pool.refresh()
+            return found
+
+        monkeypatch.setattr(resolve, "survey_key", refreshed)
+        assert pool.get("k") == b"x" * 300_000
+
+
+def test_who_fails_while_another_looks_waits_for_what_it_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two reads fail together for a member that is back: both find it, not the first alone."""
+    harness = Harness(tmp_path, data=4, parity=2, devices=6, clock=FakeClock())
+    with harness.open() as pool:
+        pool.put("k", b"x" * 300_000)
+    harness.lose(harness.urls[:1])
+    with harness.open() as pool:
+        harness.bring_back()
+        harness.lose(harness.urls[1:3])
+        looks = pool._store.refresh
+
+        def slowly() -> None:
+            time.sleep(0.5)
+            looks()
+
+        monkeypatch.setattr(pool._store, "refresh", slowly)
+        with ThreadPoolExecutor(2) as threads:
+            found = list(threads.map(pool.get, ["k", "k"]))
+        assert found == [b"x" * 300_000] * 2
+
+
+def test_a_device_that_was_exchanged_is_opened_anew_before_a_read_fails(tmp_path: Path) -> None:
+    """A member that answered at the open, and whose place is another file system since: what holds
+    it open gets errors for ever, and opens its place again when it needs it."""
+    harness = Harness(tmp_path, data=4, parity=2, devices=6, clock=FakeClock())
+    with harness.open() as pool:
+        pool.put("k", b"x" * 300_000)
+        store = pool._store
+        first = next(m.device_id for m in store.view.record.members if m.url == harness.urls[0])
+        stale = Stale(store.view.devices[first])
+        store.view = replace(store.view, devices={**store.view.devices, first: stale})
+        harness.lose(harness.urls[1:3])
+        assert pool.get("k") == b"x" * 300_000
