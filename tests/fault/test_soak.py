@@ -118,6 +118,16 @@ def test_the_judge_tells_lives_with_one_process_id_apart() -> None:
     assert figures["work_seconds"] == pytest.approx(20 * WORK_SECONDS)
 
 
+def test_the_judge_counts_no_life_after_the_kill() -> None:
+    """A killed trainer that waits for a device that hangs ends when the device answers, and does
+    not live until then: that took 4 % of the goodput of a soak."""
+    rows = [{"event": "start", "at": 0.0, "pid": 1}, *steps(10)]
+    life = Life(name="trainer", pid=1, began=0.0, ended=40.0, killed_at=10.0)
+    figures = judge_trainer(rows, [life]).figures
+    assert figures["alive_seconds"] == 10.0
+    assert figures["seconds_to_restored"] == 10.0
+
+
 def test_the_judge_accepts_a_trainer_that_resumes_where_it_saved() -> None:
     """Steps that come again are the same; its goodput is work in the time it lived."""
     rows = [

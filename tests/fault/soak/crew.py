@@ -22,13 +22,14 @@ PATIENCE = 60.0
 
 @dataclass
 class Life:
-    """One run of a process. `killed`: by the rig. Times are of the monotonic clock."""
+    """One run of a process. `killed_at`: when the rig killed it. It may end later, when a device
+    that hangs answers it: a call to it cannot be interrupted. Times are of the monotonic clock."""
 
     name: str
     pid: int
     began: float
     ended: float | None = None
-    killed: bool = False
+    killed_at: float | None = None
     status: int | None = None
     pauses: list[tuple[float, float]] = field(default_factory=list)  # while it was stopped
 
@@ -86,17 +87,21 @@ class Crew(Closing):
         It may end later: when what it reads from a device that hangs comes back.
         """
         process, life = self._processes[name], self.life(name)
-        if process.poll() is not None or life.killed:
+        if process.poll() is not None or life.killed_at is not None:
             return False
         self._go_on(name)
-        life.killed = True
+        life.killed_at = time.monotonic()
         process.kill()
         return True
 
     def stop(self, name: str, seconds: float) -> bool:
         """SIGSTOP for so long; False when it does not run now."""
         process = self._processes[name]
-        if process.poll() is not None or name in self._stopped or self.life(name).killed:
+        if (
+            process.poll() is not None
+            or name in self._stopped
+            or self.life(name).killed_at is not None
+        ):
             return False
         process.send_signal(signal.SIGSTOP)
         now = time.monotonic()
@@ -139,7 +144,7 @@ class Crew(Closing):
 
     def _note_end(self, life: Life, status: int) -> None:
         life.ended, life.status = time.monotonic(), status
-        if not life.killed or status != -signal.SIGKILL:
+        if life.killed_at is None or status != -signal.SIGKILL:
             tail = self.log(life.name).read_text(errors="replace")[-1500:].strip()
             self.problems.append(f"the {life.name} ended with {status} by itself: {tail}")
 

@@ -78,9 +78,10 @@ def _judge_epochs(numbers: Mapping[int, list[int]], verdict: Verdict) -> None:
 
 def _times(rows: Rows, lives: Iterable[Life]) -> dict[str, float]:
     """Goodput: the time in the work of steps, to the time alive without what the rig stopped."""
-    work = alive = started = waited = stalled = 0.0
+    work = alive = started = restoring = waited = stalled = 0.0
     for life in lives:
-        until = math.inf if life.ended is None else life.ended
+        ends = [at for at in (life.killed_at, life.ended) if at is not None]
+        until = min(ends, default=math.inf)  # a killed one does not live, though it may not end yet
         mine = [  # process ids come again
             row for row in rows if row["pid"] == life.pid and life.began <= row["at"] <= until
         ]
@@ -91,12 +92,16 @@ def _times(rows: Rows, lives: Iterable[Life]) -> dict[str, float]:
         if mine:  # it lives from its first line on: what comes before is Python's imports
             alive += end - mine[0]["at"] - paused
         work += sum(min(row["worked"], 2 * WORK_SECONDS) for row in steps)
+        restoring += next((row["at"] for row in mine if row["event"] == "restored"), end) - (
+            mine[0]["at"] if mine else end
+        )
         waited += sum(row["waited"] for row in steps)
         stalled += sum(row["saved"] for row in steps)
     return {
         "goodput": work / alive if alive else 0.0,
         "goodput_from_process_start": work / started if started else 0.0,
-        "alive_seconds": alive, "work_seconds": work, "batch_wait_seconds": waited,
+        "alive_seconds": alive, "work_seconds": work, "seconds_to_restored": restoring,
+        "batch_wait_seconds": waited,
         "save_stall_seconds": stalled,
     }  # fmt: skip
 

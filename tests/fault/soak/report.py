@@ -51,7 +51,7 @@ class Report:
     def text(self) -> str:
         """For people."""
         faults = Counter(row.planned.split()[1] for row in self.happened)
-        kills = Counter(life.name for life in self.lives if life.killed)
+        kills = Counter(life.name for life in self.lives if life.killed_at is not None)
         lines = [
             f"soak, seed {self.seed}, {self.seconds / 60:.1f} minutes, commit {self.commit}",
             f"faults: {dict(faults)}; skipped: {len(self.skipped)}",
