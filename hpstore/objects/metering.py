@@ -47,12 +47,14 @@ class BatchMeter:
         ]
 
     def hopeless(self, results: Int64s) -> bool:
-        """Whether what is not there can be had sooner in another way: all of it is on devices that
-        reads keep off by now, parity makes up for them, and others have answered."""
+        """Whether what is not there can be had sooner in another way. Asked after a second in which
+        no read has ended: the devices that are silent, those that failed and those that owe
+        an answer to somebody else can all be done without."""
         late = self.late_devices(results)
-        away = self._store.kept_off()
-        few = len(late) <= self._store.view.record.parity and len(late) < len(self._devices)
-        return few and all(device in away for device in late)
+        failing = self._with_some((results < 0) & (results > UNTRIED))
+        store = self._store
+        refused = [d for d in store.view.devices if not store.scheduler.answers(d)]
+        return store.shows_without({*late, *failing, *refused, *store.owing()})
 
     def end(self, batch: Batch | None, sizes: Int64s) -> None:
         """Note what has ended. `sizes`: bytes of the reads; None: no batch was made."""
