@@ -36,6 +36,7 @@ from hpstore.members import (
     make_view,
     open_members,
     refusing,
+    suffice,
     unlisted,
 )
 from hpstore.membership import (
@@ -214,7 +215,10 @@ class PoolHandle(Closing):
         urls = [url for url in places if same_form(url) not in here]
         scheduler, settings = self._store.scheduler, self.config.settings
         deadline = settings.open_deadline_seconds
-        opened, failed = identify_all(urls, self._opener, scheduler, deadline)
+        opened, failed = identify_all(
+            urls, self._opener, scheduler, deadline,
+            lambda found: suffice(record, [*kept, *(o.identity.device_id for o in found.values())]),
+        )  # fmt: skip
         problems = {url: str(error) for url, error in failed.items()}
         for url, found in list(opened.items()):
             ours = belongs(found, record.pool_id)
@@ -222,7 +226,10 @@ class PoolHandle(Closing):
                 continue
             problems[url] = copied(url) if ours else foreign(url)
             opened.pop(url).device.close()
-        proof = prove(opened, scheduler, write=not self.read_only, deadline_seconds=deadline)
+        proof = prove(
+            opened, scheduler, write=not self.read_only, deadline_seconds=deadline,
+            enough=lambda ids: suffice(record, [*kept, *ids]),
+        )  # fmt: skip
         for url, error in proof.failed.items():
             problems[url] = str(error)
             opened.pop(url)

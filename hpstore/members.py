@@ -39,7 +39,7 @@ def open_members(
     Raises TooFewDevices that names what is missing and why.
     """
     deadline = config.settings.open_deadline_seconds
-    opened, failed = identify_all(config.devices, opener, scheduler, deadline)
+    opened, failed = identify_all(config.devices, opener, scheduler, deadline, open_a_pool)
     problems = {url: str(error) for url, error in failed.items()}
     try:
         opened |= _open_unlisted(config, opened, opener, scheduler)
@@ -51,6 +51,24 @@ def open_members(
     for problem in problems.values():
         _log.warning("pool %s opens without a device: %s", config.name, problem)
     return found
+
+
+def open_a_pool(opened: Mapping[str, OpenedDevice]) -> bool:
+    """Whether these devices are enough to open their pool (PROTOCOL 14), with those that were
+    evicted and not made up for counted as missing, too."""
+    if not any(found.record is not None for found in opened.values()):
+        return False
+    pool_id = _majority_pool(opened)
+    ours = [found for found in opened.values() if belongs(found, pool_id)]
+    records = [found.record for found in ours if found.record is not None]
+    ids = {found.identity.device_id for found in ours}
+    return bool(records) and suffice(newest_of(records), ids)
+
+
+def suffice(record: PoolRecord, present: Collection[str]) -> bool:
+    """Whether all that was acknowledged shows on these devices."""
+    missing = {m.device_id for m in record.members} - set(present)
+    return record.opens_without(missing | record.unhealed())
 
 
 def _open_unlisted(
@@ -107,9 +125,11 @@ def _choose_view(
         if not belongs(found, pool_id):
             problems[url] = foreign(url)
             opened.pop(url).device.close()
+    known = [o.record for o in opened.values() if o.record is not None]
     proof = prove(
         opened, scheduler, write=not read_only,
         deadline_seconds=config.settings.open_deadline_seconds,
+        enough=lambda ids: bool(known) and suffice(newest_of(known), ids),
     )  # fmt: skip
     for url, error in proof.failed.items():
         problems[url] = str(error)
@@ -172,4 +192,4 @@ def make_view(record: PoolRecord, opened: Iterable[OpenedDevice], problems: dict
 
 
 __all__ = ["Opened", "belongs", "copied", "foreign", "make_view", "open_members", "refusing",
-           "unlisted"]  # fmt: skip
+           "suffice", "unlisted"]  # fmt: skip

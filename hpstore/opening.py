@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +20,12 @@ from hpstore.errors import (
     DeviceReadOnly,
     IntegrityError,
 )
+from hpstore.patience import Patience
 from hpstore.records import IDENTITY_FILE, MAX_RECORD_BYTES, POOL_FILE, Identity, PoolRecord
 from hpstore.scheduler import Scheduler
 
 Opener = Callable[[str], Device]
+OPEN_PATIENCE = 2.0  # seconds that a device is waited for without which the pool opens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,23 +106,33 @@ def _identify(url: str, device: Device) -> OpenedDevice:
 
 
 def identify_all(
-    urls: Iterable[str], opener: Opener, scheduler: Scheduler, deadline_seconds: float
-) -> tuple[dict[str, OpenedDevice], dict[str, Exception]]:
+    urls: Iterable[str], opener: Opener, scheduler: Scheduler, deadline_seconds: float,
+    enough: Callable[[Mapping[str, OpenedDevice]], bool] = lambda opened: False,
+) -> tuple[dict[str, OpenedDevice], dict[str, Exception]]:  # fmt: skip
     """Identify devices side by side; those that answered and what went wrong, both by URL.
 
-    A device that hangs costs the deadline once, not its neighbours' time; it is not asked again
-    before it has answered, and is closed then. Raises FormatTooNew.
+    A device that hangs costs the deadline once, not its neighbours' time, and no more than
+    OPEN_PATIENCE where those that answered are `enough`; it is not asked again before it has
+    answered, and is closed then. Raises FormatTooNew.
     """
+    answered: dict[str, OpenedDevice] = {}
+
+    def ask(url: str) -> OpenedDevice:
+        found = identify(url, opener)
+        answered[url] = found
+        return found
 
     def late(_: str, future: Future[OpenedDevice]) -> None:
         if future.exception() is None:
             future.result().device.close()
 
-    calls = {url: (lambda u=url: identify(u, opener)) for url in urls}
+    calls = {url: partial(ask, url) for url in urls}
+    patience = Patience(OPEN_PATIENCE, lambda _: enough(dict(answered)))
     opened: dict[str, OpenedDevice] = {}
     failed: dict[str, Exception] = {}
     fatal: Exception | None = None
-    for url, result in scheduler.gather_once(calls, deadline_seconds, late).items():
+    results = scheduler.gather_once(calls, deadline_seconds, late, patience=patience)
+    for url, result in results.items():
         if not isinstance(result, Exception):
             opened[url] = result
             continue
@@ -136,9 +148,10 @@ def identify_all(
 
 def prove(
     opened: Mapping[str, OpenedDevice], scheduler: Scheduler, *, write: bool,
-    deadline_seconds: float,
+    deadline_seconds: float, enough: Callable[[Collection[str]], bool],
 ) -> Proof:  # fmt: skip
-    """Probe devices of this pool side by side: write, sync, read back.
+    """Probe devices of this pool side by side: write, sync, read back. No longer than OPEN_PATIENCE
+    is waited for those that do not answer where the others, by device id, are `enough`.
 
     Those that failed are closed; one that hangs, when its call has ended. A full or read-only one
     has not failed: it can be read, and takes no new columns.
@@ -149,7 +162,13 @@ def prove(
         devices[url].close()
 
     calls = {url: partial(_probe, device, write) for url, device in devices.items()}
-    results = scheduler.gather_once(calls, deadline_seconds, late)
+    ids = {url: found.identity.device_id for url, found in opened.items()}
+
+    def spare(silent: set[str]) -> bool:
+        return enough({ids[url] for url in ids.keys() - silent})
+
+    patience = Patience(OPEN_PATIENCE, spare)
+    results = scheduler.gather_once(calls, deadline_seconds, late, patience=patience)
     errors = {url: result for url, result in results.items() if isinstance(result, Exception)}
     failed = {url: error for url, error in errors.items() if not isinstance(error, READABLE)}
     read_only = {url: error for url, error in errors.items() if isinstance(error, DeviceReadOnly)}

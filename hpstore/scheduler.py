@@ -280,7 +280,8 @@ class Scheduler:
 
     def gather_once(
         self, calls: Mapping[str, Callable[[], T]], deadline_seconds: float,
-        late: Callable[[str, Future[T]], None] | None = None,
+        late: Callable[[str, Future[T]], None] | None = None, *,
+        patience: Patience | None = None,
     ) -> dict[str, T | Exception]:  # fmt: skip
         """As gather, on lanes that end with their calls. For names that are no devices' ids.
 
@@ -288,8 +289,13 @@ class Scheduler:
         however often a place that hangs is asked, it holds one call. `late(name, future)` is then
         called by the lane's thread, to dispose of what came of it.
         """
+        began = time.monotonic()
         futures = {name: self.submit(name, call) for name, call in calls.items()}
-        wait_awake(futures.values(), deadline_seconds)
+        if patience is None:
+            wait_awake(futures.values(), deadline_seconds)
+        else:
+            wait_for_enough(futures, deadline_seconds, patience, ())
+        waited = min(deadline_seconds, time.monotonic() - began)
         results: dict[str, T | Exception] = {}
         for name, future in futures.items():
             if future.done():
@@ -298,7 +304,7 @@ class Scheduler:
                 if self.answers(name):  # else it was refused: an earlier call has the lane
                     self.forget(name, _no_end)
                 continue
-            results[name] = no_answer(name, deadline_seconds)
+            results[name] = no_answer(name, waited)
             self.note_unanswered(name, future)
             future.add_done_callback(partial(self._ended_late, name, late))
         return results

@@ -104,6 +104,25 @@ def test_open_ends_in_time_when_a_device_hangs(hangs: Hangs) -> None:
         within(LIMIT, pool.close)
 
 
+@pytest.mark.parametrize("plan", ["H*", "..H*"], ids=["asked who it is", "proved"])
+def test_a_device_that_can_be_done_without_does_not_cost_the_open_deadline(
+    bench: Bench, plan: str
+) -> None:
+    """PROTOCOL 14: who answers is enough; the others are looked for when they are needed."""
+    bench.create(4, data=2, parity=1, open_deadline_seconds=300.0).close()
+    hangs = Hangs(bench)
+    hangs.hang(bench.paths[1], plan)
+    try:
+        with within(LIMIT, lambda: bench.open(wrap=hangs.wrap)) as pool:
+            assert len(pool.places) == 3
+            within(LIMIT, pool.refresh)
+            hangs.release()
+            within(LIMIT, pool.refresh)
+            assert len(pool.places) == 4
+    finally:
+        hangs.release()
+
+
 def test_open_says_what_is_missing_when_too_many_devices_hang(hangs: Hangs) -> None:
     """Two of four devices hang at a parity of one: the error comes in time and names both."""
     for path in hangs.bench.paths[:2]:

@@ -142,7 +142,8 @@ class SimulatedScheduler(Scheduler):
 
     def gather_once(
         self, calls: Mapping[str, Callable[[], T]], deadline_seconds: float,
-        late: Callable[[str, Future[T]], None] | None = None,
+        late: Callable[[str, Future[T]], None] | None = None, *,
+        patience: Patience | None = None,
     ) -> dict[str, T | Exception]:  # fmt: skip
         return self.gather(calls, deadline_seconds)
 
