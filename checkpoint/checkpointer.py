@@ -26,6 +26,7 @@ from hpstore.checkpoint.manifest import checked_step
 from hpstore.checkpoint.options import VerifyReport, require_options
 from hpstore.checkpoint.pacing import checked_background, pace
 from hpstore.checkpoint.packing import known_items
+from hpstore.checkpoint.places import State
 from hpstore.checkpoint.planner import Planner, Prepared, sizes_of_all
 from hpstore.checkpoint.preparing import SpaceMaker
 from hpstore.checkpoint.ranks import Channel, Ranks
@@ -43,7 +44,7 @@ from hpstore.checkpoint.saving import Earlier, SaveJob, SaveOptions
 from hpstore.checkpoint.stager import Stage, checked_staging
 from hpstore.checkpoint.steps import Steps
 from hpstore.checkpoint.streaming import ByteProgress, counting
-from hpstore.checkpoint.training import State, require_state
+from hpstore.checkpoint.training import require_state
 from hpstore.checkpoint.tree import Decoding, PerRank, decode_tree
 from hpstore.checkpoint.underway import OneCaller, Underway
 from hpstore.errors import CheckpointError

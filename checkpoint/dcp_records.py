@@ -24,7 +24,8 @@ from hpstore.checkpoint.items import Item, by_name, require_cover
 from hpstore.checkpoint.manifest import Manifest
 from hpstore.checkpoint.nearby import use_ours
 from hpstore.checkpoint.packing import Segment
-from hpstore.checkpoint.tree import Collected, Decoding, decode_tree, dtype_named, encode_tree
+from hpstore.checkpoint.scalars import dtype_named
+from hpstore.checkpoint.tree import Collected, Decoding, decode_tree, encode_tree
 from hpstore.errors import CheckpointError, HpstoreError, IntegrityError
 from hpstore.keys import check_key
 

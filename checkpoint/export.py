@@ -14,13 +14,13 @@ import torch
 from hpstore.checkpoint import dcp_directories, safetensors_files
 from hpstore.checkpoint.manifest import Manifest
 from hpstore.checkpoint.outline import leaves, of_rank, only_branch, plain, stripped, subtree
+from hpstore.checkpoint.places import RNG_KEY
 from hpstore.checkpoint.publishing import published
 from hpstore.checkpoint.safetensors_files import INDEX, NAMES, Entry
+from hpstore.checkpoint.scalars import dtype_named
 from hpstore.checkpoint.steps import Steps
 from hpstore.checkpoint.streaming import ByteProgress, TensorStream
 from hpstore.checkpoint.torch_files import write_torch_file
-from hpstore.checkpoint.training import RNG_KEY
-from hpstore.checkpoint.tree import dtype_named
 from hpstore.errors import CheckpointError, ConfigError
 from hpstore.pool import Pool
 from hpstore.units import GIB

@@ -14,11 +14,11 @@ from hpstore.checkpoint.checkpointer import Checkpointer
 from hpstore.checkpoint.dcp_directories import METADATA, read_dcp
 from hpstore.checkpoint.export import FORMATS, guessed_format
 from hpstore.checkpoint.manifest import checked_step
+from hpstore.checkpoint.places import RNG_KEY
 from hpstore.checkpoint.safetensors_files import read_safetensors
 from hpstore.checkpoint.steps import Steps
 from hpstore.checkpoint.streaming import ByteProgress
 from hpstore.checkpoint.torch_files import read_torch_file, tensors_in
-from hpstore.checkpoint.training import RNG_KEY
 from hpstore.checkpoint.tree import PerRank
 from hpstore.errors import CheckpointError, ConfigError, ObjectNotFound, VersionConflict
 from hpstore.pool import Pool

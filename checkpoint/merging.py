@@ -34,6 +34,9 @@ class Merge:
 
     def _dicts(self, first: Json, second: Json, path: str) -> Json:
         kind = first.get(TAG)
+        if kind in ("dict", "tuple") and first.get("type") != second.get("type"):
+            self.differing.append(path)
+            return first
         if kind is None:
             merged = {
                 name: self._child(name, child, second[name], path) if name in second else child
@@ -53,7 +56,7 @@ class Merge:
                 ]
                 for text, (key, child) in mine.items()
             ]
-            return {TAG: kind, "v": rows + [[*r] for t, r in other.items() if t not in mine]}
+            return {**first, "v": rows + [[*r] for t, r in other.items() if t not in mine]}
         if first != second:
             self.differing.append(path)
         return first

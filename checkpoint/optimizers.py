@@ -9,7 +9,8 @@ import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from hpstore.checkpoint.tree import check_names, join
+from hpstore.checkpoint.filling import check_names
+from hpstore.checkpoint.tree import join
 from hpstore.errors import CheckpointError, CheckpointMismatch
 
 # components of a parameter's name that a wrapper puts there, not its owner
@@ -31,11 +32,11 @@ def named_parameters(model: torch.nn.Module) -> dict[torch.Tensor, str]:
             "fully_shard (FSDP2), or torch.distributed.checkpoint with hpstore's StorageWriter"
         )
     model = unwrapped(model)
-    return {p: _clean(model, name) for name, p in model.named_parameters()}
+    return {p: clean_name(model, name) for name, p in model.named_parameters()}
 
 
-def _clean(model: torch.nn.Module, name: str) -> str:
-    """A parameter's name without the components that wrappers add."""
+def clean_name(model: torch.nn.Module, name: str) -> str:
+    """A parameter's or module's name without the components that wrappers add."""
     here: Any = model
     kept = []
     for part in name.split("."):
@@ -45,6 +46,24 @@ def _clean(model: torch.nn.Module, name: str) -> str:
             kept.append(part)
         here = getattr(here, part)
     return ".".join(kept)
+
+
+def numbered(optimizer: Optimizer) -> dict[torch.Tensor, int]:
+    """Parameters by the number that state_dict() gives them."""
+    everyone = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
+    return {parameter: number for number, parameter in enumerate(everyone)}
+
+
+def owns_its_format(optimizer: Optimizer) -> bool:
+    """Whether an optimizer keeps its state in another form than state_dict() gives it, so that only
+    its own load_state_dict() may touch it: TransformerEngine's FusedAdam, 8-bit ones and others."""
+    kind = type(optimizer)
+    own = ("state_dict", "load_state_dict", "_process_value_according_to_param_policy")
+    hooks = ("_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks")
+    return any(getattr(optimizer, name, None) for name in hooks) or any(
+        name in vars(optimizer) or getattr(kind, name) is not getattr(Optimizer, name)
+        for name in own
+    )
 
 
 def _numbered(optimizer: Optimizer, packed: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
@@ -70,7 +89,9 @@ def saved_optimizer(optimizer: Optimizer, names: Parameters | None) -> dict[str,
 def optimizer_tensors(
     optimizer: Optimizer, names: Parameters, path: str
 ) -> dict[str, torch.Tensor]:  # fmt: skip
-    """Moments that are there already, by path."""
+    """Moments that are there already and can be read into, by path."""
+    if owns_its_format(optimizer):
+        return {}
     return {
         join(path, f"state/{names[parameter]}/{slot}"): value
         for parameter, slots in optimizer.state.items()
@@ -106,14 +127,13 @@ def load_optimizer(
 ) -> None:
     """Give an optimizer a recorded state. Its own load_state_dict() does it, hooks included.
 
-    A moment that load_state_dict() would cast to its parameter's dtype keeps the dtype it was saved
-    with. Raises CheckpointMismatch.
+    A moment that torch's own load_state_dict() would cast to its parameter's dtype keeps the dtype
+    it was saved with. What an optimizer's own one makes is not touched. Raises CheckpointMismatch.
     """
     try:
         if names is None:
-            optimizer.load_state_dict(loaded)
-            numbered = {p: number for number, p in _numbered(optimizer, loaded)}
-            _keep_dtypes(optimizer, numbered, loaded["state"])
+            called = {p: number for number, p in _numbered(optimizer, loaded)}
+            _load(optimizer, loaded, called, loaded["state"])
             return
         packed = optimizer.state_dict()
         numbers = {names[p]: number for number, p in _numbered(optimizer, packed)}
@@ -126,10 +146,26 @@ def load_optimizer(
             {**mine, **saved, "params": mine["params"]}
             for mine, saved in zip(packed["param_groups"], matched, strict=True)
         ]
-        optimizer.load_state_dict({**loaded, "state": state, "param_groups": groups})
+        _load(optimizer, {**loaded, "state": state, "param_groups": groups}, names, by_name)
     except (KeyError, ValueError, RuntimeError, TypeError) as error:
         raise CheckpointMismatch(f"optimizer {path!r}: {error}") from error
-    _keep_dtypes(optimizer, names, by_name)
+
+
+def _load(
+    optimizer: Optimizer, packed: dict[str, Any], called: Mapping[torch.Tensor, Any],
+    saved: Mapping[Any, Any],
+) -> None:  # fmt: skip
+    """load_state_dict(); where that is torch's own, dtypes are kept before any other post-hook."""
+    if owns_its_format(optimizer):
+        optimizer.load_state_dict(packed)
+        return
+    hook = optimizer.register_load_state_dict_post_hook(
+        lambda loaded: _keep_dtypes(loaded, called, saved), prepend=True
+    )
+    try:
+        optimizer.load_state_dict(packed)
+    finally:
+        hook.remove()
 
 
 def _matched(

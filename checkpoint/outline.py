@@ -9,11 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpstore.checkpoint.tree import TAG, Decoding, decode_tree, join
+from hpstore.checkpoint.random_sources import SOURCES
+from hpstore.checkpoint.scalars import Classes
+from hpstore.checkpoint.tree import TAG, Decoding, decode_tree, is_plain, join
 from hpstore.errors import CheckpointError
 
+_EXPORTED = (int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device)
 Json = Any  # Any: the tree of a manifest, decoded JSON
 _MISSING = object()
+_SHOWN = Decoding(tensor=lambda name: torch.empty(0), classes=Classes(strict=False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +32,7 @@ class Leaf:
         """A value in a few words, as Python writes it."""
         if isinstance(self.node, dict) and self.node.get(TAG) == "pickle":
             return "<pickled object>"
-        value = decode_tree(self.node, Decoding(tensor=lambda name: torch.empty(0)))
+        value = decode_tree(self.node, _SHOWN)
         text = repr(value)
         return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -39,11 +43,11 @@ def leaves(node: Json, path: str = "") -> Iterator[Leaf]:
     if kind in ("tensor", "ndarray"):
         yield Leaf(path=path, item=node["item"], node=node)
     elif isinstance(node, dict) and kind in (None, "dict", "ranks"):
-        for name, child in _children(node):
+        for name, child in children(node):
             yield from leaves(child, _below(path, name, kind))
     elif isinstance(node, list) or kind == "tuple":
         parts = node if isinstance(node, list) else node["v"]
-        if any(map(_has_names, parts)):
+        if _has_names(parts):
             for index, part in enumerate(parts):
                 yield from leaves(part, join(path, index))
         else:
@@ -55,7 +59,7 @@ def leaves(node: Json, path: str = "") -> Iterator[Leaf]:
 def _has_names(node: Json) -> bool:
     """Whether a node is or holds a tensor or a dict."""
     if isinstance(node, list):
-        return any(map(_has_names, node))
+        return not is_plain(node) and any(map(_has_names, node))
     if not isinstance(node, dict):
         return False
     kind = node.get(TAG)
@@ -67,22 +71,21 @@ def _below(path: str, name: object, kind: str | None) -> str:
     return f"{path}@{name}" if kind == "ranks" else join(path, name)
 
 
-def _children(node: Mapping[str, Any]) -> Iterator[tuple[object, Json]]:
+def children(node: Mapping[str, Any]) -> Iterator[tuple[object, Json]]:
     """Names and nodes inside a dict of any kind."""
     if TAG not in node:
         yield from node.items()
     elif node[TAG] == "ranks":
         yield from node["v"].items()
     else:
-        nothing = Decoding(tensor=lambda name: torch.empty(0))
         for key, child in node["v"]:
-            yield decode_tree(key, nothing), child
+            yield decode_tree(key, _SHOWN), child
 
 
 def of_rank(node: Json, rank: int) -> Json:
     """The tree as one rank sees it: of what ranks keep for themselves, only its own."""
     if isinstance(node, list):
-        return [of_rank(child, rank) for child in node]
+        return node if is_plain(node) else [of_rank(child, rank) for child in node]
     if not isinstance(node, dict):
         return node
     kind = node.get(TAG)
@@ -92,7 +95,7 @@ def of_rank(node: Json, rank: int) -> Json:
     if kind is None:
         return {name: of_rank(child, rank) for name, child in node.items()}
     if kind == "dict":
-        return {TAG: kind, "v": [[key, of_rank(child, rank)] for key, child in node["v"]]}
+        return {**node, "v": [[key, of_rank(child, rank)] for key, child in node["v"]]}
     if kind == "tuple":
         return {**node, "v": of_rank(node["v"], rank)}
     return node
@@ -104,11 +107,13 @@ def paths(node: Json, path: str = "") -> Iterator[str]:
         yield path
     kind = node.get(TAG) if isinstance(node, dict) else None
     if isinstance(node, dict) and kind in (None, "dict", "ranks"):
-        for name, child in _children(node):
+        for name, child in children(node):
             yield from paths(child, _below(path, name, kind))
     elif isinstance(node, list) or kind == "tuple":
-        for index, child in enumerate(node if isinstance(node, list) else node["v"]):
-            yield from paths(child, join(path, index))
+        parts = node if isinstance(node, list) else node["v"]
+        if not is_plain(parts):
+            for index, child in enumerate(parts):
+                yield from paths(child, join(path, index))
 
 
 def subtree(tree: Json, keys: Sequence[str] | None) -> Json:
@@ -118,7 +123,7 @@ def subtree(tree: Json, keys: Sequence[str] | None) -> Json:
     absent = [key for key in keys if _pruned(tree, "", [key.strip("/")]) is _MISSING]
     if absent or not keys:
         raise CheckpointError(f"the checkpoint holds nothing at {absent}; its parts are "
-                              f"{[str(name) for name, _ in _children(tree)][:8]}")  # fmt: skip
+                              f"{[str(name) for name, _ in children(tree)][:8]}")  # fmt: skip
     return _pruned(tree, "", [key.strip("/") for key in keys])
 
 
@@ -132,10 +137,10 @@ def _pruned(node: Json, path: str, keys: Sequence[str]) -> Json:
         kept = {n: _pruned(child, join(path, n), inside) for n, child in node.items()}
         found = {name: child for name, child in kept.items() if child is not _MISSING}
         return found or _MISSING
-    pairs = zip(node["v"], _children(node), strict=True)
+    pairs = zip(node["v"], children(node), strict=True)
     rows = [[row[0], _pruned(child, join(path, name), inside)] for row, (name, child) in pairs]
     left = [row for row in rows if row[1] is not _MISSING]
-    return {TAG: "dict", "v": left} if left else _MISSING
+    return {**node, "v": left} if left else _MISSING
 
 
 def stripped(tree: Json, prefix: str) -> Json:
@@ -148,9 +153,10 @@ def stripped(tree: Json, prefix: str) -> Json:
         )
     node, path = tree, ""
     while path != prefix:
-        if len(node) != 1 or TAG in node:
+        inside = list(children(node))
+        if len(inside) != 1:
             raise CheckpointError(f"{prefix!r} cannot be stripped: it names no part of the tree")
-        ((name, node),) = node.items()
+        ((name, node),) = inside
         path = join(path, name)
         if not isinstance(node, dict) or node.get(TAG) not in (None, "dict"):
             raise CheckpointError(f"{prefix!r} cannot be stripped: {path!r} holds no names")
@@ -159,7 +165,7 @@ def stripped(tree: Json, prefix: str) -> Json:
 
 def only_branch(tree: Json) -> str:
     """The one top name under which all tensors are; "" when there are several."""
-    tops = [(str(name), child) for name, child in _children(tree)
+    tops = [(str(name), child) for name, child in children(tree)
             if any(leaf.item for leaf in leaves(child))]  # fmt: skip
     if len(tops) != 1 or not isinstance(tops[0][1], dict):
         return ""
@@ -168,7 +174,8 @@ def only_branch(tree: Json) -> str:
 
 def plain(node: Json, tensor: Callable[[str], torch.Tensor], path: str = "") -> Any:
     """Values that torch.load(weights_only=True) takes: numpy arrays as tensors, numpy numbers as
-    Python's; of what ranks keep for themselves the first that is there (see of_rank), or None.
+    Python's, sets as tuples, objects as dicts, paths, times and the like as text; of what ranks
+    keep for themselves the first that is there (see of_rank), or None.
 
     Raises CheckpointError for pickled objects.
     """
@@ -180,7 +187,7 @@ def plain(node: Json, tensor: Callable[[str], torch.Tensor], path: str = "") -> 
     if kind in ("tensor", "ndarray"):
         return tensor(node["item"])
     if kind in (None, "dict"):
-        return {name: plain(child, tensor, join(path, name)) for name, child in _children(node)}
+        return {name: plain(child, tensor, join(path, name)) for name, child in children(node)}
     if kind == "tuple":
         return tuple(plain(child, tensor, join(path, n)) for n, child in enumerate(node["v"]))
     if kind == "ranks":
@@ -188,8 +195,22 @@ def plain(node: Json, tensor: Callable[[str], torch.Tensor], path: str = "") -> 
     if kind == "pickle":
         raise CheckpointError(f"{path!r} is a pickled object, which an export does not hold; "
                               "choose other parts with keys")  # fmt: skip
-    value = decode_tree(node, Decoding(tensor=tensor))
-    return value.item() if isinstance(value, np.generic) else value
+    if kind in SOURCES:
+        return node["v"]
+    value = decode_tree(node, _SHOWN)
+    if isinstance(value, np.generic):
+        value = value.item()
+    return value if isinstance(value, _EXPORTED) else str(value)
 
 
-__all__ = ["Leaf", "leaves", "of_rank", "only_branch", "paths", "plain", "stripped", "subtree"]
+__all__ = [
+    "Leaf",
+    "children",
+    "leaves",
+    "of_rank",
+    "only_branch",
+    "paths",
+    "plain",
+    "stripped",
+    "subtree",
+]

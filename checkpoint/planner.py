@@ -10,9 +10,10 @@ from typing import Any
 
 from hpstore.budget import available_bytes
 from hpstore.checkpoint.layouts import Layout
+from hpstore.checkpoint.places import State
 from hpstore.checkpoint.planning import Chunk, Held, Slice, assign, chunks_of, place
 from hpstore.checkpoint.ranks import Channel, Ranks
-from hpstore.checkpoint.training import State, collect
+from hpstore.checkpoint.training import collect
 from hpstore.checkpoint.tree import Collected, encode_tree
 from hpstore.checksum import digest128
 from hpstore.errors import CheckpointError

@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
-from hpstore.checkpoint.optimizers import Parameters, unwrapped
-from hpstore.checkpoint.training import RNG_KEY, Names, State
+from hpstore.checkpoint.modules import module_state
+from hpstore.checkpoint.optimizers import Parameters
+from hpstore.checkpoint.outline import children
+from hpstore.checkpoint.places import RNG_KEY, Names, State
 from hpstore.checkpoint.tree import TAG, join
+from hpstore.checkpoint.typed import grows
 
 Json = Any  # Any: JSON made by checkpoint/tree.py
 
@@ -38,10 +40,12 @@ def pruned(tree: Json, state: State) -> tuple[Json, list[str]]:
 
 
 def _value(path: str, node: Json, target: Any, names: Names, left: list[str]) -> Json:
+    if isinstance(node, dict) and node.get(TAG) == "dict":
+        return _rows(path, node, target, names, left)
     if not _is_plain(node):
         return node
     if isinstance(target, torch.nn.Module):
-        return _only(path, node, get_model_state_dict(unwrapped(target)), left)
+        return _only(path, node, module_state(target), left)
     if isinstance(target, Optimizer):
         mine = names.of(target)
         return node if mine is None else _optimizer(path, node, target, mine, left)
@@ -51,6 +55,20 @@ def _value(path: str, node: Json, target: Any, names: Names, left: list[str]) ->
             for name, child in _only(path, node, target, left).items()
         }
     return node
+
+
+def _rows(path: str, node: Json, target: Any, names: Names, left: list[str]) -> Json:
+    """As _value, of a dict that is recorded as rows: an OrderedDict, or one with keys of any
+    type."""
+    if not isinstance(target, dict) or grows(target):
+        return node
+    kept = []
+    for row, (name, child) in zip(node["v"], children(node), strict=True):
+        if name in target:
+            kept.append([row[0], _value(join(path, name), child, target[name], names, left)])
+        else:
+            left.append(join(path, name))
+    return {**node, "v": kept}
 
 
 def _only(path: str, node: Json, wanted: Mapping[Any, Any], left: list[str]) -> dict[str, Json]:

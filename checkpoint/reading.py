@@ -23,7 +23,7 @@ from hpstore.checkpoint.codecs import decode
 from hpstore.checkpoint.items import FRAME_BYTES, Box, Item, by_name
 from hpstore.checkpoint.packing import Segment
 from hpstore.checkpoint.planning import Chunk
-from hpstore.checkpoint.tree import dtype_named
+from hpstore.checkpoint.scalars import dtype_named
 from hpstore.codec.galois import Bytes
 from hpstore.errors import CheckpointMismatch, IntegrityError
 from hpstore.pool import Pool, PooledReader

@@ -8,11 +8,11 @@ from collections.abc import Collection
 from typing import Any
 
 from hpstore.checkpoint.manifest import Manifest
+from hpstore.checkpoint.places import State
 from hpstore.checkpoint.pruning import pruned
 from hpstore.checkpoint.ranks import Channel, Ranks
 from hpstore.checkpoint.restoring import RestoreOptions, RestoreReport, restore_state
 from hpstore.checkpoint.steps import Steps, newest_untried
-from hpstore.checkpoint.training import State
 from hpstore.errors import (
     CheckpointError,
     CheckpointMismatch,

@@ -12,13 +12,17 @@ import numpy as np
 import torch
 
 from hpstore.buffers import HUGE_BYTES, aligned_array
+from hpstore.checkpoint.filling import require_shape
 from hpstore.checkpoint.items import Item, by_name, whole
 from hpstore.checkpoint.manifest import Manifest
 from hpstore.checkpoint.outline import leaves, of_rank, paths
+from hpstore.checkpoint.places import State, destinations
 from hpstore.checkpoint.planning import Chunk, chunks_of
 from hpstore.checkpoint.reading import Warm, fill_chunks
-from hpstore.checkpoint.training import State, apply, check, destinations
-from hpstore.checkpoint.tree import Decoding, decode_tree, dtype_name, dtype_named, require_shape
+from hpstore.checkpoint.scalars import Classes, dtype_name, dtype_named
+from hpstore.checkpoint.training import apply, check
+from hpstore.checkpoint.tree import Decoding, decode_tree
+from hpstore.checkpoint.typed import classes_in
 from hpstore.errors import CheckpointError, CheckpointMismatch, IntegrityError
 from hpstore.pool import Pool
 
@@ -54,7 +58,7 @@ class _Filling:
 
     def __init__(self, manifest: Manifest, state: State, rank: int) -> None:
         self._items = by_name(manifest.items)
-        self.filled = destinations(state, rank)
+        self.filled = destinations(state, rank, self._items.keys())
         self.wanted: dict[str, list[Chunk]] = {}
         self._given: dict[str, torch.Tensor] = {}
 
@@ -92,7 +96,10 @@ class _Filling:
         if there is not None:
             require_shape(name, there)
         if there is not None and there.device.type != "meta":
-            if there.dtype != dtype or tuple(there.shape) != item.shape:
+            differs = there.dtype != dtype or tuple(there.shape) != item.shape
+            if differs and name in self.filled.free:
+                return fresh(item.shape, dtype, None)
+            if differs:
                 raise CheckpointMismatch(
                     f"{name!r}: {item.dtype} {item.shape} was saved, {dtype_name(there.dtype)} "
                     f"{tuple(there.shape)} is wanted. Nothing was changed."
@@ -116,7 +123,10 @@ def restore_state(
     """
     began = time.perf_counter()
     filling = _Filling(manifest, state, how.rank)
-    decoding = Decoding(tensor=filling.tensor, rank=how.rank, allow_pickle=how.allow_pickle)
+    decoding = Decoding(
+        tensor=filling.tensor, rank=how.rank, allow_pickle=how.allow_pickle,
+        classes=Classes(lambda: classes_in(state), strict=how.strict),
+    )  # fmt: skip
     loaded: dict[str, Any] = decode_tree(tree, decoding)
     if not isinstance(loaded, dict):
         raise IntegrityError(f"what step {manifest.step} recorded is no state")

@@ -17,11 +17,11 @@ from hpstore.checkpoint.collecting import collector_paused
 from hpstore.checkpoint.copying import Copier
 from hpstore.checkpoint.gates import CopyGate
 from hpstore.checkpoint.packing import Segment
+from hpstore.checkpoint.places import State, objects_in
 from hpstore.checkpoint.planner import Prepared
 from hpstore.checkpoint.planning import Slice
 from hpstore.checkpoint.saving import SaveJob
 from hpstore.checkpoint.staging import Staging
-from hpstore.checkpoint.training import State, objects_in
 from hpstore.codec.galois import Bytes
 from hpstore.errors import CheckpointError
 

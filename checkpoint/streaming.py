@@ -9,7 +9,7 @@ import torch
 from hpstore.checkpoint.items import Item, by_name
 from hpstore.checkpoint.manifest import Manifest
 from hpstore.checkpoint.restoring import load_tensors
-from hpstore.checkpoint.tree import dtype_named
+from hpstore.checkpoint.scalars import dtype_named
 from hpstore.errors import CheckpointError
 from hpstore.pool import Pool
 from hpstore.units import MIB

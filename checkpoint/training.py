@@ -8,75 +8,32 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from hpstore.checkpoint.optimizers import (
-    check_optimizer,
-    load_optimizer,
-    named_parameters,
-    optimizer_tensors,
-    saved_optimizer,
-    unwrapped,
-)
-from hpstore.checkpoint.tree import (
-    MAX_DEPTH,
-    Absent,
-    PerRank,
+from hpstore.checkpoint.filling import (
     check_fields,
     check_leaf,
     check_names,
-    field_names,
+    check_source,
     fill,
-    join,
+    remade,
     require_memory,
 )
+from hpstore.checkpoint.modules import load_module, loads_its_own_way, module_state
+from hpstore.checkpoint.optimizers import check_optimizer, load_optimizer, saved_optimizer
+from hpstore.checkpoint.places import RNG_KEY, Destinations, Names, State
+from hpstore.checkpoint.random_sources import kind_of
+from hpstore.checkpoint.tree import MAX_DEPTH, Absent, PerRank, field_names, is_leaf, is_plain, join
+from hpstore.checkpoint.typed import children_of, grows, is_stateful, same_dict
 from hpstore.errors import CheckpointError, CheckpointMismatch
 
-# Any: a training state holds whatever its owner puts there
-State = Mapping[str, Any]
-RNG_KEY = "__rng__"
-
-
-T = TypeVar("T")
-
-
-def objects_in(value: Any, kind: type[T], depth: int = 0) -> Iterator[T]:
-    """Objects of a type in a state, in nested dicts and lists too."""
-    if isinstance(value, kind):
-        yield value
-    elif isinstance(value, PerRank):
-        yield from objects_in(value.value, kind, depth + 1)
-    elif isinstance(value, (Mapping, list)) and depth < MAX_DEPTH:
-        for child in value.values() if isinstance(value, Mapping) else value:
-            if not isinstance(child, torch.Tensor):  # thousands of leaves, spared a generator each
-                yield from objects_in(child, kind, depth + 1)
-
-
-class Names:
-    """Parameters of a state's models by their names, for its optimizers."""
-
-    def __init__(self, state: State) -> None:
-        self._models = [named_parameters(model) for model in objects_in(state, torch.nn.Module)]
-
-    def of(self, optimizer: Optimizer) -> dict[torch.Tensor, str] | None:
-        """Names of the parameters of the model that it updates; None when that is not there."""
-        wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for model in self._models:
-            if wanted <= {id(p) for p in model}:
-                return model
-        return None
+# Any below: a training state holds whatever its owner puts there
 
 
 def require_state(state: object) -> None:
@@ -101,122 +58,31 @@ def collect(state: State, *, rng: bool) -> dict[str, Any]:
 
 
 def _collect_value(path: str, value: Any, names: Names, depth: int = 0) -> Any:
+    if type(value) in (tuple, list) and is_plain(value):  # spared a look at each of millions
+        return value
     if isinstance(value, torch.Tensor):
         return value
     if depth > MAX_DEPTH:
         raise CheckpointError(f"state {path[:80]!r}... is nested deeper than {MAX_DEPTH}")
     if isinstance(value, torch.nn.Module):
-        return dict(get_model_state_dict(unwrapped(value)))
+        return module_state(value)
     if isinstance(value, Optimizer):
         return saved_optimizer(value, names.of(value))
     if isinstance(value, PerRank):
         return PerRank(_collect_value(path, value.value, names, depth + 1))
-    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+    if is_stateful(value):
         return value.state_dict()
     if isinstance(value, dict):
-        return {k: _collect_value(join(path, k), v, names, depth + 1) for k, v in value.items()}
-    if type(value) is list:
-        return [_collect_value(join(path, i), v, names, depth + 1) for i, v in enumerate(value)]
+        if is_plain(value.values()):
+            return value
+        entries = (
+            (k, _collect_value(join(path, k), v, names, depth + 1)) for k, v in value.items()
+        )
+        return same_dict(value, dict(entries))
+    if type(value) in (list, tuple, deque):
+        parts = [_collect_value(join(path, i), v, names, depth + 1) for i, v in enumerate(value)]
+        return deque(parts, value.maxlen) if isinstance(value, deque) else type(value)(parts)
     return value
-
-
-@dataclass(slots=True, kw_only=True)
-class Destinations:
-    """Tensors that a restore may fill where they are, and those whose like is to be made."""
-
-    places: dict[str, torch.Tensor] = field(default_factory=dict)
-    likes: dict[str, torch.Tensor] = field(
-        default_factory=dict
-    )  # "optimizer/state/NAME": parameter
-    taken: set[str] = field(default_factory=lambda: {RNG_KEY})  # as a whole, with all below
-    optimizers: dict[str, Optimizer] = field(default_factory=dict)  # with named parameters
-    lists: set[str] = field(default_factory=set)  # replaced as a whole when the lengths differ
-
-    def like(self, name: str) -> torch.Tensor | None:
-        """The parameter that a moment of this name belongs to."""
-        return self.likes.get(name.rpartition("/")[0])
-
-    def takes(self, name: str) -> bool:
-        """Whether somebody in the state takes a recorded tensor or value of this name."""
-        above = name.rpartition("/")[0]
-        if name in self.places or name in self.lists or above in self.lists:
-            return True
-        at = name
-        while at:
-            if at in self.taken or at.rpartition("@")[0] in self.taken or at in self.likes:
-                return True
-            at, _, last = at.rpartition("/")
-            if at in self.optimizers and last != "state":
-                return True
-        return False
-
-    def take_loaded(self) -> None:
-        """What optimizers were given that belongs to no parameter has been taken."""
-        for path, optimizer in self.optimizers.items():
-            own = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
-            self.taken.update(join(path, join("state", key)) for key in own)
-
-    def lacking(self, recorded: Collection[str]) -> list[str]:
-        """Paths of what is wanted and not among the recorded ones."""
-        there = set(recorded)
-        replaced = self.lists & there
-        wanted = {*self.places, *self.taken, *self.optimizers} - {RNG_KEY}
-        return sorted(p for p in wanted - there if p.rpartition("/")[0] not in replaced)
-
-
-def destinations(state: State, rank: int) -> Destinations:
-    """What can be filled in place: parameters, buffers, moments, tensors and arrays of the state.
-
-    Not what objects give by state_dict(): whether that is their own memory is theirs to know.
-    """
-    found = Destinations()
-    names = Names(state)
-    for name, value in state.items():
-        _find_places(name, value, names, found, rank)
-    return found
-
-
-def _find_places(path: str, value: Any, names: Names, found: Destinations, rank: int) -> None:
-    if isinstance(value, torch.nn.Module):
-        for name, entry in get_model_state_dict(unwrapped(value)).items():
-            if isinstance(entry, torch.Tensor):
-                found.places[join(path, name)] = entry
-            else:
-                found.taken.add(join(path, name))
-    elif isinstance(value, Optimizer):
-        parameters = names.of(value)
-        if parameters is not None:
-            found.optimizers[path] = value
-            found.places.update(optimizer_tensors(value, parameters, path))
-            for parameter, name in parameters.items():
-                found.likes[join(path, f"state/{name}")] = parameter.detach()
-        else:
-            found.taken.add(path)
-    elif isinstance(value, PerRank):
-        _find_places(f"{path}@{rank}", value.value, names, found, rank)
-    elif isinstance(value, torch.Tensor):
-        found.places[path] = value
-    elif isinstance(value, np.ndarray):
-        found.taken.add(path)
-        found.places.update(_array_place(path, value))
-    elif isinstance(value, (dict, list)):
-        if isinstance(value, list):
-            found.lists.add(path)
-        children = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, child in children:
-            _find_places(join(path, key), child, names, found, rank)
-    else:
-        found.taken.add(path)
-
-
-def _array_place(path: str, value: np.ndarray[Any, Any]) -> dict[str, torch.Tensor]:
-    """An array's own memory as a tensor, when it can be read into."""
-    if not (value.flags.writeable and value.flags.c_contiguous and value.dtype.isnative):
-        return {}
-    try:
-        return {path: torch.from_numpy(value)}
-    except TypeError:  # a dtype that torch lacks: it was not saved either
-        return {}
 
 
 def check(state: State, loaded: Mapping[str, Any], *, strict: bool) -> None:
@@ -231,6 +97,8 @@ def check(state: State, loaded: Mapping[str, Any], *, strict: bool) -> None:
 
 def _check_value(path: str, target: Any, loaded: Any, names: Names, *, strict: bool) -> None:
     """What _apply_value() and fill() would refuse, while nothing is changed."""
+    if is_leaf(target) and is_leaf(loaded):
+        return
     if isinstance(target, PerRank):
         if not isinstance(loaded, Absent):
             _check_value(path, target.value, loaded, names, strict=strict)
@@ -242,23 +110,41 @@ def _check_value(path: str, target: Any, loaded: Any, names: Names, *, strict: b
         check_optimizer(path, target, names.of(target), loaded, strict=strict)
     elif isinstance(target, (torch.Tensor, np.ndarray)):
         check_leaf(path, target, loaded)
-    elif isinstance(target, tuple) and field_names(target):
-        check_fields(path, target, loaded)
-        for n, (mine, value) in enumerate(zip(target, loaded, strict=True)):
-            _check_value(join(path, n), mine, value, names, strict=strict)
+    elif kind_of(target) is not None:
+        check_source(path, target, loaded)
     elif isinstance(target, dict) and isinstance(loaded, Mapping):
-        check_names(target, loaded, path, strict=strict)
+        if not grows(target):
+            check_names(target, loaded, path, strict=strict)
         for name in target.keys() & loaded.keys():
             _check_value(join(path, name), target[name], loaded[name], names, strict=strict)
-    elif type(target) is list and isinstance(loaded, list) and len(target) == len(loaded):
-        for n, (mine, value) in enumerate(zip(target, loaded, strict=True)):
-            _check_value(join(path, n), mine, value, names, strict=strict)
+    else:
+        if isinstance(target, tuple) and field_names(target):
+            check_fields(path, target, loaded)
+        for name, mine, value in _pairs(target, loaded):
+            _check_value(join(path, name), mine, value, names, strict=strict)
+
+
+def _pairs(target: Any, loaded: Any) -> list[tuple[Any, Any, Any]]:
+    """Names, wanted and loaded values in two sequences of one length, or objects of one class; []
+    for what is replaced as a whole."""
+    sequence = type(target) in (list, tuple, deque) or (
+        isinstance(target, tuple) and bool(field_names(target))
+    )
+    rows = isinstance(loaded, (list, tuple, deque))
+    if type(target) is type(loaded) and rows and is_plain(target) and is_plain(loaded):
+        return []
+    if sequence and rows and len(target) == len(loaded):
+        return [(n, a, b) for n, (a, b) in enumerate(zip(target, loaded, strict=True))]
+    if type(target) is not type(loaded) or isinstance(target, (list, tuple, deque, Mapping)):
+        return []
+    mine, saved = children_of(target), dict(children_of(loaded) or ())
+    return [(name, a, saved[name]) for name, a in mine or () if name in saved]
 
 
 def _check_model(path: str, model: torch.nn.Module, loaded: Any, *, strict: bool) -> None:
     if not isinstance(loaded, Mapping):
         raise CheckpointMismatch(f"{path!r}: what was saved is not the state of a module")
-    mine = get_model_state_dict(unwrapped(model))
+    mine = module_state(model)
     check_names(mine, loaded, path, strict=strict)
     for name, tensor in mine.items():
         if isinstance(tensor, torch.Tensor):
@@ -297,60 +183,49 @@ def _apply_model(
 ) -> None:
     """Give a module its state, unless the read has put all of it where it belongs."""
     in_place = all(filled.places.get(join(name, key)) is value for key, value in loaded.items())
-    if in_place and not any(map(_loads_its_own_way, model.modules())):
-        return
-    try:
-        set_model_state_dict(unwrapped(model), loaded, options=StateDictOptions(strict=strict))
-    except RuntimeError as error:
-        raise CheckpointMismatch(f"model {name!r}: {error}") from error
-
-
-def _loads_its_own_way(module: torch.nn.Module) -> bool:
-    """Whether loading a state into a module does more than to fill its tensors."""
-    kind, plain = type(module), torch.nn.Module
-    own = (
-        kind._load_from_state_dict is not plain._load_from_state_dict
-        and kind._load_from_state_dict is not _NormBase._load_from_state_dict
-    )
-    return bool(
-        own
-        or kind.load_state_dict is not plain.load_state_dict
-        or kind.set_extra_state is not plain.set_extra_state
-        or module._load_state_dict_pre_hooks
-        or module._load_state_dict_post_hooks
-    )
+    if not in_place or any(map(loads_its_own_way, model.modules())):
+        load_module(name, model, loaded, strict=strict)
 
 
 def _apply_value(path: str, target: Any, loaded: Any, names: Names, *, strict: bool) -> Any:
+    """Give what was loaded to what is there; returns what takes its place in the state."""
+    if is_leaf(target) and is_leaf(loaded):
+        return loaded
     if isinstance(target, Optimizer):
         load_optimizer(path, target, names.of(target), loaded, strict=strict)
         return target
     if isinstance(target, torch.nn.Module):
-        try:
-            set_model_state_dict(
-                unwrapped(target), loaded, options=StateDictOptions(strict=strict)
-            )  # fmt: skip
-        except RuntimeError as error:
-            raise CheckpointMismatch(f"model {path!r}: {error}") from error
+        load_module(path, target, loaded, strict=strict)
         return target
     if isinstance(target, PerRank) and not isinstance(loaded, Absent):
         target.value = _apply_value(path, target.value, loaded, names, strict=strict)
         return target
+    if is_stateful(target) or isinstance(target, (torch.Tensor, np.ndarray)):
+        return fill(target, loaded, path)
     if isinstance(target, dict) and isinstance(loaded, Mapping):
+        _apply_dict(path, target, loaded, names, strict=strict)
+        return target
+    parts = [
+        (name, _apply_value(join(path, name), mine, value, names, strict=strict))
+        for name, mine, value in _pairs(target, loaded)
+    ]
+    return remade(target, parts, loaded) if parts else fill(target, loaded, path)
+
+
+def _apply_dict(
+    path: str, target: dict[Any, Any], loaded: Mapping[Any, Any], names: Names, *, strict: bool
+) -> None:
+    if grows(target):
+        for name in target.keys() - loaded.keys():
+            del target[name]
+    else:
         check_names(target, loaded, path, strict=strict)
-        for name in target:
-            if name in loaded:
-                target[name] = _apply_value(
-                    join(path, name), target[name], loaded[name], names, strict=strict
-                )
-        return target
-    if type(target) is list and isinstance(loaded, list) and len(target) == len(loaded):
-        target[:] = [
-            _apply_value(join(path, n), a, b, names, strict=strict)
-            for n, (a, b) in enumerate(zip(target, loaded, strict=True))
-        ]
-        return target
-    return fill(target, loaded, path, strict=strict)
+    for name, value in loaded.items():
+        if name in target:
+            where = join(path, name)
+            target[name] = _apply_value(where, target[name], value, names, strict=strict)
+        elif grows(target):
+            target[name] = value
 
 
 def rng_state() -> dict[str, Any]:
@@ -374,5 +249,4 @@ def set_rng_state(states: Mapping[str, Any]) -> None:
         sys.modules["numpy.random"].set_state(states["numpy"])
 
 
-__all__ = ["RNG_KEY", "Destinations", "Names", "apply", "check", "collect", "destinations",
-           "objects_in", "require_state", "rng_state", "set_rng_state"]  # fmt: skip
+__all__ = ["apply", "check", "collect", "require_state", "rng_state", "set_rng_state"]

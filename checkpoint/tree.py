@@ -1,17 +1,18 @@
 """State as a typed JSON tree plus named tensors. No pickle, unless it is asked for.
 
 Tensors and numpy arrays become items with a path ("optimizer/state/head.weight/exp_avg"); what is
-left (numbers, strings, containers) is JSON with a tag `$` where JSON has no type of its own. An
-object of any other type is refused with the path at which it stands.
+left (numbers, strings, containers) is JSON with a tag `$` where JSON has no type of its own
+(scalars.py, typed.py, random_sources.py). An object of any other type is refused with the path at
+which it stands.
 """
 
 from __future__ import annotations
 
 import base64
-import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,21 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hpstore.checkpoint import opaque
-from hpstore.errors import CheckpointError, CheckpointMismatch, IntegrityError
+from hpstore.checkpoint.random_sources import SOURCES, decode_source, encode_source, kind_of
+from hpstore.checkpoint.scalars import TAG, Classes, decode_scalar, encode_scalar
+from hpstore.checkpoint.typed import (
+    mapping_type,
+    object_parts,
+    of_mapping,
+    of_sequence,
+    sequence_parts,
+)
+from hpstore.errors import CheckpointError, IntegrityError
 
-_log = logging.getLogger(__name__)
-TAG = "$"
 MOST_BITS = 14_000  # of an int: Python reads and writes 4,300 digits
 MAX_DEPTH = 64
+_FEW = 8  # values that are cheaper to look at one by one
+_LONG = 1 << 63
 _PARTS = {
     torch.sparse_coo: "x.coalesce().indices() and .values()",
     torch.sparse_csr: "x.crow_indices(), .col_indices() and .values()",
@@ -97,33 +107,121 @@ def encode_tree(value: Tree, path: str, found: Collected, depth: int = 0) -> Jso
         raise CheckpointError(f"state {path!r} is nested deeper than {MAX_DEPTH}")
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value, path, found)
-    if type(value) is dict and TAG not in value and all(map(_is_plain_key, value)):
+    kind = type(value)
+    if kind is dict and TAG not in value and all(map(_is_plain_key, value)):
+        if _all_json(value.values()):
+            return dict(value)
         start = f"{path}/" if path else ""  # the common case, without a call more a leaf
         return {k: encode_tree(v, start + k, found, depth + 1) for k, v in value.items()}
+    if kind in _JSON_TYPES:
+        return _encode_plain(value, path)
+    if kind is list:
+        return _encode_list(value, path, found, depth)
+    if kind is tuple:
+        return {TAG: "tuple", "v": _encode_list(value, path, found, depth)}
+    return _encode_typed(value, path, found, depth)
+
+
+_ROWS = {tuple, list}
+_JSON_TYPES = {int, float, str, bool, type(None)}
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether a value is a number, text or None of JSON's own types."""
+    return type(value) in _JSON_TYPES
+
+
+def is_plain(values: Collection[Any]) -> bool:
+    """Whether all are numbers, text or None, or tuples or lists of these: nothing else is in
+    them. Millions are looked at without a call for each."""
+    kinds = set(map(type, values))
+    if kinds and kinds <= _ROWS:
+        kinds = set(map(type, chain.from_iterable(values)))
+    return kinds <= _JSON_TYPES
+
+
+def _is_json(value: Any) -> bool:
+    kind = type(value)
+    if kind is int:
+        return bool(-_LONG < value < _LONG)
+    if kind is float:
+        return math.isfinite(value)
+    return (kind is str and _is_unicode(value)) or value is None or kind is bool
+
+
+def _all_json(values: Collection[Any]) -> bool:
+    """Whether values are JSON as they are. Millions are looked at without a call for each."""
+    if len(values) < _FEW:
+        return all(map(_is_json, values))
+    kinds = set(map(type, values))
+    if not kinds <= _JSON_TYPES:
+        return False
+    alone = len(kinds) == 1
+    if float in kinds:
+        some = values if alone else [v for v in values if type(v) is float]
+        if not all(map(math.isfinite, some)):
+            return False
+    if int in kinds:
+        whole = values if alone else [v for v in values if type(v) is int]
+        if max(max(whole), -min(whole)).bit_length() > MOST_BITS:
+            return False
+    if str in kinds:
+        return all(map(_is_unicode, values if alone else [v for v in values if type(v) is str]))
+    return True
+
+
+def _encode_plain(value: Tree, path: str) -> Json:
+    """A number, text or None."""
+    kind = type(value)
+    if kind is str and not _is_unicode(value):
+        raise CheckpointError(f"state {path!r} is text with half a surrogate pair")
+    if kind is int and value.bit_length() > MOST_BITS:
+        raise CheckpointError(f"state {path!r} is a number of {value.bit_length()} bits")
+    if kind is float and not math.isfinite(value):
+        return {TAG: "float", "v": repr(value)}
+    return value
+
+
+def _encode_list(value: Sequence[Any], path: str, found: Collected, depth: int) -> list[Json]:
+    if _all_json(value):
+        return list(value)
+    kinds = set(map(type, value))
+    if kinds <= _ROWS and len(kinds) == 1 and _all_json(list(chain.from_iterable(value))):
+        return [list(row) if kinds == {list} else {TAG: "tuple", "v": list(row)} for row in value]
+    start = f"{path}/" if path else ""
+    return [encode_tree(v, f"{start}{i}", found, depth + 1) for i, v in enumerate(value)]
+
+
+def _encode_typed(value: Tree, path: str, found: Collected, depth: int) -> Json:
+    """What is more than a number, text, list, tuple or dict."""
     if isinstance(value, PerRank):
         mine = encode_tree(value.value, f"{path}@{found.rank}", found, depth + 1)
         return {TAG: "ranks", "v": {str(found.rank): mine}}
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return {TAG: "ndarray", "item": _array_item(value, path, found)}
-    if isinstance(value, str) and not _is_unicode(value):
-        raise CheckpointError(f"state {path!r} is text with half a surrogate pair")
-    if type(value) is int and value.bit_length() > MOST_BITS:
-        raise CheckpointError(f"state {path!r} is a number of {value.bit_length()} bits")
-    if value is None or isinstance(value, (bool, str)) or type(value) is int:
-        return value
-    if type(value) is float:
-        return value if math.isfinite(value) else {TAG: "float", "v": repr(value)}
+    scalar = encode_scalar(value, path)
+    if scalar is not None:
+        return scalar
+    if isinstance(value, str):
+        return _encode_plain(str.__str__(value), path)
     if isinstance(value, Mapping):
-        return _encode_mapping(value, path, found, depth)
-    if type(value) is list:
-        return [encode_tree(v, join(path, i), found, depth + 1) for i, v in enumerate(value)]
+        return _encode_mapping(value, mapping_type(value, path), path, found, depth)
     if isinstance(value, torch.Size):
         return {TAG: "size", "v": list(value)}
     if isinstance(value, tuple):
-        inner = [encode_tree(v, join(path, i), found, depth + 1) for i, v in enumerate(value)]
+        inner = _encode_list(value, path, found, depth)
         names = field_names(value)
         return {TAG: "tuple", "v": inner} | ({"fields": list(names)} if names else {})
-    return _encode_scalar(value, path, found)
+    sequence = sequence_parts(value)
+    if sequence is not None:
+        return {TAG: "tuple", "v": _encode_list(sequence[1], path, found, depth), **sequence[0]}
+    source = kind_of(value)
+    if source is not None:
+        return {TAG: source, **(encode_source(value) or {})}
+    parts = object_parts(value, path)
+    if parts is not None:
+        return _encode_mapping(parts[1], parts[0], path, found, depth)
+    return _refused(value, path, found)
 
 
 def _is_plain_key(key: object) -> bool:
@@ -131,7 +229,10 @@ def _is_plain_key(key: object) -> bool:
 
 
 def _is_unicode(text: str) -> bool:
-    return not any(0xD800 <= ord(character) <= 0xDFFF for character in text)
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -158,7 +259,10 @@ def _encode_tensor(value: torch.Tensor, path: str, found: Collected) -> Json:
             "not be saved as it is. Save these, or what it stands for, instead."
         )
     if path in found.tensors:
-        raise CheckpointError(f"state: two tensors are called {path!r}")
+        raise CheckpointError(
+            f"state: two tensors have the path {path!r}, as those of {{'a/b': x}} and {{'a': "
+            "{'b': y}} have one: rename one of them. Nothing was written."
+        )
     found.tensors[path] = value
     return {TAG: "tensor", "item": path}
 
@@ -199,9 +303,11 @@ def _array_item(value: np.ndarray[Any, Any], path: str, found: Collected) -> str
     return path
 
 
-def _encode_mapping(value: Mapping[Any, Any], path: str, found: Collected, depth: int) -> Json:
-    plain = all(type(k) is str and k != TAG for k in value)
-    if plain:
+def _encode_mapping(
+    value: Mapping[Any, Any], extra: Json, path: str, found: Collected, depth: int
+) -> Json:
+    """`extra`: what is recorded beside the entries, {} for a plain dict."""
+    if not extra and all(type(k) is str and k != TAG for k in value):
         for key in value:
             if not _is_unicode(key):
                 raise CheckpointError(
@@ -213,27 +319,18 @@ def _encode_mapping(value: Mapping[Any, Any], path: str, found: Collected, depth
          encode_tree(v, join(path, k), found, depth + 1)]
         for k, v in value.items()
     ]  # fmt: skip
-    return {TAG: "dict", "v": rows}
+    return {TAG: "dict", "v": rows, **extra}
 
 
-def _encode_scalar(value: Tree, path: str, found: Collected) -> Json:
-    if isinstance(value, bytes):
-        return {TAG: "bytes", "v": base64.b64encode(value).decode()}
-    if isinstance(value, complex):
-        return {TAG: "complex", "v": [repr(float(value.real)), repr(float(value.imag))]}
-    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
-        return {TAG: "scalar", "dtype": value.dtype.str, "v": value.tobytes().hex()}
-    if isinstance(value, torch.dtype):
-        return {TAG: "dtype", "v": str(value).removeprefix("torch.")}
-    if isinstance(value, torch.device):
-        return {TAG: "device", "v": str(value)}
+def _refused(value: Tree, path: str, found: Collected) -> Json:
     if found.allow_pickle:
         return {TAG: "pickle", "v": base64.b64encode(opaque.dumps(value, path)).decode()}
     raise CheckpointError(
         f"state {path!r} is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint "
-        "holds tensors, numpy arrays, numbers, strings, bytes, lists, tuples, dicts, and objects "
-        "with state_dict() and load_state_dict(). Nothing was written. Checkpointer("
-        "allow_pickle=True) saves such objects as pickles, which only a trusted pool may give back."
+        "holds tensors, numpy arrays, numbers, strings, bytes, lists, tuples, dicts, sets, enums, "
+        "dataclasses, paths, times, random generators, and objects with state_dict() and "
+        "load_state_dict(). Nothing was written. Checkpointer(allow_pickle=True) saves such "
+        "objects as pickles, which only a trusted pool may give back."
     )
 
 
@@ -244,18 +341,23 @@ class Decoding:
     tensor: Callable[[str], torch.Tensor]
     rank: int = 0
     allow_pickle: bool = False
+    classes: Classes = field(default_factory=Classes)
 
 
 def decode_tree(node: Json, how: Decoding) -> Tree:
     """Inverse of encode_tree. Raises CheckpointError, IntegrityError for what is no such tree."""
     try:
         return _decode(node, how)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
+    except (
+        KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError, RecursionError
+    ) as error:  # fmt: skip
         raise IntegrityError(f"the recorded state is malformed: {error!r}") from error
 
 
 def _decode(node: Json, how: Decoding) -> Tree:
     if isinstance(node, list):
+        if set(map(type, node)) <= _JSON_TYPES:
+            return list(node)
         return [_decode(child, how) for child in node]
     if not isinstance(node, dict):
         return node
@@ -267,10 +369,10 @@ def _decode(node: Json, how: Decoding) -> Tree:
     if kind == "ndarray":
         return how.tensor(node["item"]).numpy()
     if kind == "dict":
-        return {_decode(k, how): _decode(v, how) for k, v in node["v"]}
+        parts = {_decode(k, how): _decode(v, how) for k, v in node["v"]}
+        return of_mapping(node, parts, how.classes) if "type" in node else parts
     if kind == "tuple":
-        inner = (_decode(child, how) for child in node["v"])
-        return NamedValues.of(inner, node["fields"]) if "fields" in node else tuple(inner)
+        return _decode_tuple(node, [_decode(child, how) for child in node["v"]])
     if kind == "ranks":
         mine = node["v"].get(str(how.rank), ABSENT)
         return ABSENT if mine is ABSENT else _decode(mine, how)
@@ -281,7 +383,15 @@ def _decode(node: Json, how: Decoding) -> Tree:
                 "Checkpointer(allow_pickle=True) loads them, from a pool that you trust."
             )
         return opaque.loads(base64.b64decode(node["v"]))
-    return _decode_scalar(kind, node)
+    if kind in SOURCES:
+        return decode_source(kind, node)
+    return decode_scalar(kind, node, how.classes)
+
+
+def _decode_tuple(node: Mapping[str, Any], parts: list[Any]) -> Tree:
+    if "type" in node:
+        return of_sequence(node, parts)
+    return NamedValues.of(parts, node["fields"]) if "fields" in node else tuple(parts)
 
 
 def tensor_names(node: Json, *, rank: int | None = None) -> list[str]:
@@ -305,194 +415,6 @@ def tensor_names(node: Json, *, rank: int | None = None) -> list[str]:
     return found
 
 
-def _decode_scalar(kind: str, node: Mapping[str, Any]) -> Tree:
-    value = node["v"]
-    if kind == "float":
-        return float(value)
-    if kind == "bytes":
-        return base64.b64decode(value)
-    if kind == "complex":
-        return complex(_float(value[0]), _float(value[1]))
-    if kind == "scalar":
-        return np.frombuffer(bytes.fromhex(value), np.dtype(node["dtype"]))[0]
-    if kind == "size":
-        return torch.Size(value)
-    if kind == "dtype":
-        return dtype_named(value)
-    if kind == "device":
-        return torch.device(value)
-    raise CheckpointError(f"manifest holds a value of unknown type {kind!r}")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Inverse of dtype_named."""
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """A torch dtype by its name, "bfloat16". Raises CheckpointError."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"this torch has no dtype {name!r}")
-    return found
-
-
-def fill(target: Tree, value: Tree, path: str, *, strict: bool) -> Tree:
-    """Put a loaded `value` into `target` in place where it can be; returns what takes its place.
-
-    Dicts and lists are filled element by element, tensors copied into, objects with
-    load_state_dict given their state; a namedtuple becomes a new one of its class; everything else
-    is replaced. Raises CheckpointMismatch.
-    """
-    if isinstance(target, PerRank):
-        if isinstance(value, Absent):
-            _log.warning("%r: this rank was not there when it was saved; left as it is", path)
-            return target
-        target.value = fill(target.value, value, path, strict=strict)
-        return target
-    if isinstance(value, Absent):
-        raise CheckpointMismatch(f"{path!r} was recorded by rank, and not for this one")
-    if isinstance(target, torch.Tensor):
-        return _fill_tensor(target, value, path)
-    if hasattr(target, "load_state_dict"):
-        target.load_state_dict(value)
-        return target
-    if isinstance(target, dict) and isinstance(value, Mapping):
-        check_names(target, value, path, strict=strict)
-        for name, child in value.items():
-            if name in target:
-                target[name] = fill(target[name], child, join(path, name), strict=strict)
-        return target
-    if isinstance(target, list) and isinstance(value, Sequence) and len(target) == len(value):
-        for index, child in enumerate(value):
-            target[index] = fill(target[index], child, join(path, index), strict=strict)
-        return target
-    if isinstance(target, tuple) and field_names(target):
-        check_fields(path, target, value)
-        parts = enumerate(zip(target, value, strict=True))
-        filled = [fill(mine, child, join(path, n), strict=strict) for n, (mine, child) in parts]
-        make = getattr(type(target), "_make", None)
-        return make(filled) if make else NamedValues.of(filled, field_names(target))
-    if isinstance(target, np.ndarray):
-        check_leaf(path, target, value)
-        if not np.shares_memory(target, value):  # the read may have filled it already
-            target[...] = value
-        return target
-    return value
-
-
-def _fill_tensor(target: torch.Tensor, value: Tree, path: str) -> torch.Tensor:
-    check_leaf(path, target, value)
-    try:
-        if value is not target:  # the read may have filled it already
-            with torch.no_grad():
-                target.copy_(value)
-    except RuntimeError as error:
-        raise CheckpointMismatch(f"{path!r} cannot be filled in place: {error}") from error
-    return target
-
-
-def check_fields(path: str, target: tuple[Any, ...], value: Tree) -> None:
-    """Raise CheckpointMismatch unless a namedtuple can take a loaded value: its fields, or as many
-    values of a plain tuple, as they were saved before fields were recorded."""
-    mine, saved = field_names(target), field_names(value)
-    if not isinstance(value, tuple) or len(value) != len(mine) or saved not in ((), mine):
-        found = saved or f"a {type(value).__name__}"
-        raise CheckpointMismatch(
-            f"{path!r}: {found} was saved, {type(target).__qualname__}{mine} is wanted"
-        )
-
-
-def check_leaf(
-    path: str, target: torch.Tensor | np.ndarray[Any, Any], value: Tree
-) -> None:  # fmt: skip
-    """Raise CheckpointMismatch unless a loaded value can be put into a tensor or array."""
-    kind = torch.Tensor if isinstance(target, torch.Tensor) else np.ndarray
-    if isinstance(target, torch.Tensor):
-        require_shape(path, target)
-    if not isinstance(value, kind) or value.shape != target.shape:
-        found = tuple(value.shape) if isinstance(value, kind) else type(value).__name__
-        raise CheckpointMismatch(
-            f"{path!r}: {found} does not fit a {kind.__name__} of {tuple(target.shape)}"
-        )
-    wanted = target.dtype
-    if isinstance(wanted, np.dtype):
-        wanted = wanted.newbyteorder("=")
-    else:
-        require_memory(path, target)
-    if value.dtype != wanted:
-        raise CheckpointMismatch(f"{path!r}: {value.dtype} was saved, {wanted} is wanted")
-
-
-def _float(text: str) -> float:
-    """Of a complex number. Those of numpy were once written as numpy shows them."""
-    return float(text.removeprefix("np.float64(").removesuffix(")"))
-
-
-def require_shape(path: str, target: torch.Tensor) -> None:
-    """Raise CheckpointMismatch for a tensor that has none to compare with what was saved."""
-    if is_lazy(target):
-        raise CheckpointMismatch(
-            f"{path!r} has no shape yet, its module is lazy: run the module once, then restore. "
-            "Nothing was changed."
-        )
-    if target.is_nested:
-        raise CheckpointMismatch(
-            f"{path!r} is a nested tensor, which no checkpoint fills: give a tuple such as its "
-            "unbind(). Nothing was changed."
-        )
-
-
-def require_memory(path: str, target: Any) -> None:
-    """Raise CheckpointMismatch for a tensor that has no memory for all of its elements."""
-    if any(size > 1 and not step for size, step in zip(target.shape, target.stride(), strict=True)):
-        raise CheckpointMismatch(
-            f"{path!r} is an expanded tensor: several of its elements are one place in memory. "
-            "Give its clone(). Nothing was changed."
-        )
-    if target.device.type == "meta":
-        raise CheckpointMismatch(
-            f"{path!r} is on the meta device and has no memory to fill: call the module's "
-            "to_empty(device=...) first. Nothing was changed."
-        )
-
-
-def check_names(
-    target: Mapping[Any, Any], value: Mapping[Any, Any], path: str, *, strict: bool
-) -> None:
-    """Raise CheckpointMismatch when recorded and wanted names differ, unless not strict."""
-    if not strict:
-        return
-    untaken = [str(name) for name in value if name not in target]
-    absent = [str(name) for name in target if name not in value]
-    if untaken or absent:
-        place = f"under {path!r}" if path else "at the top"
-        raise CheckpointMismatch(
-            f"state and checkpoint differ {place}: recorded but not taken {untaken[:8]}, wanted "
-            f"but not recorded {absent[:8]}. Nothing was changed. Pass strict=False to load what "
-            "fits."
-        )
-
-
-__all__ = [
-    "MAX_DEPTH",
-    "Absent",
-    "Collected",
-    "Decoding",
-    "NamedValues",
-    "PerRank",
-    "check_fields",
-    "check_leaf",
-    "check_names",
-    "decode_tree",
-    "dtype_name",
-    "dtype_named",
-    "encode_tree",
-    "field_names",
-    "fill",
-    "join",
-    "require_memory",
-    "require_plain",
-    "require_shape",
-    "tensor_names",
-]
+__all__ = ["MAX_DEPTH", "TAG", "Absent", "Collected", "Decoding", "NamedValues", "PerRank",
+           "decode_tree", "encode_tree", "field_names", "is_leaf", "is_plain", "join",
+           "require_plain", "tensor_names"]  # fmt: skip

@@ -8,14 +8,8 @@ from typing import Any
 
 import torch
 
-from hpstore.checkpoint.tree import (
-    Collected,
-    Decoding,
-    decode_tree,
-    dtype_name,
-    dtype_named,
-    encode_tree,
-)
+from hpstore.checkpoint.scalars import dtype_name, dtype_named
+from hpstore.checkpoint.tree import Collected, Decoding, decode_tree, encode_tree
 
 
 def to_bytes(value: Any) -> bytes:  # Any: whatever a checkpoint may hold

@@ -138,7 +138,7 @@ def test_shared_tensors_are_written_once() -> None:
     assert piece.size < 3 * 40_000
 
 
-@pytest.mark.parametrize("bad", [object(), {1, 2}, lambda: None, torch.eye(3).to_sparse()])
+@pytest.mark.parametrize("bad", [object(), iter([]), lambda: None, torch.eye(3).to_sparse()])
 def test_what_cannot_be_saved_is_named(pool: hpstore.Pool, bad: object) -> None:
     """An object of another type is refused with its path; nothing is written."""
     with pool, Checkpointer(pool, "run") as ckpt:

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.pipelining import PipelineStage
 from torch.optim import Optimizer
 
 from hpstore.checkpoint import Checkpointer, SaveHandle
 from hpstore.checkpoint.gates import CopyGate
+from hpstore.checkpoint.modules import module_state
 from hpstore.checkpoint.ranks import Channel, Ranks
 from hpstore.closing import Closing
 from hpstore.errors import CheckpointError, ConfigError, FormatTooNew
@@ -198,7 +198,7 @@ class PipelineHooks(Closing):
         self._require_own_stages()
         model = merged([s.submod for s in self._stages])
         self._require_own_parameters(model, optimizer)
-        names = list(get_model_state_dict(model))
+        names = list(module_state(model))
         said = json.dumps([list(self.stages), names]).encode()
         heard = [json.loads(text) for text in self._ranks.all_gather(said, Channel.TRAINER)]
         require_own_names(heard, tied)

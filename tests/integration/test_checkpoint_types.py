@@ -1,0 +1,447 @@
+"""What is given back: values of every type, in place where somebody may hold them, and what objects
+with a format of their own made of it (r_counter, r_extra, r_fusedadam, r_noparams)."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from torch.optim import lr_scheduler, swa_utils
+
+import hpstore
+from hpstore.checkpoint import Checkpointer
+from hpstore.errors import CheckpointError, CheckpointMismatch
+from tests.property.test_typed_values import Colour, same
+
+# Any below: states hold whatever a trainer puts there
+
+
+@dataclasses.dataclass
+class Progress:
+    step: int
+    best: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    step: int
+    weights: torch.Tensor
+
+
+def restored(pool: hpstore.Pool, saved: dict[str, Any], into: dict[str, Any]) -> dict[str, Any]:
+    """`into`, after a save of the one and a restore of the other by a checkpointer that has kept
+    nothing in memory."""
+    with Checkpointer(pool, "run", warm=False) as ckpt:
+        ckpt.save(1, saved).result()
+    with Checkpointer(pool, "run", warm=False) as ckpt:
+        assert ckpt.restore(into) == 1
+    return into
+
+
+# --- in place -------------------------------------------------------------------------------------
+
+
+def test_what_somebody_may_hold_is_filled_where_it_is(pool: hpstore.Pool) -> None:
+    """Lists, deques, sets, counters, objects and generators are the same ones afterwards."""
+    draws, numbers = torch.Generator().manual_seed(3), np.random.default_rng(4)
+    torch.rand(5, generator=draws), numbers.random(3)
+    saved = {
+        "history": [1, 2, 3], "window": deque([4, 5], 9), "seen": {6}, "counts": Counter("aab"),
+        "groups": defaultdict(list, {"x": [7]}), "progress": Progress(8, torch.ones(2)),
+        "draws": draws, "numbers": numbers, "python": random.Random(5), "best": Colour.GREEN,
+    }  # fmt: skip
+    weights = torch.zeros(2)
+    into: dict[str, Any] = {
+        "history": [], "window": deque([0], 9), "seen": {1, 2}, "counts": Counter("z"),
+        "groups": defaultdict(list, {"y": [0]}), "progress": Progress(0, weights),
+        "draws": torch.Generator(), "numbers": np.random.default_rng(), "python": random.Random(),
+        "best": Colour.RED,
+    }  # fmt: skip
+    held = dict(into)
+    restored(pool, saved, into)
+    for name in held.keys() - {"best"}:
+        assert into[name] is held[name], name
+    assert held["progress"].best is weights
+    sources = ("draws", "numbers", "python")
+    assert all(same(into[name], saved[name]) for name in saved if name not in sources)
+    assert torch.equal(torch.rand(9, generator=into["draws"]), torch.rand(9, generator=draws))
+    assert into["numbers"].random() == numbers.random()
+    assert into["python"].random() == saved["python"].random()  # type: ignore[attr-defined]
+
+
+def test_a_factory_that_nothing_can_hold_is_kept_by_who_has_it(
+    pool: hpstore.Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Said once; a defaultdict with it in the state has it still, another has none."""
+    saved = {"a": defaultdict(lambda: 7, {"x": 1}), "b": defaultdict(lambda: 7, {"x": 1})}
+    with Checkpointer(pool, "run") as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, saved).result()
+        state: dict[str, Any] = {"a": defaultdict(lambda: 8), "b": None}
+        ckpt.restore(state)
+    assert sum("which no checkpoint can hold" in text for text in caplog.messages) == 2
+    assert (state["a"]["x"], state["a"]["new"]) == (1, 8)
+    assert state["b"] == {"x": 1}
+    with pytest.raises(KeyError):
+        state["b"]["new"]
+
+
+def test_a_generator_of_another_algorithm_changes_nothing(pool: hpstore.Pool) -> None:
+    """Said before anything is filled."""
+    weights = torch.zeros(3)
+    with pytest.raises(CheckpointMismatch, match="Nothing was changed"):
+        restored(
+            pool, {"w": torch.ones(3), "r": np.random.default_rng(1)},
+            {"w": weights, "r": np.random.Generator(np.random.MT19937(1))},
+        )  # fmt: skip
+    assert weights.sum() == 0
+
+
+def test_tensors_are_filled_wherever_they_sit(pool: hpstore.Pool) -> None:
+    """In tuples, deques and objects as in lists: no second copy of a large one is made."""
+
+    def places() -> dict[str, Any]:
+        weights = [torch.zeros(3) for _ in range(5)]
+        return {
+            "tuple": (weights[0], [weights[1]]), "deque": deque([weights[2]]),
+            "object": Progress(0, {"m": weights[3]}), "ordered": OrderedDict(a=(weights[4], 1)),
+        }  # fmt: skip
+
+    def tensors(state: dict[str, Any]) -> list[torch.Tensor]:
+        first, (second,) = state["tuple"]
+        return [
+            first,
+            second,
+            state["deque"][0],
+            state["object"].best["m"],
+            state["ordered"]["a"][0],
+        ]
+
+    saved, into = places(), places()
+    for n, tensor in enumerate(tensors(saved)):
+        tensor += n + 1
+    held = tensors(into)
+    restored(pool, saved, into)
+    assert all(a is b for a, b in zip(tensors(into), held, strict=True))
+    assert [t[0].item() for t in held] == [1, 2, 3, 4, 5]
+
+
+def test_a_frozen_object_is_replaced_by_one_with_its_tensors(pool: hpstore.Pool) -> None:
+    """As a tuple is."""
+    fixed = restored(pool, {"f": Fixed(3, torch.ones(2))}, {"f": Fixed(0, torch.zeros(2))})["f"]
+    assert (fixed.step, fixed.weights.tolist()) == (3, [1, 1])
+
+
+def test_models_and_optimizers_may_sit_in_tuples(pool: hpstore.Pool) -> None:
+    """As they may in dicts and lists."""
+
+    def build() -> dict[str, Any]:
+        model = torch.nn.Linear(2, 2)
+        return {"train": (model, torch.optim.Adam(model.parameters()), {"step": 0})}
+
+    saved, into = build(), build()
+    model, optimizer, _ = saved["train"]
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    saved["train"][2]["step"] = 4
+    held = into["train"]
+    restored(pool, saved, into)
+    assert into["train"] is held
+    assert same(dict(held[0].state_dict()), dict(model.state_dict()))
+    assert same(held[1].state_dict()["state"], optimizer.state_dict()["state"])
+    assert held[2] == {"step": 4}
+
+
+def test_two_tensors_of_one_path_are_refused_with_what_to_do(pool: hpstore.Pool) -> None:
+    """{"a/b": t} beside {"a": {"b": t}}: names in a checkpoint are paths (docs/checkpoints.md)."""
+    with Checkpointer(pool, "run") as ckpt, pytest.raises(CheckpointError, match="rename one"):
+        ckpt.save(1, {"a/b": torch.ones(1), "a": {"b": torch.ones(1)}})
+
+
+# --- objects with a format of their own -----------------------------------------------------------
+
+
+class Compact(torch.optim.Optimizer):
+    """Momentum in int16, with a scale beside it that is in no state_dict(), as 8-bit optimizers and
+    TransformerEngine's FusedAdam have it: only its own load_state_dict() knows what to make of one.
+    """
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.scale: dict[torch.Tensor, torch.Tensor] = {}
+
+    def _put(self, parameter: torch.Tensor, moment: torch.Tensor) -> None:
+        scale = moment.abs().max().clamp_min(1e-12) / 32_000
+        self.scale[parameter] = scale
+        self.state[parameter]["m"] = (moment / scale).round().to(torch.int16)
+
+    def _get(self, parameter: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.state[parameter]["m"].float() * self.scale[parameter]
+        return found
+
+    @property
+    def _all(self) -> list[torch.Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self._all:
+            old = self._get(parameter) if "m" in self.state[parameter] else 0.0
+            assert parameter.grad is not None
+            moment = old * 0.9 + parameter.grad
+            self._put(parameter, moment)
+            parameter.sub_(moment, alpha=0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        found = super().state_dict()
+        for number, parameter in enumerate(self._all):
+            if number in found["state"]:
+                found["state"][number] = {"m": self._get(parameter)}
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for number, slots in state_dict["state"].items():
+            self._put(self._all[number], slots["m"].float())
+
+
+def go(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for n in range(steps):
+        model(torch.ones(2, 4) * (n + 1)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "rolled back"])
+def test_what_an_optimizer_made_of_its_state_is_not_touched(
+    pool: hpstore.Pool, *, alone: bool, used: bool
+) -> None:
+    """r_fusedadam: the next steps are those after its load_state_dict(), by name or by number."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    optimizer = Compact(model.parameters())
+    go(model, optimizer, 3)
+    other, plain = copy.deepcopy(model), copy.deepcopy(model)
+    mine, theirs = Compact(other.parameters()), Compact(plain.parameters())
+    if used:
+        go(other, mine, 1)
+    theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    names = () if alone else ("model",)
+    restored(
+        pool, {"optimizer": optimizer} | dict.fromkeys(names, model),
+        {"optimizer": mine} | dict.fromkeys(names, other),
+    )  # fmt: skip
+    assert all(slots["m"].dtype is torch.int16 for slots in mine.state.values())
+    other.load_state_dict(model.state_dict())
+    go(other, mine, 2)
+    go(plain, theirs, 2)
+    assert torch.equal(other.weight, plain.weight)
+
+
+class Meta(torch.nn.Linear):
+    """Its extra state is a tensor as long as its history, and a buffer grows, too."""
+
+    def __init__(self, meta: bytes = b"") -> None:
+        super().__init__(2, 2)
+        self.meta = meta
+        self.register_buffer("seen", torch.zeros(len(meta)))
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor(list(self.meta), dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.meta = bytes(state.tolist())
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *more: Any) -> None:
+        self.seen = torch.empty_like(state_dict[f"{prefix}seen"])
+        super()._load_from_state_dict(state_dict, prefix, *more)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_module_that_takes_another_size_is_let(pool: hpstore.Pool, *, strict: bool) -> None:
+    """r_extra (Automodel#3814): only the module knows whether its own state may change its size."""
+    saved, into = torch.nn.Sequential(Meta(b"amax history")), torch.nn.Sequential(Meta())
+    with Checkpointer(pool, "run", warm=False) as ckpt:
+        ckpt.save(1, {"m": saved}).result()
+        ckpt.restore({"m": into}, strict=strict)
+    assert into[0].meta == b"amax history"
+    assert into[0].seen.shape == (12,)
+    assert same(into[0].weight.data, saved[0].weight.data)
+    with Checkpointer(pool, "run", warm=False) as ckpt:
+        wider = torch.nn.Sequential(torch.nn.Linear(2, 3))
+        with pytest.raises(CheckpointMismatch, match="Nothing was changed"):
+            ckpt.restore({"m": wider}, strict=False)
+
+
+def test_a_module_without_parameters_is_saved(pool: hpstore.Pool) -> None:
+    """r_noparams: a loss in the state, alone or beside a model."""
+    state = {"loss": torch.nn.CrossEntropyLoss(), "model": torch.nn.Linear(1, 1)}
+    into = {"loss": torch.nn.CrossEntropyLoss(), "model": torch.nn.Linear(1, 1)}
+    restored(pool, state, into)
+    assert torch.equal(into["model"].weight, state["model"].weight)  # type: ignore[arg-type]
+
+
+# --- all that torch and torchmetrics ship ---------------------------------------------------------
+
+
+def _optimizers() -> list[type[torch.optim.Optimizer]]:
+    kinds = [getattr(torch.optim, name) for name in torch.optim.__all__]
+    return [k for k in kinds if inspect.isclass(k) and issubclass(k, torch.optim.Optimizer)
+            and k is not torch.optim.Optimizer]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", _optimizers(), ids=lambda kind: kind.__name__)
+def test_every_optimizer_of_torch_comes_back(pool: hpstore.Pool, kind: Any) -> None:
+    """Its state_dict() is the same, types included; two more steps are, too."""
+
+    def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        sparse = kind is torch.optim.SparseAdam
+        model = torch.nn.Sequential(torch.nn.Embedding(8, 4, sparse=sparse))
+        if kind is torch.optim.Muon:
+            model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4, bias=False))
+        return model, kind(model.parameters(), lr=0.01)
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for n in range(2):
+
+            def loss() -> Any:
+                optimizer.zero_grad()
+                found = model(torch.arange(4) + n).square().sum()  # noqa: B023
+                found.backward()
+                return found
+
+            optimizer.step(loss)
+
+    first, optimizer = build()
+    train(first, optimizer)
+    second, into = build()
+    restored(pool, {"m": first, "o": optimizer}, {"m": second, "o": into})
+    assert same(into.state_dict(), optimizer.state_dict())
+    train(first, optimizer)
+    train(second, into)
+    assert same(dict(first.state_dict()), dict(second.state_dict()))
+
+
+def _half(n: int) -> float:
+    return 0.5**n
+
+
+Scheduler = Callable[[torch.optim.Optimizer], Any]
+SCHEDULERS: dict[str, Scheduler] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, _half),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, _half),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 4, 4]),
+    "ConstantLR": lr_scheduler.ConstantLR, "LinearLR": lr_scheduler.LinearLR,
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "PolynomialLR": lr_scheduler.PolynomialLR,
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=4), lr_scheduler.MultiStepLR(o, [2, 4])], [4]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.StepLR(o, 2), lr_scheduler.MultiStepLR(o, [3])]
+    ),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 2, cycle_momentum=False),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, 20),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
+    "SWALR": lambda o: swa_utils.SWALR(o, 0.01),
+}  # fmt: skip
+
+
+def test_the_list_of_schedulers_is_all_of_them() -> None:
+    """One that a later torch adds is tried, too."""
+    base = {"LRScheduler", "_LRScheduler"}
+    assert {*lr_scheduler.__all__, "SWALR"} - base == SCHEDULERS.keys()
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_scheduler_of_torch_comes_back(pool: hpstore.Pool, name: str) -> None:
+    """r_counter (pytorch#153842): its rates go on as those of one that was not interrupted."""
+
+    def build() -> dict[str, Any]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0, momentum=0.9)
+        return {"o": optimizer, "s": SCHEDULERS[name](optimizer)}
+
+    def rates(state: dict[str, Any], steps: int) -> list[float]:
+        found = []
+        for n in range(steps):
+            state["o"].step()
+            state["s"].step(*((1.0 + n,) if name == "ReduceLROnPlateau" else ()))
+            found.append(state["o"].param_groups[0]["lr"])
+        return found
+
+    saved, into = build(), build()
+    rates(saved, 3)
+    restored(pool, saved, into)
+    assert rates(into, 7) == rates(saved, 7)
+
+
+METRICS: dict[str, Callable[[], torchmetrics.Metric]] = {
+    "MeanMetric": torchmetrics.MeanMetric, "SumMetric": torchmetrics.SumMetric,
+    "MaxMetric": torchmetrics.MaxMetric, "MinMetric": torchmetrics.MinMetric,
+    "CatMetric": torchmetrics.CatMetric,
+    "RunningMean": lambda: torchmetrics.RunningMean(window=2),
+    "MeanSquaredError": torchmetrics.MeanSquaredError, "R2Score": torchmetrics.R2Score,
+    "PearsonCorrCoef": torchmetrics.PearsonCorrCoef,
+    "SpearmanCorrCoef": torchmetrics.SpearmanCorrCoef,
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Metric .* will save all targets:UserWarning")
+@pytest.mark.parametrize("name", METRICS)
+def test_metrics_come_back(pool: hpstore.Pool, name: str) -> None:
+    """States that grow are lists of tensors, of another length than those of a fresh metric."""
+
+    def build() -> torchmetrics.Metric:
+        metric = METRICS[name]()
+        metric.persistent(True)
+        return metric
+
+    def update(metric: torchmetrics.Metric, seed: int) -> None:
+        numbers = [torch.rand(5, generator=torch.Generator().manual_seed(seed + n)) for n in (0, 9)]
+        pairs = any(part in name for part in ("Error", "Score", "Corr"))
+        metric.update(*numbers[: 2 if pairs else 1])
+
+    saved, into = build(), build()
+    update(saved, 1)
+    update(saved, 2)
+    restored(pool, {"metric": saved}, {"metric": into})
+    into._update_count = saved._update_count
+    update(saved, 3)
+    update(into, 3)
+    assert torch.equal(saved.compute(), into.compute())
+
+
+def test_averages_and_scalers_come_back(pool: hpstore.Pool) -> None:
+    """AveragedModel counts and averages on; GradScaler keeps its scale."""
+
+    def build() -> dict[str, Any]:
+        torch.manual_seed(2)
+        model = torch.nn.Linear(2, 2)
+        ema = swa_utils.get_ema_multi_avg_fn(0.5)  # type: ignore[no-untyped-call]
+        return {"m": model, "ema": swa_utils.AveragedModel(model, multi_avg_fn=ema),
+                "scaler": torch.amp.GradScaler("cpu", init_scale=8.0)}  # fmt: skip
+
+    saved, into = build(), build()
+    with torch.no_grad():
+        saved["m"].weight.add_(1)
+    saved["ema"].update_parameters(saved["m"])
+    saved["scaler"].scale(torch.ones(1))
+    saved["scaler"].update(16.0)
+    into["scaler"].scale(torch.ones(1))
+    restored(pool, saved, into)
+    assert same(dict(into["ema"].state_dict()), dict(saved["ema"].state_dict()))
+    assert into["scaler"].get_scale() == 16.0
