@@ -30,7 +30,7 @@ from hpstore.errors import (
 from hpstore.loaders import DataLoader
 from hpstore.trainers.extras import PoolLike, as_pool, missing
 from hpstore.trainers.messages import of_bytes, to_bytes
-from hpstore.trainers.named import NamedCheckpoints, check_plain
+from hpstore.trainers.named import NamedCheckpoints, refuse_states
 from hpstore.trainers.paths import PathLike, name_of, path_of
 
 try:
@@ -122,7 +122,7 @@ class HPTrainerCallback(TrainerCallback, Closing):
             "rng": trainer_rng(),
             "trainer_state": json.dumps(recorded, indent=2, sort_keys=True),
         }
-        check_plain(saved, "checkpoint")
+        refuse_states(saved, "checkpoint")
         self.checkpoints.save(state.global_step, saved, overwrite=True)
 
     # --- resuming -----------------------------------------------------------------------------

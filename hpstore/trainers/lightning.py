@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hpstore.checkpoint.tree import NamedValues
+from hpstore.checkpoint.filling import map_tensors
 from hpstore.errors import CheckpointError
 from hpstore.trainers.extras import PoolLike, as_pool, missing
 from hpstore.trainers.named import NamedCheckpoints
@@ -23,17 +23,9 @@ except ModuleNotFoundError as error:
 
 def place(value: Any, map_location: object) -> Any:
     """Loaded values with tensors where torch.load's `map_location` wants them."""
-    if isinstance(value, torch.Tensor):
-        return value if map_location is None else _place_tensor(value, map_location)
-    if isinstance(value, dict):
-        return {name: place(child, map_location) for name, child in value.items()}
-    if isinstance(value, list):
-        return [place(child, map_location) for child in value]
-    if isinstance(value, NamedValues):
-        return NamedValues.of((place(child, map_location) for child in value), value._fields)
-    if type(value) is tuple:
-        return tuple(place(child, map_location) for child in value)
-    return value
+    if map_location is None:
+        return value
+    return map_tensors(value, lambda tensor: _place_tensor(tensor, map_location))
 
 
 def _place_tensor(tensor: torch.Tensor, map_location: object) -> torch.Tensor:
@@ -60,11 +52,16 @@ class HPCheckpointIO(CheckpointIO):
 
     pool: a Pool, which stays the caller's, or the name or settings file of one, opened at the first
     use and closed by close(). root: paths below it are named relative to it, so that a run may
-    move; others by their absolute path. One saving process per prefix.
+    move; others by their absolute path. One saving process per prefix. allow_pickle: save and load
+    objects of any other type as pickles, which run code when they are loaded: for a pool that you
+    trust, and for hyper-parameters that are neither plain values nor enums, dataclasses or paths.
     """
 
-    def __init__(self, pool: PoolLike, prefix: str, *, root: PathLike | None = None) -> None:
-        self._pool, self.prefix = pool, prefix
+    def __init__(
+        self, pool: PoolLike, prefix: str, *, root: PathLike | None = None,
+        allow_pickle: bool = False,
+    ) -> None:  # fmt: skip
+        self._pool, self.prefix, self._allow_pickle = pool, prefix, allow_pickle
         self.root = None if root is None else os.path.realpath(root)
         self._named: NamedCheckpoints | None = None
         self._opened = False
@@ -74,7 +71,7 @@ class HPCheckpointIO(CheckpointIO):
         """The checkpoints by name; opens the pool at the first use."""
         if self._named is None:
             self._pool, self._opened = as_pool(self._pool)
-            self._named = NamedCheckpoints(self._pool, self.prefix)
+            self._named = NamedCheckpoints(self._pool, self.prefix, allow_pickle=self._allow_pickle)
         return self._named
 
     # --- what Lightning calls -----------------------------------------------------------------
@@ -98,7 +95,8 @@ class HPCheckpointIO(CheckpointIO):
     ) -> dict[str, Any]:
         """Load and verify. Tensors come on the CPU unless `map_location` says otherwise.
 
-        Reading never runs code from a checkpoint, so `weights_only` changes nothing.
+        Reading runs no code from a checkpoint unless allow_pickle was given, so `weights_only`
+        changes nothing.
         """
         path = os.fspath(path)
         if "://" not in path and os.path.islink(path):  # save_last="link"

@@ -15,10 +15,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from hpstore.checkpoint import Checkpointer, SaveHandle
+from hpstore.checkpoint.tree import MAX_DEPTH, is_leaf
+from hpstore.checkpoint.typed import children_of, is_stateful
 from hpstore.closing import Closing
 from hpstore.errors import CheckpointError, HpstoreError, IntegrityError, ObjectNotFound
 from hpstore.keys import check_key
@@ -26,33 +27,23 @@ from hpstore.pool import Pool
 from hpstore.records import FORMAT, seal, unseal
 
 _log = logging.getLogger(__name__)
-_PLAIN = (
-    torch.Tensor, torch.Size, torch.dtype, torch.device, np.ndarray, np.generic,
-    bool, int, float, complex, str, bytes, type(None),
-)  # fmt: skip
-MAX_DEPTH = 64
 
 
-def check_plain(value: object, path: str, depth: int = 0) -> None:
-    """Raise CheckpointError naming the entry that would not come back as what it is. Pure.
-
-    An object with a state_dict() is refused, too: its state would come back in its place.
-    """
+def refuse_states(value: object, path: str, depth: int = 0) -> None:
+    """Raise CheckpointError naming an object with a state_dict(): its state would come back in its
+    place. Other types are for the Checkpointer to take or to refuse. Pure."""
     if depth > MAX_DEPTH:
         raise CheckpointError(f"{path} is nested deeper than {MAX_DEPTH}")
-    if isinstance(value, Mapping):
-        for name, child in value.items():
-            check_plain(child, f"{path}[{name!r}]", depth + 1)
-    elif isinstance(value, (list, tuple)):
-        for index, child in enumerate(value):
-            check_plain(child, f"{path}[{index}]", depth + 1)
-    elif not isinstance(value, _PLAIN) or isinstance(value, torch.nn.Module):
+    if isinstance(value, torch.Tensor) or is_leaf(value):
+        return
+    if is_stateful(value):
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise CheckpointError(
-            f"{path} is a {kind}, which a checkpoint cannot hold: tensors, numpy arrays, numbers, "
-            "strings, bytes, lists, tuples and dicts can. Save it as one of these (a path as str, "
-            "an object as its state). Nothing was written."
+            f"{path} is a {kind}, of which only the state would come back. Save its state_dict() "
+            "instead. Nothing was written."
         )
+    for name, child in children_of(value) or ():
+        refuse_states(child, f"{path}[{name!r}]", depth + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +75,18 @@ class NamedCheckpoints(Closing):
     wrong is raised by the next save(), load(), wait() or close().
 
     keep_last: how many names stay; the oldest go after a newer one is durable. None keeps all.
+    allow_pickle: as of Checkpointer.
     """
 
-    def __init__(self, pool: Pool, prefix: str, *, keep_last: int | None = None) -> None:
+    def __init__(
+        self, pool: Pool, prefix: str, *, keep_last: int | None = None, allow_pickle: bool = False
+    ) -> None:  # fmt: skip
         if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
             raise CheckpointError("keep_last must be a whole number of at least 1, or None")
         self.pool, self.prefix, self.keep_last = pool, check_key(prefix), keep_last
-        self._checkpoints = Checkpointer(pool, f"{prefix}/saves", rng=False, alone=True)
+        self._checkpoints = Checkpointer(
+            pool, f"{prefix}/saves", rng=False, alone=True, allow_pickle=allow_pickle
+        )
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hpstore-names")
         self._pending: list[Future[None]] = []  # of the one save under way and its removals
         # names to remove, and whom to tell; the worker's alone
@@ -112,7 +108,7 @@ class NamedCheckpoints(Closing):
         """
         self.wait()
         self._pointer_key(name)  # raises before anything is staged
-        check_plain(state, "checkpoint")
+        refuse_states(state, "checkpoint")
         number = self._next_number()
         self._doubt(Named(name=name, number=number))
         handle = self._checkpoints.save(number, {"name": name, "checkpoint": dict(state)})
@@ -269,4 +265,4 @@ class NamedCheckpoints(Closing):
             self._checkpoints.close()
 
 
-__all__ = ["Named", "NamedCheckpoints", "check_plain"]
+__all__ = ["Named", "NamedCheckpoints", "refuse_states"]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
+import re
 import signal
 import threading
+from collections import Counter, OrderedDict, deque
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ import hpstore
 from hpstore.errors import CheckpointError, TooFewDevices
 from hpstore.pool import Pool
 from hpstore.trainers.paths import name_of, path_of
+from tests.property.test_typed_values import Colour, Frozen
+from tests.property.test_typed_values import same as typed
 
 lightning = pytest.importorskip("lightning.pytorch")
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
@@ -241,11 +246,11 @@ def test_last_as_a_link_resumes(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_an_object_is_refused_by_its_key(pool: Pool, tmp_path: Path) -> None:
-    """A path and a module among the hyper-parameters: the error names them, nothing is written."""
+    """A pattern among the hyper-parameters, a module: the error names them, nothing is written."""
     with pool:
         io = HPCheckpointIO(pool, "run")
-        with pytest.raises(CheckpointError, match=r"\['hyper_parameters'\]\['note'\].*PosixPath"):
-            trainer(io, tmp_path, epochs=1).fit(Tiny(note=tmp_path), batches())
+        with pytest.raises(CheckpointError, match=r"hyper_parameters/note' is a re\.Pattern"):
+            trainer(io, tmp_path, epochs=1).fit(Tiny(note=re.compile("a+")), batches())
         with pytest.raises(CheckpointError, match=r"checkpoint\['a'\]\[0\] is a torch.nn"):
             io.save_checkpoint({"a": [torch.nn.Linear(1, 1)]}, "x.ckpt")
         assert io.checkpoints.names() == []
@@ -306,6 +311,42 @@ def test_a_moved_run_resumes_below_its_new_root(pool: Pool, tmp_path: Path) -> N
     assert other.load_checkpoint(other.latest() or "") == {"step": 1}
     other.close()
     other.close()
+
+
+@pytest.mark.parametrize("allow_pickle", [False, True])
+def test_hyper_parameters_of_every_type_come_back(
+    pool: Pool, tmp_path: Path, *, allow_pickle: bool
+) -> None:
+    """Paths, enums, dataclasses, sets: a fit with them is saved, load_from_checkpoint has them.
+    What no type stands for is refused by name, unless pickles are allowed."""
+    note: list[object] = [Path("a/b"), Colour.RED, Frozen("x", (1,)), {1, 2}, Counter("aab")]
+    with pool:
+        io = HPCheckpointIO(pool, "run", allow_pickle=allow_pickle)
+
+        def notes(location: object = None) -> Any:
+            newest = io.latest()
+            assert newest is not None
+            return io.load_checkpoint(newest, location)["hyper_parameters"]["note"]
+
+        run = trainer(io, tmp_path, epochs=1)
+        run.fit(Tiny(note=note), batches())
+        for location in (None, "cpu"):
+            assert typed(notes(location), note)
+        pattern = Tiny(note=re.compile("a+"))
+        again = trainer(io, tmp_path, epochs=1)
+        if allow_pickle:
+            again.fit(pattern, batches())
+            assert notes() == re.compile("a+")
+        else:
+            with pytest.raises(CheckpointError, match=r"note' is a re\.Pattern"):
+                again.fit(pattern, batches())
+        io.close()
+
+
+def test_map_location_keeps_types() -> None:
+    """Of all that holds the tensors."""
+    value = Counter(a=1), deque([torch.ones(1)], 3), OrderedDict(t=torch.ones(1)), torch.Size([2])
+    assert typed(place(copy.deepcopy(value), "cpu"), value)
 
 
 def test_map_location_places_tensors() -> None:

@@ -17,11 +17,12 @@ import torch
 
 import hpstore
 import hpstore.trainers
+from hpstore.checkpoint.tree import MAX_DEPTH
 from hpstore.devices.wrappers import SimulatedCrash
 from hpstore.errors import CheckpointError, IntegrityError, TooFewDevices
 from hpstore.objects.info import ObjectInfo
 from hpstore.pool import Pool
-from hpstore.trainers.named import MAX_DEPTH, Named, NamedCheckpoints, check_plain
+from hpstore.trainers.named import Named, NamedCheckpoints, refuse_states
 
 STRIDE = 1 if os.environ.get("HPSTORE_LONG_TESTS") else 3  # changes of the pool a crash
 
@@ -175,20 +176,29 @@ def test_a_name_that_means_another_checkpoint_is_not_loaded(pool: Pool) -> None:
             named.load("b")
 
 
-def test_only_plain_values_pass() -> None:
-    """Everything that comes back as itself does; objects, modules and endless nesting do not."""
-    check_plain(
+def test_objects_that_would_come_back_as_their_state_are_refused(pool: Pool) -> None:
+    """By where they are; other types are taken, or refused, by the Checkpointer."""
+    refuse_states(
         {"a": [1, 2.5, None, True, "s", b"b", 1j, (torch.ones(1), np.ones(1), np.float32(1))],
          3: {(1, 2): torch.float16}, "c": collections.OrderedDict(x=torch.Size([1]))}, "x",
     )  # fmt: skip
-    for wrong in (object(), Path("/x"), {1, 2}, torch.nn.Linear(1, 1), torch.optim.SGD, print):
-        with pytest.raises(CheckpointError, match=r"x\['k'\]\[0\] is a "):
-            check_plain({"k": [wrong]}, "x")
+    model = torch.nn.Linear(1, 1)
+    for wrong in (model, torch.optim.SGD(model.parameters(), 0.1)):
+        for value in ([wrong], (wrong,), collections.deque([wrong])):
+            with pytest.raises(CheckpointError, match=r"x\['k'\]\[0\] is a "):
+                refuse_states({"k": value}, "x")
+    with NamedCheckpoints(pool, "run") as named:
+        named.save("a", {"k": [Path("/x"), {1, 2}]})
+        assert named.load("a") == {"k": [Path("/x"), {1, 2}]}
+        for unknown in (object(), print):
+            with pytest.raises(CheckpointError, match="k/0' is a "):
+                named.save("b", {"k": [unknown]})
+        assert named.names() == ["a"]
     deep: list[Any] = []
     for _ in range(MAX_DEPTH + 1):
         deep = [deep]
     with pytest.raises(CheckpointError, match="deeper"):
-        check_plain(deep, "x")
+        refuse_states(deep, "x")
 
 
 @pytest.mark.parametrize(
