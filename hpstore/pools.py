@@ -12,6 +12,7 @@ from hpstore.errors import ConfigError
 from hpstore.membership import create_members
 from hpstore.opening import device_opener
 from hpstore.pool import Pool
+from hpstore.pool_names import add_to_table, require_free
 from hpstore.survival import domain_warning
 from hpstore.units import MIB
 
@@ -31,13 +32,16 @@ def create_pool(
 ) -> Pool:
     """Make a pool of k + m stripes over `devices` (paths or URLs) and write its pool.toml.
 
-    Nothing is claimed unless every device can be. With a `name`, `hpstore.open(name)` finds the
-    pool later. `domains`: what fails together, one label a device (default: each its own).
+    Nothing is claimed unless every device can be. With a `name`, `hpstore.open(name)` and URLs find
+    the pool later; it is in the table that HPSTORE_POOLS names, too, where that is set. `domains`:
+    what fails together, one label a device (default: each its own).
 
     Raises ConfigError, DeviceInUse, DeviceError.
     """
     path = Path(config).absolute()
     require_new(path, name)
+    if name is not None:
+        require_free(name, path)
     if domains is not None and len(domains) != len(devices):
         raise ConfigError(f"{len(domains)} domains for {len(devices)} devices")
     urls = [os.fspath(d) if "://" in os.fspath(d) else os.path.abspath(d) for d in devices]
@@ -59,6 +63,7 @@ def create_pool(
     save_config(made)
     if name is not None:
         register(made)
+        add_to_table(name, path)
     return Pool(made)
 
 

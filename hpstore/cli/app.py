@@ -38,9 +38,9 @@ from hpstore.errors import (
     TooManyErasures,
     VersionConflict,
 )
-from hpstore.interop.names import add_to_table, require_free
 from hpstore.objects.info import ObjectInfo
 from hpstore.opening import shares_filesystem
+from hpstore.pool_names import VARIABLE, table_path
 from hpstore.rebalance import SPREAD
 from hpstore.rebuild import RebuildReport
 from hpstore.units import MIB, format_bytes, parse_bytes
@@ -116,15 +116,12 @@ def create(
 
     hpstore create pool.toml --data 4 --parity 2 /mnt/a /mnt/b /mnt/c /mnt/d /mnt/e /mnt/f
     """
-    if name is not None:
-        require_free(name, config)
     pool = hpstore.create(
         devices, data=data, parity=parity, config=config, name=name, domains=domain,
         unit_bytes=parse_bytes(unit),
     )  # fmt: skip
-    table = add_to_table(name, config) if name is not None else None
-    if table is not None:
-        sys.stderr.write(f"hpstore: note: {name} is in {table}, too, for URLs\n")
+    if name is not None and os.environ.get(VARIABLE):
+        sys.stderr.write(f"hpstore: note: {name} is in {table_path()}, too, for URLs\n")
     with pool:
         status = pool.status()
     if status.effective_data < data:

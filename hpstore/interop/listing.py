@@ -10,10 +10,10 @@ from typing import Any
 
 from hpstore.errors import InvalidKey, ObjectNotFound
 from hpstore.interop.bulk import stat_all
-from hpstore.interop.names import pool_names
 from hpstore.interop.paths import Place, PoolPaths
 from hpstore.interop.tree import Tree, descend
 from hpstore.objects.info import ObjectInfo
+from hpstore.pool_names import pool_names
 
 _Facts = dict[str, Any]  # Any: what fsspec calls an info, values of several types
 

@@ -14,10 +14,10 @@ from fsspec.utils import stringify_path, tokenize
 from hpstore.config import PoolConfig
 from hpstore.errors import ConfigError
 from hpstore.interop.mounts import Mount, Mounts
-from hpstore.interop.names import find_named, find_pool, is_path
 from hpstore.interop.spool import SPOOL_BYTES
 from hpstore.keys import check_key
 from hpstore.pool import Pool
+from hpstore.pool_names import find_named, find_pool, is_path
 
 _SCHEME = "hpstore://"
 

@@ -20,10 +20,10 @@ from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError, ObjectNotFound
 from hpstore.interop.bulk import Span
-from hpstore.interop.names import find_pool, is_path
 from hpstore.interop.paths import PoolPaths
 from hpstore.interop.tree import descend
 from hpstore.pool import Pool
+from hpstore.pool_names import find_pool, is_path
 
 
 def byte_span(request: ByteRequest | None, size: int) -> Span:

@@ -12,7 +12,7 @@ import hpstore
 from hpstore.cli import main
 from hpstore.config import PoolConfig, find_config, register, save_config
 from hpstore.errors import ConfigError
-from hpstore.interop.names import find_named, find_pool, pool_names
+from hpstore.pool_names import find_named, find_pool, pool_names
 
 
 def make(path: Path, name: str) -> PoolConfig:
@@ -110,6 +110,27 @@ def test_create_writes_the_table_that_is_read(
     for name, folder in (("first", "a"), ("second", "b")):
         assert find_named(name).path == tmp_path / folder / "pool.toml"
         assert find_config(name).path == tmp_path / folder / "pool.toml"
+
+
+def test_create_from_python_writes_the_table_too(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A URL then finds the pool; a name that leads elsewhere makes none."""
+    table = tmp_path / "etc" / "pools.toml"
+    monkeypatch.setenv("HPSTORE_POOLS", str(table))
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+
+    def create(folder: str) -> None:
+        devices = [tmp_path / folder / name for name in "xyz"]
+        toml = tmp_path / folder / "pool.toml"
+        hpstore.create(devices, data=2, parity=1, config=toml, name="third").close()
+
+    create("a")
+    assert find_named("third").path == tmp_path / "a" / "pool.toml"
+    with pytest.raises(ConfigError, match="'third' belongs to"):
+        create("b")
+    assert not (tmp_path / "b" / "x").exists()
 
 
 @pytest.mark.parametrize("chosen", [True, False], ids=["HPSTORE_POOLS", "the default table"])
