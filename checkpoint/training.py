@@ -112,7 +112,13 @@ def _check_value(path: str, target: Any, loaded: Any, names: Names, *, strict: b
         check_leaf(path, target, loaded)
     elif kind_of(target) is not None:
         check_source(path, target, loaded)
-    elif isinstance(target, dict) and isinstance(loaded, Mapping):
+    elif not is_stateful(target):  # such a one knows itself what it takes
+        _check_parts(path, target, loaded, names, strict=strict)
+
+
+def _check_parts(path: str, target: Any, loaded: Any, names: Names, *, strict: bool) -> None:
+    """As _check_value, of what is in a container or object."""
+    if isinstance(target, dict) and isinstance(loaded, Mapping):
         if not grows(target):
             check_names(target, loaded, path, strict=strict)
         for name in target.keys() & loaded.keys():

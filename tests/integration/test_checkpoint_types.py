@@ -283,6 +283,23 @@ def test_a_module_that_takes_another_size_is_let(pool: hpstore.Pool, *, strict: 
             ckpt.restore({"m": wider}, strict=False)
 
 
+class Window(dict[str, Any]):
+    """A dict that gives and takes its state itself, under another name."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"content": dict(self)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.clear()
+        self.update(state["content"])
+
+
+def test_a_container_with_a_state_of_its_own_is_given_that(pool: hpstore.Pool) -> None:
+    """What it holds is its own matter: no name in it is compared."""
+    found = restored(pool, {"w": Window(a=1)}, {"w": Window(b=2)})
+    assert found["w"] == {"a": 1}
+
+
 def test_a_module_without_parameters_is_saved(pool: hpstore.Pool) -> None:
     """r_noparams: a loss in the state, alone or beside a model."""
     state = {"loss": torch.nn.CrossEntropyLoss(), "model": torch.nn.Linear(1, 1)}
