@@ -128,7 +128,7 @@ CONTAINERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", SCALARS, ids=repr)
+@pytest.mark.parametrize("value", SCALARS, ids=lambda value: type(value).__name__)
 def test_a_value_comes_back_as_its_type(value: Any) -> None:
     """Alone, in a list, as a key, and in the objects that hold others."""
     assert same(there_and_back(value), value)
@@ -139,7 +139,7 @@ def test_a_value_comes_back_as_its_type(value: Any) -> None:
     assert same(there_and_back(keyed), keyed)
 
 
-@pytest.mark.parametrize("value", CONTAINERS, ids=repr)
+@pytest.mark.parametrize("value", CONTAINERS, ids=lambda value: type(value).__name__)
 def test_a_container_comes_back_as_its_type(value: Any) -> None:
     """With what is in it; the constructor of no class has run for that."""
     RAN.clear()
