@@ -77,7 +77,7 @@ def _encode_time(value: Any, path: str) -> dict[str, Any] | None:
         return None
     zone = None if value.tzinfo is None else encode_scalar(value.tzinfo, path)
     if value.tzinfo is not None and zone is None:
-        raise CheckpointError(
+        raise Unrestorable(
             f"state {path!r} is a time in a {type(value.tzinfo).__qualname__}, whose rules no "
             "checkpoint can hold; use datetime.timezone or zoneinfo. Nothing was written."
         )
@@ -97,7 +97,7 @@ def class_name(kind: type, path: str) -> str:
     """How a class is found again. Raises CheckpointError for one that a restore would not find."""
     name = f"{kind.__module__}:{kind.__qualname__}"
     if class_named(name) is not kind:
-        raise CheckpointError(
+        raise Unrestorable(
             f"state {path!r} is a {kind.__qualname__}, a class that {kind.__module__} does not "
             "have at its top: no restore would find it. Define it there. Nothing was written."
         )
@@ -111,6 +111,10 @@ def class_named(name: str) -> type | None:
     for part in qualname.split("."):
         here = getattr(here, "__dict__", {}).get(part)
     return here if isinstance(here, type) else None
+
+
+class Unrestorable(CheckpointError):
+    """A value of which no restore could make the same again; a pickle may."""
 
 
 class Classes:
@@ -248,5 +252,5 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-__all__ = ["TAG", "Classes", "StandIn", "class_name", "class_named", "decode_scalar",
-           "dtype_name", "dtype_named", "encode_scalar"]  # fmt: skip
+__all__ = ["TAG", "Classes", "StandIn", "Unrestorable", "class_name", "class_named",
+           "decode_scalar", "dtype_name", "dtype_named", "encode_scalar"]  # fmt: skip

@@ -22,7 +22,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hpstore.checkpoint import opaque
 from hpstore.checkpoint.random_sources import SOURCES, decode_source, encode_source, kind_of
-from hpstore.checkpoint.scalars import TAG, Classes, decode_scalar, encode_scalar
+from hpstore.checkpoint.scalars import (
+    TAG,
+    Classes,
+    Unrestorable,
+    decode_scalar,
+    encode_scalar,
+)
 from hpstore.checkpoint.typed import (
     mapping_type,
     object_parts,
@@ -119,7 +125,12 @@ def encode_tree(value: Tree, path: str, found: Collected, depth: int = 0) -> Jso
         return _encode_list(value, path, found, depth)
     if kind is tuple:
         return {TAG: "tuple", "v": _encode_list(value, path, found, depth)}
-    return _encode_typed(value, path, found, depth)
+    try:
+        return _encode_typed(value, path, found, depth)
+    except Unrestorable:
+        if not found.allow_pickle:
+            raise
+        return _refused(value, path, found)
 
 
 _ROWS = {tuple, list}

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from hpstore.checkpoint.scalars import Classes, StandIn, class_name
+from hpstore.checkpoint.scalars import Classes, StandIn, Unrestorable, class_name
 from hpstore.errors import CheckpointError
 
 # Any below: values of every type, and their JSON
@@ -103,13 +103,19 @@ def object_parts(value: Any, path: str) -> tuple[Extra, dict[str, Any]] | None:
 
 
 def _fields_of(value: Any, path: str) -> dict[str, Any]:
-    """Fields of a dataclass. Raises CheckpointError for what else it was given."""
+    """Fields of a dataclass. Raises Unrestorable for what else it is or was given."""
+    if isinstance(value, (BaseException, int, float, str, bytes, list, tuple, set, frozenset)):
+        raise Unrestorable(
+            f"state {path!r} is a {type(value).__qualname__}, which is a "
+            f"{type(value).__mro__[-2].__name__}, too: its fields are not all of it. Nothing was "
+            "written."
+        )
     found = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)
              if hasattr(value, f.name)}  # fmt: skip
     for name in getattr(value, "__dict__", {}):
         cached = isinstance(getattr(type(value), name, None), functools.cached_property)
         if name not in found and not cached:
-            raise CheckpointError(
+            raise Unrestorable(
                 f"state {path!r} is a {type(value).__qualname__} that was given {name!r}, which is "
                 "no field of it and would be lost. Nothing was written."
             )

@@ -226,14 +226,23 @@ def test_what_no_restore_would_find_is_refused_when_it_is_saved() -> None:
 
         tzname = dst = utcoffset  # type: ignore[assignment]
 
+    @dataclasses.dataclass
+    class Failure(Exception):
+        n: int
+
+    globals()["Failure"], Failure.__qualname__ = Failure, "Failure"
     with_more = Settings(1.0, pathlib.Path())
     with_more.added = 1  # type: ignore[attr-defined]
     for value, says in (
-        (Local(1), "no restore would find it"), (with_more, "no field of it"),
+        (Local(1), "no restore would find it"), (Failure(1), "not all of it"),
+        (with_more, "no field of it"),
         (datetime.datetime(2026, 1, 1, tzinfo=Zone()), "whose rules no checkpoint can hold"),
     ):  # fmt: skip
         with pytest.raises(CheckpointError, match=says):
             encode_tree({"v": value}, "", Collected())
+    del globals()["Failure"]
+    found = encode_tree({"v": with_more}, "", Collected(allow_pickle=True))
+    assert found["v"]["$"] == "pickle"
 
 
 def test_a_field_that_was_added_since_gets_its_default() -> None:
