@@ -201,16 +201,22 @@ class Pool(TendedPool):
         *,
         whole: bool = True,
     ) -> T:
-        """Run `read` on an open object; again when the object changes underneath."""
+        """Run `read` on an open object; again when the object changes underneath, and when it
+        needs a device that was not waited for."""
         self._usable()
         check_key(key)
         content = None if version is None else parse_token(version)
+        patient = False
         for _ in range(READ_TRIES):
-            reader = open_object(self._store, key, content, whole=whole)
+            reader = open_object(self._store, key, content, whole=whole, patient=patient)
             try:
                 return read(reader)
             except Changed:
                 self._store.metrics.count("read_resolved_again_total")
+            except TooManyErasures:
+                if patient:
+                    raise
+                patient = True
             finally:
                 reader.close()
         raise TooManyErasures(f"object {key!r} changed {READ_TRIES} times while it was read")

@@ -130,9 +130,9 @@ class PooledReader(Closing):
             except TooManyErasures:
                 if looked:
                     raise
-                looked = True  # the pool may have healed what this reader lost
+                looked = True  # healed since, or on a device that was not waited for
                 self._store.metrics.count("read_looked_again_total")
-            self._look_again()
+            self._look_again(patient=looked)
         raise TooManyErasures(f"object {self._key!r} changed {READ_TRIES} times while it was read")
 
     def _take_back(self) -> None:
@@ -143,10 +143,10 @@ class PooledReader(Closing):
             return
         self._looked_at = self._store.clock.monotonic()
         with contextlib.suppress(TooManyErasures):  # what is open may still serve
-            self._look_again()
+            self._look_again(patient=False)
 
-    def _look_again(self) -> None:
-        fresh = open_object(self._store, self._key, self._content)
+    def _look_again(self, *, patient: bool) -> None:
+        fresh = open_object(self._store, self._key, self._content, patient=patient)
         self._reader.close()
         self._reader, self._looked_at = fresh, self._store.clock.monotonic()
 

@@ -220,7 +220,7 @@ class Scheduler:
                 wait_awake(futures.values(), deadline_seconds)
             else:
                 wait_for_enough(futures, deadline_seconds, patience, late)
-                self._note_late(futures, began)
+                self.note_late(futures, began)
             waited = min(deadline_seconds, time.monotonic() - began)
             for device, future in futures.items():
                 answer = outcome(future, device, waited)
@@ -272,7 +272,9 @@ class Scheduler:
             since = {d: self._late[d][1] for d in devices if d in self._late}
         return {d for d, began in since.items() if now - began >= seconds}
 
-    def _note_late(self, futures: Mapping[str, Future[T]], began: float) -> None:
+    def note_late(self, futures: Mapping[str, Future[T]], began: float) -> None:
+        """Devices whose calls, begun at that monotonic time, are not waited for any longer owe the
+        answer until it is there."""
         with self._lock:
             for device, future in futures.items():
                 if not future.done():

@@ -27,6 +27,7 @@ from hpstore.geometry import BLOCK_BYTES, Geometry
 from hpstore.header import HEADER_BYTES
 from hpstore.objects.columns import ColumnReader
 from hpstore.objects.metering import BatchMeter
+from hpstore.objects.open_columns import SPARE_SECONDS
 from hpstore.objects.read import ObjectReader
 from hpstore.objects.scatter import Int64s
 from hpstore.objects.store import Store
@@ -183,7 +184,7 @@ class UnitFill:
         if late is None:
             begun += self._submit(store, at_once)
             late = []
-        self._wait(store, len(begun))
+        self._wait(store, begun)
         late += [read for future, read in begun if not future.done()]
         if not late:
             for lease in self._scratch:
@@ -200,9 +201,10 @@ class UnitFill:
             future.add_done_callback(partial(self._tell, read))
         return begun
 
-    def _wait(self, store: Store, left: int) -> None:
-        """Settle so many reads as they end; gives up when none has for too long."""
-        limit = store.settings.device_deadline_seconds
+    def _wait(self, store: Store, begun: Sequence[tuple[Future[bool], _Read]]) -> None:
+        """Settle reads as they end; gives up when none has for too long, or for a while where all
+        can be had without the devices that owe them."""
+        limit, left = store.settings.device_deadline_seconds, len(begun)
         silent = 0.0  # since the last sign of life; as wait_awake counts it
         while left:
             step, asked = min(STEP_SECONDS, limit - silent), time.monotonic()
@@ -210,7 +212,7 @@ class UnitFill:
                 read, good = self._ended.get(timeout=step)
             except queue.Empty:
                 silent += min(step, time.monotonic() - asked)
-                if silent < limit:
+                if silent < limit and not (silent >= SPARE_SECONDS and _hopeless(store, begun)):
                     continue
                 self._abandoned = True
                 return
@@ -241,6 +243,7 @@ class UnitFill:
                 seconds=store.settings.device_deadline_seconds,
                 keep=self,
                 timed=meter.timed,
+                hopeless=meter.hopeless,
                 most=most,
                 landed=landed,
             )
@@ -270,7 +273,7 @@ class UnitFill:
 
     def _tell(self, read: _Read, future: Future[bool]) -> None:
         # a call that the scheduler refused, or that crashed, is read in another way, too
-        self._ended.put((read, future.exception() is None and future.result()))
+        self._ended.put((read, _succeeded(future)))
 
     def _settle(self, store: Store, read: _Read, good: bool) -> None:
         stripe = read.stripe
@@ -304,6 +307,16 @@ class UnitFill:
             list(stripe.sources.values()),
             [self._targets[number] for number in stripe.lost.values()],
         )
+
+
+def _hopeless(store: Store, begun: Sequence[tuple[Future[bool], _Read]]) -> bool:
+    """As BatchMeter.hopeless, of reads on lanes."""
+    without = {read.held.device_id for future, read in begun if not _succeeded(future)}
+    return store.shows_without(without | store.owing())
+
+
+def _succeeded(future: Future[bool]) -> bool:
+    return future.done() and future.exception() is None and future.result()
 
 
 def _matches(read: _Read) -> bool:

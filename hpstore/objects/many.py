@@ -11,20 +11,16 @@ import contextlib
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
-from concurrent.futures import Future
-from functools import partial
 
 from hpstore.errors import TooManyErasures
 from hpstore.keys import ColumnName, Kind
-from hpstore.objects.columns import ColumnReader, open_column
+from hpstore.objects.columns import ColumnReader
+from hpstore.objects.open_columns import open_side_by_side
 from hpstore.objects.read import Changed, ObjectReader
 from hpstore.objects.store import READ_PATIENCE, Store
 from hpstore.objects.survey import survey_keys
-from hpstore.patience import wait_awake
-from hpstore.scheduler import outcome
 
 MOST_KEYS = 64  # of one call: it must end within the deadline for a call
-_Opened = list[ColumnReader | Exception]
 _Wanted = tuple[ObjectReader, int, ColumnName]
 
 
@@ -56,7 +52,7 @@ def _surveyed(store: Store, keys: Sequence[str]) -> dict[str, ObjectReader]:
         newest = next(iter(survey.layouts()), None)
         plain = newest is not None and newest.kind is not Kind.TOMBSTONE
         if newest is not None and plain and store.shows_without(survey.unknown):
-            found[key] = ObjectReader(store, newest, key, unknown=survey.unknown)
+            found[key] = ObjectReader(store, newest, key, unknown=survey.unknown, patient=False)
     return found
 
 
@@ -67,21 +63,13 @@ def _open_columns(store: Store, readers: dict[str, ObjectReader], whole: bool) -
         first = itertools.islice(reader.closed_columns().items(), reader.layout.data)
         for column, file in first:
             wanted[file.device].append((reader, column, file.name))
-    begun: dict[str, Future[_Opened]] = {}
-    for device, columns in wanted.items():
-        names = [(reader.key, name) for reader, _, name in columns]
-        call = partial(_open_all, store, device, names, whole)
-        begun[device] = store.scheduler.submit(device, call)
-    deadline = store.settings.device_deadline_seconds
-    wait_awake(begun.values(), deadline)
-    for device, future in begun.items():
-        opened = outcome(future, device, deadline)
-        answers: _Opened
-        if isinstance(opened, Exception):
-            future.add_done_callback(_close_opened)  # they may still be opened: nobody wants them
-            answers = [opened for _ in wanted[device]]
-        else:
-            answers = opened
+    names = {device: [(reader.key, name) for reader, _, name in columns]
+             for device, columns in wanted.items()}  # fmt: skip
+    opened = open_side_by_side(
+        store, names, whole=whole,
+        spare=lambda silent: all(r.enough_without(silent) for r in readers.values()),
+    )  # fmt: skip
+    for device, answers in opened.items():
         for (reader, column, _), answer in zip(wanted[device], answers, strict=True):
             if readers.get(reader.key) is not reader:  # it has changed
                 if isinstance(answer, ColumnReader):
@@ -90,27 +78,6 @@ def _open_columns(store: Store, readers: dict[str, ObjectReader], whole: bool) -
                 readers.pop(reader.key).close()
             else:
                 reader.adopt(column, answer)
-
-
-def _open_all(
-    store: Store, device_id: str, columns: list[tuple[str, ColumnName]], whole: bool
-) -> _Opened:
-    """By a thread of the device's lane."""
-    found: _Opened = []
-    device, pool_id = store.view.devices[device_id], store.view.record.pool_id
-    for key, name in columns:
-        try:
-            found.append(open_column(device_id, device, pool_id, key, name, whole=whole))
-        except Exception as error:  # noqa: BLE001 (as of a call of its own: noted by the reader)
-            found.append(error)
-    return found
-
-
-def _close_opened(future: Future[_Opened]) -> None:
-    if not future.cancelled() and future.exception() is None:
-        for opened in future.result():
-            if isinstance(opened, ColumnReader):
-                opened.close()
 
 
 def _ready(reader: ObjectReader) -> bool:

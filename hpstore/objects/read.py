@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 
@@ -16,6 +16,7 @@ from hpstore.objects.columns import ColumnReader, open_column
 from hpstore.objects.erasures import Erasures, rows_of, split_window
 from hpstore.objects.flights import Flight, RebuiltRun, close_opened, read_held
 from hpstore.objects.hedging import overtake, probe_avoided
+from hpstore.objects.open_columns import open_files
 from hpstore.objects.routing import well_placed
 from hpstore.objects.store import Store
 from hpstore.objects.survey import Found, Layout, staying_first
@@ -43,10 +44,12 @@ class ObjectReader:
 
     def __init__(
         self, store: Store, layout: Layout, key: str, *, unknown: frozenset[str] = frozenset(),
-        whole: bool = False,
+        whole: bool = False, patient: bool = True,
     ) -> None:  # fmt: skip
-        """`whole`: as open_column has it, for who reads it now and closes it then."""
+        """`whole`: as open_column has it, for who reads it now and closes it then. `patient`: a
+        device is waited for to its deadline where its column is not needed, too."""
         self.store, self.layout, self.key, self._whole = store, layout, key, whole
+        self._patient = patient
         self.judging = True  # damage counts against devices; not what a scrub comes upon
         self._routed = -1  # the version of the routing that open columns are in accord with
         self.unknown = unknown  # members that did not answer when it was looked up
@@ -70,7 +73,9 @@ class ObjectReader:
 
     def share(self) -> ObjectReader:
         """Another reader of the same open columns, for another thread. Call by this one's."""
-        made = ObjectReader(self.store, self.layout, self.key, unknown=self.unknown)
+        made = ObjectReader(
+            self.store, self.layout, self.key, unknown=self.unknown, patient=self._patient
+        )
         made._routed = self._routed
         made.columns = {column: reader.retain() for column, reader in self.columns.items()}
         made.damaged, made._header = dict(self.damaged), self._header
@@ -90,28 +95,10 @@ class ObjectReader:
                 batch[column] = files.popleft()
         if not batch:
             return
-        devices = self.store.view.devices
-        futures = {
-            column: self.store.scheduler.submit(
-                found.device,
-                lambda f=found: open_column(  # type: ignore[misc]
-                    f.device,
-                    devices[f.device],
-                    self.store.view.record.pool_id,
-                    self.key,
-                    f.name,
-                    whole=self._whole,
-                ),
-            )
-            for column, found in batch.items()
-        }
-        deadline = self.store.settings.device_deadline_seconds
-        wait_awake(futures.values(), deadline)
         changed = False
-        for column, future in futures.items():
-            result = outcome(future, batch[column].device, deadline)
-            if isinstance(result, Exception):
-                future.add_done_callback(close_opened)  # it may still be opened: nobody wants it
+        spare = None if self._patient else self.enough_without
+        opened = open_files(self.store, self.key, batch, whole=self._whole, spare=spare)
+        for column, result in opened.items():
             if isinstance(result, FileNotFoundError):
                 changed = True
             elif isinstance(result, Exception):
@@ -121,6 +108,14 @@ class ObjectReader:
         if changed:
             raise Changed(self.key)
         self.open_columns([c for c in batch if c not in self.columns and self._untried[c]])
+
+    def enough_without(self, devices: Collection[str]) -> bool:
+        """Whether k columns are open, or can be, if nothing on these devices answers."""
+        left = self.columns.keys() | {
+            column for column, files in self.layout.columns.items()
+            if column not in self.damaged and any(f.device not in devices for f in files)
+        }  # fmt: skip
+        return len(left) >= self.layout.data
 
     def _accept(self, column: int, reader: ColumnReader) -> None:
         if self._header is None:
@@ -142,7 +137,7 @@ class ObjectReader:
         if self._routed == version and len(self.columns) >= need:
             return True
         back = self.columns and self._routed not in (-1, version)
-        away = self.store.kept_off()
+        away = {*self.store.kept_off(), *self.store.owing()}
         if back:
             self.open_columns([c for c in self._closed(away) if c < need])
         while True:

@@ -24,9 +24,12 @@ RESOLVE_TRIES = 8  # a reader meets at most this many replacements of its key in
 
 
 def open_survey(
-    store: Store, survey: Survey, content: ContentId | None = None, *, whole: bool = False
-) -> ObjectReader:
+    store: Store, survey: Survey, content: ContentId | None = None, *, whole: bool = False,
+    patient: bool = True,
+) -> ObjectReader:  # fmt: skip
     """Open the newest version of a survey, or the one with that content. PROTOCOL 7.
+
+    `whole` and `patient` as of ObjectReader.
 
     Raises ObjectNotFound, TooManyErasures when acknowledged data may be there but cannot be read,
     Changed when files moved underneath.
@@ -41,7 +44,7 @@ def open_survey(
             raise ObjectNotFound(f"object {survey.key!r} was deleted", key=survey.key)
         if content is None:
             require_newest(store.view, survey, layouts)
-        reader = _open_group(store, survey, layouts, whole)
+        reader = _open_group(store, survey, layouts, whole, patient)
         if reader is not None:
             return reader
     require_known(store.view, survey)
@@ -55,12 +58,13 @@ def open_survey(
 
 
 def _open_group(
-    store: Store, survey: Survey, layouts: list[Layout], whole: bool
+    store: Store, survey: Survey, layouts: list[Layout], whole: bool, patient: bool
 ) -> ObjectReader | None:
     """Open the best layout of one version's content; None when all are torn puts."""
     unclear: TooManyErasures | None = None
     for layout in layouts:
-        reader = ObjectReader(store, layout, survey.key, unknown=survey.unknown, whole=whole)
+        reader = ObjectReader(store, layout, survey.key, unknown=survey.unknown, whole=whole,
+                              patient=patient)  # fmt: skip
         try:
             if reader.open_enough():
                 return reader
@@ -80,22 +84,24 @@ def _open_group(
 
 
 def open_object(
-    store: Store, key: str, content: ContentId | None = None, *, whole: bool = False
-) -> ObjectReader:
+    store: Store, key: str, content: ContentId | None = None, *, whole: bool = False,
+    patient: bool = False,
+) -> ObjectReader:  # fmt: skip
     """Resolve a key and open its newest version, or the one with that `content`; again when it
     changes underneath, a bounded number of times.
 
     A listing of several devices is no snapshot: what looks torn or absent is believed only when a
     second look shows the same files, or none again. The first look does without a device that is
-    slow to answer; what is unclear then gets its full deadline. `whole` as of ObjectReader.
+    slow to answer; what is unclear then gets its full deadline, with `patient` at once. `whole` as
+    of ObjectReader.
     """
     seen: set[Found] | None = None
-    patience: float | None = READ_PATIENCE
+    patience: float | None = None if patient else READ_PATIENCE
     for _ in range(RESOLVE_TRIES):
         view = store.view
         survey = survey_key(store, key, patience=patience)
         try:
-            return open_survey(store, survey, content, whole=whole)
+            return open_survey(store, survey, content, whole=whole, patient=patience is None)
         except Changed:
             store.metrics.count("read_resolved_again_total")
             seen = None
