@@ -19,11 +19,10 @@ import hpstore
 from hpstore.config import Settings
 from hpstore.units import KIB, MIB
 from tests.fault.agents import PATIENCE, Agents
+from tests.thorough import LONG
 
 pytestmark = [pytest.mark.fault]
-long = pytest.mark.skipif(
-    not os.environ.get("HPSTORE_LONG_TESTS"), reason="takes 10 s: make test-fault"
-)
+long = pytest.mark.skipif(not LONG, reason="takes 10 s: make test-fault")
 
 
 class Node(Agents):

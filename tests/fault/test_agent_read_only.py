@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import pytest
@@ -12,11 +11,12 @@ from hpstore.agent.foreground import Foreground
 from hpstore.health.states import PolicyConfig, Role
 from hpstore.units import KIB, MIB
 from tests.fault.common import Bench, MakeDisks, payload, poll, tree
+from tests.thorough import LONG
 
 pytestmark = [
     pytest.mark.fault, pytest.mark.root,
     pytest.mark.skipif(
-        not os.environ.get("HPSTORE_LONG_TESTS"), reason="takes 10 s: make test-fault"
+        not LONG, reason="takes 10 s: make test-fault"
     ),
 ]  # fmt: skip
 GRACE_SECONDS = 1.0

@@ -7,7 +7,6 @@ loads and saves.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,10 +23,10 @@ from tests.fault.suite.rig import Rig
 from tests.fault.suite.runner import Pace, References, StartTrainer, run_fault
 from tests.fault.suite.table import Row, Table, markdown
 from tests.fault.suite.workload import ROOT, Plan, example_trainer, fill, loop_trainer
+from tests.thorough import LONG
 
 ROW_SECONDS = 280  # for each row; one that takes longer has failed, and the next one begins
 pytestmark = [pytest.mark.fault, pytest.mark.root, pytest.mark.timeout(ROW_SECONDS)]
-LONG = bool(os.environ.get("HPSTORE_LONG_TESTS"))
 TABLE = ROOT / "build" / "faults.md"
 START: StartTrainer = example_trainer if LONG else loop_trainer
 PACE = (

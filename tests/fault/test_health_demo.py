@@ -14,14 +14,13 @@ import pytest
 
 from hpstore.testing.leftovers import loops, mount_points, sweep, throttle_problem
 from tests.fault.common import poll
+from tests.thorough import LONG
 
 pytestmark = [
     pytest.mark.fault,
     pytest.mark.root,
     pytest.mark.timeout(290),
-    pytest.mark.skipif(
-        not os.environ.get("HPSTORE_LONG_TESTS"), reason="takes two minutes: make test-fault"
-    ),
+    pytest.mark.skipif(not LONG, reason="takes two minutes: make test-fault"),
 ]
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 60.0

@@ -15,14 +15,14 @@ from hpstore.units import KIB
 from tests.fault.common import Bench, Gates, column_number, flip, payload, within
 
 pytestmark = pytest.mark.fault
-LIMIT = 12.0  # seconds for any one call; each device deadline is far longer
-LONG = 300.0
+LIMIT = 12.0  # seconds for any one call
+DEADLINE = 300.0  # of a device
 
 
 @pytest.fixture
 def gates(bench: Bench) -> Iterator[Gates]:
     """Of a 2+1 pool of three directories that waits long for a device; opened at the end."""
-    bench.create(3, data=2, parity=1, device_deadline_seconds=LONG).close()
+    bench.create(3, data=2, parity=1, device_deadline_seconds=DEADLINE).close()
     made = Gates()
     yield made
     made.let_go()

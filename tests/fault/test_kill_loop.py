@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from itertools import count
 from pathlib import Path
 
@@ -14,16 +13,17 @@ import pytest
 from hpstore.pool import Pool
 from tests.fault.kills.runner import KillLoop
 from tests.fault.kills.victims import BODIES
+from tests.thorough import LONG
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(290)]
-KILLS = 200 if os.environ.get("HPSTORE_LONG_TESTS") else 60  # all of them: make test-fault
+KILLS = 200 if LONG else 40
 SEED = 20261117
 
 
 def test_killed_processes_tear_nothing_and_lose_nothing_acknowledged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Kill 200 processes; after each, all it touched is whole, at the end everything is.
+    """Kill 40 processes, 200 in a long run; after each, all it touched is whole, at the end all.
 
     Then a rebuild and a scrub leave nothing to mend, and old orphans in tmp/ are swept.
     """

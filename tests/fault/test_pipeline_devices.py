@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from hpstore.units import MIB
 from tests.fault.common import Call, MakeDisks, poll
 from tests.fault.suite.faults import SLOW_BYTES_PER_SECOND, write_proof
 from tests.integration.ranks import PATIENCE, launch, open_pool
+from tests.thorough import LONG
 from tests.trainers.pipelines import build, write_samples
 from tests.trainers.runs import Run, keep_on, require_each_sample_once, require_same_losses
 
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.root,
     pytest.mark.timeout(400),
     pytest.mark.skipif(
-        not os.environ.get("HPSTORE_LONG_TESTS"),
+        not LONG,
         reason="four launches of a pipeline a fault: HPSTORE_LONG_TESTS=1",
     ),
 ]

@@ -7,7 +7,6 @@ flag 2 a missing fsync of a directory.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from itertools import count
 from typing import TypeVar
@@ -21,6 +20,7 @@ from hpstore.pool import Pool
 from hpstore.testing.loopfs import JOURNAL_FLUSHED, POWER_CUT, LoopFilesystem
 from hpstore.units import KIB, MIB
 from tests.fault.common import Bench, MakeDisks, Wrap, attempt, exit_status, forked, payload, value
+from tests.thorough import LONG
 
 pytestmark = [pytest.mark.fault, pytest.mark.root]
 T = TypeVar("T")
@@ -246,7 +246,7 @@ def test_power_cut_at_any_step_leaves_old_or_new(
 ) -> None:
     """Cut before device operation 0, 1, 2 ... of a put, overwrite or delete; then look."""
     always = direct or (kind, size) == ("overwrite", 3 * MIB)
-    if not (always or os.environ.get("HPSTORE_LONG_TESTS")):
+    if not (always or LONG):
         pytest.skip("buffered devices, every case: make test-fault")
     rig = Rig(bench, make_disks(4), direct=direct)
     old = None if kind == "put" else payload("old", size)

@@ -25,14 +25,13 @@ from tests.fault.soak.judge import (
 from tests.fault.soak.load import SAMPLES, STEPS_AN_EPOCH, WORK_SECONDS, digest_of, new_state
 from tests.fault.soak.rig import Soak
 from tests.fault.soak.schedule import make_schedule
+from tests.thorough import LONG
 
 pytestmark = [pytest.mark.fault]
 ROOT = Path(__file__).resolve().parents[2]
 SEED, SECONDS = 3, 90.0
 PATIENCE = 60.0
-long = pytest.mark.skipif(
-    not os.environ.get("HPSTORE_LONG_TESTS"), reason="takes three minutes: make test-fault"
-)
+long = pytest.mark.skipif(not LONG, reason="takes three minutes: make test-fault")
 Row = dict[str, Any]
 
 

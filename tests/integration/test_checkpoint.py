@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import threading
 from pathlib import Path
@@ -29,6 +28,7 @@ from hpstore.errors import (
     VersionConflict,
 )
 from hpstore.testing.harness import Harness
+from tests.thorough import crash_points
 
 
 def model(seed: int) -> torch.nn.Module:
@@ -293,7 +293,7 @@ def test_other_bytes_under_a_segments_key_are_noticed(pool: hpstore.Pool) -> Non
 def test_a_commit_is_old_or_new_at_every_crash_point(tmp_path: Path, power: bool) -> None:
     """PROTOCOL 18, 19: crash before each device operation of a save, by process death and power
     cut; a restart finds the old step or the new one whole, and garbage is collected."""
-    for crash_at in itertools.count():
+    for crash_at in crash_points():
         directory = tmp_path / str(crash_at)
         directory.mkdir()
         harness = Harness(directory, data=2, parity=1, devices=4)

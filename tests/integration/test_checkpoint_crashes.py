@@ -7,7 +7,6 @@ the next checkpointer collects what belongs to nobody.
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -27,6 +26,7 @@ from hpstore.errors import CheckpointError, HpstoreError, RedundancyError
 from hpstore.pool import Pool
 from hpstore.testing.harness import Harness
 from hpstore.units import KIB
+from tests.thorough import crash_points
 
 T = TypeVar("T")
 FROZEN, FREE = 20_000, 18_000  # floats: both large enough to be referenced
@@ -146,7 +146,7 @@ def crash_everywhere(
     with harness.open() as pool:
         before(pool)
     start = {url: (d.files, d._durable_names) for url, d in harness.devices.items()}
-    for crash_at in itertools.count():
+    for crash_at in crash_points():
         for url, device in harness.devices.items():
             device.files, device._durable_names = copy.deepcopy(start[url])
         pool, changes = open_crashing(harness, crash_at)
@@ -163,7 +163,7 @@ def crash_everywhere(
             check_contents(again, may, certain=finished)
         harness.bring_back()
         with harness.open() as again:
-            check_clean(again, may, and_goes_on=finished or crash_at % 16 == 0)
+            check_clean(again, may, and_goes_on=finished or crash_at % 15 == 0)
         if finished:
             return crash_at
     raise AssertionError("unreachable")

@@ -16,12 +16,13 @@ import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tests.integration import ranks
+from tests.thorough import LONG
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples" / "compare"
 SAMPLES, BATCH, EVERY, KILLED = 128, 32, 3, 5
-LONG = pytest.mark.skipif(
-    not os.environ.get("HPSTORE_LONG_TESTS"),
+only_long = pytest.mark.skipif(
+    not LONG,
     reason="half a minute and more: HPSTORE_LONG_TESTS=1 runs it",
 )
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -64,7 +65,7 @@ def work(directory: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-@LONG
+@only_long
 def test_ddp_that_is_killed_goes_on_with_the_same_steps_and_no_sample_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +112,7 @@ def compare(out: Path, *more: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@LONG
+@only_long
 @pytest.mark.timeout(1600)
 def test_all_methods_storages_and_checkpointers_end_with_the_same_bits(tmp_path: Path) -> None:
     """The whole matrix, each method killed and resumed: report, plots, exit code 0."""
@@ -132,7 +133,7 @@ def test_all_methods_storages_and_checkpointers_end_with_the_same_bits(tmp_path:
     assert "pipelines, by their hooks" in report
 
 
-@LONG
+@only_long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a job on CUDA would not fail here")
 @pytest.mark.timeout(600)
 def test_a_job_that_fails_is_a_failed_row(tmp_path: Path) -> None:

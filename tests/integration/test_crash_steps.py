@@ -12,6 +12,7 @@ from hpstore.devices.wrappers import SimulatedCrash
 from hpstore.errors import ObjectNotFound, TooManyErasures
 from hpstore.pool import Pool
 from hpstore.testing.harness import FakeClock, Harness
+from tests.thorough import crash_points
 
 OLD, NEW = b"o" * 300_000, b"n" * 350_000
 SMALL_OLD, SMALL_NEW = b"o" * 1000, b"n" * 1200
@@ -95,7 +96,7 @@ def crash_everywhere(
     final: Outcome,
 ) -> int:
     """Run `act` with a crash before operation 0, 1, 2, ... until it runs through."""
-    for crash_at in itertools.count():
+    for crash_at in crash_points():
         harness = make()
         pool, _ = harness.open_crashing(crash_at)
         try:
@@ -181,7 +182,7 @@ def test_shrinking_relayout_keeps_the_bytes(
     def holder(harness: Harness) -> str:
         return harness.columns("key")[0][0]
 
-    for crash_at in itertools.count():
+    for crash_at in crash_points():
         harness = make()
         pool, _ = harness.open_crashing(crash_at)
         try:
@@ -207,7 +208,7 @@ def void(_: object) -> None:
 
 def test_membership_change_is_old_or_new(tmp_path: Path, crash: Callable[[Harness], None]) -> None:
     """PROTOCOL 14: crash at every step of adding a device; the pool opens with either record."""
-    for crash_at in itertools.count():
+    for crash_at in crash_points():
         directory = tmp_path / str(crash_at)
         directory.mkdir()
         harness = Harness(directory, data=2, parity=2, devices=4)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -331,5 +332,6 @@ def test_a_killed_loader_leaves_nothing_in_shared_memory(data: Dataset) -> None:
     child.wait(30)
     child.stdin.close()
     child.stdout.close()
-    assert "/dev/shm" not in maps
-    assert not [name for name in files if name.startswith("/dev/shm")]
+    own = tempfile.gettempdir()  # may itself be in memory
+    used = [*(line.split(maxsplit=5)[-1] for line in maps.splitlines()), *files]
+    assert not [name for name in used if name.startswith("/dev/shm") and not name.startswith(own)]

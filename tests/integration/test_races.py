@@ -20,6 +20,7 @@ from hpstore.errors import ObjectNotFound
 from hpstore.objects.read import Changed
 from hpstore.testing.harness import Harness
 from hpstore.units import MIB
+from tests.thorough import crash_points
 
 T = TypeVar("T")
 OLD = b"o" * 300_000
@@ -234,7 +235,7 @@ def drop(_: object) -> None:
 def test_a_put_that_meets_a_change_is_whole(tmp_path: Path, change: str) -> None:
     """PROTOCOL 4, 16: a change at every step of a put; what is acknowledged survives m losses."""
     new = b"n" * 310_000
-    for at in itertools.count():
+    for at in crash_points():
         directory = tmp_path / str(at)
         directory.mkdir()
         harness = Harness(directory, data=2, parity=2, devices=6)

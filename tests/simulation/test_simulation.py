@@ -16,9 +16,10 @@ from hpstore.testing.simulation.mutations import MUTATIONS, describe, mutated
 from hpstore.testing.simulation.oracle import ABSENT, OPEN, KeyHistory, Write, linearizable
 from hpstore.testing.simulation.schedule import Fault, Setup, Turn
 from hpstore.testing.simulation.shrink import shrink
+from tests.thorough import LONG
 
 KEPT = sorted((Path(__file__).parent / "kept").glob("*.json"))
-SEEDS = 300
+SEEDS = 300 if LONG else 150
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

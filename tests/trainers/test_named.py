@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import itertools
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +21,7 @@ from hpstore.errors import CheckpointError, IntegrityError, TooFewDevices
 from hpstore.objects.info import ObjectInfo
 from hpstore.pool import Pool
 from hpstore.trainers.named import Named, NamedCheckpoints, refuse_states
-
-STRIDE = 1 if os.environ.get("HPSTORE_LONG_TESTS") else 3  # changes of the pool a crash
+from tests.thorough import crash_points
 
 
 def state(number: int) -> dict[str, Any]:
@@ -49,7 +46,7 @@ def test_a_save_is_old_or_new_at_every_crash_point(
     Whatever is named can be loaded, never less than before, and the next run leaves no rubbish.
     """
     put, delete = Pool.put, Pool.delete
-    for crash_at in itertools.count(0, STRIDE):
+    for crash_at in crash_points():
         prefix = f"run{crash_at}"
         with NamedCheckpoints(pool, prefix) as first:
             for number, name in enumerate(("a", "b", "c")):

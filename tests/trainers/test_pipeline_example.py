@@ -18,13 +18,14 @@ import pytest
 from hpstore.loaders import DatasetWriter, Field
 from hpstore.trainers.pipelining.schedules import ONE_STAGE, SCHEDULES
 from tests.integration.ranks import make_pool, open_pool
+from tests.thorough import LONG
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTH, STEPS = 16, 8
 SMALL = ["--layers", "4", "--width", "32", "--length", str(LENGTH), "--rows", "2",
          "--microbatches", "4", "--checkpoint-every", "2", "--steps", str(STEPS)]  # fmt: skip
 pytestmark = pytest.mark.skipif(
-    not os.environ.get("HPSTORE_LONG_TESTS"),
+    not LONG,
     reason="five starts of torchrun take a minute: HPSTORE_LONG_TESTS=1",
 )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from hpstore.trainers.pipelining import SCHEDULES, stages_of
 from hpstore.trainers.pipelining.schedules import ONE_STAGE
 from tests.integration.ranks import make_pool, open_pool
+from tests.thorough import LONG
 from tests.trainers.deaths import POINTS
 from tests.trainers.pipelines import write_samples
 from tests.trainers.runs import (
@@ -22,9 +22,7 @@ from tests.trainers.runs import (
 
 STEPS = 14  # an epoch and a bit more
 SAVED = 3  # the step behind which the second save begins, counted from 0
-LONG = pytest.mark.skipif(
-    not os.environ.get("HPSTORE_LONG_TESTS"), reason="the whole matrix: HPSTORE_LONG_TESTS=1"
-)
+only_long = pytest.mark.skipif(not LONG, reason="the whole matrix: HPSTORE_LONG_TESTS=1")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +55,7 @@ def require_as_if_nothing_had_happened(run: Run, whole: Run, *, exact_to: float 
     "death",
     [
         pytest.param("4 0 F 2", id="first stage, forward"),
-        pytest.param("4 1 B 1", id="last stage, backward", marks=LONG),
+        pytest.param("4 1 B 1", id="last stage, backward", marks=only_long),
     ],
 )
 def test_a_killed_pipeline_goes_on_where_it_was_committed(
@@ -86,7 +84,7 @@ def test_three_stages_go_on_as_one_and_as_four(prepared: Path, whole: Run) -> No
 # --- a save that is cut -------------------------------------------------------------------------
 
 
-@LONG
+@only_long
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("victim", [0, 1], ids=["rank 0", "last stage"])
 def test_a_save_that_is_cut_is_there_as_a_whole_or_not_at_all(
@@ -107,7 +105,7 @@ def test_a_save_that_is_cut_is_there_as_a_whole_or_not_at_all(
 # --- death in the midst of a step ---------------------------------------------------------------
 
 
-@LONG
+@only_long
 @pytest.mark.timeout(600)
 def test_every_micro_batch_of_every_stage_may_be_the_last(prepared: Path, whole: Run) -> None:
     """1F1B, killed behind each forward and each backward of step 3, sixteen times in one run, then
@@ -123,7 +121,7 @@ def test_every_micro_batch_of_every_stage_may_be_the_last(prepared: Path, whole:
     require_as_if_nothing_had_happened(run, whole)
 
 
-@LONG
+@only_long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"])
 @pytest.mark.parametrize("snapshot", ["free", "bubbles", "inline"])
@@ -149,7 +147,7 @@ def test_death_anywhere_in_a_step_loses_nothing(prepared: Path, name: str, snaps
 # --- resumed in another shape -------------------------------------------------------------------
 
 
-@LONG
+@only_long
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_goes_on_with_what_two_stages_have_saved(
     prepared: Path, whole: Run, name: str
@@ -162,7 +160,7 @@ def test_every_schedule_goes_on_with_what_two_stages_have_saved(
     require_as_if_nothing_had_happened(run, whole, exact_to=1e-6)
 
 
-@LONG
+@only_long
 def test_the_same_step_in_other_micro_batches_has_the_same_loss(prepared: Path, whole: Run) -> None:
     """4 of 2 samples, then 2 of 4, then 8 of 1: the same samples a step, so the same losses but for
     rounding."""
@@ -173,7 +171,7 @@ def test_the_same_step_in_other_micro_batches_has_the_same_loss(prepared: Path, 
     require_as_if_nothing_had_happened(run, whole, exact_to=1e-6)
 
 
-@LONG
+@only_long
 def test_more_micro_batches_are_larger_steps_that_lose_no_sample(
     prepared: Path, whole: Run
 ) -> None:
@@ -191,7 +189,7 @@ def test_more_micro_batches_are_larger_steps_that_lose_no_sample(
     assert abs(found[5].loss - wanted[5].loss) > 1e-6
 
 
-@LONG
+@only_long
 def test_another_world_size_goes_on_with_the_same_samples(prepared: Path, whole: Run) -> None:
     """One pipeline of two ranks, then two of them on four ranks, then two of one rank each: each
     step has the same samples, dealt out to the replicas, and the same loss."""

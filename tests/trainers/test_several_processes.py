@@ -14,6 +14,7 @@ import torch.distributed as dist
 from hpstore.errors import CheckpointError
 from hpstore.trainers.messages import of_bytes, to_bytes
 from tests.integration.ranks import launch, make_pool, open_pool
+from tests.thorough import LONG
 
 EPOCHS = 4
 
@@ -55,7 +56,6 @@ def fit(rank: int, world: int, directory: Path, prefix: str, epochs: int) -> Non
     torch.save(found, directory / f"{prefix}-{epochs}-{rank}.pt")
 
 
-LONG = bool(os.environ.get("HPSTORE_LONG_TESTS"))
 TWO_AGAIN = pytest.param(2, id="on two again", marks=pytest.mark.skipif(not LONG, reason="half a "
                          "minute: HPSTORE_LONG_TESTS=1"))  # fmt: skip
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from torch_checkpointing.storage.base_storage import ReadArgs, Storage  # noqa: 
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig  # noqa: E402
 
 from hpstore.trainers.torch_checkpointing import HPStorage, HPStorageConfig  # noqa: E402
+from tests.thorough import crash_points  # noqa: E402
 
 
 @pytest.fixture(params=["pool", "the package's own"])
@@ -181,7 +181,7 @@ def test_a_crash_leaves_the_rename_made_or_not(pool: Pool, monkeypatch: pytest.M
     """Crash before each change of the pool in rename and removal: whole at one place, or gone."""
     put, delete = Pool.put, Pool.delete
     whole = {"a": b"1", "b": {"c": b"2"}}
-    for crash_at in itertools.count():
+    for crash_at in crash_points():
         ours = HPStorage(pool, f"tc{crash_at}")
         grow(ours, Path("tmp"), whole)
         grow(ours, Path("old"), {"x": b"3"})

@@ -45,6 +45,7 @@ from hpstore.benchmarks.sessions import Found, Sections, Session, SessionFailed,
 from hpstore.checkpoint.codecs import CODECS
 from hpstore.errors import ConfigError
 from hpstore.units import GIB, MIB
+from tests.thorough import LONG
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 SIZE = 2 * MIB
@@ -141,7 +142,7 @@ def test_a_load_of_other_values_is_an_error(spec: Spec, name: str) -> None:
     """A contender whose file holds another state does not get a figure."""
     if why := not_installed(name):
         pytest.skip(why)
-    if PEERS[name] in LIBRARY_PEERS and not os.environ.get("HPSTORE_LONG_TESTS"):
+    if PEERS[name] in LIBRARY_PEERS and not LONG:
         pytest.skip("10 s of starting a library: HPSTORE_LONG_TESTS=1 runs it")
     with pytest.raises((RuntimeError, SessionFailed), match="other values"):
         run(_loads_another_state, replace(spec, contender=name))

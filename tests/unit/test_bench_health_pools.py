@@ -31,10 +31,9 @@ from hpstore.health.forecast.scoring import Interval, Outcome
 from hpstore.testing import ManualClock
 from hpstore.testing.leftovers import loops
 from hpstore.units import KIB, MIB
+from tests.thorough import LONG, need_drive
 
-LONG = pytest.mark.skipif(
-    not os.environ.get("HPSTORE_LONG_TESTS"), reason="a minute: HPSTORE_LONG_TESTS=1 runs it"
-)
+only_long = pytest.mark.skipif(not LONG, reason="a minute: HPSTORE_LONG_TESTS=1 runs it")
 
 
 def test_a_rate_is_from_the_last_batch_before_to_the_last_one(
@@ -83,6 +82,7 @@ def test_a_quantile_is_one_of_the_values_and_no_mean() -> None:
 
 def test_what_is_in_the_page_cache_is_seen(tmp_path: Path) -> None:
     """All of a file that was just written through it; nothing of one that was dropped."""
+    need_drive(tmp_path)
     path = tmp_path / "file"
     path.write_bytes(os.urandom(512 * KIB))
     assert cached_bytes(path) == 512 * KIB
@@ -200,7 +200,7 @@ def test_without_files_no_forecast_is_made() -> None:
     assert cases_named("reads, slow") == ["slow", "reads"]
 
 
-@LONG
+@only_long
 def test_an_agent_that_cannot_open_the_pool_is_an_error_not_a_figure(tmp_path: Path) -> None:
     from hpstore.benchmarks import health_rebuild
 
@@ -221,7 +221,7 @@ SMALL = replace(
 )  # fmt: skip
 
 
-@LONG
+@only_long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("real", [True, False])
 def test_all_cases_have_figures_and_leave_nothing(

@@ -45,6 +45,7 @@ from hpstore.benchmarks.suite import size_named
 from hpstore.errors import ConfigError
 from hpstore.loaders.slab import Places, Slab
 from hpstore.units import KIB, MIB
+from tests.thorough import LONG
 
 SIZE = 4 * BATCH * 12 * KIB
 LOADER = "hpstore.benchmarks.loader_sessions"
@@ -131,6 +132,8 @@ def test_every_contender_reads_each_sample_once_an_epoch(spec: Spec, name: str) 
     """Bytes and labels are checked by the session; two epochs."""
     if name in PEERS and (why := not_installed(name)):
         pytest.skip(why)
+    if getattr(kind_of(name), "workers", False) and spec.data.kind != "A" and not LONG:
+        pytest.skip("15 s of starting processes: HPSTORE_LONG_TESTS=1 runs it")
     spec = replace(spec, contender=name, cold=False)
     run(write_session, spec)
     found = run(epoch_session, spec)
@@ -254,9 +257,7 @@ def test_memory_limit_holds_or_says_why_not() -> None:
 SMALL = {"EPOCHS": 3, "WARM_EPOCHS": 1, "GROWTH_BATCHES": 4, "BOUNDARIES": 1, "READY": 2}
 
 
-@pytest.mark.skipif(
-    not os.environ.get("HPSTORE_LONG_TESTS"), reason="half a minute: HPSTORE_LONG_TESTS=1"
-)
+@pytest.mark.skipif(not LONG, reason="half a minute: HPSTORE_LONG_TESTS=1")
 def test_figures_without_peers_have_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each session gives a ratio for every mode, or says why not."""
     for constant, value in SMALL.items():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hpstore.benchmarks import pipeline, pipeline_bars
+from tests.thorough import LONG
 
 # Any below: JSON
 Row = dict[str, Any]
@@ -106,9 +106,7 @@ def test_what_hooks_add_to_a_call_is_measured() -> None:
     assert all(0 < value < 1000 for value in pipeline.hook_us(1))
 
 
-@pytest.mark.skipif(
-    not os.environ.get("HPSTORE_LONG_TESTS"), reason="half a minute: HPSTORE_LONG_TESTS=1"
-)
+@pytest.mark.skipif(not LONG, reason="half a minute: HPSTORE_LONG_TESTS=1")
 def test_all_figures_can_be_had(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Short: real ranks, every way of saving, all bars, machine and load."""
     assert pipeline.main(["--quick", "--json", str(tmp_path / "found.json")]) == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+from tests.thorough import LONG
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "examples" / "compare"
 SAMPLES, BATCH, EPOCHS = 12, 4, 2
@@ -325,9 +326,7 @@ def test_speed_ups_are_against_ddp() -> None:
     assert found["ps"] == pytest.approx(0.25)
 
 
-@pytest.mark.skipif(
-    not os.environ.get("HPSTORE_LONG_TESTS"), reason="seconds of drawing: HPSTORE_LONG_TESTS=1"
-)
+@pytest.mark.skipif(not LONG, reason="seconds of drawing: HPSTORE_LONG_TESTS=1")
 def test_six_plots_are_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     store(tmp_path, *family())

@@ -21,6 +21,7 @@ from hpstore.loaders.direct.cufile import (
     read_counters,
     unlisted,
 )
+from tests.thorough import need_drive
 
 
 def test_no_log_in_the_current_directory_and_p2pdma_allowed() -> None:
@@ -66,6 +67,7 @@ def test_counters_are_summed_over_gpus(shape: tuple[int, ...]) -> None:
 
 def test_a_drive_that_udev_does_not_list_is_named(tmp_path: Path) -> None:
     """cuFile says "not registered" to every file then, in containers without /run/udev."""
+    need_drive(tmp_path)
     with (tmp_path / "x").open("w") as file:
         drive = os.fstat(file.fileno()).st_dev
         entry = tmp_path / f"b{os.major(drive)}:{os.minor(drive)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -27,11 +26,11 @@ from hpstore.rebalance import Fill, evens_out, fills_of, plan_move, spread_of
 from hpstore.rebuild import Progress
 from hpstore.testing.harness import FakeClock, Harness
 from hpstore.units import KIB, MIB
+from tests.thorough import LONG
 from tests.unit.tended import Tended
 
 T = TypeVar("T")
 VERSION = Version(1, 1)
-LONG = bool(os.environ.get("HPSTORE_LONG_TESTS"))  # make test-fault: at every operation
 
 
 def fill(device: str, used: int, *, domain: str = "", total: int = 100, takes: bool = True) -> Fill:
