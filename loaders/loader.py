@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +22,12 @@ from hpstore.loaders.finishing import Finish
 from hpstore.loaders.foreign import ForeignIterator, PositionSampler, described, refuse_ours
 from hpstore.loaders.gpu import Gpu
 from hpstore.loaders.mixture import AnyEngine, MixedEngine, Mixture, fingerprints
-from hpstore.loaders.native import NativeIterator, Run, native_of, order_for
+from hpstore.loaders.native import EndIterator, NativeIterator, Run, native_of, order_for
 from hpstore.loaders.order import Order
 from hpstore.loaders.rank_sampler import RankSampler, agree_on_epoch
 from hpstore.loaders.ranks import Shares
 from hpstore.loaders.slices import Even, Slices
+from hpstore.loaders.standing import Standing
 from hpstore.loaders.state import LoaderState, order_text
 from hpstore.loaders.workers import Processes
 from hpstore.units import MIB, parse_bytes
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 DIRECT_BYTES = 256 * MIB  # two batches of 38 MB with the sources of half of their records
 _log = logging.getLogger(__name__)
-HANDED_KEPT = 1024  # batches back to which consumed() may be called for the first time
 
 
 # Any: torch's own signature is untyped here
@@ -68,8 +68,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     keyed by (seed, epoch, position). `on_error`: "raise", or "skip" samples that are damaged
     beyond repair (counted in stats()).
 
-    iter() goes on at a loaded position once, else starts the next epoch. state_dict() counts what
-    was handed out, not what was read ahead; it fits another world size, other workers.
+    iter() goes on at a loaded position once, else starts the next epoch; at one behind the last
+    batch of an epoch it yields nothing, so that the loop that was cut there ends as it would have.
+    state_dict() counts what was handed out, not what was read ahead; it fits another world size,
+    other workers.
     """
 
     # Accelerate then gives the loader back as it is, and saves its state with the rest
@@ -167,11 +169,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             self.shares = Shares(whole, self.rank, self.world_size, self.mesh, shard=self.shard)
             if self._native is None:
                 self.positions = PositionSampler(self.order, self.shares, single=batch_size is None)
-        self._epoch = self._position = 0
-        self._begun = False  # an iterator has been made at or since this position
-        self._asked: int | None = None  # the epoch that set_epoch wants next
-        self._consumed: tuple[int, int] | None = None  # a wrapper says what counts
-        self._restart_counting()
+        self._stands = Standing()
         self._told: int | None = None  # the epoch that the user's sampler was told
         self._state_text: tuple[tuple[str, ...], str] | None = None
         self.skipped_batches_total = 0  # read again to get to a position: see docs/data.md
@@ -236,25 +234,22 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     # --- iterating --------------------------------------------------------------------------
 
     def __iter__(self) -> Any:
-        if self._begun and self._position:
-            self._epoch, self._position = self._epoch + 1, 0
-        if self._asked not in (None, self._epoch):  # while an iterator went on with another one
-            self.set_epoch(self._asked)
-        self._begun, self._asked = True, None
+        stands = self._stands
+        if not stands.begin():
+            return EndIterator(self, stands.epoch - 1)
         slices = self.slices
         if self._by_user:
-            self._epoch = agree_on_epoch(self, self._epoch, self._told)
-            self._told = self._epoch
+            self._told = stands.epoch = agree_on_epoch(self, stands.epoch, self._told)
         if self._native is None:
             if self.positions is not None:
-                self.positions.at = (self._epoch, self._position)
-            return ForeignIterator(self, super().__iter__(), self._epoch, self._position)
+                self.positions.at = self.standing()
+            return ForeignIterator(self, super().__iter__(), *self.standing())
         run, self._ready = self._ready, None
-        if run is None or self._position or not run.begins_at(slices, self._epoch):
-            run = Run(self, self._native, self._epoch, self._position)
+        if run is None or stands.position or not run.begins_at(slices, stands.epoch):
+            run = Run(self, self._native, *self.standing())
             self._runs.add(run)
             self._threads.update(run.threads)
-        return NativeIterator(self, run, self._epoch)
+        return NativeIterator(self, run, stands.epoch)
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank."""
@@ -264,29 +259,15 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def standing(self) -> tuple[int, int]:
         """(epoch, position) that the run stands at; positions are samples of all ranks."""
-        return self._epoch, self._position
+        return self._stands.epoch, self._stands.position
 
     def moved(self, after: tuple[int, int]) -> None:
         """An iterator has handed out a batch; the run stands at (epoch, position) now."""
-        self._handed.append(after)
-        if len(self._handed) > HANDED_KEPT and self._consumed is None:
-            self._before = self._handed.popleft()
-        self._epoch, self._position = after
-        if not self._position:
-            self._begun = False  # the next iter() starts this very epoch
+        self._stands.moved(after)
 
     def ended(self, epoch: int) -> None:
         """An iterator has found the end of an epoch; other ranks may have had one batch more."""
-        if epoch != self._epoch:
-            return
-        after = self._epoch, self._position = epoch + 1, 0
-        self._begun = False
-        if self._handed:
-            self._handed[-1] = after
-        elif self._consumed is not None:
-            self._consumed = after
-        else:
-            self._before = after
+        self._stands.ended(epoch)
 
     def keep_ready(self, run: Run) -> None:
         """An iterator that has ended leaves what was made ahead of the next epoch."""
@@ -360,14 +341,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     # --- state ------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iter() is of this epoch; where the run is in that epoch already, it goes on."""
-        if epoch < 0:
-            raise ConfigError(f"epoch {epoch} is negative")
-        self._begun = False  # the next iter() is of this epoch
-        self._asked = None if epoch == self._epoch else int(epoch)
-        if epoch != self._epoch:
-            self._epoch, self._position = int(epoch), 0
-            self._restart_counting()
+        """The next iter() is of this epoch; where the run is in that epoch already, it goes on.
+
+        After a resume behind the last batch of an epoch it finds the end of that one.
+        """
+        self._stands.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """A few integers and fingerprints: JSON. Below 50 us whatever the data set."""
@@ -377,10 +355,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 "to save. Nothing is lost; leave in_order out to have one."
             )
         prints, order = self._described()
-        epoch, position = self._consumed or (self._epoch, self._position)
+        epoch, position, at_end = self._stands.saved()
         return LoaderState(
-            fingerprints=prints, order=order, seed=self.seed, epoch=epoch, samples=position
-        ).to_dict()
+            fingerprints=prints, order=order, seed=self.seed, epoch=epoch, samples=position,
+            at_end=at_end,
+        ).to_dict()  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at a saved position. Reads nothing. ConfigError when it is of another run."""
@@ -388,27 +367,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         prints, order = self._described()
         length = self.order.length if self.order is not None else 1 << 62
         found.require_same_run(fingerprints=prints, order=order, seed=self.seed, length=length)
-        self._epoch, self._position, self._begun = found.epoch, found.samples, False
-        self._asked = None
-        self._restart_counting()
-
-    def _restart_counting(self) -> None:
-        """What was handed out before says nothing any more."""
-        self._handed: deque[tuple[int, int]] = deque()  # states after batches
-        self._before = (self._epoch, self._position)  # the state before the first of them
-        self._consumed = None
+        self._stands.load(found.epoch, found.samples, at_end=found.at_end)
 
     def consumed(self, batches: int) -> None:
         """For wrappers that read ahead: so many more of the batches that were handed out count.
 
         From the first call on the state counts what was consumed; call it with 0 before reading.
         """
-        if batches < 0 or batches > len(self._handed):
-            raise ConfigError(f"{batches} batches consumed, {len(self._handed)} were handed out")
-        if self._consumed is None:
-            self._consumed = self._before
-        for _ in range(batches):
-            self._consumed = self._handed.popleft()
+        self._stands.consumed(batches)
 
     def _described(self) -> tuple[tuple[str, ...], str]:
         """Fingerprints of the data, and the order as text; made once."""
@@ -438,7 +404,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process: what was asked for and where it stands, no threads, no memory."""
-        state = self.__dict__.copy()
+        state = self.__dict__ | {"_stands": copy.deepcopy(self._stands)}
         for name in ("engine", "engine_end", "ready", "iterator", "runs", "threads"):
             state[f"_{name}"] = None
         state["finish"] = None
@@ -455,7 +421,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._begun = False  # its iterators were not copied: it goes on where it stands
+        self._stands.copied()
         self.waits, self._engine_stats = Waits(), {}
         self.finish = self._make_finish()
         self._forget_runs()

@@ -313,6 +313,25 @@ class NativeIterator:
                 self._loader.keep_ready(run)
 
 
+class EndIterator:
+    """What is left of an epoch behind its last batch: its end."""
+
+    ready = 0  # as of NativeIterator
+
+    def __init__(self, loader: DataLoader, epoch: int) -> None:
+        self._loader, self._epoch = loader, epoch
+
+    def __iter__(self) -> EndIterator:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __next__(self) -> Any:
+        self._loader.ended(self._epoch)
+        raise StopIteration
+
+
 def _batches(
     loader: DataLoader, native: Native, cached: CachedRun | None, epoch: int, skip: int
 ) -> Iterator[Any]:
@@ -349,4 +368,4 @@ def _sampler(loader: DataLoader) -> Any:
     return loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
 
 
-__all__ = ["Native", "NativeIterator", "Run", "native_of", "order_for"]
+__all__ = ["EndIterator", "Native", "NativeIterator", "Run", "native_of", "order_for"]

@@ -21,7 +21,8 @@ class LoaderState:
     """Position of a run. `fingerprints` are those of the data sets, in the order of the sources.
 
     `samples` counts the positions of the epoch that all ranks together have handed out. After
-    the last batch of an epoch it is 0 and `epoch` is one more.
+    the last batch of an epoch it is 0 and `epoch` is one more; `at_end` as long as the loop over
+    that epoch has not asked for more: resumed, it finds the end first, as it would have.
     """
 
     fingerprints: tuple[str, ...]
@@ -29,12 +30,14 @@ class LoaderState:
     seed: int
     epoch: int
     samples: int
+    at_end: bool = False
 
     def to_dict(self) -> dict[str, object]:
         """For state_dict(): JSON types only, shared with nobody, below 10 us at any size."""
         return {
             "version": STATE_VERSION, "fingerprints": list(self.fingerprints),
             "order": self.order, "seed": self.seed, "epoch": self.epoch, "samples": self.samples,
+            **({"at_end": True} if self.at_end else {}),
         }  # fmt: skip
 
     @classmethod
@@ -54,9 +57,11 @@ class LoaderState:
                 f"not the state of a hpstore loader, with {sorted(map(str, raw))}: none was loaded"
             )
         seed, epoch, samples = (number or 0 for number in numbers)
+        at_end = raw.get("at_end") is True and epoch > 0 and not samples
         return cls(
-            fingerprints=tuple(texts), order=str(order), seed=seed, epoch=epoch, samples=samples
-        )
+            fingerprints=tuple(texts), order=str(order), seed=seed, epoch=epoch, samples=samples,
+            at_end=at_end,
+        )  # fmt: skip
 
     def require_same_run(
         self, *, fingerprints: Sequence[str], order: str, seed: int, length: int

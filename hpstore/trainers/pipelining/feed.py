@@ -135,7 +135,7 @@ class Feed(Closing):
                 yield Fed(batch=batch, span=self._span(before), after=after,
                           ready=time.perf_counter())  # fmt: skip
                 before, count = after, count + 1
-            if not count and not begun["samples"]:
+            if not count and not begun["samples"] and "at_end" not in begun:
                 raise ConfigError("the loader has no whole micro-batch in an epoch")
 
     def _span(self, before: dict[str, Any]) -> Span:
