@@ -57,7 +57,7 @@ class Finish:
         self._skip = on_error == "skip"
         self._work = Work(
             collate_fn=collate_fn, transform=transform, batch_transform=batch_transform,
-            seed=seed, nested=layout is not None,
+            seed=seed, nested=layout is not None, skip=self._skip,
         )  # fmt: skip
         self._workers: Workers | None = None
         if processes is not None and self._work.names:
@@ -122,15 +122,21 @@ class Finish:
             rows=range(len(indices)) if rows is None else rows, start=piece.start,
             listed=piece.listed is not None, single=piece.single,
         )  # fmt: skip
-        made = self._work(task) if self._workers is None else self._workers.run(task)
+        worked = self._work(task) if self._workers is None else self._workers.run(task)
         took = time.perf_counter() - began
         self.transform_seconds += took
+        skipped += worked.failed
+        if worked.failed:
+            self._say_once("transform failed, the sample is skipped: %s", worked.first)
+        if worked.empty:
+            return Made(None, skipped, empty=True)
+        made = worked.batch
         if self._transfer is not None:
             made = self._transfer.send(made)
         elif self._locks is not None:
             with self._locks.side():
                 made = pinned(made)  # type: ignore[no-untyped-call]  # torch's
-        return Made(made, skipped, samples=len(indices), nbytes=nbytes)
+        return Made(made, skipped, samples=len(indices) - worked.failed, nbytes=nbytes)
 
     @property
     def processes(self) -> int:
@@ -180,12 +186,16 @@ class Finish:
                         f"sample {index} ({where}) cannot be read: {error} The loader stands "
                         'before this batch; on_error="skip" leaves such samples out.'
                     ) from error
-                if not self._said:
-                    self._said = True
-                    _log.warning("sample %d cannot be read and is skipped: %s", index, error)
+                self._say_once("sample %d cannot be read and is skipped: %s", index, error)
             else:
                 good.append(row)
         return good
+
+    def _say_once(self, text: str, *facts: object) -> None:
+        """The first sample that is skipped; the others are counted."""
+        if not self._said:
+            self._said = True
+            _log.warning(text + ". Others are counted in stats()", *facts)
 
     def hand_out(self, made: Made) -> Any:
         """On the user's thread: what was sent to a device is ordered before what the user does."""

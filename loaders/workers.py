@@ -27,7 +27,7 @@ import torch
 from hpstore.closing import Closing
 from hpstore.errors import AlreadyClosed, ConfigError
 from hpstore.loaders.channel import UNSENDABLE, Channel, survives
-from hpstore.loaders.work import Task, Work
+from hpstore.loaders.work import Task, Work, Worked
 
 _WATCH_SECONDS = 1.0  # after which a worker notices that its parent is gone
 
@@ -130,7 +130,7 @@ class Workers(Closing):
             theirs.close()  # its end alone tells when it is gone
         return _Worker(process, ours)
 
-    def run(self, task: Task) -> Any:  # Any: what the user's functions return
+    def run(self, task: Task) -> Worked:
         """What the functions make of a batch, in one of the processes; waits for one that is free.
 
         Raises what they raise there; RuntimeError when a process was killed: the batch was not
@@ -156,6 +156,7 @@ class Workers(Closing):
             idle.put(worker)
         if not good:
             raise made
+        assert isinstance(made, Worked)
         return made
 
     def close(self) -> None:

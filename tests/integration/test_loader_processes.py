@@ -216,7 +216,9 @@ def test_processes_are_let_finish_when_they_are_ended(tmp_path: Path) -> None:
         time.sleep(0.5)  # what it has to do
         return batch
 
-    work = Work(collate_fn=None, transform=None, batch_transform=slow, seed=0, nested=False)
+    work = Work(
+        collate_fn=None, transform=None, batch_transform=slow, seed=0, nested=False, skip=False
+    )  # fmt: skip
     task = Task(
         batch={"label": torch.arange(50_000)}, fields={}, indices=np.arange(3), rows=range(3),
         epoch=0, start=0, listed=False, single=False,
@@ -227,7 +229,7 @@ def test_processes_are_let_finish_when_they_are_ended(tmp_path: Path) -> None:
         made = thread.submit(workers.run, task)
         poll(20, (tmp_path / "begun").exists)
         workers.close()
-        assert labels(made.result(20)) == list(range(50_000))
+        assert labels(made.result(20).batch) == list(range(50_000))
     for _ in range(2):
         with pytest.raises(AlreadyClosed):
             workers.run(task)
