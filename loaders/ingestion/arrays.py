@@ -43,7 +43,8 @@ class Arrays(IndexedSource):
         self.length = next(iter(lengths.values()))
         self.total_bytes = sum(array.nbytes for array in self._arrays.values())
 
-    def restrict(self, names: Sequence[str]) -> None:
+    def restrict(self, names: Sequence[str], types: Mapping[str, Field]) -> None:
+        del types  # the source has its own
         self._arrays = {name: a for name, a in self._arrays.items() if name in names}
         self.total_bytes = sum(array.nbytes for array in self._arrays.values())
 

@@ -7,7 +7,7 @@ whole Arrow stream.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,8 +17,9 @@ import numpy as np
 
 from hpstore.errors import ConfigError, IngestError
 from hpstore.loaders.fields import Field
-from hpstore.loaders.ingestion.paths import file_facts, source_files
+from hpstore.loaders.ingestion.paths import file_facts
 from hpstore.loaders.ingestion.source import BLOCK_SHIFT, BlockSource, Item, digest_of
+from hpstore.loaders.ingestion.tables import table_files
 
 PARQUET = (".parquet", ".pq")
 ARROW = (".arrow", ".feather", ".ipc")
@@ -48,9 +49,10 @@ class ArrowTables(BlockSource):
     def __init__(self, where: str | os.PathLike[str]) -> None:
         self._arrow = _pyarrow()
         self.where = str(where)
-        self._files = source_files(where, PARQUET + ARROW)
+        self._files, self.ignored = table_files(where, PARQUET + ARROW, self._named)
         self._blocks: list[_Block] = []
         self._schema: Any = None  # Any: pyarrow ships no types
+        self._first: tuple[Path, dict[str, Any]] | None = None  # file that it is of, types
         for file in self._files:
             self._open(file)
         if self._schema is None:
@@ -60,21 +62,37 @@ class ArrowTables(BlockSource):
         self.length = None if None in rows else sum(r for r in rows if r is not None)
         self._names: list[str] = list(self._schema.names)
 
+    def _named(self, metadata: Path) -> list[str]:
+        """The files that a `_metadata` of Parquet names. Raises IngestError."""
+        try:
+            read = self._arrow.parquet.read_metadata(metadata)
+            groups = [read.row_group(number) for number in range(read.num_row_groups)]
+            return list(dict.fromkeys(group.column(0).file_path for group in groups))
+        except (self._arrow.ArrowException, OSError, ValueError, IndexError) as error:
+            raise IngestError(f"{metadata} cannot be read: {_line(error)}") from error
+
     def _open(self, file: Path) -> None:
-        """Add the blocks of a file, or one that says why it cannot be read."""
+        """Add the blocks of a file, or one that says why it cannot be read. Raises IngestError for
+        a file with other columns: it is another table, and not a bad record of this one."""
         try:
             schema, rows = _outline(self._arrow, file)
-            if self._schema is None:
-                self._schema = schema
-            elif not self._schema.equals(schema, check_metadata=False):
-                raise ValueError(f"its columns are not those of {self._files[0].name}")
         except (self._arrow.ArrowException, OSError, ValueError) as error:
             problem = f"it cannot be read: {_line(error)}"
             self._blocks.append(_Block(file=file, part=0, rows=1, problem=problem))
             return
+        columns = _columns(file, schema)
+        if self._first is None:
+            self._schema, self._first = schema, (file, columns)
+        first, known = self._first
+        if columns != known:
+            raise IngestError(
+                f"{file} has other columns than {first.name}: {_differences(known, columns)}. "
+                "Nothing was written; name the files of one table with a pattern"
+            )
         self._blocks += [_Block(file=file, part=i, rows=count) for i, count in enumerate(rows)]
 
-    def restrict(self, names: Sequence[str]) -> None:
+    def restrict(self, names: Sequence[str], types: Mapping[str, Field]) -> None:
+        del types  # the source has its own
         self._names = [name for name in self._schema.names if name in names]
 
     @property
@@ -120,6 +138,26 @@ def _pyarrow() -> Any:
 
 def _line(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _columns(file: Path, schema: Any) -> dict[str, Any]:
+    """Types by name: files of one table may have them in another order. Raises ConfigError."""
+    columns = dict(zip(schema.names, schema.types, strict=True))
+    if len(columns) < len(schema.names):
+        twice = next(name for name in schema.names if schema.names.count(name) > 1)
+        raise ConfigError(f"{file} has several columns named {twice!r}: rename them")
+    return columns
+
+
+def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """The first few, for a message."""
+    found = [
+        f"it has {name!r}" if name not in ours else
+        f"it lacks {name!r}" if name not in theirs else
+        f"{name!r} is {theirs[name]}, not {ours[name]}"
+        for name in dict.fromkeys([*ours, *theirs]) if ours.get(name) != theirs.get(name)
+    ]  # fmt: skip
+    return ", ".join(found[:4])
 
 
 def _is_parquet(file: Path) -> bool:

@@ -1,8 +1,8 @@
 """Whether the bytes of an encoded image are all there. Pure; nothing is decoded.
 
 JPEG: its markers are followed to the end-of-image marker (ITU T.81 B.1); PNG: its chunks with their
-CRCs to IEND (ISO 15948 5.3); GIF, WebP and BMP: their own sizes and end marks. TIFF and PNM carry
-nothing of the kind and pass.
+CRCs to IEND (ISO 15948 5.3); GIF: its blocks to the trailer (GIF89a, appendix A); WebP and BMP:
+their own sizes. TIFF and PNM carry nothing of the kind and pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def image_problem(data: bytes, suffix: str) -> str:
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
         return _png(data)
     if data.startswith(b"GIF8"):
-        return "" if data.rstrip(b"\0").endswith(b";") else "the GIF ends before its trailer"
+        return _gif(data)
     if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
         return _sized("WebP", int.from_bytes(data[4:8], "little") + 8, data)
     if data.startswith(b"BM"):
@@ -49,6 +49,30 @@ def _jpeg(data: bytes) -> str:
         size = int.from_bytes(data[found.end() : found.end() + 2], "big")
         at = found.end() + max(size, 2)
     return "the JPEG is cut short: it has no end-of-image marker"
+
+
+def _gif(data: bytes) -> str:
+    """Walk its blocks to the trailer, behind which anything may lie."""
+    cut = "the GIF ends before its trailer"
+    if len(data) < 13:
+        return cut
+    at = 13 + _gif_colours(data[10])
+    while at < len(data) and data[at] != 0x3B:
+        if data[at] == 0x2C and at + 10 < len(data):
+            at += 11 + _gif_colours(data[at + 9])
+        elif data[at] == 0x21:
+            at += 2
+        else:
+            return cut if data[at] == 0x2C else f"the GIF has no block at byte {at}"
+        while at < len(data) and data[at]:
+            at += 1 + data[at]
+        at += 1
+    return "" if at < len(data) else cut
+
+
+def _gif_colours(flags: int) -> int:
+    """Bytes of the table of colours that these flags announce."""
+    return 3 << (flags & 7) + 1 if flags & 0x80 else 0
 
 
 def _png(data: bytes) -> str:

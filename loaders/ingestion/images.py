@@ -92,7 +92,10 @@ class ImageFolder(IndexedSource):
                 facts.append(_size_and_time(entry))
 
     def _is_image(self, entry: os.DirEntry[str]) -> bool:
-        """A file, or a link that leads nowhere (a bad record), with one of the endings."""
+        """A file, or a link that leads nowhere (a bad record), with one of the endings. What macOS
+        keeps beside a file, as ._x.jpg, is none."""
+        if entry.name.startswith("._"):
+            return False
         ending = os.path.splitext(entry.name)[1].lower()
         return ending in self._extensions and (entry.is_file() or not os.path.exists(entry.path))
 

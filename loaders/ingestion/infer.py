@@ -82,12 +82,20 @@ def _merged(name: str, found: Sequence[Field]) -> Field:
     return made
 
 
-def fitted(sample: Sample, fields: Iterable[str]) -> dict[str, object]:
-    """What `fields` take of a sample, arrays made of what says it is one. Raises ConfigError."""
+def fitted(sample: Sample, fields: Iterable[str], *, whole: bool = False) -> dict[str, object]:
+    """What `fields` take of a sample, arrays made of what says it is one. Raises ConfigError, with
+    `whole` also for a sample that has more than these."""
     try:
-        return {name: _value(sample[name]) for name in fields}
+        found = {name: _value(sample[name]) for name in fields}
     except KeyError as error:
         raise ConfigError(f"it lacks {error}; it has {sorted(sample)}") from None
+    if whole and len(sample) > len(found):
+        odd = sorted(sample.keys() - found.keys())[0]
+        raise ConfigError(
+            f"it has {odd!r}, which the first {LOOKED_AT} samples have not, and which would be "
+            f"left out; name what is to be taken with fields=[...], now {list(found)}"
+        )
+    return found
 
 
 def _value(value: object) -> object:

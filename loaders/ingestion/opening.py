@@ -17,9 +17,15 @@ from hpstore.loaders.ingestion.arrow import ARROW, PARQUET, ArrowTables
 from hpstore.loaders.ingestion.images import EXTENSIONS, ImageFolder
 from hpstore.loaders.ingestion.objects import Iterables, MapDataset
 from hpstore.loaders.ingestion.source import Source
+from hpstore.loaders.ingestion.tables import no_table
 from hpstore.loaders.ingestion.tars import COMPRESSED, PLAIN, webdataset
 
 ZARR_FILES = ("zarr.json", ".zarray", ".zgroup")
+_KNOWN = (
+    f"Known are {', '.join((*PLAIN, *COMPRESSED, *PARQUET, *ARROW, *NUMPY, '.zarr'))} and folders "
+    "of images; format= (--format) says which one a file of another name is. Anything else can be "
+    "given from Python, as a data set or an iterable of its samples"
+)
 LOOK_AT = 1000  # entries of a folder by which its format is guessed
 
 
@@ -101,10 +107,9 @@ def _format(where: str, asked: str) -> SourceFormat:
         return by_name
     path = Path(where)
     if not path.is_dir():
-        known = ", ".join((*PLAIN, *COMPRESSED, *PARQUET, *ARROW, *NUMPY, ".zarr"))
         if not path.exists() and "://" not in where and not any(c in where for c in "*?[{"):
             raise ConfigError(f"{where} does not exist")
-        raise ConfigError(f"the format of {where} is not clear ({known}, a folder); say --format")
+        raise ConfigError(f"the format of {where} is not clear. {_KNOWN}")
     return _of_folder(path)
 
 
@@ -129,18 +134,21 @@ def _of_folder(path: Path) -> SourceFormat:
                 return SourceFormat(str(found))
             if name.lower().endswith(EXTENSIONS):
                 return SourceFormat.IMAGES
-    raise ConfigError(f"{path} holds nothing of a known ending; say --format")
+    tables = (*PARQUET, *ARROW)
+    if any(True for _ in _below(path, tables)):
+        raise no_table(path, tables)
+    raise ConfigError(f"{path} holds nothing of a known ending. {_KNOWN}")
 
 
-def _below(path: Path) -> Iterator[str]:
-    """Images in the folders of a folder; the first ones."""
+def _below(path: Path, endings: tuple[str, ...] = EXTENSIONS) -> Iterator[str]:
+    """Files with these endings in the folders of a folder; the first ones."""
     looked = 0
     for _, _, files in os.walk(path, followlinks=False):
         for name in sorted(files):
             looked += 1
             if looked > LOOK_AT:
                 return
-            if name.lower().endswith(EXTENSIONS):
+            if name.lower().endswith(endings):
                 yield name
 
 

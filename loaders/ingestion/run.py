@@ -131,9 +131,11 @@ class _Run:
     max_skipped: int
     metadata: dict[str, object]
     progress: IngestCallback | None
+    whole: bool = False  # all of a sample is taken: one with more than the fields is a bad record
 
     def go(self, fields: Fields | None, *, resume: bool) -> tuple[DatasetManifest, Progressed, int]:
         """Write and publish; returns the manifest, the journal, and the samples there were."""
+        self.whole = fields is None and self.source.fields is None
         journal = Journal(self.pool, self.name)
         found, gone = self._earlier(journal, resume)
         if found is not None and not isinstance(fields, Mapping):
@@ -178,7 +180,8 @@ class _Run:
     ) -> tuple[dict[str, Field], Records, Generator[Placed, None, None]]:
         """Fields, the records in the order of writing, and these from the first one on."""
         if fields is not None:
-            self.source.restrict(list(fields))
+            types = fields if isinstance(fields, Mapping) else {}
+            self.source.restrict(list(fields), types)
         known = self.source.fields
         if known is not None and fields is not None:
             for name in fields:
@@ -271,7 +274,7 @@ class _Run:
         """Write one sample; returns what is wrong with it."""
         assert item.sample is not None
         try:
-            sample = fitted(item.sample, fields)
+            sample = fitted(item.sample, fields, whole=self.whole)
         except ConfigError as error:
             return str(error)
         return parts.write(sample, item.origin)

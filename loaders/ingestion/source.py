@@ -58,9 +58,10 @@ class Source(ABC):
     def fingerprint(self) -> str:
         """Equal for an unchanged source, in another process too."""
 
-    def restrict(self, names: Sequence[str]) -> None:
-        """Read only these fields, where that saves something. Others may still come along."""
-        del names
+    def restrict(self, names: Sequence[str], types: Mapping[str, Field]) -> None:
+        """Read only these fields, where that saves something; others may still come along. `types`:
+        what the user says they are, for sources that do not know themselves."""
+        del names, types
 
 
 def printable(name: str) -> str:

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
 
+from hpstore.errors import IngestError
+
 _MEMBER = re.compile(r"^((?:.*/)?[^./][^./]*)\.([^/]+)$")
+APART = (
+    "its files do not lie one after another in the tar, as those of a sample must: write it anew "
+    "in the order of the names (tar --sort=name)"
+)
+MOST_ENDINGS = 1000
 # what a damaged or cut archive makes tarfile raise
 TAR_ERRORS = (tarfile.TarError, OSError, EOFError, ValueError)
 
@@ -76,6 +83,15 @@ def opened_tar(file: Recorded) -> tarfile.TarFile:
     return tarfile.open(fileobj=cast("IO[bytes]", file), mode="r:")
 
 
+def too_many_endings(ending: str) -> IngestError:
+    """The error of tars whose files have more endings than any data set has fields."""
+    return IngestError(
+        f"the files have more than {MOST_ENDINGS} different endings, such as .{ending}: all behind "
+        "the first dot of a name is its ending, so that a.001.jpg and a.002.jpg are one sample. "
+        "Rename them without that dot"
+    )
+
+
 class TarIndex:
     """Samples of many plain tars by number. Grows while tars are scanned."""
 
@@ -84,6 +100,7 @@ class TarIndex:
         self.broken: dict[int, str] = {}
         self.ignored = 0
         self._numbers: dict[str, int] = {}
+        self._own: set[int] = set()  # endings of the last sample
         self._first = array("q", [0])  # first member of each sample
         self._shards = array("i")
         self._extension = array("H")
@@ -96,6 +113,7 @@ class TarIndex:
     def scan(self, shard: int, path: Path) -> None:
         """Add the samples of one tar. What is damaged becomes a broken sample, named."""
         key: str | None = None
+        keys: set[str] = set()
         at = 0
         size = path.stat().st_size
         try:
@@ -109,6 +127,9 @@ class TarIndex:
                     if member.key != key:
                         self._begin(shard, member.key)
                         key = member.key
+                        if key in keys:
+                            self.broken[len(self) - 1] = APART
+                        keys.add(key)
                     self._add(member, size)
                 problem = recorded.end_problem(tar.offset)
         except TAR_ERRORS as error:
@@ -120,6 +141,7 @@ class TarIndex:
     def _begin(self, shard: int, key: str) -> None:
         self._shards.append(shard)
         self._first.append(self._first[-1])
+        self._own = set()
         self._keys += key.encode(errors="surrogateescape")
         self._key_ends.append(len(self._keys))
 
@@ -127,9 +149,12 @@ class TarIndex:
         sample = len(self) - 1
         number = self._numbers.setdefault(member.extension, len(self._numbers))
         if number == len(self.extensions):
+            if number == MOST_ENDINGS:
+                raise too_many_endings(member.extension)
             self.extensions.append(member.extension)
-        if number in self._extension[self._first[sample] :]:
+        if number in self._own:
             self.broken[sample] = f"it has two members .{member.extension}"
+        self._own.add(number)
         if member.offset + member.nbytes > tar_bytes:
             self.broken[sample] = f".{member.extension} is cut short by the end of the tar"
         self._extension.append(number)
@@ -162,4 +187,5 @@ class TarIndex:
         return sum(self._sizes)
 
 
-__all__ = ["TAR_ERRORS", "Member", "Recorded", "TarIndex", "members", "opened_tar", "split_name"]
+__all__ = ["APART", "MOST_ENDINGS", "TAR_ERRORS", "Member", "Recorded", "TarIndex", "members",
+           "opened_tar", "split_name", "too_many_endings"]  # fmt: skip

@@ -1,7 +1,9 @@
 """WebDataset shards: tars whose consecutive files of one basename are a sample.
 
 Plain tars are read at random, after a scan of their headers; compressed ones one after another.
-Bytes are kept; .cls becomes an int64, .txt a str.
+Fields are the endings of the files. Where the user does not say what they are, those that
+WebDataset takes for numbers are ints (text, where they are none), those that it takes for text or
+JSON are str, and all others stay bytes.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ import lzma
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, cast
 
+from hpstore.loaders.fields import Field
 from hpstore.loaders.ingestion.image_checks import CHECKED, image_problem
 from hpstore.loaders.ingestion.paths import file_facts, source_files
 from hpstore.loaders.ingestion.source import (
@@ -27,11 +30,73 @@ from hpstore.loaders.ingestion.source import (
     digest_of,
     printable,
 )
-from hpstore.loaders.ingestion.tar_index import TAR_ERRORS, Recorded, TarIndex, members, opened_tar
+from hpstore.loaders.ingestion.tar_index import (
+    APART,
+    MOST_ENDINGS,
+    TAR_ERRORS,
+    Recorded,
+    TarIndex,
+    members,
+    opened_tar,
+    too_many_endings,
+)
 
+KEY = "__key__"  # the field of a sample's key, for who asks for it
+_TEXT = {"txt", "text", "transcript", "json", "jsn"}
+_NUMBERS = {"cls", "cls2", "class", "count", "index", "inx", "id"}
 PLAIN = (".tar",)
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _STREAM_ERRORS = (*TAR_ERRORS, zlib.error, lzma.LZMAError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which files of a sample are taken, and as what. `check`: images must be whole."""
+
+    check: bool
+    names: frozenset[str] | None = None  # None: all but the key
+    types: Mapping[str, Field] = field(default_factory=dict)
+
+    def takes(self, name: str) -> bool:
+        """Whether the file with this ending is taken."""
+        return self.names is None or name in self.names
+
+    def decoded(self, name: str, origin: int, key: str, parts: Mapping[str, bytes]) -> Item:
+        """The sample of a key's files, or what is wrong with it."""
+        sample: dict[str, object] = {}
+        if self.names is not None and KEY in self.names:
+            sample[KEY] = printable(key)
+        for extension, data in parts.items():
+            if not self.takes(extension):
+                continue
+            suffix = "." + extension.rpartition(".")[2]
+            try:
+                sample[extension] = _value(suffix[1:], data, self.types.get(extension))
+            except ValueError as error:
+                problem = (
+                    f".{extension}: {error}; fields={{{extension!r}: Field('bytes'), ...}} "
+                    "takes it as it is"
+                )
+                return Item(name=name, origin=origin, problem=problem)
+            if self.check and suffix in CHECKED and (problem := image_problem(data, suffix)):
+                return Item(name=name, origin=origin, problem=f".{extension}: {problem}")
+        return Item(name=name, origin=origin, sample=sample)
+
+
+def _value(ending: str, data: bytes, made: Field | None) -> object:
+    """What a file of a sample is: by its field, else by its ending. Raises ValueError."""
+    if made is not None and made.dtype == "bytes":
+        return data
+    if made is not None and made.dtype == "str":
+        return data.decode()
+    if made is not None and made.shape == ():
+        return float(data) if made.dtype.startswith("float") else int(data)
+    if ending in _NUMBERS:
+        try:
+            return int(data)
+        except ValueError:
+            return data.decode()
+    return data.decode() if ending in _TEXT else data
 
 
 def webdataset(where: str | os.PathLike[str], *, check: bool = True) -> Source:
@@ -50,7 +115,7 @@ class TarShards(IndexedSource):
 
     def __init__(self, where: str, files: Sequence[Path], *, check: bool) -> None:
         self.where = where
-        self._files, self._check = files, check
+        self._files, self._wanted = files, Wanted(check=check)
         self._index = TarIndex()
         for number, file in enumerate(files):
             self._index.scan(number, file)
@@ -60,6 +125,9 @@ class TarShards(IndexedSource):
     @property
     def broken(self) -> Mapping[int, str]:
         return self._index.broken
+
+    def restrict(self, names: Sequence[str], types: Mapping[str, Field]) -> None:
+        self._wanted = replace(self._wanted, names=frozenset(names), types=types)
 
     def fingerprint(self) -> str:
         """Over the path, size and time of change of every tar."""
@@ -80,6 +148,8 @@ class TarShards(IndexedSource):
         try:
             with self._files[self._index.shard(index)].open("rb") as file:
                 for member in self._index.members(index):
+                    if not self._wanted.takes(member.extension):
+                        continue
                     file.seek(member.offset)
                     parts[member.extension] = file.read(member.nbytes)
                     if len(parts[member.extension]) < member.nbytes:
@@ -87,7 +157,7 @@ class TarShards(IndexedSource):
                         return Item(name=name, origin=index, problem=problem)
         except OSError as error:
             return Item(name=name, origin=index, problem=f"it cannot be read: {error.strerror}")
-        return decoded(name, index, parts, check=self._check)
+        return self._wanted.decoded(name, index, self._index.key(index), parts)
 
 
 @dataclass(slots=True)
@@ -107,8 +177,11 @@ class TarStreams(BlockSource):
 
     def __init__(self, where: str, files: Sequence[Path], *, check: bool) -> None:
         self.where = where
-        self._files, self._check = files, check
+        self._files, self._wanted = files, Wanted(check=check)
         self.blocks = len(files)
+
+    def restrict(self, names: Sequence[str], types: Mapping[str, Field]) -> None:
+        self._wanted = replace(self._wanted, names=frozenset(names), types=types)
 
     def fingerprint(self) -> str:
         """Over the path, size and time of change of every tar."""
@@ -125,7 +198,7 @@ class TarStreams(BlockSource):
         origin = block << BLOCK_SHIFT | sample.number
         if sample.problem:
             return Item(name=name, origin=origin, problem=sample.problem)
-        return decoded(name, origin, sample.parts, check=self._check)
+        return self._wanted.decoded(name, origin, sample.key, sample.parts)
 
 
 def _samples(path: Path) -> Iterator[_Open]:
@@ -133,6 +206,7 @@ def _samples(path: Path) -> Iterator[_Open]:
     sample: _Open | None = None
     number = 0
     problem = ""
+    keys: set[str] = set()
     try:
         with _decompressed(path) as file, opened_tar(recorded := Recorded(file)) as tar:
             for member, info in members(tar):
@@ -143,9 +217,14 @@ def _samples(path: Path) -> Iterator[_Open]:
                     if sample is not None:
                         yield sample
                     sample = _Open(member.key, number, {})
+                    if member.key in keys:
+                        sample.problem = APART
+                    keys.add(member.key)
                     number += 1
                 if member.extension in sample.parts:
                     sample.problem = f"it has two members .{member.extension}"
+                elif len(sample.parts) == MOST_ENDINGS:
+                    raise too_many_endings(member.extension)
                 found = tar.extractfile(info)
                 sample.parts[member.extension] = found.read() if found else b""
             problem = recorded.end_problem(tar.offset)
@@ -169,23 +248,4 @@ def _decompressed(path: Path) -> IO[bytes]:
     return cast("IO[bytes]", lzma.open(path)) if name.endswith(".xz") else path.open("rb")
 
 
-def decoded(name: str, origin: int, parts: Mapping[str, bytes], *, check: bool) -> Item:
-    """The sample of a key's files: .cls as int, .txt as str, anything else as bytes."""
-    sample: dict[str, object] = {}
-    for extension, data in parts.items():
-        suffix = "." + extension.rpartition(".")[2]
-        try:
-            if extension == "cls":
-                sample[extension] = int(data)
-            elif extension == "txt":
-                sample[extension] = data.decode()
-            else:
-                sample[extension] = data
-        except ValueError as error:
-            return Item(name=name, origin=origin, problem=f".{extension}: {error}")
-        if check and suffix in CHECKED and (problem := image_problem(data, suffix)):
-            return Item(name=name, origin=origin, problem=f".{extension}: {problem}")
-    return Item(name=name, origin=origin, sample=sample)
-
-
-__all__ = ["COMPRESSED", "PLAIN", "TarShards", "TarStreams", "webdataset"]
+__all__ = ["COMPRESSED", "KEY", "PLAIN", "TarShards", "TarStreams", "webdataset"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,10 @@ class ZarrArrays(BlockSource):
                 f"{self.where}: the arrays are not equally long: {said or 'there is none'}"
             )
         self.length = next(iter(lengths.values()))
-        self.restrict(list(self._arrays))
+        self.restrict(list(self._arrays), {})
 
-    def restrict(self, names: Sequence[str]) -> None:
+    def restrict(self, names: Sequence[str], types: Mapping[str, Field]) -> None:
+        del types  # the source has its own
         self._arrays = {name: a for name, a in self._arrays.items() if name in names}
         total = sum(a.nbytes for a in self._arrays.values())
         chunk = max((a.shards or a.chunks)[0] for a in self._arrays.values()) \

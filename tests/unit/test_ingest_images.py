@@ -29,10 +29,21 @@ def png(*data: bytes) -> bytes:
     return made
 
 
+def gif(*frames: bytes, local: bool = False) -> bytes:
+    """A table of two colours, an extension and an image a frame, which has one of its own."""
+    made = b"GIF89a\x01\0\x01\0\x80\0\0" + bytes(6)
+    for data in frames:
+        table = bytes(12) if local else b""
+        made += b"\x21\xf9\x04\0\0\0\0\0"
+        made += b"\x2c" + bytes(8) + (b"\x81" if local else b"\0") + table
+        made += b"\x02" + bytes([len(data)]) + data + b"\0"
+    return made + b";"
+
+
 WHOLE = {
     ".jpg": jpeg(),
     ".png": png(b"abc", b"defg"),
-    ".gif": b"GIF89a....;",
+    ".gif": gif(b"a;b", b";", local=True),
     ".webp": b"RIFF" + struct.pack("<I", 8) + b"WEBPVP8 ",
     ".bmp": b"BM" + struct.pack("<I", 18) + b"header, data",
 }
@@ -52,6 +63,14 @@ def test_an_end_marker_inside_a_segment_is_not_the_end() -> None:
     whole = jpeg(b"\xff\xd8 thumbnail \xff\xd9")
     assert image_problem(whole, ".jpg") == ""
     assert "no end-of-image" in image_problem(whole[:-2], ".jpg")
+
+
+def test_what_lies_behind_the_end_of_a_gif_is_no_fault() -> None:
+    """Decoders read such files; a trailer's byte inside its data is no end. (Case r8_small.)"""
+    for whole in (gif(b"\x01"), gif(b"\x01;", local=True), gif()):
+        assert image_problem(whole + b"more; bytes", ".gif") == ""
+        assert image_problem(whole[:-1], ".gif")
+    assert "no block" in image_problem(gif()[:-1] + b"?;", ".gif")
 
 
 def test_a_flipped_bit_in_a_png_is_found() -> None:
