@@ -109,7 +109,7 @@ def compact(value: Any) -> str:
 def _opened(data: bytes, where: str) -> tuple[dict[str, Any], Any]:
     """The body of a manifest of any format, and how to make its items."""
     if not data.startswith(MAGIC):
-        old: dict[str, Any] = unseal(data, where=where)
+        old: dict[str, Any] = unseal(data, where=where, users=True)
         return old, lambda: _first_items(old["items"])
     line, _, text = data[len(MAGIC) :].partition(b"\n")
     try:

@@ -67,14 +67,18 @@ class Expiry:
                 raise ValueError("another kind of record")
             if not isinstance(instead, list) or not all(str(k).startswith(beside) for k in sizes):
                 raise ValueError(f"it names objects that are not under {beside!r}")
-            return cls(
+            made = cls(
                 reason=str(body["reason"]),
                 sizes={check_key(str(k)): int(size) for k, size in sizes.items()},
                 instead=tuple(check_key(str(k)) for k in instead),
                 expected_ms=int(str(body["expected_ms"])),
                 limit_ms=int(str(body["limit_ms"])),
             )
-        except (KeyError, ValueError, TypeError) as error:
+            if min(made.sizes.values(), default=0) < 0:
+                raise ValueError("a size is negative")
+            _when(made.expected_ms), _when(made.limit_ms)
+            return made
+        except (KeyError, ValueError, TypeError, OverflowError, OSError) as error:
             raise IntegrityError(f"{key}: not a note on expiring objects: {error}") from error
 
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection, Iterable
+import math
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
 
 from hpstore.checksum import digest128
 from hpstore.errors import ConfigError, FormatTooNew, IntegrityError
+from hpstore.geometry import check_unit_bytes, check_width
 from hpstore.keys import Version, check_key
 from hpstore.placement import lost_columns
 
@@ -22,6 +24,8 @@ NEWEST_FORMAT = 2  # a pool record with a spread, which an older hpstore would n
 MAX_RECORD_BYTES = 4 << 20
 IDENTITY_FILE = "hpstore.json"
 POOL_FILE = "pool.json"
+
+_MOST = 1 << 64
 
 Json = dict[str, object]
 
@@ -38,10 +42,16 @@ def seal(body: Json) -> bytes:
                       indent=1).encode()  # fmt: skip
 
 
-def unseal(data: bytes, *, where: str, newest: int = FORMAT) -> Json:
-    """Check and decode a record. Raises IntegrityError or FormatTooNew."""
+def unseal(data: bytes, *, where: str, newest: int = FORMAT, users: bool = False) -> Json:
+    """Check and decode a record. Raises IntegrityError or FormatTooNew.
+
+    Its numbers are finite and of 64 bits, unless it holds values of `users`.
+    """
+    numbers: dict[str, Callable[[str], object]] = {
+        "parse_int": _whole, "parse_float": _finite, "parse_constant": _no_constant,
+    }  # fmt: skip
     try:
-        body = json.loads(data)
+        body = json.loads(data, **({} if users else numbers))  # type: ignore[arg-type]
     except (ValueError, RecursionError) as error:
         raise IntegrityError(f"{where}: not a record: {error}") from error
     if not isinstance(body, dict):
@@ -54,6 +64,24 @@ def unseal(data: bytes, *, where: str, newest: int = FORMAT) -> Json:
     if isinstance(version, int) and version > newest:
         raise FormatTooNew(f"{where}: record format {version}, this hpstore reads up to {newest}")
     return body
+
+
+def _whole(text: str) -> int:
+    """An integer of a record: of 64 bits, with a sign or without."""
+    if len(text) > 20 or not -_MOST <= (number := int(text)) < _MOST:
+        raise ValueError(f"{text[:24]} has more than 64 bits")
+    return number
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:24]} is no finite number")
+    return number
+
+
+def _no_constant(text: str) -> object:
+    raise ValueError(f"{text} is no finite number")
 
 
 class DeviceState(StrEnum):
@@ -225,20 +253,34 @@ class PoolRecord:
             )
 
         try:
-            return cls(
-                pool_id=str(body["pool"]),
-                generation=int(str(body["generation"])),
-                nonce=str(body["nonce"]),
-                parent=str(body["parent"]),
-                data=int(str(body["data"])),
-                parity=int(str(body["parity"])),
-                unit_bytes=int(str(body["unit_bytes"])),
-                members=members("members"),
-                evicted=members("evicted"),
-                spread=_spread(body),
+            return _checked(
+                cls(
+                    pool_id=str(body["pool"]),
+                    generation=int(str(body["generation"])),
+                    nonce=str(body["nonce"]),
+                    parent=str(body["parent"]),
+                    data=int(str(body["data"])),
+                    parity=int(str(body["parity"])),
+                    unit_bytes=int(str(body["unit_bytes"])),
+                    members=members("members"),
+                    evicted=members("evicted"),
+                    spread=_spread(body),
+                )
             )
-        except (KeyError, ValueError, TypeError) as error:
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise IntegrityError(f"{where}: membership is malformed: {error}") from error
+
+
+def _checked(record: PoolRecord) -> PoolRecord:
+    """The same record, of a pool that can be. Raises ValueError."""
+    check_width(record.data, record.parity)
+    check_unit_bytes(record.unit_bytes)
+    ids = [member.device_id for member in record.members]
+    if not ids or not all(ids) or len(set(ids)) < len(ids):
+        raise ValueError("it has no members, or some without an id, or with the same one")
+    if record.generation < 0 or any(m.weight < 0 for m in record.members):
+        raise ValueError("a generation or a weight is out of range")
+    return record
 
 
 def _spread(body: Json) -> int | None:

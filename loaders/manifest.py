@@ -149,7 +149,7 @@ class DatasetManifest:
     def decode(cls, data: bytes, *, where: str) -> DatasetManifest:
         """Inverse of encode. Raises ConfigError for another kind, IntegrityError, FormatTooNew."""
         _require_kind(data, where)
-        body: dict[str, Any] = unseal(data, where=where)
+        body: dict[str, Any] = unseal(data, where=where, users=True)
         try:
             made = cls(
                 fields={str(n): Field.from_json((d, s)) for n, d, s in body["fields"]},

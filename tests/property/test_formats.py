@@ -88,12 +88,13 @@ members = st.lists(
         Member, device_id=ids, url=texts, domain=texts, weight=st.floats(0, 1e6),
         state=st.sampled_from(DeviceState),
     ),
-    max_size=5,
+    max_size=5, unique_by=lambda member: member.device_id,
 ).map(tuple)  # fmt: skip
 pools = st.builds(
     PoolRecord, pool_id=ids, generation=numbers, nonce=ids, parent=texts,
-    data=st.integers(1, 24), parity=st.integers(1, 8), unit_bytes=numbers, members=members,
-    evicted=members,
+    data=st.integers(1, 24), parity=st.integers(1, 8),
+    unit_bytes=st.integers(1, 16384).map(lambda n: n * ALIGNMENT_BYTES),
+    members=members.filter(bool), evicted=members,
 )  # fmt: skip
 identities = st.builds(
     Identity, pool_id=ids, device_id=ids, domain=texts, weight=st.floats(0, 1e6)

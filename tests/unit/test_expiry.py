@@ -15,6 +15,7 @@ from hpstore.objects.repair import Repair, repair_object
 from hpstore.objects.store import Store
 from hpstore.pool import Pool
 from hpstore.rebuild import Progress, RebuildReport, put_last
+from hpstore.records import seal, unseal
 from hpstore.testing.harness import FakeClock, Harness
 from tests.unit.tended import Tended
 
@@ -220,6 +221,19 @@ def test_a_damaged_note_is_refused(body: bytes) -> None:
     """As any record."""
     with pytest.raises(IntegrityError):
         Expiry.decode(body, key="run/expiring")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"expected_ms": 1 << 63}, {"limit_ms": -(1 << 62)}, {"sizes": {"a/x": -1}},
+     {"sizes": {"a/x": None}}, {"sizes": {"a/x": []}}],
+)  # fmt: skip
+def test_a_note_of_impossible_numbers_is_refused(change: dict[str, object]) -> None:
+    """It would stop the healing of a whole pool. (Case t20_expiring.)"""
+    note = Expiry(reason="r", sizes={"a/x": 1}, instead=(), expected_ms=1, limit_ms=2)
+    body = unseal(note.encode(), where="x")
+    with pytest.raises(IntegrityError):
+        Expiry.decode(seal({**body, **change}), key="a/expiring")
 
 
 def test_keys_put_last_keep_their_order() -> None:

@@ -108,13 +108,36 @@ def test_a_missing_field_is_damage(record: Record, decode: Callable[[bytes], Rec
         {"spread": 99}, {"spread": "x"}, {"members": [{"device": 1}]}, {"evicted": None},
         {"members": [{"device": "a", "url": "b", "domain": "c", "weight": 1, "state": "lost"}]},
         {"members": [{"device": "a", "url": "b", "domain": "c", "weight": "x", "state": "online"}]},
+        {"members": []}, {"unit_bytes": 0}, {"unit_bytes": 4097}, {"unit_bytes": 1 << 40},
+        {"data": 0}, {"data": -4, "parity": 100}, {"parity": 0}, {"data": 1 << 20},
+        {"generation": -1},
+        {"members": [{"device": "", "url": "b", "domain": "c", "weight": 1, "state": "online"}]},
+        {"members": 2 * [{"device": "a", "url": "b", "domain": "c", "weight": 1,
+                          "state": "online"}]},
+        {"members": [{"device": "a", "url": "b", "domain": "c", "weight": -1, "state": "online"}]},
     ],
 )  # fmt: skip
 def test_a_malformed_membership_is_damage(change: dict[str, object]) -> None:
-    """Right digest, wrong types."""
+    """Right digest, wrong types, or a pool that cannot be. (Case t6_onebad.)"""
     body = unseal(POOL.encode(), where="x")
     with pytest.raises(IntegrityError, match="malformed"):
         PoolRecord.decode(seal({**body, **change}), where="x")
+
+
+@pytest.mark.parametrize(
+    "number", ["Infinity", "-Infinity", "NaN", "1e400", "1" * 30, "-" + "9" * 5000]
+)
+def test_a_number_that_no_record_has_is_damage(number: str) -> None:
+    """Right digest, and what arithmetic would fail on later, far from here. (Cases t6, t20.)"""
+    text = seal({"format": 1, "n": [0]}).decode()
+    body = json.loads(text) | {"n": ["NUMBER"]}
+    del body["digest"]
+    plain = json.dumps(body, sort_keys=True).replace('"NUMBER"', number)
+    digest = digest128(plain.encode()).hex()
+    data = f'{plain[:-1]}, "digest": "{digest}"}}'.encode()
+    with pytest.raises(IntegrityError, match=r"not a record: .*(finite|64 bits)"):
+        unseal(data, where="x")
+    assert unseal(seal({"format": 1, "n": [(1 << 64) - 1, 1.5, -3]}), where="x")["n"]
 
 
 @pytest.mark.parametrize(
