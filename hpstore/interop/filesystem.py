@@ -15,15 +15,24 @@ from typing import Any, BinaryIO
 
 from fsspec.callbacks import DEFAULT_CALLBACK
 
-from hpstore.errors import VersionConflict
+from hpstore.errors import ObjectNotFound, VersionConflict
 from hpstore.interop.bulk import read_ranges, read_slice
 from hpstore.interop.listing import PoolListing
 from hpstore.interop.moving import Selection, plan_move
 from hpstore.interop.paths import Place
 from hpstore.interop.spool import Spool
-from hpstore.interop.streams import READ_BUFFER_BYTES, ReadStream, TextWriter, WriteStream
+from hpstore.interop.streams import (
+    READ_BUFFER_BYTES,
+    ReadStream,
+    TextWriter,
+    UpdateStream,
+    WriteStream,
+)
 from hpstore.interop.tree import metadata_first
 from hpstore.objects.info import ObjectInfo
+from hpstore.pooled import PooledReader
+
+_MODES = {"rb+": "r+b", "wb+": "w+b", "ab+": "a+b"}  # other ways to write the same
 
 
 class HpstoreFileSystem(PoolListing):
@@ -92,21 +101,77 @@ class HpstoreFileSystem(PoolListing):
         cache_options: object = None,
         **kwargs: Any,
     ) -> ReadStream | WriteStream:
-        if mode not in ("rb", "wb", "xb"):
-            raise io.UnsupportedOperation(
-                f"mode {mode!r}: objects are immutable, written as wholes; use rb, wb or xb"
-            )
+        mode = _MODES.get(mode, mode)
+        if mode not in ("rb", "wb", "xb", "ab", "a+b", "r+b", "w+b"):
+            raise io.UnsupportedOperation(f"mode {mode!r} is none of rb, wb, xb, ab, r+b, w+b, a+b")
         place = self._object(path)
         if mode == "rb":
-            reader = place.mount.pool.reader(place.key)
-            return ReadStream(reader, path, block_size or READ_BUFFER_BYTES)
+            reader = self._reader(place, path)
+            return ReadStream(reader, path, block_size or READ_BUFFER_BYTES, self)
+        if mode in ("ab", "a+b", "r+b", "w+b"):
+            return self._update(place, path, mode, autocommit=autocommit)
         if mode == "xb" and self._is_object(place):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
 
         def put(file: BinaryIO) -> None:
             self._put(place, file, exclusive=mode == "xb")
 
-        return WriteStream(path, self._spool(), put, autocommit=autocommit)
+        return WriteStream(path, self._spool(), put, autocommit=autocommit, mode=mode, fs=self)
+
+    def _reader(self, place: Place, path: str) -> PooledReader:
+        try:
+            return place.mount.pool.reader(place.key)
+        except ObjectNotFound:
+            if self._is_directory(place):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path) from None
+            raise
+
+    def reopened(self, path: str, version: str, position: int, buffer_bytes: int) -> ReadStream:
+        """A stream over that version of an object, where another process had got to. Raises
+        VersionConflict when it is gone."""
+        place = self._object(path)
+        try:
+            reader = place.mount.pool.reader(place.key, version=version)
+        except ObjectNotFound as error:
+            raise VersionConflict(
+                f"{path} was replaced or deleted since it was opened (version {version}). Open it "
+                "again.", key=place.key,
+            ) from error  # fmt: skip
+        stream = ReadStream(reader, path, buffer_bytes, self)
+        stream.seek(position)
+        return stream
+
+    def _update(self, place: Place, path: str, mode: str, *, autocommit: bool) -> UpdateStream:
+        """A stream that begins with what is there; it is put only in the place of that."""
+        spool, before = self._spool(), None
+        try:
+            if "w" not in mode:
+                before = self._copied(place, spool, must=mode == "r+b")
+            spool.file.seek(0, io.SEEK_END if "a" in mode else io.SEEK_SET)
+        except BaseException:
+            spool.close()
+            raise
+
+        def put(file: BinaryIO) -> None:
+            if "w" in mode:
+                self._put(place, file)
+                return
+            place.mount.pool.put(place.key, file, if_absent=before is None, if_version=before)
+
+        return UpdateStream(path, spool, put, autocommit=autocommit, mode=mode, fs=self)
+
+    def _copied(self, place: Place, spool: Spool, *, must: bool) -> str | None:
+        """The version whose bytes are in the spool now; None when there is none."""
+        try:
+            reader = place.mount.pool.reader(place.key)
+        except ObjectNotFound:
+            if must:
+                raise
+            return None
+        with ReadStream(reader, place.path(place.key)) as stream:
+            while part := stream.read(self.blocksize):
+                spool.write(part)
+            return stream.version
 
     def _spool(self) -> Spool:
         return Spool(

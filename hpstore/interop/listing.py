@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-from hpstore.errors import InvalidKey, ObjectNotFound
+from hpstore.errors import ConfigError, InvalidKey, ObjectNotFound
 from hpstore.interop.bulk import stat_all
 from hpstore.interop.paths import Place, PoolPaths
 from hpstore.interop.tree import Tree, descend
 from hpstore.objects.info import ObjectInfo
 from hpstore.pool_names import pool_names
 
+_log = logging.getLogger(__name__)
 _Facts = dict[str, Any]  # Any: what fsspec calls an info, values of several types
 
 
@@ -138,9 +140,13 @@ class PoolListing(PoolPaths):
         for name in pool_names():
             if withdirs:
                 out[name] = _directory(name)
-            if maxdepth != 1:
-                below = None if maxdepth is None else maxdepth - 1
+            if maxdepth == 1:
+                continue
+            below = None if maxdepth is None else maxdepth - 1
+            try:
                 out |= self.find(name, below, withdirs, True, sizes=detail and sizes)
+            except ConfigError as error:  # what is named is there no more
+                _log.warning("the pool %r is passed over: %s", name, error)
         return out if detail else list(out)
 
     def created(self, path: str) -> datetime:
@@ -164,6 +170,7 @@ def _file(place: Place, found: ObjectInfo) -> _Facts:
         "size": found.size,
         "type": "file",
         "created": found.created,
+        "mtime": found.created,
         "version": found.version,
         "metadata": dict(found.metadata),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from hpstore.pool import Pool
 from hpstore.pool_names import find_named, find_pool, is_path
 
 _SCHEME = "hpstore://"
+_SLASHES = re.compile("//+")  # as many as there are mean one, as on a disk
 
 
 class _Canonical(_Cached):  # type: ignore[misc]  # fsspec is untyped
@@ -94,11 +96,11 @@ class PoolPaths(AbstractFileSystem, metaclass=_Canonical):  # type: ignore[misc]
             return [cls._strip_protocol(one) for one in path]
         text = stringify_path(path)
         if not text.startswith(_SCHEME):
-            return text.strip("/")
+            return _SLASHES.sub("/", text).strip("/")
         rest = text[len(_SCHEME) :].rstrip("/")
         if rest.startswith("/") or (not rest and text != _SCHEME):
             raise ConfigError(f"{text} names no pool; write hpstore://NAME/key")
-        return rest
+        return _SLASHES.sub("/", rest)
 
     def _strip_bound(self, path: Any) -> Any:  # Any: as above
         """Paths of a file system over one pool: keys, or URLs that name this very pool."""

@@ -32,6 +32,7 @@ class Spool:
         self, budget: ByteBudget, *, memory_bytes: int = SPOOL_BYTES, directory: str | None = None
     ) -> None:
         self._budget, self._memory_bytes, self._directory = budget, memory_bytes, directory
+        self._pid = os.getpid()
         self._leased = self._lease()
         try:
             number = os.memfd_create("hpstore-spool") if self._leased else self._disk_copy()
@@ -90,6 +91,8 @@ class Spool:
     def close(self) -> None:
         """Forget the bytes. Idempotent."""
         self._release()
+        if self._pid != os.getpid():
+            self.file.raw.close()  # nothing buffered goes into the file that the parent writes on
         self.file.close()
 
 

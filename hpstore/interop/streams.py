@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
+import sys
 import warnings
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, BinaryIO
 
 from hpstore.errors import VersionConflict
+from hpstore.interop.forgotten import put_aside, remember
 from hpstore.interop.spool import Spool
 from hpstore.pooled import PooledReader
 from hpstore.units import KIB
@@ -84,11 +87,25 @@ class ReadStream(io.BufferedReader):
     """
 
     def __init__(
-        self, reader: PooledReader, path: str, buffer_bytes: int = READ_BUFFER_BYTES
-    ) -> None:
+        self, reader: PooledReader, path: str, buffer_bytes: int = READ_BUFFER_BYTES,
+        fs: Any = None,
+    ) -> None:  # fmt: skip
         self._file = _ObjectFile(reader, path)
         super().__init__(self._file, buffer_bytes)
-        self.path = path
+        self.path, self.fs, self.blocksize = path, fs, buffer_bytes
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[object, ...]:
+        """In another process: the same version at the same position, opened there."""
+        if self.fs is None or self.closed:
+            raise TypeError(f"the stream over {self.path} is closed, or of no file system")
+        where = (self.fs, self.path, self.version, self.tell(), self.blocksize)
+        return type(self.fs).reopened, where
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """What info() says of the file, as other file systems' streams have it."""
+        facts: dict[str, Any] = self.fs.info(self.path)
+        return facts
 
     @property
     def version(self) -> str:
@@ -123,10 +140,14 @@ class _WholeOrNothing(io.IOBase):
 class WriteStream(_WholeOrNothing, io.BufferedIOBase):
     """A stream whose bytes become an object when it is closed, durable as `Pool.put` says.
 
-    Nothing is visible before. Leaving a `with` block by an exception, discard() and being
-    forgotten without close() leave everything as it was. When close() raises, the put was not
+    Nothing is visible before. Leaving a `with` block by an exception, discard() and
+    a write that failed leave everything as it was. When close() raises, the put was not
     acknowledged. With `autocommit=False` (a transaction) close() only ends the writing, and
     commit() puts.
+
+    One that is forgotten without close() is put when it is collected, or at the end of the process,
+    as other file systems do and their clients rely on: with a warning, and not in the midst of an
+    exception, nor in a fork's child.
 
     `fileno()` is a real descriptor of the bytes that wait: `os.fsync` on it is allowed, and says
     nothing about the object. One thread at a time.
@@ -135,13 +156,21 @@ class WriteStream(_WholeOrNothing, io.BufferedIOBase):
     _spool: Spool | None = None
 
     def __init__(
-        self, path: str, spool: Spool, put: Callable[[BinaryIO], object], *, autocommit: bool = True
-    ) -> None:
+        self, path: str, spool: Spool, put: Callable[[BinaryIO], object], *,
+        autocommit: bool = True, mode: str = "wb", fs: Any = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.path = self.name = path
-        self.mode, self.autocommit = "wb", autocommit
-        self._put = put
+        self.mode, self.autocommit, self.fs = mode, autocommit, fs
+        self.blocksize = READ_BUFFER_BYTES
+        self._put, self._failed, self._pid = put, False, os.getpid()
         self._spool = spool
+        remember(self)
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """What is known of the file that it will be."""
+        return {"name": self.path, "size": None, "type": "file"}
 
     def writable(self) -> bool:
         return True
@@ -150,7 +179,12 @@ class WriteStream(_WholeOrNothing, io.BufferedIOBase):
         return True
 
     def write(self, data: Any) -> int:  # Any: the buffer protocol has no type before 3.12
-        return self._bytes().write(data)
+        spool = self._bytes()
+        try:
+            return spool.write(data)
+        except BaseException:
+            self._failed = True  # what is there is not what was written
+            raise
 
     def tell(self) -> int:
         return self._bytes().file.tell()
@@ -186,6 +220,12 @@ class WriteStream(_WholeOrNothing, io.BufferedIOBase):
             self.discard()
             raise
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether it waits to be closed and put, by this process."""
+        mine = self._pid == os.getpid() and self.autocommit and not self._failed
+        return mine and not self.closed and self._spool is not None
+
     def commit(self) -> None:
         """Put the bytes of a closed stream. Durable on return. Nothing to do when discarded."""
         if not self.closed:
@@ -205,19 +245,70 @@ class WriteStream(_WholeOrNothing, io.BufferedIOBase):
         super().close()
 
     def __del__(self) -> None:
-        forgotten = self._spool is not None and not self.closed
-        self.discard()
-        if forgotten:
-            _log.warning("the stream to %s was never closed: nothing was stored", self.path)
-            message = f"unclosed {self!r}: nothing was stored"
-            warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
+        spool, why = self._spool, ""
+        if spool is None or self.closed:
+            self.discard()
+            return
+        if not self.unfinished:
+            why = "it was ended by an error, or belongs to a transaction or to another process"
+        elif sys.exc_info()[0] is not None or sys.is_finalizing():
+            why = "an exception is under way, or the interpreter ends"
+        if why:
+            self.discard()
+        else:
+            super().close()  # writes down what is buffered
+            self._spool = None
+            put_aside(self.path, spool, self._put)
+        said = f"nothing was stored: {why}" if why else "it was stored when it was collected"
+        _log.warning("the stream to %s was never closed: %s", self.path, said)
+        warnings.warn(f"unclosed {self!r}: {said}", ResourceWarning, stacklevel=2, source=self)
 
     def __repr__(self) -> str:
         return f"<hpstore write stream {self.path!r}>"
 
 
+class UpdateStream(WriteStream):
+    """A WriteStream that begins with the bytes of an object, and can be read: modes a and r+.
+
+    All of them are copied into the spool first, and put again at the end.
+    """
+
+    def readable(self) -> bool:
+        return "+" in self.mode
+
+    def read(self, size: int | None = -1) -> bytes:
+        if not self.readable():
+            raise io.UnsupportedOperation(f"mode {self.mode!r} does not read")
+        return self._bytes().file.read(-1 if size is None else size)
+
+    def readinto(self, buffer: Any) -> int:  # Any: the buffer protocol has no type before 3.12
+        view = memoryview(buffer).cast("B")
+        found = self.read(len(view))
+        view[: len(found)] = found
+        return len(found)
+
+    def read1(self, size: int = -1) -> bytes:
+        return self.read(size)
+
+    def write(self, data: Any) -> int:  # Any: as above
+        if "a" in self.mode:
+            self.seek(0, io.SEEK_END)
+        return super().write(data)
+
+
 class TextWriter(_WholeOrNothing, io.TextIOWrapper):
     """Text over a WriteStream, with the same promise: an exception discards."""
+
+    def __init__(self, stream: WriteStream, **layout: Any) -> None:
+        super().__init__(stream, **layout)
+        self.path = stream.path
+        remember(self)
+
+    @property
+    def unfinished(self) -> bool:
+        """As of the stream below."""
+        below = getattr(self, "buffer", None)
+        return isinstance(below, WriteStream) and below.unfinished
 
     def discard(self) -> None:
         """Forget what was written. Idempotent."""
@@ -227,7 +318,9 @@ class TextWriter(_WholeOrNothing, io.TextIOWrapper):
             stream.discard()
 
     def __del__(self) -> None:
-        """Leave it to the stream below, which discards; TextIOWrapper would close it."""
+        """Leave it to the stream below, which knows whether it is to be stored."""
+        with contextlib.suppress(ValueError, OSError):  # closed, detached or failed
+            self.flush()
 
 
-__all__ = ["READ_BUFFER_BYTES", "ReadStream", "TextWriter", "WriteStream"]
+__all__ = ["READ_BUFFER_BYTES", "ReadStream", "TextWriter", "UpdateStream", "WriteStream"]

@@ -45,7 +45,8 @@ def test_info_has_the_facts(fs: HpstoreFileSystem, name: str, pool: hpstore.Pool
     put = pool.put("d/a", b"x" * 7, {"run": 1})
     facts = fs.info(f"{name}/d/a")
     assert facts == {"name": f"{name}/d/a", "size": 7, "type": "file", "created": put.created,
-                     "version": put.version, "metadata": {"run": 1}}  # fmt: skip
+                     "mtime": put.created, "version": put.version,
+                     "metadata": {"run": 1}}  # fmt: skip
     assert fs.ls(f"{name}/d", detail=True) == [facts]
     assert fs.find(f"{name}/d", detail=True) == {f"{name}/d/a": facts}
     assert fs.created(f"{name}/d/a").timestamp() == pytest.approx(put.created)
