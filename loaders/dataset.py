@@ -15,6 +15,7 @@ from hpstore.errors import ConfigError, ObjectNotFound
 from hpstore.loaders.assemble import field_bytes
 from hpstore.loaders.fields import FieldKind, Value
 from hpstore.loaders.manifest import DatasetManifest, check_dataset_name, manifest_key
+from hpstore.loaders.publishing import require_pool
 from hpstore.loaders.stored import StoredData
 from hpstore.pool import Pool
 
@@ -29,6 +30,7 @@ class Dataset(StoredData, torch.utils.data.Dataset[Sample]):
     """
 
     def __init__(self, pool: Pool, name: str, *, fields: Sequence[str] | None = None) -> None:
+        pool = require_pool(pool, "a Dataset")
         super().__init__(pool, name, read_manifest(pool, name), fields)
         self._wanted = None if fields is None else tuple(fields)
         _renew_at_fork(self)

@@ -334,5 +334,25 @@ def _delete(pool: Pool, key: str) -> None:
         _log.debug("object %r was gone already", key)
 
 
-__all__ = ["DatasetInfo", "dataset_info", "delete_dataset", "joined_content", "list_datasets",
-           "publish", "publish_parts", "remove_orphans", "written_parts"]  # fmt: skip
+def require_pool(pool: object, who: str) -> Pool:
+    """The pool, open. ConfigError for what is none, such as the path of one."""
+    if not isinstance(pool, Pool):
+        raise ConfigError(
+            f"{who} takes an open pool, not a {type(pool).__name__}: "
+            'with hpstore.open("pool.toml") as pool: ...'
+        )
+    return pool
+
+
+__all__ = [
+    "DatasetInfo",
+    "dataset_info",
+    "delete_dataset",
+    "joined_content",
+    "list_datasets",
+    "publish",
+    "publish_parts",
+    "remove_orphans",
+    "require_pool",
+    "written_parts",
+]

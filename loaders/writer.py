@@ -33,7 +33,7 @@ from hpstore.loaders.manifest import (
 )
 from hpstore.loaders.pages import checked_compression
 from hpstore.loaders.part_writer import PartOptions, PartWriter
-from hpstore.loaders.publishing import publish
+from hpstore.loaders.publishing import publish, require_pool
 from hpstore.loaders.shuffling import copy_in_order, permutation
 from hpstore.loaders.stored import StoredData
 from hpstore.membership import check_unit
@@ -76,7 +76,7 @@ class DatasetWriter(Closing):
         overwrite: bool = False,
         metadata: Mapping[str, object] | None = None,
     ) -> None:
-        self.pool, self.name = pool, check_new_name(name)
+        self.pool, self.name = require_pool(pool, "a DatasetWriter"), check_new_name(name)
         self.fields = check_fields(fields)
         self.layout, records = group_fields(self.fields, layout)
         self.part, self.overwrite = _checked_part(part), overwrite

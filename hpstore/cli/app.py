@@ -62,8 +62,8 @@ class _Commands(TyperGroup):
         return found
 
 
-app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False,
-                  pretty_exceptions_enable=False,
+app = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False,
+                  context_settings={"help_option_names": ["-h", "--help"]},
                   help="Erasure-coded storage for training: data in, checkpoints out.")  # fmt: skip
 app.command("agent")(agent.run)
 app.command()(devices.add)

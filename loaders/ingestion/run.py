@@ -35,6 +35,7 @@ from hpstore.loaders.ingestion.report import IngestCallback, IngestProgress, Ing
 from hpstore.loaders.ingestion.source import BlockSource, IndexedSource, Item, Source
 from hpstore.loaders.layout import SHARD_BYTES
 from hpstore.loaders.manifest import DatasetManifest
+from hpstore.loaders.publishing import require_pool
 from hpstore.pool import Pool
 
 Fields = Mapping[str, Field] | Sequence[str]
@@ -84,7 +85,7 @@ def ingest(
     """
     began = time.perf_counter()
     _check_on_error(on_error)
-    replaces = replaceable(pool, name, overwrite=overwrite)
+    replaces = replaceable(require_pool(pool, "ingest"), name, overwrite=overwrite)
     opened = open_source(source, format=format, names=names, check_images=check_images)
     options = {"layout": layout, "shard_bytes": shard_bytes, "unit_bytes": unit_bytes,
                "compression": compression}  # fmt: skip

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -67,6 +68,17 @@ def test_devices_come_and_go(cli: Cli, tmp_path: Path) -> None:
     assert "online" in cli("readmit", cli.pool, tmp_path / "disk0")
     states = [d["state"] for d in cli.json("status", cli.pool)["devices"]]
     assert states == ["online"] * 7
+
+
+def test_the_command_is_a_module_and_has_a_short_help() -> None:
+    """`python -m hpstore`, `-h` at every level, and completion for shells."""
+    for words in ((), ("dataset",), ("dataset", "rm"), ("status",)):
+        done = subprocess.run(
+            [sys.executable, "-m", "hpstore", *words, "-h"], check=True, capture_output=True,
+            text=True, timeout=60, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+        assert "Usage:" in done.stdout
+        assert words or "--show-completion" in done.stdout
 
 
 def test_errors_are_one_line_with_their_own_exit_code(cli: Cli, tmp_path: Path) -> None:

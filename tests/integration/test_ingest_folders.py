@@ -78,6 +78,18 @@ def test_a_writer_takes_no_field_that_it_was_not_told_of(pool: Pool) -> None:
             writer.write({"i": 1, "caption": "c"})
 
 
+@pytest.mark.parametrize("given", ["pool.toml", Path("pool.toml"), None])
+def test_a_path_in_the_place_of_a_pool_is_said(given: Any) -> None:
+    """Whoever takes a pool says how to open one."""
+    for call in (
+        lambda: Dataset(given, "a"),
+        lambda: DatasetWriter(given, "a", {"i": Field("int64")}),
+        lambda: ingest(given, "a", [{"i": 1}]),
+    ):
+        with pytest.raises(ConfigError, match=r"takes an open pool, not a .*hpstore\.open"):
+            call()
+
+
 # --- tables ----------------------------------------------------------------------------------
 
 
