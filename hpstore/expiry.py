@@ -76,7 +76,8 @@ class Expiry:
             )
             if min(made.sizes.values(), default=0) < 0:
                 raise ValueError("a size is negative")
-            _when(made.expected_ms), _when(made.limit_ms)
+            for at_ms in (made.expected_ms, made.limit_ms):
+                _when(at_ms)  # raises for what is no date
             return made
         except (KeyError, ValueError, TypeError, OverflowError, OSError) as error:
             raise IntegrityError(f"{key}: not a note on expiring objects: {error}") from error

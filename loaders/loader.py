@@ -24,7 +24,7 @@ from hpstore.loaders.gpu import Gpu
 from hpstore.loaders.mixture import AnyEngine, MixedEngine, Mixture, fingerprints
 from hpstore.loaders.native import EndIterator, NativeIterator, Run, native_of, order_for
 from hpstore.loaders.order import Order
-from hpstore.loaders.rank_sampler import RankSampler, agree_on_epoch
+from hpstore.loaders.rank_sampler import RankSampler, agree_on_epoch, asked_epoch
 from hpstore.loaders.ranks import Shares
 from hpstore.loaders.slices import Even, Slices
 from hpstore.loaders.standing import Standing
@@ -235,7 +235,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def __iter__(self) -> Any:
         stands = self._stands
-        if not stands.begin():
+        if not stands.begin(asked_epoch(self, self._told) if self._by_user else None):
             return EndIterator(self, stands.epoch - 1)
         slices = self.slices
         if self._by_user:

@@ -64,19 +64,28 @@ def agree_on_epoch(loader: Any, epoch: int, told: int | None) -> int:
 
     `told`: the epoch that it was told last. Returns the epoch that holds now.
     """
+    asked = asked_epoch(loader, told)
+    epoch = epoch if asked is None else asked
+    for sampler in _following(loader):
+        sampler.set_epoch(epoch)
+    return epoch
+
+
+def asked_epoch(loader: Any, told: int | None) -> int | None:
+    """The epoch that the user has set on a sampler since the loader told it one; None for none."""
+    epochs = [getattr(sampler, "epoch", None) for sampler in _following(loader)]
+    set_since = [epoch for epoch in epochs if isinstance(epoch, int) and epoch != (told or 0)]
+    return set_since[-1] if set_since else None
+
+
+def _following(loader: Any) -> list[Any]:
+    """The user's samplers that have epochs."""
     samplers = [
         loader.batch_sampler,
         loader.sampler,
         getattr(loader.batch_sampler, "sampler", None),
     ]
-    following = [one for one in samplers if callable(getattr(one, "set_epoch", None))]
-    for sampler in following:
-        theirs = getattr(sampler, "epoch", None)
-        if isinstance(theirs, int) and theirs != (told or 0):
-            epoch = theirs
-    for sampler in following:
-        sampler.set_epoch(epoch)
-    return epoch
+    return [one for one in samplers if callable(getattr(one, "set_epoch", None))]
 
 
-__all__ = ["RankSampler", "agree_on_epoch"]
+__all__ = ["RankSampler", "agree_on_epoch", "asked_epoch"]

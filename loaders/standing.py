@@ -28,12 +28,14 @@ class Standing:
         self._before = (0, 0)  # the state before the first of them
         self._consumed: tuple[int, int] | None = None  # a wrapper says what counts
 
-    def begin(self) -> bool:
+    def begin(self, asked: int | None = None) -> bool:
         """A loop begins, at (epoch, position) then; False when it is one that was resumed behind
-        its last batch, and has nothing."""
+        its last batch, and has nothing. `asked`: the epoch that a sampler of the user's was set to.
+        """
         if self._finds_end:
             self._finds_end = False
-            return False
+            if asked != self.epoch:
+                return False
         if self._begun and self.position:
             self.epoch, self.position = self.epoch + 1, 0
         if self._asked is not None and self._asked != self.epoch:

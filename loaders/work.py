@@ -14,6 +14,7 @@ from hpstore.loaders.batches import Batch, Ragged, samples_of
 from hpstore.loaders.draws import Indices
 from hpstore.loaders.fields import Field
 
+MOST_FAILURES = 32  # of a transform that has never worked, until that is an error
 _DOMAIN = 0x68707374  # keeps generators for transforms apart from those of orders
 
 
@@ -50,12 +51,13 @@ class Work:
         self, *, collate_fn: Any, transform: Any, batch_transform: Any, seed: int, nested: bool,
         skip: bool,
     ) -> None:  # fmt: skip
-        """`skip`: samples that `transform` fails for are left out, unless it is the whole batch."""
+        """`skip`: samples that `transform` fails for are left out, unless it never succeeds."""
         given = {"collate_fn": collate_fn, "transform": transform,
                  "batch_transform": batch_transform}  # fmt: skip
         self.names = [name for name, function in given.items() if function is not None]
         self._collate, self._seed, self._nested, self._skip = collate_fn, seed, nested, skip
         self._transform, self._batch_transform = transform, batch_transform
+        self._worked, self._failures = False, 0  # of transform, in this process
         self._takes_rng = {
             name: function is not None and takes_rng(function) for name, function in given.items()
         }
@@ -86,15 +88,17 @@ class Work:
             key = [task.start, row] if task.listed else [task.start + row]
             try:
                 made.append(self._called("transform", sample, [task.epoch, *key]))
+                self._worked = True
             except Exception as error:
                 where = f"position {task.start + row} of epoch {task.epoch}"
                 error.add_note(
                     f"hpstore: in transform, of sample {task.indices[number]} ({where})"
                 )  # fmt: skip
                 errors.append(error)
-                # that of a whole batch, and these, are the function's fault and no sample's
-                whole = len(errors) == len(samples) > 1
-                if not self._skip or whole or isinstance(error, StopIteration | MemoryError):
+                self._failures += 1
+                # the function's fault and no sample's: it has never worked, or these
+                never = not self._worked and self._failures >= MOST_FAILURES
+                if not self._skip or never or isinstance(error, StopIteration | MemoryError):
                     raise
         return made
 
@@ -147,4 +151,4 @@ def takes_rng(function: Callable[..., Any]) -> bool:
     return len(wanted) >= 2
 
 
-__all__ = ["Task", "Work", "Worked"]
+__all__ = ["MOST_FAILURES", "Task", "Work", "Worked"]

@@ -146,7 +146,7 @@ class HpstoreFileSystem(PoolListing):
         spool, before = self._spool(), None
         try:
             if "w" not in mode:
-                before = self._copied(place, spool, must=mode == "r+b")
+                before = self._copied(place, spool, must="r" in mode)
             spool.file.seek(0, io.SEEK_END if "a" in mode else io.SEEK_SET)
         except BaseException:
             spool.close()
@@ -156,12 +156,15 @@ class HpstoreFileSystem(PoolListing):
             if "w" in mode:
                 self._put(place, file)
                 return
-            place.mount.pool.put(place.key, file, if_absent=before is None, if_version=before)
+            place.mount.pool.put(
+                place.key, file, None if before is None else before.metadata,
+                if_absent=before is None, if_version=None if before is None else before.version,
+            )  # fmt: skip
 
         return UpdateStream(path, spool, put, autocommit=autocommit, mode=mode, fs=self)
 
-    def _copied(self, place: Place, spool: Spool, *, must: bool) -> str | None:
-        """The version whose bytes are in the spool now; None when there is none."""
+    def _copied(self, place: Place, spool: Spool, *, must: bool) -> ObjectInfo | None:
+        """Facts of the version whose bytes are in the spool now; None when there is no object."""
         try:
             reader = place.mount.pool.reader(place.key)
         except ObjectNotFound:
@@ -171,7 +174,7 @@ class HpstoreFileSystem(PoolListing):
         with ReadStream(reader, place.path(place.key)) as stream:
             while part := stream.read(self.blocksize):
                 spool.write(part)
-            return stream.version
+            return place.mount.pool.stat(place.key, version=stream.version)
 
     def _spool(self) -> Spool:
         return Spool(

@@ -1,4 +1,4 @@
-"""Write streams that nobody closes: put when they are collected, or at the end of the process.
+"""Write streams that are never closed: put when they are collected, or when the process ends.
 
 A collector may run on any thread, in the midst of the pool's own work and while that holds a lock.
 The put is therefore made by a thread of its own; who drops a stream waits for it, with a limit.

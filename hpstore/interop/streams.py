@@ -140,14 +140,13 @@ class _WholeOrNothing(io.IOBase):
 class WriteStream(_WholeOrNothing, io.BufferedIOBase):
     """A stream whose bytes become an object when it is closed, durable as `Pool.put` says.
 
-    Nothing is visible before. Leaving a `with` block by an exception, discard() and
-    a write that failed leave everything as it was. When close() raises, the put was not
-    acknowledged. With `autocommit=False` (a transaction) close() only ends the writing, and
-    commit() puts.
+    Nothing is visible before. Leaving a `with` block by an exception and discard() leave
+    everything as it was. When close() raises, the put was not acknowledged. With
+    `autocommit=False` (a transaction) close() only ends the writing, and commit() puts.
 
     One that is forgotten without close() is put when it is collected, or at the end of the process,
-    as other file systems do and their clients rely on: with a warning, and not in the midst of an
-    exception, nor in a fork's child.
+    as other file systems do and their clients rely on: with a warning, and not after a write that
+    failed, while an exception is handled, or in a fork's child.
 
     `fileno()` is a real descriptor of the bytes that wait: `os.fsync` on it is allowed, and says
     nothing about the object. One thread at a time.
@@ -182,8 +181,10 @@ class WriteStream(_WholeOrNothing, io.BufferedIOBase):
         spool = self._bytes()
         try:
             return spool.write(data)
+        except (TypeError, ValueError):
+            raise  # nothing was written
         except BaseException:
-            self._failed = True  # what is there is not what was written
+            self._failed = True  # a part may have been
             raise
 
     def tell(self) -> int:
@@ -250,7 +251,7 @@ class WriteStream(_WholeOrNothing, io.BufferedIOBase):
             self.discard()
             return
         if not self.unfinished:
-            why = "it was ended by an error, or belongs to a transaction or to another process"
+            why = "a write failed, or it belongs to a transaction or to another process"
         elif sys.exc_info()[0] is not None or sys.is_finalizing():
             why = "an exception is under way, or the interpreter ends"
         if why:
@@ -318,7 +319,7 @@ class TextWriter(_WholeOrNothing, io.TextIOWrapper):
             stream.discard()
 
     def __del__(self) -> None:
-        """Leave it to the stream below, which knows whether it is to be stored."""
+        """Hand the text to the stream below, which decides whether it is stored."""
         with contextlib.suppress(ValueError, OSError):  # closed, detached or failed
             self.flush()
 

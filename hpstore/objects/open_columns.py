@@ -47,7 +47,7 @@ def open_side_by_side(
     for device, future in futures.items():
         answer = outcome(future, device, waited)
         if isinstance(answer, Exception):
-            future.add_done_callback(_close)  # they may still be opened: nobody wants them
+            future.add_done_callback(_close)  # files that it opens late are closed
             answer = [answer for _ in wanted[device]]
         found[device] = answer
     return found

@@ -93,7 +93,7 @@ def fitted(sample: Sample, fields: Iterable[str], *, whole: bool = False) -> dic
         odd = sorted(sample.keys() - found.keys())[0]
         raise ConfigError(
             f"it has {odd!r}, which the first {LOOKED_AT} samples have not, and which would be "
-            f"left out; name what is to be taken with fields=[...], now {list(found)}"
+            f"left out; list the fields to take with fields=[...] (so far: {list(found)})"
         )
     return found
 

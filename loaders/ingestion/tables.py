@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -16,6 +17,7 @@ from hpstore.errors import ConfigError, IngestError
 from hpstore.loaders.ingestion.paths import source_files
 
 _HIDDEN = (".", "_")
+_CACHE = re.compile(r"cache-[0-9a-f]{16}.*\.arrow$")  # what map() of Hugging Face leaves
 _LOOK_AT = 1000  # entries below a folder
 _MOST_BYTES = 64 << 20  # of a file that lists others
 
@@ -44,7 +46,8 @@ def table_files(
     if named is None:
         if not beside:
             raise no_table(folder, endings)
-        named = [f for f in source_files(where, endings) if not f.name.startswith(_HIDDEN)]
+        shown = [f for f in source_files(where, endings) if not f.name.startswith(_HIDDEN)]
+        named = [f for f in shown if not _CACHE.match(f.name)] or shown
         if not named:
             raise ConfigError(
                 f"{where} holds only files whose names begin with a dot or an underscore, which "

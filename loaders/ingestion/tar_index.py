@@ -17,8 +17,8 @@ from hpstore.errors import IngestError
 
 _MEMBER = re.compile(r"^((?:.*/)?[^./][^./]*)\.([^/]+)$")
 APART = (
-    "its files do not lie one after another in the tar, as those of a sample must: write it anew "
-    "in the order of the names (tar --sort=name)"
+    "its files are not next to each other in the tar, as the files of one sample must be: write "
+    "the tar again in the order of the names (tar --sort=name)"
 )
 MOST_ENDINGS = 1000
 # what a damaged or cut archive makes tarfile raise

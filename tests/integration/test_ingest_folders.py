@@ -129,6 +129,19 @@ def test_a_saved_data_set_of_hugging_face_is_what_it_says_it_is(pool: Pool, tmp_
         ingest(pool, "b", folder)
 
 
+def test_a_cache_is_no_part_of_a_table_that_names_no_files(pool: Pool, tmp_path: Path) -> None:
+    """Copied without its state.json, or with an info that does not fit. By itself it is one."""
+    folder = tmp_path / "copied"
+    arrow(folder / "data.arrow", [0, 1])
+    arrow(folder / "cache-0123456789abcdef_00000_of_00002.arrow", [7])
+    (folder / "dataset_info.json").write_text(json.dumps({"splits": {"train": {}}}))
+    assert ingest(pool, "a", folder, shuffle=False).ignored == 1
+    assert numbers(pool, "a") == [0, 1]
+    (folder / "data.arrow").unlink()
+    ingest(pool, "b", folder, shuffle=False)
+    assert numbers(pool, "b") == [7]
+
+
 def test_splits_are_not_mixed(pool: Pool, tmp_path: Path) -> None:
     """A DatasetDict on disk, and a folder of datasets' cache with several splits."""
     (tmp_path / "dict").mkdir()

@@ -157,6 +157,49 @@ def test_the_end_that_a_resumed_loop_finds_is_found_once(data: Dataset) -> None:
     assert (read(loader), read(loader)) == ([], wanted[1])
 
 
+class Following(torch.utils.data.Sampler[int]):
+    """As torch's DistributedSampler: its order follows the epoch that it was set to."""
+
+    epoch = 0
+
+    def __init__(self) -> None: ...
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(i + self.epoch) % COUNT for i in range(COUNT)])
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+@pytest.mark.parametrize("saved", [0, 1], ids=["the epoch of the loop", "the next epoch"])
+@pytest.mark.parametrize("foreign", [False, True])
+def test_a_sampler_that_the_user_sets_says_which_epoch_it_is(
+    data: Dataset, foreign: bool, saved: int
+) -> None:
+    """Behind the last batch some save the epoch, some (Lightning) the one to go on with."""
+
+    def loop(state: dict[str, Any] | None, start: int) -> Iterator[tuple[DataLoader, list[int]]]:
+        sampler = Following()
+        loader = DataLoader(Rows(COUNT) if foreign else data, BATCH, sampler=sampler)
+        if state is not None:
+            loader.load_state_dict(state)
+        for epoch in range(start, EPOCHS):
+            sampler.set_epoch(epoch)
+            for batch in loader:
+                yield loader, labels(batch)
+
+    whole = [batch for _, batch in loop(None, 0)]
+    for epoch in range(EPOCHS - 1):
+        run = loop(None, 0)
+        taken = list(islice(run, (epoch + 1) * STEPS))
+        found = [batch for _, batch in taken]
+        found += [batch for _, batch in loop(taken[-1][0].state_dict(), epoch + saved)]
+        assert found == whole
+
+
 def test_an_epoch_that_was_read_whole_can_be_read_again(data: Dataset) -> None:
     """In the same process nothing was resumed: set_epoch begins the epoch anew."""
     loader = DataLoader(data, BATCH, shuffle=True, seed=3)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hpstore.loaders import DataLoader, Dataset
+from hpstore.loaders.work import MOST_FAILURES
 from tests.integration.data_sets import make_pool
 from tests.integration.loader_cases import PLAIN, labels, write
 
@@ -74,14 +75,26 @@ def test_a_run_with_skipped_samples_is_resumed_exactly(data: Dataset) -> None:
         assert found + [labels(batch) for batch in second] == whole
 
 
-def test_a_transform_that_fails_for_all_of_a_batch_is_an_error(data: Dataset) -> None:
+@pytest.mark.parametrize("batch_size", [1, 2, 10, None])
+def test_a_transform_that_never_works_is_an_error(data: Dataset, batch_size: int | None) -> None:
     """The function is at fault, not the samples: nothing would be trained on without a word."""
+    tried: list[int] = []
 
     def broken(sample: dict[str, Any]) -> Any:
+        tried.append(int(sample["label"]))
         raise KeyError("no such field")
 
     with pytest.raises(KeyError, match="no such field"):
-        list(DataLoader(data, 10, transform=broken, on_error="skip"))
+        list(DataLoader(data, batch_size, transform=broken, on_error="skip", num_workers=1))
+    assert len(tried) == MOST_FAILURES
+
+
+def test_a_batch_of_nothing_but_bad_samples_is_left_out(data: Dataset) -> None:
+    """Samples 5 and 6 are neighbours."""
+    sampler = [[1, 2], [5, 6], [3, 4]]
+    loader = DataLoader(data, batch_sampler=sampler, transform=decoded, on_error="skip")
+    assert [labels(batch) for batch in loader] == [[1, 2], [3, 4]]
+    assert loader.stats()["skipped_samples"] == 2
 
 
 def test_without_it_the_first_one_stops_the_run(data: Dataset) -> None:

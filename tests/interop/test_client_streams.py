@@ -70,19 +70,25 @@ def test_a_stream_that_an_exception_drops_stores_nothing(fs: HpstoreFileSystem, 
     assert not fs.exists(f"{name}/a")
 
 
-def test_a_stream_whose_write_failed_stores_nothing(
+def test_a_stream_whose_write_failed_is_not_stored_when_it_is_forgotten(
     fs: HpstoreFileSystem, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dropped or closed by whoever comes: what is there is not what was written."""
-    stream = fs.open(f"{name}/a", "wb")
-    stream.write(b"half")
-    with pytest.raises(TypeError):
-        stream.write(object())
-    streams = [stream]
-    del stream
-    with pytest.warns(ResourceWarning, match="nothing was stored"):
-        drop(streams)
-    assert not fs.exists(f"{name}/a")
+    """A part of it may be missing. What was refused before anything was written is no failure."""
+    for error, said in ((TypeError, FORGOTTEN), (OSError, "nothing was stored")):
+        stream = fs.open(f"{name}/{said[:3]}", "wb")
+        stream.write(b"half")
+
+        def fail(data: object, error: type[Exception] = error) -> int:
+            raise error
+
+        monkeypatch.setattr(stream._spool, "write", fail)
+        with pytest.raises(error):
+            stream.write(b"rest")
+        streams = [stream]
+        del stream
+        with pytest.warns(ResourceWarning, match=said):
+            drop(streams)
+    assert fs.ls(name, detail=False) == [f"{name}/{FORGOTTEN[:3]}"]
 
 
 def test_a_forgotten_stream_that_cannot_be_stored_is_logged(
@@ -222,6 +228,16 @@ def test_appending_keeps_what_is_there(fs: HpstoreFileSystem, name: str) -> None
     with fs.open(path, "a+b") as stream:
         stream.seek(0)
         assert stream.read(1) == b"0"
+
+
+@pytest.mark.parametrize("mode", ["ab", "r+b"])
+def test_what_is_appended_to_keeps_its_metadata(
+    fs: HpstoreFileSystem, name: str, pool: hpstore.Pool, mode: str
+) -> None:
+    pool.put("a", b"0", {"run": 1})
+    with fs.open(f"{name}/a", mode) as stream:
+        stream.write(b"1")
+    assert fs.info(f"{name}/a")["metadata"] == {"run": 1}
 
 
 @pytest.mark.parametrize("mode", ["r+b", "rb+"])
