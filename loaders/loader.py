@@ -335,8 +335,13 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
         Before iterating. What the user has said (rank, mesh, shard=False, a sampler) stands.
         """
-        if self.rank is None and self.mesh is None and self.shard and self.shares is not None:
+        if not self.told_its_share and self.shares is not None:
             self.shares.tell(rank, world_size)
+
+    @property
+    def told_its_share(self) -> bool:
+        """Whether the user has said which data-parallel rank this is (rank, mesh, shard=False)."""
+        return self.rank is not None or self.mesh is not None or not self.shard
 
     # --- state ------------------------------------------------------------------------------
 

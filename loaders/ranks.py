@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from hpstore.errors import ConfigError
 from hpstore.loaders.slices import Slices
 
 _log = logging.getLogger(__name__)
+DATA_NAMES = ("dp", "data", "ddp", "fsdp", "hsdp", "replicate", "shard")  # of mesh dimensions
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class Coordinates:
 def coordinates(rank: int | None, world_size: int | None, mesh: Any, *, shard: bool) -> Coordinates:
     """What the user says; else the mesh's data-parallel dimensions; else torch.distributed's.
 
-    Of a mesh those dimensions count whose names are "dp", "data" or begin with "dp_" or "data_",
+    Of a mesh those dimensions count whose names are in DATA_NAMES or begin with "dp_" or "data_",
     or all of them when it has one dimension. Raises ConfigError.
     """
     if (rank is None) != (world_size is None):
@@ -38,7 +40,7 @@ def coordinates(rank: int | None, world_size: int | None, mesh: Any, *, shard: b
     if not shard:
         return Coordinates()
     if mesh is not None:
-        return _of_mesh(mesh)
+        return of_mesh(mesh)
     if not (dist.is_available() and dist.is_initialized()):
         return Coordinates()
     return Coordinates(dist.get_rank(), dist.get_world_size())
@@ -77,16 +79,24 @@ class Shares:
         return self._found
 
 
-def _of_mesh(mesh: Any) -> Coordinates:
+def data_dimensions(names: Sequence[str]) -> list[int]:
+    """Which dimensions of a mesh are data-parallel, by their names."""
+    return [n for n, name in enumerate(names)
+            if name in DATA_NAMES or name.startswith(("dp_", "data_"))]  # fmt: skip
+
+
+def of_mesh(mesh: Any, *, without: tuple[int, int] | None = None) -> Coordinates:
+    """This process' coordinates in a mesh; `without`: those in one that has no such dimension.
+
+    Raises ConfigError.
+    """
     names = tuple(mesh.mesh_dim_names or ())
-    if mesh.ndim == 1:
+    chosen = data_dimensions(names)
+    if mesh.ndim == 1 and not (without and names):
         chosen = [0]
-    else:
-        chosen = [
-            n for n, name in enumerate(names)
-            if name in ("dp", "data") or name.startswith(("dp_", "data_"))
-        ]  # fmt: skip
     place = mesh.get_coordinate()
+    if place is not None and not chosen and without is not None and names:
+        return Coordinates(*without)
     if not chosen or place is None:
         raise ConfigError(
             f"no data-parallel dimension in a mesh of {names or mesh.ndim}: name one dp or data, "
@@ -99,4 +109,4 @@ def _of_mesh(mesh: Any) -> Coordinates:
     return Coordinates(rank, size)
 
 
-__all__ = ["Coordinates", "Shares", "coordinates"]
+__all__ = ["Coordinates", "Shares", "coordinates", "data_dimensions", "of_mesh"]

@@ -20,10 +20,16 @@ from hpstore.errors import CheckpointError, ConfigError
 from hpstore.trainers.pipelining.events import Recorder
 from hpstore.trainers.pipelining.gradients import share_overflow
 from hpstore.trainers.pipelining.ledger import Ledger, Vote, agreed
-from hpstore.trainers.pipelining.places import Standing, placed
+from hpstore.trainers.pipelining.places import Place, Standing, placed, require_told
 from hpstore.trainers.pipelining.plan import Work
 from hpstore.trainers.pipelining.probes import plan_of
-from hpstore.trainers.pipelining.stages import Buffers, merged, require_own_names
+from hpstore.trainers.pipelining.stages import (
+    Buffers,
+    Held,
+    counted_elsewhere,
+    merged,
+    require_own_names,
+)
 
 LEDGER = Ledger(samples=8, digest=77)
 VOTES = [
@@ -100,6 +106,92 @@ def test_ranks_that_are_no_pipeline_are_refused(said: list[Standing]) -> None:
         placed(said, 0)
 
 
+def tensor_parallel(data: tuple[int, int] | None, reads: tuple[int, int] | None) -> list[Standing]:
+    """2 stages x 2 tensor-parallel ranks; `reads`: what loaders of the first stage were told."""
+    return [
+        Standing(stages=(n // 2,), num_stages=2, group=(n % 2, n % 2 + 2), data=data,
+                 reads=reads if n < 2 else None)
+        for n in range(4)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("data", "reads"), [((0, 1), None), (None, (0, 1)), ((0, 1), (0, 1))], ids=str
+)
+def test_pipelines_with_one_data_parallel_rank_are_one_replica(
+    data: tuple[int, int] | None, reads: tuple[int, int] | None
+) -> None:
+    """u_pp_tp: as the mesh has it, or the loaders; the other stages need not have one."""
+    place = placed(tensor_parallel(data, reads), 3)
+    assert (place.replica, place.replicas, place.members, place.told) == (0, 1, (1, 3), True)
+
+
+def test_data_and_tensor_parallel_pipelines_are_told_apart() -> None:
+    """Three dimensions: pp 2, dp 2, tp 2. Replicas are the data-parallel ranks."""
+    said = [
+        Standing(stages=(n // 4,), num_stages=2, group=(n % 4, n % 4 + 4), data=(n // 2 % 2, 2))
+        for n in range(8)
+    ]
+    assert [placed(said, n).replica for n in range(8)] == [0, 0, 1, 1] * 2
+    assert {placed(said, n).replicas for n in range(8)} == {2}
+    assert placed(said, 3).members == (3, 7)
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        (tensor_parallel((0, 1), (1, 2)), "give the loader the same mesh"),
+        ([*tensor_parallel((0, 1), None)[:3], standing((1,), 2, (1, 3))], ""),
+        ([*tensor_parallel((0, 2), None)], "as many pipelines"),
+        (
+            [Standing(stages=(0,), num_stages=2, data=(0, 2)),
+             Standing(stages=(1,), num_stages=2, data=(1, 2))],
+            "different samples",
+        ),
+        (
+            [Standing(stages=(0,), num_stages=1, group=(0,), data=(0, 1)),
+             standing((0,), 1, (1,))],
+            "does not know",
+        ),
+        ([Standing(stages=(0,), num_stages=1, hungry=True)], "need a loader"),
+    ],
+)  # fmt: skip
+def test_ranks_that_would_read_other_samples_are_refused(said: list[Standing], text: str) -> None:
+    """u_pp_tp, torchtitan#596: on all ranks alike, and with what to do."""
+    if not text:
+        assert placed(said, 0).told  # one rank of a pipeline is enough
+        return
+    for rank in range(len(said)):
+        with pytest.raises(ConfigError, match=text):
+            placed(said, rank)
+
+
+def test_what_ranks_say_of_themselves_arrives() -> None:
+    """As JSON and back."""
+    one = Standing(stages=(0, 3), num_stages=4, group=(1, 2), data=(1, 2), reads=None)
+    assert Standing.of_json(one.to_json()) == one
+    held = Held(stages=(0,), names=("a", "b"), split=True, fault="why")
+    assert Held.of_json(held.to_json()) == held
+
+
+def test_split_tensors_need_a_mesh_where_there_are_several_pipelines() -> None:
+    """u_pp_tp without a mesh: silently other samples before. One pipeline, or a told one, may."""
+    two = Place(replica=0, replicas=2, members=(0, 1))
+    with pytest.raises(ConfigError, match="mesh="):
+        require_told(two, [False, True])
+    require_told(two, [False, False])
+    require_told(Place(replica=0, replicas=2, members=(0,), told=True), [True])
+    require_told(Place(replica=0, replicas=1, members=(0, 1)), [True])
+
+
+def test_a_tied_tensor_counts_on_its_first_rank() -> None:
+    """c_tied_clip: the norm had it twice."""
+    held = [Held(stages=(n,), names=("emb", f"layer{n}")) for n in range(3)]
+    assert counted_elsewhere((2, 0, 1), 2, held, ("emb",)) == frozenset()
+    assert counted_elsewhere((2, 0, 1), 1, held, ("emb",)) == {"emb"}
+    assert counted_elsewhere((0, 1), 1, held, ()) == frozenset()
+
+
 # --- plans, gradients -----------------------------------------------------------------------------
 
 
@@ -146,7 +238,7 @@ def test_an_overflow_elsewhere_is_seen_in_gradients_of_any_layout() -> None:
         parameters[1].grad = gradient
         elsewhere = patch("torch.distributed.all_reduce", lambda found, **_: found.fill_(1.0))
         with elsewhere, patch("torch.distributed.is_initialized", lambda: True):
-            assert share_overflow(parameters, None, torch.device("cpu"))
+            assert share_overflow(parameters, torch.device("cpu"))
         assert torch.isinf(gradient).sum() == 1
 
 
@@ -177,10 +269,14 @@ def test_names_that_two_stages_have_are_refused() -> None:
     """On one rank when it holds both, on all when others do; tied names and replicas may."""
     with pytest.raises(ConfigError, match=r"layers\.0\.(weight|bias)"):
         merged([Piece(0), Piece(0)])
-    require_own_names([((0,), ["a"]), ((1,), ["b"]), ((0,), ["a"])], ())
+
+    def held(stage: int, *names: str) -> Held:
+        return Held(stages=(stage,), names=names)
+
+    require_own_names([held(0, "a"), held(1, "b"), held(0, "a")], ())
     with pytest.raises(ConfigError, match="'a'"):
-        require_own_names([((0,), ["a"]), ((1,), ["a"])], ())
-    require_own_names([((0,), ["a"]), ((1,), ["a"])], ("a",))
+        require_own_names([held(0, "a"), held(1, "a")], ())
+    require_own_names([held(0, "a"), held(1, "a")], ("a",))
 
 
 def test_two_stages_of_a_rank_may_share_the_very_same_layer() -> None:

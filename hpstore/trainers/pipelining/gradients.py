@@ -2,62 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
-from hpstore.errors import ConfigError
+
+def _gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of it."""
+    if isinstance(gradient, DTensor):
+        local: torch.Tensor = gradient.to_local()
+        return local.detach()
+    return gradient.detach()
+
+
+def _whole(gradient: torch.Tensor) -> torch.Tensor:
+    """Without sums that are still to be made over a mesh. Collective over it then."""
+    if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
+        return gradient.full_tensor()
+    return gradient
 
 
 # Any below: torch's process groups have no public type
-def _gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
-    found = [p.grad for p in parameters if p.grad is not None]
-    if any(hasattr(gradient, "to_local") for gradient in found):
-        raise ConfigError(
-            "gradients that are DTensors are not clipped or checked here: use "
-            "torch.nn.utils.clip_grad_norm_ on each stage. Nothing was changed."
-        )
-    return found
-
-
 def clip_norm(
-    parameters: Iterable[torch.nn.Parameter], max_norm: float, group: Any, device: torch.device
-) -> float:
+    parameters: Iterable[torch.nn.Parameter], max_norm: float, group: Any, device: torch.device, *,
+    but: Collection[int] = (),
+) -> float:  # fmt: skip
     """Scale the gradients of all stages so that their common norm is at most `max_norm`; the norm.
 
-    Collective over `group`. Summed in double precision: the split into stages does not show.
+    Collective over `group`, and over the meshes of DTensors, whose shards are summed. Summed in
+    double precision: neither the split into stages nor that into shards shows. `but`: ids of
+    parameters that another rank counts; they are scaled as well.
     """
-    gradients = _gradients(parameters)
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for gradient in gradients:
-        norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64)
-        total += norm.to(device) ** 2
+    parameters = list(parameters)
+    counted = _gradients(p for p in parameters if id(p) not in but)
+    total = _squares([_whole(gradient) for gradient in counted], device)
     if dist.is_initialized():
         dist.all_reduce(total, group=group)
     norm_of_all = float(total.sqrt())
     factor = max_norm / (norm_of_all + 1e-6)
     if factor < 1:
-        for gradient in gradients:
+        for gradient in _gradients(parameters):
             gradient.mul_(factor)
     return norm_of_all
 
 
-def share_overflow(
-    parameters: Iterable[torch.nn.Parameter], group: Any, device: torch.device
-) -> bool:
-    """Whether any stage has a gradient that is not finite; then each gets one.
+def _squares(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Sum of the squares of all elements, those on other ranks of a DTensor's mesh included."""
+    sums: dict[tuple[Any, ...], torch.Tensor] = {}  # by the mesh dimensions to be summed over
+    for gradient in gradients:
+        over: tuple[Any, ...] = ()
+        if isinstance(gradient, DTensor):
+            mesh, places = gradient.device_mesh, gradient.placements
+            over = tuple((mesh, n) for n, p in enumerate(places) if not p.is_replicate())
+        square = torch.linalg.vector_norm(_local(gradient), dtype=torch.float64).to(device) ** 2
+        sums[over] = sums[over] + square if over in sums else square
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for over, square in sums.items():  # in the order of the parameters: alike on all ranks of it
+        for mesh, dimension in over:
+            dist.all_reduce(square, group=mesh.get_group(dimension))
+        total += square
+    return total
 
-    So that the GradScalers of all stages skip the same steps. Collective over `group`.
+
+def share_overflow(parameters: Iterable[torch.nn.Parameter], device: torch.device) -> bool:
+    """Whether any rank has a gradient that is not finite; then each gets one.
+
+    So that the GradScalers of all ranks skip the same steps. Collective over all of them.
     """
-    gradients = _gradients(parameters)
-    mine = any(not bool(torch.isfinite(gradient).all()) for gradient in gradients)
-    found = torch.tensor([float(mine)], device=device)
+    gradients = [_local(gradient) for gradient in _gradients(parameters)]
+    finite = [torch.isfinite(gradient).all().to(device) for gradient in gradients]
+    mine = ~torch.stack(finite).all() if finite else torch.zeros((), dtype=torch.bool)
+    found = mine.to(device=device, dtype=torch.float32).reshape(1)
     if dist.is_initialized():
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
     first = next((gradient for gradient in gradients if gradient.numel()), None)
-    if bool(found) and not mine and first is not None:
+    if bool(found) and first is not None and not bool(mine):
         first[(0,) * first.dim()] = float("inf")  # a reshape of a strided one would be a copy
     return bool(found)
 

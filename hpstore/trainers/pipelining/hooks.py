@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.optim import Optimizer
 
@@ -31,7 +30,14 @@ from hpstore.trainers.pipelining.events import Event, Recorder
 from hpstore.trainers.pipelining.feed import Pick
 from hpstore.trainers.pipelining.gradients import clip_norm, share_overflow
 from hpstore.trainers.pipelining.ledger import Ledger, Vote, agreed
-from hpstore.trainers.pipelining.places import Place, Standing, placed
+from hpstore.trainers.pipelining.places import (
+    Standing,
+    pipeline_group,
+    placed,
+    require_told,
+    shares_tensors,
+    standing,
+)
 from hpstore.trainers.pipelining.plan import Plan
 from hpstore.trainers.pipelining.probes import (
     microbatches_of,
@@ -41,7 +47,17 @@ from hpstore.trainers.pipelining.probes import (
     run_lazily,
 )
 from hpstore.trainers.pipelining.records import StepRecord, slack_of
-from hpstore.trainers.pipelining.stages import Buffers, merged, require_own_names, watched
+from hpstore.trainers.pipelining.stages import (
+    Buffers,
+    Held,
+    bare,
+    counted_elsewhere,
+    merged,
+    require_own_names,
+    require_own_parameters,
+    require_own_stages,
+    watched,
+)
 from hpstore.trainers.pipelining.supply import Supply
 
 _log = logging.getLogger(__name__)
@@ -67,13 +83,15 @@ class PipelineHooks(Closing):
     ranks of the first and the last stage read it, the others may give None. `stages`: those of this
     rank, of `num_stages`. `every`: steps between two saves (None: save() is yours to call).
     `inputs`, `target`: what the first stage gets of a batch, and what the last compares with: a
-    name or index, a tuple of them, or a function of the batch. `group`: the process group of this
-    rank's pipeline, needed where there are several replicas; all ranks of a replica then read with
-    one data-parallel rank. `snapshot`: "free" copies a save's tensors while the next step runs,
-    "bubbles" only while this rank computes nothing, "inline" before the next step; in each case the
-    copy is whole before the optimizer writes next. `lazy`: micro-batches are handed out one by one,
-    each when it is needed. `before_optimizer`: called when the gradients are whole and unscaled;
-    the place to clip. `microbatches`: of a step, where the schedule does not tell.
+    name or index, a tuple of them, or a function of the batch. `mesh`: the DeviceMesh of the whole
+    job, needed where there are several pipelines; its dimension "pp" is this rank's pipeline, and
+    ranks with one data-parallel coordinate ("dp", "dp_...") read the same samples. `group`: instead
+    of a mesh where pipelines are the data-parallel ranks, this rank's pipeline. `snapshot`: "free"
+    copies a save's tensors while the next step runs, "bubbles" only while this rank computes
+    nothing, "inline" before the next step; in each case the copy is whole before the optimizer
+    writes next. `lazy`: micro-batches are handed out one by one, each when it is needed.
+    `before_optimizer`: called when the gradients are whole and unscaled; the place to clip.
+    `microbatches`: of a step, where the schedule does not tell.
 
     The constructor, restore(), save(), a step that saves and bubbles() are calls of all ranks. One
     thread. After an error in a step its micro-batches were not consumed.
@@ -91,6 +109,7 @@ class PipelineHooks(Closing):
         inputs: Pick = 0,
         target: Pick = 1,
         group: Any = None,
+        mesh: Any = None,
         snapshot: str = "free",
         lazy: bool = False,
         before_optimizer: Callable[[], object] | None = None,
@@ -104,22 +123,26 @@ class PipelineHooks(Closing):
         self.stages, self.num_stages = tuple(sorted(stages)), num_stages
         self.every, self.lazy, self.microbatches = every, lazy, microbatches
         self.snapshot = snapshot
-        self._ckpt, self._group, self._before_optimizer = ckpt, group, before_optimizer
+        self._ckpt, self._before_optimizer = ckpt, before_optimizer
+        self._group = pipeline_group(group, mesh)
         self.gate = CopyGate(blocks=snapshot == "bubbles")
         if ckpt is not None:
             ckpt.stage_by(SNAPSHOTS[snapshot], self.gate)
         self._recorder = Recorder(self.gate)
         self._ranks = Ranks(commit_seconds)
-        self.place = self._find_place()
+        said = standing(self.stages, num_stages, self._group, mesh, loader).to_json()
+        heard = self._ranks.all_gather(said, Channel.TRAINER)
+        self.place = placed([Standing.of_json(text) for text in heard], self._ranks.rank)
         first, last = 0 in self.stages, num_stages - 1 in self.stages
         self._supply = Supply(loader, first=first, last=last, inputs=inputs, target=target)
         self._loader = loader
         if self._supply.fed and loader is not None:
-            self._read_as_replica(loader)
+            loader.read_as(self.place.replica, self.place.replicas)
         self._step = self._weights = self._microbatches = 0
         self._ledger, self._loader_state = Ledger(), _started(loader, self._supply)
         self._state: dict[str, Any] = {}
         self._stages: list[PipelineStage] = []
+        self._elsewhere: frozenset[str] = frozenset()  # tied tensors that an earlier rank counts
         self._scaler: Any = None
         self._scheduler: Any = None
         self._counting: Any = None  # the hook that counts the optimizer's steps
@@ -130,30 +153,6 @@ class PipelineHooks(Closing):
         self._seen: Any = None  # the schedule whose shapes torch has tried out
         self._counters = {"lazy_refused_total": 0, "buffers_put_back_total": 0,
                           "steps_skipped_by_scaler_total": 0}  # fmt: skip
-
-    def _find_place(self) -> Place:
-        group = () if self._group is None else tuple(dist.get_process_group_ranks(self._group))
-        said = json.dumps([list(self.stages), self.num_stages, list(group)]).encode()
-        heard = [json.loads(text) for text in self._ranks.all_gather(said, Channel.TRAINER)]
-        standings = [
-            Standing(stages=tuple(stages), num_stages=count, group=tuple(members))
-            for stages, count, members in heard
-        ]
-        return placed(standings, self._ranks.rank)
-
-    def _read_as_replica(self, loader: DataLoader) -> None:
-        """All ranks of a replica read the same share, that of the replica."""
-        place = self.place
-        loader.read_as(place.replica, place.replicas)
-        slices = loader.slices
-        if slices is not None and (slices.rank, slices.world_size) != (
-            place.replica, place.replicas,
-        ):  # fmt: skip
-            raise ConfigError(
-                f"the loader reads as data-parallel rank {slices.rank} of {slices.world_size}, "
-                f"this rank belongs to replica {place.replica} of {place.replicas}: leave rank, "
-                "world_size, mesh and shard out, and all stages of a replica read the same"
-            )
 
     # --- wiring -----------------------------------------------------------------------------
 
@@ -195,13 +194,7 @@ class PipelineHooks(Closing):
         Raises ConfigError for names that two stages have, CheckpointMismatch. Collective.
         """
         self._stages = list(stage) if isinstance(stage, (list, tuple)) else [stage]  # type: ignore[list-item]
-        self._require_own_stages()
-        model = merged([s.submod for s in self._stages])
-        self._require_own_parameters(model, optimizer)
-        names = list(module_state(model))
-        said = json.dumps([list(self.stages), names]).encode()
-        heard = [json.loads(text) for text in self._ranks.all_gather(said, Channel.TRAINER)]
-        require_own_names(heard, tied)
+        model = self._agreed_model(optimizer, tuple(tied))
         if self._counting is not None:
             self._counting.remove()
         self._counting = optimizer.register_step_post_hook(self._updated)
@@ -216,28 +209,23 @@ class PipelineHooks(Closing):
             scaler.scale(torch.zeros(1, device=self._device))
         return self._step
 
-    def _require_own_stages(self) -> None:
-        for stage in self._stages:
-            if getattr(stage, "hpstore_recorder", None) is not self._recorder:
-                raise ConfigError(
-                    "this stage does not tell when it computes: build it with "
-                    "hooks.wrap_stage(PipelineStage)(...)"
-                )
-        held = tuple(sorted(stage.stage_index for stage in self._stages))
-        counts = {stage.num_stages for stage in self._stages}
-        if held != self.stages or counts != {self.num_stages}:
-            raise ConfigError(
-                f"the stages {held} of {sorted(counts)} were built, PipelineHooks was told "
-                f"{self.stages} of {self.num_stages}"
-            )
-
-    def _require_own_parameters(self, model: torch.nn.Module, optimizer: Optimizer) -> None:
-        mine = {id(parameter) for parameter in model.parameters()}
-        if any(id(p) not in mine for group in optimizer.param_groups for p in group["params"]):
-            raise ConfigError(
-                "the optimizer has parameters that are not in this rank's stages: its state would "
-                "be saved without names, and those of two stages would be mixed up"
-            )
+    def _agreed_model(self, optimizer: Optimizer, tied: Sequence[str]) -> torch.nn.Module:
+        """One module of this rank's stages; what is wrong on one rank is raised on all."""
+        model, fault = torch.nn.Module(), ""
+        try:
+            require_own_stages(self._stages, self._recorder, self.stages, self.num_stages)
+            model = merged([s.submod for s in self._stages])
+            require_own_parameters(model, optimizer)
+        except ConfigError as error:
+            fault = str(error)
+        mine = Held(stages=self.stages, names=tuple(module_state(model)), fault=fault,
+                    split=shares_tensors([s.submod for s in self._stages]))  # fmt: skip
+        said = self._ranks.all_gather(mine.to_json(), Channel.TRAINER)
+        heard = [Held.of_json(text) for text in said]
+        require_own_names(heard, tied)
+        require_told(self.place, [held.split for held in heard])
+        self._elsewhere = counted_elsewhere(self.place.members, self._ranks.rank, heard, tied)
+        return model
 
     def _updated(self, *_: object) -> None:
         self._weights += 1
@@ -356,7 +344,7 @@ class PipelineHooks(Closing):
         """Unscale, the user's clipping, the optimizer."""
         scaler, weights = self._scaler, self._weights
         if scaler is not None:
-            share_overflow(self._parameters(), self._group, self._device)
+            share_overflow(self._parameters(), self._device)
             scaler.unscale_(optimizer)
         if self._before_optimizer is not None:
             self._before_optimizer()
@@ -385,8 +373,11 @@ class PipelineHooks(Closing):
         return self._copied[0] - before[0], self._copied[1] - before[1]
 
     def clip_grad_norm(self, max_norm: float) -> float:
-        """For `before_optimizer`: clip by the norm over all stages; the norm. Collective."""
-        return clip_norm(self._parameters(), max_norm, self._group, self._device)
+        """For `before_optimizer`: clip by the norm over all stages, and over the shards of each
+        tensor; the norm. A tied tensor counts once. Collective."""
+        named = [(n, p) for stage in self._stages for n, p in bare(stage.submod).named_parameters()]
+        twice = {id(p) for n, p in named if n in self._elsewhere}
+        return clip_norm(self._parameters(), max_norm, self._group, self._device, but=twice)
 
     def _parameters(self) -> Iterable[torch.nn.Parameter]:
         """Each once, though two stages share it."""

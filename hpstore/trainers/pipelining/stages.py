@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from hpstore.errors import ConfigError
 from hpstore.trainers.pipelining.events import NO_MICROBATCH, Recorder
@@ -120,21 +123,81 @@ def twice(name: str) -> str:
     )
 
 
-def require_own_names(
-    held: Sequence[tuple[Sequence[int], Sequence[str]]], tied: Iterable[str]
+def require_own_stages(
+    built: Sequence[PipelineStage], recorder: Recorder, stages: tuple[int, ...], num_stages: int
 ) -> None:
-    """Raise ConfigError when ranks with different stages have one name for two tensors. Pure.
+    """Raise ConfigError for stages that were not wrapped, or are not those that were told."""
+    if any(getattr(stage, "hpstore_recorder", None) is not recorder for stage in built):
+        raise ConfigError(
+            "this stage does not tell when it computes: build it with "
+            "hooks.wrap_stage(PipelineStage)(...)"
+        )
+    held = tuple(sorted(stage.stage_index for stage in built))
+    counts = {stage.num_stages for stage in built}
+    if held != stages or counts != {num_stages}:
+        raise ConfigError(
+            f"the stages {held} of {sorted(counts)} were built, PipelineHooks was told "
+            f"{stages} of {num_stages}"
+        )
 
-    `held`: by rank its stages and the names of its tensors. Ranks with the same stages are
-    replicas of each other.
+
+def require_own_parameters(model: torch.nn.Module, optimizer: Optimizer) -> None:
+    """Raise ConfigError for an optimizer of parameters that are not in these stages."""
+    mine = {id(parameter) for parameter in model.parameters()}
+    if any(id(p) not in mine for group in optimizer.param_groups for p in group["params"]):
+        raise ConfigError(
+            "the optimizer has parameters that are not in this rank's stages: its state would "
+            "be saved without names, and those of two stages would be mixed up"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What a rank tells of its stages. `split`: other ranks hold parts of their tensors; `fault`:
+    why they cannot be used."""
+
+    stages: tuple[int, ...]
+    names: tuple[str, ...]
+    split: bool = False
+    fault: str = ""
+
+    def to_json(self) -> bytes:
+        """For another rank."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def of_json(cls, text: bytes) -> Held:
+        """Inverse of to_json()."""
+        raw = json.loads(text)
+        return cls(stages=tuple(raw["stages"]), names=tuple(raw["names"]), split=raw["split"],
+                   fault=raw["fault"])  # fmt: skip
+
+
+def require_own_names(held: Sequence[Held], tied: Iterable[str]) -> None:
+    """Raise ConfigError when a rank's stages cannot be used, or when ranks with different stages
+    have one name for two tensors. Pure; alike on all ranks.
+
+    `held`: by rank. Ranks with the same stages are replicas of each other.
     """
+    for rank, one in enumerate(held):
+        if one.fault:
+            raise ConfigError(one.fault if len(held) == 1 else f"rank {rank}: {one.fault}")
     shared = set(tied)
     owner: dict[str, tuple[int, ...]] = {}
-    for stages, names in held:
-        for name in names:
-            first = owner.setdefault(name, tuple(stages))
-            if first != tuple(stages) and name not in shared:
+    for one in held:
+        for name in one.names:
+            first = owner.setdefault(name, one.stages)
+            if first != one.stages and name not in shared:
                 raise ConfigError(twice(name))
+
+
+def counted_elsewhere(
+    members: Sequence[int], rank: int, held: Sequence[Held], tied: Iterable[str]
+) -> frozenset[str]:  # fmt: skip
+    """Tied tensors of this rank that an earlier rank of its pipeline holds, too: in a sum over the
+    pipeline that one has them. Pure. `held`: by rank; `members`: in the order of their stages."""
+    earlier = {name for m in members[: members.index(rank)] for name in held[m].names}
+    return frozenset(name for name in tied if name in held[rank].names and name in earlier)
 
 
 class Buffers:
@@ -159,4 +222,12 @@ class Buffers:
         self._kept = []
 
 
-__all__ = ["Buffers", "bare", "merged", "require_own_names", "twice", "watched"]
+__all__ = [
+    "Buffers",
+    "bare",
+    "counted_elsewhere",
+    "merged",
+    "require_own_names",
+    "twice",
+    "watched",
+]

@@ -31,8 +31,6 @@ class Supply:
     def __init__(
         self, loader: DataLoader | None, *, first: bool, last: bool, inputs: Pick, target: Pick
     ) -> None:
-        if (first or last) and loader is None:
-            raise ConfigError("the ranks of the first and the last stage need a loader")
         self._loader = loader
         self.first, self.last = first, last
         self._inputs, self._target = inputs, target
