@@ -3,40 +3,77 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
+from collections.abc import Callable
 
+from hpstore.checkpoint.attempts import fence_session
 from hpstore.checkpoint.expiring import note_expiring
 from hpstore.checkpoint.handles import SaveReport
 from hpstore.checkpoint.retention import Retention
 from hpstore.checkpoint.steps import Steps
+from hpstore.units import MIB
 
 _log = logging.getLogger(__name__)
+LEFT_SECONDS = 60.0  # steps of small saves that retention does not keep stay at most so long ...
+LEFT_BYTES = 16 * MIB  # ... or until they are so large
 
 
-def after_commit(
-    steps: Steps, report: SaveReport, retention: Retention, counters: dict[str, int]
-) -> None:
-    """Remove what retention does not keep, or keep it until a newer step is whole.
+class AfterCommits:
+    """Removes what retention does not keep, or keeps it until a newer step is whole.
 
-    The step is looked at once more: devices may have gone between the check of its segments and
-    the put of its manifest. Failing at any of this does not fail the save.
+    To list the run and to delete takes longer than a save of a megabyte does. So it is done once
+    for all saves of a minute, unless they are large, and in flush(). Failing at any of this does
+    not fail a save. Thread-safe.
     """
-    parity = steps.pool.parity
-    if report.spare_columns >= parity and steps.is_whole(report.step):
-        steps.retain(report.step, retention)
-        note_expiring(steps, report.step, retention)
-        return
-    if retention.keep_last is None:
-        return
-    if not counters["retentions_postponed_total"]:
-        _log.warning(
-            "older steps under %r are kept: step %d, or what it refers to, survives fewer than %d "
-            "lost devices. Bring devices back, or rebuild the pool; until then saves take up "
-            "space.",
-            steps.prefix,
-            report.step,
-            parity,
-        )
-    counters["retentions_postponed_total"] += 1
+
+    def __init__(
+        self, steps: Steps, retention: Retention, session: str, counters: dict[str, int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._steps, self._retention, self._counters = steps, retention, counters
+        self._session, self._clock = session, clock
+        self._newest: SaveReport | None = None  # of those that were not seen to yet
+        self._bytes = 0  # of all of them
+        self._last: float | None = None  # when retention ran
+        self._lock = threading.Lock()  # guards all of the above
+
+    def committed(self, report: SaveReport) -> None:
+        """A step was committed; it is seen to now or later."""
+        if self._retention.keep_last is None:
+            return
+        with self._lock:
+            if self._newest is not None and report.step < self._newest.step:
+                self._flush()  # a run that went back: each is held against its own earlier steps
+            self._newest, self._bytes = report, self._bytes + report.bytes
+            now = self._clock()
+            early = self._last is not None and now - self._last < LEFT_SECONDS
+            if not early or self._bytes >= LEFT_BYTES:
+                self._flush()
+
+    def flush(self) -> None:
+        """See to what was left. Not once another session saves here: what stays is its to say."""
+        with self._lock:
+            if self._newest is not None:
+                self._flush()
+
+    def _flush(self) -> None:
+        report, self._newest, self._bytes = self._newest, None, 0
+        steps = self._steps
+        self._last = self._clock()
+        if report is None or fence_session(steps.pool, steps.prefix) != self._session:
+            return
+        if report.spare_columns >= steps.pool.parity and steps.is_whole(report.step):
+            steps.retain(report.step, self._retention)
+            note_expiring(steps, report.step, self._retention)
+            return
+        if not self._counters["retentions_postponed_total"]:
+            _log.warning(
+                "older steps under %r are kept: step %d, or what it refers to, survives fewer "
+                "than %d lost devices. Bring devices back, or rebuild the pool; until then saves "
+                "take up space.", steps.prefix, report.step, steps.pool.parity,
+            )  # fmt: skip
+        self._counters["retentions_postponed_total"] += 1
 
 
-__all__ = ["after_commit"]
+__all__ = ["AfterCommits"]

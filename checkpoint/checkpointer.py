@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hpstore.checkpoint.accelerator import Accelerator, Cuda
-from hpstore.checkpoint.after_commit import after_commit
+from hpstore.checkpoint.after_commit import AfterCommits
 from hpstore.checkpoint.codecs import checked_codec
 from hpstore.checkpoint.collecting import collector_paused
 from hpstore.checkpoint.draining import Draining
@@ -68,18 +68,19 @@ class Checkpointer(Keeping):
     `alone` nothing is collective: this process saves for itself.
 
     keep_last, keep_every, keep_best: which steps stay (None keeps all); older ones go after a newer
-    one is committed without debt. rng: save and restore the RNG states of Python, numpy, torch and
-    CUDA, by rank. on_busy: what save() does while the save before it is under way. staging:
-    "copy", or "overlap": parameters and moments of the state's optimizers are copied during the
-    next forward and backward. staging_bytes: memory for staging on this node, shared by its ranks
-    (default: 60 % of what is available); a larger state is staged in slices, blocking. background:
-    "fast", or "gentle": written at a rate that leaves the step its cores. compression: "lz4",
-    "zstd" or "shuffle-lz4". reuse: what the step before holds unchanged is referenced, not written
-    again. warm: restore from the arena while it still holds the step, hashes compared. example: a
-    state like those to come, whose arena is made now. prepare: with keep_last, files for the first
-    saves to overwrite are written in the background before they come, of the size of `example` or
-    of the newest step (docs/checkpoints.md). accelerator: what copies from devices, for tests and
-    for other back ends (default: CUDA when there is one).
+    one is committed without debt, those of small saves once a minute and at close(). rng: save and
+    restore the RNG states of Python, numpy, torch and CUDA, by rank. on_busy: what save() does
+    while the save before it is under way. staging: "copy", or "overlap": parameters and moments of
+    the state's optimizers are copied during the next forward and backward. staging_bytes: memory
+    for staging on this node, shared by its ranks (default: 60 % of what is available); a larger
+    state is staged in slices, blocking. background: "fast", or "gentle": written at a rate that
+    leaves the step its cores. compression: "lz4", "zstd" or "shuffle-lz4". reuse: what the step
+    before holds unchanged is referenced, not written again. warm: restore from the arena while it
+    still holds the step, hashes compared. example: a state like those to come, whose arena is made
+    now. prepare: with keep_last, files for the first saves to overwrite are written in the
+    background before they come, of the size of `example` or of the newest step
+    (docs/checkpoints.md). accelerator: what copies from devices, for tests and for other back ends
+    (default: CUDA when there is one).
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class Checkpointer(Keeping):
                          "overlap_without_optimizer_total": 0, "sliced_saves_total": 0,
                          "saves_with_differing_values_total": 0,
                          "retentions_postponed_total": 0}  # fmt: skip
+        self._after = AfterCommits(self._steps, self.retention, self._session, self.counters)
         self._draining = Draining(self, drain_seconds) if not pool.read_only else None
         self._space = SpaceMaker(pool, self._steps, keep_last or 0, self.background)
         self._make_ready(example, prepare=prepare and keep_last is not None)
@@ -324,7 +326,7 @@ class Checkpointer(Keeping):
                     if not self._told_of_later:
                         self._told_of_later = True
                         self._steps.warn_of_later(committed[0].step)
-                    after_commit(self._steps, committed[0], self.retention, self.counters)
+                    self._after.committed(committed[0])
             finally:
                 self._space.release()
 
@@ -380,6 +382,7 @@ class Checkpointer(Keeping):
         underway = self._underway
         if underway is not None and underway.handle.done():
             underway.wait()
+        self._after.flush()
 
     def wait_at_most(self, seconds: float) -> bool:
         """Wait for the save under way, raising nothing; False when it takes longer."""
@@ -401,6 +404,7 @@ class Checkpointer(Keeping):
             self._release()
 
     def _release(self) -> None:
+        self._after.flush()  # interrupted, close() can be called again
         self._closed = True
         if self._draining is not None:
             self._draining.forget()

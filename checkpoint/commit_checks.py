@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hpstore.errors import CheckpointError, HpstoreError, ObjectNotFound
+from hpstore.objects.info import ObjectInfo
 from hpstore.pool import Pool
 
 
@@ -14,12 +15,15 @@ def existing_version(pool: Pool, key: str) -> str | None:
         return None
 
 
-def require_safe(pool: Pool, key: str, *, version: str | None = None) -> int:
+def require_safe(
+    pool: Pool, key: str, *, version: str | None = None, info: ObjectInfo | None = None
+) -> int:
     """PROTOCOL 19: a segment must be readable with one more loss, else it is repaired first.
 
     Returns the columns it may lose. Raises CheckpointError, also when it is another `version`.
+    `info`: what its put has said just now.
     """
-    info = pool.stat(key)
+    info = pool.stat(key) if info is None else info
     if info.spare_columns < 1:
         pool.settle(key)
         info = pool.stat(key)

@@ -36,6 +36,7 @@ from hpstore.errors import (
     TooFewDevices,
     VersionConflict,
 )
+from hpstore.objects.info import ObjectInfo
 from hpstore.pool import Pool
 
 _log = logging.getLogger(__name__)
@@ -126,6 +127,7 @@ class SaveJob:
         self._heartbeat: Heartbeat | None = None
         self._written = Written(tree=options.tree, tolerated=self._pool.parity)
         self._own: list[str] = []  # keys of segments that this rank has put
+        self._put: tuple[Segment, ObjectInfo] | None = None  # the last one, and what its put said
         self._error: BaseException | None = None
         self._maybe_visible = False  # the manifest's put has begun
         self._committed = False
@@ -239,6 +241,7 @@ class SaveJob:
             if info.size != packed.size:
                 raise CheckpointError(f"segment {key} has {info.size} bytes, not {packed.size}")
             segment = Segment(key=key, size=info.size, version=info.version)
+            self._put = segment, info
             index = self._written.index_of(segment)
             self._written.columns.add(packed.items, segment=index, digests=digests)
             for item, digest in zip(packed.items, digests, strict=True):
@@ -327,8 +330,12 @@ class SaveJob:
 
     def _require_safe(self) -> None:
         """PROTOCOL 19: every segment, the referenced ones too, must survive one more loss."""
-        for segment in self._written.segments:
-            tolerated = require_safe(self._pool, segment.key, version=segment.version)
+        last, put = self._put if self._put is not None else (None, None)
+        for segment in self._written.segments:  # of those put before devices may have gone since
+            info = put if segment == last else None
+            tolerated = require_safe(
+                self._pool, segment.key, version=segment.version, info=info
+            )  # fmt: skip
             self._written.tolerated = min(self._written.tolerated, tolerated)
 
     def _publish(self, written: Sequence[Written]) -> SaveReport:

@@ -16,7 +16,7 @@ from typing import TypeVar
 from hpstore.devices.base import Device, Hold
 from hpstore.errors import AlreadyClosed, DeviceTimeout, LockTimeout, RegistersUnavailable
 from hpstore.objects.store import Store
-from hpstore.patience import wait_awake
+from hpstore.patience import QUICK_SECONDS, wait_awake
 from hpstore.scheduler import no_answer, outcome
 
 T = TypeVar("T")
@@ -91,6 +91,7 @@ class DeviceLocks:
     ) -> None:  # fmt: skip
         """Try these side by side, and note in `found` what comes of it; `need` answers do."""
         members, mine = self._store.view.devices, list[Hold]()
+        given_up = threading.Event()  # a call that ends later keeps nothing
 
         def take(device_id: str, device: Device) -> Callable[[], tuple[int, Hold]]:
             def call() -> tuple[int, Hold]:
@@ -104,6 +105,8 @@ class DeviceLocks:
                 if hold.taken:
                     self._live.add(hold)
                     mine.append(hold)
+                if given_up.is_set():
+                    self._let_go(hold)
                 return generation, hold
 
             return call
@@ -113,8 +116,9 @@ class DeviceLocks:
 
         calls = {d: take(d, device) for d, device in devices.items()}
         try:
-            answers = self._gather(calls, need, limit_seconds, drop)
+            answers = self._gather(calls, need, limit_seconds, drop, brief=True)
         except BaseException:
+            given_up.set()
             for hold in (*mine, *found.holds.values()):
                 self._let_go(hold)
             raise
@@ -128,14 +132,16 @@ class DeviceLocks:
 
     def _gather(
         self, calls: Mapping[str, Callable[[], T]], need: int, limit_seconds: float,
-        late: Callable[[str, Future[T]], None],
+        late: Callable[[str, Future[T]], None], *, brief: bool = False,
     ) -> dict[str, T | Exception]:  # fmt: skip
         """One call on each device; those that `need` others leave behind are not waited for.
 
         Nothing more is asked of them here before they answer; `late` sees to what comes of it.
+        `brief`: calls that take less time than a thread takes to wake up.
         """
-        futures = {d: self._store.scheduler.submit(d, call) for d, call in calls.items()}
-        elapsed, limit, decided = 0.0, limit_seconds, False
+        futures = self._store.scheduler.start(calls, brief=brief)
+        elapsed = wait_awake(futures.values(), min(QUICK_SECONDS, limit_seconds))
+        limit, decided = limit_seconds, False
         while (pending := [f for f in futures.values() if not f.done()]) and elapsed < limit:
             good = sum(f.done() and f.exception() is None for f in futures.values())
             if good >= need and not decided:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 STEP_SECONDS = 0.5
+QUICK_SECONDS = 0.005  # all answers are waited for so long at once: each look in between costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,4 +66,4 @@ def _failed(futures: Mapping[str, Future[Any]]) -> set[str]:
             if future.done() and future.exception() is not None}  # fmt: skip
 
 
-__all__ = ["Patience", "STEP_SECONDS", "wait_awake", "wait_for_enough"]
+__all__ = ["QUICK_SECONDS", "Patience", "STEP_SECONDS", "wait_awake", "wait_for_enough"]

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from hpstore.errors import AlreadyClosed, DeviceTimeout
 from hpstore.patience import Patience, wait_awake, wait_for_enough
-from hpstore.tours import Tour, Tours, join, run_all
+from hpstore.tours import Tour, Tours, join, run_all, settle
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -229,6 +229,21 @@ class Scheduler:
             seconds = (time.monotonic() - began) / len(asked)
             self._tours.note(in_turn=tour is not None, seconds=seconds)
         return results
+
+    def start(
+        self, calls: Mapping[str, Callable[[], T]], *, brief: bool = False
+    ) -> dict[str, Future[T]]:
+        """Begin one call per device, for a caller that waits in its own way.
+
+        `brief` as for gather: those that were made in turn have their answers on return.
+        """
+        tour = self._begin_tour(calls) if brief else None
+        if tour is None or not self._is_over(tour):
+            return self._side_by_side(calls, tour)
+        futures: dict[str, Future[T]] = {device: Future() for device in tour.answers}
+        for device, answer in tour.answers.items():
+            settle(futures[device], answer)
+        return futures
 
     def _begin_tour(self, calls: Mapping[str, Callable[[], T]]) -> Tour | None:
         """None also when a lane refuses calls: then it does so at once."""

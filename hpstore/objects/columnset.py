@@ -22,7 +22,7 @@ from hpstore.header import HEADER_BYTES, ColumnHeader, encode_header, encode_tab
 from hpstore.keys import Kind, Version
 from hpstore.objects.store import Store
 from hpstore.objects.survey import Found, path_on
-from hpstore.patience import Patience, wait_awake
+from hpstore.patience import QUICK_SECONDS, Patience, wait_awake
 
 _log = logging.getLogger(__name__)
 
@@ -164,8 +164,9 @@ class ColumnSet:
 
     def settle(self, futures: Mapping[int, Future[None]]) -> None:
         """Wait for calls; note failures, drop the straggler that its peers leave far behind."""
-        settings, elapsed = self._store.settings, 0.0
+        settings = self._store.settings
         patience = settings.device_deadline_seconds
+        elapsed = wait_awake(futures.values(), min(QUICK_SECONDS, patience))
         while True:
             pending = [f for c, f in futures.items() if not f.done() and self._counts(c)]
             if not pending or elapsed >= patience:

@@ -23,10 +23,10 @@ from hpstore.objects.columnset import ColumnSet
 from hpstore.objects.source import Source
 from hpstore.objects.store import Store
 from hpstore.scheduler import at_once
-from hpstore.units import KIB, round_up
+from hpstore.units import MIB, round_up
 
 BATCHES_IN_FLIGHT = 5  # two are computed while two are written; one more evens out who is slow
-TINY_BYTES = 16 * KIB  # of an object: encoded by the thread that puts it
+ONE_CALL_BYTES = 2 * MIB  # of an object: encoded by the thread that puts it, one write a column
 IN_ORDER_SECONDS = 0.25  # no batch was through for so long: the oldest is waited for by itself
 Throttle = Callable[[int], None]  # told the bytes about to be written; waits as it likes
 
@@ -47,6 +47,10 @@ def plan_batches(geometry: Geometry, column_bytes: int) -> Iterator[Batch]:
     A shrunk last stripe is a batch of its own, where that can be: it alone is copied then.
     """
     unit = geometry.unit_bytes
+    if in_one_call(geometry, column_bytes):
+        yield Batch(first=0, last=geometry.stripe_count, column_offset=0,
+                    column_bytes=geometry.column_bytes)  # fmt: skip
+        return
     count = max(1, column_bytes // unit)
     count = round_up(count * unit, max(BLOCK_BYTES, unit)) // unit
     while count * unit % BLOCK_BYTES:
@@ -61,10 +65,10 @@ def plan_batches(geometry: Geometry, column_bytes: int) -> Iterator[Batch]:
         yield Batch(first=first, last=last, column_offset=start, column_bytes=end - start)
 
 
-def tiny(geometry: Geometry) -> bool:
+def in_one_call(geometry: Geometry, batch_bytes: int) -> bool:
     """Whether an object is so small that each column is one call on its device: made, written and
-    synced. Pure."""
-    return 0 < geometry.size <= TINY_BYTES
+    synced. `batch_bytes`: of one column, that the memory budget allows. Pure."""
+    return 0 < geometry.size <= ONE_CALL_BYTES and geometry.column_bytes <= batch_bytes
 
 
 class _Flight:
@@ -123,6 +127,7 @@ class StripeWriter:
         """`batch_bytes`: of one column."""
         self._store, self._columns, self._batch_bytes = store, columns, batch_bytes
         self._geometry, self._floor = geometry, floor
+        self._whole = in_one_call(geometry, batch_bytes)
         self._told = threading.Semaphore(0)  # as often as flights were through
 
     def run(self, source: Source, throttle: Throttle | None = None) -> None:
@@ -150,7 +155,7 @@ class StripeWriter:
         count = self._geometry.width if rows is None else self._geometry.parity
         lease = self._lease(count * batch.column_bytes, flying)
         # what is small is computed in less time than another thread wakes up in
-        compute = at_once if tiny(self._geometry) else self._store.scheduler.compute
+        compute = at_once if self._whole else self._store.scheduler.compute
         if rows is None:
             prepared = compute(lambda: self._prepare_packed(batch, source, lease))
         else:
@@ -181,7 +186,7 @@ class StripeWriter:
     def _rows_in_place(self, batch: Batch, source: Source) -> dict[int, list[Bytes]] | None:
         """The data columns' units in the caller's memory; None when a copy must be written."""
         geometry, unit = self._geometry, self._geometry.unit_bytes
-        if geometry.code is Code.COPIES or unit % BLOCK_BYTES:
+        if self._whole or geometry.code is Code.COPIES or unit % BLOCK_BYTES:
             return None
         if batch.last > geometry.full_stripe_count:
             return None
@@ -241,7 +246,7 @@ class StripeWriter:
         )
         for column, row in enumerate(columns):
             self._digest(column, batch.column_offset, row)
-        if tiny(geometry):
+        if self._whole:
             return self._columns.submit(
                 lambda column: lambda: column.write_whole([columns[column.header.column]])
             )
@@ -261,4 +266,4 @@ class StripeWriter:
         )
 
 
-__all__ = ["Batch", "StripeWriter", "Throttle", "plan_batches", "tiny"]
+__all__ = ["Batch", "StripeWriter", "Throttle", "in_one_call", "plan_batches"]

@@ -27,7 +27,7 @@ from hpstore.objects.info import ObjectInfo, object_info, version_token
 from hpstore.objects.remove import remove_files
 from hpstore.objects.source import MemorySource, Source
 from hpstore.objects.store import PATIENCE, Store
-from hpstore.objects.stripes import StripeWriter, Throttle, tiny
+from hpstore.objects.stripes import StripeWriter, Throttle, in_one_call
 from hpstore.objects.survey import (
     Found,
     Survey,
@@ -199,15 +199,16 @@ def write_columns(
     columns = ColumnSet(
         store, headers, floor=floor, generation=store.view.record.generation, horizons=horizons
     )
+    limits = run_bytes if not background else background_run_bytes
+    batch = limits(geometry.width, store.buffers.budget.limit_bytes)
+    whole = in_one_call(geometry, batch)
     done = False
     try:
-        if not tiny(geometry):
+        if not whole:
             columns.create()
         if not columns.failures():  # else plan again, while no byte has moved
-            limits = run_bytes if not background else background_run_bytes
-            batch = limits(geometry.width, store.buffers.budget.limit_bytes)
             StripeWriter(store, columns, geometry, floor, batch).run(source, throttle)
-            enough = geometry.width if tiny(geometry) else floor  # else plan again: little moved
+            enough = geometry.width if whole else floor  # else plan again: little moved
             if len(columns.alive()) >= enough:
                 columns.finish()
         if len(columns.published()) >= floor:

@@ -355,10 +355,10 @@ def test_garbage_collection_leaves_a_save_under_way_alone(
 
     original, removed = commit_checks.require_safe, []
 
-    def collect_first(where: hpstore.Pool, key: str, *, version: str | None = None) -> int:
+    def collect_first(where: hpstore.Pool, key: str, **options: Any) -> int:
         with Checkpointer(where, "run") as other:
             removed.append(other.collect_garbage())
-        return original(where, key, version=version)
+        return original(where, key, **options)
 
     monkeypatch.setattr(saving, "require_safe", collect_first)
     with pool, Checkpointer(pool, "run") as ckpt:

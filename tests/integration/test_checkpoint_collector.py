@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,16 @@ def ckpt(tmp_path: Path) -> Iterator[Checkpointer]:
 
 @pytest.fixture
 def collections() -> Iterator[Callable[[], int]]:
-    """How many collections there were so far; each new container calls for one."""
+    """How many collections of this thread there were so far; each new container calls for one.
+
+    Those of the pool's own threads may come between a load's end and the next look at this.
+    """
     seen: list[str] = []
+    mine = threading.get_ident()
 
     def note(phase: str, _: dict[str, int]) -> None:
-        seen.append(phase)
+        if threading.get_ident() == mine:
+            seen.append(phase)
 
     before = gc.get_threshold()
     gc.set_threshold(1, 1, 1)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import hpstore
-from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint import Checkpointer, after_commit
 from hpstore.checkpoint.attempts import Attempt, attempt_lives, began, here
 from hpstore.checkpoint.manifest import manifest_key
 from hpstore.config import Settings
@@ -73,9 +73,10 @@ def test_a_manifest_that_cannot_be_settled_is_restored_all_the_same(
 
 
 def test_postponed_retention_is_said_once_and_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PROTOCOL 19: a frozen tensor's segment lacks a column, so that older steps stay."""
+    monkeypatch.setattr(after_commit, "LEFT_BYTES", 0)  # retention at each save
     harness = Harness(tmp_path, data=2, parity=2, devices=4)
     frozen, moving = torch.randn(300_000), torch.zeros(300_000)
     with harness.open() as pool, Checkpointer(pool, "run", rng=False, keep_last=1) as ckpt:

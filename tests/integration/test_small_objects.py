@@ -19,7 +19,7 @@ from hpstore.header import HEADER_BYTES
 from hpstore.loaders.stored import _Piece
 from hpstore.objects.columns import WHOLE_OBJECT_BYTES
 from hpstore.objects.many import open_objects
-from hpstore.objects.stripes import TINY_BYTES
+from hpstore.objects.stripes import ONE_CALL_BYTES
 from hpstore.objects.write import plan_columns
 from hpstore.pool import Pool
 from hpstore.pooled import MOST_KEYS, PooledReader, Readers
@@ -248,14 +248,15 @@ class Logging(DeviceWrapper):
         return super().around(operation, nbytes, call)
 
 
-@pytest.mark.parametrize("size", [1, 4096, TINY_BYTES])
+@pytest.mark.parametrize("size", [1, 4096, 300_000, ONE_CALL_BYTES])
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize("breaks", ["", "create", "write", "sync"])
-def test_nothing_of_a_tiny_object_has_a_name_before_all_of_it_is_durable(
-    harness: Harness, size: int, threads: bool, breaks: str
+def test_nothing_of_a_small_object_has_a_name_before_all_of_it_is_durable(
+    tmp_path: Path, size: int, threads: bool, breaks: str
 ) -> None:
     """PROTOCOL 4. One write on each device. When one fails the put moves on, and nothing is left
     of it there under a name."""
+    harness = Harness(tmp_path, data=4, parity=2, devices=7)
     log, broken = list[tuple[str, str]](), set[str]()
     wrap = partial(_logging, log, broken)
     with harness.open(wrap, threads=threads) as pool:
@@ -267,11 +268,12 @@ def test_nothing_of_a_tiny_object_has_a_name_before_all_of_it_is_durable(
         info = pool.put("k", payload(size))
         broken.clear()
         names = [operation for operation, _ in log]
-        assert names.count("write") == 3 * (2 if breaks else 1) - (breaks == "create")
+        width = 3 if size <= SMALL_OBJECT_BYTES else 6
+        assert names.count("write") == width * (2 if breaks else 1) - (breaks == "create")
         at = names.index("publish")
-        assert names[:at].count("sync") >= 3
+        assert names[:at].count("sync") >= width
         assert not {"create", "write", "sync"} & set(names[at:])
-        assert names.count("publish") == names.count("sync_directory") == 3
+        assert names.count("publish") == names.count("sync_directory") == width
         assert info.losses_tolerated == 2
         assert pool.get("k") == payload(size)
         assert pool.scrub().clean

@@ -1,0 +1,135 @@
+"""Small saves: retention once a minute, in batches, without a listing for each save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import hpstore
+from hpstore.checkpoint import Checkpointer, after_commit
+from hpstore.checkpoint.after_commit import AfterCommits
+from hpstore.checkpoint.handles import SaveReport
+from hpstore.pool import Pool
+from hpstore.testing.harness import Harness
+
+
+@pytest.fixture
+def pool(tmp_path: object) -> Iterator[Pool]:
+    harness = Harness(tmp_path, data=4, parity=2, devices=6)  # type: ignore[arg-type]
+    with harness.open() as opened:
+        yield opened
+
+
+class Listings:
+    """Counts the listings of a pool."""
+
+    def __init__(self, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        plain = Pool.list
+
+        def counted(inner: Pool, *args: object, **options: object) -> list[str]:
+            self.count += 1
+            return plain(inner, *args, **options)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(Pool, "list", counted)
+
+
+def test_small_saves_list_nothing_and_their_retention_comes_later(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """dd_small_save: seven listings a save before. What retention leaves goes when somebody asks
+    for the steps, and at close()."""
+    with Checkpointer(pool, "run", keep_last=2, rng=False) as ckpt:
+        ckpt.save(1, {"w": torch.zeros(1000)}).result()
+        ckpt.wait()
+        listings = Listings(pool, monkeypatch)
+        for step in range(2, 9):
+            ckpt.save(step, {"w": torch.full((1000,), float(step))}).result()
+            ckpt.wait()
+        assert listings.count == 0
+        assert len([k for k in pool.list("run/") if k.endswith("/manifest")]) == 8
+        assert ckpt.steps() == [7, 8]
+        for step in range(9, 13):
+            ckpt.save(step, {"w": torch.full((1000,), float(step))}).result()
+    with Checkpointer(pool, "run", rng=False) as other:
+        assert other.steps() == [11, 12]
+        assert other.collect_garbage() == 0
+    names = [key.rsplit("/", 1)[1][:8] for key in pool.list("run/step-")]
+    assert sorted(names) == ["manifest", "manifest", "segment-", "segment-"]
+
+
+def test_many_steps_go_with_few_listings(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpointer(pool, "run", rng=False) as ckpt:
+        for step in range(1, 41):
+            ckpt.save(step, {"w": torch.full((10,), float(step))}).result()
+    with Checkpointer(pool, "run", keep_last=1, rng=False, prepare=False) as ckpt:
+        listings = Listings(pool, monkeypatch)
+        ckpt.save(41, {"w": torch.zeros(10)}).result()
+        assert ckpt.steps() == [41]
+        assert listings.count < 16
+
+
+def report(step: int, nbytes: int = 1000) -> SaveReport:
+    return SaveReport(
+        step=step, key="", bytes=nbytes, referenced_bytes=0, staged_seconds=0.0,
+        durable_seconds=0.0, losses_tolerated=2, spare_columns=2,
+    )  # fmt: skip
+
+
+class Recording:
+    """Steps that note what retention is asked for."""
+
+    def __init__(self, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pool, self.prefix, self.session = pool, "run", "mine"
+        self.retained: list[int] = []
+        monkeypatch.setattr(after_commit, "fence_session", lambda *_: self.session)
+        monkeypatch.setattr(after_commit, "note_expiring", lambda *_: None)
+
+    def is_whole(self, step: int) -> bool:
+        return True
+
+    def retain(self, step: int, retention: object) -> None:
+        self.retained.append(step)
+
+
+def test_retention_runs_once_a_minute_or_when_much_is_left(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the first save; within a minute not again, unless a run goes back or saves are large."""
+    now, steps = [0.0], Recording(pool, monkeypatch)
+    retention = hpstore.checkpoint.retention.Retention(keep_last=1)
+    after = AfterCommits(steps, retention, "mine", {}, clock=lambda: now[0])  # type: ignore[arg-type]
+    after.committed(report(1))
+    assert steps.retained == [1]
+    for step in (2, 3):
+        after.committed(report(step))
+    assert steps.retained == [1]
+    now[0] = 61.0
+    after.committed(report(4))
+    assert steps.retained == [1, 4]
+    after.committed(report(5))
+    after.committed(report(3))  # a run that was rolled back
+    assert steps.retained == [1, 4, 5]
+    after.committed(report(6, after_commit.LEFT_BYTES))
+    assert steps.retained == [1, 4, 5, 6]
+    after.flush()
+    assert steps.retained == [1, 4, 5, 6]
+    after.committed(report(7))
+    after.flush()
+    assert steps.retained == [1, 4, 5, 6, 7]
+
+
+def test_a_session_that_lost_the_fence_removes_nothing(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it left may be another run's by now: that one went back to an earlier step."""
+    steps = Recording(pool, monkeypatch)
+    retention = hpstore.checkpoint.retention.Retention(keep_last=1)
+    after = AfterCommits(steps, retention, "mine", {}, clock=lambda: 0.0)  # type: ignore[arg-type]
+    after.committed(report(1))
+    after.committed(report(2))
+    steps.session = "another"
+    after.flush()
+    assert steps.retained == [1]
