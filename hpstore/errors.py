@@ -28,6 +28,8 @@
       BudgetExceeded                 exit 35
       CheckpointError                exit 40
         CheckpointMismatch           exit 41  state and manifest do not fit
+        StepVoid                     exit 42  another rank could not do this step: do it again
+        StepBroken                   exit 43  no step can follow in this process
       IngestError                    exit 45  a record or a source cannot be taken
       ForecastError                  exit 70   a drive-stats file or a model cannot be used
         ForecastRefused              exit 71   the model's card does not cover these drives
@@ -227,6 +229,25 @@ class CheckpointMismatch(CheckpointError):
     exit_code = 41
 
 
+class StepVoid(CheckpointError):
+    """Another rank could not do a step of a pipeline, so it counts nowhere. Call step() again, with
+    the same micro-batches, or end the run; what was committed is untouched.
+
+    Where the other rank's error was one of Python's own (OSError, FloatingPointError), this is one
+    of that type, too: one `except` is enough on all ranks.
+    """
+
+    exit_code = 42
+
+
+class StepBroken(CheckpointError):
+    """A pipeline's schedule broke off in the middle on this rank, and its peers wait for what it
+    did not send. End this process: its peers notice that at once, the next job goes on from the
+    newest committed step."""
+
+    exit_code = 43
+
+
 class IngestError(HpstoreError):
     """A record of a source is bad, or the source changed. Nothing is visible; see the message."""
 
@@ -288,6 +309,8 @@ __all__ = [
     "RedundancyError",
     "RegistersForeign",
     "RegistersUnavailable",
+    "StepBroken",
+    "StepVoid",
     "TooFewDevices",
     "TooManyErasures",
     "VersionConflict",

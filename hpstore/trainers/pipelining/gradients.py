@@ -71,21 +71,28 @@ def _squares(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.T
     return total
 
 
+def all_finite(parameters: Iterable[torch.nn.Parameter], device: torch.device) -> bool:
+    """Whether this rank's gradients are. One look at the device for all of them."""
+    gradients = [_local(gradient) for gradient in _gradients(parameters)]
+    finite = [torch.isfinite(gradient).all().to(device) for gradient in gradients]
+    return not finite or bool(torch.stack(finite).all())
+
+
 def share_overflow(parameters: Iterable[torch.nn.Parameter], device: torch.device) -> bool:
     """Whether any rank has a gradient that is not finite; then each gets one.
 
     So that the GradScalers of all ranks skip the same steps. Collective over all of them.
     """
-    gradients = [_local(gradient) for gradient in _gradients(parameters)]
-    finite = [torch.isfinite(gradient).all().to(device) for gradient in gradients]
-    mine = ~torch.stack(finite).all() if finite else torch.zeros((), dtype=torch.bool)
-    found = mine.to(device=device, dtype=torch.float32).reshape(1)
+    parameters = list(parameters)
+    mine = not all_finite(parameters, device)
+    found = torch.tensor([float(mine)], device=device)
     if dist.is_initialized():
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    gradients = [_local(gradient) for gradient in _gradients(parameters)]
     first = next((gradient for gradient in gradients if gradient.numel()), None)
-    if bool(found) and first is not None and not bool(mine):
+    if bool(found) and not mine and first is not None:
         first[(0,) * first.dim()] = float("inf")  # a reshape of a strided one would be a copy
     return bool(found)
 
 
-__all__ = ["clip_norm", "share_overflow"]
+__all__ = ["all_finite", "clip_norm", "share_overflow"]

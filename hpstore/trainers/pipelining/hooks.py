@@ -6,7 +6,6 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -18,8 +17,9 @@ from hpstore.checkpoint.gates import CopyGate
 from hpstore.checkpoint.modules import module_state
 from hpstore.checkpoint.ranks import Channel, Ranks
 from hpstore.closing import Closing
-from hpstore.errors import CheckpointError, ConfigError, FormatTooNew
+from hpstore.errors import CheckpointError, ConfigError, FormatTooNew, StepBroken
 from hpstore.loaders import DataLoader
+from hpstore.trainers.pipelining.agreement import NONE, Agreement, Votes, broken_off
 from hpstore.trainers.pipelining.bubbles import (
     BubbleReport,
     Tally,
@@ -28,7 +28,7 @@ from hpstore.trainers.pipelining.bubbles import (
 )
 from hpstore.trainers.pipelining.events import Event, Recorder
 from hpstore.trainers.pipelining.feed import Pick
-from hpstore.trainers.pipelining.gradients import clip_norm, share_overflow
+from hpstore.trainers.pipelining.gradients import all_finite, clip_norm
 from hpstore.trainers.pipelining.ledger import Ledger, Vote, agreed
 from hpstore.trainers.pipelining.places import (
     Standing,
@@ -42,11 +42,11 @@ from hpstore.trainers.pipelining.plan import Plan
 from hpstore.trainers.pipelining.probes import (
     microbatches_of,
     not_lazy,
-    options_of_step,
     plan_of,
-    run_lazily,
+    run_schedule,
 )
-from hpstore.trainers.pipelining.records import StepRecord, slack_of
+from hpstore.trainers.pipelining.records import Run, StepRecord, slack_of
+from hpstore.trainers.pipelining.scaling import Scaling
 from hpstore.trainers.pipelining.stages import (
     Buffers,
     Held,
@@ -58,22 +58,14 @@ from hpstore.trainers.pipelining.stages import (
     require_own_stages,
     watched,
 )
-from hpstore.trainers.pipelining.supply import Supply
+from hpstore.trainers.pipelining.supply import Given, Supply
 
 _log = logging.getLogger(__name__)
 STATE_VERSION = 1
 SNAPSHOTS = {"free": "overlap", "bubbles": "overlap", "inline": "copy"}  # how saves are staged
+COUNTERS = ("lazy_refused_total", "buffers_put_back_total", "steps_skipped_by_scaler_total",
+            "steps_skipped_nonfinite_total")  # fmt: skip
 S = TypeVar("S", bound=PipelineStage)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    """What a schedule did: when it began, its seconds without waits for data."""
-
-    began: float
-    seconds: float
-    losses: list[torch.Tensor]
-    lazy: bool
 
 
 class PipelineHooks(Closing):
@@ -91,10 +83,10 @@ class PipelineHooks(Closing):
     nothing, "inline" before the next step; in each case the copy is whole before the optimizer
     writes next. `lazy`: micro-batches are handed out one by one, each when it is needed.
     `before_optimizer`: called when the gradients are whole and unscaled; the place to clip.
-    `microbatches`: of a step, where the schedule does not tell.
+    `microbatches`: of a step, where the schedule does not tell. `skip_nonfinite`: where a gradient
+    of any rank is not finite all ranks leave the optimizer out; the step counts.
 
-    The constructor, restore(), save(), a step that saves and bubbles() are calls of all ranks. One
-    thread. After an error in a step its micro-batches were not consumed.
+    All calls but close() are calls of all ranks, steps too. One thread.
     """
 
     # Any below: schedules, scalers and process groups of torch have no public types
@@ -115,6 +107,7 @@ class PipelineHooks(Closing):
         before_optimizer: Callable[[], object] | None = None,
         microbatches: int | None = None,
         commit_seconds: float = 600.0,
+        skip_nonfinite: bool = False,
     ) -> None:
         if snapshot not in SNAPSHOTS:
             raise ConfigError(f"snapshot {snapshot!r} is not one of {', '.join(SNAPSHOTS)}")
@@ -122,7 +115,7 @@ class PipelineHooks(Closing):
             raise ConfigError("every: a number of steps above 0, and a checkpointer to save with")
         self.stages, self.num_stages = tuple(sorted(stages)), num_stages
         self.every, self.lazy, self.microbatches = every, lazy, microbatches
-        self.snapshot = snapshot
+        self.snapshot, self.skip_nonfinite = snapshot, skip_nonfinite
         self._ckpt, self._before_optimizer = ckpt, before_optimizer
         self._group = pipeline_group(group, mesh)
         self.gate = CopyGate(blocks=snapshot == "bubbles")
@@ -143,16 +136,16 @@ class PipelineHooks(Closing):
         self._state: dict[str, Any] = {}
         self._stages: list[PipelineStage] = []
         self._elsewhere: frozenset[str] = frozenset()  # tied tensors that an earlier rank counts
-        self._scaler: Any = None
+        self._scaling = Scaling()
         self._scheduler: Any = None
         self._counting: Any = None  # the hook that counts the optimizer's steps
-        self._unscaled: list[torch.Tensor] = []
+        self._agreement, self._votes = Agreement(self._ranks), NONE
+        self._broken = ""  # why no step can follow
         self._copied = (0, 0)  # bytes, as of the step before
         self._tally = Tally()
         self._plan: Plan | None = None
         self._seen: Any = None  # the schedule whose shapes torch has tried out
-        self._counters = {"lazy_refused_total": 0, "buffers_put_back_total": 0,
-                          "steps_skipped_by_scaler_total": 0}  # fmt: skip
+        self._counters = dict.fromkeys(COUNTERS, 0)
 
     # --- wiring -----------------------------------------------------------------------------
 
@@ -169,12 +162,7 @@ class PipelineHooks(Closing):
         """The loss for a schedule when there is a GradScaler: scaled for the backward, not in the
         records."""
 
-        def scaled(*args: Any, **options: Any) -> torch.Tensor:
-            value = function(*args, **options)
-            self._unscaled.append(value.detach())
-            return value if self._scaler is None else self._scaler.scale(value)
-
-        return scaled
+        return self._scaling.loss(function)
 
     def restore(
         self,
@@ -194,22 +182,23 @@ class PipelineHooks(Closing):
         Raises ConfigError for names that two stages have, CheckpointMismatch. Collective.
         """
         self._stages = list(stage) if isinstance(stage, (list, tuple)) else [stage]  # type: ignore[list-item]
-        model = self._agreed_model(optimizer, tuple(tied))
+        model = self._agreed_model(optimizer, tuple(tied), scaled=scaler is not None)
         if self._counting is not None:
             self._counting.remove()
         self._counting = optimizer.register_step_post_hook(self._updated)
-        self._scheduler, self._scaler = scheduler, scaler
+        self._scheduler = scheduler
         self._state = {"model": model, "optimizer": optimizer, "pipeline": self, **more}
         for name, value in (("scheduler", scheduler), ("scaler", scaler)):
             if value is not None:
                 self._state[name] = value
         if self._ckpt is not None:
             self._ckpt.restore(self._state)
-        if scaler is not None:  # it begins with its first scale(), which only the last stage calls
-            scaler.scale(torch.zeros(1, device=self._device))
+        self._scaling.begin(scaler, optimizer, self._device)
         return self._step
 
-    def _agreed_model(self, optimizer: Optimizer, tied: Sequence[str]) -> torch.nn.Module:
+    def _agreed_model(
+        self, optimizer: Optimizer, tied: Sequence[str], *, scaled: bool
+    ) -> torch.nn.Module:
         """One module of this rank's stages; what is wrong on one rank is raised on all."""
         model, fault = torch.nn.Module(), ""
         try:
@@ -218,12 +207,17 @@ class PipelineHooks(Closing):
             require_own_parameters(model, optimizer)
         except ConfigError as error:
             fault = str(error)
-        mine = Held(stages=self.stages, names=tuple(module_state(model)), fault=fault,
-                    split=shares_tensors([s.submod for s in self._stages]))  # fmt: skip
+        mine = Held(
+            stages=self.stages, names=tuple(module_state(model)), fault=fault,
+            split=shares_tensors([s.submod for s in self._stages]),
+            votes=Votes(early=self.lazy or scaled,
+                        late=self._before_optimizer is not None or self.skip_nonfinite),
+        )  # fmt: skip
         said = self._ranks.all_gather(mine.to_json(), Channel.TRAINER)
         heard = [Held.of_json(text) for text in said]
         require_own_names(heard, tied)
         require_told(self.place, [held.split for held in heard])
+        self._votes = Votes.of_any([held.votes for held in heard])
         self._elsewhere = counted_elsewhere(self.place.members, self._ranks.rank, heard, tied)
         return model
 
@@ -235,23 +229,28 @@ class PipelineHooks(Closing):
     def step(self, schedule: Any, optimizer: Optimizer) -> StepRecord:
         """One step: data, schedule, optimizer, and every `every` steps a save.
 
-        Raises what the loader and the schedule raised: the step is then void. And what was raised
-        by the save that follows it, or the save before: the step then counts (`completed`).
+        What one rank cannot do makes the step void on all of them: it raises its error, they raise
+        StepVoid, and the next call has the same micro-batches. After an error in the middle of a
+        schedule that others take part in there is no next call (StepBroken). What was raised by the
+        save that follows a step, or the save before: the step then counts (`completed`).
         """
         if self._state.get("optimizer") is not optimizer:
             raise ConfigError("call restore(stage, optimizer) first, with this optimizer")
+        if self._broken:
+            raise StepBroken(self._broken)
         count = self.microbatches or microbatches_of(schedule)
         optimizer.zero_grad(set_to_none=True)
-        self._supply.begin(count)
-        self._guard_buffers(schedule)
-        self._recorder.begin_step()
-        self._unscaled.clear()
+        given = self._begin(schedule, count)
         try:
-            run = self._run(schedule)
+            run = self._run(schedule, given)
+        except BaseException as error:
+            if len(self.place.members) > 1:
+                self._broken = broken_off(self._step, error)
+            raise
         finally:
             events = self._recorder.end_step()
         copy_wait, weights = self._before_update(), self._weights
-        self._update(optimizer)
+        skipped = self._update(optimizer, run)
         waited, late = self._supply.wait_seconds, self._supply.late_microbatches
         slack = self._slack(run, self._consumed(count))
         if self._scheduler is not None and weights != self._weights:
@@ -262,48 +261,41 @@ class PipelineHooks(Closing):
         record = StepRecord(
             step=self._step - 1, losses=tuple(run.losses), events=events, microbatches=count,
             schedule_seconds=run.seconds, data_wait_seconds=waited, late_microbatches=late,
-            slack_seconds=slack, copy_wait_seconds=copy_wait,
+            slack_seconds=slack, copy_wait_seconds=copy_wait, skipped=skipped,
             save_seconds=time.perf_counter() - saving, hook_seconds=self._recorder.hook_seconds,
             idle_bytes=idle, busy_bytes=busy, saved=saved,
         )  # fmt: skip
         self._tally.add(record)
         return record
 
-    def _run(self, schedule: Any) -> _Run:
-        """Data and schedule."""
-        losses: list[torch.Tensor] | None = [] if self._supply.last else None
-        lazy = self._may_be_lazy(schedule)
-        if lazy:
-            began = time.perf_counter()
-            arguments, targets = self._supply.lazily()
-            run_lazily(schedule, self._stages, arguments=arguments, targets=targets, losses=losses)
-            seconds = time.perf_counter() - began - self._supply.wait_seconds
-        else:
-            whole, target = self._supply.whole()
-            began = time.perf_counter()
-            options: dict[str, Any] = options_of_step(schedule)
-            if self._supply.last:
-                options |= {"target": target, "losses": losses}
-            schedule.step(*whole, **options)
-            seconds = time.perf_counter() - began
-        plain = self._plain_losses(losses or [])
-        return _Run(began=began, seconds=seconds, losses=plain, lazy=lazy)
+    def _begin(self, schedule: Any, count: int) -> Given:
+        """The data of a step, once all ranks are at it and have theirs."""
+        given, fault = Given(), None
+        try:
+            lazy = self._may_be_lazy(schedule)
+            self._supply.begin(count)
+            given = self._supply.given(lazy=lazy)
+            self._guard_buffers(schedule)
+        except Exception as error:  # noqa: BLE001 (raised by reach)
+            fault = error
+        self._agreement.reach(self._step, fault)
+        self._recorder.begin_step()
+        self._scaling.forget()
+        return given
 
-    def _slack(self, run: _Run, ready: tuple[float, ...]) -> float | None:
+    def _run(self, schedule: Any, given: Given) -> Run:
+        """The schedule."""
+        losses: list[torch.Tensor] | None = [] if self._supply.last else None
+        before, began = self._supply.wait_seconds, time.perf_counter()
+        run_schedule(schedule, self._stages, given, losses)
+        waited = self._supply.wait_seconds - before
+        seconds = time.perf_counter() - began - waited
+        return Run(began=began, seconds=seconds, losses=losses or [], lazy=given.lazy)
+
+    def _slack(self, run: Run, ready: tuple[float, ...]) -> float | None:
         """Between the arrival of the micro-batches and their deadlines."""
         due = deadlines_of(self._plan, self._tally) if run.lazy and self._plan else None
         return slack_of(due, ready, run.began, first=self._supply.first, lazy=run.lazy)
-
-    def _plain_losses(self, losses: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Unscaled and detached. The trial run of the shapes has computed one too many."""
-        if self._scaler is None or not losses:
-            return [loss.detach() for loss in losses]
-        if len(self._unscaled) < len(losses):
-            raise ConfigError(
-                "a GradScaler scales the loss: give the schedule loss_fn=hooks.loss(loss). The "
-                "step is void."
-            )
-        return self._unscaled[-len(losses) :]
 
     def _may_be_lazy(self, schedule: Any) -> bool:
         if not self.lazy:
@@ -340,21 +332,51 @@ class PipelineHooks(Closing):
         self._ckpt.before_update()
         return time.perf_counter() - began
 
-    def _update(self, optimizer: Optimizer) -> None:
-        """Unscale, the user's clipping, the optimizer."""
-        scaler, weights = self._scaler, self._weights
-        if scaler is not None:
-            share_overflow(self._parameters(), self._device)
-            scaler.unscale_(optimizer)
-        if self._before_optimizer is not None:
-            self._before_optimizer()
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
+    def _update(self, optimizer: Optimizer, run: Run) -> bool:
+        """Unscale, the user's clipping, the optimizer; whether it was left out. What one rank
+        cannot do is raised on all, before any of them changes a weight."""
+        weights, scaling, parameters = self._weights, self._scaling, list(self._parameters())
+        fault = self._supply.fault
+        try:
+            run.losses[:] = scaling.plain(run.losses)
+        except ConfigError as error:
+            fault = fault or error
+        if self._votes.early:
+            self._agreement.reach(self._step, fault)
+        elif fault is not None:
+            raise fault
+        if scaling.active:
+            scaling.unscale(parameters, self._device)
+        if not self._prepare_update(parameters):
+            self._counters["steps_skipped_nonfinite_total"] += 1
+        elif scaling.active:
+            scaling.step(stood_in=all(p.grad is None for p in parameters))
             self._counters["steps_skipped_by_scaler_total"] += weights == self._weights
+        else:
+            optimizer.step()
         self._step += 1
+        return weights == self._weights
+
+    def _prepare_update(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """`before_optimizer`; False where gradients are to be left out on all ranks."""
+        fault, finite = None, True
+        try:
+            if self._before_optimizer is not None:
+                self._before_optimizer()
+            if self.skip_nonfinite:
+                finite = all_finite(parameters, self._device)
+        except Exception as error:  # noqa: BLE001 (raised by reach)
+            fault = error
+        try:
+            if self._votes.late:
+                return self._agreement.reach(self._step, fault, finite=finite)
+            if fault is not None:
+                raise fault
+        except BaseException:
+            if self._scaling.active:
+                self._scaling.undo()
+            raise
+        return True
 
     def _consumed(self, count: int) -> tuple[float, ...]:
         """Note the micro-batches of the step as consumed; when they were there."""
@@ -404,11 +426,8 @@ class PipelineHooks(Closing):
             loader=self._loader_state if self._supply.fed else None,
         )  # fmt: skip
         said = json.dumps(mine.to_dict(), sort_keys=True).encode()
-        votes = [
-            Vote.from_dict(json.loads(text))
-            for text in self._ranks.all_gather(said, Channel.TRAINER)
-        ]
-        common = agreed(votes)
+        heard = self._ranks.all_gather(said, Channel.TRAINER)
+        common = agreed([Vote.from_dict(json.loads(text)) for text in heard])
         self._loader_state = None if common.loader is None else dict(common.loader)
         self._ledger = common.ledger or self._ledger
         return self._ckpt.save(self._step, self._state)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 from hpstore.errors import ConfigError
 from hpstore.trainers.pipelining.plan import Plan
@@ -85,6 +85,28 @@ class Lazily(list[Any]):
         return (self[index] for index in range(len(self)))
 
 
+class Given(NamedTuple):
+    """The data of a step: arguments of the first stage, targets of the last. With `lazy` lists
+    that are filled while it runs, or None."""
+
+    arguments: Any = ()
+    target: Any = None
+    lazy: bool = False
+
+
+def run_schedule(
+    schedule: Any, stages: Iterable[Any], given: Given, losses: list[Any] | None
+) -> None:
+    """One step of a schedule. `losses`: filled by the last stage, None elsewhere."""
+    if given.lazy:
+        run_lazily(schedule, stages, arguments=given.arguments, targets=given.target, losses=losses)
+        return
+    options: dict[str, Any] = options_of_step(schedule)
+    if losses is not None:
+        options |= {"target": given.target, "losses": losses}
+    schedule.step(*given.arguments, **options)
+
+
 def run_lazily(
     schedule: Any, stages: Iterable[Any], *, arguments: Lazily | None, targets: Lazily | None,
     losses: list[Any] | None,
@@ -100,4 +122,5 @@ def run_lazily(
     schedule._step_microbatches(**options)
 
 
-__all__ = ["Lazily", "microbatches_of", "not_lazy", "options_of_step", "plan_of", "run_lazily"]
+__all__ = ["Given", "Lazily", "microbatches_of", "not_lazy", "options_of_step", "plan_of",
+           "run_schedule"]  # fmt: skip

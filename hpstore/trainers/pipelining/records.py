@@ -31,6 +31,7 @@ class StepRecord:
     idle_bytes: int  # of the save before this step, copied while nothing was computed
     busy_bytes: int  # and while something was
     saved: SaveHandle | None  # the save that began after this step
+    skipped: bool = False  # the optimizer was left out: an overflow, gradients that are not finite
 
     @property
     def loss(self) -> float | None:
@@ -48,6 +49,16 @@ class StepRecord:
     def idle_seconds(self) -> float:
         """In the schedule and not in a compute call: bubbles, messages, torch itself."""
         return max(0.0, self.schedule_seconds - self.busy_seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a schedule did: when it began, its seconds without waits for data."""
+
+    began: float
+    seconds: float
+    losses: list[torch.Tensor]
+    lazy: bool
 
 
 def slack_of(
@@ -68,4 +79,4 @@ def slack_of(
     return min(began + after - at for after, at in zip(due, ready, strict=True))
 
 
-__all__ = ["StepRecord", "slack_of"]
+__all__ = ["Run", "StepRecord", "slack_of"]

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hpstore.errors import ConfigError
+from hpstore.trainers.pipelining.agreement import NONE, Votes
 from hpstore.trainers.pipelining.events import NO_MICROBATCH, Recorder
 
 S = TypeVar("S", bound=PipelineStage)
@@ -154,12 +155,13 @@ def require_own_parameters(model: torch.nn.Module, optimizer: Optimizer) -> None
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
     """What a rank tells of its stages. `split`: other ranks hold parts of their tensors; `fault`:
-    why they cannot be used."""
+    why they cannot be used; `votes`: that it needs in each step."""
 
     stages: tuple[int, ...]
     names: tuple[str, ...]
     split: bool = False
     fault: str = ""
+    votes: Votes = NONE
 
     def to_json(self) -> bytes:
         """For another rank."""
@@ -170,7 +172,7 @@ class Held:
         """Inverse of to_json()."""
         raw = json.loads(text)
         return cls(stages=tuple(raw["stages"]), names=tuple(raw["names"]), split=raw["split"],
-                   fault=raw["fault"])  # fmt: skip
+                   fault=raw["fault"], votes=Votes(**raw["votes"]))  # fmt: skip
 
 
 def require_own_names(held: Sequence[Held], tied: Iterable[str]) -> None:

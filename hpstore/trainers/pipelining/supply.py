@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hpstore.errors import ConfigError
 from hpstore.loaders import DataLoader
 from hpstore.trainers.pipelining.feed import Fed, Feed, Pick, as_arguments, joined, picked
 from hpstore.trainers.pipelining.ledger import Span
-from hpstore.trainers.pipelining.probes import Lazily
+from hpstore.trainers.pipelining.probes import Given, Lazily
 
 STEPS_READY = 2  # steps whose micro-batches may lie ready: the one that runs and the next
 
@@ -40,6 +42,7 @@ class Supply:
         self._count = 0
         self._late = set[int]()
         self.wait_seconds = 0.0  # of the step
+        self.fault: Exception | None = None  # of the step: why a micro-batch was not to be had
 
     @property
     def fed(self) -> bool:
@@ -54,7 +57,7 @@ class Supply:
     def begin(self, count: int) -> None:
         """A step of so many micro-batches; as many more are fetched while it runs. After an error
         of the loader it is asked again, from where the run stands."""
-        self._count, self._late, self.wait_seconds = count, set(), 0.0
+        self._count, self._late, self.wait_seconds, self.fault = count, set(), 0.0, None
         if not self.fed or self._loader is None:
             return
         if self._feed is not None and self._feed.failed:
@@ -82,18 +85,34 @@ class Supply:
         """Of one micro-batch, for the last stage. Raises what the loader raised."""
         return picked(self._look(index).batch, self._target)
 
-    def whole(self) -> tuple[tuple[Any, ...], Any]:
-        """Arguments and target of the whole step; () and None where they are not needed."""
-        numbers = range(self._count)
-        arguments = joined([self.arguments(n) for n in numbers], "inputs") if self.first else ()
-        target = joined([self.target(n) for n in numbers], "targets") if self.last else None
-        return arguments, target
+    def given(self, *, lazy: bool) -> Given:
+        """The data of this step, (), None where none are needed. Raises what the loader raised.
 
-    def lazily(self) -> tuple[Lazily | None, Lazily | None]:
-        """The same as lists that wait for each micro-batch when it is needed."""
-        arguments = Lazily(self._count, self.arguments) if self.first else None
-        targets = Lazily(self._count, self.target) if self.last else None
-        return arguments, targets
+        With `lazy` lists that wait for each micro-batch when it is needed, but for the first. Once
+        the schedule runs, peers wait for what comes of each: where one cannot be had, the first
+        stands in for it, and `fault` says why. The step is then void.
+        """
+        if not lazy:
+            numbers = range(self._count)
+            arguments = joined([self.arguments(n) for n in numbers], "inputs") if self.first else ()
+            target = joined([self.target(n) for n in numbers], "targets") if self.last else None
+            return Given(arguments, target)
+        parts: list[Lazily | None] = []
+        for wanted, make in ((self.first, self.arguments), (self.last, self.target)):
+            part = Lazily(self._count, partial(self._or_stand_in, make)) if wanted else None
+            if part is not None:
+                part[0]
+            parts.append(part)
+        return Given(parts[0], parts[1], lazy=True)
+
+    def _or_stand_in(self, make: Callable[[int], Any], index: int) -> Any:
+        if not index:
+            return make(0)
+        try:
+            return make(index)
+        except Exception as error:  # noqa: BLE001 (raised by the step, on all ranks)
+            self.fault = self.fault or error
+            return make(0)
 
     def finish(self) -> Consumed:
         """The step is done: its micro-batches are consumed."""
@@ -136,4 +155,4 @@ class Supply:
             )
 
 
-__all__ = ["Consumed", "Supply"]
+__all__ = ["Consumed", "Given", "Supply"]

@@ -1,0 +1,113 @@
+"""A step counts on all ranks or on none: they compare notes before the schedule and before the
+optimizer.
+
+A rank that goes through a step alone would send and wait for other micro-batches than its peers
+from then on. So what one rank cannot do is raised on all, and the next call of step() has the same
+micro-batches again. A schedule that broke off in the middle is another matter (StepBroken).
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+
+from hpstore.checkpoint.ranks import Channel, Ranks
+from hpstore.errors import CheckpointError, StepVoid
+
+
+class Note(IntEnum):
+    """What a rank says of its step so far."""
+
+    FINE = 0
+    NOT_FINITE = 1  # gradients that an optimizer must not see
+    FAILED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Votes:
+    """Which votes a step needs: `early`, before gradients are touched, where data come one by one
+    or losses are scaled; `late`, before the optimizer, where users' code runs."""
+
+    early: bool = False
+    late: bool = False
+
+    @classmethod
+    def of_any(cls, wanted: Iterable[Votes]) -> Votes:
+        """Those that any rank wants: all take part."""
+        votes = list(wanted)
+        return cls(any(vote.early for vote in votes), any(vote.late for vote in votes))
+
+
+NONE = Votes()
+
+
+@cache
+def _void_like(kind: str) -> type[StepVoid]:
+    """StepVoid, and the type of that name where it is one of Python's own that takes a text."""
+    own = getattr(builtins, kind, None)
+    if not isinstance(own, type) or not issubclass(own, Exception) or own is Exception:
+        return StepVoid
+    try:
+        made: type[StepVoid] = type("StepVoid", (StepVoid, own), {"__module__": __name__})
+        made("a text")
+    except TypeError:
+        return StepVoid
+    return made
+
+
+class Agreement:
+    """Of the ranks of all pipelines of a job. Every call is one of all ranks."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def reach(self, step: int, error: Exception | None, *, finite: bool = True) -> bool:
+        """Whether the gradients of all ranks are finite, once all have come here without an error.
+
+        Raises `error` where there is one and StepVoid everywhere else; CheckpointError, on all,
+        when ranks are at different steps.
+        """
+        note = Note.FAILED if error else Note.FINE if finite else Note.NOT_FINITE
+        said = self._ranks.numbers((step, int(note)), Channel.TRAINER)
+        steps = [number for number, _ in said]
+        if len(set(steps)) > 1:
+            raise CheckpointError(
+                f"the ranks are at different steps ({steps}, by rank): one of them has called "
+                "step() more often than others, or caught an error that it alone had outside of "
+                "it. Nothing more is trained. What was committed is untouched: end this job; the "
+                "next one goes on from there."
+            )
+        failed = [rank for rank, (_, what) in enumerate(said) if what == Note.FAILED]
+        if failed:
+            self._raise(step, failed[0], error)
+        return all(what == Note.FINE for _, what in said)
+
+    def _raise(self, step: int, first: int, error: Exception | None) -> None:
+        mine = json.dumps([type(error).__name__, str(error)] if error else None).encode()
+        told = json.loads(self._ranks.all_gather(mine, Channel.TRAINER)[first])
+        if error is not None:
+            raise error
+        kind, text = told
+        raise _void_like(kind)(
+            f"step {step} is void on all ranks: rank {first}: {kind}: {text}. The next call of "
+            "step() has the same micro-batches again."
+        )
+
+
+def broken_off(step: int, error: BaseException) -> str:
+    """Why no step can follow one whose schedule has raised; noted on the error, too."""
+    text = (
+        f"step {step} broke off in the middle of the schedule on this rank "
+        f"({type(error).__name__}), and the other ranks of its pipeline wait for what it did not "
+        "send. It cannot be repeated in this process. End it: they notice that at once, and the "
+        "next job goes on from the newest committed step."
+    )
+    error.add_note(text)
+    return text
+
+
+__all__ = ["NONE", "Agreement", "Votes", "broken_off"]
