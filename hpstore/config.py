@@ -90,7 +90,7 @@ class Settings:
     def state_path(self, pool_id: str) -> Path:
         """Directory of what the agent of this host keeps about this pool."""
         base = self.state_directory or self.run_directory
-        return (Path(base) if base else Path.home() / ".local" / "state" / "hpstore") / pool_id
+        return (Path(base) if base else home("state_directory") / ".local/state/hpstore") / pool_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +102,17 @@ class PoolConfig:
     devices: tuple[str, ...]
     settings: Settings = field(default_factory=Settings)
     agent: Mapping[str, object] = field(default_factory=dict)  # as written; hpstore.agent reads it
+
+
+def home(instead: str) -> Path:
+    """This user's home directory. `instead`: what can be set where there is none, as in a container
+    that runs as a number. Raises ConfigError."""
+    try:
+        return Path.home()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"user {os.getuid()} has no home directory: set HOME, or {instead}"
+        ) from error
 
 
 def private_directory(path: Path) -> Path:
@@ -288,7 +299,7 @@ def registry_path(name: str) -> Path:
     """Where the name of a pool is kept for `hpstore.open(name)`."""
     if not name or "/" in name or name.startswith("."):
         raise ConfigError(f"{name!r} is not a name for a pool")
-    return Path.home() / ".config" / "hpstore" / "pools" / f"{name}.toml"
+    return home("HPSTORE_POOLS") / ".config" / "hpstore" / "pools" / f"{name}.toml"
 
 
 def require_new(path: Path, name: str | None) -> None:

@@ -37,6 +37,7 @@ from hpstore.members import (
     open_members,
     refusing,
     suffice,
+    trusted,
     unlisted,
 )
 from hpstore.membership import (
@@ -275,7 +276,8 @@ class PoolHandle(Closing):
 
     def _find_device(self, member: Member) -> OpenedDevice:
         """Open a device that is no member now, where it was or anywhere in the settings."""
-        urls = {member.url, *self.config.devices} - {
+        was = [member.url] if trusted(self.config, member.url) else []
+        urls = {*was, *self.config.devices} - {
             device.url for device in self._store.view.devices.values()
         }
         scheduler, deadline = self._store.scheduler, self.config.settings.open_deadline_seconds
@@ -288,6 +290,9 @@ class PoolHandle(Closing):
                 other.device.close()
         if found is None:
             reason = failed.get(member.url, f"{member.url} holds another device now (wiped?)")
+            if not was:
+                reason = (f"the pool's record has it at {member.url}, and the settings use no such "
+                          "protocol: list it in pool.toml if it is yours")  # fmt: skip
             raise MembershipError(
                 f"device {member.device_id[:8]} does not answer: {reason}. A wiped one is added as "
                 "a new device."

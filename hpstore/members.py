@@ -99,10 +99,15 @@ def unlisted(config: PoolConfig, record: PoolRecord, found: Collection[str]) -> 
     if len(config.devices) >= len(record.members):
         return []
     known = {same_form(url) for url in config.devices}
-    protocols = {_protocol(url) for url in config.devices} | {""}
     return [m.url for m in record.members
             if m.device_id not in found and same_form(m.url) not in known
-            and _protocol(m.url) in protocols]  # fmt: skip
+            and trusted(config, m.url)]  # fmt: skip
+
+
+def trusted(config: PoolConfig, url: str) -> bool:
+    """Whether a place that a record names is looked at: a path, or of a protocol that the settings
+    use, too. A record comes from a device, and may have this host ask any server of its network."""
+    return _protocol(url) in {_protocol(listed) for listed in config.devices} | {""}
 
 
 def _protocol(url: str) -> str:
@@ -192,4 +197,4 @@ def make_view(record: PoolRecord, opened: Iterable[OpenedDevice], problems: dict
 
 
 __all__ = ["Opened", "belongs", "copied", "foreign", "make_view", "open_members", "refusing",
-           "suffice", "unlisted"]  # fmt: skip
+           "suffice", "trusted", "unlisted"]  # fmt: skip

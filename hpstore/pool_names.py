@@ -12,7 +12,7 @@ from pathlib import Path
 
 import tomlkit
 
-from hpstore.config import PoolConfig, load_config, registry_path, write_atomically
+from hpstore.config import PoolConfig, home, load_config, registry_path, write_atomically
 from hpstore.errors import ConfigError
 
 VARIABLE = "HPSTORE_POOLS"
@@ -21,7 +21,7 @@ VARIABLE = "HPSTORE_POOLS"
 def table_path() -> Path:
     """The table of names: the file that HPSTORE_POOLS names, else ~/.config/hpstore/pools.toml."""
     chosen = os.environ.get(VARIABLE)
-    return Path(chosen) if chosen else Path.home() / ".config" / "hpstore" / "pools.toml"
+    return Path(chosen) if chosen else home(VARIABLE) / ".config" / "hpstore" / "pools.toml"
 
 
 def read_table(file: Path) -> dict[str, Path]:

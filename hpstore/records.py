@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -93,6 +94,17 @@ class DeviceState(StrEnum):
     HEALED = "healed"  # evicted, and everything has been rebuilt since
 
 
+_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def _id(text: object) -> str:
+    """An id of a pool or a device: part of paths on this host, so it holds nothing else. Raises
+    ValueError."""
+    if not _ID.fullmatch(str(text)):
+        raise ValueError(f"{str(text)[:80]!r} is no id")
+    return str(text)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
     """What a device root says of itself (hpstore.json)."""
@@ -111,8 +123,8 @@ class Identity:
         body = unseal(data, where=where)
         try:
             return cls(
-                pool_id=str(body["pool"]),
-                device_id=str(body["device"]),
+                pool_id=_id(body["pool"]),
+                device_id=_id(body["device"]),
                 domain=str(body["domain"]),
                 weight=float(str(body["weight"])),
             )
@@ -255,7 +267,7 @@ class PoolRecord:
         try:
             return _checked(
                 cls(
-                    pool_id=str(body["pool"]),
+                    pool_id=_id(body["pool"]),
                     generation=int(str(body["generation"])),
                     nonce=str(body["nonce"]),
                     parent=str(body["parent"]),
@@ -276,8 +288,8 @@ def _checked(record: PoolRecord) -> PoolRecord:
     check_width(record.data, record.parity)
     check_unit_bytes(record.unit_bytes)
     ids = [member.device_id for member in record.members]
-    if not ids or not all(ids) or len(set(ids)) < len(ids):
-        raise ValueError("it has no members, or some without an id, or with the same one")
+    if not ids or len({_id(device) for device in ids}) < len(ids):
+        raise ValueError("it has no members, or some with the same id")
     if record.generation < 0 or any(m.weight < 0 for m in record.members):
         raise ValueError("a generation or a weight is out of range")
     return record

@@ -21,7 +21,7 @@ from hpstore.errors import (
     MembershipError,
 )
 from hpstore.handle import PoolHandle
-from hpstore.members import belongs
+from hpstore.members import belongs, trusted
 from hpstore.membership import commit_record, with_healed
 from hpstore.objects.repair import Throttle
 from hpstore.opening import identify, same_form
@@ -101,7 +101,8 @@ class TendedPool(PoolHandle):
         """
         record = self.record
         here = {same_form(url) for d, url in self.places.items() if d not in silent}
-        urls = [*self.config.devices, *(m.url for m in (*record.members, *record.evicted))]
+        known = [m.url for m in (*record.members, *record.evicted) if trusted(self.config, m.url)]
+        urls = [*self.config.devices, *known]
         return [url for url in dict.fromkeys(map(same_form, urls)) if url not in here]
 
     def look_at(self, urls: set[str]) -> dict[str, Future[str]]:

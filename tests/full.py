@@ -7,6 +7,8 @@ import os
 
 import pytest
 
+from hpstore.devices import beneath
+
 
 def no_room(patch: pytest.MonkeyPatch) -> None:
     """From now on files and directories cannot be made, and none gets longer by fallocate."""
@@ -35,6 +37,7 @@ def no_room(patch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         plain_allocate(fd, offset, length)
 
+    patch.setattr(beneath, "_supported", False)  # then it is os.open() that opens
     patch.setattr(os, "open", opened)
     patch.setattr(os, "mkdir", mkdir)
     patch.setattr(os, "posix_fallocate", allocate)

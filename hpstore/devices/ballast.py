@@ -15,6 +15,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator
 
+from hpstore.devices.beneath import is_foreign, open_beneath
 from hpstore.devices.local_io import allocate, is_full, temporary_path, unlock_and_close
 from hpstore.devices.reserve import SPARE_BYTES, Spares, plan_spares
 
@@ -98,7 +99,10 @@ class Ballast:
             if fd >= 0:
                 os.close(fd)
             return -1
-        except OSError:
+        except OSError as error:
+            if fd < 0 and is_foreign(error):
+                os.unlink(f"{BALLAST}/{spare}", dir_fd=root)  # the link, not what it leads to
+                return -1
             unlock_and_close(fd)
             raise
         return fd
@@ -129,7 +133,7 @@ class Ballast:
 
     def _names(self, root: int, kind: str) -> list[str]:
         try:
-            fd = os.open(BALLAST, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root)
+            fd = open_beneath(root, BALLAST, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
             return []
         try:
@@ -139,7 +143,7 @@ class Ballast:
 
     @contextlib.contextmanager
     def _locked(self, root: int) -> Iterator[bool]:
-        fd = os.open(BALLAST, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root)
+        fd = open_beneath(root, BALLAST, os.O_RDONLY | os.O_DIRECTORY)
         try:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -154,7 +158,7 @@ class Ballast:
         """In tmp/ first: what another one has taken must not get longer any more."""
         name = temporary_path()
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        fd = os.open(name, flags, self._file_mode, dir_fd=root)
+        fd = open_beneath(root, name, flags, self._file_mode)
         try:
             allocate(fd, SPARE_BYTES)
             os.rename(name, _name(_FILE), src_dir_fd=root, dst_dir_fd=root)

@@ -27,6 +27,7 @@ from hpstore.devices.base import (
     recycled_bytes,
     recycled_path,
 )
+from hpstore.devices.beneath import is_foreign, open_beneath
 from hpstore.devices.direct import statx_alignment
 from hpstore.devices.holds import LocalHold, hold_range, make_registers
 from hpstore.devices.local_files import LocalFiles
@@ -112,7 +113,7 @@ class LocalDevice(LocalFiles):
         return self._open(path, os.O_RDWR | os.O_CLOEXEC)
 
     def _reopen_buffered(self, path: str) -> int:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC, dir_fd=self.root_fd())
+        return open_beneath(self.root_fd(), path, os.O_RDWR)
 
     def _create(self, root: int, name: str, size_bytes: int) -> LocalWriter:
         fd = self._reuse(root, name, size_bytes)
@@ -157,8 +158,16 @@ class LocalDevice(LocalFiles):
                 fd = self._reopen(f"{RECYCLE}/{old}")
             except FileNotFoundError:
                 continue  # another writer took it
+            except OSError as error:
+                if not is_foreign(error):
+                    raise
+                self._forget_foreign(root, f"{RECYCLE}/{old}")
+                continue
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(fd).st_nlink > 1:  # it has another name, perhaps outside: not ours
+                    self._forget_foreign(root, f"{RECYCLE}/{old}")
+                    raise FileNotFoundError(old)
                 os.rename(f"{RECYCLE}/{old}", name, src_dir_fd=root, dst_dir_fd=root)
                 self._blank_header(fd)
             except (BlockingIOError, FileNotFoundError):
@@ -169,6 +178,12 @@ class LocalDevice(LocalFiles):
                 raise
             return fd
         return None
+
+    def _forget_foreign(self, root: int, path: str) -> None:
+        """Take away a name that leads to what is not ours; that is not touched."""
+        _log.warning("device %s: %s was no file of hpstore; its name was removed", self.url, path)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path, dir_fd=root)
 
     def _recycled(self, root: int) -> list[tuple[int, str]]:
         """(size, name) of files in recycle/; the name starts with the size."""
@@ -198,7 +213,7 @@ class LocalDevice(LocalFiles):
 
             def anew() -> None:
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-                fd = os.open(name, flags, self._file_mode, dir_fd=root)
+                fd = open_beneath(root, name, flags, self._file_mode)
                 self._write_small(root, fd, name, path, data)
 
             try:
@@ -237,7 +252,7 @@ class LocalDevice(LocalFiles):
                 return True
             name = temporary_path()
             try:
-                fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode, dir_fd=root)
+                fd = open_beneath(root, name, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode)
             except OSError as error:
                 if not is_full(error):
                     raise
@@ -273,7 +288,7 @@ class LocalDevice(LocalFiles):
                 elif self._may_recycle(root, size) and _unread(fd):
                     self._keep(root, fd, path, recycled_path(size))
                 else:
-                    os.unlink(path, dir_fd=root)
+                    self._unlink(root, path)
             except FileNotFoundError:
                 return
             finally:
@@ -282,7 +297,7 @@ class LocalDevice(LocalFiles):
             self._ballast.refill(root)
 
     def _keep(self, root: int, fd: int, path: str, new: str) -> None:
-        os.rename(path, new, src_dir_fd=root, dst_dir_fd=root)
+        self._move(root, path, new)
         self._sync_directory(path)
         self._sync_directory(new)
         self._blank_header(fd)
@@ -295,7 +310,7 @@ class LocalDevice(LocalFiles):
     def quarantine(self, path: str) -> None:
         with self._guard(f"quarantine of {path}") as root:
             new = f"{QUARANTINE}/{secrets.token_hex(4)}-{path.rsplit('/', 1)[-1]}"
-            os.rename(path, new, src_dir_fd=root, dst_dir_fd=root)
+            self._move(root, path, new)
             self._sync_directory(new)
             self._sync_directory(path)
             self._prune(path)
@@ -309,8 +324,13 @@ class LocalDevice(LocalFiles):
                     status = os.stat(name, dir_fd=root, follow_symlinks=False)
                     if time.time() - status.st_mtime < ORPHAN_SECONDS:
                         continue
-                    fd = os.open(name, os.O_RDWR | os.O_CLOEXEC, dir_fd=root)
+                    fd = open_beneath(root, name, os.O_RDWR)
                 except (FileNotFoundError, IsADirectoryError):
+                    continue
+                except OSError as error:
+                    if not is_foreign(error):
+                        raise
+                    os.unlink(name, dir_fd=root)  # the link, not what it leads to
                     continue
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -324,7 +344,7 @@ class LocalDevice(LocalFiles):
 
     def open(self, path: str) -> LocalReader:
         with self._guard(f"open of {path}"):
-            fd = self._open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = self._open(path, os.O_RDONLY)
             try:
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 size = os.fstat(fd).st_size
@@ -338,7 +358,7 @@ class LocalDevice(LocalFiles):
 
     def read_small(self, path: str, max_bytes: int) -> bytes:
         with self._guard(f"read of {path}") as root:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=root)
+            fd = open_beneath(root, path, os.O_RDONLY)
             try:
                 if os.fstat(fd).st_size > max_bytes:
                     raise DeviceError(f"{path} on {self.url} is larger than {max_bytes} bytes")
@@ -372,7 +392,7 @@ class LocalDevice(LocalFiles):
                 self.require_objects()
                 return
             name = f"{TMP}/{time.time_ns():020d}-probe-{secrets.token_hex(6)}"
-            fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode, dir_fd=root)
+            fd = open_beneath(root, name, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode)
             try:
                 self._probe_direct(name, fd)
             finally:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 from hpstore.devices.base import raise_device_error
+from hpstore.devices.beneath import open_beneath
 from hpstore.devices.horizons import (
     COUNTER_BYTES,
     HORIZON,
@@ -48,7 +49,7 @@ class LocalCounters(ABC):
     def _counter_file(self, name: str, flags: int) -> Iterator[int]:
         fd = -1
         try:
-            fd = os.open(name, flags | os.O_CLOEXEC, self._file_mode, dir_fd=self.root_fd())
+            fd = open_beneath(self.root_fd(), name, flags, self._file_mode)
             yield fd
         except OSError as error:
             raise_local_error(error, self.root_fd(), self.url, f"use of {name}")

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from hpstore.devices.ballast import Ballast
 from hpstore.devices.base import Entry, Stamp
+from hpstore.devices.beneath import open_beneath, parent_beneath
 from hpstore.devices.durable_names import MOST, DurableNames
 from hpstore.devices.local_counters import LocalCounters
 from hpstore.devices.local_io import gone, is_full, open_root, raise_local_error
@@ -21,7 +22,6 @@ from hpstore.keys import OBJECTS
 _log = logging.getLogger(__name__)
 _PUBLISH_TRIES = 16
 _LISTING_SECONDS = 0.05  # of listings of many directories at once
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class LocalFiles(LocalCounters):
@@ -98,14 +98,14 @@ class LocalFiles(LocalCounters):
 
     def _open(self, name: str, flags: int, mode: int = 0o600) -> int:
         if self.mode != "direct":
-            return os.open(name, flags, mode, dir_fd=self.root_fd())
+            return open_beneath(self.root_fd(), name, flags, mode)
         try:
-            return os.open(name, flags | os.O_DIRECT, mode, dir_fd=self.root_fd())
+            return open_beneath(self.root_fd(), name, flags | os.O_DIRECT, mode)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             self._fall_back(error.strerror)  # a read-only probe could not find out before
-            return os.open(name, flags & ~os.O_EXCL, mode, dir_fd=self.root_fd())
+            return open_beneath(self.root_fd(), name, flags & ~os.O_EXCL, mode)
 
     def _fall_back(self, reason: str | None) -> None:
         self.mode, self.memory_alignment = "buffered", 1
@@ -123,7 +123,8 @@ class LocalFiles(LocalCounters):
         root = self.root_fd()
         for attempt in range(_PUBLISH_TRIES):
             try:
-                os.rename(old, new, src_dir_fd=root, dst_dir_fd=root)
+                with parent_beneath(root, new) as (directory, name):
+                    os.rename(old, name, src_dir_fd=root, dst_dir_fd=directory)
             except FileNotFoundError:
                 if attempt == _PUBLISH_TRIES - 1:
                     raise
@@ -136,8 +137,11 @@ class LocalFiles(LocalCounters):
         for depth in range(1, len(parts) + 1):
             name = "/".join(parts[:depth])
             try:
-                with contextlib.suppress(FileExistsError, FileNotFoundError):
-                    os.mkdir(name, self._directory_mode, dir_fd=root)
+                with (
+                    contextlib.suppress(FileExistsError, FileNotFoundError),
+                    parent_beneath(root, name) as (directory, last),
+                ):
+                    os.mkdir(last, self._directory_mode, dir_fd=directory)
             except OSError as error:
                 if not (vital and is_full(error) and self._ballast.take_directory(root, name)):
                     raise
@@ -160,7 +164,7 @@ class LocalFiles(LocalCounters):
             while parts and not known:
                 name = "/".join(parts)
                 flags = os.O_RDONLY | os.O_DIRECTORY
-                climbed.append((name, os.open(name, flags, dir_fd=root)))
+                climbed.append((name, open_beneath(root, name, flags)))
                 os.fsync(climbed[-1][1])
                 known = durable.known(*climbed[-1])
                 if len(climbed) > MOST + 2:  # a key may have hundreds of parts
@@ -190,7 +194,7 @@ class LocalFiles(LocalCounters):
 
     def _scan(self, path: str, root: int) -> list[Entry]:
         try:
-            fd = os.open(path or ".", _DIRECTORY, dir_fd=root)
+            fd = open_beneath(root, path or ".", os.O_RDONLY | os.O_DIRECTORY)
         except (FileNotFoundError, NotADirectoryError):
             if path.startswith(OBJECTS):
                 self.require_objects()
@@ -219,15 +223,25 @@ class LocalFiles(LocalCounters):
     def delete(self, path: str) -> None:
         with self._guard(f"delete of {path}") as root:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(path, dir_fd=root)
+                self._unlink(root, path)
             self._prune(path)
+
+    def _unlink(self, root: int, path: str) -> None:
+        with parent_beneath(root, path) as (directory, name):
+            os.unlink(name, dir_fd=directory)
+
+    def _move(self, root: int, path: str, new: str) -> None:
+        """Rename to a name in one of the top directories."""
+        with parent_beneath(root, path) as (directory, name):
+            os.rename(name, new, src_dir_fd=directory, dst_dir_fd=root)
 
     def _prune(self, path: str) -> None:
         """Remove directories that became empty, below the top ones."""
         parts = path.split("/")[:-1]
         while len(parts) > 1:
             try:
-                os.rmdir("/".join(parts), dir_fd=self.root_fd())
+                with parent_beneath(self.root_fd(), "/".join(parts)) as (directory, name):
+                    os.rmdir(name, dir_fd=directory)
             except OSError:
                 return
             parts.pop()

@@ -17,6 +17,7 @@ from typing import NoReturn, Protocol
 from hpstore.buffers import aligned_array
 from hpstore.codec.galois import Bytes
 from hpstore.devices.base import TMP, raise_device_error
+from hpstore.devices.beneath import open_beneath
 from hpstore.devices.horizons import HorizonGuard
 from hpstore.errors import DeviceError, DeviceFull, DeviceMissing, ReadAbandoned
 from hpstore.geometry import ALIGNMENT_BYTES
@@ -166,7 +167,7 @@ class LocalReader:
     """
 
     def __init__(self, url: str, fd: int, size_bytes: int) -> None:
-        self._url, self.size_bytes = url, size_bytes
+        self._url, self.size_bytes, self._owner = url, size_bytes, os.getpid()
         # No lock, which a fork could find taken: each step below is one operation of the
         # interpreter, and `_closing` is set before `_reading` is looked at.
         self._file = [fd]  # empty once closed
@@ -212,6 +213,15 @@ class LocalReader:
             # a network or FUSE file system may fail here; that says nothing of verified bytes
             with contextlib.suppress(OSError):
                 unlock_and_close(fd)
+
+    def __del__(self) -> None:
+        """Who forgets to close a reader keeps no descriptor, and no lock, for good."""
+        files = getattr(self, "_file", [])
+        with contextlib.suppress(IndexError, OSError):
+            if self._owner == os.getpid():
+                unlock_and_close(files.pop())
+            else:
+                os.close(files.pop())  # a fork's copy: the lock is the parent's
 
 
 def open_root(url: str) -> tuple[int, tuple[int, int]]:
@@ -272,7 +282,7 @@ def names_normalise(root: int) -> bool:
     """Whether a file is found under another Unicode form of its name (ZFS with normalization=formD,
     HFS+, some SMB mounts), though the case of names counts."""
     stem = f"{TMP}/{time.time_ns():020d}-{secrets.token_hex(6)}-"
-    fd = os.open(f"{stem}\u00e9", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=root)
+    fd = open_beneath(root, f"{stem}\u00e9", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         os.stat(f"{stem}e\u0301", dir_fd=root)
     except FileNotFoundError:
@@ -287,7 +297,7 @@ def note_names(root: int, mode: int) -> None:
     """Of a new device: where names are not kept apart, say so for good, so that keys are escaped
     there wherever its files are copied to (PROTOCOL 13). A device made before keeps its names."""
     if names_fold(root) or names_normalise(root):
-        os.close(os.open(ESCAPED_NAMES, os.O_WRONLY | os.O_CREAT, mode, dir_fd=root))
+        os.close(open_beneath(root, ESCAPED_NAMES, os.O_WRONLY | os.O_CREAT, mode))
 
 
 def aligned_copy(buffer: Bytes) -> Bytes:

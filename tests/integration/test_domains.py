@@ -11,7 +11,7 @@ import pytest
 from hpstore.config import PoolConfig, load_config, save_config
 from hpstore.errors import MembershipError, ObjectNotFound, TooFewDevices
 from hpstore.members import unlisted
-from hpstore.records import Member, PoolRecord
+from hpstore.records import DeviceState, Member, PoolRecord
 from hpstore.testing.harness import Harness
 
 SHAPES = [(4, 4, 4, 2), (3, 6, 6, 3)]
@@ -148,3 +148,18 @@ def test_a_record_cannot_send_a_host_to_other_protocols(tmp_path: Path, url: str
     assert unlisted(config, grown("gs://bucket/c"), {*known, "d9"}) == []
     longer = replace(config, devices=("/mnt/a", "gs://bucket/b", "/mnt/c", "/mnt/d", "/mnt/e"))
     assert unlisted(longer, grown("gs://bucket/c"), known) == []  # it has all, elsewhere
+
+
+def test_an_evicted_devices_place_is_looked_at_by_the_settings_protocols_alone(
+    tmp_path: Path,
+) -> None:
+    """t19_ssrf: one forged record had the agent, and readmit, ask a server of the network."""
+    harness = Harness(tmp_path, data=2, parity=1, devices=4)
+    with harness.open() as pool:
+        url = "http://10.0.0.1/latest/meta-data"
+        gone = Member(device_id="f" * 32, url=url, domain="x", state=DeviceState.EVICTED)
+        view = pool._store.view
+        pool._store.view = replace(view, record=replace(view.record, evicted=(gone,)))
+        assert url not in pool.away(())
+        with pytest.raises(MembershipError, match="settings use no such protocol"):
+            pool._find_device(gone)

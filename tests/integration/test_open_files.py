@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import logging
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,3 +92,56 @@ def test_shards_that_are_opened_again_are_counted_and_told_once(
     said = [record.message for record in caplog.records if "opened again" in record.message]
     assert len(said) == 1
     assert "ulimit -n" in said[0]
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_readers_that_are_forgotten_keep_no_files(pool: Pool) -> None:
+    """t11_rd: each kept one of every column, deleted ones too, beyond the pool's own end."""
+    pool.put("a", os.urandom(1 << 20))
+    pool.reader("a").close()
+    before = descriptors()
+    for _ in range(50):
+        pool.reader("a")
+    gc.collect()
+    assert descriptors() <= before + 2  # a thread of the pool may be at something
+    target = bytearray(10)
+    with pool.reader("a") as kept:
+        assert kept.read_into(target) == 10
+
+
+def locked(path: Path) -> bool:
+    """Whether somebody reads the file, so that it is not recycled."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def test_a_forked_child_that_forgets_a_reader_leaves_the_parents_lock(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """PROTOCOL 11: a file that is read is not recycled."""
+    body = os.urandom(1 << 20)
+    pool.put("a", body)
+    reader = pool.reader("a")
+    paths = list(tmp_path.glob("*/objects/a/@*"))
+    read = [path for path in paths if locked(path)]
+    assert read
+    child = os.fork()
+    if not child:
+        del reader
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert [path for path in paths if locked(path)] == read
+    target = bytearray(len(body))
+    assert reader.read_into(target) == len(body)
+    assert target == body
+    reader.close()

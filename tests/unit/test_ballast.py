@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpstore.buffers import aligned_array
+from hpstore.devices import beneath
 from hpstore.devices.base import TMP
 from hpstore.devices.horizons import HORIZON, MARK
 from hpstore.devices.local import LocalDevice
@@ -193,6 +194,7 @@ def test_a_quota_counts_as_full(
             raise OSError(number, os.strerror(number))
         return plain(path, flags, *args, **options)  # type: ignore[arg-type]
 
+    monkeypatch.setattr(beneath, "_supported", False)  # then it is os.open() that opens
     monkeypatch.setattr(os, "open", refused)
     with pytest.raises(DeviceFull, match=os.strerror(number)):
         device.create(PAGE)

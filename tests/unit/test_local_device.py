@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hpstore.devices import beneath
 from hpstore.devices.base import RECYCLE, TMP
 from hpstore.devices.horizons import MARK, HorizonGuard
 from hpstore.devices.local import LocalDevice
@@ -211,6 +212,7 @@ def no_direct(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return real(path, flags, mode, dir_fd=dir_fd)
 
+    monkeypatch.setattr(beneath, "_supported", False)  # then it is os.open() that opens
     monkeypatch.setattr(os, "open", refuse)
 
 

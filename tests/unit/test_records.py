@@ -111,6 +111,10 @@ def test_a_missing_field_is_damage(record: Record, decode: Callable[[bytes], Rec
         {"members": []}, {"unit_bytes": 0}, {"unit_bytes": 4097}, {"unit_bytes": 1 << 40},
         {"data": 0}, {"data": -4, "parity": 100}, {"parity": 0}, {"data": 1 << 20},
         {"generation": -1},
+        {"pool": "../../home"}, {"pool": "/etc"}, {"pool": ""}, {"pool": "a\nb"},
+        {"pool": "x" * 65}, {"pool": "."},
+        {"members": [{"device": "../x", "url": "b", "domain": "c", "weight": 1,
+                      "state": "online"}]},
         {"members": [{"device": "", "url": "b", "domain": "c", "weight": 1, "state": "online"}]},
         {"members": 2 * [{"device": "a", "url": "b", "domain": "c", "weight": 1,
                           "state": "online"}]},
@@ -122,6 +126,15 @@ def test_a_malformed_membership_is_damage(change: dict[str, object]) -> None:
     body = unseal(POOL.encode(), where="x")
     with pytest.raises(IntegrityError, match="malformed"):
         PoolRecord.decode(seal({**body, **change}), where="x")
+
+
+@pytest.mark.parametrize("name", ["pool", "device"])
+@pytest.mark.parametrize("text", ["../../home", "/etc", "", "a b", "é", "x" * 65, 7.5])
+def test_an_identity_that_would_be_a_path_is_damage(name: str, text: object) -> None:
+    """t2_poolid: ids are parts of paths on this host; locks and states went wherever one led."""
+    body = unseal(IDENTITY.encode(), where="x")
+    with pytest.raises(IntegrityError, match="is no id"):
+        Identity.decode(seal({**body, name: text}), where="x")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from hpstore.config import PoolConfig, find_config, register, registry_path, save_config
+from hpstore.config import (
+    PoolConfig,
+    Settings,
+    find_config,
+    register,
+    registry_path,
+    save_config,
+)
 from hpstore.errors import ConfigError
 
 
@@ -87,3 +94,18 @@ def test_a_folder_of_the_same_name_does_not_hide_a_pool(home: Path, tmp_path: Pa
     register(config)
     Path("train").mkdir()
     assert find_config("train").path == config.path
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """t18_nohome2: a container that runs as a number; it was a RuntimeError."""
+
+    def none() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", none)
+    monkeypatch.delenv("HPSTORE_POOLS", raising=False)
+    with pytest.raises(ConfigError, match="HPSTORE_POOLS"):
+        registry_path("train")
+    with pytest.raises(ConfigError, match="state_directory"):
+        Settings().state_path("p")
+    assert Settings(run_directory="/r").state_path("p") == Path("/r/p")

@@ -1,0 +1,86 @@
+"""Names on a device are names beneath its root: no symbolic link leads out, no pipe is waited for.
+
+A device may come from elsewhere, or be written to by another user. A link where a file or directory
+of ours should be would let a put, a repair or a delete change files anywhere on the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import stat
+from collections.abc import Iterator
+
+_OPENAT2 = 437  # openat2(2), Linux 5.6; one number on all architectures but Alpha
+_NO_SYMLINKS, _BENEATH = 0x04, 0x08
+_libc = ctypes.CDLL(None, use_errno=True)
+_supported = True
+
+
+class _How(ctypes.Structure):
+    """struct open_how."""
+
+    _fields_ = (
+        ("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64)
+    )  # fmt: skip
+
+
+def open_beneath(root: int, path: str, flags: int, mode: int = 0o600) -> int:
+    """os.open() of a path relative to `root` of which no component is a symbolic link.
+
+    Raises OSError: ELOOP where one is, ENXIO for what is no regular file or directory. On a kernel
+    without openat2 only the last component is looked at.
+    """
+    if flags & os.O_DIRECTORY:
+        return _open(root, path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    fd = _open(root, path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    kind = os.fstat(fd).st_mode
+    if stat.S_ISDIR(kind) or stat.S_ISREG(kind):
+        return fd
+    os.close(fd)
+    raise OSError(errno.ENXIO, "no regular file", path)
+
+
+def _open(root: int, path: str, flags: int, mode: int) -> int:
+    global _supported
+    while _supported:
+        how = _How(flags, mode if flags & os.O_CREAT else 0, _NO_SYMLINKS | _BENEATH)
+        fd = int(_libc.syscall(
+            ctypes.c_long(_OPENAT2), ctypes.c_int(root), ctypes.c_char_p(os.fsencode(path)),
+            ctypes.byref(how), ctypes.c_size_t(ctypes.sizeof(how)),
+        ))  # fmt: skip
+        if fd >= 0:
+            return fd
+        number = ctypes.get_errno()
+        if number in (errno.EINTR, errno.EAGAIN):
+            continue
+        if number not in (errno.ENOSYS, errno.EPERM):
+            raise OSError(number, os.strerror(number), path)
+        fd = os.open(path, flags, mode, dir_fd=root)  # EPERM: of the file, or a sandbox refuses
+        _supported = number == errno.EPERM
+        return fd
+    return os.open(path, flags, mode, dir_fd=root)
+
+
+@contextlib.contextmanager
+def parent_beneath(root: int, path: str) -> Iterator[tuple[int, str]]:
+    """A descriptor of the directory of `path`, as open_beneath opens it, and the name in it."""
+    parent, _, name = path.rpartition("/")
+    if not parent:
+        yield root, name
+        return
+    fd = open_beneath(root, parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield fd, name
+    finally:
+        os.close(fd)
+
+
+def is_foreign(error: OSError) -> bool:
+    """Whether open_beneath refused something that is not ours: a link, a pipe, a device node."""
+    return error.errno in (errno.ELOOP, errno.ENXIO)
+
+
+__all__ = ["is_foreign", "open_beneath", "parent_beneath"]
