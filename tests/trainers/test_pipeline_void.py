@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -247,3 +249,43 @@ def apart(rank: int, world: int, directory: Path) -> None:
 def test_ranks_at_different_steps_train_no_further(directory: Path) -> None:
     """aa_one_rank_void: it was noticed at the next save, ten steps later."""
     launch(directory, 2, apart)
+
+
+class Noisy(Part):
+    """Draws from all three sources in each forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        keep = (random.random() > 0.3) * float(np.random.random() > 0.3)
+        return super().forward(torch.nn.functional.dropout(x, 0.3)) * (0.5 + keep)
+
+
+def seeded(rank: int, world: int, directory: Path, until: int, fresh: int) -> None:
+    """Steps up to `until`, from the newest checkpoint; their losses to a file."""
+    pool = open_pool(directory)
+    name = "whole" if fresh else "cut"
+    trainer = build(pool, "gpipe", prefix=name, part=Noisy)
+    start = trainer.hooks.restore(trainer.stages, trainer.optimizer)
+    if not start:
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+    losses = {}
+    while trainer.hooks.completed < until:
+        losses[trainer.hooks.completed] = trainer.hooks.step(
+            trainer.schedule, trainer.optimizer
+        ).loss
+    trainer.hooks.save().result()
+    (directory / f"{name}-{start}-{rank}.json").write_text(json.dumps(losses))
+    trainer.close()
+    dist.barrier()
+
+
+def test_a_resumed_run_draws_the_same_random_numbers(directory: Path) -> None:
+    """k_random_state: torch tries the shapes out again in the resumed job, and forks its own
+    generators at most around that."""
+    launch(directory, 2, seeded, 4, 1)
+    launch(directory, 2, seeded, 2, 0)
+    launch(directory, 2, seeded, 4, 0)
+    whole = json.loads((directory / "whole-0-1.json").read_text())
+    resumed = json.loads((directory / "cut-2-1.json").read_text())
+    assert resumed == {step: whole[step] for step in ("3", "4")}

@@ -16,6 +16,7 @@ from hpstore.checkpoint import Checkpointer, SaveHandle
 from hpstore.checkpoint.gates import CopyGate
 from hpstore.checkpoint.modules import module_state
 from hpstore.checkpoint.ranks import Channel, Ranks
+from hpstore.checkpoint.training import rng_state, set_rng_state
 from hpstore.closing import Closing
 from hpstore.errors import CheckpointError, ConfigError, FormatTooNew, StepBroken
 from hpstore.loaders import DataLoader
@@ -116,7 +117,7 @@ class PipelineHooks(Closing):
         self.stages, self.num_stages = tuple(sorted(stages)), num_stages
         self.every, self.lazy, self.microbatches = every, lazy, microbatches
         self.snapshot, self.skip_nonfinite = snapshot, skip_nonfinite
-        self._ckpt, self._before_optimizer = ckpt, before_optimizer
+        self._ckpt, self._loader, self._before_optimizer = ckpt, loader, before_optimizer
         self._group = pipeline_group(group, mesh)
         self.gate = CopyGate(blocks=snapshot == "bubbles")
         if ckpt is not None:
@@ -128,7 +129,6 @@ class PipelineHooks(Closing):
         self.place = placed([Standing.of_json(text) for text in heard], self._ranks.rank)
         first, last = 0 in self.stages, num_stages - 1 in self.stages
         self._supply = Supply(loader, first=first, last=last, inputs=inputs, target=target)
-        self._loader = loader
         if self._supply.fed and loader is not None:
             loader.read_as(self.place.replica, self.place.replicas)
         self._step = self._weights = self._microbatches = 0
@@ -316,10 +316,11 @@ class PipelineHooks(Closing):
             return
         self._seen, self._recorder.events_outside = schedule, 0
         self._plan = plan_of(schedule, self.num_stages)
-        buffers = Buffers(stage.submod for stage in self._stages)
+        buffers, drawn = Buffers(stage.submod for stage in self._stages), rng_state()
 
         def put_back() -> None:
             buffers.put_back()
+            set_rng_state(drawn)
             self._counters["buffers_put_back_total"] += buffers.changed
 
         self._recorder.before_first = put_back
