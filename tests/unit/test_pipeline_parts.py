@@ -28,6 +28,7 @@ from hpstore.trainers.pipelining.stages import (
     Held,
     counted_elsewhere,
     merged,
+    require_free_names,
     require_own_names,
 )
 
@@ -425,3 +426,11 @@ def test_a_recorder_opens_the_gate_whatever_happens() -> None:
     assert (event.stage, event.kind, event.microbatch) == (1, "I", 3)
     assert event.begin <= event.end
     assert recorder.hook_seconds > 0
+
+
+@pytest.mark.parametrize("name", ["lr_scheduler", "grad_scaler", "model", "pipeline"])
+def test_names_that_mean_something_else_are_refused(name: str) -> None:
+    """m_more_names: lr_scheduler= was saved, and never stepped."""
+    with pytest.raises(ConfigError, match=name):
+        require_free_names([name, "ema"])
+    require_free_names(["ema", "mine"])

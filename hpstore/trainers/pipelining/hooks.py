@@ -54,6 +54,7 @@ from hpstore.trainers.pipelining.stages import (
     bare,
     counted_elsewhere,
     merged,
+    require_free_names,
     require_own_names,
     require_own_parameters,
     require_own_stages,
@@ -132,7 +133,7 @@ class PipelineHooks(Closing):
         if self._supply.fed and loader is not None:
             loader.read_as(self.place.replica, self.place.replicas)
         self._step = self._weights = self._microbatches = 0
-        self._ledger, self._loader_state = Ledger(), _started(loader, self._supply)
+        self._ledger, self._loader_state = Ledger(), self._supply.position()
         self._state: dict[str, Any] = {}
         self._stages: list[PipelineStage] = []
         self._elsewhere: frozenset[str] = frozenset()  # tied tensors that an earlier rank counts
@@ -172,15 +173,19 @@ class PipelineHooks(Closing):
         scheduler: Any = None,
         scaler: Any = None,
         tied: Iterable[str] = (),
+        step: int | None = None,
+        strict: bool = True,
         **more: Any,
     ) -> int:
-        """Take part in checkpoints with these, go on from the newest one; the step to go on with.
+        """Take part in checkpoints with these, go on from the newest or `step`; the step to go on at.
 
         Written by another number of stages, it fits by the names of the tensors, which must be
         those of the whole model. `scheduler`, `scaler`: stepped after the optimizer, saved. `tied`:
-        names that several stages have on purpose, kept equal by you. `more`: saved with the rest.
-        Raises ConfigError for names that two stages have, CheckpointMismatch. Collective.
+        names that several stages have on purpose, kept equal by you. `strict`: as Checkpointer has
+        it. `more`: saved with the rest, alike on all ranks (what each has for itself goes into
+        ckpt.per_rank()). Raises ConfigError for names of two stages, CheckpointMismatch.
         """
+        require_free_names(more)
         self._stages = list(stage) if isinstance(stage, (list, tuple)) else [stage]  # type: ignore[list-item]
         model = self._agreed_model(optimizer, tuple(tied), scaled=scaler is not None)
         if self._counting is not None:
@@ -192,7 +197,7 @@ class PipelineHooks(Closing):
             if value is not None:
                 self._state[name] = value
         if self._ckpt is not None:
-            self._ckpt.restore(self._state)
+            self._ckpt.restore(self._state, step, strict=strict)
         self._scaling.begin(scaler, optimizer, self._device)
         return self._step
 
@@ -490,11 +495,6 @@ class PipelineHooks(Closing):
         """Stop fetching. The checkpointer and the loader stay the caller's. Idempotent."""
         self.gate.open()
         self._supply.close()
-
-
-def _started(loader: DataLoader | None, supply: Supply) -> dict[str, Any] | None:
-    """The loader's state before the first step, where data are read."""
-    return loader.state_dict() if loader is not None and supply.fed else None
 
 
 __all__ = ["STATE_VERSION", "PipelineHooks"]

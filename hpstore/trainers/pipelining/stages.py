@@ -17,6 +17,10 @@ from hpstore.trainers.pipelining.agreement import NONE, Votes
 from hpstore.trainers.pipelining.events import NO_MICROBATCH, Recorder
 
 S = TypeVar("S", bound=PipelineStage)
+RESERVED = ("model", "optimizer", "pipeline", "scheduler", "scaler")  # in a pipeline's state
+MEANT = {"lr_scheduler": "scheduler", "schedulers": "scheduler", "lr_schedulers": "scheduler",
+         "grad_scaler": "scaler", "gradscaler": "scaler", "optim": "optimizer",
+         "tie": "tied", "ckpt_step": "step"}  # fmt: skip
 
 
 # Any below: torch's own signatures, which differ from version to version and are passed on
@@ -202,6 +206,21 @@ def counted_elsewhere(
     return frozenset(name for name in tied if name in held[rank].names and name in earlier)
 
 
+def require_free_names(more: Iterable[str]) -> None:
+    """Raise ConfigError for further values of restore() under names that mean something else."""
+    for name in more:
+        if name in MEANT:
+            raise ConfigError(
+                f"restore({name}=) would only save it and step nothing: say {MEANT[name]}=, or "
+                "give it another name. Nothing was changed."
+            )
+        if name in RESERVED:
+            raise ConfigError(
+                f"restore({name}=): a pipeline's state has {', '.join(RESERVED)} for itself; give "
+                "it another name. Nothing was changed."
+            )
+
+
 class Buffers:
     """The buffers of stages before torch tries their shapes out.
 
@@ -229,6 +248,7 @@ __all__ = [
     "bare",
     "counted_elsewhere",
     "merged",
+    "require_free_names",
     "require_own_names",
     "twice",
     "watched",

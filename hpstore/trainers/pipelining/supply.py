@@ -49,6 +49,10 @@ class Supply:
         """Whether this rank reads data."""
         return self.first or self.last
 
+    def position(self) -> dict[str, Any] | None:
+        """The loader's state before the first step; None where no data are read."""
+        return self._loader.state_dict() if self._loader is not None and self.fed else None
+
     @property
     def late_microbatches(self) -> int:
         """Of this step: those that were waited for."""
