@@ -177,7 +177,7 @@ class PipelineHooks(Closing):
         strict: bool = True,
         **more: Any,
     ) -> int:
-        """Take part in checkpoints with these, go on from the newest or `step`; the step to go on at.
+        """Take part in checkpoints with these; go on from the newest, or `step`, which is returned.
 
         Written by another number of stages, it fits by the names of the tensors, which must be
         those of the whole model. `scheduler`, `scaler`: stepped after the optimizer, saved. `tied`:
