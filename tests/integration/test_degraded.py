@@ -100,7 +100,7 @@ def test_a_device_failing_in_mid_put_leaves_a_debt_that_is_paid(
 ) -> None:
     """PROTOCOL 5: acknowledged short of the full stripe with a durable debt; the next open pays."""
     harness = Harness(tmp_path, data=3, parity=2, devices=5)
-    data = payload(900_000)
+    data = payload(3_000_000)  # more than what is put by one call a device
     with harness.open(faulty({harness.urls[1]: f"W{letter}*"})) as pool:
         info = pool.put("k", data)
         assert info.losses_tolerated == 1
@@ -116,13 +116,13 @@ def test_an_older_version_stays_while_the_newer_has_a_debt(tmp_path: Path) -> No
     """PROTOCOL 8: what was settled is removed only when the newer version is settled, too."""
     harness = Harness(tmp_path, data=2, parity=2, devices=4)
     with harness.open() as pool:
-        pool.put("k", payload(400_000, 1))
+        pool.put("k", payload(3_000_000, 1))
     older = set(harness.columns("k"))
     with harness.open(faulty({harness.urls[0]: "WE*"})) as pool:
-        pool.put("k", payload(400_000, 2))
+        pool.put("k", payload(3_000_000, 2))
         assert older < set(harness.columns("k"))
     with harness.open() as pool:
-        assert pool.get("k") == payload(400_000, 2)
+        assert pool.get("k") == payload(3_000_000, 2)
         assert len(harness.columns("k")) == len(older)
         assert not older & set(harness.columns("k"))
 

@@ -279,5 +279,24 @@ def test_nothing_of_a_small_object_has_a_name_before_all_of_it_is_durable(
         assert pool.scrub().clean
 
 
+@pytest.mark.parametrize("size", [300_000, ONE_CALL_BYTES])
+def test_a_put_by_one_call_a_device_takes_a_narrower_stripe_rather_than_a_debt(
+    tmp_path: Path, size: int
+) -> None:
+    """PROTOCOL 3, 5: little has moved when a device fails, so the plan is made anew, with full
+    parity; the stripe grows again once the device is back."""
+    harness = Harness(tmp_path, data=3, parity=2, devices=5)
+    with harness.open(partial(_logging, [], {f"write {harness.urls[1]}"})) as pool:
+        info = pool.put("k", payload(size))
+        assert (info.data, info.losses_tolerated) == (2, 2)
+        assert pool.status().debts == 0
+        assert pool.get("k") == payload(size)
+    with harness.open() as pool:
+        pool.rebuild()
+        assert (pool.stat("k").data, pool.stat("k").losses_tolerated) == (3, 2)
+        assert pool.get("k") == payload(size)
+        assert pool.scrub().clean
+
+
 def _logging(log: list[tuple[str, str]], broken: set[str], _: str, device: Device) -> Device:
     return Logging(device, log, broken)

@@ -16,6 +16,7 @@ import hpstore
 from hpstore.loaders import DataLoader, Dataset
 from tests.integration.loader_cases import PLAIN, flat, labels, write
 from tests.integration.ranks import launch, make_pool, open_pool
+from tests.thorough import LONG
 
 lightning = pytest.importorskip("lightning.pytorch")
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
@@ -142,7 +143,7 @@ def two_ranks(rank: int, world: int, directory: Path, early: bool) -> None:
         (directory / f"predicted-{rank}").write_text(json.dumps(predicted))
 
 
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("early", [True, *([False] if LONG else [])])
 def test_two_ranks_share_each_epoch_and_resume(directory: Path, early: bool) -> None:
     """DDP over gloo: sharded once and by us, shuffled by us, also when the loader is made before
     the process group; validate and predict have every sample once."""
