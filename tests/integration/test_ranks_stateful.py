@@ -31,6 +31,7 @@ from tests.integration.ranks import (
     train,
     values,
 )
+from tests.thorough import LONG
 
 # Any below: states hold whatever a trainer puts there
 
@@ -141,7 +142,10 @@ def load_ways(rank: int, world: int, directory: Path, kind: str) -> None:
             assert torch.equal(full(tensor), wanted[name]), name
 
 
-@pytest.mark.parametrize(("saved", "worlds"), [("fsdp", (2, 3)), ("2d", (4, 2))])
+MESHES = [("2d", (4, 2)), *([("fsdp", (2, 3))] if LONG else [])]
+
+
+@pytest.mark.parametrize(("saved", "worlds"), MESHES)
 def test_sharded_tensors_in_objects_load_on_other_meshes(
     tmp_path: Path, saved: str, worlds: tuple[int, int]
 ) -> None:
