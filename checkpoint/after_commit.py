@@ -58,11 +58,18 @@ class AfterCommits:
                 self._flush()
 
     def _flush(self) -> None:
-        report, self._newest, self._bytes = self._newest, None, 0
-        steps = self._steps
-        self._last = self._clock()
-        if report is None or fence_session(steps.pool, steps.prefix) != self._session:
+        """What is left stays for the next look when this is interrupted, or when it is unclear who
+        saves here."""
+        report, steps, self._last = self._newest, self._steps, self._clock()
+        session = fence_session(steps.pool, steps.prefix)
+        if session is None:
             return
+        if report is not None and session == self._session:
+            self._see_to(report)
+        self._newest, self._bytes = None, 0
+
+    def _see_to(self, report: SaveReport) -> None:
+        steps = self._steps
         if report.spare_columns >= steps.pool.parity and steps.is_whole(report.step):
             steps.retain(report.step, self._retention)
             note_expiring(steps, report.step, self._retention)

@@ -230,7 +230,7 @@ class Steps:
 
     def _delete_all(self, steps: Sequence[int]) -> None:
         """As delete, of steps that nothing protects, with one look at what is still named for many
-        of them. One that another process has removed meanwhile is no error."""
+        of them. Steps that another process has removed by then are skipped."""
         for at in range(0, len(steps), _STEPS_AT_ONCE):
             segments: set[str] = set()
             for step in steps[at : at + _STEPS_AT_ONCE]:

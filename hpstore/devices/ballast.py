@@ -15,7 +15,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator
 
-from hpstore.devices.beneath import is_foreign, open_beneath
+from hpstore.devices.beneath import is_foreign, open_beneath, rename_beneath
 from hpstore.devices.local_io import allocate, is_full, temporary_path, unlock_and_close
 from hpstore.devices.reserve import SPARE_BYTES, Spares, plan_spares
 
@@ -94,7 +94,7 @@ class Ballast:
             if os.fstat(fd).st_nlink > 1:  # a power cut has left it another name
                 os.unlink(f"{BALLAST}/{spare}", dir_fd=root)
                 raise FileNotFoundError(spare)
-            os.rename(f"{BALLAST}/{spare}", name, src_dir_fd=root, dst_dir_fd=root)
+            rename_beneath(root, f"{BALLAST}/{spare}", name)
         except (FileNotFoundError, BlockingIOError, PermissionError):  # another user's
             if fd >= 0:
                 os.close(fd)
@@ -112,7 +112,7 @@ class Ballast:
         self._drawn = True
         for name in self._names(root, _DIRECTORY):
             try:
-                os.rename(f"{BALLAST}/{name}", path, src_dir_fd=root, dst_dir_fd=root)
+                rename_beneath(root, f"{BALLAST}/{name}", path)
             except FileNotFoundError:
                 continue  # another one took it
             except OSError as error:
@@ -161,7 +161,7 @@ class Ballast:
         fd = open_beneath(root, name, flags, self._file_mode)
         try:
             allocate(fd, SPARE_BYTES)
-            os.rename(name, _name(_FILE), src_dir_fd=root, dst_dir_fd=root)
+            rename_beneath(root, name, _name(_FILE))
         except OSError:
             os.unlink(name, dir_fd=root)
             raise

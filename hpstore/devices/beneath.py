@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import logging
 import os
 import stat
 from collections.abc import Iterator
 
+_log = logging.getLogger(__name__)
 _OPENAT2 = 437  # openat2(2), Linux 5.6; one number on all architectures but Alpha
 _NO_SYMLINKS, _BENEATH = 0x04, 0x08
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -58,10 +60,20 @@ def _open(root: int, path: str, flags: int, mode: int) -> int:
             continue
         if number not in (errno.ENOSYS, errno.EPERM):
             raise OSError(number, os.strerror(number), path)
-        fd = os.open(path, flags, mode, dir_fd=root)  # EPERM: of the file, or a sandbox refuses
-        _supported = number == errno.EPERM
+        fd = os.open(path, flags, mode, dir_fd=root)  # raises EPERM where it is the file's
+        _supported = False  # the kernel or a sandbox has refused
+        _log.warning(
+            "openat2 is not available (%s): only the last component of a name on a device is "
+            "checked for symbolic links", os.strerror(number),
+        )  # fmt: skip
         return fd
     return os.open(path, flags, mode, dir_fd=root)
+
+
+def rename_beneath(root: int, old: str, new: str) -> None:
+    """os.rename() within a device."""
+    with parent_beneath(root, old) as (here, name), parent_beneath(root, new) as (there, last):
+        os.rename(name, last, src_dir_fd=here, dst_dir_fd=there)
 
 
 @contextlib.contextmanager
@@ -83,4 +95,4 @@ def is_foreign(error: OSError) -> bool:
     return error.errno in (errno.ELOOP, errno.ENXIO)
 
 
-__all__ = ["is_foreign", "open_beneath", "parent_beneath"]
+__all__ = ["is_foreign", "open_beneath", "parent_beneath", "rename_beneath"]

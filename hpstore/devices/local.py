@@ -27,7 +27,7 @@ from hpstore.devices.base import (
     recycled_bytes,
     recycled_path,
 )
-from hpstore.devices.beneath import is_foreign, open_beneath
+from hpstore.devices.beneath import is_foreign, open_beneath, rename_beneath
 from hpstore.devices.direct import statx_alignment
 from hpstore.devices.holds import LocalHold, hold_range, make_registers
 from hpstore.devices.local_files import LocalFiles
@@ -168,7 +168,7 @@ class LocalDevice(LocalFiles):
                 if os.fstat(fd).st_nlink > 1:  # it has another name, perhaps outside: not ours
                     self._forget_foreign(root, f"{RECYCLE}/{old}")
                     raise FileNotFoundError(old)
-                os.rename(f"{RECYCLE}/{old}", name, src_dir_fd=root, dst_dir_fd=root)
+                rename_beneath(root, f"{RECYCLE}/{old}", name)
                 self._blank_header(fd)
             except (BlockingIOError, FileNotFoundError):
                 os.close(fd)
@@ -297,7 +297,7 @@ class LocalDevice(LocalFiles):
             self._ballast.refill(root)
 
     def _keep(self, root: int, fd: int, path: str, new: str) -> None:
-        self._move(root, path, new)
+        rename_beneath(root, path, new)
         self._sync_directory(path)
         self._sync_directory(new)
         self._blank_header(fd)
@@ -310,7 +310,7 @@ class LocalDevice(LocalFiles):
     def quarantine(self, path: str) -> None:
         with self._guard(f"quarantine of {path}") as root:
             new = f"{QUARANTINE}/{secrets.token_hex(4)}-{path.rsplit('/', 1)[-1]}"
-            self._move(root, path, new)
+            rename_beneath(root, path, new)
             self._sync_directory(new)
             self._sync_directory(path)
             self._prune(path)

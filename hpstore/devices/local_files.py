@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from hpstore.devices.ballast import Ballast
 from hpstore.devices.base import Entry, Stamp
-from hpstore.devices.beneath import open_beneath, parent_beneath
+from hpstore.devices.beneath import open_beneath, parent_beneath, rename_beneath
 from hpstore.devices.durable_names import MOST, DurableNames
 from hpstore.devices.local_counters import LocalCounters
 from hpstore.devices.local_io import gone, is_full, open_root, raise_local_error
@@ -123,8 +123,7 @@ class LocalFiles(LocalCounters):
         root = self.root_fd()
         for attempt in range(_PUBLISH_TRIES):
             try:
-                with parent_beneath(root, new) as (directory, name):
-                    os.rename(old, name, src_dir_fd=root, dst_dir_fd=directory)
+                rename_beneath(root, old, new)
             except FileNotFoundError:
                 if attempt == _PUBLISH_TRIES - 1:
                     raise
@@ -229,11 +228,6 @@ class LocalFiles(LocalCounters):
     def _unlink(self, root: int, path: str) -> None:
         with parent_beneath(root, path) as (directory, name):
             os.unlink(name, dir_fd=directory)
-
-    def _move(self, root: int, path: str, new: str) -> None:
-        """Rename to a name in one of the top directories."""
-        with parent_beneath(root, path) as (directory, name):
-            os.rename(name, new, src_dir_fd=directory, dst_dir_fd=root)
 
     def _prune(self, path: str) -> None:
         """Remove directories that became empty, below the top ones."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -131,5 +132,29 @@ def test_a_session_that_lost_the_fence_removes_nothing(
     after.committed(report(1))
     after.committed(report(2))
     steps.session = "another"
+    after.flush()
+    assert steps.retained == [1]
+
+
+def test_what_could_not_be_seen_to_is_seen_to_later(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it is unclear who saves here, and after Ctrl-C in the middle."""
+    steps: Any = Recording(pool, monkeypatch)
+    retention = hpstore.checkpoint.retention.Retention(keep_last=1)
+    after = AfterCommits(steps, retention, "mine", {}, clock=lambda: 0.0)
+    steps.session = None
+    after.committed(report(1))
+    assert steps.retained == []
+    steps.session, retain = "mine", steps.retain
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    steps.retain = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        after.flush()
+    steps.retain = retain
+    after.flush()
     after.flush()
     assert steps.retained == [1]

@@ -139,6 +139,24 @@ def test_links_in_tmp_are_swept_and_their_targets_stay(tmp_path: Path, victim: P
     device.close()
 
 
+@pytest.mark.parametrize("part", ["tmp", "recycle", "ballast", "quarantine"])
+def test_a_top_directory_that_is_a_link_leads_nowhere(
+    pool: Pool, tmp_path: Path, outside: Path, part: str
+) -> None:
+    """Renames into it, too."""
+    put_and_get(pool, "k")
+    put_and_get(pool, "k")  # leaves columns in recycle/
+    place = tmp_path / "d4" / part
+    if place.exists():
+        place.rename(tmp_path / f"was-{part}")
+    place.symlink_to(outside)
+    for key in ("k", "m"):
+        put_and_get(pool, key)
+    pool.delete("k")
+    pool.rebuild()
+    assert list(outside.iterdir()) == []
+
+
 # --- open_beneath -------------------------------------------------------------------------------
 
 

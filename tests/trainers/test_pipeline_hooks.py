@@ -19,25 +19,14 @@ from hpstore.errors import CheckpointError, ConfigError
 from hpstore.trainers.pipelining import SCHEDULES, Event
 from hpstore.trainers.pipelining.plan import Work
 from hpstore.trainers.pipelining.probes import plan_of
-from tests.integration.ranks import launch, make_pool, open_pool
+from tests.integration.ranks import launch, open_pool
 from tests.trainers.pipelines import (
     ROWS,
     WIDTH,
     Part,
     Trainer,
     build,
-    write_samples,
 )
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    """A pool with the data set in it."""
-    make_pool(tmp_path)
-    with open_pool(tmp_path) as pool:
-        write_samples(pool)
-    return tmp_path
-
 
 # --- every schedule -----------------------------------------------------------------------------
 

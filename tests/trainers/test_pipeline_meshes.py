@@ -22,19 +22,10 @@ from hpstore.checkpoint import Checkpointer
 from hpstore.errors import ConfigError
 from hpstore.loaders import DataLoader, Dataset
 from hpstore.trainers.pipelining import PipelineHooks, make_schedule
-from tests.integration.ranks import launch, make_pool, open_pool
-from tests.trainers.pipelines import LAYERS, ROWS, WIDTH, squared, write_samples
+from tests.integration.ranks import launch, open_pool
+from tests.trainers.pipelines import LAYERS, ROWS, WIDTH, squared
 
 STEPS, NORM = 2, 0.05
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    """A pool with the data set in it."""
-    make_pool(tmp_path)
-    with open_pool(tmp_path) as pool:
-        write_samples(pool)
-    return tmp_path
 
 
 class Block(nn.Module):

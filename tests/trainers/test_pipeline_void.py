@@ -15,20 +15,11 @@ import torch
 import torch.distributed as dist
 
 from hpstore.errors import CheckpointError, StepBroken, StepVoid
-from tests.integration.ranks import launch, make_pool, open_pool
+from tests.integration.ranks import launch, open_pool
 from tests.thorough import LONG
-from tests.trainers.pipelines import Part, Trainer, build, write_samples
+from tests.trainers.pipelines import Part, Trainer, build
 
 STEPS, AT = 4, 2  # steps that are trained, the one that is void once
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    """A pool with the data set in it."""
-    make_pool(tmp_path)
-    with open_pool(tmp_path) as pool:
-        write_samples(pool)
-    return tmp_path
 
 
 class Once:

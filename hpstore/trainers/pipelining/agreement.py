@@ -78,8 +78,8 @@ class Agreement:
             raise CheckpointError(
                 f"the ranks are at different steps ({steps}, by rank): one of them has called "
                 "step() more often than others, or caught an error that it alone had outside of "
-                "it. Nothing more is trained. What was committed is untouched: end this job; the "
-                "next one goes on from there."
+                "it. No further step is made. Committed checkpoints are untouched: end this job; "
+                "the next one resumes from the newest of them."
             )
         failed = [rank for rank, (_, what) in enumerate(said) if what == Note.FAILED]
         if failed:

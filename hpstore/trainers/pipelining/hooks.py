@@ -185,9 +185,8 @@ class PipelineHooks(Closing):
         it. `more`: saved with the rest, alike on all ranks (what each has for itself goes into
         ckpt.per_rank()). Raises ConfigError for names of two stages, CheckpointMismatch.
         """
-        require_free_names(more)
         self._stages = list(stage) if isinstance(stage, (list, tuple)) else [stage]  # type: ignore[list-item]
-        model = self._agreed_model(optimizer, tuple(tied), scaled=scaler is not None)
+        model = self._agreed_model(optimizer, tuple(tied), more, scaled=scaler is not None)
         if self._counting is not None:
             self._counting.remove()
         self._counting = optimizer.register_step_post_hook(self._updated)
@@ -202,11 +201,12 @@ class PipelineHooks(Closing):
         return self._step
 
     def _agreed_model(
-        self, optimizer: Optimizer, tied: Sequence[str], *, scaled: bool
+        self, optimizer: Optimizer, tied: Sequence[str], more: Iterable[str], *, scaled: bool
     ) -> torch.nn.Module:
-        """One module of this rank's stages; what is wrong on one rank is raised on all."""
+        """One module of this rank's stages. An error on one rank is raised on every rank."""
         model, fault = torch.nn.Module(), ""
         try:
+            require_free_names(more)
             require_own_stages(self._stages, self._recorder, self.stages, self.num_stages)
             model = merged([s.submod for s in self._stages])
             require_own_parameters(model, optimizer)
@@ -235,9 +235,9 @@ class PipelineHooks(Closing):
         """One step: data, schedule, optimizer, and every `every` steps a save.
 
         What one rank cannot do makes the step void on all of them: it raises its error, they raise
-        StepVoid, and the next call has the same micro-batches. After an error in the middle of a
-        schedule that others take part in there is no next call (StepBroken). What was raised by the
-        save that follows a step, or the save before: the step then counts (`completed`).
+        StepVoid, and the next call has the same micro-batches. If a schedule
+        shared with other ranks fails midway, no further step is possible (StepBroken). Errors of
+        the save after a step, or of the one before, are raised too; the step then counts.
         """
         if self._state.get("optimizer") is not optimizer:
             raise ConfigError("call restore(stage, optimizer) first, with this optimizer")

@@ -86,7 +86,7 @@ class Scaling:
         self._scaler.update()
 
     def undo(self) -> None:
-        """The step is void: gradients may be unscaled anew, the scale stays."""
+        """The step is void: gradients may be unscaled again; the scale is unchanged."""
         self._scaler.update(new_scale=self._scaler.get_scale())
 
 
