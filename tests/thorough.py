@@ -14,12 +14,12 @@ LONG = bool(os.environ.get("HPSTORE_LONG_TESTS"))
 
 
 def crash_points() -> Iterator[int]:
-    """Operations before which a crash is tried, from the first one on: all, or one in five.
+    """Operations before which a crash is tried, from the first one on: all, or one in seven.
 
-    The caller ends when its act runs through. Five: devices are written in turn, in threes and
+    The caller ends when its act runs through. Seven: devices are written in turn, in threes and
     sixes, and each is to be met.
     """
-    return itertools.count(0, 1 if LONG else 5)
+    return itertools.count(0, 1 if LONG else 7)
 
 
 def need_drive(path: Path) -> None:

@@ -29,6 +29,7 @@ from tests.integration.ranks import (
     train,
     values,
 )
+from tests.thorough import LONG
 
 KINDS = ("fsdp", "tp", "2d", "ddp")
 
@@ -105,7 +106,7 @@ def test_a_checkpoint_of_any_sharding_loads_on_any_other_with_m_devices_lost(
     launch(tmp_path, 4, load_kinds, *everything)
     launch(tmp_path, 2, load_kinds, *everything)
     for source in everything:
-        for kind in ("plain", "compiled"):
+        for kind in ("plain", "compiled") if LONG else ("plain",):
             load_alone(tmp_path, source, kind)
 
 

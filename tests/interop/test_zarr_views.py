@@ -41,6 +41,7 @@ from tests.interop.zarr_cases import (
     run_python,
     write_data_set,
 )
+from tests.thorough import LONG
 
 PROTOTYPE = default_buffer_prototype()
 VALUE = cpu.Buffer.from_bytes(b"new")
@@ -274,7 +275,7 @@ _CALLS: dict[str, Callable[[PoolStore, str], Coroutine[Any, Any, None]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["train", "vision/train"])
+@pytest.mark.parametrize("name", ["vision/train", *(["train"] if LONG else [])])
 @pytest.mark.parametrize("call", _CALLS)
 def test_nothing_is_written_or_deleted_in_a_data_set(
     pool: hpstore.Pool, call: str, name: str

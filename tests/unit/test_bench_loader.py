@@ -133,7 +133,8 @@ def test_every_contender_reads_each_sample_once_an_epoch(spec: Spec, name: str) 
     """Bytes and labels are checked by the session; two epochs."""
     if name in PEERS and (why := not_installed(name)):
         pytest.skip(why)
-    if getattr(kind_of(name), "workers", False) and spec.data.kind != "A" and not LONG:
+    workers = getattr(kind_of(name), "workers", False)
+    if workers and (name, spec.data.kind) != ("torch files 2 workers", "A") and not LONG:
         pytest.skip("15 s of starting processes: HPSTORE_LONG_TESTS=1 runs it")
     spec = replace(spec, contender=name, cold=False)
     run(write_session, spec)
@@ -344,6 +345,7 @@ def test_memory_is_held_against_what_the_loader_may_take(taken: int) -> None:
     assert rows["memory_MiB_50_epochs, hpstore"]["met"] is (taken < 40)
 
 
+@pytest.mark.skipif(not LONG, reason="half a minute: HPSTORE_LONG_TESTS=1")
 def test_run_reports_both_data_sets_with_verdicts(tmp_path: Path) -> None:
     """One repetition; what was not measured says so, and nothing is left behind."""
     options = Options(directory=tmp_path, size_bytes=SIZE, repeats=1, peers="",

@@ -21,7 +21,7 @@ from tests.thorough import LONG
 
 FAST = "isal-pyeclib"  # bundled with pyeclib's wheel: must be there
 SLOW = [name for name in BACKENDS if name not in (FAST, "numpy")]
-PATTERNS_PER_GEOMETRY = 5000 if LONG else 1000
+PATTERNS_PER_GEOMETRY = 5000 if LONG else 300
 ROW_BYTES = 64
 GEOMETRIES = [(k, m) for k in range(1, 17) for m in range(1, 5)]
 WIDE = [(1, 8), (2, 8), (8, 8), (16, 8), (24, 8), (31, 1), (28, 4), (27, 5), (20, 7), (25, 6)]
