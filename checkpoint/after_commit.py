@@ -16,7 +16,7 @@ from hpstore.units import MIB
 
 _log = logging.getLogger(__name__)
 LEFT_SECONDS = 60.0  # steps of small saves that retention does not keep stay at most so long ...
-LEFT_BYTES = 16 * MIB  # ... or until they are so large
+LEFT_BYTES = 64 * MIB  # ... or until they are so large
 
 
 class AfterCommits:

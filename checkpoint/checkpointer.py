@@ -262,10 +262,10 @@ class Checkpointer(Keeping):
         interval = began - self._saved_at if self._saved_at is not None else None
         self._saved_at = began
         return SaveOptions(
-            step=step, tree=prepared.tree, names=prepared.names, session=self._session,
-            overwrite=overwrite, extra=extra, codec=self.compression, began=began,
+            step=step, tree=prepared.tree, names=prepared.names, within=prepared.within,
+            session=self._session, overwrite=overwrite, extra=extra, codec=self.compression,
+            began=began, progress=counting(progress, prepared.total_bytes) if progress else None,
             rate_bytes_per_second=pace(self.background, prepared.total_bytes, interval),
-            progress=counting(progress, prepared.total_bytes) if progress is not None else None,
         )  # fmt: skip
 
     def _begin_job(self, job: SaveJob) -> None:

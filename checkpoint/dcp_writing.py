@@ -157,7 +157,7 @@ class StorageWriter(TorchStorageWriter):
         """Commit: check that the results are what was planned and safe, then put the manifest."""
         found = require_all(metadata, results)
         manifest = make_manifest(metadata, found, session=self._nonce)
-        for segment in manifest.segments:
+        for segment in manifest.objects:
             require_safe(self._pool, segment.key, version=segment.version)
         metadata.storage_meta = self.storage_meta()
         key = self._manifest_key()
@@ -281,18 +281,18 @@ class StorageWriter(TorchStorageWriter):
         """PROTOCOL 18: as SaveJob has it, for the notes of all ranks: theirs end after this."""
         start = f"{self.path}/attempts/"
         noted = {note.removeprefix(start) for note in self._pool.list(start, certain=True)}
-        if {_nonce_of(segment.key) for segment in manifest.segments} - noted:
+        if {_nonce_of(segment.key) for segment in manifest.objects} - noted:
             raise taken_for_dead()
 
     def _clean_up(self, manifest: Manifest, before: Manifest | None) -> None:
         """After the commit: the replaced checkpoint's segments, notes, and what dead saves left."""
-        mine = {_nonce_of(segment.key) for segment in manifest.segments}
+        mine = {_nonce_of(segment.key) for segment in manifest.objects}
         try:
             self._remove_dead_notes(mine)
             # certain, and after the notes went: segments of a manifest that is not listed, or comes
             # now, would look like garbage
             keys = self._pool.list(f"{self.path}/", certain=True)
-            named = {segment.key for found in self._manifests(keys) for segment in found.segments}
+            named = {segment.key for found in self._manifests(keys) for segment in found.objects}
         except (HpstoreError, OSError) as error:
             self._pool.metrics.count("cleanup_postponed_total")
             _log.warning(
@@ -303,7 +303,7 @@ class StorageWriter(TorchStorageWriter):
             key.rpartition("/")[2] for key in keys
             if key.startswith((f"{self.path}/attempts/", f"{self.path}/condemned/"))
         }  # fmt: skip
-        old = {segment.key for segment in before.segments} if before is not None else set()
+        old = {segment.key for segment in before.objects} if before is not None else set()
         for key in keys:
             is_segment = key.startswith(f"{self.path}/segment-") and key not in named
             if is_segment and (key in old or _nonce_of(key) not in living):

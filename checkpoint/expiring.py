@@ -45,15 +45,15 @@ def _expiry(steps: Steps, committed: int, retention: Retention) -> Expiry | None
     interval_ms = newest.created_ms - steps.facts(before).created_ms
     if not going or interval_ms <= 0:
         return None
-    sizes = {s.key: s.size for step in going for s in steps.facts(step).segments}
+    sizes = {s.key: s.size for step in going for s in steps.facts(step).objects}
     for key in steps.still_named(set(sizes), going):
         del sizes[key]
-    sizes |= {manifest_key(steps.prefix, step): 0 for step in going}
+    sizes |= {manifest_key(steps.prefix, step): steps.facts(step).within_bytes for step in going}
     expected_ms = newest.created_ms + interval_ms
     return Expiry(
         reason=f"step {', '.join(map(str, going))} of {steps.prefix!r} goes with the next save",
         sizes=sizes,
-        instead=(manifest_key(steps.prefix, committed), *(s.key for s in newest.segments)),
+        instead=(manifest_key(steps.prefix, committed), *(s.key for s in newest.objects)),
         expected_ms=expected_ms,
         limit_ms=expected_ms + max(interval_ms, _SLACK_MS),
     )

@@ -6,9 +6,10 @@ import json
 import operator
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from hpstore.checkpoint.items import (
@@ -23,9 +24,11 @@ from hpstore.checkpoint.packing import Segment
 from hpstore.checksum import digest128
 from hpstore.errors import CheckpointError, FormatTooNew, IntegrityError
 from hpstore.records import unseal
+from hpstore.units import KIB
 
 MAGIC = b"hpstore checkpoint "
-FORMAT = 2  # 1 was a sealed record with rows for items; it is still read
+FORMAT = 3  # 2 has no bytes of tensors; 1 was a sealed record with rows for items; both are read
+HEAD_BYTES = 64 * KIB  # what is read of a manifest for its facts: mostly all that is not tensors
 STEP_DIGITS = 12
 MAX_STEP = 10**STEP_DIGITS - 1
 
@@ -52,13 +55,24 @@ class Manifest:
         return sum(segment.size for segment in self.segments)
 
     @property
+    def objects(self) -> tuple[Segment, ...]:
+        """The segments that are objects of their own."""
+        return tuple(segment for segment in self.segments if segment.key)
+
+    @property
+    def within_bytes(self) -> int:
+        """Bytes of tensors that are in the manifest itself."""
+        return sum(segment.size for segment in self.segments if not segment.key)
+
+    @property
     def metrics(self) -> Mapping[str, float]:
         """What the trainer said of the step, such as its validation loss."""
         found: Mapping[str, float] = self.extra.get("metrics", {})
         return found
 
     def encode(self, columns: ItemColumns | None = None, tree_text: str | None = None) -> bytes:
-        """A line with magic, format and digest, then compact JSON in the order it was given.
+        """A line with magic, format and digest, then compact JSON in the order it was given, then
+        the bytes of a segment without a key.
 
         `columns`: the items, when they are not in `items`. `tree_text`: compact(self.tree), when
         somebody has made it already.
@@ -74,7 +88,11 @@ class Manifest:
         }
         tree = compact(self.tree) if tree_text is None else tree_text
         text = f'{compact(body)[:-1]},"tree":{tree}}}'.encode()
-        return MAGIC + f"{FORMAT} {digest128(text).hex()}\n".encode() + text
+        digest = digest128(text).hex()
+        within = [segment.data.data for segment in self.segments if segment.data is not None]
+        if not within:  # as before: an older hpstore reads it
+            return MAGIC + f"2 {digest}\n".encode() + text
+        return b"".join((MAGIC, f"3 {digest} {len(text)}\n".encode(), text, *within))
 
     @classmethod
     def decode(cls, data: bytes, *, where: str, facts_only: bool = False) -> Manifest:
@@ -82,16 +100,14 @@ class Manifest:
 
         Raises IntegrityError, FormatTooNew.
         """
-        body, items = _opened(data, where)
+        body, items, rest = _opened(data, where, facts_only=facts_only)
         try:
             return cls(
                 step=int(body["step"]),
                 created_ms=int(body["created_ms"]),
                 world=int(body.get("world", 1)),
                 session=str(body.get("session", "")),
-                segments=tuple(
-                    Segment(key=str(k), size=int(s), version=str(v)) for k, s, v in body["segments"]
-                ),
+                segments=_segments(body["segments"], rest, facts_only=facts_only),
                 items=() if facts_only else _checked_items(items(), body["segments"]),
                 extra=body.get("extra", {}),
                 tree=None if facts_only else body["tree"],
@@ -106,27 +122,57 @@ def compact(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def _opened(data: bytes, where: str) -> tuple[dict[str, Any], Any]:
-    """The body of a manifest of any format, and how to make its items."""
+def _opened(data: bytes, where: str, *, facts_only: bool) -> tuple[dict[str, Any], Any, memoryview]:
+    """The body of a manifest of any format, how to make its items, and what comes after it.
+
+    For facts the bytes of tensors need not be there.
+    """
+    nothing = memoryview(b"")
     if not data.startswith(MAGIC):
         old: dict[str, Any] = unseal(data, where=where, users=True)
-        return old, lambda: _first_items(old["items"])
-    line, _, text = data[len(MAGIC) :].partition(b"\n")
+        return old, lambda: _first_items(old["items"]), nothing
+    start = data.find(b"\n", 0, 256) + 1
+    line = data[len(MAGIC) : max(start - 1, 0)]
     try:
-        version, digest = line.decode("ascii").split(" ")
+        version, digest, *length = line.decode("ascii").split(" ")
         if int(version) > FORMAT:
             raise FormatTooNew(
                 f"{where}: checkpoint format {version}, this hpstore reads up to {FORMAT}"
             )
-    except ValueError as error:
+        end = start + int(length[0]) if int(version) > 2 else len(data)
+    except (ValueError, IndexError) as error:
         raise IntegrityError(f"{where}: not a manifest") from error
+    text = data[start:end]
     if digest != digest128(text).hex():
         raise IntegrityError(f"{where}: manifest does not match its digest")
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise IntegrityError(f"{where}: manifest is malformed: {error}") from error
-    return body, lambda: decode_items(body["items"])
+    return body, lambda: decode_items(body["items"]), memoryview(data)[end:]
+
+
+def needs_more(head: bytes) -> bool:
+    """Whether the facts of a manifest are longer than this beginning of it."""
+    line, _, text = head.partition(b"\n")
+    words = line.removeprefix(MAGIC).split(b" ")
+    if not line.startswith(MAGIC) or words[0] != b"3" or not words[-1].isdigit():
+        return True
+    return len(text) < int(words[-1])
+
+
+# Any: decoded JSON
+def _segments(rows: Sequence[Any], rest: memoryview, *, facts_only: bool) -> tuple[Segment, ...]:
+    """Raise ValueError unless the one without a key, if any, is what the manifest ends with."""
+    found = [Segment(key=str(k), size=int(s), version=str(v)) for k, s, v in rows]
+    within = [n for n, segment in enumerate(found) if not segment.key]
+    if facts_only:
+        return tuple(found)
+    if len(within) > 1 or len(rest) != sum(found[n].size for n in within):
+        raise ValueError("the bytes after it are not those of its segment")
+    for n in within:
+        found[n] = replace(found[n], data=np.frombuffer(rest, np.uint8))
+    return tuple(found)
 
 
 def _first_items(rows: Sequence[Sequence[Any]]) -> tuple[Item, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -29,11 +29,12 @@ Key = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """One object of raw tensor bytes."""
+    """Raw tensor bytes: an object, or, of a small save, the end of its manifest, without a key."""
 
     key: str
     size: int
     version: str
+    data: Bytes | None = field(default=None, compare=False, repr=False)  # when it has no key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ def known_items(segments: Sequence[Segment], items: Iterable[Item]) -> dict[Key,
     return {
         item.key: Known(item=item, segment=segments[item.segment], probe=None)
         for item in items
-        if item.length >= SMALL_ITEM_BYTES or item.codec
+        if segments[item.segment].key and (item.length >= SMALL_ITEM_BYTES or item.codec)
     }
 
 

@@ -11,7 +11,16 @@ from typing import Any
 from hpstore.budget import available_bytes
 from hpstore.checkpoint.layouts import Layout
 from hpstore.checkpoint.places import State
-from hpstore.checkpoint.planning import Chunk, Held, Slice, assign, chunks_of, place
+from hpstore.checkpoint.planning import (
+    WITHIN_BYTES,
+    Chunk,
+    Held,
+    Slice,
+    assign,
+    chunks_of,
+    fits_within,
+    place,
+)
 from hpstore.checkpoint.ranks import Channel, Ranks
 from hpstore.checkpoint.training import collect
 from hpstore.checkpoint.tree import Collected, encode_tree
@@ -30,6 +39,7 @@ class Prepared:
     tree: Any  # Any: JSON made by checkpoint/tree.py
     slices: tuple[Slice, ...]  # staged one after the other; mostly there is one
     names: Collection[str]  # of the tensors in the tree
+    within: bool = False  # the manifest holds their bytes
 
     @property
     def total_bytes(self) -> int:
@@ -61,6 +71,7 @@ class Planner:
         beside = ranks.all_gather(host, Channel.TRAINER).count(host)
         budget = staging_bytes if staging_bytes is not None else int(_SHARE * available_bytes())
         self.limit_bytes = max(budget // beside, _LEAST_BYTES if staging_bytes is None else 1)
+        self.within_bytes = WITHIN_BYTES
         self._agreed: list[bytes] = []  # the fingerprints that _mine was planned from
         self._mine: list[int] = []
         self._layout: Layout | None = None  # of the save before, when one rank saves
@@ -80,7 +91,10 @@ class Planner:
             if self._ranks.world == 1 and self._layout is not None:
                 slices = self._layout.applied(found.tensors)
                 if slices is not None:
-                    return Prepared(tree=tree, slices=slices, names=tuple(found.tensors))
+                    return Prepared(
+                        tree=tree, slices=slices, names=tuple(found.tensors),
+                        within=fits_within(slices, self.within_bytes),
+                    )  # fmt: skip
             for name, tensor in found.tensors.items():
                 chunks += chunks_of(name, tensor)
         except Exception as failed:  # noqa: BLE001 (told to the other ranks, then raised)
@@ -94,7 +108,8 @@ class Planner:
         if self._ranks.world == 1:
             plain = Layout.fits(found.tensors)
             self._layout = Layout(found.tensors, slices) if plain else None
-        return Prepared(tree=tree, slices=slices, names=tuple(found.tensors))
+        within = self._ranks.world == 1 and fits_within(slices, self.within_bytes)
+        return Prepared(tree=tree, slices=slices, names=tuple(found.tensors), within=within)
 
     def _agree(self, step: int, chunks: Sequence[Chunk], error: Exception | None) -> None:
         """Decide who writes what; sets _mine. Everybody computes the same from the same lists."""

@@ -18,6 +18,7 @@ from hpstore.units import KIB, round_up
 
 SMALL_ITEM_BYTES = 64 * KIB  # smaller ones are packed at 64 B, so a scalar does not cost 4 KiB
 SMALL_ALIGNMENT = 64
+WITHIN_BYTES = 1792 * KIB  # of tensors in a manifest, which has room for names in 2 MiB: one call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +114,11 @@ def place(chunks: Sequence[Chunk], limit_bytes: int | None = None) -> list[Slice
     return [_slice(group) for group in groups]
 
 
+def fits_within(slices: Sequence[Slice], limit_bytes: int) -> bool:
+    """Whether the manifest can hold the bytes of all tensors: one put is then all of a save."""
+    return len(slices) <= 1 and sum(part.size for part in slices) <= limit_bytes
+
+
 def _slice(chunks: list[Chunk]) -> Slice:
     order = sorted(range(len(chunks)), key=lambda n: chunks[n].nbytes >= SMALL_ITEM_BYTES)
     placed: dict[int, Item] = {}
@@ -169,4 +175,4 @@ def compacted(items: Iterable[Item]) -> tuple[list[tuple[Item, Item]], int]:
 
 
 __all__ = ["SMALL_ITEM_BYTES", "Chunk", "Held", "Slice", "assign", "chunks_of", "compacted",
-           "place"]  # fmt: skip
+           "fits_within", "place"]  # fmt: skip

@@ -358,6 +358,9 @@ def run_reads(
 def _read_segment(pool: Pool, segment: Segment, scatter: Scatter, warm: Warm | None) -> int:
     if not scatter.ranges:
         return 0
+    if segment.data is not None:  # it came with the manifest
+        _give(scatter, segment.data)
+        return sum(high - low for low, high in scatter.ranges)
     memory = warm(segment) if warm is not None and scatter.hashed else None
     if memory is not None and _from_memory(segment, memory, scatter.split()):
         return 0
@@ -383,7 +386,7 @@ def _require_there(pool: Pool, segments: Sequence[Segment], warm: Warm | None) -
     too much of one is lost; damage in the middle shows when it is read."""
 
     def look(segment: Segment) -> None:
-        if warm is None or warm(segment) is None:
+        if segment.data is None and (warm is None or warm(segment) is None):
             with _opened(pool, segment):
                 return
 
@@ -393,20 +396,20 @@ def _require_there(pool: Pool, segments: Sequence[Segment], warm: Warm | None) -
 
 def _from_memory(segment: Segment, memory: Bytes, parts: Sequence[Scatter]) -> bool:
     """Take a segment from the staging buffer, hashes compared; False when they do not match."""
-
-    def give(scatter: Scatter) -> None:
-        for low, high in scatter.ranges:
-            for at in range(low, high, _WARM_BYTES):
-                scatter.deliver(at, memory[at : min(high, at + _WARM_BYTES)])
-
     try:
         with ThreadPoolExecutor(len(parts), "hpstore-restore") as threads:
-            list(threads.map(give, parts))  # one hashes while the other copies
+            list(threads.map(_give, parts, itertools.repeat(memory)))  # one hashes, another copies
     except IntegrityError as error:
         _log.warning("segment %s is read from the pool, memory does not serve: %s",
                      segment.key, error)  # fmt: skip
         return False
     return True
+
+
+def _give(scatter: Scatter, memory: Bytes) -> None:
+    for low, high in scatter.ranges:
+        for at in range(low, high, _WARM_BYTES):
+            scatter.deliver(at, memory[at : min(high, at + _WARM_BYTES)])
 
 
 def bytes_read(item: Item, target: bytearray) -> list[Read]:

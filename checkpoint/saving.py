@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from hpstore import errors
-from hpstore.checkpoint.attempts import Heartbeat, require_fence, take_fence
+from hpstore.checkpoint.attempts import Heartbeat, fence_key, require_fence, take_fence
 from hpstore.checkpoint.commit_checks import (
     existing_version,
     is_there,
@@ -57,6 +57,7 @@ class SaveOptions:
     rate_bytes_per_second: float | None
     began: float
     progress: Callable[[int], None] | None = None  # told the bytes that are about to be written
+    within: bool = False  # the manifest holds the bytes of the tensors: one put is the save
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +123,7 @@ class SaveJob:
     ) -> None:  # fmt: skip
         self._steps, self._ranks, self._options = steps, ranks, options
         self._pool, self._prefix = steps.pool, steps.prefix
-        self._earlier, self._known = earlier.step, earlier.known
+        self._earlier, self._known = earlier.step, {} if options.within else earlier.known
         self._nonce = ""
         self._heartbeat: Heartbeat | None = None
         self._written = Written(tree=options.tree, tolerated=self._pool.parity)
@@ -168,9 +169,11 @@ class SaveJob:
 
     def _note_attempt(self, references: Sequence[str], *, fence: bool) -> dict[str, Any]:
         """Put the fence and the note. From then on nobody removes `references`; those that cannot
-        be read any more are returned with the nonce."""
+        be read any more are returned with the nonce. What is within a manifest needs no note."""
         if fence:
             take_fence(self._pool, self._prefix, self._options.session)
+        if self._options.within:
+            return {"nonce": secrets.token_hex(8), "gone": []}
         self._heartbeat = Heartbeat(
             self._pool, self._prefix, self._options.step, secrets.token_hex(8),
             self._options.session, references,
@@ -190,7 +193,7 @@ class SaveJob:
         if not references:
             return set()
         try:
-            named = {segment.key for segment in self._steps.facts(self._earlier).segments}
+            named = {segment.key for segment in self._steps.facts(self._earlier).objects}
         except (HpstoreError, OSError):
             return set()  # all is written anew
         return {key for key in references if key in named and is_there(self._pool, key)}
@@ -220,7 +223,16 @@ class SaveJob:
     def _write(self, memory: Bytes, items: Sequence[Item], part: int) -> Segment | None:
         packed = pack(memory, items, self._known, self._options.codec)
         segment = None
-        if packed.items:
+        if packed.items and self._options.within:
+            data = memory[: packed.size].copy()
+            whole = Segment(key="", size=packed.size, version="", data=data)
+            index = self._written.index_of(whole)
+            self._written.columns.add(
+                packed.items, segment=index, digests=digests_of(data, packed.items)
+            )
+            if self._options.progress is not None:
+                self._options.progress(packed.size)
+        elif packed.items:
             key = segment_key(
                 self._prefix, self._options.step, self._nonce, self._ranks.rank, part
             )  # fmt: skip
@@ -332,6 +344,8 @@ class SaveJob:
         """PROTOCOL 19: every segment, the referenced ones too, must survive one more loss."""
         last, put = self._put if self._put is not None else (None, None)
         for segment in self._written.segments:  # of those put before devices may have gone since
+            if not segment.key:
+                continue
             info = put if segment == last else None
             tolerated = require_safe(
                 self._pool, segment.key, version=segment.version, info=info
@@ -343,7 +357,8 @@ class SaveJob:
         key = manifest_key(self._prefix, self._options.step)
         with ExitStack() as undo:  # nothing names yet what was put
             undo.callback(self.abandon)
-            require_fence(self._pool, self._prefix, self._options.session)
+            if not self._options.within:
+                require_fence(self._pool, self._prefix, self._options.session)
             data = self._manifest(written)
             before, replaced = self._standing(key) if self._options.overwrite else (None, set())
             undo.pop_all()
@@ -352,11 +367,14 @@ class SaveJob:
         try:
             info = self._pool.put(
                 key, data, if_absent=before is None, if_version=before,
-                progress=lambda _: self._require_noted(),
+                progress=lambda _: self._require_mine(),
             )  # fmt: skip
         except VersionConflict as error:
             self._maybe_visible = error.maybe_visible  # else superseded, if ever it was seen
-            self._require_noted()
+            if error.key == fence_key(self._prefix):
+                raise
+            if not self._options.within:
+                self._require_noted()
             raise already_committed(self._prefix, self._options.step, key) from error
         except (TooFewDevices, CheckpointError) as error:
             if not error.maybe_visible:  # a full pool: nothing of the manifest is there
@@ -369,13 +387,22 @@ class SaveJob:
         return SaveReport(
             step=self._options.step,
             key=key,
-            bytes=sum(s.size for w in written for s in w.segments if self._nonce in s.key),
+            bytes=sum(
+                s.size for w in written for s in w.segments if not s.key or self._nonce in s.key
+            ),
             referenced_bytes=sum(w.referenced_bytes for w in written),
             staged_seconds=0.0,
             durable_seconds=time.perf_counter() - self._options.began,
             losses_tolerated=min(info.losses_tolerated, spare),
             spare_columns=spare,
         )
+
+    def _require_mine(self) -> None:
+        """Under the claim of the manifest's put, before it writes: nobody has ended this save."""
+        if self._options.within:
+            require_fence(self._pool, self._prefix, self._options.session)
+        else:
+            self._require_noted()
 
     def _require_noted(self) -> None:
         """PROTOCOL 18: under the claim of the manifest's put. Who takes this save for dead removes
@@ -394,7 +421,7 @@ class SaveJob:
             return None, set()
         try:
             return before, {
-                segment.key for segment in self._steps.facts(self._options.step).segments
+                segment.key for segment in self._steps.facts(self._options.step).objects
             }
         except (HpstoreError, OSError):
             return before, set()  # garbage collection finds them

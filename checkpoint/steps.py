@@ -14,7 +14,15 @@ from hpstore.checkpoint.attempts import (
 )
 from hpstore.checkpoint.commit_checks import require_safe
 from hpstore.checkpoint.fates import end_save
-from hpstore.checkpoint.manifest import Listing, Manifest, checked_step, manifest_key, sort_out
+from hpstore.checkpoint.manifest import (
+    HEAD_BYTES,
+    Listing,
+    Manifest,
+    checked_step,
+    manifest_key,
+    needs_more,
+    sort_out,
+)
 from hpstore.checkpoint.nearby import nothing_under
 from hpstore.checkpoint.retention import Retention, orphans, steps_to_drop
 from hpstore.errors import (
@@ -121,7 +129,10 @@ class Steps:
         version = self.pool.stat(key).version
         before = self._read.get(step)
         if before is None or before[0] != version:
-            found = Manifest.decode(self.pool.get(key), where=key, facts_only=True)
+            data = self.pool.get(key, 0, HEAD_BYTES)
+            if len(data) == HEAD_BYTES and needs_more(data):
+                data = self.pool.get(key)
+            found = Manifest.decode(data, where=key, facts_only=True)
             before = self._read[step] = (version, found)
         return before[1]
 
@@ -134,7 +145,7 @@ class Steps:
         while (step := newest_untried(self.all(), tried)) is not None:
             tried.add(step)
             try:
-                for segment in self.facts(step).segments:
+                for segment in self.facts(step).objects:
                     self.pool.stat(segment.key)
             except (IntegrityError, RedundancyError, CheckpointError, ObjectNotFound) as error:
                 _log.warning("checkpoint step %d is passed over: %s", step, error)
@@ -146,7 +157,7 @@ class Steps:
         """PROTOCOL 19, once more after the manifest is there: whether every object of a step has
         its full stripe. False when that is unclear."""
         try:
-            keys = [manifest_key(self.prefix, step), *(s.key for s in self.facts(step).segments)]
+            keys = [manifest_key(self.prefix, step), *(s.key for s in self.facts(step).objects)]
             return all(self.pool.stat(key).spare_columns >= self.pool.parity for key in keys)
         except (HpstoreError, OSError) as error:
             _log.warning("step %d under %r is committed, but not known to be whole; older steps "
@@ -220,7 +231,7 @@ class Steps:
     def _delete_manifest(self, step: int) -> set[str]:
         """The step is gone on return; the segments that it named, as far as that can be read."""
         try:
-            segments = {segment.key for segment in self.facts(step).segments}
+            segments = {segment.key for segment in self.facts(step).objects}
         except (IntegrityError, RedundancyError):
             segments = set()  # garbage collection finds them
         self.pool.delete(manifest_key(self.prefix, step))
@@ -277,7 +288,7 @@ class Steps:
         try:
             listing = self.listing()
             staying = [step for step in listing.steps if step not in going]
-            named = {s.key for step in staying for s in self.facts(step).segments}
+            named = {s.key for step in staying for s in self.facts(step).objects}
             # also those of dead saves: while the note is there its save may yet commit
             for attempt in self._attempts(listing, all_live=True)[0].values():
                 if attempt is None:
@@ -369,7 +380,7 @@ class Steps:
         """
         listing = self.listing()
         living, dead = self._attempts(listing, all_live=all_live)
-        named = {s.key for step in listing.steps for s in self.facts(step).segments}
+        named = {s.key for step in listing.steps for s in self.facts(step).objects}
         named |= {key for attempt in living.values() if attempt for key in attempt.references}
         if any(attempt is None for attempt in living.values()):
             return set(), dead  # it may refer to anything

@@ -55,6 +55,15 @@ def pool(tmp_path: Path) -> Iterator[hpstore.Pool]:
         yield made
 
 
+@pytest.fixture
+def segments_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves of this process put their tensors into segments, however small they are: as large ones
+    do, which these tests stand for."""
+    from hpstore.checkpoint import planner
+
+    monkeypatch.setattr(planner, "WITHIN_BYTES", -1)
+
+
 @pytest.fixture(autouse=True)
 def _log_level_as_before() -> Iterator[None]:
     """What a test does to our logger's level, or a benchmark that it runs, ends with it."""

@@ -89,14 +89,16 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Show what a step holds, as a tree.  hpstore checkpoint inspect pool.toml runs/gpt 100"""
+    from hpstore.checkpoint.manifest import manifest_key
     from hpstore.cli.describe import described, show_tree
 
     with hpstore.open(pool, read_only=True) as opened:
         steps = steps_of(opened, prefix)
         manifest = steps.manifest(resolved(steps, step))
         names = [name for name, kept in steps.protected().items() if kept == manifest.step]
-        tolerated = [opened.stat(segment.key).losses_tolerated for segment in manifest.segments]
-    found = described(manifest, keys, names, min(tolerated, default=None))
+        named = [manifest_key(prefix, manifest.step), *(s.key for s in manifest.objects)]
+        tolerated = [opened.stat(key).losses_tolerated for key in named]
+    found = described(manifest, keys, names, min(tolerated))
     if as_json:
         emit_json(found.as_dict())
     else:

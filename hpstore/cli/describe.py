@@ -52,10 +52,10 @@ def _when(created_ms: int) -> str:
 
 def listed(manifests: Sequence[Manifest], protected: Mapping[str, int]) -> list[StepRow]:
     """Rows of steps. Pure."""
-    named = Counter(segment.key for m in manifests for segment in m.segments)
+    named = Counter(segment.key for m in manifests for segment in m.objects)
     rows = []
     for m in manifests:
-        own = sum(segment.size for segment in m.segments if named[segment.key] == 1)
+        own = m.within_bytes + sum(s.size for s in m.objects if named[s.key] == 1)
         rows.append(
             StepRow(
                 step=m.step, bytes=m.total_bytes, own_bytes=own, shared_bytes=m.total_bytes - own,

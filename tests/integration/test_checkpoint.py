@@ -185,6 +185,7 @@ def test_mismatches_are_errors_unless_not_strict(pool: hpstore.Pool) -> None:
             ckpt.restore({"model": torch.nn.Linear(2, 2), "extra": 0})
 
 
+@pytest.mark.usefixtures("segments_apart")
 def test_steps_are_listed_found_and_dropped(pool: hpstore.Pool) -> None:
     """keep_last and keep_every; delete; a step that is not there; nothing to restore."""
     with pool, Checkpointer(pool, "run", keep_last=2, keep_every=4) as ckpt:
@@ -202,6 +203,7 @@ def test_steps_are_listed_found_and_dropped(pool: hpstore.Pool) -> None:
             ckpt.load(6)
 
 
+@pytest.mark.usefixtures("segments_apart")
 def test_committing_a_step_twice_needs_to_be_asked_for(pool: hpstore.Pool) -> None:
     """The first save stays untouched unless overwrite=True."""
     with pool, Checkpointer(pool, "run") as ckpt:
@@ -245,6 +247,7 @@ def test_a_step_that_another_job_has_committed_since_fails_in_result(pool: hpsto
         ckpt.save(3, {"x": torch.ones(9)}).result()
 
 
+@pytest.mark.usefixtures("segments_apart")
 def test_background_errors_surface(pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save that fails in the background raises at the next wait, once; the step is absent."""
     with pool, Checkpointer(pool, "run") as ckpt:
@@ -261,6 +264,7 @@ def test_background_errors_surface(pool: hpstore.Pool, monkeypatch: pytest.Monke
         assert pool.list("run") == ["run/writer"]
 
 
+@pytest.mark.usefixtures("segments_apart")
 def test_damage_is_found_by_verify_and_passed_over_by_restore(tmp_path: Path) -> None:
     """A step with more damage than parity: verify and restore(step) raise, restore() walks back."""
     harness = Harness(tmp_path, data=2, parity=1, devices=3)
@@ -278,6 +282,7 @@ def test_damage_is_found_by_verify_and_passed_over_by_restore(tmp_path: Path) ->
             ckpt.restore(state, step=2)
 
 
+@pytest.mark.usefixtures("segments_apart")
 def test_other_bytes_under_a_segments_key_are_noticed(pool: hpstore.Pool) -> None:
     """Item hashes bind a manifest to its bytes, also when the stored object itself is intact."""
     with pool, Checkpointer(pool, "run", warm=False) as ckpt:
@@ -323,6 +328,7 @@ def test_a_commit_is_old_or_new_at_every_crash_point(tmp_path: Path, power: bool
             return
 
 
+@pytest.mark.usefixtures("segments_apart")
 def test_orphans_of_dead_saves_are_collected(pool: hpstore.Pool) -> None:
     """PROTOCOL 18: segments of dead attempts go, those of living ones and of manifests stay."""
     host, boot, space = here()
@@ -347,6 +353,7 @@ def test_orphans_of_dead_saves_are_collected(pool: hpstore.Pool) -> None:
         assert attempt_lives(alive, 10**15)
 
 
+@pytest.mark.usefixtures("segments_apart")
 def test_garbage_collection_leaves_a_save_under_way_alone(
     pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

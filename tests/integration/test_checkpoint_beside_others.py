@@ -38,6 +38,8 @@ from hpstore.objects.info import ObjectInfo
 from hpstore.pool import Pool
 from hpstore.testing.harness import Harness
 
+pytestmark = pytest.mark.usefixtures("segments_apart")
+
 NOTE = Attempt(
     step=1, nonce="n", host="another", boot="b", pid=1, namespace="pid:[1]", started_ms=0,
     beat_ms=0, session="s",

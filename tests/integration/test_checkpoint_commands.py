@@ -53,6 +53,7 @@ def test_garbage_gives_one_line(cli: PoolCommands, tmp_path: Path) -> None:
             assert text.startswith(f"hpstore: {error.__name__}: ")
 
 
+@pytest.mark.usefixtures("segments_apart")
 def test_the_day_of_a_checkpoint(cli: PoolCommands, pool: hpstore.Pool, tmp_path: Path) -> None:
     """ls, inspect, verify, export, import, protect, rm as one types them."""
     with Checkpointer(pool, RUN, lineage={"git": "abc"}) as checkpointer:
@@ -104,6 +105,7 @@ def test_commands_leave_a_running_training_alone(cli: PoolCommands, pool: hpstor
         training_run.save(3, {"a": torch.ones(9)}).result()
 
 
+@pytest.mark.usefixtures("segments_apart")
 def test_verify_goes_on_past_a_step_that_cannot_be_read(
     cli: PoolCommands, pool: hpstore.Pool
 ) -> None:

@@ -28,6 +28,8 @@ from hpstore.testing.harness import Harness
 from hpstore.units import KIB
 from tests.thorough import crash_points
 
+pytestmark = pytest.mark.usefixtures("segments_apart")
+
 T = TypeVar("T")
 FROZEN, FREE = 20_000, 18_000  # floats: both large enough to be referenced
 CRASHES: dict[str, Callable[[Harness], None]] = {

@@ -13,6 +13,8 @@ from hpstore.errors import ObjectNotFound
 from hpstore.expiry import Expiry, note_key
 from hpstore.pool import Pool
 
+pytestmark = pytest.mark.usefixtures("segments_apart")
+
 WEIGHTS = torch.arange(50_000, dtype=torch.float32)
 
 

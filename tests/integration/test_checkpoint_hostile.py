@@ -21,6 +21,8 @@ from hpstore.config import Settings
 from hpstore.errors import IntegrityError
 from hpstore.units import MIB
 
+pytestmark = pytest.mark.usefixtures("segments_apart")
+
 
 @pytest.fixture
 def ckpt(tmp_path: Path) -> Iterator[Checkpointer]:
@@ -88,3 +90,38 @@ def test_a_frame_whose_header_lies_is_an_integrity_error(codec: str, at: int) ->
     stored[at : at + 4] = b"\xf0\xff\xff\x7f"
     with pytest.raises(IntegrityError):
         decode(codec, np.frombuffer(bytes(stored), np.uint8), np.empty(FRAME_BYTES, np.uint8))
+
+
+def within(body: dict[str, Any], rest: bytes, *, length: int | None = None) -> bytes:
+    """A manifest of format 3, its digest right, with `rest` after its JSON."""
+    text = json.dumps(body).encode()
+    line = f"3 {digest128(text).hex()} {len(text) if length is None else length}\n".encode()
+    return MAGIC + line + text + rest
+
+
+BODY = {"step": 1, "created_ms": 1, "segments": [["", 8, ""]], "items": [], "tree": {}}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        within(BODY, b""),
+        within(BODY, bytes(7)),
+        within(BODY, bytes(9)),
+        within(BODY, bytes(8), length=0),
+        within(BODY, bytes(8), length=-1),
+        within(BODY, bytes(8), length=10**30),
+        within({**BODY, "segments": [["", 4, ""], ["", 4, ""]]}, bytes(8)),
+        within({**BODY, "segments": [["", -8, ""], ["", 16, ""]]}, bytes(8)),
+        within({**BODY, "segments": [["", 10**18, ""]]}, bytes(8)),
+        within({**BODY, "segments": []}, bytes(8)),
+        within(BODY, bytes(8)).replace(b" ", b"  ", 3),
+        MAGIC + b"3 \n",
+        MAGIC + b"3 00",
+        MAGIC,
+    ],
+)
+def test_bytes_within_a_manifest_are_those_of_its_segment(data: bytes) -> None:
+    """Lengths that do not fit are damage, found before anything is read or allocated by them."""
+    with pytest.raises(IntegrityError):
+        Manifest.decode(data, where="here")

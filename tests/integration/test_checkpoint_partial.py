@@ -18,6 +18,8 @@ from hpstore.errors import CheckpointError, CheckpointMismatch, HpstoreError
 from hpstore.testing.harness import Harness
 from hpstore.units import KIB, MIB
 
+pytestmark = pytest.mark.usefixtures("segments_apart")
+
 SIZE = 400_000
 
 

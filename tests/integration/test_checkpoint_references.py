@@ -12,6 +12,8 @@ from hpstore.checkpoint import Checkpointer
 from hpstore.checkpoint.steps import Steps
 from tests.integration.nets import same
 
+pytestmark = pytest.mark.usefixtures("segments_apart")
+
 FROZEN = {"frozen": torch.randn(300_000)}
 
 

@@ -21,6 +21,8 @@ from hpstore.config import Settings
 from hpstore.testing.harness import Harness
 from hpstore.units import MIB
 
+pytestmark = pytest.mark.usefixtures("segments_apart")
+
 KEY = manifest_key("run", 2)
 
 

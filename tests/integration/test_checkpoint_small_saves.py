@@ -11,7 +11,12 @@ import torch
 import hpstore
 from hpstore.checkpoint import Checkpointer, after_commit
 from hpstore.checkpoint.after_commit import AfterCommits
+from hpstore.checkpoint.attempts import take_fence
 from hpstore.checkpoint.handles import SaveReport
+from hpstore.checkpoint.manifest import HEAD_BYTES, manifest_key
+from hpstore.checkpoint.saving import SaveJob
+from hpstore.checkpoint.steps import Steps
+from hpstore.errors import VersionConflict
 from hpstore.pool import Pool
 from hpstore.testing.harness import Harness
 
@@ -57,8 +62,104 @@ def test_small_saves_list_nothing_and_their_retention_comes_later(
     with Checkpointer(pool, "run", rng=False) as other:
         assert other.steps() == [11, 12]
         assert other.collect_garbage() == 0
-    names = [key.rsplit("/", 1)[1][:8] for key in pool.list("run/step-")]
-    assert sorted(names) == ["manifest", "manifest", "segment-", "segment-"]
+    assert [key.rsplit("/", 1)[1] for key in pool.list("run/step-")] == ["manifest", "manifest"]
+
+
+def small_state(seed: int) -> dict[str, Any]:
+    drawn = torch.Generator().manual_seed(seed)
+    return {
+        "w": torch.randn(300, 500, generator=drawn),
+        "none": torch.zeros(0, 3),
+        "half": torch.randn(7, generator=drawn).half(),
+        "row": torch.randn(64, generator=drawn)[::2],
+        "text": "x" * 1000,
+    }
+
+
+def same(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    return all(
+        torch.equal(found[n], v) if torch.is_tensor(v) else found[n] == v for n, v in wanted.items()
+    )
+
+
+@pytest.mark.parametrize("codec", ["", "lz4"])
+def test_a_small_save_is_one_object(pool: Pool, codec: str) -> None:
+    """dd_small_save: no segment, no note; every way of reading finds it, with two devices lost."""
+    wanted = small_state(3)
+    with Checkpointer(pool, "run", rng=False, compression=codec or None) as ckpt:
+        report = ckpt.save(7, wanted).result()
+        ckpt.wait()
+        assert set(pool.list("run")) == {"run/writer", manifest_key("run", 7)}
+        assert report.losses_tolerated == 2
+        assert report.referenced_bytes == 0
+        assert 0 < report.bytes < 700_000
+        ckpt.save(8, wanted).result()  # the same again: nothing refers to step 7
+        ckpt.delete(7)
+    with Checkpointer(pool, "run", rng=False) as ckpt:
+        for url in list(pool.config.devices)[:2]:
+            pool.evict(url)
+        into = {**small_state(4), "text": ""}
+        assert ckpt.restore(into) == 8
+        assert same(into, wanted)
+        assert same(ckpt.load(8), {n: v for n, v in wanted.items() if torch.is_tensor(v)})
+        assert torch.equal(ckpt.open(8)["w"][3:5, 7:9], wanted["w"][3:5, 7:9])
+        assert same(ckpt.load_state(8), wanted)
+        assert ckpt.verify(8).ok
+        assert ckpt.collect_garbage() == 0
+
+
+@pytest.mark.parametrize(("count", "within"), [(458_752, True), (458_753, False)])
+def test_how_much_a_manifest_holds(pool: Pool, count: int, within: bool) -> None:
+    with Checkpointer(pool, "run", rng=False) as ckpt:
+        ckpt.save(1, {"w": torch.ones(count)}).result()
+        ckpt.wait()
+        assert (len(pool.list("run/step-")) == 1) is within
+        into = {"w": torch.zeros(count)}
+        assert ckpt.restore(into) == 1
+        assert into["w"].eq(1).all()
+
+
+def test_facts_come_from_the_beginning_of_a_manifest(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who looks through a thousand steps reads no tensors; a long list of names is read whole."""
+    with Checkpointer(pool, "run", rng=False) as ckpt:
+        ckpt.save(1, small_state(1), metrics={"loss": 1.5}).result()
+        ckpt.save(2, {f"weights.{n}": torch.ones(2) for n in range(2000)}).result()
+        ckpt.save(3, {}).result()
+    read: list[int] = []
+    plain = Pool.get
+
+    def counted(inner: Pool, *args: Any, **options: Any) -> bytes:
+        data = plain(inner, *args, **options)
+        read.append(len(data))
+        return data
+
+    monkeypatch.setattr(Pool, "get", counted)
+    steps = Steps(pool, "run")
+    assert steps.facts(1).metrics == {"loss": 1.5}
+    assert read == [HEAD_BYTES]
+    assert steps.facts(2).within_bytes > 0
+    assert len(read) == 3
+    assert steps.facts(3).segments == ()
+
+
+def test_a_session_that_lost_the_fence_writes_no_small_save(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fence is looked at under the claim: it moves after everything else was looked at."""
+    with Checkpointer(pool, "run", rng=False) as old:
+        old.save(1, {"w": torch.ones(9)}).result()
+        plain = SaveJob._manifest
+
+        def late(job: SaveJob, written: Any) -> bytes:
+            take_fence(pool, "run", "another")
+            return plain(job, written)
+
+        monkeypatch.setattr(SaveJob, "_manifest", late)
+        with pytest.raises(VersionConflict, match="has begun to save under"):
+            old.save(2, {"w": torch.ones(9)}).result()
+        assert old.steps() == [1]
 
 
 def test_many_steps_go_with_few_listings(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:

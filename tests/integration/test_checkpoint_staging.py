@@ -363,6 +363,7 @@ def test_the_arena_is_made_once(pool: hpstore.Pool) -> None:
     assert arena.capacity_bytes == 0
 
 
+@pytest.mark.usefixtures("segments_apart")
 def test_memory_that_was_scribbled_over_does_not_serve(
     pool: hpstore.Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -383,6 +384,7 @@ def test_memory_that_was_scribbled_over_does_not_serve(
         assert same(state, {"w": weights, "rows": narrow[:, ::2]})
 
 
+@pytest.mark.usefixtures("segments_apart")
 def test_a_save_that_cannot_begin_leaves_the_next_one_whole(
     pool: hpstore.Pool, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,7 +127,7 @@ def test_the_older_of_two_writers_is_fenced_off(pool: hpstore.Pool) -> None:
         new.save(4, {"w": torch.full((90_000,), 4.0)}).result()
         assert new.steps() == [1, 2, 4]
         assert [level(new.load(n)["w"]) for n in new.steps()] == [1.0, 2.0, 4.0]
-        assert len([key for key in pool.list("run") if "segment" in key]) == 3
+        assert len([key for key in pool.list("run/step-") if key.endswith("/manifest")]) == 3
 
 
 def test_pickles_need_to_be_allowed_on_both_sides(pool: hpstore.Pool) -> None:

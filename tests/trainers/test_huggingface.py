@@ -117,6 +117,7 @@ def test_the_folder_is_the_trainers_own(pool: Pool, tmp_path: Path) -> None:
         assert states[0] == states[1]
 
 
+@pytest.mark.usefixtures("segments_apart")
 def test_retention_and_an_older_step_by_number(pool: Pool, tmp_path: Path) -> None:
     """keep_last=2 of four saves; a step can be asked for; a damaged one is passed over."""
     with pool, HPTrainerCallback(pool, "run", keep_last=2) as callback:

@@ -145,6 +145,7 @@ def test_several_failures_are_all_raised(pool: Pool, monkeypatch: pytest.MonkeyP
     named.close()
 
 
+@pytest.mark.usefixtures("segments_apart")
 def test_the_latest_that_can_be_read_is_found(pool: Pool) -> None:
     """Nothing yet, then the newest, then the one before when its segment is gone."""
     with NamedCheckpoints(pool, "run") as named:

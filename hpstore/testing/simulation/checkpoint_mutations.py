@@ -120,7 +120,7 @@ def _segments_first(exchange: Exchange) -> None:
     before = Steps.delete
 
     def delete(steps: Steps, step: int, *, force: bool = False) -> None:
-        own = {segment.key for segment in steps.facts(step).segments}
+        own = {segment.key for segment in steps.facts(step).objects}
         for key in own - steps.still_named(own, [step]):
             steps._delete_if_there(key)
         before(steps, step, force=force)

@@ -83,11 +83,16 @@ def exchanged() -> list[tuple[Any, str, object]]:
     ]
 
 
-def open_checkpointer(pool: Pool, process: Process, keep_last: int | None) -> Checkpointer:
-    """As a trainer opens it: it collects what dead saves have left."""
+def open_checkpointer(
+    pool: Pool, process: Process, keep_last: int | None, *, within: bool = False
+) -> Checkpointer:
+    """As a trainer opens it: it collects what dead saves have left. `within`: its saves are small
+    enough to be all in their manifests; else they are saved as large ones are."""
     made = Checkpointer(pool, PREFIX, keep_last=keep_last, rng=False, staging_bytes=1 << 20,
                         warm=False, alone=True, prepare=False)  # fmt: skip
     made._steps._watch = Watch(process.clock.monotonic)
+    if not within:
+        made._planner.within_bytes = -1
     return made
 
 
@@ -95,7 +100,9 @@ def checkpointer_of(client: Client) -> Checkpointer:
     """Of a process, for as long as its pool is open."""
     if client.checkpointer is None:
         keep_last = client.scene.run_history.keep_last
-        client.checkpointer = open_checkpointer(client.open_pool, client.process, keep_last)
+        client.checkpointer = open_checkpointer(
+            client.open_pool, client.process, keep_last, within=client.scene.world.setup.within
+        )
     made = client.checkpointer
     assert isinstance(made, Checkpointer)
     return made
@@ -228,7 +235,7 @@ def check_nothing_left(scene: Scene, pool: Pool) -> None:
     scene.world.now += attempts.ATTEMPT_SECONDS + 1.0
     maker.collect_garbage()
     listing = maker._steps.listing()
-    named = {s.key for step in listing.steps for s in maker._steps.facts(step).segments}
+    named = {s.key for step in listing.steps for s in maker._steps.facts(step).objects}
     rest = sorted({*listing.attempts, *(listing.segments.keys() - named)})
     if rest:
         scene.find("garbage is left", f"{rest}")

@@ -101,6 +101,7 @@ class Setup:
     put_deadline_seconds: float = 600.0
     tombstone_seconds: float = 3600.0
     keep_last: int = 2  # steps, in retention
+    within: bool = False  # manifests hold the bytes of the tensors, as those of small saves do
 
     def __str__(self) -> str:
         defaults = {f.name: f.default for f in fields(self)}
