@@ -142,7 +142,7 @@ def test_a_failed_save_ends_the_training_with_its_error(
         put = Pool.put
 
         def failing(self: Pool, key: str, *args: Any, **options: Any) -> Any:
-            if "/segment-" in key:
+            if "/step-" in key:
                 raise TooFewDevices("no devices today")
             return put(self, key, *args, **options)
 
