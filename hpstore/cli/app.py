@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 import hpstore
 from hpstore.cli import agent, bench, devices, durability, gpu
+from hpstore.cli.asking import Yes, agree, named, refuse_existing
 from hpstore.cli.checkpoints import checkpoints
 from hpstore.cli.datasets import datasets
 from hpstore.cli.devices import rate_of
@@ -204,11 +205,13 @@ def get(
     key: Key,
     file: Annotated[Path, typer.Argument(help="file to write, - for standard output")],
     version: Version = None,
+    force: Annotated[bool, typer.Option("--force", help="replace the file that is there")] = False,
     as_json: Json = False,
 ) -> None:
     """Read an object into a file.  hpstore get pool.toml data/train.bin copy.bin"""
     if as_json and str(file) == "-":
         raise ConfigError("standard output is for the object here: --json needs a file to write")
+    refuse_existing(file, force=force)
     with hpstore.open(pool, read_only=True) as opened:
         for left in reversed(range(_GET_TRIES)):
             try:
@@ -319,9 +322,11 @@ def rm(
     pool: PoolName,
     keys: Annotated[list[str], typer.Argument(help="keys to delete")],
     ignore_missing: Annotated[bool, typer.Option(help="do not fail on absent keys")] = False,
+    yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Delete objects; goes on past absent ones.  hpstore rm pool.toml runs/a runs/b"""
+    """Delete objects; goes on past absent ones.  hpstore rm pool.toml runs/a runs/b --yes"""
+    agree(f"delete {len(keys)} objects of {pool}: {named(keys)}", yes=yes)
     deleted: list[str] = []
     absent: list[str] = []
     with hpstore.open(pool) as opened:

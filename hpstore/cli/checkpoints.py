@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import hpstore
+from hpstore.cli.asking import Yes, agree, named
 from hpstore.cli.output import UNMENDED_EXIT_CODE, byte_progress, emit_json, say, table
 from hpstore.cli.transfer import export, import_
 from hpstore.errors import CheckpointError, ConfigError, HpstoreError
@@ -170,22 +171,22 @@ def _said(report: VerifyReport | HpstoreError) -> str:
 def rm(
     pool: PoolName,
     prefix: Prefix,
-    steps: Annotated[list[str], typer.Argument(help="committed steps; latest needs --yes")],
+    steps: Annotated[list[str], typer.Argument(help="committed steps, or latest")],
     force: Force = False,
-    yes: Annotated[bool, typer.Option("--yes", help="really the latest")] = False,
+    yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Delete steps; not protected ones.  hpstore checkpoint rm pool.toml runs/gpt 100 200"""
+    """Delete steps; not protected ones.  hpstore checkpoint rm pool.toml runs/gpt 100 200 --yes"""
     failed: dict[int, HpstoreError] = {}
     deleted: list[int] = []
     with hpstore.open(pool) as opened:
         found = steps_of(opened, prefix)
         numbers = dict.fromkeys(resolved(found, step) for step in steps)  # before any is deleted
-        if "latest" in steps and not yes:
-            raise ConfigError(
-                f"latest is step {resolved(found, 'latest')}, from which a training would go on; "
-                "nothing was deleted. Name the step, or say --yes"
-            )
+        question = f"delete steps {named([str(number) for number in numbers])} of {prefix}"
+        if "latest" in steps:
+            number = resolved(found, "latest")
+            question += f"; latest is step {number}, from which a training would go on"
+        agree(question, yes=yes)
         for step in numbers:
             try:
                 found.delete(step, force=force)

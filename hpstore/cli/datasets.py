@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import hpstore
+from hpstore.cli.asking import Yes, agree
 from hpstore.cli.output import (
     UNMENDED_EXIT_CODE,
     emit_json,
@@ -183,10 +184,11 @@ def _show_verified(report: DatasetReport) -> None:
 
 
 @datasets.command()
-def rm(pool: PoolName, name: Name, as_json: Json = False) -> None:
-    """Delete a data set, or an unfinished ingest.  hpstore dataset rm pool.toml train"""
+def rm(pool: PoolName, name: Name, yes: Yes = False, as_json: Json = False) -> None:
+    """Delete a data set, or an unfinished ingest.  hpstore dataset rm pool.toml train --yes"""
     from hpstore.loaders import delete_dataset
 
+    agree(f"delete data set {name} of {pool}", yes=yes)
     with hpstore.open(pool) as opened:
         delete_dataset(opened, name)
     say({"deleted": name}, f"data set {name} is deleted", as_json=as_json)

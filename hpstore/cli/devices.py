@@ -9,6 +9,7 @@ import typer
 
 import hpstore
 from hpstore.cli import orders
+from hpstore.cli.asking import Yes, agree
 from hpstore.cli.output import object_progress, say
 from hpstore.health.overrides import Command
 from hpstore.units import parse_bytes
@@ -35,11 +36,16 @@ def add(
 
 
 def evict(
-    pool: PoolName, device: DeviceName, force: Force = False, as_json: Json = False
+    pool: PoolName, device: DeviceName, force: Force = False, yes: Yes = False,
+    as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Take a device out at once; what it held counts as lost.  hpstore evict pool.toml /mnt/b"""
+    """Take a device out at once; what it held counts as lost.  hpstore evict pool.toml /mnt/b --yes
+
+    `drain` moves what it holds first.
+    """
     with hpstore.open(pool) as opened:
         found = opened.find(device)
+        agree(f"evict {found.url}: what it holds counts as lost", yes=yes)
         opened.evict(device, force=force)
     say({"device": found.device_id, "url": found.url, "state": "evicted"},
         f"{device} is evicted; `hpstore rebuild` heals what it held", as_json=as_json)  # fmt: skip

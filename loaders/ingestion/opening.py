@@ -16,6 +16,7 @@ from hpstore.loaders.ingestion.arrays import NUMPY, Arrays, numpy_files
 from hpstore.loaders.ingestion.arrow import ARROW, PARQUET, ArrowTables
 from hpstore.loaders.ingestion.images import EXTENSIONS, ImageFolder
 from hpstore.loaders.ingestion.objects import Iterables, MapDataset
+from hpstore.loaders.ingestion.paths import local_path
 from hpstore.loaders.ingestion.source import Source
 from hpstore.loaders.ingestion.tables import no_table
 from hpstore.loaders.ingestion.tars import COMPRESSED, PLAIN, webdataset
@@ -78,6 +79,8 @@ def _from_object(source: Any, names: Sequence[str] | None) -> Source:  # Any: du
 
 
 def _from_path(where: str, kind: SourceFormat, check_images: bool) -> Source:
+    if kind is not SourceFormat.ZARR:
+        where = local_path(where)
     makers: dict[SourceFormat, Callable[[], Source]] = {
         SourceFormat.IMAGES: lambda: ImageFolder(where, check=check_images),
         SourceFormat.WEBDATASET: lambda: webdataset(where, check=check_images),
@@ -105,9 +108,9 @@ def _format(where: str, asked: str) -> SourceFormat:
     by_name = _by_ending(where.rstrip("/").lower())
     if by_name is not None:
         return by_name
-    path = Path(where)
+    path = Path(local_path(where))
     if not path.is_dir():
-        if not path.exists() and "://" not in where and not any(c in where for c in "*?[{"):
+        if not path.exists() and not any(c in where for c in "*?[{"):
             raise ConfigError(f"{where} does not exist")
         raise ConfigError(f"the format of {where} is not clear. {_KNOWN}")
     return _of_folder(path)

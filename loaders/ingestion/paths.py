@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from hpstore.errors import ConfigError
 
@@ -14,11 +15,28 @@ _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 MAX_FILES = 1_000_000
 
 
+def local_path(where: str | os.PathLike[str]) -> str:
+    """The path of files of this machine; file:// is taken off. Raises ConfigError for other URLs.
+
+    Only zarr reads from elsewhere.
+    """
+    text = os.fspath(where)
+    if text.startswith("file://"):
+        return unquote(urlsplit(text).path)
+    if "://" in text or text.startswith("pipe:"):
+        raise ConfigError(
+            f"{text} is not on this machine, where files are read from, but for zarr arrays: copy "
+            "or mount it here first (aws s3 sync, rclone), or give its records from Python, as a "
+            "data set or an iterable of samples. Nothing was written"
+        )
+    return text
+
+
 def source_files(where: str | os.PathLike[str], endings: Sequence[str]) -> list[Path]:
     """The files of a source, sorted: `where` itself, those of a folder with one of `endings`, or
     those of a pattern (`*`, `?`, `[...]`, `{000..099}`). Raises ConfigError when there are none.
     """
-    text = os.fspath(where)
+    text = local_path(where)
     if os.path.isfile(text):
         return [Path(text)]
     if os.path.isdir(text):
@@ -62,4 +80,4 @@ def file_facts(files: Sequence[Path]) -> list[tuple[str, int, int]]:
             for file in files]  # fmt: skip
 
 
-__all__ = ["file_facts", "source_files"]
+__all__ = ["file_facts", "local_path", "source_files"]

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 
 from hpstore.errors import ConfigError, IngestError
-from hpstore.loaders.ingestion.paths import source_files
+from hpstore.loaders.ingestion.paths import local_path, source_files
 
 _HIDDEN = (".", "_")
 _CACHE = re.compile(r"cache-[0-9a-f]{16}.*\.arrow$")  # what map() of Hugging Face leaves
@@ -33,12 +33,7 @@ def table_files(
     A folder of Hugging Face's save_to_disk names them in state.json, one of its cache in
     dataset_info.json, one of Parquet in `_metadata`.
     """
-    folder = Path(where)
-    if "://" in os.fspath(where):
-        raise ConfigError(
-            f"{where}: tables are read from files of this machine; copy them here, or give their "
-            "records as an iterable"
-        )
+    folder = Path(local_path(where))
     if not folder.is_dir():
         return source_files(where, endings), 0
     named = _named(folder, endings, metadata)
@@ -46,7 +41,7 @@ def table_files(
     if named is None:
         if not beside:
             raise no_table(folder, endings)
-        shown = [f for f in source_files(where, endings) if not f.name.startswith(_HIDDEN)]
+        shown = [f for f in source_files(folder, endings) if not f.name.startswith(_HIDDEN)]
         named = [f for f in shown if not _CACHE.match(f.name)] or shown
         if not named:
             raise ConfigError(

@@ -80,11 +80,11 @@ def test_the_day_of_a_checkpoint(cli: PoolCommands, pool: hpstore.Pool, tmp_path
     assert torch.equal(safetensors.torch.load_file(out)["b"], torch.full((3,), 3))
     cli("import", "runs/b", out, "--step", 0, "--as", "model")
     assert json.loads(cli("inspect", "runs/b", "--json"))["lineage"]["imported_from"] == out.name
-    text = cli("rm", RUN, 2, 9, 1, code=CheckpointError.exit_code)
+    text = cli("rm", RUN, 2, 9, 1, "--yes", code=CheckpointError.exit_code)
     assert text.count("\n") == 2
     assert [row["step"] for row in json.loads(cli("ls", RUN, "--json"))] == [2, 3]
     cli("unprotect", RUN, "best")
-    cli("rm", RUN, 2)
+    cli("rm", RUN, 2, "--yes")
 
 
 def test_commands_leave_a_running_training_alone(cli: PoolCommands, pool: hpstore.Pool) -> None:
@@ -100,7 +100,7 @@ def test_commands_leave_a_running_training_alone(cli: PoolCommands, pool: hpstor
                       ("protect", RUN, 1, "x"), ("unprotect", RUN, "x")):  # fmt: skip
             cli(*words)
         assert pool.list() == before
-        cli("rm", RUN, 1)
+        cli("rm", RUN, 1, "--yes")
         assert f"{RUN}/step-000000000009/segment-00ff-r00000" in pool.list()
         training_run.save(3, {"a": torch.ones(9)}).result()
 
@@ -149,7 +149,7 @@ def test_a_mistyped_prefix_is_told_where_checkpoints_are(
         save(pool, 1, {"a": torch.ones(3)}, prefix)
     said = "no checkpoints under 'run/a'; there are some under 'runs/a'"
     failed = CheckpointError.exit_code
-    for words in (("inspect",), ("verify",), ("verify", "--all"), ("rm", 1),
+    for words in (("inspect",), ("verify",), ("verify", "--all"), ("rm", 1, "-y"),
                   ("export", "latest", "x.pt"), ("protect", "latest", "x")):  # fmt: skip
         assert said in cli(words[0], "run/a", *words[1:], code=failed), words
     assert "'runs/a', 'runs/b'" in cli("inspect", "runs", code=failed)

@@ -42,7 +42,7 @@ def test_the_operators_day(cli: Cli, tmp_path: Path) -> None:
     status = cli.json("status", cli.pool)
     assert (status["objects"], status["degraded"], status["losses_tolerated"]) == (1, 1, 0)
     for disk in ("disk1", "disk4"):
-        cli("evict", cli.pool, tmp_path / disk)
+        cli("evict", cli.pool, tmp_path / disk, "--yes")
     assert cli.json("rebuild", cli.pool)["relaid"] == 1
     assert cli.json("status", cli.pool)["losses_tolerated"] == 2
     for path in list((tmp_path / "disk0" / "objects").rglob("@*"))[:1]:
@@ -55,7 +55,7 @@ def test_the_operators_day(cli: Cli, tmp_path: Path) -> None:
     cli("get", cli.pool, "a/b", "out2")
     assert (tmp_path / "out2").read_bytes() == data
     assert "a/b" in cli("ls", cli.pool, "--long")
-    cli("rm", cli.pool, "a/b")
+    cli("rm", cli.pool, "a/b", "--yes")
     assert cli("ls", cli.pool) == ""
 
 
@@ -88,7 +88,7 @@ def test_errors_are_one_line_with_their_own_exit_code(cli: Cli, tmp_path: Path) 
         (("get", cli.pool, "nothing", "out"), errors.ObjectNotFound),
         (("put", cli.pool, "../x", "in"), errors.InvalidKey),
         (("put", cli.pool, "k", "absent"), errors.ConfigError),
-        (("evict", cli.pool, "disk9"), errors.MembershipError),
+        (("evict", cli.pool, "disk9", "--yes"), errors.MembershipError),
         (("status", tmp_path / "none.toml"), errors.ConfigError),
         (("create", tmp_path / "q.toml", "--data", 4, "--parity", 2, tmp_path / "disk0",
           *(tmp_path / f"e{i}" for i in range(5))), errors.DeviceInUse),
@@ -105,10 +105,10 @@ def test_rm_goes_on_past_what_is_not_there(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(b"x")
     cli("put", cli.pool, "a", "in")
     cli("put", cli.pool, "c", "in")
-    text = cli("rm", cli.pool, "a", "b", "c", code=errors.ObjectNotFound.exit_code)
+    text = cli("rm", cli.pool, "a", "b", "c", "--yes", code=errors.ObjectNotFound.exit_code)
     assert text.count("\n") == 1
     assert cli("ls", cli.pool) == ""
-    cli("rm", cli.pool, "b", "--ignore-missing")
+    cli("rm", cli.pool, "b", "--ignore-missing", "--yes")
 
 
 def test_status_is_a_table_for_people(cli: Cli) -> None:
@@ -143,7 +143,7 @@ def test_a_device_that_was_added_by_a_relative_path_is_known_by_its_place(
     """Also when it is gone, and nobody can ask where it was."""
     cli("add", cli.pool, "disk6")
     (tmp_path / "disk6").rename(tmp_path / "away")
-    assert "is evicted" in cli("evict", cli.pool, tmp_path / "disk6")
+    assert "is evicted" in cli("evict", cli.pool, tmp_path / "disk6", "--yes")
 
 
 def test_numbers_that_json_lacks_are_null() -> None:

@@ -39,9 +39,9 @@ def test_the_day_of_a_data_set(cli: PoolCommands, tmp_path: Path) -> None:
     assert "19 samples" in cli("verify", "train")
     assert cli.json("verify", "train")["clean"] is True
     assert "exists" in cli("ingest", "train", "in", code=5)
-    cli("rm", "train")
+    cli("rm", "train", "--yes")
     assert cli.json("ls") == []
-    assert "no data set" in cli("rm", "train", code=4)
+    assert "no data set" in cli("rm", "train", "-y", code=4)
 
 
 def test_options_reach_the_data_set(cli: PoolCommands, tmp_path: Path) -> None:

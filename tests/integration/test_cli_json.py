@@ -74,7 +74,7 @@ def test_device_commands_tell_machines_which_device_they_changed(cli: Cli, tmp_p
     files = back["files"]
     assert isinstance(files, dict)
     assert sorted(files) == ["kept", "quarantined", "removed"]
-    evicted = cli.json("evict", cli.pool, tmp_path / "disk3")
+    evicted = cli.json("evict", cli.pool, tmp_path / "disk3", "--yes")
     assert (evicted["device"], evicted["state"]) == (device, "evicted")
     assert cli.json("readmit", cli.pool, device)["state"] == "online"
     noted = cli.json("sit-out", cli.pool, device)
@@ -88,7 +88,7 @@ def test_rm_and_get_tell_machines_what_they_did(cli: Cli) -> None:
         cli("put", cli.pool, key, "in")
     found = cli.json("get", cli.pool, "a", "out")
     assert found == {"key": "a", "size": 1000, "file": "out"}
-    said = cli.json("rm", cli.pool, "a", "missing", "b", "--ignore-missing")
+    said = cli.json("rm", cli.pool, "a", "missing", "b", "--ignore-missing", "-y")
     assert said == {"deleted": ["a", "b"], "absent": ["missing"]}
     said_no = cli("get", cli.pool, "c", "-", "--json", code=errors.ConfigError.exit_code)
     assert "standard output" in said_no
@@ -103,11 +103,14 @@ def test_steps_are_protected_and_deleted_for_machines(cli: Cli) -> None:
             checkpointer.save(step, {"n": step})
     words = ("checkpoint", "protect", cli.pool, "runs/a", 1, "best")
     assert cli.json(*words) == {"step": 1, "name": "best"}
-    cli("checkpoint", "rm", cli.pool, "runs/a", 1, 2, code=errors.CheckpointError.exit_code)
+    cli("checkpoint", "rm", cli.pool, "runs/a", 1, 2, "-y", code=errors.CheckpointError.exit_code)
     assert cli.json("checkpoint", "unprotect", cli.pool, "runs/a", "best") == {
         "step": 1, "name": "best",
     }  # fmt: skip
-    assert cli.json("checkpoint", "rm", cli.pool, "runs/a", 1) == {"deleted": [1], "failed": {}}
+    assert cli.json("checkpoint", "rm", cli.pool, "runs/a", 1, "-y") == {
+        "deleted": [1],
+        "failed": {},
+    }
 
 
 def test_standard_input_is_stored_whole_and_not_through_memory(cli: Cli, tmp_path: Path) -> None:

@@ -224,8 +224,29 @@ def test_what_cannot_be_read_says_what_can(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("{}")
     with pytest.raises(ConfigError, match="an iterable of its samples"):
         ingest(pool, "b", tmp_path / "x.jsonl")
-    with pytest.raises(ConfigError, match="read from files of this machine"):
-        ingest(pool, "b", "s3://bucket/x.parquet")
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "s3://bucket/x.parquet",
+        "s3://b/{0..3}.tar",
+        "gs://b/x.npy",
+        "https://a/b",
+        "pipe:aws s3 cp s3://b/x.tar -",
+    ],
+)
+@pytest.mark.parametrize("kind", ["auto", "webdataset", "images", "numpy", "parquet"])
+def test_files_elsewhere_are_no_files_that_do_not_exist(pool: Pool, where: str, kind: str) -> None:
+    """r8_small, s3: whatever the format, the error says that files must be here."""
+    with pytest.raises(ConfigError, match=r"is not on this machine.*copy.*iterable"):
+        ingest(pool, "b", where, format=kind)
+
+
+def test_a_file_url_is_the_file(pool: Pool, tmp_path: Path) -> None:
+    parquet(tmp_path / "a b.parquet", [5])
+    ingest(pool, "a", f"file://{tmp_path}/a%20b.parquet")
+    assert numbers(pool, "a") == [5]
 
 
 # --- tars ------------------------------------------------------------------------------------

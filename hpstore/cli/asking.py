@@ -1,0 +1,48 @@
+"""Before what cannot be undone: a question on a terminal, --yes everywhere else."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hpstore.cli.output import appears_whole
+from hpstore.errors import ConfigError
+
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="do it without a question")]
+REFUSED_EXIT_CODE = 1  # the answer was no
+_NAMED = 5
+
+
+def agree(question: str, *, yes: bool) -> None:
+    """Return when the user means it; before anything is changed.
+
+    `question`: what will be gone, such as "delete data set train". Raises ConfigError where no
+    terminal can be asked, typer.Exit on any answer but yes.
+    """
+    if yes:
+        return
+    if not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
+        raise ConfigError(
+            f"{question}? There is no terminal to ask, and nothing was changed: say --yes"
+        )
+    if not typer.confirm(f"{question}?", err=True):
+        sys.stderr.write("nothing was changed\n")
+        raise typer.Exit(REFUSED_EXIT_CODE)
+
+
+def refuse_existing(path: Path, *, force: bool) -> None:
+    """Raises ConfigError for a file that writing would replace. Not for pipes and devices."""
+    if not force and path.exists() and appears_whole(path):
+        raise ConfigError(f"{path} exists, and was left as it is; --force replaces it")
+
+
+def named(things: list[str]) -> str:
+    """The first few of them, and how many there are."""
+    more = f" and {len(things) - _NAMED} more" if len(things) > _NAMED else ""
+    return ", ".join(things[:_NAMED]) + more
+
+
+__all__ = ["REFUSED_EXIT_CODE", "Yes", "agree", "named", "refuse_existing"]

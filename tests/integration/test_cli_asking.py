@@ -1,0 +1,93 @@
+"""What cannot be undone is asked on a terminal, and wants --yes where there is none."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hpstore
+from hpstore.checkpoint import Checkpointer
+from hpstore.errors import ConfigError
+from hpstore.loaders import DatasetWriter, Field, list_datasets
+from tests.integration.cli_cases import ROOT, Cli
+
+
+@pytest.fixture
+def cli(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """A pool with an object, a data set, and two steps of a checkpoint."""
+    made = Cli(tmp_path, capsys)
+    made.create(data=2, parity=1, devices=4)
+    with hpstore.open(made.pool) as pool:
+        pool.put("k", b"data")
+        with DatasetWriter(pool, "train", {"x": Field("int64")}) as writer:
+            writer.write({"x": 1})
+        with Checkpointer(pool, "runs/a") as saver:
+            for step in (1, 2):
+                saver.save(step, {"x": step}).wait()
+    return made
+
+
+DESTRUCTIVE = {
+    "rm": (("rm",), ("k",)),
+    "dataset rm": (("dataset", "rm"), ("train",)),
+    "checkpoint rm": (("checkpoint", "rm"), ("runs/a", 1)),
+    "checkpoint rm latest": (("checkpoint", "rm"), ("runs/a", "latest")),
+    "evict": (("evict",), ("disk3",)),
+}
+
+
+def facts(pool: str) -> tuple[object, ...]:
+    with hpstore.open(pool, read_only=True) as opened:
+        return (opened.list("k"), [d.name for d in list_datasets(opened)],
+                len(opened.list("runs/a")), [d.state for d in opened.status().devices])  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DESTRUCTIVE)
+def test_nothing_is_deleted_without_a_terminal_and_without_yes(cli: Cli, name: str) -> None:
+    """Point 8: `hpstore dataset rm` deleted at once. One line, code 2, nothing has changed."""
+    before, (words, rest) = facts(cli.pool), DESTRUCTIVE[name]
+    rest = tuple(cli.directory / one if one == "disk3" else one for one in rest)
+    said = cli(*words, cli.pool, *rest, code=ConfigError.exit_code)
+    assert "nothing was changed: say --yes" in said
+    assert said.count("\n") == 1
+    assert facts(cli.pool) == before
+    cli(*words, cli.pool, *rest, "--yes")
+    assert facts(cli.pool) != before
+
+
+@pytest.mark.parametrize(("answer", "code"), [("n", 1), ("", 1), ("y", 0)])
+def test_on_a_terminal_it_is_asked(cli: Cli, answer: str, code: int) -> None:
+    """The question names what will be gone; only yes is yes."""
+    ours, theirs = pty.openpty()
+    run = subprocess.Popen(
+        [sys.executable, "-m", "hpstore", "dataset", "rm", cli.pool, "train"],
+        stdin=theirs, stderr=theirs, stdout=subprocess.PIPE, cwd=ROOT,
+    )  # fmt: skip
+    os.close(theirs)
+    os.write(ours, f"{answer}\n".encode())
+    assert run.wait(60) == code
+    said = os.read(ours, 4000).decode()
+    os.close(ours)
+    assert f"delete data set train of {cli.pool}?" in said
+    assert ("nothing was changed" in said) == bool(code)
+    with hpstore.open(cli.pool, read_only=True) as opened:
+        assert bool(list_datasets(opened)) == bool(code)
+
+
+def test_get_replaces_no_file_unless_told(cli: Cli, tmp_path: Path) -> None:
+    """Point 8: `hpstore get` wrote over local files silently; links to files count as files."""
+    out = tmp_path / "out"
+    out.write_bytes(b"mine")
+    (tmp_path / "link").symlink_to(out)
+    for name in ("out", "link"):
+        said = cli("get", cli.pool, "k", name, code=ConfigError.exit_code)
+        assert "exists, and was left as it is; --force" in said
+        assert out.read_bytes() == b"mine"
+    cli("get", cli.pool, "k", "out", "--force")
+    assert out.read_bytes() == b"data"
+    cli("get", cli.pool, "k", "/dev/null")
