@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hpstore.codec import address_of
@@ -17,8 +18,9 @@ from hpstore.loaders.counts import Counts, Stopwatch
 from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.fields import Array, Field, FieldKind
 from hpstore.loaders.joining import How, Pieces, join
+from hpstore.loaders.large import LARGE_BYTES, Target
 from hpstore.loaders.layout import Int64s
-from hpstore.loaders.parts import read_parts
+from hpstore.loaders.parts import PART_BYTES, read_parts
 from hpstore.loaders.slab import Slab
 from hpstore.loaders.slots import Slots
 from hpstore.loaders.stored import ReadRows
@@ -258,16 +260,24 @@ class Assembler:
         self._counts.read_total += len(which)
 
     def _read_verified(self, stream: Stream, indices: Int64s, rows: Bytes) -> None:
+        """By way of the pool's memory, where reads straight into rows do not end."""
+        assert stream.fixed is not None
+        length = stream.fixed.length
         with self._counts.reading.running():
-            records, _ = self._data.read_records(stream, indices)
-        for row, record in enumerate(records):
-            rows[row, : len(record)] = record
+            if length > PART_BYTES:
+                for row, index in enumerate(indices.tolist()):
+                    self._data.read_large(stream, index, [(0, rows[row, :length])])
+            else:
+                records, _ = self._data.read_records(stream, indices)
+                for row, record in enumerate(records):
+                    rows[row, :length] = record
         self._counts.read_total += len(indices)
 
     def _records(
-        self, stream: Stream, indices: Int64s, places: Locations
+        self, stream: Stream, indices: Int64s, places: Locations, large: npt.NDArray[np.bool_]
     ) -> Iterator[tuple[list[int], Pieces | list[Bytes]]]:
-        """Records of many sizes, in the slab where they are there, and their rows.
+        """Records of many sizes, in the slab where they are there, and their rows; but for those
+        that are `large` (n,) and in no slab.
 
         They are good until the next are asked for.
         """
@@ -278,6 +288,7 @@ class Assembler:
                 have, lack, cached = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0), None
                 self._counts.gathered_total += len(have)
                 yield have.tolist(), slab.pieces(slots[have], chosen(places, have))
+        lack = lack[~large[lack]]
         lengths = places.length[lack]
         parts = read_parts(self._data, stream, indices[lack], lengths, cached)
         for part, records in self._counts.reading.timed(parts):
@@ -303,9 +314,16 @@ class Assembler:
             moves = [_Move.fixed(len(indices), *piece) for piece in pieces]
             begin = record.ragged_starts(places.ragged)
             moves += [_Move(begin[:, c], places.ragged[:, c]) for c, _ in ragged]
-            for rows, records in self._records(stream, indices, places):
+            large = places.length > (PART_BYTES if self._cached is None else LARGE_BYTES)
+            for rows, records in self._records(stream, indices, places, large):
+                large[rows] = False
                 for move, out in zip(moves, outs, strict=True):
                     self._counts.copies[move.run(rows, records, out)] += 1
+            for row in np.flatnonzero(large).tolist():
+                targets = [m.target(row, out) for m, out in zip(moves, outs, strict=True)]
+                with self._counts.reading.running():
+                    self._data.read_large(stream, int(indices[row]), targets)
+                self._counts.read_total += 1
             for name, out in zip(fixed, outs, strict=False):
                 arrays.append(_typed(out, fields[name]))
                 found[name] = fields[name].as_tensor(arrays[-1])
@@ -338,6 +356,11 @@ class _Move:
     def fixed(cls, count: int, low: int, size: int) -> _Move:
         """Rows of one size."""
         return cls(np.full(count, low), np.full(count, size))
+
+    def target(self, row: int, out: Bytes) -> Target:
+        """Where this row's values go, for StoredData.read_large."""
+        end = int(self.length[: row + 1].sum())
+        return int(self.low[row]), out[end - int(self.length[row]) : end]
 
     def run(self, rows: Sequence[int], records: Pieces | list[Bytes], out: Bytes) -> How:
         """Copy these rows, which ascend. All of them are one call: less is done between its copies,

@@ -158,6 +158,8 @@ class Run:
             batches = _batches(loader, native, cached, epoch, position)
             rows, batches = _first_rows(batches)
             todo = listed(batches, epoch, position)
+        if batch_bytes(native.data, max(1, rows)) > loader.batch_memory_bytes:
+            threads = 1  # each would make one
         depth = loader.prefetch_factor
         depth = depth * threads if depth else _depth(loader, native, threads, rows)
         engine.expect(steady=depth + STEADY, most=depth + HELD + 1)  # 1: a small one beside these
@@ -242,6 +244,8 @@ def _depth(loader: DataLoader, native: Native, threads: int, rows: int) -> int:
     HELD of them and a small one.
     """
     fitting = loader.batch_memory_bytes // batch_bytes(native.data, max(1, rows))
+    if not fitting:
+        return 1
     ahead = min(MOST_AHEAD, fitting // 2, fitting - HELD - 1)
     return max(LEAST_AHEAD, threads, ahead)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +83,29 @@ def read_compressed(
                 out[to : to + b - a] = raw[a - low : b - low]
     stops = (position[:-1] + places.length).tolist()
     return [out[a:b] for a, b in zip(position[:-1].tolist(), stops, strict=True)]
+
+
+def page_pieces(
+    open_shard: Callable[[int], PooledReader], stream: Stream, pages: PageTable, place: Locations
+) -> Iterator[tuple[int, Bytes]]:
+    """One record out of compressed pages, in order: where a piece lies in the shard, and the piece.
+
+    Pieces are good until the next is asked for. Memory: CHUNK_PAGES as they are stored, and one.
+    """
+    shard, start, length = int(place.shard[0]), int(place.start[0]), int(place.length[0])
+    before, unit = int(stream.page_starts[shard]), stream.unit_bytes
+    wanted = np.arange(before + start // unit, before + (start + length - 1) // unit + 1)
+    scratch = np.empty(unit, np.uint8)
+    for at in range(0, len(wanted), CHUNK_PAGES):
+        chunk = wanted[at : at + CHUNK_PAGES]
+        for number, stored in zip(
+            chunk.tolist(), _read_pages(open_shard, pages, chunk), strict=True
+        ):
+            low = int(pages.start[number])
+            raw = scratch[: int(pages.length[number])]
+            _decode(stream, pages, number, stored, raw)
+            first, last = max(start, low), min(start + length, low + len(raw))
+            yield first, raw[first - low : last - low]
 
 
 def read_pages(
@@ -215,5 +238,5 @@ def _decode(stream: Stream, pages: PageTable, number: int, stored: Bytes, out: B
         ) from error
 
 
-__all__ = ["CODECS", "checked_compression", "compress_pages", "fill_pages", "read_compressed",
-           "read_pages"]  # fmt: skip
+__all__ = ["CODECS", "checked_compression", "compress_pages", "fill_pages", "page_pieces",
+           "read_compressed", "read_pages"]  # fmt: skip

@@ -21,8 +21,10 @@ from hpstore.loaders.manifest import (
 from hpstore.loaders.streams import ColumnWriter, StreamWriter, cuts_of
 from hpstore.loaders.uploads import Uploads
 from hpstore.pool import Pool
+from hpstore.units import MIB, format_bytes
 
 _log = logging.getLogger(__name__)
+SAID_BYTES = 256 * MIB  # samples above it are said: as much as pool and loader take by default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,7 @@ class PartWriter:
         like: Part | None = None,
     ) -> None:
         self.pool, self.name, self.rows = pool, name, 0
+        self._said_bytes = 0
         self.nonce = nonce or new_nonce()
         units = [stream.unit_bytes for stream in like.streams] if like else None
         self._uploads, self._content = Uploads(), Content()
@@ -97,6 +100,18 @@ class PartWriter:
         if self._order is not None and order is not None:
             self._order.add(order)
         self.rows += rows
+        self._say_large()
+
+    def _say_large(self) -> None:
+        largest = max((stream.largest_bytes for stream in self._streams), default=0)
+        if largest > max(self._said_bytes, SAID_BYTES):
+            self._said_bytes = 2 * largest  # the next line is of what is much larger
+            _log.warning(
+                "data set %r has a sample of %s: writing such samples takes the memory of two, "
+                "loading them that of three in batches of one: a batch that is ready, one in use, "
+                "one just dropped. Split them (windows, frames) where that is too much.",
+                self.name, format_bytes(largest),
+            )  # fmt: skip
 
     def finish(self) -> Part:
         """Store the rest. All is durable on return."""

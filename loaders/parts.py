@@ -18,7 +18,7 @@ from hpstore.geometry import ALIGNMENT_BYTES
 from hpstore.loaders.layout import Int64s
 from hpstore.loaders.stream import Stream
 from hpstore.pool import Pool
-from hpstore.units import MIB
+from hpstore.units import MIB, round_up
 
 if TYPE_CHECKING:
     from hpstore.loaders.stored import ReadRows, StoredData
@@ -90,7 +90,11 @@ def read_parts(
 
 
 def _memory(pool: Pool, nbytes: int) -> tuple[Lease | None, Bytes]:
-    """Of the pool's, or ordinary where that is in use."""
+    """Of the pool's, or ordinary where that is in use, or would be: reads that wait for memory
+    while this is held must find some.
+    """
+    if nbytes > round_up(PART_BYTES, MIB):
+        return None, aligned_array(nbytes)
     lease = pool.scratch(nbytes if nbytes <= MIB else max(nbytes, PART_BYTES), "records")
     return lease, aligned_array(nbytes) if lease is None else lease.array
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpstore.codec.galois import Bytes
+from hpstore.errors import IntegrityError
 from hpstore.geometry import BLOCK_BYTES
 from hpstore.loaders.layout import Int64s
 from hpstore.loaders.stream import Int32s
@@ -65,4 +66,28 @@ def read_spans(reader: PooledReader, spans: Spans, shard: int, buffer: Bytes) ->
     reader.read_ranges([(a, b) for a, b in ranges if a < b], deliver)
 
 
-__all__ = ["GAP_BYTES", "Spans", "plan_spans", "read_spans"]
+@dataclass(frozen=True, slots=True)
+class ObjectRanges:
+    """Ranges of an object of a known size."""
+
+    key: str
+    ranges: list[tuple[int, int]]
+    size: int
+
+
+def read_object_ranges(piece: ObjectRanges, reader: PooledReader | Exception) -> list[Bytes]:
+    """Bytes of each of the ranges. IntegrityError when the object has another size."""
+    if isinstance(reader, Exception):
+        raise reader
+    if reader.size != piece.size:
+        raise IntegrityError(f"object {piece.key!r} has {reader.size} bytes, not {piece.size}")
+    bounds = np.array(piece.ranges, np.int64).reshape(-1, 2)
+    lengths = bounds[:, 1] - bounds[:, 0]
+    plan = plan_spans(np.zeros(len(bounds), np.int32), bounds[:, 0], lengths)
+    buffer = np.empty(plan.total, np.uint8)
+    read_spans(reader, plan, 0, buffer)
+    places = zip(plan.position.tolist(), lengths.tolist(), strict=True)
+    return [buffer[at : at + count] for at, count in places]
+
+
+__all__ = ["GAP_BYTES", "ObjectRanges", "Spans", "plan_spans", "read_object_ranges", "read_spans"]

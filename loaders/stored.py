@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ from hpstore.codec.galois import Bytes
 from hpstore.errors import AlreadyClosed, ConfigError, IntegrityError, ObjectNotFound
 from hpstore.loaders.blocks import BLOCK_ROWS, BlockTable, Runs
 from hpstore.loaders.fields import Array, Field, FieldKind
+from hpstore.loaders.large import LARGE_BYTES, Target, read_large
 from hpstore.loaders.layout import Int64s, group_fields
 from hpstore.loaders.manifest import (
     ORDER,
@@ -28,7 +28,7 @@ from hpstore.loaders.manifest import (
 )
 from hpstore.loaders.open_shards import OpenShards
 from hpstore.loaders.pages import read_compressed
-from hpstore.loaders.parts import aligned_bytes, aligned_rows, part_bounds
+from hpstore.loaders.parts import PART_BYTES, aligned_bytes, aligned_rows, part_bounds
 from hpstore.loaders.side import (
     PAGE_MAGIC,
     SIDE_MAGIC,
@@ -40,7 +40,7 @@ from hpstore.loaders.side import (
     side_dtypes,
     table_starts,
 )
-from hpstore.loaders.spans import plan_spans, read_spans
+from hpstore.loaders.spans import ObjectRanges, plan_spans, read_object_ranges, read_spans
 from hpstore.loaders.stream import (
     Int32s,
     Locations,
@@ -54,29 +54,6 @@ from hpstore.pooled import MOST_KEYS, PooledReader, Scatter, Scattered
 from hpstore.units import div_ceil
 
 ReadRows = Callable[[Stream, Int64s, Sequence[Bytes] | Bytes], bool]
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Ranges of an object of a known size."""
-
-    key: str
-    ranges: list[tuple[int, int]]
-    size: int
-
-
-def _read_piece(piece: _Piece, reader: PooledReader | Exception) -> list[Bytes]:
-    if isinstance(reader, Exception):
-        raise reader
-    if reader.size != piece.size:
-        raise IntegrityError(f"object {piece.key!r} has {reader.size} bytes, not {piece.size}")
-    bounds = np.array(piece.ranges, np.int64).reshape(-1, 2)
-    lengths = bounds[:, 1] - bounds[:, 0]
-    plan = plan_spans(np.zeros(len(bounds), np.int32), bounds[:, 0], lengths)
-    buffer = np.empty(plan.total, np.uint8)
-    read_spans(reader, plan, 0, buffer)
-    places = zip(plan.position.tolist(), lengths.tolist(), strict=True)
-    return [buffer[at : at + count] for at, count in places]
 
 
 def _matches(checksums: Sequence[int], number: int, found: Bytes) -> bool:
@@ -152,7 +129,7 @@ class StoredData(Closing):
                 bounds = [(0, starts[-1])]
             else:
                 bounds = [(0, starts[0]), *ranges]
-            pieces.append(_Piece(self._side_key(stream, shard), bounds, starts[-1]))
+            pieces.append(ObjectRanges(self._side_key(stream, shard), bounds, starts[-1]))
         made = []
         for (shard, runs), piece, found in zip(
             wanted.items(), pieces, self._get_pieces(pieces), strict=True
@@ -189,7 +166,7 @@ class StoredData(Closing):
                 nonce, number, rows = self._cuts[cut]
                 ranges = [(a * made.row_bytes, (a + n) * made.row_bytes) for a, n in runs]
                 key = column_key(self.name, nonce, column, number)
-                pieces.append(_Piece(key, ranges, rows * made.row_bytes))
+                pieces.append(ObjectRanges(key, ranges, rows * made.row_bytes))
             return [
                 [[np.frombuffer(raw, made.storage).reshape(-1, *shape)] for raw in found]
                 for found in self._get_pieces(pieces)
@@ -203,17 +180,17 @@ class StoredData(Closing):
         except ObjectNotFound as error:
             raise self._gone(key) from error
 
-    def _get_pieces(self, pieces: Sequence[_Piece]) -> list[list[Bytes]]:
+    def _get_pieces(self, pieces: Sequence[ObjectRanges]) -> list[list[Bytes]]:
         """Byte ranges of several objects, so many at a time as are opened together."""
         found = []
         for first in range(0, len(pieces), MOST_KEYS):
             found += self._get_some(pieces[first : first + MOST_KEYS])
         return found
 
-    def _get_some(self, pieces: Sequence[_Piece]) -> list[list[Bytes]]:
+    def _get_some(self, pieces: Sequence[ObjectRanges]) -> list[list[Bytes]]:
         readers = self.pool.readers([piece.key for piece in pieces], whole=True)
         try:
-            return [_read_piece(piece, readers[piece.key]) for piece in pieces]
+            return [read_object_ranges(piece, readers[piece.key]) for piece in pieces]
         except ObjectNotFound as error:
             raise self._gone(error.key or pieces[0].key) from error
         finally:
@@ -379,15 +356,31 @@ class StoredData(Closing):
         records, places = self.raw_records(stream, rows)
         bad = self.mismatches(records, places)
         if len(bad):
-            self.pool.metrics.count("record_mismatch_total", len(bad))
-            shard = int(places.shard[bad[0]])
-            raise IntegrityError(
-                f"data set {self.name!r}: sample {rows[bad[0]]} (record at byte "
-                f"{places.start[bad[0]]} of {self.shard_key(stream, shard)!r}) does not match its "
-                "checksum, although the pool's own checksums hold. Nothing was changed; write the "
-                "data set again, or skip the sample."
-            )
+            raise self._mismatch(stream, rows, places, int(bad[0]), len(bad))
         return records, places
+
+    def _mismatch(
+        self, stream: Stream, rows: Int64s, places: Locations, bad: int, count: int
+    ) -> IntegrityError:
+        self.pool.metrics.count("record_mismatch_total", count)
+        key = self.shard_key(stream, int(places.shard[bad]))
+        return IntegrityError(
+            f"data set {self.name!r}: sample {rows[bad]} (record at byte {places.start[bad]} of "
+            f"{key!r}) does not match its checksum, although the pool's own checksums hold. "
+            "Nothing was changed; write the data set again, or skip the sample."
+        )
+
+    def read_large(self, stream: Stream, index: int, targets: Sequence[Target]) -> None:
+        """One verified record, piece by piece, into `targets`: (first byte in the record, memory).
+
+        Takes no memory of the record's size. What is in `targets` is undefined where it raises, as
+        read_records does.
+        """
+        rows = np.array([index], np.int64)
+        place = self.locate(stream, rows)
+        shards = partial(self.reader, stream)
+        if not read_large(shards, stream, partial(self.pages, stream), place, targets):
+            raise self._mismatch(stream, rows, place, 0, 1)
 
     def read_direct(self, stream: Stream, indices: Int64s) -> list[Bytes]:
         """As read_records, straight from the devices where that can be; without the places."""
@@ -413,6 +406,8 @@ class StoredData(Closing):
         if not stream.compression and len(indices):
             self.open_all(stream, np.unique(places.shard).tolist())
             for first, last in part_bounds(places.length):
+                if places.length[first] > LARGE_BYTES:
+                    continue  # a part by itself
                 part = slice(first, last)
                 scatter = Scatter(
                     rows[part], partial(_matches, places.checksum[part].tolist()),
@@ -424,12 +419,21 @@ class StoredData(Closing):
                     self.pool.metrics.count("records_abandoned_total", len(indices))
                     return False
                 left[part] = ~found.good
-        again = np.flatnonzero(left)
-        if len(again):
-            records, _ = self.read_records(stream, indices[again])
-            for row, record in zip(again.tolist(), records, strict=True):
-                rows[row][:] = record
+        self._read_again(stream, indices, np.flatnonzero(left), rows, places.length)
         return True
+
+    def _read_again(
+        self, stream: Stream, indices: Int64s, left: Int64s, rows: Sequence[Bytes], lengths: Int64s
+    ) -> None:
+        """Records that were not read straight from the devices."""
+        large = lengths[left] > PART_BYTES
+        for row in left[large].tolist():
+            self.read_large(stream, int(indices[row]), [(0, rows[row])])
+        others = left[~large]
+        if len(others):
+            records, _ = self.read_records(stream, indices[others])
+            for row, record in zip(others.tolist(), records, strict=True):
+                rows[row][:] = record
 
     def _run_scatter(
         self, stream: Stream, scatter: Scatter, shard: Int32s, start: Int64s

@@ -69,6 +69,7 @@ class StreamWriter:
         self._pending: list[bytearray] = []
         self._pending_tables: list[Int64s] = []
         self._pending_bytes = 0
+        self.largest_bytes = 0  # of a record so far
         self._unit = unit_bytes or 0
         self._builder: FixedShard | RaggedShard | None = None
         if not record.ragged:
@@ -79,6 +80,7 @@ class StreamWriter:
 
     def _choose(self, unit_bytes: int) -> None:
         self._unit = unit_bytes
+        self.largest_bytes = max(self.largest_bytes, self.record.fixed_bytes)
         kind = RaggedShard if self.record.ragged else FixedShard
         self._builder = kind(
             self.record, unit_bytes, shard_bytes=self._shard_bytes, data=self._pool.data,
@@ -110,6 +112,7 @@ class StreamWriter:
                 view[at : at + len(value)] = value.data
 
         lengths = offsets[:, -1].tolist()
+        self.largest_bytes = max(self.largest_bytes, *lengths, 0)
         if self._builder is None:
             self._hold(lengths, tables, fill)
         else:
@@ -138,20 +141,25 @@ class StreamWriter:
                 self._store(builder.take(last=False))
 
     def _hold(self, lengths: list[int], tables: Int64s, fill: Any) -> None:
-        """Keep records until their mean size tells the page."""
+        """Keep records until their mean size tells the page; large ones tell it at once."""
+        if self._pending_bytes + sum(lengths) >= PENDING_BYTES:
+            self._decide(lengths)
+            self._add_ragged(lengths, tables, fill)
+            return
         for row, length in enumerate(lengths):
             kept = bytearray(length)
             fill(memoryview(kept), 0, row)
             self._pending.append(kept)
             self._pending_bytes += length
         self._pending_tables.append(tables)
-        if self._pending_bytes >= PENDING_BYTES or len(self._pending) >= PENDING_ROWS:
+        if len(self._pending) >= PENDING_ROWS:
             self._decide()
 
-    def _decide(self) -> None:
-        """Choose the page, and place what was held back."""
+    def _decide(self, coming: Sequence[int] = ()) -> None:
+        """Choose the page, and place what was held back. `coming`: sizes of what follows."""
         pending, tables = self._pending, self._pending_tables
-        mean = self._pending_bytes / len(pending) if pending else 0.0
+        sizes = self._pending_bytes + sum(coming)
+        mean = sizes / max(1, len(pending) + len(coming))
         self._choose(choose_unit_for_mean(mean, limit=self._unit_limit))
         self._pending, self._pending_tables, self._pending_bytes = [], [], 0
         if not pending:
