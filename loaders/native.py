@@ -18,6 +18,7 @@ from hpstore.loaders.caching import CachedRun
 from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.draws import Indices
 from hpstore.loaders.engine import Session
+from hpstore.loaders.mixedness import warn_of_sorted
 from hpstore.loaders.mixture import AnySession, Mixture, stored_bytes
 from hpstore.loaders.order import GlobalOrder, Order, SequentialOrder, SubsetOrder
 from hpstore.loaders.pipeline import BatchTimeout, Pipeline
@@ -125,10 +126,16 @@ def _window_order(native: Native, seed: int, window_bytes: int) -> Order:
     payload = sum(int(stream.payload_bytes.sum()) for stream in data.streams)
     stripe_bytes = max(1, payload // max(1, len(stripes) - 1))
     windows = max(1, window_bytes // stripe_bytes)
-    if native.mapping is None:
-        return WindowOrder(stripes, seed, window_stripes=windows)
-    mapping = np.sort(native.mapping)
-    order = WindowOrder(subset_stripes(stripes, mapping), seed, window_stripes=windows)
+    mapping = None if native.mapping is None else np.sort(native.mapping)
+    if mapping is not None:
+        stripes = subset_stripes(stripes, mapping)
+    warn_of_sorted(
+        data, stripes, window_stripes=windows, stripe_bytes=stripe_bytes,
+        rows_of=lambda places: places if mapping is None else mapping[places],
+    )  # fmt: skip
+    order = WindowOrder(stripes, seed, window_stripes=windows)
+    if mapping is None:
+        return order
     return SubsetOrder(order, mapping, samples=len(data))
 
 
