@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
+import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch.utils.data
 
 from hpstore.errors import ConfigError
+from hpstore.loaders.companions import put_back, put_back_iterator, reads_again, worker_seed
 from hpstore.loaders.order import Order, digest
 from hpstore.loaders.progress import Piece, pieces
-from hpstore.loaders.ranks import Shares
+from hpstore.loaders.ranks import Shares, coordinates_of
 
 if TYPE_CHECKING:
     from hpstore.loaders.loader import DataLoader
+
+_log = logging.getLogger(__name__)
+_END = object()
 
 
 class PositionSampler(torch.utils.data.Sampler[Any]):
@@ -33,6 +37,10 @@ class PositionSampler(torch.utils.data.Sampler[Any]):
         self._order, self._shares, self._single = order, shares, single
         self.at = (0, 0)
         self.asked: deque[Piece] = deque()
+
+    def renew(self, order: Order, shares: Shares) -> None:
+        """The data set has another length now."""
+        self._order, self._shares = order, shares
 
     def __iter__(self) -> Iterator[Any]:
         # here, not at the first batch: iterators of an earlier pass keep what is theirs
@@ -84,8 +92,56 @@ def refuse_ours(loader: DataLoader, parameters: Mapping[str, inspect.Parameter])
         )
 
 
+def begin(
+    loader: DataLoader, states: Mapping[str, Any], make: Callable[[], Any]
+) -> ForeignIterator:
+    """The loop from where the loader stands. `make`: torch's own iterator. `states`: see
+    Companions.begin.
+    """
+    epoch, position = loader.standing()
+    again = position > 0 and reads_again(loader) and _falls_on(loader, epoch, position)
+    first = 0 if again else position  # that is read
+    if loader.positions is not None:
+        loader.positions.at = (epoch, first)
+    loader.to_skip = first
+    seeded, rank = loader.generator is None, coordinates_of(loader).rank
+    if seeded:
+        loader.generator = worker_seed(loader.seed, rank, epoch, first)
+    try:
+        put_back(loader.dataset, states)
+        found = make()
+    finally:
+        loader.to_skip = 0
+        if seeded:
+            loader.generator = None
+    made = ForeignIterator(loader, found, epoch, position)
+    if put_back_iterator(found, states):
+        return made
+    if again:
+        made.read_to(position)
+    return made
+
+
+def _falls_on(loader: DataLoader, epoch: int, position: int) -> bool:
+    """Whether a batch ends at a position, so that one can read up to it."""
+    if loader.positions is None or loader.slices is None:
+        return True
+    single = loader.batch_size is None
+    found = pieces(loader.slices, epoch, 0, single=single)
+    if any(piece.after == (epoch, position) for piece in found):
+        return True
+    _log.warning(
+        "no batch of this loader ends at position %d, where the saved one stood: what workers keep "
+        "of a Stateful data set begins afresh", position,
+    )  # fmt: skip
+    return False
+
+
 class ForeignIterator:
-    """torch's iterator over an epoch; tells the loader where each batch leaves the run."""
+    """torch's iterator over an epoch; tells the loader where each batch leaves the run.
+
+    What else one looks for on it is torch's own.
+    """
 
     def __init__(self, loader: DataLoader, found: Any, epoch: int, position: int) -> None:
         self._loader, self._found = weakref.ref(loader), found
@@ -97,9 +153,18 @@ class ForeignIterator:
         if not (iterable and loader.num_workers):  # each worker of theirs ends with a smaller batch
             with contextlib.suppress(TypeError):  # an iterable data set that does not tell
                 self._length = len(loader)
-        if self._asked is None and position:
-            # an IterableDataset or a sampler of the user's: what was handed out is read again
-            for _ in itertools.islice(found, position):
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_found":  # not made yet, in a copy
+            raise AttributeError(name)
+        return getattr(self._found, name)
+
+    def read_to(self, position: int) -> None:
+        """Read again what was handed out, up to a position."""
+        loader, at = self._loader(), 0
+        while at < position and next(self._found, _END) is not _END:
+            at = self._asked.popleft().after[1] if self._asked is not None else at + 1
+            if loader is not None:
                 loader.skipped_batches_total += 1
 
     def __iter__(self) -> ForeignIterator:
@@ -136,4 +201,4 @@ class ForeignIterator:
         return batch
 
 
-__all__ = ["ForeignIterator", "PositionSampler", "described", "refuse_ours"]
+__all__ = ["ForeignIterator", "PositionSampler", "begin", "described", "refuse_ours"]

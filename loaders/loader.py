@@ -8,18 +8,20 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.data
 
 from hpstore.errors import ConfigError
+from hpstore.loaders.arguments import T_co, require_one_order
 from hpstore.loaders.cache import Cache
+from hpstore.loaders.companions import Companions, Skipping
 from hpstore.loaders.counts import Waits
 from hpstore.loaders.engine import PREFETCH_BYTES, Engine, cache_budget
 from hpstore.loaders.finishing import Finish
-from hpstore.loaders.foreign import ForeignIterator, PositionSampler, described, refuse_ours
+from hpstore.loaders.foreign import PositionSampler, begin, described, refuse_ours
 from hpstore.loaders.gpu import Gpu
 from hpstore.loaders.mixture import AnyEngine, MixedEngine, Mixture, fingerprints
 from hpstore.loaders.native import EndIterator, NativeIterator, Run, native_of, order_for
@@ -39,8 +41,8 @@ DIRECT_BYTES = 256 * MIB  # two batches of 38 MB with the sources of half of the
 _log = logging.getLogger(__name__)
 
 
-# Any: torch's own signature is untyped here
-class DataLoader(torch.utils.data.DataLoader[Any]):
+# Any below: torch's own signature is untyped here
+class DataLoader(torch.utils.data.DataLoader[T_co]):
     """torch's DataLoader with a state, made for hpstore's data sets; others work too.
 
     `dataset`: a hpstore Dataset, a Subset or random_split of one (then batches are dicts of
@@ -98,6 +100,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         persistent_workers: bool = False,
         pin_memory_device: str = "",
         in_order: bool = True,
+        snapshot_every_n_steps: int | None = 1,
         seed: int = 0,
         device: str | torch.device | Gpu | None = None,
         layout: torch.layout | None = None,
@@ -121,6 +124,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self.cache, self.prefetch_bytes, self.window_bytes = cache, prefetch_bytes, window_bytes
         self.rank, self.world_size, self.mesh, self.shard = rank, world_size, mesh, shard
         self.even: Even = even
+        self.snapshot_every_n_steps = snapshot_every_n_steps  # torchdata's; ours costs nothing
+        require_one_order(
+            dataset, batch_size=batch_size, shuffle=shuffle, sampler=sampler,
+            batch_sampler=batch_sampler, drop_last=drop_last,
+        )  # fmt: skip
         self.transform, self.batch_transform, self.on_error = transform, batch_transform, on_error
         self._native, self._processes = native_of(dataset), None
         if self._native is not None:
@@ -150,27 +158,17 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """Order, slices and counters. Raises ConfigError."""
         if self.direct not in ("auto", "always", "off"):
             raise ConfigError(f'direct {self.direct!r} is none of "auto", "always", "off"')
-        if self._by_user and self.shuffle:
-            raise ConfigError("a sampler decides the order: shuffle must be left out with it")
         self.order: Order | None = None
         self.shares: Shares | None = None
         self.positions: PositionSampler | None = None
         self.batch_memory_bytes = parse_bytes(self.prefetch_bytes)
         iterable = isinstance(dataset, torch.utils.data.IterableDataset)
         if not self._by_user and not iterable:
-            window = self.batch_memory_bytes // 4
-            if self.window_bytes is not None:
-                window = parse_bytes(self.window_bytes)
-            self.order = order_for(dataset, self._native, self.shuffle, self.seed, window)
-            whole = Slices(
-                length=self.order.length, batch_size=1 if batch_size is None else batch_size,
-                drop_last=drop_last, even=self.even,
-            )  # fmt: skip
-            self.shares = Shares(whole, self.rank, self.world_size, self.mesh, shard=self.shard)
-            if self._native is None:
-                self.positions = PositionSampler(self.order, self.shares, single=batch_size is None)
-        self._stands = Standing()
+            self._make_order(dataset, batch_size, drop_last)
+        self._stands, self._companions = Standing(), Companions()
+        self._others: Callable[[], Any] | None = None  # torch's iterator of the last loop
         self._told: int | None = None  # the epoch that the user's sampler was told
+        self.to_skip = 0  # batches of the user's sampler, as the next loop begins
         self._state_text: tuple[tuple[str, ...], str] | None = None
         self.skipped_batches_total = 0  # read again to get to a position: see docs/data.md
         self.waits, self._engine_stats = Waits(), dict[str, Any]()  # of the one that was closed
@@ -178,6 +176,30 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._engine_end: weakref.finalize[..., Any] | None = None
         self._ready: Run | None = None  # made ahead for the next epoch
         self._forget_runs()
+
+    def _make_order(self, dataset: Any, batch_size: int | None, drop_last: bool) -> None:
+        """The order of the samples that there are now, and this rank's share of it."""
+        window = self.batch_memory_bytes // 4
+        if self.window_bytes is not None:
+            window = parse_bytes(self.window_bytes)
+        self.order = order_for(dataset, self._native, self.shuffle, self.seed, window)
+        whole = Slices(
+            length=self.order.length, batch_size=1 if batch_size is None else batch_size,
+            drop_last=drop_last, even=self.even,
+        )  # fmt: skip
+        self.shares = Shares(whole, self.rank, self.world_size, self.mesh, shard=self.shard)
+        if self.positions is not None:
+            self.positions.renew(self.order, self.shares)
+        elif self._native is None:
+            self.positions = PositionSampler(self.order, self.shares, single=batch_size is None)
+
+    def _follow_growth(self) -> None:
+        """Somebody else's data set may be longer than it was: its epochs are, then, too."""
+        ours = self._native is None and isinstance(self.shuffle, bool | str | None)
+        if ours and self.order is not None and len(self.dataset) != self.order.samples:
+            self._make_order(self.dataset, self.batch_size, self.drop_last)
+            self._state_text = None
+            self._show_sampler()
 
     def _start_torch(
         self, dataset: Any, sampler: Any, batch_sampler: Any, options: dict[str, Any]
@@ -196,6 +218,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 )
             options |= dict.fromkeys(("multiprocessing_context", "prefetch_factor"))
             options |= {"num_workers": 0, "persistent_workers": False}
+        if isinstance(dataset, torch.utils.data.IterDataPipe):
+            options["shuffle"] = self.shuffle
         if self.positions is not None and options["batch_size"] is None:
             super().__init__(dataset, sampler=self.positions, **options)
         elif self.positions is not None or batch_sampler is not None:
@@ -234,16 +258,18 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     # --- iterating --------------------------------------------------------------------------
 
     def __iter__(self) -> Any:
+        self._follow_growth()
         stands = self._stands
         if not stands.begin(asked_epoch(self, self._told) if self._by_user else None):
             return EndIterator(self, stands.epoch - 1)
         slices = self.slices
         if self._by_user:
             self._told = stands.epoch = agree_on_epoch(self, stands.epoch, self._told)
+        states = self._companions.begin(self, *self.standing())
         if self._native is None:
-            if self.positions is not None:
-                self.positions.at = self.standing()
-            return ForeignIterator(self, super().__iter__(), *self.standing())
+            made = begin(self, states, super().__iter__)
+            self._others = weakref.ref(made)
+            return made
         run, self._ready = self._ready, None
         if run is None or stands.position or not run.begins_at(slices, stands.epoch):
             run = Run(self, self._native, *self.standing())
@@ -253,9 +279,16 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank."""
+        self._follow_growth()
         if self.slices is not None:
             return self.slices.own_steps()
         return super().__len__()
+
+    @property
+    def _index_sampler(self) -> Any:
+        """torch's iterators draw from it."""
+        found = super()._index_sampler
+        return Skipping(found, self) if self._by_user else found
 
     def standing(self) -> tuple[int, int]:
         """(epoch, position) that the run stands at; positions are samples of all ranks."""
@@ -361,10 +394,13 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             )
         prints, order = self._described()
         epoch, position, at_end = self._stands.saved()
-        return LoaderState(
+        state = LoaderState(
             fingerprints=prints, order=order, seed=self.seed, epoch=epoch, samples=position,
             at_end=at_end,
         ).to_dict()  # fmt: skip
+        if self.order is None or self._native is None:
+            state |= self._companions.saved(self, epoch, self._others and self._others())
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at a saved position. Reads nothing. ConfigError when it is of another run."""
@@ -372,6 +408,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         prints, order = self._described()
         length = self.order.length if self.order is not None else 1 << 62
         found.require_same_run(fingerprints=prints, order=order, seed=self.seed, length=length)
+        self._companions.load(self, state)
         self._stands.load(found.epoch, found.samples, at_end=found.at_end)
 
     def consumed(self, batches: int) -> None:
@@ -412,7 +449,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         state = self.__dict__ | {"_stands": copy.deepcopy(self._stands)}
         for name in ("engine", "engine_end", "ready", "iterator", "runs", "threads"):
             state[f"_{name}"] = None
-        state["finish"] = None
+        state["finish"] = state["_others"] = None
         if isinstance(self.cache, Cache):
             state["cache"] = None
             _log.warning(

@@ -46,6 +46,13 @@ def coordinates(rank: int | None, world_size: int | None, mesh: Any, *, shard: b
     return Coordinates(dist.get_rank(), dist.get_world_size())
 
 
+def coordinates_of(loader: Any) -> Coordinates:
+    """Of a loader, whatever decides its order."""
+    if loader.slices is not None:
+        return Coordinates(loader.slices.rank, loader.slices.world_size)
+    return coordinates(loader.rank, loader.world_size, loader.mesh, shard=loader.shard)
+
+
 class Shares:
     """How an epoch is dealt out to this rank, as far as that is known by now.
 

@@ -1,0 +1,206 @@
+"""What a run on somebody else's data set has beside its position: seeds, states of random samplers
+and of data sets that have one.
+
+A data set is Stateful as torchdata has it: state_dict() and load_state_dict(), its own or its
+iterator's. Read in this process it goes on from its state; in worker processes, each of which has a
+copy, all is read again with the same seeds.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+import torch.utils.data
+
+from hpstore.errors import ConfigError
+from hpstore.loaders.draws import derive_seed
+
+if TYPE_CHECKING:
+    from hpstore.loaders.loader import DataLoader
+
+_log = logging.getLogger(__name__)
+RANDOM = (
+    torch.utils.data.RandomSampler,
+    torch.utils.data.SubsetRandomSampler,
+    torch.utils.data.WeightedRandomSampler,
+)
+SAMPLER, DATASET, FETCHER = "sampler_random", "dataset_state", "fetcher_state"
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """torchdata's protocol, by its methods."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+def worker_seed(seed: int, rank: int, epoch: int, position: int) -> torch.Generator:
+    """What seeds of workers are drawn from: the same in every run and after every resume, another
+    one for each rank, epoch and position that workers begin at.
+    """
+    found = derive_seed(seed, rank)
+    for number in (epoch, position):
+        found = derive_seed(found, number)
+    return torch.Generator().manual_seed(found & (1 << 63) - 1)
+
+
+class Companions:
+    """Of one loader. What was loaded is put back when the next loop begins."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, Any] = {}
+        self._epoch = -1  # of the loop under way
+        self._random: list[dict[str, Any]] = []  # of its random samplers, as they began
+        self._lent: list[tuple[Any, torch.Generator]] = []  # to samplers that had none
+
+    def load(self, loader: DataLoader, state: Mapping[str, Any]) -> None:
+        """Take from a saved state what is not the position. Raises ConfigError for nonsense."""
+        self._loaded = {n: state[n] for n in (SAMPLER, DATASET, FETCHER) if n in state}
+        saved, samplers = self._loaded.get(SAMPLER, []), self._samplers(loader)
+        if not isinstance(saved, list) or not all(isinstance(one, dict) for one in saved):
+            raise ConfigError("the saved state of a random sampler is none: nothing was loaded")
+        self._epoch = -1
+        if not saved and samplers and state.get("samples"):
+            _log.warning(
+                "the saved state knows nothing of its random %s: what was read before is drawn "
+                "again, and samples are lost or repeated unless it is seeded as it was",
+                type(samplers[0]).__name__,
+            )
+
+    def begin(self, loader: DataLoader, epoch: int, position: int) -> dict[str, Any]:
+        """A loop begins; before torch's. Returns the states of the data set to go on from."""
+        loaded, self._loaded = self._loaded, {}
+        saved = loaded.pop(SAMPLER, [])
+        self._epoch, self._random, lent = epoch, [], []
+        for number, sampler in enumerate(self._samplers(loader)):
+            before = saved[number] if number < len(saved) else {}
+            if sampler.generator is None or any(sampler is one for one, _ in lent):
+                drawn = before.get("seed")
+                if type(drawn) is not int:  # as torch draws it, from its global generator
+                    drawn = int(torch.empty((), dtype=torch.int64).random_().item())
+                sampler.generator = torch.Generator().manual_seed(drawn)
+                lent.append((sampler, sampler.generator))
+                self._random.append({"seed": drawn})
+            else:
+                if isinstance(before.get("generator"), str):
+                    sampler.generator.set_state(_tensor(before["generator"]))
+                self._random.append({"generator": _text(sampler.generator)})
+        self._lent = lent
+        return loaded
+
+    def _samplers(self, loader: DataLoader) -> list[Any]:
+        """The user's samplers that draw at random; generators that were lent are taken back."""
+        for sampler, generator in self._lent:
+            if sampler.generator is generator:
+                sampler.generator = None
+        self._lent = []
+        if loader.order is not None:
+            return []
+        batches = loader.batch_sampler
+        found = [loader.sampler, getattr(batches, "sampler", None), batches]
+        return [
+            one for number, one in enumerate(found)
+            if isinstance(one, RANDOM) and not any(one is other for other in found[:number])
+        ]  # fmt: skip
+
+    def saved(self, loader: DataLoader, epoch: int, found: Any) -> dict[str, Any]:
+        """For state_dict(): empty for most. `found`: torch's iterator of the loop under way."""
+        state = dict(self._loaded)
+        if self._epoch < 0:
+            return state
+        random = self._random
+        if epoch != self._epoch:  # at the border: the next loop draws on from here
+            random = [
+                {"generator": _text(sampler.generator)} if "generator" in one else {}
+                for one, sampler in zip(random, self._kept(loader), strict=False)
+            ]
+        if any(random):
+            state[SAMPLER] = copy.deepcopy(random)
+        if loader.num_workers == 0:
+            state |= _dataset_state(loader.dataset, found if epoch == self._epoch else None)
+        return state
+
+    def _kept(self, loader: DataLoader) -> list[Any]:
+        lent, self._lent = self._lent, []
+        try:
+            return self._samplers(loader)
+        finally:
+            self._lent = lent
+
+
+def reads_again(loader: DataLoader) -> bool:
+    """Whether what comes before a position must be read again: its state is not to be had."""
+    if isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        return True
+    return loader.num_workers > 0 and isinstance(loader.dataset, Stateful)
+
+
+def put_back(dataset: Any, states: Mapping[str, Any]) -> None:
+    """A data set's state, before its iterator is made."""
+    if states.get(DATASET) is not None and isinstance(dataset, Stateful):
+        dataset.load_state_dict(copy.deepcopy(states[DATASET]))
+
+
+def put_back_iterator(found: Any, states: Mapping[str, Any]) -> bool:
+    """An iterator's state, in torch's new iterator; whether it or its data set goes on by it."""
+    fetcher = getattr(found, "_dataset_fetcher", None)
+    saved, iterator = states.get(FETCHER), getattr(fetcher, "dataset_iter", None)
+    if fetcher is None or iterator is None or not isinstance(saved, Mapping):
+        return False
+    if saved.get("dataset_iter_state") is not None and isinstance(iterator, Stateful):
+        iterator.load_state_dict(copy.deepcopy(saved["dataset_iter_state"]))
+    elif not (states.get(DATASET) is not None and isinstance(fetcher.dataset, Stateful)):
+        return False
+    fetcher.ended = bool(saved.get("fetcher_ended"))
+    return True
+
+
+def _dataset_state(dataset: Any, found: Any) -> dict[str, Any]:
+    """The names are torchdata's."""
+    fetcher = getattr(found, "_dataset_fetcher", None)
+    iterator = getattr(fetcher, "dataset_iter", None)
+    state: dict[str, Any] = {}
+    if isinstance(dataset, Stateful) and iterator is not dataset:
+        state[DATASET] = copy.deepcopy(dataset.state_dict())
+    if iterator is not None and (isinstance(iterator, Stateful) or state):
+        own = copy.deepcopy(iterator.state_dict()) if isinstance(iterator, Stateful) else None
+        state.setdefault(DATASET, None)
+        state[FETCHER] = {"dataset_iter_state": own, "fetcher_ended": fetcher.ended}
+    return state
+
+
+class Skipping:
+    """Batches of a user's sampler, without the first ones of a loop that was resumed."""
+
+    def __init__(self, batches: Any, loader: DataLoader) -> None:
+        self._batches, self._loader = batches, loader
+
+    def __iter__(self) -> Iterator[Any]:
+        count, self._loader.to_skip = self._loader.to_skip, 0
+        return itertools.islice(self._batches, count, None) if count else iter(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+def _text(generator: torch.Generator) -> str:
+    return bytes(generator.get_state().numpy()).hex()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    try:
+        return torch.from_numpy(np.frombuffer(bytes.fromhex(text), np.uint8).copy())
+    except ValueError as error:
+        raise ConfigError("the saved state of a generator is none") from error
+
+
+__all__ = ["Companions", "Skipping", "Stateful", "put_back", "put_back_iterator", "reads_again",
+           "worker_seed"]  # fmt: skip
