@@ -28,7 +28,7 @@ def cli(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
             writer.write({"x": 1})
         with Checkpointer(pool, "runs/a") as saver:
             for step in (1, 2):
-                saver.save(step, {"x": step}).wait()
+                saver.save(step, {"x": step}).result()
     return made
 
 
