@@ -50,6 +50,7 @@ class Stage:
         self.hooked: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
         self._others: Any = None  # hook of steps of optimizers that are not in the state
         self._warned = False
+        self._turn = 0  # stagings so far
 
     def begin(
         self,
@@ -94,7 +95,9 @@ class Stage:
                 self._accelerator,
                 self._copier,
                 self.gate,
+                self._turn,
             )
+            self._turn += 1
             self._current = (staging, piece)
             staging.start()
         return staging

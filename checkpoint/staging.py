@@ -2,7 +2,7 @@
 
 Deferred are only tensors that an optimizer's step alone changes: its parameters and moments. The
 step's pre-hook waits for their copies. A change that comes sooner moves the tensor's version
-counter: the save then fails, the training does not.
+counter, or shows in a sample of what was copied: the save then fails, the training does not.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from hpstore.checkpoint.accelerator import Accelerator, Arrival
 from hpstore.checkpoint.copying import Copier, pieces
 from hpstore.checkpoint.gates import CopyGate
 from hpstore.checkpoint.planning import SMALL_ITEM_BYTES, Slice
+from hpstore.checkpoint.samples import Samples
 from hpstore.errors import CheckpointError
 
 
@@ -30,12 +31,17 @@ class _Copy:
 
     def require_unchanged(self) -> None:
         if _version(self.source) != self.version:
-            raise CheckpointError(
-                f"{self.name!r} was changed before its deferred copy was finished, by something "
-                "that is not the step of an optimizer in the state. The save is given up, the one "
-                "before it is still current. Call before_update() before such a change, or use "
-                'staging="copy".'
-            )
+            raise changed(self.name)
+
+
+def changed(name: str) -> CheckpointError:
+    """What to raise for a tensor that was changed too soon."""
+    return CheckpointError(
+        f"{name!r} was changed before its deferred copy was finished, by something that is not "
+        "the step of an optimizer in the state. The save is given up, the one before it is still "
+        "current. Call before_update() before such a change, of the checkpointer or of the hooks "
+        'of a pipeline, or use staging="copy" (snapshot="inline").'
+    )
 
 
 def _may_wait(tensor: torch.Tensor, deferrable: frozenset[int]) -> bool:
@@ -60,12 +66,14 @@ class Staging:
         accelerator: Accelerator | None,
         copier: Copier,
         gate: CopyGate,
+        turn: int,
     ) -> None:
         """`deferrable`: storage addresses of tensors that only a hooked step changes.
 
-        `gate`: what deferred copies on the host pass.
+        `gate`: what deferred copies on the host pass. `turn`: counts up, so that other tensors
+        are sampled each time.
         """
-        self._gate = gate
+        self._gate, self._turn = gate, turn
         self._now: list[int] = []  # on the host, by number
         self._small: list[int] = []  # likewise, too small to be worth a thread
         self._staged, self._targets = staged, targets
@@ -75,6 +83,7 @@ class Staging:
         self._accelerator, self._copier = accelerator, copier
         self._arrival: Arrival | None = None
         self._copied = threading.Event()  # all of _later
+        self._samples: Samples | None = None  # of _beside
         self._checked = False  # nobody changed _beside before the hook or the copies' end
         self._lock = threading.Lock()  # guards _checked and _error
         self._error: BaseException | None = None
@@ -105,9 +114,14 @@ class Staging:
     def start(self) -> None:
         """Make the copies that cannot wait, begin with the others. For the training thread."""
         arrival = self._enqueue(self._there)
+        if self._beside:
+            self._samples = self._sampled(self._beside)
         self._arrival = self._enqueue([(copy.target, copy.source) for copy in self._beside])
         if self._later:
-            threading.Thread(target=self._copy_later, name="hpstore-stage", daemon=True).start()
+            samples = self._sampled(self._later)
+            threading.Thread(
+                target=self._copy_later, args=(samples,), name="hpstore-stage", daemon=True
+            ).start()
         else:
             self._copied.set()
         targets, sources = self._targets, self._staged.tensors
@@ -127,12 +141,22 @@ class Staging:
         with torch.no_grad():
             return self._accelerator.copy(pairs)
 
-    def _copy_later(self) -> None:
+    def _sampled(self, copies: list[_Copy]) -> Samples:
+        return Samples([(copy.target, copy.source) for copy in copies], self._turn)
+
+    def _require_as_sampled(self, copies: list[_Copy], samples: Samples) -> None:
+        """The copies are finished. Raises CheckpointError where one has later values."""
+        number = samples.changed(self._accelerator)
+        if number is not None:
+            raise changed(copies[number].name)
+
+    def _copy_later(self, samples: Samples) -> None:
         """Copy on one thread, piece by piece: torch's own threads belong to the step."""
         try:
             for copy in self._later:
                 _plain_copy(copy.target, copy.source, self._gate)
                 copy.require_unchanged()
+            self._require_as_sampled(self._later, samples)
         except BaseException as error:  # noqa: BLE001 (raised by wait on the saving thread)
             with self._lock:
                 self._error = self._error or error
@@ -169,6 +193,8 @@ class Staging:
         self._copied.wait()
         if self._error is not None:
             raise self._error
+        if self._samples is not None:
+            self._require_as_sampled(self._beside, self._samples)
 
     def settle(self) -> None:
         """Wait until no copy into the arena is under way, however they end."""

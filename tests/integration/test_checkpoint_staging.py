@@ -18,8 +18,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import hpstore
 from hpstore.checkpoint import Checkpointer, staging
 from hpstore.checkpoint.gates import CopyGate
+from hpstore.checkpoint.samples import Samples
 from hpstore.config import Settings
 from hpstore.errors import CheckpointError, DeviceFull
+from hpstore.testing.fake_accelerator import FakeAccelerator
 from hpstore.testing.harness import Harness
 from hpstore.units import MIB
 from tests.integration.nets import Net, adamw, backward, level, same, train, values
@@ -199,6 +201,67 @@ def test_a_change_before_the_copy_fails_the_save_alone(pool: hpstore.Pool, gate:
         ckpt.save(3, state).result()
         ckpt.restore({"model": other, "optimizer": fresh})
         assert same(after, values(other, fresh))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_change_that_moves_no_counter_fails_the_save_by_a_sample(
+    pool: hpstore.Pool, gate: Gate, transposed: bool
+) -> None:
+    """x_post_step: weights clamped through `.data` after the step were saved as later values."""
+    net = Net(1)
+    if transposed:  # strided, as weights in channels_last are
+        net.head.weight.data = net.head.weight.data.t().contiguous().t()
+    optimizer = adamw(net)
+    state = {"model": net, "optimizer": optimizer}
+    with Checkpointer(pool, "run", staging="overlap") as ckpt:
+        gate.go()
+        ckpt.save(1, state).result()
+        gate.close()
+        handle = ckpt.save(2, state)
+        net.head.weight.data.clamp_(-1e-3, 1e-3)
+        gate.go()
+        with pytest.raises(CheckpointError, match=r"'model/head.weight' was changed.*of the hooks"):
+            handle.result()
+        assert ckpt.steps() == [1]
+        ckpt.save(3, state).result()
+
+
+def test_a_change_on_a_device_shows_in_a_sample_of_it(pool: hpstore.Pool) -> None:
+    """x_post_step on a GPU: a write through `.data`, made before the copy on another stream."""
+    net = Net(1)
+    optimizer = adamw(net)
+    device = FakeAccelerator()
+    device.take([*net.parameters()])
+    with Checkpointer(pool, "run", staging="overlap", accelerator=device) as ckpt:
+        original, arrivals = device.copy, device.arrivals
+
+        def late(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+            arrival = original(pairs)
+            if len(arrivals) > 1:  # not what was waited for in save()
+                net.head.weight.data.neg_()
+            return arrival
+
+        device.copy = late  # type: ignore[method-assign]
+        with pytest.raises(CheckpointError, match=r"'model/head.weight' was changed"):
+            ckpt.save(1, {"model": net, "optimizer": optimizer}).result()
+
+
+def test_a_sample_takes_turns_where_there_are_many_tensors() -> None:
+    """Of 200 tensors at most 64 are looked at; each is within four saves."""
+    sources = [torch.arange(100.0) + n for n in range(200)]
+    pairs = [(torch.empty(100), source) for source in sources]
+    seen = set()
+    for turn in range(4):
+        samples = Samples(pairs, turn)
+        for target, source in pairs:
+            target.copy_(source)
+        assert samples.changed(None) is None
+        for number, (target, _) in enumerate(pairs):
+            target.neg_()
+            if samples.changed(None) == number:
+                seen.add(number)
+            target.neg_()
+    assert seen == set(range(200))
 
 
 def test_before_update_makes_an_unseen_change_safe(pool: hpstore.Pool, gate: Gate) -> None:
