@@ -15,6 +15,9 @@ from hpstore.errors import CheckpointError, CheckpointMismatch
 
 # components of a parameter's name that a wrapper puts there, not its owner
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+FIRST_NAMES = "_hpstore_first_names"
+"""Attribute of a module that is a part of a model: for tensors that the whole model has by several
+names, from the one that the part knows to the one that the model's optimizer has it by."""
 Parameters = Mapping[torch.Tensor, str]
 # Any below: optimizer states hold what their optimizer puts there
 
@@ -25,14 +28,16 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def named_parameters(model: torch.nn.Module) -> dict[torch.Tensor, str]:
-    """Parameters with the names that get_model_state_dict gives them."""
+    """Parameters with the names that get_model_state_dict gives them, or that FIRST_NAMES has."""
     if any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
         raise CheckpointError(
             "a model in FullyShardedDataParallel cannot be saved by the Checkpointer; use "
             "fully_shard (FSDP2), or torch.distributed.checkpoint with hpstore's StorageWriter"
         )
+    first: Mapping[str, str] = getattr(model, FIRST_NAMES, {})
     model = unwrapped(model)
-    return {p: clean_name(model, name) for name, p in model.named_parameters()}
+    named = ((p, clean_name(model, name)) for name, p in model.named_parameters())
+    return {p: first.get(name, name) for p, name in named}
 
 
 def clean_name(model: torch.nn.Module, name: str) -> str:
@@ -54,6 +59,32 @@ def numbered(optimizer: Optimizer) -> dict[torch.Tensor, int]:
     return {parameter: number for number, parameter in enumerate(everyone)}
 
 
+def local_part(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that has this rank's state: torch's ZeroRedundancyOptimizer holds one for the
+    parameters that it gave to this rank, any other is itself.
+
+    Each rank so saves and takes the moments of its parameters by their names, without a
+    consolidate_state_dict(), and another number of ranks finds them.
+    """
+    if not any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+        return optimizer
+    inner = getattr(optimizer, "optim", None)
+    if not isinstance(inner, Optimizer):
+        raise CheckpointError(
+            "a ZeroRedundancyOptimizer with overlap_with_ddp=True has no state that can be saved; "
+            "leave it out, or save without it. Nothing was changed."
+        )
+    return inner
+
+
+def _require_names(optimizer: Optimizer, names: Parameters | None, path: str) -> None:
+    if names is None and local_part(optimizer) is not optimizer:
+        raise CheckpointError(
+            f"state {path!r} is a {type(optimizer).__name__}, whose parts are saved by the names "
+            "of their parameters: put its model into the state, too. Nothing was changed."
+        )
+
+
 def owns_its_format(optimizer: Optimizer) -> bool:
     """Whether an optimizer keeps its state in another form than state_dict() gives it, so that only
     its own load_state_dict() may touch it: TransformerEngine's FusedAdam, 8-bit ones and others."""
@@ -72,8 +103,12 @@ def _numbered(optimizer: Optimizer, packed: Mapping[str, Any]) -> Iterator[tuple
         yield from zip(saved["params"], group["params"], strict=True)
 
 
-def saved_optimizer(optimizer: Optimizer, names: Parameters | None) -> dict[str, Any]:
+def saved_optimizer(
+    optimizer: Optimizer, names: Parameters | None, path: str
+) -> dict[str, Any]:  # fmt: skip
     """Its state_dict(), with names for numbers when the model is known."""
+    _require_names(optimizer, names, path)
+    optimizer = local_part(optimizer)
     packed = optimizer.state_dict()
     if names is None:
         return packed
@@ -90,6 +125,7 @@ def optimizer_tensors(
     optimizer: Optimizer, names: Parameters, path: str
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """Moments that are there already and can be read into, by path."""
+    optimizer = local_part(optimizer)
     if owns_its_format(optimizer):
         return {}
     return {
@@ -107,8 +143,10 @@ def check_optimizer(
     """Raise CheckpointMismatch when a recorded state is not that of these parameters."""
     if not isinstance(loaded, Mapping) or "param_groups" not in loaded or "state" not in loaded:
         raise CheckpointMismatch(f"{path!r}: what was saved is not the state of an optimizer")
+    _require_names(optimizer, names, path)
     if names is None:
         return
+    optimizer = local_part(optimizer)
     mine = {names[p]: None for group in optimizer.param_groups for p in group["params"]}
     try:
         check_names(mine, dict.fromkeys(_recorded(loaded)), path, strict=strict)
@@ -130,6 +168,7 @@ def load_optimizer(
     A moment that torch's own load_state_dict() would cast to its parameter's dtype keeps the dtype
     it was saved with. What an optimizer's own one makes is not touched. Raises CheckpointMismatch.
     """
+    whole, optimizer = optimizer, local_part(optimizer)
     try:
         if names is None:
             called = {p: number for number, p in _numbered(optimizer, loaded)}
@@ -147,6 +186,9 @@ def load_optimizer(
             for mine, saved in zip(packed["param_groups"], matched, strict=True)
         ]
         _load(optimizer, {**loaded, "state": state, "param_groups": groups}, names, by_name)
+        if whole is not optimizer:
+            for outer, inner in zip(whole.param_groups, optimizer.param_groups, strict=True):
+                outer.update({key: value for key, value in inner.items() if key != "params"})
     except (KeyError, ValueError, RuntimeError, TypeError) as error:
         raise CheckpointMismatch(f"optimizer {path!r}: {error}") from error
 
@@ -214,5 +256,5 @@ def _as_saved(mine: Any, saved: Any) -> Any:
     return mine
 
 
-__all__ = ["check_optimizer", "load_optimizer", "named_parameters", "optimizer_tensors",
-           "saved_optimizer", "unwrapped"]  # fmt: skip
+__all__ = ["FIRST_NAMES", "check_optimizer", "load_optimizer", "local_part", "named_parameters",
+           "optimizer_tensors", "saved_optimizer", "unwrapped"]  # fmt: skip

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from hpstore.checkpoint.modules import free_sizes, module_state
-from hpstore.checkpoint.optimizers import named_parameters, numbered, optimizer_tensors
+from hpstore.checkpoint.optimizers import local_part, named_parameters, numbered, optimizer_tensors
 from hpstore.checkpoint.tree import MAX_DEPTH, PerRank, is_leaf, is_plain, join
 from hpstore.checkpoint.typed import children_of, grows, is_stateful
 
@@ -188,7 +188,7 @@ class _Finder:
             self.found.taken.add(path)
             called: Mapping[torch.Tensor, object] = numbered(optimizer)
         else:
-            self.found.optimizers[path] = optimizer
+            self.found.optimizers[path] = local_part(optimizer)
             self.found.places.update(optimizer_tensors(optimizer, parameters, path))
             called = parameters
         for parameter, name in called.items():

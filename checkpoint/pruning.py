@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from hpstore.checkpoint.modules import module_state
-from hpstore.checkpoint.optimizers import Parameters
+from hpstore.checkpoint.optimizers import Parameters, local_part
 from hpstore.checkpoint.outline import children
 from hpstore.checkpoint.places import RNG_KEY, Names, State
 from hpstore.checkpoint.tree import TAG, join
@@ -42,6 +42,11 @@ def pruned(tree: Json, state: State) -> tuple[Json, list[str]]:
 def _value(path: str, node: Json, target: Any, names: Names, left: list[str]) -> Json:
     if isinstance(node, dict) and node.get(TAG) == "dict":
         return _rows(path, node, target, names, left)
+    if isinstance(node, dict) and node.get(TAG) == "tuple":
+        return {**node, "v": _value(path, node["v"], target, names, left)}
+    if isinstance(node, list) and isinstance(target, (list, tuple)) and len(node) == len(target):
+        pairs = enumerate(zip(node, target, strict=True))
+        return [_value(join(path, n), child, own, names, left) for n, (child, own) in pairs]
     if not _is_plain(node):
         return node
     if isinstance(target, torch.nn.Module):
@@ -80,7 +85,8 @@ def _optimizer(
     path: str, node: Json, optimizer: Optimizer, names: Parameters, left: list[str]
 ) -> Json:
     """State and groups of this rank's parameters."""
-    mine = {names[p] for group in optimizer.param_groups for p in group["params"]}
+    own_groups = local_part(optimizer).param_groups
+    mine = {names[p] for group in own_groups for p in group["params"]}
     state, groups = node.get("state"), node.get("param_groups")
     if not isinstance(state, dict) or not isinstance(groups, list):
         return node  # not an optimizer's: that is for the check to say

@@ -16,6 +16,7 @@ from hpstore.checkpoint.arena import Arena
 from hpstore.checkpoint.collecting import collector_paused
 from hpstore.checkpoint.copying import Copier
 from hpstore.checkpoint.gates import CopyGate
+from hpstore.checkpoint.optimizers import local_part
 from hpstore.checkpoint.packing import Segment
 from hpstore.checkpoint.places import State, objects_in
 from hpstore.checkpoint.planner import Prepared
@@ -196,7 +197,7 @@ def deferrable_storages(
     """Addresses of the storages of parameters and moments, but for parameters that the forward
     changes (embeddings with max_norm)."""
     found: set[int] = set()
-    for optimizer in optimizers:
+    for optimizer in map(local_part, optimizers):
         for group in optimizer.param_groups:
             found.update(map(_address, group["params"]))
         for slots in optimizer.state.values():

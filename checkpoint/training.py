@@ -67,7 +67,7 @@ def _collect_value(path: str, value: Any, names: Names, depth: int = 0) -> Any:
     if isinstance(value, torch.nn.Module):
         return module_state(value)
     if isinstance(value, Optimizer):
-        return saved_optimizer(value, names.of(value))
+        return saved_optimizer(value, names.of(value), path)
     if isinstance(value, PerRank):
         return PerRank(_collect_value(path, value.value, names, depth + 1))
     if is_stateful(value):
