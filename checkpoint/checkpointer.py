@@ -308,7 +308,7 @@ class Checkpointer(Keeping):
                 self._begin_job(job)
             self._earlier = Earlier()
             report = job.commit()
-            self._note_differing(job.differing)
+            self._note_differing([*prepared.differing, *job.differing])
             self._earlier = Earlier(step=report.step, known=job.next_known if self.reuse else {})
             committed.append(report)
             self._steps.committed(report.step)

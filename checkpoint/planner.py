@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch.optim import Optimizer
+
 from hpstore.budget import available_bytes
 from hpstore.checkpoint.layouts import Layout
-from hpstore.checkpoint.places import State
+from hpstore.checkpoint.places import RNG_KEY, State, objects_in
 from hpstore.checkpoint.planning import (
     WITHIN_BYTES,
     Chunk,
@@ -22,6 +25,7 @@ from hpstore.checkpoint.planning import (
     place,
 )
 from hpstore.checkpoint.ranks import Channel, Ranks
+from hpstore.checkpoint.samples import digests_of
 from hpstore.checkpoint.training import collect
 from hpstore.checkpoint.tree import Collected, encode_tree
 from hpstore.checksum import digest128
@@ -40,6 +44,7 @@ class Prepared:
     slices: tuple[Slice, ...]  # staged one after the other; mostly there is one
     names: Collection[str]  # of the tensors in the tree
     within: bool = False  # the manifest holds their bytes
+    differing: tuple[str, ...] = ()  # tensors that ranks have other values of; one is saved
 
     @property
     def total_bytes(self) -> int:
@@ -99,8 +104,10 @@ class Planner:
                 chunks += chunks_of(name, tensor)
         except Exception as failed:  # noqa: BLE001 (told to the other ranks, then raised)
             error = failed
+        differing: tuple[str, ...] = ()
         if self._ranks.world > 1:
-            self._agree(step, chunks, error)
+            values = {} if error else digests_of(_of_no_model(state, found.tensors))
+            differing = self._agree(step, chunks, values, error)
             chunks = [chunks[n] for n in self._mine]
         elif error is not None:
             raise error
@@ -109,26 +116,36 @@ class Planner:
             plain = Layout.fits(found.tensors)
             self._layout = Layout(found.tensors, slices) if plain else None
         within = self._ranks.world == 1 and fits_within(slices, self.within_bytes)
-        return Prepared(tree=tree, slices=slices, names=tuple(found.tensors), within=within)
+        return Prepared(
+            tree=tree, slices=slices, names=tuple(found.tensors), within=within,
+            differing=differing,
+        )  # fmt: skip
 
-    def _agree(self, step: int, chunks: Sequence[Chunk], error: Exception | None) -> None:
-        """Decide who writes what; sets _mine. Everybody computes the same from the same lists."""
+    def _agree(
+        self, step: int, chunks: Sequence[Chunk], values: Mapping[str, str],
+        error: Exception | None,
+    ) -> tuple[str, ...]:  # fmt: skip
+        """Decide who writes what; sets _mine. Everybody computes the same from the same lists.
+
+        `values`: digests by name; names of those that differ between ranks are returned.
+        """
         held: list[Held] = [(c.name, c.box.offsets, c.nbytes) for c in chunks]
         shapes = [(c.dtype, c.shape, c.box.sizes) for c in chunks]
         fingerprint = digest128(json.dumps([held, shapes]).encode()).hex()
-        said = json.dumps([step, fingerprint, "" if error is None else str(error)])
+        said = json.dumps([step, fingerprint, "" if error is None else str(error), values])
         votes = self._ranks.all_gather(said.encode(), Channel.TRAINER)
         if error is not None:
             raise error
         heard = [json.loads(vote) for vote in votes]
-        failed = [f"rank {n}: {text}" for n, (_, _, text) in enumerate(heard) if text]
+        failed = [f"rank {n}: {text}" for n, (_, _, text, _) in enumerate(heard) if text]
         if failed:
             raise CheckpointError(f"step {step} is not saved: {'; '.join(failed)}")
-        if len({number for number, _, _ in heard}) > 1:
-            raise CheckpointError(f"ranks save different steps: {[n for n, _, _ in heard]}")
-        prints = [text.encode() for _, text, _ in heard]
+        if len({number for number, *_ in heard}) > 1:
+            raise CheckpointError(f"ranks save different steps: {[n for n, *_ in heard]}")
+        differing = differing_of([row[3] for row in heard])
+        prints = [text.encode() for _, text, *_ in heard]
         if prints == self._agreed:
-            return
+            return differing
         rows = [[*place, *kind] for place, kind in zip(held, shapes, strict=True)]
         lists = [
             json.loads(text)
@@ -139,6 +156,31 @@ class Planner:
             [(str(name), tuple(offsets), int(n)) for name, offsets, n, *_ in rows] for rows in lists
         ]
         self._mine, self._agreed = assign(everybody)[self._ranks.rank], prints
+        return differing
+
+
+def _of_no_model(state: State, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors that no model or optimizer keeps alike on all ranks."""
+    kept = tuple(
+        f"{name}/" for name, value in state.items()
+        if next(objects_in(value, torch.nn.Module), None) is not None
+        or next(objects_in(value, Optimizer), None) is not None
+    )  # fmt: skip
+    return {
+        name: tensor for name, tensor in tensors.items()
+        if not name.startswith(kept) and not name.startswith(f"{RNG_KEY}@")
+    }  # fmt: skip
+
+
+def differing_of(values: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
+    """Names that several ranks have with other digests. Pure."""
+    first: dict[str, str] = {}
+    for mine in values:
+        for name, digest in mine.items():
+            first.setdefault(name, digest)
+    return tuple(
+        name for name, digest in first.items() if any(v.get(name, digest) != digest for v in values)
+    )
 
 
 # Any: decoded JSON of our own: name, offsets, bytes, dtype, shape, sizes
