@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hpstore.trainers.huggingface import HPAccelerate, HPLoader, HPTrainerCallback
-    from hpstore.trainers.lightning import HPCheckpointIO
+    from hpstore.trainers.lightning import HPCheckpointIO, RequireUsedIO
     from hpstore.trainers.pipelining.bubbles import BubbleReport
     from hpstore.trainers.pipelining.hooks import PipelineHooks
     from hpstore.trainers.pipelining.records import StepRecord
@@ -27,6 +27,7 @@ _HOMES = {
     "HPStorageConfig": "hpstore.trainers.torch_checkpointing",
     "HPTrainerCallback": "hpstore.trainers.huggingface",
     "PipelineHooks": "hpstore.trainers.pipelining.hooks",
+    "RequireUsedIO": "hpstore.trainers.lightning",
     "StepRecord": "hpstore.trainers.pipelining.records",
 }
 
@@ -38,4 +39,5 @@ def __getattr__(name: str) -> object:
 
 
 __all__ = ["BubbleReport", "HPAccelerate", "HPCheckpointIO", "HPLoader", "HPStorage",
-           "HPStorageConfig", "HPTrainerCallback", "PipelineHooks", "StepRecord"]  # fmt: skip
+           "HPStorageConfig", "HPTrainerCallback", "PipelineHooks", "RequireUsedIO",
+           "StepRecord"]  # fmt: skip

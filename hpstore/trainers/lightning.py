@@ -16,6 +16,7 @@ from hpstore.trainers.named import NamedCheckpoints
 from hpstore.trainers.paths import PathLike, name_of, path_of
 
 try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.plugins.io import CheckpointIO
 except ModuleNotFoundError as error:
     raise missing("lightning", "lightning") from error
@@ -164,4 +165,31 @@ class HPCheckpointIO(CheckpointIO):
             os.unlink(marker)
 
 
-__all__ = ["HPCheckpointIO", "place"]
+IGNORING = ("ModelParallelStrategy", "DeepSpeedStrategy")
+"""Strategies of Lightning that save and load on their own and ask no CheckpointIO."""
+
+
+class RequireUsedIO(Callback):
+    """Refuses a run whose strategy would ignore its HPCheckpointIO without a word.
+
+    Every Trainer of a process that has imported HPCheckpointIO gets one by an entry point
+    (lightning_guard.py). Raises CheckpointError on all ranks, before anything is trained.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        strategy: Any = trainer.strategy  # Any: strategies differ in what they have
+        plugin = strategy._checkpoint_io
+        while plugin is not None and not isinstance(plugin, HPCheckpointIO):
+            plugin = getattr(plugin, "checkpoint_io", None)  # AsyncCheckpointIO and the like
+        kinds = {kind.__name__ for kind in type(strategy).__mro__}
+        sharded = "FSDPStrategy" in kinds and getattr(strategy, "_state_dict_type", "") == "sharded"
+        if plugin is not None and (sharded or not kinds.isdisjoint(IGNORING)):
+            raise CheckpointError(
+                f"{type(strategy).__name__} does not ask HPCheckpointIO: its checkpoints would go "
+                "to the local disk, and none to the pool. Nothing was trained. Use DDPStrategy, or "
+                "no HPCheckpointIO and torch.distributed.checkpoint with hpstore's StorageWriter, "
+                "or the Checkpointer, in a callback of yours (docs/trainers.md)."
+            )
+
+
+__all__ = ["HPCheckpointIO", "RequireUsedIO", "place"]

@@ -7,9 +7,12 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 import threading
+import tomllib
 from collections import Counter, OrderedDict, deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,8 +27,16 @@ from tests.property.test_typed_values import same as typed
 
 lightning = pytest.importorskip("lightning.pytorch")
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO  # noqa: E402
+from lightning.pytorch.strategies import (  # noqa: E402
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
 
-from hpstore.trainers.lightning import HPCheckpointIO, place  # noqa: E402
+from hpstore.trainers.lightning import HPCheckpointIO, RequireUsedIO, place  # noqa: E402
+from hpstore.trainers.lightning_guard import callbacks  # noqa: E402
 
 pytestmark = [
     # two cores: Lightning wishes for more workers and for a GPU that may be there
@@ -367,3 +378,32 @@ def test_saving_overwrites_a_name_whole(pool: Pool, tmp_path: Path) -> None:
             io.save_checkpoint({"step": step, "t": torch.full((3,), step)}, tmp_path / "last.ckpt")
         assert io.load_checkpoint(f"{tmp_path}{os.sep}last.ckpt")["step"] == 2
         assert len(io.checkpoints._checkpoints.steps()) == 1
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_strategy_that_asks_no_checkpoint_io_is_refused(pool: Pool, wrapped: bool) -> None:
+    """lt_modelparallel: checkpoints went to the local disk, none to the pool, without a word."""
+    io: Any = HPCheckpointIO(pool, "runs/ignored")
+    (guard,) = callbacks()  # of the entry point: HPCheckpointIO was imported
+    assert isinstance(guard, RequireUsedIO)
+    strategies = [ModelParallelStrategy(), FSDPStrategy(state_dict_type="sharded")]
+    for strategy in strategies:
+        strategy.checkpoint_io = AsyncCheckpointIO(io) if wrapped else io
+        with pytest.raises(CheckpointError, match=f"{type(strategy).__name__} does not ask"):
+            guard.setup(SimpleNamespace(strategy=strategy), Tiny(), "fit")
+        strategy.checkpoint_io = TorchCheckpointIO()
+        guard.setup(SimpleNamespace(strategy=strategy), Tiny(), "fit")
+    for good in (SingleDeviceStrategy("cpu", checkpoint_io=io), DDPStrategy(checkpoint_io=io)):
+        guard.setup(SimpleNamespace(strategy=good), Tiny(), "fit")
+
+
+def test_no_callback_is_given_where_the_plugin_is_not_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A Trainer of others is left alone."""
+    monkeypatch.delitem(sys.modules, "hpstore.trainers.lightning")
+    assert callbacks() == []
+    found = tomllib.loads(Path("pyproject.toml").read_text())["project"]["entry-points"]
+    assert found["lightning.pytorch.callbacks_factory"] == {
+        "hpstore": f"{callbacks.__module__}:{callbacks.__name__}"
+    }
