@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import inspect
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import pipelining
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.nn.parallel import DistributedDataParallel
 
 from hpstore.trainers.pipelining import SCHEDULES, make_schedule, probes, stages_of
 from hpstore.trainers.pipelining.plan import Plan, idle_shares
+from hpstore.trainers.pipelining.wrappers import DDP, FSDP_NESTED, fault_of
+from tests.integration.ranks import launch
+from tests.thorough import LONG
+from tests.trainers.pipelines import LAYERS, WIDTH, Part, squared
 
 
 class Stage:
@@ -89,3 +100,88 @@ def test_stages_have_the_methods_that_are_watched() -> None:
         assert list(inspect.signature(getattr(PipelineStage, name)).parameters)[1] == first
     assert callable(PipelineStage.perform_reduce_grad)
     assert callable(PipelineStage.clear_runtime_states)
+
+
+# --- wrappers -------------------------------------------------------------------------------------
+
+
+def step_alone(rank: int, world: int, directory: Path, name: str, how: str) -> None:
+    """Two pipelines of two stages with torch alone; the losses of three steps, or why none."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    pp, dp = mesh["pp"], mesh["dp"]
+    replica, mine = dp.get_local_rank(), stages_of(name, pp.get_local_rank(), 2)
+    count = 2 * len(mine)
+    cuts = [LAYERS * n // count for n in range(count + 1)]
+    modules: list[Any] = [Part(cuts[n], cuts[n + 1]) for n in mine]
+    for number, module in enumerate(modules):
+        if how == DDP:
+            modules[number] = DistributedDataParallel(module, process_group=dp.get_group())
+            continue
+        for layer in module.layers.values() if how == FSDP_NESTED else ():
+            fully_shard(layer, mesh=dp)
+        fully_shard(module, mesh=dp)
+    stages = [
+        PipelineStage(module, n, count, torch.device("cpu"), group=pp.get_group())
+        for n, module in zip(mine, modules, strict=True)
+    ]
+    schedule = make_schedule(name, stages, 4, squared)
+    optimizer = torch.optim.SGD([p for m in modules for p in m.parameters()], lr=0.1)
+    found: list[Any] = []
+    try:
+        for x, y in batches():
+            optimizer.zero_grad()
+            losses: list[torch.Tensor] = []
+            first, last = 0 in mine, count - 1 in mine
+            schedule.step(
+                *((x[replica::2],) if first else ()),
+                **({"target": y[replica::2], "losses": losses} if last else {}),
+            )
+            optimizer.step()
+            found.append(torch.stack(losses).mean().item() if last else 0.0)
+    except RuntimeError as error:
+        found = [f"{error} {error.__cause__}"]
+    said = json.dumps([count - 1 in mine, found])
+    (directory / f"{name}-{rank}.json").write_text(said)
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    drawn = torch.Generator().manual_seed(5)
+    return [
+        (torch.randn(8, WIDTH, generator=drawn), torch.randn(8, WIDTH, generator=drawn))
+        for _ in range(3)
+    ]  # fmt: skip
+
+
+def in_one_process() -> list[float]:
+    module = Part(0, LAYERS)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    losses = []
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss = squared(module(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+PAIRS = [(name, how) for how in (DDP, FSDP_NESTED, "root") for name in SCHEDULES]
+SHORT = [("gpipe", DDP), ("zbv", FSDP_NESTED)]
+
+
+@pytest.mark.parametrize(("name", "how"), PAIRS if LONG else SHORT)
+def test_the_table_of_wrappers_is_true_of_this_torch(tmp_path: Path, name: str, how: str) -> None:
+    """ee_torch_alone_dp: what PipelineHooks refuses fails, or trains otherwise than one process,
+    with torch alone; what it takes does not. A torch that mends one makes this fail."""
+    launch(tmp_path, 4, step_alone, name, how)
+    kind: Any = get_schedule_class(SCHEDULES[name])
+    refused = fault_of([base.__name__ for base in kind.__mro__], {how})
+    rows = [json.loads(path.read_text()) for path in sorted(tmp_path.glob(f"{name}-*.json"))]
+    assert len(rows) == 4
+    texts = [found[0] for _, found in rows if isinstance(found[0], str)]
+    same = False
+    if not texts:
+        last = [found for is_last, found in rows if is_last]
+        mean = [sum(step) / len(last) for step in zip(*last, strict=True)]
+        same = mean == pytest.approx(in_one_process(), abs=1e-4)
+    assert same != bool(refused), (texts, refused)
