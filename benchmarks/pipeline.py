@@ -107,7 +107,7 @@ def _calls(stage: Any) -> None:
 def _record(recorder: Recorder) -> StepRecord:
     return StepRecord(
         step=0, losses=(), events=recorder.end_step(), microbatches=EVENTS, schedule_seconds=0.0,
-        data_wait_seconds=0.0, late_microbatches=0, slack_seconds=None, copy_wait_seconds=0.0,
+        data_wait_seconds=0.0, late_microbatches=0, copy_wait_seconds=0.0,
         save_seconds=0.0, hook_seconds=recorder.hook_seconds, idle_bytes=0, busy_bytes=0,
         saved=None,
     )  # fmt: skip

@@ -256,5 +256,5 @@ def _as_saved(mine: Any, saved: Any) -> Any:
     return mine
 
 
-__all__ = ["FIRST_NAMES", "check_optimizer", "load_optimizer", "local_part", "named_parameters",
-           "optimizer_tensors", "saved_optimizer", "unwrapped"]  # fmt: skip
+__all__ = ["FIRST_NAMES", "check_optimizer", "clean_name", "load_optimizer", "local_part",
+           "named_parameters", "optimizer_tensors", "saved_optimizer", "unwrapped"]  # fmt: skip

@@ -78,15 +78,23 @@ class Ranks:
             row[: int(size)].numpy().tobytes() for row, size in zip(found, sizes, strict=True)
         ]  # fmt: skip
 
-    def numbers(self, mine: tuple[int, ...], channel: Channel) -> list[tuple[int, ...]]:
+    def numbers(
+        self, mine: tuple[int, ...], channel: Channel, *, within_seconds: float | None = None
+    ) -> list[tuple[int, ...]]:
         """Everybody's numbers, as many from each, by rank: one message, cheap enough for each step
-        of a trainer. Who has died is not named."""
+        of a trainer. Who has died is not named. `within_seconds`: instead of the usual timeout;
+        after it no further message is possible."""
         if self.world == 1:
             return [mine]
         found = [torch.empty(len(mine), dtype=torch.int64) for _ in range(self.world)]
         group = self._groups[channel]
+        message = torch.tensor(mine, dtype=torch.int64)
         try:
-            dist.all_gather(found, torch.tensor(mine, dtype=torch.int64), group=group)
+            if within_seconds is None:
+                dist.all_gather(found, message, group=group)
+            else:
+                work = dist.all_gather(found, message, group=group, async_op=True)
+                work.wait(timedelta(seconds=within_seconds))
         except RuntimeError as error:
             raise self._lost(error, "") from error
         return [tuple(int(number) for number in row) for row in found]

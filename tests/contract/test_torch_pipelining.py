@@ -158,7 +158,7 @@ def in_one_process() -> list[float]:
     losses = []
     for x, y in batches():
         optimizer.zero_grad()
-        loss = squared(module(x), y)
+        loss: Any = squared(module(x), y)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

@@ -148,7 +148,7 @@ def record(events: tuple[Event, ...], seconds: float) -> StepRecord:
     """A step with these events."""
     return StepRecord(
         step=0, losses=(), events=events, microbatches=1, schedule_seconds=seconds,
-        data_wait_seconds=0, late_microbatches=0, slack_seconds=None, copy_wait_seconds=0,
+        data_wait_seconds=0, late_microbatches=0, copy_wait_seconds=0,
         save_seconds=0, hook_seconds=0, idle_bytes=0, busy_bytes=0, saved=None,
     )  # fmt: skip
 

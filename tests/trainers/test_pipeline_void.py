@@ -236,7 +236,7 @@ def apart(rank: int, world: int, directory: Path) -> None:
     trainer = build(pool, "gpipe", prefix=None)
     trainer.hooks.restore(trainer.stages, trainer.optimizer)
     trainer.hooks.step(trainer.schedule, trainer.optimizer)
-    trainer.hooks._step += rank
+    trainer.hooks._position.step += rank
     with pytest.raises(CheckpointError, match=r"different steps \(\[1, 2\]"):
         trainer.hooks.step(trainer.schedule, trainer.optimizer)
     (directory / f"apart-{rank}.json").write_text(json.dumps(trainer.hooks.completed))

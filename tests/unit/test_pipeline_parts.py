@@ -12,9 +12,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpstore.checkpoint.copying import PIECE_BYTES
 from hpstore.checkpoint.gates import CopyGate
+from hpstore.checkpoint.modules import module_state
 from hpstore.checkpoint.staging import _plain_copy
 from hpstore.errors import CheckpointError, ConfigError
 from hpstore.trainers.pipelining.events import Recorder
@@ -31,6 +33,7 @@ from hpstore.trainers.pipelining.stages import (
     require_free_names,
     require_own_names,
 )
+from hpstore.trainers.pipelining.tied import Tied, marks_of
 
 LEDGER = Ledger(samples=8, digest=77)
 VOTES = [
@@ -188,9 +191,33 @@ def test_split_tensors_need_a_mesh_where_there_are_several_pipelines() -> None:
 def test_a_tied_tensor_counts_on_its_first_rank() -> None:
     """c_tied_clip: the norm had it twice."""
     held = [Held(stages=(n,), names=("emb", f"layer{n}")) for n in range(3)]
-    assert counted_elsewhere((2, 0, 1), 2, held, ("emb",)) == frozenset()
-    assert counted_elsewhere((2, 0, 1), 1, held, ("emb",)) == {"emb"}
-    assert counted_elsewhere((0, 1), 1, held, ()) == frozenset()
+    tied = Tied(names=("emb",))
+    assert counted_elsewhere((2, 0, 1), 2, held, tied) == frozenset()
+    assert counted_elsewhere((2, 0, 1), 1, held, tied) == {"emb"}
+    assert counted_elsewhere((0, 1), 1, held, Tied()) == frozenset()
+    two = Tied.of([("layer0", "layer2")])  # w_two_names: one tensor by two names
+    assert counted_elsewhere((0, 1, 2), 2, held, two) == {"layer2"}
+    assert counted_elsewhere((0, 1, 2), 0, held, two) == frozenset()
+
+
+def test_names_of_one_tensor_are_found_where_one_rank_or_two_have_them() -> None:
+    """w_two_names: the moments of a tied head were looked for under its other name."""
+    tied = Tied.of(["wte", "head"])
+    weight = torch.ones(3, 2)
+    whole = marks_of(tied, {"wte": weight, "head": weight, "b": torch.ones(1)})
+    assert tied.with_found([whole], [(0,)]).groups == (("wte", "head"),)
+    split = [marks_of(tied, {"wte": weight}), {}, marks_of(tied, {"head": weight.clone()})]
+    found = tied.with_found(split, [(0,), (1,), (2,)])
+    assert found.groups == (("wte", "head"),)
+    assert found.first_names() == {"head": "wte"}
+    shared = marks_of(tied, {"wte": weight, "head": torch.zeros(3, 2)})
+    assert tied.with_found([shared, shared], [(0,), (1,)]).groups == ()  # two, by one name each
+    assert tied.with_found([shared], [(0, 3)]).groups == ()
+    other = [split[0], marks_of(tied, {"head": torch.zeros(3, 2)})]
+    with pytest.raises(ConfigError, match=r"tied=\[\('wte', 'head'\)\]"):
+        tied.with_found(other, [(0,), (1,)])
+    with pytest.raises(ConfigError, match="the same Parameter"):
+        Tied.of([("wte", "head")]).require_one({"wte": weight, "head": weight.clone()})
 
 
 # --- plans, gradients -----------------------------------------------------------------------------
@@ -239,8 +266,33 @@ def test_an_overflow_elsewhere_is_seen_in_gradients_of_any_layout() -> None:
         parameters[1].grad = gradient
         elsewhere = patch("torch.distributed.all_reduce", lambda found, **_: found.fill_(1.0))
         with elsewhere, patch("torch.distributed.is_initialized", lambda: True):
-            assert share_overflow(parameters, torch.device("cpu"))
+            assert share_overflow([parameters], torch.device("cpu"))
         assert torch.isinf(gradient).sum() == 1
+
+
+class Looks(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts values that Python asks a device for, each of which waits for it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_overflow_is_looked_for_at_once_in_all_gradients() -> None:
+    """A wait for each parameter was that many round trips to the device."""
+    for finite in (True, False):
+        parameters = [nn.Parameter(torch.ones(2)) for _ in range(50)]
+        for parameter in parameters:
+            parameter.grad = torch.ones(2)
+        if not finite:
+            parameters[30].grad[0] = float("nan")  # type: ignore[index]
+        with Looks() as looks:  # type: ignore[no-untyped-call]
+            assert share_overflow([parameters[:20], parameters[20:]], torch.device("cpu")) != finite
+        assert looks.count <= 3
+        infinite = [torch.isinf(p.grad).any().item() for p in parameters if p.grad is not None]
+        assert [infinite[0], infinite[20]] == [not finite] * 2  # each optimizer's scaler sees it
 
 
 # --- modules ------------------------------------------------------------------------------------
@@ -266,6 +318,39 @@ def test_stages_of_one_rank_are_one_module_with_the_names_of_all() -> None:
     assert merged(pieces[:1]) is pieces[0]
 
 
+class Extra(Piece):
+    """With a state that is no tensor."""
+
+    seen = 0
+
+    def get_extra_state(self) -> int:
+        return self.seen
+
+    def set_extra_state(self, state: int) -> None:
+        self.seen = state
+
+
+def test_the_extra_state_of_a_stage_is_the_whole_modules() -> None:
+    """It was dropped when the stages of a rank were put together."""
+    one, other = Extra(0), Piece(1)
+    one.seen = 7
+    whole = merged([one, other])
+    state = whole.state_dict()
+    assert state["_extra_state"] == 7
+    whole.load_state_dict({**state, "_extra_state": 9})
+    assert one.seen == 9
+    assert set(module_state(whole)) == {
+        "_extra_state", *(f"layers.{n}.{part}" for n in (0, 1) for part in ("weight", "bias"))
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="_extra_state"):
+        merged([Extra(0), Extra(1)])
+    hooked = Piece(2)
+    layers: Any = hooked.layers
+    layers.register_state_dict_post_hook(lambda *_: None)
+    with pytest.raises(ConfigError, match="'layers', which saves or loads"):
+        merged([hooked, Piece(3)])
+
+
 def test_names_that_two_stages_have_are_refused() -> None:
     """On one rank when it holds both, on all when others do; tied names and replicas may."""
     with pytest.raises(ConfigError, match=r"layers\.0\.(weight|bias)"):
@@ -274,10 +359,10 @@ def test_names_that_two_stages_have_are_refused() -> None:
     def held(stage: int, *names: str) -> Held:
         return Held(stages=(stage,), names=names)
 
-    require_own_names([held(0, "a"), held(1, "b"), held(0, "a")], ())
+    require_own_names([held(0, "a"), held(1, "b"), held(0, "a")], Tied())
     with pytest.raises(ConfigError, match="'a'"):
-        require_own_names([held(0, "a"), held(1, "a")], ())
-    require_own_names([held(0, "a"), held(1, "a")], ("a",))
+        require_own_names([held(0, "a"), held(1, "a")], Tied())
+    require_own_names([held(0, "a"), held(1, "a")], Tied(names=("a",)))
 
 
 def test_two_stages_of_a_rank_may_share_the_very_same_layer() -> None:
@@ -432,5 +517,7 @@ def test_a_recorder_opens_the_gate_whatever_happens() -> None:
 def test_names_that_mean_something_else_are_refused(name: str) -> None:
     """m_more_names: lr_scheduler= was saved, and never stepped."""
     with pytest.raises(ConfigError, match=name):
-        require_free_names([name, "ema"])
-    require_free_names(["ema", "mine"])
+        require_free_names([name, "ema"], "loader")
+    with pytest.raises(ConfigError, match="data="):
+        require_free_names(["data"], "data")
+    require_free_names(["ema", "mine", "data"], "loader")

@@ -43,6 +43,7 @@ class Votes:
 
 
 NONE = Votes()
+PATIENCE_SECONDS = 30.0  # for ranks that may wait elsewhere for one that has failed
 
 
 @cache
@@ -64,15 +65,27 @@ class Agreement:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
+        self.broken = ""  # why no step can follow
 
-    def reach(self, step: int, error: Exception | None, *, finite: bool = True) -> bool:
+    def reach(
+        self, step: int, error: Exception | None, *, finite: bool = True, alone: bool = False
+    ) -> bool:  # fmt: skip
         """Whether the gradients of all ranks are finite, once all have come here without an error.
 
         Raises `error` where there is one and StepVoid everywhere else; CheckpointError, on all,
-        when ranks are at different steps.
+        when ranks are at different steps. `alone`: the error may have left the others in a
+        collective of the user's code, where they hear of nothing but this process's end: they are
+        waited for PATIENCE_SECONDS, then `broken` has why no step can follow.
         """
         note = Note.FAILED if error else Note.FINE if finite else Note.NOT_FINITE
-        said = self._ranks.numbers((step, int(note)), Channel.TRAINER)
+        patience = PATIENCE_SECONDS if alone and error else None
+        try:
+            said = self._ranks.numbers((step, int(note)), Channel.TRAINER, within_seconds=patience)
+        except CheckpointError:
+            if error is None or patience is None:
+                raise
+            self.broken = left_alone(step, error)
+            raise error from None
         steps = [number for number, _ in said]
         if len(set(steps)) > 1:
             raise CheckpointError(
@@ -105,6 +118,18 @@ def broken_off(step: int, error: BaseException) -> str:
         f"({type(error).__name__}), and the other ranks of its pipeline wait for what it did not "
         "send. It cannot be repeated in this process. End it: they notice that at once, and the "
         "next job goes on from the newest committed step."
+    )
+    error.add_note(text)
+    return text
+
+
+def left_alone(step: int, error: BaseException) -> str:
+    """Why no step can follow one whose error the other ranks did not come to hear; noted on it."""
+    text = (
+        f"step {step}: before_optimizer failed on this rank ({type(error).__name__}), and the "
+        f"others did not come within {PATIENCE_SECONDS:.0f} s: they wait in a collective of its "
+        "that this rank has not reached. It cannot be repeated in this process. End it: they "
+        "notice that at once, and the next job goes on from the newest committed step."
     )
     error.add_note(text)
     return text

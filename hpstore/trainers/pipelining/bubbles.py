@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hpstore.trainers.pipelining.plan import Deadlines, Plan, Work, idle_shares, unit
+from hpstore.trainers.pipelining.plan import Plan, Work, idle_shares, unit
 from hpstore.trainers.pipelining.records import StepRecord
 
 Json = Any  # Any: what is said between ranks
@@ -47,6 +47,14 @@ class Tally:
         """Mean of a piece of work, as far as it was seen here."""
         found = self.works.get(f"{work.stage}/{work.kind}")
         return None if found is None else found[1] / found[0]
+
+    def seconds_by_kind(self) -> dict[str, float]:
+        """Mean seconds of this rank's work, taken for those of the other stages; {} before it has
+        measured any."""
+        kinds: dict[str, list[float]] = {}
+        for name, (count, total) in self.works.items():
+            kinds.setdefault(name.partition("/")[2], []).append(total / count)
+        return {kind: sum(seen) / len(seen) for kind, seen in kinds.items()}
 
     def to_dict(self) -> dict[str, Json]:
         """For JSON."""
@@ -147,20 +155,4 @@ def mean_idle(plan: Plan, tallies: Sequence[Tally]) -> float | None:
     return sum(shares.values()) / len(shares)
 
 
-def deadlines_of(plan: Plan, tally: Tally) -> Deadlines | None:
-    """With the times that one rank has measured, taken for those of the other stages; None before
-    it has measured any."""
-    if not tally.works:
-        return None
-    kinds: dict[str, list[float]] = {}
-    for name, (count, total) in tally.works.items():
-        kinds.setdefault(name.partition("/")[2], []).append(total / count)
-
-    def seconds(work: Work) -> float:
-        seen = kinds.get(work.kind)
-        return sum(seen) / len(seen) if seen else 0.0
-
-    return plan.deadlines(seconds)
-
-
-__all__ = ["BubbleReport", "RankBubbles", "Tally", "deadlines_of", "mean_idle", "report_of"]
+__all__ = ["BubbleReport", "RankBubbles", "Tally", "mean_idle", "report_of"]

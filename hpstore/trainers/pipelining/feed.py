@@ -25,6 +25,7 @@ from hpstore.trainers.pipelining.ledger import Span
 _log = logging.getLogger(__name__)
 CLOSE_SECONDS = 30.0
 Pick = Any  # Any: a name or index in the batch, several of them, or what makes them of the batch
+Keywords = Any  # Any: names with their picks, or what makes a dict of the batch; None for none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +161,36 @@ def as_arguments(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
+def keywords_of(batch: Any, what: Keywords) -> dict[str, Any]:
+    """Keyword arguments of every stage."""
+    if callable(what):
+        return dict(what(batch))
+    return {name: picked(batch, pick) for name, pick in what.items()}
+
+
+def shapes_of(value: Any) -> Any:
+    """Of the tensors in a part of a micro-batch, nested as they are."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape)
+    if isinstance(value, dict):
+        return {name: shapes_of(part) for name, part in value.items()}
+    return tuple(map(shapes_of, value)) if isinstance(value, (list, tuple)) else None
+
+
+def require_alike(first: Any, other: Any) -> None:
+    """Raise ConfigError for a micro-batch of other shapes than `first`, those of the first."""
+    if first != shapes_of(other):
+        raise ConfigError(uneven([first, shapes_of(other)], "data"))
+
+
+def uneven(shapes: Sequence[Any], what: str) -> str:
+    """What to say of micro-batches of several sizes."""
+    return (
+        f"the micro-batches of one step have {what} of the shapes {shapes}: a schedule takes "
+        "equal ones only. Give the loader drop_last=True."
+    )
+
+
 def joined(parts: Sequence[Any], what: str) -> Any:
     """A whole batch of micro-batches that torch's schedule cuts into the same ones again.
 
@@ -171,11 +202,9 @@ def joined(parts: Sequence[Any], what: str) -> Any:
         raise ConfigError(f"{what} are {type(parts[0]).__name__}, not tensors: use lazy=True")
     if len({part.shape for part in parts}) > 1:
         shapes = [tuple(part.shape) for part in parts]
-        raise ConfigError(
-            f"the micro-batches of one step have {what} of the shapes {shapes}: a schedule takes "
-            "equal ones only. Give the loader drop_last=True."
-        )
+        raise ConfigError(uneven(shapes, what))
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-__all__ = ["Fed", "Feed", "Pick", "as_arguments", "joined", "picked"]
+__all__ = ["Fed", "Feed", "Keywords", "Pick", "as_arguments", "joined", "keywords_of", "picked",
+           "require_alike", "shapes_of"]  # fmt: skip

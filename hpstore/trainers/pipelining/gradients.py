@@ -78,21 +78,27 @@ def all_finite(parameters: Iterable[torch.nn.Parameter], device: torch.device) -
     return not finite or bool(torch.stack(finite).all())
 
 
-def share_overflow(parameters: Iterable[torch.nn.Parameter], device: torch.device) -> bool:
-    """Whether any rank has a gradient that is not finite; then each gets one.
+def share_overflow(
+    optimizers: Sequence[Sequence[torch.nn.Parameter]], device: torch.device
+) -> bool:  # fmt: skip
+    """Whether any rank has a gradient that is not finite; then each optimizer gets one.
 
-    So that the GradScalers of all ranks skip the same steps. Collective over all of them.
+    So that the GradScalers of all ranks skip the same steps, and all of a rank's optimizers.
+    `optimizers`: the parameters of each. Collective over all ranks; two looks at the device,
+    however many parameters there are.
     """
-    parameters = list(parameters)
-    mine = not all_finite(parameters, device)
+    mine = not all_finite([p for parameters in optimizers for p in parameters], device)
     found = torch.tensor([float(mine)], device=device)
     if dist.is_initialized():
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    gradients = [_local(gradient) for gradient in _gradients(parameters)]
-    first = next((gradient for gradient in gradients if gradient.numel()), None)
-    if bool(found) and not mine and first is not None:
-        first[(0,) * first.dim()] = float("inf")  # a reshape of a strided one would be a copy
-    return bool(found)
+    if not bool(found):
+        return False
+    for parameters in optimizers:
+        gradients = [_local(gradient) for gradient in _gradients(parameters)]
+        first = next((gradient for gradient in gradients if gradient.numel()), None)
+        if first is not None:
+            first[(0,) * first.dim()] = float("inf")  # a reshape of a strided one would be a copy
+    return True
 
 
 __all__ = ["all_finite", "clip_norm", "share_overflow"]

@@ -10,63 +10,52 @@ from typing import Any, TypeVar
 
 import torch
 from torch.distributed.pipelining import PipelineStage
-from torch.optim import Optimizer
 
 from hpstore.checkpoint import Checkpointer, SaveHandle
 from hpstore.checkpoint.gates import CopyGate
-from hpstore.checkpoint.modules import module_state
 from hpstore.checkpoint.ranks import Channel, Ranks
 from hpstore.checkpoint.training import rng_state, set_rng_state
 from hpstore.closing import Closing
-from hpstore.errors import CheckpointError, ConfigError, FormatTooNew, StepBroken
+from hpstore.errors import ConfigError, StepBroken
 from hpstore.loaders import DataLoader
-from hpstore.trainers.pipelining.agreement import NONE, Agreement, Votes, broken_off
-from hpstore.trainers.pipelining.bubbles import (
-    BubbleReport,
-    Tally,
-    deadlines_of,
-    report_of,
-)
+from hpstore.trainers.pipelining.agreement import Agreement, Votes, broken_off
+from hpstore.trainers.pipelining.bubbles import BubbleReport, Tally, report_of
 from hpstore.trainers.pipelining.events import Event, Recorder
-from hpstore.trainers.pipelining.feed import Pick
-from hpstore.trainers.pipelining.gradients import all_finite, clip_norm
+from hpstore.trainers.pipelining.feed import Keywords, Pick
 from hpstore.trainers.pipelining.ledger import Ledger, Vote, agreed
+from hpstore.trainers.pipelining.older_states import restore_run
+from hpstore.trainers.pipelining.parts import agreed_parts
 from hpstore.trainers.pipelining.places import (
     Standing,
     pipeline_group,
     placed,
-    require_told,
-    shares_tensors,
     standing,
 )
 from hpstore.trainers.pipelining.plan import Plan
+from hpstore.trainers.pipelining.position import RunPosition
 from hpstore.trainers.pipelining.probes import (
     microbatches_of,
     not_lazy,
     plan_of,
+    require_keywords,
     run_schedule,
 )
-from hpstore.trainers.pipelining.records import Run, StepRecord, slack_of
-from hpstore.trainers.pipelining.scaling import Scaling
+from hpstore.trainers.pipelining.records import Arrivals, Run, StepRecord
 from hpstore.trainers.pipelining.stages import (
     Buffers,
-    Held,
-    bare,
-    counted_elsewhere,
-    merged,
     require_free_names,
-    require_own_names,
-    require_own_parameters,
     require_own_stages,
+    watch,
     watched,
 )
 from hpstore.trainers.pipelining.supply import Given, Supply
+from hpstore.trainers.pipelining.tied import Tied
+from hpstore.trainers.pipelining.updates import Updates
+from hpstore.trainers.pipelining.wrappers import require_trainable
 
 _log = logging.getLogger(__name__)
-STATE_VERSION = 1
 SNAPSHOTS = {"free": "overlap", "bubbles": "overlap", "inline": "copy"}  # how saves are staged
-COUNTERS = ("lazy_refused_total", "buffers_put_back_total", "steps_skipped_by_scaler_total",
-            "steps_skipped_nonfinite_total")  # fmt: skip
+COUNTERS = ("lazy_refused_total", "buffers_put_back_total")
 S = TypeVar("S", bound=PipelineStage)
 
 
@@ -77,7 +66,9 @@ class PipelineHooks(Closing):
     ranks of the first and the last stage read it, the others may give None. `stages`: those of this
     rank, of `num_stages`. `every`: steps between two saves (None: save() is yours to call).
     `inputs`, `target`: what the first stage gets of a batch, and what the last compares with: a
-    name or index, a tuple of them, or a function of the batch. `mesh`: the DeviceMesh of the whole
+    name or index, a tuple of them, or a function of the batch. `keywords`: what every stage gets
+    besides (masks, position ids), by the name of its argument, or a function of the batch that
+    gives a dict; then every rank reads the loader. `mesh`: the DeviceMesh of the whole
     job, needed where there are several pipelines; its dimension "pp" is this rank's pipeline, and
     ranks with one data-parallel coordinate ("dp", "dp_...") read the same samples. `group`: instead
     of a mesh where pipelines are the data-parallel ranks, this rank's pipeline. `snapshot`: "free"
@@ -88,7 +79,7 @@ class PipelineHooks(Closing):
     `microbatches`: of a step, where the schedule does not tell. `skip_nonfinite`: where a gradient
     of any rank is not finite all ranks leave the optimizer out; the step counts.
 
-    All calls but close() are calls of all ranks, steps too. One thread.
+    All calls but close() and before_update() are calls of all ranks, steps too. One thread.
     """
 
     # Any below: schedules, scalers and process groups of torch have no public types
@@ -102,6 +93,7 @@ class PipelineHooks(Closing):
         every: int | None = None,
         inputs: Pick = 0,
         target: Pick = 1,
+        keywords: Keywords = None,
         group: Any = None,
         mesh: Any = None,
         snapshot: str = "free",
@@ -125,22 +117,25 @@ class PipelineHooks(Closing):
             ckpt.stage_by(SNAPSHOTS[snapshot], self.gate)
         self._recorder = Recorder(self.gate)
         self._ranks = Ranks(commit_seconds)
-        said = standing(self.stages, num_stages, self._group, mesh, loader).to_json()
+        said = standing(
+            self.stages, num_stages, self._group, mesh, loader, everywhere=keywords is not None
+        ).to_json()  # fmt: skip
         heard = self._ranks.all_gather(said, Channel.TRAINER)
         self.place = placed([Standing.of_json(text) for text in heard], self._ranks.rank)
         first, last = 0 in self.stages, num_stages - 1 in self.stages
-        self._supply = Supply(loader, first=first, last=last, inputs=inputs, target=target)
+        self._supply = Supply(
+            loader, first=first, last=last, inputs=inputs, target=target, keywords=keywords
+        )
         if self._supply.fed and loader is not None:
             loader.read_as(self.place.replica, self.place.replicas)
-        self._step = self._weights = self._microbatches = 0
-        self._ledger, self._loader_state = Ledger(), self._supply.position()
         self._state: dict[str, Any] = {}
         self._stages: list[PipelineStage] = []
         self._elsewhere: frozenset[str] = frozenset()  # tied tensors that an earlier rank counts
-        self._scaling = Scaling()
-        self._scheduler: Any = None
-        self._counting: Any = None  # the hook that counts the optimizer's steps
-        self._agreement, self._votes = Agreement(self._ranks), NONE
+        self._agreement = Agreement(self._ranks)
+        self._updates = Updates(
+            self._agreement, before=before_optimizer, skip_nonfinite=skip_nonfinite
+        )
+        self._position.loader = self._supply.position()
         self._broken = ""  # why no step can follow
         self._copied = (0, 0)  # bytes, as of the step before
         self._tally = Tally()
@@ -154,6 +149,11 @@ class PipelineHooks(Closing):
         """A stage class like `kind` whose compute calls are noted. For every schedule."""
         return watched(kind, self._recorder)
 
+    def watch(self, stage: Any) -> Any:
+        """As wrap_stage(), for a stage that is built already, by torch's pipeline(...) for one; the
+        same stage."""
+        return watch(stage, self._recorder)
+
     def observe(self, observer: Callable[[Event], None]) -> None:
         """Call `observer` after each compute call of a step, on the training thread. What it
         raises is counted and logged once; its time is hook_seconds."""
@@ -162,145 +162,147 @@ class PipelineHooks(Closing):
     def loss(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """The loss for a schedule when there is a GradScaler: scaled for the backward, not in the
         records."""
-
-        return self._scaling.loss(function)
+        return self._updates.scaling.loss(function)
 
     def restore(
         self,
         stage: PipelineStage | Sequence[PipelineStage],
-        optimizer: Optimizer,
+        optimizer: Any,
         *,
         scheduler: Any = None,
         scaler: Any = None,
-        tied: Iterable[str] = (),
+        tied: Iterable[str | Sequence[str]] = (),
         step: int | None = None,
         strict: bool = True,
+        data_name: str = "loader",
         **more: Any,
     ) -> int:
         """Take part in checkpoints with these; go on from the newest, or `step`, which is returned.
 
-        Written by another number of stages, it fits by the names of the tensors, which must be
-        those of the whole model. `scheduler`, `scaler`: stepped after the optimizer, saved. `tied`:
-        names that several stages have on purpose, kept equal by you. `strict`: as Checkpointer has
-        it. `more`: saved with the rest, alike on all ranks (what each has for itself goes into
-        ckpt.per_rank()). Raises ConfigError for names of two stages, CheckpointMismatch.
+        Written by another number of stages, or by a run without a pipeline that has its loader as
+        `data_name` in its state, it fits by the names of the tensors, which must be those of the
+        whole model. `optimizer`: one, a list, or an object that holds some. `scheduler`, `scaler`:
+        stepped after the optimizer, saved; a list of schedulers, too. `tied`: names that several
+        stages have on purpose, kept equal by you; a tuple for the names of one tensor. `strict`: as
+        Checkpointer has it. `more`: saved with the rest, alike on all ranks (what each has for
+        itself goes into ckpt.per_rank()). Raises ConfigError for names of two stages,
+        CheckpointMismatch.
         """
         self._stages = list(stage) if isinstance(stage, (list, tuple)) else [stage]  # type: ignore[list-item]
-        model = self._agreed_model(optimizer, tuple(tied), more, scaled=scaler is not None)
-        if self._counting is not None:
-            self._counting.remove()
-        self._counting = optimizer.register_step_post_hook(self._updated)
-        self._scheduler = scheduler
-        self._state = {"model": model, "optimizer": optimizer, "pipeline": self, **more}
+
+        def check() -> None:
+            require_free_names(more, data_name)
+            require_own_stages(self._stages, self._recorder, self.stages, self.num_stages)
+            self._supply.require_even()
+
+        votes = Votes(
+            early=self.lazy or scaler is not None,
+            late=self._before_optimizer is not None or self.skip_nonfinite,
+        )
+        parts = agreed_parts(
+            self._ranks, self.place, self._stages, optimizer, Tied.of(tied), votes, check
+        )
+        self._elsewhere = parts.elsewhere
+        saved = parts.optimizers.saved
+        self._state = {"model": parts.model, "optimizer": saved, data_name: self, **more}
         for name, value in (("scheduler", scheduler), ("scaler", scaler)):
             if value is not None:
                 self._state[name] = value
         if self._ckpt is not None:
-            self._ckpt.restore(self._state, step, strict=strict)
-        self._scaling.begin(scaler, optimizer, self._device)
-        return self._step
-
-    def _agreed_model(
-        self, optimizer: Optimizer, tied: Sequence[str], more: Iterable[str], *, scaled: bool
-    ) -> torch.nn.Module:
-        """One module of this rank's stages. An error on one rank is raised on every rank."""
-        model, fault = torch.nn.Module(), ""
-        try:
-            require_free_names(more)
-            require_own_stages(self._stages, self._recorder, self.stages, self.num_stages)
-            model = merged([s.submod for s in self._stages])
-            require_own_parameters(model, optimizer)
-        except ConfigError as error:
-            fault = str(error)
-        mine = Held(
-            stages=self.stages, names=tuple(module_state(model)), fault=fault,
-            split=shares_tensors([s.submod for s in self._stages]),
-            votes=Votes(early=self.lazy or scaled,
-                        late=self._before_optimizer is not None or self.skip_nonfinite),
+            found = restore_run(
+                self._ckpt, self._ranks, self._state, data_name, step, strict=strict
+            )  # fmt: skip
+            if found is not None and not self._position.counted:  # by a run without a pipeline
+                self._position.step = self._position.weights = found
+                self._position.counted = True
+        self._updates.begin(
+            parts.optimizers, self._stages, parts.votes, scheduler=scheduler, scaler=scaler
         )  # fmt: skip
-        said = self._ranks.all_gather(mine.to_json(), Channel.TRAINER)
-        heard = [Held.of_json(text) for text in said]
-        require_own_names(heard, tied)
-        require_told(self.place, [held.split for held in heard])
-        self._votes = Votes.of_any([held.votes for held in heard])
-        self._elsewhere = counted_elsewhere(self.place.members, self._ranks.rank, heard, tied)
-        return model
+        return self.completed
 
-    def _updated(self, *_: object) -> None:
-        self._weights += 1
+    @property
+    def _position(self) -> RunPosition:
+        return self._updates.position
 
     # --- a step -----------------------------------------------------------------------------
 
-    def step(self, schedule: Any, optimizer: Optimizer) -> StepRecord:
-        """One step: data, schedule, optimizer, and every `every` steps a save.
+    def step(self, schedule: Any, optimizer: Any, **keywords: Any) -> StepRecord:
+        """One step: data, schedule, optimizer, and every `every` steps a save. `keywords`: further
+        arguments of this rank's stages, of the whole batch, as a schedule's step() takes them.
 
         What one rank cannot do makes the step void on all of them: it raises its error, they raise
         StepVoid, and the next call has the same micro-batches. If a schedule
         shared with other ranks fails midway, no further step is possible (StepBroken). Errors of
         the save after a step, or of the one before, are raised too; the step then counts.
         """
-        if self._state.get("optimizer") is not optimizer:
+        optimizers = self._updates.optimizers
+        if optimizers is None or not optimizers.are(optimizer):
             raise ConfigError("call restore(stage, optimizer) first, with this optimizer")
-        if self._broken:
-            raise StepBroken(self._broken)
+        if self._broken or self._agreement.broken:
+            raise StepBroken(self._broken or self._agreement.broken)
         count = self.microbatches or microbatches_of(schedule)
-        optimizer.zero_grad(set_to_none=True)
-        given = self._begin(schedule, count)
+        optimizers.zero_grad()
+        given = self._begin(schedule, count, keywords)
         try:
-            run = self._run(schedule, given)
+            run = self._run(schedule, given, keywords)
         except BaseException as error:
             if len(self.place.members) > 1:
-                self._broken = broken_off(self._step, error)
+                self._broken = broken_off(self.completed, error)
             raise
         finally:
             events = self._recorder.end_step()
-        copy_wait, weights = self._before_update(), self._weights
-        skipped = self._update(optimizer, run)
+        copy_wait = self.before_update()
+        skipped = self._updates.make(run, self._supply.fault)
         waited, late = self._supply.wait_seconds, self._supply.late_microbatches
-        slack = self._slack(run, self._consumed(count))
-        if self._scheduler is not None and weights != self._weights:
-            self._scheduler.step()
+        arrivals = self._arrivals(run, self._consumed(count))
+        if not skipped:
+            self._updates.step_schedulers()
         idle, busy = self._copied_since()
         saving = time.perf_counter()
-        saved = self.save() if self.every and self._step % self.every == 0 else None
+        saved = self.save() if self.every and self.completed % self.every == 0 else None
         record = StepRecord(
-            step=self._step - 1, losses=tuple(run.losses), events=events, microbatches=count,
+            step=self.completed - 1, losses=tuple(run.losses), events=events, microbatches=count,
             schedule_seconds=run.seconds, data_wait_seconds=waited, late_microbatches=late,
-            slack_seconds=slack, copy_wait_seconds=copy_wait, skipped=skipped,
+            arrivals=arrivals, copy_wait_seconds=copy_wait, skipped=skipped,
             save_seconds=time.perf_counter() - saving, hook_seconds=self._recorder.hook_seconds,
             idle_bytes=idle, busy_bytes=busy, saved=saved,
         )  # fmt: skip
         self._tally.add(record)
         return record
 
-    def _begin(self, schedule: Any, count: int) -> Given:
+    def _begin(self, schedule: Any, count: int, keywords: Mapping[str, Any]) -> Given:
         """The data of a step, once all ranks are at it and have theirs."""
         given, fault = Given(), None
         try:
             lazy = self._may_be_lazy(schedule)
             self._supply.begin(count)
             given = self._supply.given(lazy=lazy)
+            require_keywords(schedule, self._supply.keyword_names | keywords.keys())
             self._guard_buffers(schedule)
         except Exception as error:  # noqa: BLE001 (raised by reach)
             fault = error
-        self._agreement.reach(self._step, fault)
+        self._agreement.reach(self.completed, fault)
         self._recorder.begin_step()
-        self._scaling.forget()
+        self._updates.scaling.forget()
         return given
 
-    def _run(self, schedule: Any, given: Given) -> Run:
+    def _run(self, schedule: Any, given: Given, keywords: Mapping[str, Any]) -> Run:
         """The schedule."""
         losses: list[torch.Tensor] | None = [] if self._supply.last else None
         before, began = self._supply.wait_seconds, time.perf_counter()
-        run_schedule(schedule, self._stages, given, losses)
+        run_schedule(schedule, self._stages, given, losses, keywords)
         waited = self._supply.wait_seconds - before
         seconds = time.perf_counter() - began - waited
         return Run(began=began, seconds=seconds, losses=losses or [], lazy=given.lazy)
 
-    def _slack(self, run: Run, ready: tuple[float, ...]) -> float | None:
-        """Between the arrival of the micro-batches and their deadlines."""
-        due = deadlines_of(self._plan, self._tally) if run.lazy and self._plan else None
-        return slack_of(due, ready, run.began, first=self._supply.first, lazy=run.lazy)
+    def _arrivals(self, run: Run, ready: tuple[float, ...]) -> Arrivals | None:
+        """Of the micro-batches; their deadlines follow from what was measured before this step."""
+        if not self._supply.first and not self._supply.last:
+            return None
+        return Arrivals(
+            ready=ready, began=run.began, first=self._supply.first, lazy=run.lazy, plan=self._plan,
+            seconds=self._tally.seconds_by_kind() if run.lazy else {},
+        )  # fmt: skip
 
     def _may_be_lazy(self, schedule: Any) -> bool:
         if not self.lazy:
@@ -319,6 +321,7 @@ class PipelineHooks(Closing):
         """Where torch may try the shapes out: a new schedule, and after an evaluation."""
         if self._seen is schedule and not self._recorder.events_outside:
             return
+        require_trainable(schedule, [stage.submod for stage in self._stages])
         self._seen, self._recorder.events_outside = schedule, 0
         self._plan = plan_of(schedule, self.num_stages)
         buffers, drawn = Buffers(stage.submod for stage in self._stages), rng_state()
@@ -330,68 +333,35 @@ class PipelineHooks(Closing):
 
         self._recorder.before_first = put_back
 
-    def _before_update(self) -> float:
-        """The copies of a save are whole before parameters change; seconds waited for them."""
+    def before_update(self) -> float:
+        """Call it before weights are changed by anything but the optimizer (clamped, normalised,
+        pruned, swapped with an average): the copies of the save are whole after it. The seconds
+        that it waited for them. Not collective."""
         if self._ckpt is None:
             return 0.0
         began = time.perf_counter()
         self._ckpt.before_update()
         return time.perf_counter() - began
 
-    def _update(self, optimizer: Optimizer, run: Run) -> bool:
-        """Unscale, the user's clipping, the optimizer; whether it was left out. What one rank
-        cannot do is raised on all, before any of them changes a weight."""
-        weights, scaling, parameters = self._weights, self._scaling, list(self._parameters())
-        fault = self._supply.fault
-        try:
-            run.losses[:] = scaling.plain(run.losses)
-        except ConfigError as error:
-            fault = fault or error
-        if self._votes.early:
-            self._agreement.reach(self._step, fault)
-        elif fault is not None:
-            raise fault
-        if scaling.active:
-            scaling.unscale(parameters, self._device)
-        if not self._prepare_update(parameters):
-            self._counters["steps_skipped_nonfinite_total"] += 1
-        elif scaling.active:
-            scaling.step(stood_in=all(p.grad is None for p in parameters))
-            self._counters["steps_skipped_by_scaler_total"] += weights == self._weights
-        else:
-            optimizer.step()
-        self._step += 1
-        return weights == self._weights
-
-    def _prepare_update(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
-        """`before_optimizer`; False where gradients are to be left out on all ranks."""
-        fault, finite = None, True
-        try:
-            if self._before_optimizer is not None:
-                self._before_optimizer()
-            if self.skip_nonfinite:
-                finite = all_finite(parameters, self._device)
-        except Exception as error:  # noqa: BLE001 (raised by reach)
-            fault = error
-        try:
-            if self._votes.late:
-                return self._agreement.reach(self._step, fault, finite=finite)
-            if fault is not None:
-                raise fault
-        except BaseException:
-            if self._scaling.active:
-                self._scaling.undo()
-            raise
-        return True
+    def step_scheduler(self, metric: float | None) -> float:
+        """For schedulers that wait for a metric (ReduceLROnPlateau), which step() only saves: step
+        them with the mean of what ranks give, None where one has nothing; the mean. Collective."""
+        said = self._ranks.all_gather(json.dumps(metric).encode(), Channel.TRAINER)
+        known = [float(value) for text in said if (value := json.loads(text)) is not None]
+        if not known:
+            raise ConfigError("step_scheduler(): no rank has a metric. Nothing was changed.")
+        mean = sum(known) / len(known)
+        self._updates.step_by_metric(mean)
+        return mean
 
     def _consumed(self, count: int) -> tuple[float, ...]:
         """Note the micro-batches of the step as consumed; when they were there."""
         used = self._supply.finish()
         if used.after is not None and self._loader is not None:
             order = self._loader.order
-            self._ledger = self._ledger.after(used.spans, order)
-            self._loader_state = used.after
-        self._microbatches = count
+            self._position.ledger = self._position.ledger.after(used.spans, order)
+            self._position.loader = used.after
+        self._position.microbatches = count
         return used.ready
 
     def _copied_since(self) -> tuple[int, int]:
@@ -403,17 +373,7 @@ class PipelineHooks(Closing):
     def clip_grad_norm(self, max_norm: float) -> float:
         """For `before_optimizer`: clip by the norm over all stages, and over the shards of each
         tensor; the norm. A tied tensor counts once. Collective."""
-        named = [(n, p) for stage in self._stages for n, p in bare(stage.submod).named_parameters()]
-        twice = {id(p) for n, p in named if n in self._elsewhere}
-        return clip_norm(self._parameters(), max_norm, self._group, self._device, but=twice)
-
-    def _parameters(self) -> Iterable[torch.nn.Parameter]:
-        """Each once, though two stages share it."""
-        return dict.fromkeys(p for stage in self._stages for p in stage.submod.parameters())
-
-    @property
-    def _device(self) -> torch.device:
-        return torch.device(self._stages[0].device)
+        return self._updates.clip(max_norm, self._group, self._elsewhere)
 
     # --- commit -----------------------------------------------------------------------------
 
@@ -425,52 +385,35 @@ class PipelineHooks(Closing):
         """
         if self._ckpt is None or not self._state:
             raise ConfigError("nothing to save with: give a checkpointer, and call restore() first")
-        mine = Vote(
-            stages=self.stages, step=self._step, weights=self._weights,
-            microbatches=self._microbatches,
-            ledger=self._ledger if self._supply.fed else None,
-            loader=self._loader_state if self._supply.fed else None,
-        )  # fmt: skip
+        mine = self._position.vote(self.stages, fed=self._supply.fed)
         said = json.dumps(mine.to_dict(), sort_keys=True).encode()
         heard = self._ranks.all_gather(said, Channel.TRAINER)
-        common = agreed([Vote.from_dict(json.loads(text)) for text in heard])
-        self._loader_state = None if common.loader is None else dict(common.loader)
-        self._ledger = common.ledger or self._ledger
-        return self._ckpt.save(self._step, self._state)
+        self._position.agree(agreed([Vote.from_dict(json.loads(text)) for text in heard]))
+        return self._ckpt.save(self.completed, self._state)
 
     @property
     def ledger(self) -> Ledger:
         """Samples consumed by the whole job; on a rank without data as of the last save."""
-        return self._ledger
+        return self._position.ledger
 
     @property
     def completed(self) -> int:
         """Steps that are completed."""
-        return self._step
+        return self._position.step
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands, alike on all ranks at a save. JSON types."""
-        return {
-            "version": STATE_VERSION, "step": self._step, "weights": self._weights,
-            "ledger": self._ledger.to_dict(), "loader": self._loader_state,
-            "stages": self.num_stages,
-        }  # fmt: skip
+        """Where the run stands, alike on all ranks at a save: the loader's state, and what a
+        pipeline adds to it. JSON types."""
+        return self._position.to_dict(self.num_stages)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, with any number of stages. What was fetched ahead is forgotten."""
-        version = state.get("version")
-        if isinstance(version, int) and version > STATE_VERSION:
-            raise FormatTooNew(
-                f"the pipeline's state has version {version}, this hpstore reads {STATE_VERSION}: "
-                "nothing was loaded; upgrade to resume from it"
-            )
-        if version != STATE_VERSION:
-            raise CheckpointError(f"not the state of a pipeline, with {sorted(map(str, state))}")
-        self._supply.go_to(state["loader"])
-        self._step, self._weights = int(state["step"]), int(state["weights"])
-        self._ledger, self._loader_state = Ledger.from_dict(state["ledger"]), state["loader"]
-        if state["stages"] != self.num_stages:
-            _log.info("step %d of %s stages goes on with %d", self._step, state["stages"],
+        """Go on from there, with any number of stages; also from a loader's own state. What was
+        fetched ahead is forgotten."""
+        found = RunPosition.from_dict(state)
+        self._supply.go_to(found.loader)
+        self._updates.position = found
+        if found.stages not in (0, self.num_stages):
+            _log.info("step %d of %s stages goes on with %d", found.step, found.stages,
                       self.num_stages)  # fmt: skip
 
     # --- report -----------------------------------------------------------------------------
@@ -478,10 +421,14 @@ class PipelineHooks(Closing):
     @property
     def counters(self) -> dict[str, int]:
         """What was skipped, undone or done in another way, since the start."""
-        return self._counters | {
-            "observer_errors_total": self._recorder.observer_errors_total,
-            "copies_overdue_total": self.gate.overdue_total,
-        }
+        return (
+            self._counters
+            | self._updates.counters
+            | {
+                "observer_errors_total": self._recorder.observer_errors_total,
+                "copies_overdue_total": self.gate.overdue_total,
+            }
+        )
 
     def bubbles(self) -> BubbleReport:
         """Idle shares of the ranks of this pipeline since the last report. Collective."""
@@ -497,4 +444,4 @@ class PipelineHooks(Closing):
         self._supply.close()
 
 
-__all__ = ["STATE_VERSION", "PipelineHooks"]
+__all__ = ["PipelineHooks"]

@@ -84,9 +84,10 @@ def pipeline_group(group: Any, mesh: Any) -> Any:
 
 
 def standing(
-    stages: tuple[int, ...], num_stages: int, group: Any, mesh: Any, loader: DataLoader | None
-) -> Standing:
-    """What this rank has to say."""
+    stages: tuple[int, ...], num_stages: int, group: Any, mesh: Any, loader: DataLoader | None, *,
+    everywhere: bool = False,
+) -> Standing:  # fmt: skip
+    """What this rank has to say. `everywhere`: all stages need data."""
     ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
     data = reads = None
     if mesh is not None:
@@ -94,7 +95,7 @@ def standing(
         data = at.rank, at.world_size
     if loader is not None and loader.told_its_share and loader.slices is not None:
         reads = loader.slices.rank, loader.slices.world_size
-    hungry = loader is None and (0 in stages or num_stages - 1 in stages)
+    hungry = loader is None and (everywhere or 0 in stages or num_stages - 1 in stages)
     return Standing(
         stages=stages, num_stages=num_stages, group=ranks, data=data, reads=reads, hungry=hungry
     )
@@ -109,7 +110,8 @@ def placed(said: Sequence[Standing], rank: int) -> Place:
     hungry = [number for number, one in enumerate(said) if one.hungry]
     if hungry:
         raise ConfigError(
-            f"the ranks of the first and the last stage need a loader: rank {hungry[0]} has none"
+            "the ranks of the first and the last stage need a loader, with keywords= those of all "
+            f"stages: rank {hungry[0]} has none"
         )
     shares = {group: _share(group, said) for group in groups}
     mine = next(group for group in groups if rank in group)

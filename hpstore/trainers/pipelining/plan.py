@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 Seconds = Callable[["Work"], float]
@@ -38,7 +39,7 @@ def unit(work: Work) -> float:
     return UNIT_SECONDS[work.kind]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """What each rank of a pipeline does in one step, in order."""
 
@@ -53,23 +54,44 @@ class Plan:
 
     def timeline(self, seconds: Seconds = unit) -> list[Slot]:
         """When what is done. Raises ValueError for a plan that stops halfway."""
-        ends: dict[Work, float] = {}
-        backward = self._backward()
+        begins, ends = self._times(seconds)
+        return [
+            Slot(rank=rank, work=work, begin=begin, end=end)
+            for (rank, work, _), begin, end in zip(self._sequence, begins, ends, strict=True)
+        ]
+
+    def _times(self, seconds: Seconds) -> tuple[list[float], list[float]]:
+        """Begin and end of each piece of work, in the order of _sequence."""
+        begins, ends = list[float](), list[float]()
         free = dict.fromkeys(self.orders, 0.0)
+        for rank, work, before in self._sequence:
+            begin = free[rank]
+            for earlier in before:
+                begin = max(begin, ends[earlier])
+            begins.append(begin)
+            free[rank] = begin + seconds(work)
+            ends.append(free[rank])
+        return begins, ends
+
+    @cached_property
+    def _sequence(self) -> list[tuple[int, Work, tuple[int, ...]]]:
+        """Rank, work and the places in this list of what it waits for; those come earlier. It does
+        not depend on times, so that steps with new ones need not find it again."""
+        places: dict[Work, int] = {}
+        backward = self._backward()
         at = dict.fromkeys(self.orders, 0)
-        found: list[Slot] = []
+        found: list[tuple[int, Work, tuple[int, ...]]] = []
         moved = True
         while moved:
             moved = False
             for rank, works in self.orders.items():
                 while at[rank] < len(works):
                     work = works[at[rank]]
-                    needed = [ends.get(before) for before in self._before(work, backward)]
-                    if None in needed:
+                    needed = self._before(work, backward)
+                    if any(before not in places for before in needed):
                         break
-                    begin = max([free[rank], *(end for end in needed if end is not None)])
-                    end = ends[work] = free[rank] = begin + seconds(work)
-                    found.append(Slot(rank=rank, work=work, begin=begin, end=end))
+                    places[work] = len(found)
+                    found.append((rank, work, tuple(places[before] for before in needed)))
                     at[rank] += 1
                     moved = True
         if any(at[rank] < len(works) for rank, works in self.orders.items()):
@@ -99,12 +121,17 @@ class Plan:
 
     def deadlines(self, seconds: Seconds = unit) -> Deadlines:
         """When each micro-batch is needed."""
-        slots = {slot.work: slot for slot in self.timeline(seconds)}
-        count = 1 + max(work.microbatch for work in slots)
-        last = self.num_stages - 1
+        begins, ends = self._times(seconds)
+        last, inputs, targets = self.num_stages - 1, dict[int, float](), dict[int, float]()
+        for (_, work, _), begin, end in zip(self._sequence, begins, ends, strict=True):
+            if work.kind == "F" and work.stage == 0:
+                inputs[work.microbatch] = begin
+            if work.kind == "F" and work.stage == last:
+                targets[work.microbatch] = end
+        count = 1 + max(work.microbatch for _, work, _ in self._sequence)
         return Deadlines(
-            inputs=tuple(slots[Work(0, "F", mb)].begin for mb in range(count)),
-            targets=tuple(slots[Work(last, "F", mb)].end for mb in range(count)),
+            inputs=tuple(inputs[mb] for mb in range(count)),
+            targets=tuple(targets[mb] for mb in range(count)),
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, SupportsIndex
 
 from hpstore.errors import ConfigError
@@ -62,6 +62,8 @@ def not_lazy(schedule: Any) -> str:
         return f"_step_microbatches() does not take {', '.join(lacking)}"
     if not isinstance(getattr(schedule, "_has_backward", None), bool):
         return "it does not tell whether there is a backward"
+    if not callable(getattr(schedule, "_split_inputs", None)):
+        return "it has no _split_inputs()"
     return ""
 
 
@@ -86,41 +88,64 @@ class Lazily(list[Any]):
 
 
 class Given(NamedTuple):
-    """The data of a step: arguments of the first stage, targets of the last. With `lazy` lists
-    that are filled while it runs, or None."""
+    """The data of a step: arguments of the first stage, targets of the last, keyword arguments of
+    each. With `lazy` lists that are filled while it runs, or None."""
 
     arguments: Any = ()
     target: Any = None
     lazy: bool = False
+    keywords: Any = None
 
 
 def run_schedule(
-    schedule: Any, stages: Iterable[Any], given: Given, losses: list[Any] | None
-) -> None:
-    """One step of a schedule. `losses`: filled by the last stage, None elsewhere."""
+    schedule: Any, stages: Iterable[Any], given: Given, losses: list[Any] | None,
+    keywords: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """One step of a schedule. `losses`: filled by the last stage, None elsewhere; `keywords`:
+    arguments of each stage for the whole batch, which the schedule cuts up."""
     if given.lazy:
-        run_lazily(schedule, stages, arguments=given.arguments, targets=given.target, losses=losses)
+        run_lazily(schedule, stages, given, losses, keywords)
         return
     options: dict[str, Any] = options_of_step(schedule)
     if losses is not None:
         options |= {"target": given.target, "losses": losses}
-    schedule.step(*given.arguments, **options)
+    schedule.step(*given.arguments, **options, **(given.keywords or {}), **keywords)
 
 
 def run_lazily(
-    schedule: Any, stages: Iterable[Any], *, arguments: Lazily | None, targets: Lazily | None,
-    losses: list[Any] | None,
+    schedule: Any, stages: Iterable[Any], given: Given, losses: list[Any] | None,
+    keywords: Mapping[str, Any],
 ) -> None:  # fmt: skip
     """What schedule.step() does, with micro-batches that are made when they are needed."""
     for stage in stages:
         stage.has_backward = schedule._has_backward
         stage.clear_runtime_states()
-    options: dict[str, Any] = {"arg_mbs": arguments, "kwarg_mbs": None, "target_mbs": targets,
-                               "losses": losses}  # fmt: skip
+    each: Any = given.keywords
+    if keywords:
+        _, cut = schedule._split_inputs((), dict(keywords))
+        kept = given.keywords
+        each = cut if kept is None else Lazily(len(cut), lambda n: {**kept[n], **cut[n]})
+    options: dict[str, Any] = {"arg_mbs": given.arguments or None, "kwarg_mbs": each,
+                               "target_mbs": given.target, "losses": losses}  # fmt: skip
     if "return_outputs" in inspect.signature(schedule._step_microbatches).parameters:
         options["return_outputs"] = False
     schedule._step_microbatches(**options)
 
 
+def require_keywords(schedule: Any, keywords: Iterable[str]) -> None:
+    """Raise ConfigError for arguments of stages that step() of the schedule takes for its own."""
+    names = list(keywords)
+    if not names:
+        return
+    own = [p.name for p in inspect.signature(schedule.step).parameters.values()
+           if p.kind is p.KEYWORD_ONLY]  # fmt: skip
+    taken = [name for name in names if name in own]
+    if taken:
+        raise ConfigError(
+            f"{', '.join(taken)}: a schedule's step() takes {', '.join(own)} for itself, and hooks "
+            "give it what it needs. Rename the argument of your stages."
+        )
+
+
 __all__ = ["Given", "Lazily", "microbatches_of", "not_lazy", "options_of_step", "plan_of",
-           "run_schedule"]  # fmt: skip
+           "require_keywords", "run_schedule"]  # fmt: skip

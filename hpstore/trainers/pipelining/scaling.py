@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from hpstore.errors import ConfigError
 from hpstore.trainers.pipelining.gradients import share_overflow
+from hpstore.trainers.pipelining.joint import Optimizers, parameters_of
 
 
 # Any below: GradScalers have no public type that all of them share
@@ -18,13 +19,15 @@ class Scaling:
 
     def __init__(self) -> None:
         self._scaler: Any = None
-        self._optimizer: Optimizer | None = None
+        self._optimizers: tuple[Optimizer, ...] = ()
+        self._device = torch.device("cpu")
+        self._overflow = False  # of this step, on any rank
         self._standing: Optimizer | None = None  # for a rank without gradients
         self._unscaled: list[torch.Tensor] = []
 
-    def begin(self, scaler: Any, optimizer: Optimizer, device: torch.device) -> None:
+    def begin(self, scaler: Any, optimizers: Optimizers, device: torch.device) -> None:
         """From now on with this scaler, which may be None. Others of its state were loaded."""
-        self._scaler, self._optimizer = scaler, optimizer
+        self._scaler, self._optimizers, self._device = scaler, optimizers.each, device
         if scaler is not None:  # it begins with its first scale(), which only the last stage calls
             scaler.scale(torch.zeros(1, device=device))
             standing = torch.nn.Parameter(torch.zeros(1, device=device))
@@ -60,29 +63,36 @@ class Scaling:
             )
         return self._unscaled[-len(losses) :]
 
-    def unscale(self, parameters: Sequence[torch.nn.Parameter], device: torch.device) -> None:
+    def unscale(self) -> None:
         """Gradients are whole; an overflow on one rank becomes one on all. Collective."""
-        overflow = share_overflow(parameters, device)
-        if any(p.grad is not None for p in parameters):
-            self._scaler.unscale_(self._optimizer)
-            return
-        assert self._standing is not None
-        for p in self._standing.param_groups[0]["params"]:  # so that the scale goes with the others
-            p.grad = torch.full_like(p, float("inf") if overflow else 0.0)
-        self._scaler.unscale_(self._standing)
-
-    def step(self, *, stood_in: bool) -> None:
-        """The optimizer, unless there was an overflow; then the scale of the next step."""
-        assert self._optimizer is not None
-        if stood_in:
+        each = [parameters_of(optimizer) for optimizer in self._optimizers]
+        self._overflow = share_overflow(each, self._device)
+        graded = self._graded()
+        for optimizer in graded:
+            self._scaler.unscale_(optimizer)
+        if not graded:
             assert self._standing is not None
-            finite = all(bool(torch.isfinite(p.grad).all())
-                         for p in self._standing.param_groups[0]["params"])  # fmt: skip
+            for p in parameters_of(self._standing):  # so that the scale goes with the others
+                p.grad = torch.full_like(p, float("inf") if self._overflow else 0.0)
+            self._scaler.unscale_(self._standing)
+
+    def _graded(self) -> list[Optimizer]:
+        """Optimizers with gradients; a scaler steps no other."""
+        return [
+            optimizer for optimizer in self._optimizers
+            if any(p.grad is not None for p in parameters_of(optimizer))
+        ]  # fmt: skip
+
+    def step(self) -> None:
+        """The optimizers, unless there was an overflow; then the scale of the next step."""
+        graded = self._graded()
+        if not graded:
             self._scaler.step(self._standing)
-            if finite:
-                self._optimizer.step()  # it has nothing to change; versions are counted
-        else:
-            self._scaler.step(self._optimizer)
+        for optimizer in self._optimizers:
+            if optimizer in graded:
+                self._scaler.step(optimizer)
+            elif not self._overflow:
+                optimizer.step()  # it has nothing to change; steps are counted
         self._scaler.update()
 
     def undo(self) -> None:

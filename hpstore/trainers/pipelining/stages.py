@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from hpstore.errors import ConfigError
 from hpstore.trainers.pipelining.agreement import NONE, Votes
 from hpstore.trainers.pipelining.events import NO_MICROBATCH, Recorder
+from hpstore.trainers.pipelining.joint import Optimizers
+from hpstore.trainers.pipelining.tied import Mark, Tied
 
 S = TypeVar("S", bound=PipelineStage)
-RESERVED = ("model", "optimizer", "pipeline", "scheduler", "scaler")  # in a pipeline's state
+RESERVED = (
+    "model",
+    "optimizer",
+    "loader",
+    "pipeline",
+    "scheduler",
+    "scaler",
+)  # in a pipeline's state
 MEANT = {"lr_scheduler": "scheduler", "schedulers": "scheduler", "lr_schedulers": "scheduler",
          "grad_scaler": "scaler", "gradscaler": "scaler", "optim": "optimizer",
          "tie": "tied", "ckpt_step": "step"}  # fmt: skip
@@ -70,6 +78,13 @@ def watched(kind: type[S], recorder: Recorder) -> type[S]:
     return Watched
 
 
+def watch(stage: Any, recorder: Recorder) -> Any:
+    """Let a stage that is built already note when it computes; the same stage."""
+    if getattr(stage, "hpstore_recorder", None) is not recorder:
+        stage.__class__ = watched(type(stage), recorder)
+    return stage
+
+
 def bare(module: torch.nn.Module) -> torch.nn.Module:
     """The module in DDP and torch.compile's wrapper, whose names are those of the model."""
     while True:
@@ -85,15 +100,63 @@ def merged(modules: Sequence[torch.nn.Module]) -> torch.nn.Module:
 
     One stage is itself. Of several, a layer that one of them alone has, or that they share, is
     taken whole; where two have a container of the same name (ModuleDicts of layers), their children
-    are put side by side. Raises ConfigError where two have different tensors under one name.
+    are put side by side, with the extra state of the one that has some. Raises ConfigError where
+    two have different tensors, or an extra state, under one name, and for a container that saves
+    or loads in a way of its own.
     """
     if len(modules) == 1:
         return modules[0]
     return _grafted([bare(module) for module in modules], "")
 
 
+class _Container(torch.nn.Module):
+    """What stages have under one name, side by side, where one of them has an extra state."""
+
+    def __init__(self, of: torch.nn.Module) -> None:
+        super().__init__()
+        self._get, self._set = of.get_extra_state, of.set_extra_state  # of no child: its tensors
+        # are here already
+
+    def get_extra_state(self) -> Any:
+        return self._get()
+
+    def set_extra_state(self, state: Any) -> None:
+        self._set(state)
+
+
+def _has_extra(module: torch.nn.Module) -> bool:
+    return type(module).get_extra_state is not torch.nn.Module.get_extra_state
+
+
+def _own_ways(module: torch.nn.Module) -> bool:
+    """Whether a container saves or loads otherwise than its tensors one by one."""
+    kind, plain = type(module), torch.nn.Module
+    hooks = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
+             "_load_state_dict_post_hooks")  # fmt: skip
+    return (
+        kind._save_to_state_dict is not plain._save_to_state_dict
+        or kind._load_from_state_dict is not plain._load_from_state_dict
+        or any(getattr(module, name, None) for name in hooks)
+    )
+
+
+def _container_of(modules: Sequence[torch.nn.Module], path: str) -> torch.nn.Module:
+    """An empty one that saves and loads as these do."""
+    where = path.rstrip(".") or type(modules[0]).__name__
+    if any(map(_own_ways, modules)):
+        raise ConfigError(
+            f"two stages of this rank have {where!r}, which saves or loads its state in a way of "
+            "its own (hooks, _save_to_state_dict): put what does so into a layer that one stage "
+            "alone has. Nothing was changed."
+        )
+    extra = [module for module in modules if _has_extra(module)]
+    if len(extra) > 1:
+        raise ConfigError(twice(f"{path}_extra_state"))
+    return _Container(extra[0]) if extra else torch.nn.Module()
+
+
 def _grafted(modules: Sequence[torch.nn.Module], path: str) -> torch.nn.Module:
-    whole = torch.nn.Module()
+    whole = _container_of(modules, path)
     children: dict[str, dict[torch.nn.Module, None]] = {}  # by name, those that differ, in order
     for module in modules:
         for name, parameter in module.named_parameters(recurse=False):
@@ -135,7 +198,7 @@ def require_own_stages(
     if any(getattr(stage, "hpstore_recorder", None) is not recorder for stage in built):
         raise ConfigError(
             "this stage does not tell when it computes: build it with "
-            "hooks.wrap_stage(PipelineStage)(...)"
+            "hooks.wrap_stage(PipelineStage)(...), or hand it to hooks.watch(stage)"
         )
     held = tuple(sorted(stage.stage_index for stage in built))
     counts = {stage.num_stages for stage in built}
@@ -146,10 +209,16 @@ def require_own_stages(
         )
 
 
-def require_own_parameters(model: torch.nn.Module, optimizer: Optimizer) -> None:
-    """Raise ConfigError for an optimizer of parameters that are not in these stages."""
+def require_own_parameters(model: torch.nn.Module, optimizers: Optimizers) -> None:
+    """Raise ConfigError for optimizers of parameters that are not in these stages, or of one."""
     mine = {id(parameter) for parameter in model.parameters()}
-    if any(id(p) not in mine for group in optimizer.param_groups for p in group["params"]):
+    theirs = [id(p) for p in optimizers.parameters()]
+    if len(set(theirs)) < len(theirs):
+        raise ConfigError(
+            "two optimizers have the same parameter: its state would be saved twice under one "
+            "name. Nothing was changed."
+        )
+    if not mine.issuperset(theirs):
         raise ConfigError(
             "the optimizer has parameters that are not in this rank's stages: its state would "
             "be saved without names, and those of two stages would be mixed up"
@@ -159,13 +228,16 @@ def require_own_parameters(model: torch.nn.Module, optimizer: Optimizer) -> None
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
     """What a rank tells of its stages. `split`: other ranks hold parts of their tensors; `fault`:
-    why they cannot be used; `votes`: that it needs in each step."""
+    why they cannot be used; `votes`: that it needs in each step; `optimizers`: their kinds, where
+    there are several."""
 
     stages: tuple[int, ...]
     names: tuple[str, ...]
     split: bool = False
     fault: str = ""
     votes: Votes = NONE
+    optimizers: tuple[str, ...] = ()
+    tied: Mapping[str, Mark] = field(default_factory=dict)  # of its tied tensors
 
     def to_json(self) -> bytes:
         """For another rank."""
@@ -176,10 +248,13 @@ class Held:
         """Inverse of to_json()."""
         raw = json.loads(text)
         return cls(stages=tuple(raw["stages"]), names=tuple(raw["names"]), split=raw["split"],
-                   fault=raw["fault"], votes=Votes(**raw["votes"]))  # fmt: skip
+                   fault=raw["fault"], votes=Votes(**raw["votes"]),
+                   optimizers=tuple(raw["optimizers"]),
+                   tied={name: (one, digest) for name, (one, digest) in raw["tied"].items()},
+                   )  # fmt: skip
 
 
-def require_own_names(held: Sequence[Held], tied: Iterable[str]) -> None:
+def require_own_names(held: Sequence[Held], tied: Tied) -> None:
     """Raise ConfigError when a rank's stages cannot be used, or when ranks with different stages
     have one name for two tensors. Pure; alike on all ranks.
 
@@ -188,7 +263,14 @@ def require_own_names(held: Sequence[Held], tied: Iterable[str]) -> None:
     for rank, one in enumerate(held):
         if one.fault:
             raise ConfigError(one.fault if len(held) == 1 else f"rank {rank}: {one.fault}")
-    shared = set(tied)
+    kinds = {one.optimizers for one in held}
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"the ranks have different optimizers, {sorted(kinds)}: those of all stages must be "
+            "of the same classes, in one order, as their states are saved by their numbers. Where "
+            'a stage has nothing for one of them, give it [{"params": []}]. Nothing was changed.'
+        )
+    shared = set(tied.names)
     owner: dict[str, tuple[int, ...]] = {}
     for one in held:
         for name in one.names:
@@ -198,25 +280,31 @@ def require_own_names(held: Sequence[Held], tied: Iterable[str]) -> None:
 
 
 def counted_elsewhere(
-    members: Sequence[int], rank: int, held: Sequence[Held], tied: Iterable[str]
-) -> frozenset[str]:  # fmt: skip
+    members: Sequence[int], rank: int, held: Sequence[Held], tied: Tied
+) -> frozenset[str]:
     """Tied tensors of this rank that an earlier rank of its pipeline holds, too: in a sum over the
     pipeline that one has them. Pure. `held`: by rank; `members`: in the order of their stages."""
     earlier = {name for m in members[: members.index(rank)] for name in held[m].names}
-    return frozenset(name for name in tied if name in held[rank].names and name in earlier)
+    return frozenset(
+        name for name in tied.names
+        if name in held[rank].names and not earlier.isdisjoint(tied.group_of(name))
+    )  # fmt: skip
 
 
-def require_free_names(more: Iterable[str]) -> None:
+def require_free_names(more: Iterable[str], data_name: str) -> None:
     """Raise ConfigError for further values of restore() under names that mean something else."""
+    own = [name for name in RESERVED if name != "loader"] + [data_name]
+    if data_name in RESERVED and data_name != "loader":
+        raise ConfigError(f"data_name={data_name!r} is the name of something else")
     for name in more:
         if name in MEANT:
             raise ConfigError(
                 f"restore({name}=) would only save it and step nothing: say {MEANT[name]}=, or "
                 "give it another name. Nothing was changed."
             )
-        if name in RESERVED:
+        if name in own:
             raise ConfigError(
-                f"restore({name}=): a pipeline's state has {', '.join(RESERVED)} for itself; give "
+                f"restore({name}=): a pipeline's state has {', '.join(own)} for itself; give "
                 "it another name. Nothing was changed."
             )
 
@@ -251,5 +339,6 @@ __all__ = [
     "require_free_names",
     "require_own_names",
     "twice",
+    "watch",
     "watched",
 ]

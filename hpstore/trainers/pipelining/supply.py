@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from hpstore.errors import ConfigError
 from hpstore.loaders import DataLoader
-from hpstore.trainers.pipelining.feed import Fed, Feed, Pick, as_arguments, joined, picked
+from hpstore.trainers.pipelining.feed import (
+    Fed,
+    Feed,
+    Keywords,
+    Pick,
+    as_arguments,
+    joined,
+    keywords_of,
+    picked,
+    require_alike,
+    shapes_of,
+)
 from hpstore.trainers.pipelining.ledger import Span
 from hpstore.trainers.pipelining.probes import Given, Lazily
 
@@ -27,15 +38,16 @@ class Consumed:
 
 class Supply:
     """Feeds a step. A step that fails leaves its micro-batches to the next one, which is then the
-    same step again. `first`, `last`: whether the rank holds that stage; with neither it
-    is empty."""
+    same step again. `first`, `last`: whether the rank holds that stage; with neither, and without
+    `keywords`, which every stage gets, it is empty."""
 
     def __init__(
-        self, loader: DataLoader | None, *, first: bool, last: bool, inputs: Pick, target: Pick
-    ) -> None:
+        self, loader: DataLoader | None, *, first: bool, last: bool, inputs: Pick, target: Pick,
+        keywords: Keywords = None,
+    ) -> None:  # fmt: skip
         self._loader = loader
         self.first, self.last = first, last
-        self._inputs, self._target = inputs, target
+        self._inputs, self._target, self._keywords = inputs, target, keywords
         self._feed: Feed | None = None
         self._stands: dict[str, Any] | None = None  # the loader's state behind what is consumed
         self._stuck = False
@@ -47,7 +59,7 @@ class Supply:
     @property
     def fed(self) -> bool:
         """Whether this rank reads data."""
-        return self.first or self.last
+        return self.first or self.last or self._keywords is not None
 
     def position(self) -> dict[str, Any] | None:
         """The loader's state before the first step; None where no data are read."""
@@ -57,6 +69,24 @@ class Supply:
     def late_microbatches(self) -> int:
         """Of this step: those that were waited for."""
         return len(self._late)
+
+    @property
+    def keyword_names(self) -> set[str]:
+        """As far as they are known before a batch is there."""
+        return set(self._keywords) if isinstance(self._keywords, Mapping) else set()
+
+    def require_even(self) -> None:
+        """Raise ConfigError where the last micro-batch of an epoch is smaller than the others."""
+        slices = None if self._loader is None or not self.fed else self._loader.slices
+        if slices is None or slices.drop_last or slices.length < slices.global_batch:
+            return
+        rest = slices.length % slices.global_batch
+        if rest:
+            raise ConfigError(
+                f"the last micro-batch of an epoch would have {rest} of {slices.global_batch} "
+                "samples, and a schedule takes equal ones only. Give the loader drop_last=True. "
+                "Nothing was trained."
+            )
 
     def begin(self, count: int) -> None:
         """A step of so many micro-batches; as many more are fetched while it runs. After an error
@@ -89,6 +119,10 @@ class Supply:
         """Of one micro-batch, for the last stage. Raises what the loader raised."""
         return picked(self._look(index).batch, self._target)
 
+    def keywords(self, index: int) -> dict[str, Any]:
+        """Of one micro-batch, for each stage. Raises what the loader raised."""
+        return keywords_of(self._look(index).batch, self._keywords)
+
     def given(self, *, lazy: bool) -> Given:
         """The data of this step, (), None where none are needed. Raises what the loader raised.
 
@@ -100,23 +134,35 @@ class Supply:
             numbers = range(self._count)
             arguments = joined([self.arguments(n) for n in numbers], "inputs") if self.first else ()
             target = joined([self.target(n) for n in numbers], "targets") if self.last else None
-            return Given(arguments, target)
+            found: dict[str, Any] = {}
+            if self._keywords is not None:
+                each = [self.keywords(n) for n in numbers]
+                found = {name: joined([one[name] for one in each], name) for name in each[0]}
+            return Given(arguments, target, keywords=found)
         parts: list[Lazily | None] = []
-        for wanted, make in ((self.first, self.arguments), (self.last, self.target)):
-            part = Lazily(self._count, partial(self._or_stand_in, make)) if wanted else None
+        keyed = self._keywords is not None
+        for wanted, make in (
+            (self.first, self.arguments), (self.last, self.target), (keyed, self.keywords)
+        ):  # fmt: skip
+            part = Lazily(self._count, partial(self._or_stand_in, make, [])) if wanted else None
             if part is not None:
                 part[0]
             parts.append(part)
-        return Given(parts[0], parts[1], lazy=True)
+        return Given(parts[0], parts[1], lazy=True, keywords=parts[2])
 
-    def _or_stand_in(self, make: Callable[[int], Any], index: int) -> Any:
+    def _or_stand_in(self, make: Callable[[int], Any], shapes: list[Any], index: int) -> Any:
+        """`shapes`: empty, then those of the first one."""
         if not index:
-            return make(0)
+            found = make(0)
+            shapes.append(shapes_of(found))
+            return found
         try:
-            return make(index)
+            found = make(index)
+            require_alike(shapes[0], found)
         except Exception as error:  # noqa: BLE001 (raised by the step, on all ranks)
             self.fault = self.fault or error
             return make(0)
+        return found
 
     def finish(self) -> Consumed:
         """The step is done: its micro-batches are consumed."""
@@ -131,7 +177,7 @@ class Supply:
             after=used[-1].after,
         )
 
-    def go_to(self, state: dict[str, Any] | None) -> None:
+    def go_to(self, state: Mapping[str, Any] | None) -> None:
         """Go on at a saved position of the loader; what was fetched ahead is forgotten. Raises
         ConfigError for a state of another run, and when the loader hangs."""
         self.close()
