@@ -29,7 +29,7 @@ from hpstore.trainers.pipelining.wrappers import (
     wrappers_of,
 )
 from tests.integration.ranks import launch, open_pool
-from tests.trainers.pipelines import LAYERS, Part, build, squared
+from tests.trainers.pipelines import LAYERS, WIDTH, Part, build, squared
 
 
 class Masked(Part):
@@ -184,6 +184,51 @@ def changed(rank: int, world: int, directory: Path) -> None:
 def test_weights_may_change_after_before_update(directory: Path) -> None:
     """x_post_step: hooks had no call to announce it."""
     launch(directory, 1, changed)
+
+
+class Dropping(Part):
+    """Random in training, and it has running statistics."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        super().__init__(start, stop)
+        self.norm = torch.nn.ModuleDict({str(start): torch.nn.BatchNorm1d(WIDTH)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (norm,) = self.norm.values()
+        return torch.nn.functional.dropout(norm(super().forward(x)), 0.1, self.training)
+
+
+def evaluated(rank: int, world: int, directory: Path) -> None:
+    pool = open_pool(directory)
+    runs: list[list[Any]] = []
+    for at in ((), (0, 2)):
+        torch.manual_seed(1)
+        trainer = build(pool, "gpipe", prefix=None, part=Dropping)
+        trainer.hooks.restore(trainer.stages, trainer.optimizer)
+        other = DataLoader(Dataset(pool, "samples"), batch_size=4, drop_last=True)
+        part: Any = trainer.stages[0].submod
+        frozen = next(iter(part.norm.values())).eval()
+        losses: list[Any] = []
+        for step in range(3):
+            if step in at:
+                value = trainer.hooks.evaluate(trainer.schedule, other)
+                heard: list[Any] = [None] * world
+                dist.all_gather_object(heard, value)
+                assert heard[0] == heard[1] > 0
+                assert not frozen.training
+                assert trainer.stages[0].submod.training
+            losses.append(trainer.hooks.step(trainer.schedule, trainer.optimizer).loss)
+        runs.append(losses)
+        with pytest.raises(ConfigError, match="micro-batches to evaluate with"):
+            trainer.hooks.evaluate(trainer.schedule, other if rank == 0 else None)
+        other.close()
+        trainer.close()
+    assert runs[0] == runs[1]
+    dist.barrier()
+
+
+def test_a_validation_with_its_own_loader_leaves_the_run_as_it_was(directory: Path) -> None:
+    launch(directory, 2, evaluated)
 
 
 # --- optimizers, wrappers -------------------------------------------------------------------------

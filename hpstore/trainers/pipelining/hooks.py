@@ -20,6 +20,7 @@ from hpstore.errors import ConfigError, StepBroken
 from hpstore.loaders import DataLoader
 from hpstore.trainers.pipelining.agreement import Agreement, Votes, broken_off
 from hpstore.trainers.pipelining.bubbles import BubbleReport, Tally, report_of
+from hpstore.trainers.pipelining.evaluation import Evaluation
 from hpstore.trainers.pipelining.events import Event, Recorder
 from hpstore.trainers.pipelining.feed import Keywords, Pick
 from hpstore.trainers.pipelining.ledger import Ledger, Vote, agreed
@@ -363,6 +364,17 @@ class PipelineHooks(Closing):
             self._position.loader = used.after
         self._position.microbatches = count
         return used.ready
+
+    def evaluate(self, schedule: Any, loader: DataLoader | None) -> float:
+        """The mean loss over an epoch of another loader, on all ranks; of whole steps, what is left
+        over is not looked at. It is read and picked from as the run's own is, its modules are in
+        eval() meanwhile, and the run goes on as if it had not been. Collective."""
+        if self._supply.fed and loader is not None:
+            loader.read_as(self.place.replica, self.place.replicas)
+        count = self.microbatches or microbatches_of(schedule)
+        found = Evaluation(self._ranks, self._agreement, self._supply, loader, count)
+        self._guard_buffers(schedule)
+        return found.losses(schedule, self._stages, self._updates.scaling, self.completed)
 
     def _copied_since(self) -> tuple[int, int]:
         """Bytes copied since the last call, idle and busy: those of the save before."""

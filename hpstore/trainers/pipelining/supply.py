@@ -71,6 +71,11 @@ class Supply:
         return len(self._late)
 
     @property
+    def picks(self) -> tuple[Pick, Pick, Keywords]:
+        """What is taken of a batch: inputs, target, keywords."""
+        return self._inputs, self._target, self._keywords
+
+    @property
     def keyword_names(self) -> set[str]:
         """As far as they are known before a batch is there."""
         return set(self._keywords) if isinstance(self._keywords, Mapping) else set()
