@@ -386,7 +386,7 @@ def test_a_strategy_that_asks_no_checkpoint_io_is_refused(pool: Pool, wrapped: b
     io: Any = HPCheckpointIO(pool, "runs/ignored")
     given: Any = callbacks()  # of the entry point: HPCheckpointIO was imported
     guard: Any = given[0]
-    assert type(guard) is RequireUsedIO
+    assert type(given[0]) is RequireUsedIO
     strategies = [ModelParallelStrategy(), FSDPStrategy(state_dict_type="sharded")]
     for strategy in strategies:
         strategy.checkpoint_io = AsyncCheckpointIO(io) if wrapped else io
