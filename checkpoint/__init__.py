@@ -11,10 +11,12 @@ from hpstore.checkpoint.export import ExportReport, export_checkpoint
 from hpstore.checkpoint.handles import SaveHandle, SaveReport
 from hpstore.checkpoint.importing import ImportReport, import_checkpoint
 from hpstore.checkpoint.manifest import Manifest
+from hpstore.checkpoint.preemption import Preempted
 from hpstore.checkpoint.restoring import RestoreReport, SavedStep, SavedTensor
 from hpstore.checkpoint.retention import Best
 
-__all__ = ["Best", "Checkpointer", "ExportReport", "ImportReport", "Manifest", "RestoreReport",
+__all__ = ["Best", "Checkpointer", "ExportReport", "ImportReport", "Manifest", "Preempted",
+           "RestoreReport",
            "SafeLoadPlanner", "SaveHandle", "SaveReport", "SavedStep", "SavedTensor", "Stager",
            "StorageReader", "StorageWriter", "VerifyReport", "export_checkpoint",
            "import_checkpoint"]  # fmt: skip

@@ -8,7 +8,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -21,42 +21,36 @@ from hpstore.checkpoint.collecting import collector_paused
 from hpstore.checkpoint.draining import Draining
 from hpstore.checkpoint.gates import CopyGate
 from hpstore.checkpoint.handles import SaveHandle, SaveReport, guarded
-from hpstore.checkpoint.keeping import Keeping
+from hpstore.checkpoint.loading import Loading
 from hpstore.checkpoint.manifest import checked_step
 from hpstore.checkpoint.options import VerifyReport, require_options
 from hpstore.checkpoint.pacing import checked_background, pace
 from hpstore.checkpoint.packing import known_items
 from hpstore.checkpoint.places import State
 from hpstore.checkpoint.planner import Planner, Prepared, sizes_of_all
+from hpstore.checkpoint.preemption import Preemption, checked_on_sigterm, require_alike
 from hpstore.checkpoint.preparing import SpaceMaker
 from hpstore.checkpoint.ranks import Channel, Ranks
 from hpstore.checkpoint.reading import Warm
 from hpstore.checkpoint.restorer import restore_together
-from hpstore.checkpoint.restoring import (
-    RestoreOptions,
-    RestoreReport,
-    SavedStep,
-    chosen,
-    load_tensors,
-)
+from hpstore.checkpoint.restoring import RestoreOptions, RestoreReport
 from hpstore.checkpoint.retention import Best, Retention
 from hpstore.checkpoint.saving import Earlier, SaveJob, SaveOptions
 from hpstore.checkpoint.stager import Stage, checked_staging
 from hpstore.checkpoint.steps import Steps
 from hpstore.checkpoint.streaming import ByteProgress, counting
 from hpstore.checkpoint.training import require_state
-from hpstore.checkpoint.tree import Decoding, PerRank, decode_tree
-from hpstore.checkpoint.underway import OneCaller, Underway
+from hpstore.checkpoint.tree import PerRank
+from hpstore.checkpoint.underway import OneCaller, Underway, checked_on_busy
 from hpstore.errors import CheckpointError
 from hpstore.pool import Pool
 from hpstore.units import parse_bytes
 
 _log = logging.getLogger(__name__)
 _CLOSE_SECONDS = 60.0  # close() waits so long for a call of another thread
-ON_BUSY = ("wait", "skip", "error")
 
 
-class Checkpointer(Keeping):
+class Checkpointer(Loading):
     """Checkpoints of one training run under a key prefix. See docs/checkpoints.md.
 
     save() stops the trainer for one copy into a reused arena (as large as the state of this rank);
@@ -79,9 +73,16 @@ class Checkpointer(Keeping):
     still holds the step, hashes compared. example: a state like those to come, whose arena is made
     now. prepare: with keep_last, files for the first saves to overwrite are written in the
     background before they come, of the size of `example` or of the newest step
-    (docs/checkpoints.md). accelerator: what copies from devices, for tests and for other back ends
-    (default: CUDA when there is one).
+    (docs/checkpoints.md). on_sigterm: "finish" the save under way, within `drain_seconds`, and end,
+    or "save": all ranks stop after one step, within these seconds (reached_preemption()).
+    accelerator: what copies from devices, for tests and for other back ends (default: CUDA when
+    there is one).
     """
+
+    last_restore: RestoreReport | None
+    _underway: Underway | None
+    _saved_at: float | None
+    _preemption: Preemption | None
 
     def __init__(
         self,
@@ -106,34 +107,34 @@ class Checkpointer(Keeping):
         lineage: Mapping[str, Any] | None = None,
         commit_seconds: float = 1800.0,
         drain_seconds: float = 60.0,
+        on_sigterm: str = "finish",
         group: Any = None,
         alone: bool = False,
         accelerator: Accelerator | None = None,
     ) -> None:
         require_options(pool, commit_seconds=commit_seconds, drain_seconds=drain_seconds)
-        budget = None if staging_bytes is None else parse_bytes(staging_bytes)
-        if on_busy not in ON_BUSY:
-            raise CheckpointError(f"on_busy {on_busy!r} is not one of {', '.join(ON_BUSY)}")
         best = Best(metric=keep_best) if isinstance(keep_best, str) else keep_best
         self.retention = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=best)
         self._steps = Steps(pool, prefix)
         self.pool, self.prefix, self.rng, self.allow_pickle = pool, prefix, rng, allow_pickle
-        self.on_busy, self.max_stall_seconds = on_busy, max_stall_seconds
+        self.on_busy, self.max_stall_seconds = checked_on_busy(on_busy), max_stall_seconds
         self.background = checked_background(background)
         self.compression = checked_codec(compression)
         self.reuse, self.warm, self.lineage = reuse, warm, dict(lineage or {})
         self._ranks = Ranks(commit_seconds, group, alone=alone)
+        self._preemption, self._drain_seconds, self._alone = None, drain_seconds, alone
+        if require_alike(self._ranks, checked_on_sigterm(on_sigterm)) == "save":
+            self.expect_preemption()
         if accelerator is None and torch.cuda.is_available():
             accelerator = Cuda()
         self._stage = Stage(checked_staging(staging), accelerator)
+        budget = None if staging_bytes is None else parse_bytes(staging_bytes)
         self._planner = Planner(self._ranks, budget, rng=rng, allow_pickle=allow_pickle)
         self._session, self._fenced = secrets.token_hex(8), False
         self._earlier = Earlier()
-        self._underway: Underway | None = None
         self._turn = OneCaller()
-        self._saved_at: float | None = None
         self._closed = self._told_of_later = False
-        self.last_restore: RestoreReport | None = None
+        self._underway = self._saved_at = self.last_restore = None
         self.counters = {"saves_skipped_total": 0, "stalls_over_limit_total": 0,
                          "overlap_without_optimizer_total": 0, "sliced_saves_total": 0,
                          "saves_with_differing_values_total": 0,
@@ -238,7 +239,7 @@ class Checkpointer(Keeping):
     def _may_begin(self) -> bool:
         """Wait for the save under way, or say that this one is not to be; raises for "error"."""
         busy = self._underway is not None and not self._underway.handle.done()
-        if self.on_busy != "wait":
+        if self.on_busy != "wait" and not self._stopping:
             votes = self._ranks.all_gather(b"1" if busy else b"0", Channel.TRAINER)
             if b"1" in votes:
                 if self.on_busy == "skip":
@@ -265,7 +266,8 @@ class Checkpointer(Keeping):
             step=step, tree=prepared.tree, names=prepared.names, within=prepared.within,
             session=self._session, overwrite=overwrite, extra=extra, codec=self.compression,
             began=began, progress=counting(progress, prepared.total_bytes) if progress else None,
-            rate_bytes_per_second=pace(self.background, prepared.total_bytes, interval),
+            rate_bytes_per_second=None if self._stopping
+            else pace(self.background, prepared.total_bytes, interval),
         )  # fmt: skip
 
     def _begin_job(self, job: SaveJob) -> None:
@@ -366,6 +368,32 @@ class Checkpointer(Keeping):
         an optimizer in the state (`.data`, a CUDA graph, a kernel of your own)."""
         self._stage.finish()
 
+    # --- preemption -------------------------------------------------------------------------
+
+    def expect_preemption(self, *, required: bool = True) -> None:
+        """From now on SIGTERM is a notice, as with on_sigterm="save". Collective. On another thread
+        than the main one, which alone can handle signals, it raises; or, if it is not `required`,
+        this process learns of its peers' signals only."""
+        if self.pool.read_only:
+            raise CheckpointError(
+                f'on_sigterm="save": the pool of {self.prefix!r} was opened read-only'
+            )
+        if self._preemption is None:
+            self._preemption = Preemption(
+                self._ranks, self._drain_seconds, alone=self._alone, required=required
+            )
+
+    def reached_preemption(self, step: int) -> bool:
+        """With on_sigterm="save": whether the ranks, `step` steps being completed, are to save and
+        stop, since one of them has got SIGTERM. Call it on every rank after each step; from the
+        agreed step on it is True on all. It costs nothing until a signal has come."""
+        return self._preemption is not None and self._preemption.at(step)
+
+    @property
+    def _stopping(self) -> bool:
+        """The next save is the last: it is neither skipped nor gentle."""
+        return self._preemption is not None and self._preemption.reached
+
     def wait(self) -> None:
         """Wait for the save that is under way; raises what went wrong, unless its handle has.
 
@@ -410,6 +438,8 @@ class Checkpointer(Keeping):
             self._draining.forget()
         self._space.close()
         self._stage.close()
+        if self._preemption is not None:
+            self._preemption.close()
 
     def wait_prepared(self, seconds: float | None = None) -> bool:
         """Wait until what `prepare` writes in the background is there; False when it takes longer.
@@ -457,44 +487,6 @@ class Checkpointer(Keeping):
     @property
     def _memory(self) -> Warm | None:
         return self._stage.warm if self.warm else None
-
-    @collector_paused()
-    def load(
-        self,
-        step: int,
-        keys: Collection[str] | None = None,
-        *,
-        map_location: str | torch.device | None = None,
-    ) -> dict[str, torch.Tensor]:
-        """Tensors of a step by name, without a model; `keys` limits them to names or prefixes.
-
-        Only their bytes are read. Not collective.
-        """
-        manifest = self.manifest(step)
-        names = dict.fromkeys(item.name for item in manifest.items)
-        device = torch.device(map_location) if map_location is not None else None
-        return load_tensors(
-            self.pool, manifest, chosen(names, keys, step), device, self._memory
-        )  # fmt: skip
-
-    @collector_paused()
-    def load_state(
-        self, step: int, *, map_location: str | torch.device | None = None
-    ) -> dict[str, Any]:
-        """All of a step as plain nested values, as it was collected. Not collective."""
-        manifest = self.manifest(step)
-        names = dict.fromkeys(item.name for item in manifest.items)
-        device = torch.device(map_location) if map_location is not None else None
-        tensors = load_tensors(self.pool, manifest, list(names), device, self._memory)
-        how = Decoding(
-            tensor=tensors.__getitem__, rank=self._ranks.rank, allow_pickle=self.allow_pickle
-        )
-        tree: dict[str, Any] = decode_tree(manifest.tree, how)
-        return tree
-
-    def open(self, step: int) -> SavedStep:
-        """The tensors of a step by name, read when they are indexed: `ckpt.open(7)["w"][2:4]`."""
-        return SavedStep(self.pool, self.manifest(step))
 
 
 __all__ = ["Best", "Checkpointer", "VerifyReport"]

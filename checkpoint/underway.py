@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from hpstore.checkpoint.handles import SaveHandle
 from hpstore.errors import CheckpointError
 
+ON_BUSY = ("wait", "skip", "error")
 _JOIN_SECONDS = 1.0  # the thread has nothing left to do by then
+
+
+def checked_on_busy(name: str) -> str:
+    """Raises CheckpointError for an unknown manner."""
+    if name not in ON_BUSY:
+        raise CheckpointError(f"on_busy {name!r} is not one of {', '.join(ON_BUSY)}")
+    return name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,4 +75,4 @@ class OneCaller:
             self._lock.release()
 
 
-__all__ = ["OneCaller", "Underway"]
+__all__ = ["OneCaller", "Underway", "checked_on_busy"]
