@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 
+from hpstore.checkpoint.preemption import Preempted
 from hpstore.checkpoint.ranks import Channel, Ranks
 from hpstore.errors import CheckpointError, StepVoid
 
@@ -135,4 +136,12 @@ def left_alone(step: int, error: BaseException) -> str:
     return text
 
 
-__all__ = ["NONE", "Agreement", "Votes", "broken_off"]
+def preempted_after(step: int) -> Preempted:
+    """What stops every rank once the last step of the process is saved."""
+    return Preempted(
+        f"SIGTERM has come to a rank of this job: step {step} is saved, and all ranks stop. The "
+        "next job goes on from it."
+    )
+
+
+__all__ = ["NONE", "Agreement", "Votes", "broken_off", "preempted_after"]

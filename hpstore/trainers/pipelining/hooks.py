@@ -6,19 +6,20 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.distributed.pipelining import PipelineStage
 
 from hpstore.checkpoint import Checkpointer, SaveHandle
 from hpstore.checkpoint.gates import CopyGate
+from hpstore.checkpoint.preemption import checked_on_sigterm
 from hpstore.checkpoint.ranks import Channel, Ranks
 from hpstore.checkpoint.training import rng_state, set_rng_state
 from hpstore.closing import Closing
 from hpstore.errors import ConfigError, StepBroken
 from hpstore.loaders import DataLoader
-from hpstore.trainers.pipelining.agreement import Agreement, Votes, broken_off
+from hpstore.trainers.pipelining.agreement import Agreement, Votes, broken_off, preempted_after
 from hpstore.trainers.pipelining.bubbles import BubbleReport, Tally, report_of
 from hpstore.trainers.pipelining.evaluation import Evaluation
 from hpstore.trainers.pipelining.events import Event, Recorder
@@ -35,8 +36,8 @@ from hpstore.trainers.pipelining.places import (
 from hpstore.trainers.pipelining.plan import Plan
 from hpstore.trainers.pipelining.position import RunPosition
 from hpstore.trainers.pipelining.probes import (
+    can_be_lazy,
     microbatches_of,
-    not_lazy,
     plan_of,
     require_keywords,
     run_schedule,
@@ -78,7 +79,9 @@ class PipelineHooks(Closing):
     writes next. `lazy`: micro-batches are handed out one by one, each when it is needed.
     `before_optimizer`: called when the gradients are whole and unscaled; the place to clip.
     `microbatches`: of a step, where the schedule does not tell. `skip_nonfinite`: where a gradient
-    of any rank is not finite all ranks leave the optimizer out; the step counts.
+    of any rank is not finite all ranks leave the optimizer out; the step counts. `on_sigterm`:
+    "save", when SIGTERM comes to any rank, after a step that all agree on, and raise Preempted from
+    it on all ranks; or "finish", what the checkpointer does of its own.
 
     All calls but close() and before_update() are calls of all ranks, steps too. One thread.
     """
@@ -103,6 +106,7 @@ class PipelineHooks(Closing):
         microbatches: int | None = None,
         commit_seconds: float = 600.0,
         skip_nonfinite: bool = False,
+        on_sigterm: str = "save",
     ) -> None:
         if snapshot not in SNAPSHOTS:
             raise ConfigError(f"snapshot {snapshot!r} is not one of {', '.join(SNAPSHOTS)}")
@@ -116,6 +120,8 @@ class PipelineHooks(Closing):
         self.gate = CopyGate(blocks=snapshot == "bubbles")
         if ckpt is not None:
             ckpt.stage_by(SNAPSHOTS[snapshot], self.gate)
+            if checked_on_sigterm(on_sigterm) == "save" and not ckpt.pool.read_only:
+                ckpt.expect_preemption(required=False)
         self._recorder = Recorder(self.gate)
         self._ranks = Ranks(commit_seconds)
         said = standing(
@@ -234,7 +240,8 @@ class PipelineHooks(Closing):
         What one rank cannot do makes the step void on all of them: it raises its error, they raise
         StepVoid, and the next call has the same micro-batches. If a schedule
         shared with other ranks fails midway, no further step is possible (StepBroken). Errors of
-        the save after a step, or of the one before, are raised too; the step then counts.
+        the save after a step, or of the one before, are raised too; the step then counts. So does
+        one that raises Preempted, a SystemExit: it is saved, durably.
         """
         optimizers = self._updates.optimizers
         if optimizers is None or not optimizers.are(optimizer):
@@ -269,13 +276,23 @@ class PipelineHooks(Closing):
             idle_bytes=idle, busy_bytes=busy, saved=saved,
         )  # fmt: skip
         self._tally.add(record)
+        if self._ckpt is not None and self._ckpt.reached_preemption(self.completed):
+            self._stop(self._ckpt, saved)
         return record
+
+    def _stop(self, ckpt: Checkpointer, saved: SaveHandle | None) -> NoReturn:
+        """The last step of this process: durable, then Preempted."""
+        if saved is None or saved.skipped:
+            self.save()
+        ckpt.before_update()
+        ckpt.wait()
+        raise preempted_after(self.completed)
 
     def _begin(self, schedule: Any, count: int, keywords: Mapping[str, Any]) -> Given:
         """The data of a step, once all ranks are at it and have theirs."""
         given, fault = Given(), None
         try:
-            lazy = self._may_be_lazy(schedule)
+            lazy = self.lazy and can_be_lazy(schedule, self._counters)
             self._supply.begin(count)
             given = self._supply.given(lazy=lazy)
             require_keywords(schedule, self._supply.keyword_names | keywords.keys())
@@ -304,19 +321,6 @@ class PipelineHooks(Closing):
             ready=ready, began=run.began, first=self._supply.first, lazy=run.lazy, plan=self._plan,
             seconds=self._tally.seconds_by_kind() if run.lazy else {},
         )  # fmt: skip
-
-    def _may_be_lazy(self, schedule: Any) -> bool:
-        if not self.lazy:
-            return False
-        reason = not_lazy(schedule)
-        if reason:
-            self._counters["lazy_refused_total"] += 1
-            if self._counters["lazy_refused_total"] == 1:
-                _log.warning(
-                    "lazy=True is not possible with %s of this torch: %s. Whole batches are used.",
-                    type(schedule).__name__, reason,
-                )  # fmt: skip
-        return not reason
 
     def _guard_buffers(self, schedule: Any) -> None:
         """Where torch may try the shapes out: a new schedule, and after an evaluation."""

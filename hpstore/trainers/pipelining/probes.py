@@ -67,6 +67,19 @@ def not_lazy(schedule: Any) -> str:
     return ""
 
 
+def can_be_lazy(schedule: Any, counters: dict[str, int]) -> bool:
+    """Whether micro-batches can be handed out one by one; where not, counted and logged once."""
+    reason = not_lazy(schedule)
+    if reason:
+        counters["lazy_refused_total"] += 1
+        if counters["lazy_refused_total"] == 1:
+            _log.warning(
+                "lazy=True is not possible with %s of this torch: %s. Whole batches are used.",
+                type(schedule).__name__, reason,
+            )  # fmt: skip
+    return not reason
+
+
 class Lazily(list[Any]):
     """A list whose entries are made when a schedule first asks for them, and kept for the step."""
 
