@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint import Checkpointer, Preempted
 from hpstore.checkpoint.ranks import Channel, Ranks
 from hpstore.checkpoint.training import rng_state, set_rng_state
 from hpstore.closing import Closing
@@ -60,8 +60,9 @@ class HPTrainerCallback(TrainerCallback, Closing):
         trainer.train(resume_from_checkpoint=callback.resume_folder("/local/scratch"))
 
     keep_last, keep_every: which steps stay; older ones go after a newer one is durable in full.
-    pool: a Pool, which stays the caller's, or the name or settings file of one. For one process;
-    FSDP and DeepSpeed are refused.
+    on_sigterm: "save": after the step in which SIGTERM comes save, stop training and raise
+    Preempted, a SystemExit; "finish": what a Checkpointer does. pool: a Pool, which stays the
+    caller's, or the name or settings file of one. For one process; FSDP and DeepSpeed are refused.
     """
 
     def __init__(
@@ -72,14 +73,17 @@ class HPTrainerCallback(TrainerCallback, Closing):
         keep_last: int | None = None,
         keep_every: int | None = None,
         every: int | None = None,
+        on_sigterm: str = "finish",
     ) -> None:
         if every is not None and (type(every) is not int or every < 1):
             raise CheckpointError("every must be a whole number of at least 1, or None")
         self.pool, self._opened = as_pool(pool)
         self.every = every
         self.checkpoints = Checkpointer(
-            self.pool, prefix, keep_last=keep_last, keep_every=keep_every, rng=False, alone=True
-        )
+            self.pool, prefix, keep_last=keep_last, keep_every=keep_every, rng=False, alone=True,
+            on_sigterm=on_sigterm,
+        )  # fmt: skip
+        self._stopping: int | None = None  # the last step, after SIGTERM
         self._folder: str | None = None
 
     # --- what the Trainer calls ---------------------------------------------------------------
@@ -100,16 +104,23 @@ class HPTrainerCallback(TrainerCallback, Closing):
         self._save(state, dataclasses.asdict(state), kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save, if it is time by `every`."""
-        if self.every is not None and state.global_step % self.every == 0:
+        """Save, if it is time by `every`, or the last step."""
+        if self.checkpoints.reached_preemption(state.global_step):
+            self._stopping = state.global_step
+            control.should_training_stop = True
+            control.should_save = self.every is None  # the states of other callbacks with it
+        last = self._stopping is not None
+        if self.every is not None and (last or state.global_step % self.every == 0):
             recorded = dataclasses.asdict(state)
             recorded["stateful_callbacks"]["TrainerControl"] = control.state()
             self._save(state, recorded, kwargs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Wait until everything is durable; raises what went wrong."""
+        """Wait until everything is durable; raises what went wrong, and Preempted."""
         self.checkpoints.wait()
         self._drop_folder()
+        if self._stopping is not None:
+            raise Preempted(f"SIGTERM has come: step {self._stopping} is saved")
 
     def _save(self, state: Any, recorded: dict[str, Any], parts: dict[str, Any]) -> None:
         optimizer = parts["optimizer"]

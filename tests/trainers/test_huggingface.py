@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import hpstore
+from hpstore.checkpoint import Preempted
 from hpstore.errors import CheckpointError, CheckpointMismatch, TooFewDevices
 from hpstore.pool import Pool
 
@@ -151,6 +154,37 @@ def test_a_failed_save_ends_the_training_with_its_error(
             trainer(tmp_path / "a", callback, 4, save_strategy="no").train()
         monkeypatch.undo()
         assert callback.checkpoints.latest_valid() == 2
+
+
+class Terminate(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
+    """SIGTERM in the middle of a step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("every", [None, 100])
+def test_sigterm_stops_after_a_step_that_is_saved(
+    pool: Pool, tmp_path: Path, every: int | None
+) -> None:
+    """on_sigterm="save": the training ends with the exit status of SIGTERM, and resumes there."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with pool, HPTrainerCallback(pool, "run", every=every, on_sigterm="save") as callback:
+            run = trainer(tmp_path / "a", callback, 8, save_strategy="no")
+            run.add_callback(Terminate())
+            with pytest.raises(Preempted, match="step 3 is saved"):
+                run.train()
+        with hpstore.open(tmp_path / "pool.toml") as other, HPTrainerCallback(
+            other, "run"
+        ) as callback:  # fmt: skip
+            assert callback.checkpoints.steps() == [3]
+            again = trainer(tmp_path / "b", callback, 5)
+            again.train(resume_from_checkpoint=callback.resume_folder(tmp_path / "scratch"))
+            assert callback.checkpoints.steps() == [3, 4, 5]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_what_would_not_be_whole_is_refused(pool: Pool, tmp_path: Path) -> None:
