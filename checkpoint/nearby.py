@@ -10,6 +10,7 @@ from hpstore.checkpoint.manifest import STEP_DIGITS
 from hpstore.errors import HpstoreError
 from hpstore.pool import Pool
 
+SAVES = "saves"  # below the prefix of a trainer that knows its checkpoints by name
 _SHOWN = 3
 _STEP = re.compile(rf"(.+)/step-\d{{{STEP_DIGITS}}}/manifest")
 _RANK = re.compile(r"(.+)/manifest(?:-r\d+)?")
@@ -77,4 +78,4 @@ def _elsewhere(wanted: str, names: Sequence[str], word: str) -> str:
     return f"there are some {word} {', '.join(map(repr, shown))}{more}"
 
 
-__all__ = ["nearest", "nothing_at", "nothing_under", "paths_in", "prefixes_in", "use_ours"]
+__all__ = ["SAVES", "nearest", "nothing_at", "nothing_under", "paths_in", "prefixes_in", "use_ours"]

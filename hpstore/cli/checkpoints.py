@@ -38,21 +38,24 @@ Force = Annotated[bool, typer.Option("--force", help="protected steps too")]
 
 
 def steps_of(pool: hpstore.Pool, prefix: str) -> Steps:
-    """The steps under a prefix as it is typed, a slash at its end too. Raises ConfigError."""
-    from hpstore.checkpoint.nearby import nothing_under
+    """The steps under a prefix as it is typed, a slash at its end too; where there are none, those
+    that a trainer has saved there by name. Raises ConfigError."""
+    from hpstore.checkpoint.nearby import SAVES, nothing_under
     from hpstore.checkpoint.steps import Steps
 
     wanted = prefix.strip("/")
     if not wanted:
         raise ConfigError(nothing_under(pool, prefix))
-    return Steps(pool, wanted)
+    found = Steps(pool, wanted)
+    saves = Steps(pool, f"{wanted}/{SAVES}")
+    return saves if not found.all() and saves.all() else found
 
 
 @checkpoints.command()
 def ls(pool: PoolName, prefix: Prefix, as_json: Json = False) -> None:
     """List committed steps.  hpstore checkpoint ls pool.toml runs/gpt"""
     from hpstore.checkpoint.nearby import nothing_under
-    from hpstore.cli.describe import listed
+    from hpstore.cli.describe import listed, table_of
 
     problems: dict[int, HpstoreError] = {}
     manifests: list[Manifest] = []
@@ -70,9 +73,8 @@ def ls(pool: PoolName, prefix: Prefix, as_json: Json = False) -> None:
         damaged = [{"step": step, "problem": str(error)} for step, error in problems.items()]
         emit_json([row.as_dict() for row in rows] + damaged)
     else:
-        columns = ("step", "size", "own", "shared", "items", "world", "saved", "protected as",
-                   "metrics")  # fmt: skip
-        table("", columns, [row.cells() for row in rows])
+        columns, cells = table_of(rows)
+        table("", columns, cells)
     if absent:
         sys.stderr.write(f"hpstore: {absent}\n")
     for step, problem in problems.items():

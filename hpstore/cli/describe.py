@@ -33,6 +33,8 @@ class StepRow:
     created_ms: int
     protected: tuple[str, ...]
     metrics: Mapping[str, float]
+    name: str | None = None  # of a trainer that knows its checkpoints by name; `step` is a number
+    global_step: int | None = None  # then, as that trainer counts them
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
@@ -61,10 +63,37 @@ def listed(manifests: Sequence[Manifest], protected: Mapping[str, int]) -> list[
                 step=m.step, bytes=m.total_bytes, own_bytes=own, shared_bytes=m.total_bytes - own,
                 items=len(m.items), world=m.world, created_ms=m.created_ms,
                 protected=tuple(sorted(n for n, step in protected.items() if step == m.step)),
-                metrics=dict(m.metrics),
+                metrics=dict(m.metrics), **_as_named(m),
             )
         )  # fmt: skip
     return rows
+
+
+def _as_named(manifest: Manifest) -> dict[str, Any]:  # Any: as the fields of StepRow
+    """Name and global step of a checkpoint that a trainer saved by name (hpstore.trainers.named);
+    nothing of another. The trainer's own, as Lightning and Hugging Face write them."""
+    tree = manifest.tree
+    if not isinstance(tree, dict) or set(tree) != {"name", "checkpoint"}:
+        return {}
+    found = {leaf.path: leaf.node for leaf in leaves(tree)}
+    step = found.get("checkpoint/global_step", found.get("checkpoint/step"))
+    name = found.get("name")
+    return {
+        "name": name if isinstance(name, str) else None,
+        "global_step": step if type(step) is int else None,
+    }
+
+
+def table_of(rows: Sequence[StepRow]) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
+    """Headings and cells. Checkpoints by name have the trainer's steps first."""
+    headings = ("step", "size", "own", "shared", "items", "world", "saved", "protected as",
+                "metrics")  # fmt: skip
+    cells = [row.cells() for row in rows]
+    if not any(row.name for row in rows):
+        return headings, cells
+    named = [("-" if row.global_step is None else row.global_step, row.name or "-", *rest)
+             for row, rest in zip(rows, cells, strict=True)]  # fmt: skip
+    return ("step", "name", "save", *headings[1:]), named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,4 +192,4 @@ def _summary_text(found: Description) -> str:
     return text
 
 
-__all__ = ["Description", "StepRow", "described", "listed", "show_tree"]
+__all__ = ["Description", "StepRow", "described", "listed", "show_tree", "table_of"]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -56,13 +57,16 @@ class HPCheckpointIO(CheckpointIO):
     move; others by their absolute path. One saving process per prefix. allow_pickle: save and load
     objects of any other type as pickles, which run code when they are loaded: for a pool that you
     trust, and for hyper-parameters that are neither plain values nor enums, dataclasses or paths.
+    files: a checkpoint that is durable is written to its path, too, as torch.save does it, in the
+    place of the marker: for code that opens the path itself (load_from_checkpoint, torch.load).
     """
 
     def __init__(
         self, pool: PoolLike, prefix: str, *, root: PathLike | None = None,
-        allow_pickle: bool = False,
+        allow_pickle: bool = False, files: bool = False,
     ) -> None:  # fmt: skip
         self._pool, self.prefix, self._allow_pickle = pool, prefix, allow_pickle
+        self.files = files
         self.root = None if root is None else os.path.realpath(root)
         self._named: NamedCheckpoints | None = None
         self._opened = False
@@ -83,11 +87,13 @@ class HPCheckpointIO(CheckpointIO):
         """Save; returns once staged. Raises CheckpointError naming an entry it cannot hold."""
         if storage_options is not None:
             raise CheckpointError("HPCheckpointIO takes no storage_options")
-        marker = self._marker(path)
+        marker, name = self._marker(path), name_of(path, self.root)
         made = marker is not None and not os.path.isfile(marker)
-        self.checkpoints.save(
-            name_of(path, self.root), checkpoint, durable=lambda: self._mark(marker)
-        )
+
+        def durable(load: Callable[[], dict[str, Any]]) -> None:
+            self._mark(marker, load if self.files else None)
+
+        self.checkpoints.save(name, checkpoint, durable=durable)
         if made:  # now already, as Lightning asks for it before the next save
             self._mark(marker)
 
@@ -126,6 +132,14 @@ class HPCheckpointIO(CheckpointIO):
         name = self.checkpoints.latest()
         return None if name is None else path_of(name, self.root)
 
+    def file(self, path: PathLike) -> BinaryIO:
+        """A checkpoint as a file in memory, as torch.save writes it: for what takes open files
+        where it takes paths, such as `Model.load_from_checkpoint(io.file(path))`. Verified."""
+        written = io.BytesIO()
+        torch.save(self.load_checkpoint(path), written)
+        written.seek(0)
+        return written
+
     def __getstate__(self) -> dict[str, Any]:
         """For strategies that spawn: the other process opens checkpoints of its own."""
         return {**self.__dict__, "_named": None, "_opened": False}
@@ -148,13 +162,17 @@ class HPCheckpointIO(CheckpointIO):
         text = os.fspath(path)
         return None if "://" in text else os.path.abspath(text)
 
-    def _mark(self, marker: str | None) -> None:
-        """Write or touch the marker of a path. It holds no data."""
+    def _mark(self, marker: str | None, load: Callable[[], dict[str, Any]] | None = None) -> None:
+        """Write the marker of a path, which holds no data; or the checkpoint that `load` gives."""
         if marker is None:
             return
         os.makedirs(os.path.dirname(marker), exist_ok=True)
         if os.path.islink(marker):  # of save_last="link": its target is not ours to overwrite
             os.unlink(marker)
+        if load is not None:
+            torch.save(load(), f"{marker}.part")
+            os.replace(f"{marker}.part", marker)
+            return
         pool = self.checkpoints.pool.config.name
         Path(marker).write_text(
             f"A marker: the checkpoint is in hpstore's pool {pool!r} under {self.prefix!r}.\n"

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from hpstore.checkpoint import Checkpointer, SaveHandle
+from hpstore.checkpoint.nearby import SAVES
 from hpstore.checkpoint.tree import MAX_DEPTH, is_leaf
 from hpstore.checkpoint.typed import children_of, is_stateful
 from hpstore.closing import Closing
@@ -27,6 +28,8 @@ from hpstore.pool import Pool
 from hpstore.records import FORMAT, seal, unseal
 
 _log = logging.getLogger(__name__)
+# what is called for a save that is durable, with what gives its state. Any: of any trainer
+Durable = Callable[[Callable[[], dict[str, Any]]], None]
 
 
 def refuse_states(value: object, path: str, depth: int = 0) -> None:
@@ -85,7 +88,7 @@ class NamedCheckpoints(Closing):
             raise CheckpointError("keep_last must be a whole number of at least 1, or None")
         self.pool, self.prefix, self.keep_last = pool, check_key(prefix), keep_last
         self._checkpoints = Checkpointer(
-            pool, f"{prefix}/saves", rng=False, alone=True, allow_pickle=allow_pickle
+            pool, f"{prefix}/{SAVES}", rng=False, alone=True, allow_pickle=allow_pickle
         )
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hpstore-names")
         self._pending: list[Future[None]] = []  # of the one save under way and its removals
@@ -97,13 +100,12 @@ class NamedCheckpoints(Closing):
 
     # --- saving -----------------------------------------------------------------------------
 
-    def save(
-        self, name: str, state: Mapping[str, Any], *, durable: Callable[[], None] | None = None
-    ) -> None:
+    def save(self, name: str, state: Mapping[str, Any], *, durable: Durable | None = None) -> None:
         """Save plain nested values under `name`, in place of what had that name.
 
         Returns once staged; the tensors may change then. `durable` is called, on the background
-        thread, when a restart would find it. A crash before leaves the name as it was. Raises
+        thread, when a restart would find it, with a function that gives the state, verified, as it
+        was saved. A crash before leaves the name as it was. Raises
         CheckpointError naming an entry that cannot be saved, and what went wrong before.
         """
         self.wait()
@@ -122,9 +124,7 @@ class NamedCheckpoints(Closing):
             self._number = max(known, default=-1)
         return self._number + 1
 
-    def _publish(
-        self, named: Named, handle: SaveHandle, durable: Callable[[], None] | None
-    ) -> None:
+    def _publish(self, named: Named, handle: SaveHandle, durable: Durable | None) -> None:
         self._whole = False
         report = handle.result()
         before = self._read(named.name)
@@ -133,7 +133,7 @@ class NamedCheckpoints(Closing):
         self._postponed.pop(named.name, None)  # it was of the one that is replaced
         info = self.pool.put(self._pointer_key(named.name), named.encode())
         if durable is not None:
-            durable()
+            durable(lambda: self._state(named))
         spare = min(report.spare_columns, info.spare_columns)
         self._whole = spare >= self.pool.parity
         if not self._whole:
@@ -234,9 +234,14 @@ class NamedCheckpoints(Closing):
             raise CheckpointError(
                 f"no checkpoint {name!r} under {self.prefix!r}; the newest are {self.names()[-8:]}"
             )
+        return self._state(named)
+
+    def _state(self, named: Named) -> dict[str, Any]:
         state = self._checkpoints.load_state(named.number)
-        if state.get("name") != name:
-            raise IntegrityError(f"checkpoint {named.number} under {self.prefix!r} is not {name!r}")
+        if state.get("name") != named.name:
+            raise IntegrityError(
+                f"checkpoint {named.number} under {self.prefix!r} is not {named.name!r}"
+            )
         found: dict[str, Any] = state["checkpoint"]
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import multiprocessing
 import os
 import re
@@ -22,6 +23,7 @@ import hpstore
 from hpstore.errors import CheckpointError, TooFewDevices
 from hpstore.pool import Pool
 from hpstore.trainers.paths import name_of, path_of
+from tests.integration.cli_cases import Cli
 from tests.property.test_typed_values import Colour, Frozen
 from tests.property.test_typed_values import same as typed
 
@@ -254,6 +256,89 @@ def test_last_as_a_link_resumes(pool: Pool, tmp_path: Path) -> None:
         assert (tmp_path / "c" / "last.ckpt").is_symlink()
         assert io.load_checkpoint(tmp_path / "c" / "last.ckpt")["global_step"] == 12
         assert len(io.checkpoints.names()) == 1
+
+
+class Terminate(lightning.Callback):  # type: ignore[misc,name-defined]
+    """SIGTERM after step 8, in the middle of an epoch; what Lightning makes of it."""
+
+    saw = ""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_exception(self, trainer: Any, module: Any, error: BaseException) -> None:
+        self.saw = type(error).__name__
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
+def test_sigterm_is_lightnings_own_and_loses_no_step(pool: Pool, tmp_path: Path) -> None:
+    """pl1 sigterm latest: io.latest() before fit() had SIGTERM end the process in mid batch. With
+    save_on_exception the step of the signal is saved, durably, and the next job goes on there."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with pool:
+            io = HPCheckpointIO(pool, "run")
+            assert io.latest() is None
+            keep = ModelCheckpoint(
+                tmp_path / "c", save_on_exception=True, every_n_epochs=9, save_last="link"
+            )
+            end = Terminate()
+            with pytest.raises(SystemExit):
+                trainer(io, tmp_path, keep, end).fit(Tiny(), batches(), ckpt_path=io.latest())
+            assert end.saw == "SIGTERMException"
+            newest = io.latest()
+            assert newest is not None
+            assert newest.endswith("step=8.ckpt")
+            io.close()
+            other = HPCheckpointIO(pool, "run")
+            again = trainer(other, tmp_path, copy.deepcopy(keep))
+            again.fit(Tiny(), batches(), ckpt_path=other.latest())
+            assert again.global_step == 24
+            other.close()
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_checkpoint_can_be_a_file_for_code_that_opens_paths(pool: Pool, tmp_path: Path) -> None:
+    """load_from_checkpoint and torch.load open the path, where a marker stands: files=True writes
+    the checkpoint there; io.file() gives one without it. The pool stays the truth."""
+    with pool:
+        io = HPCheckpointIO(pool, "run", files=True)
+        keep = ModelCheckpoint(tmp_path / "c", monitor="loss", save_top_k=1, save_last="link")
+        model = Tiny(width=5)
+        trainer(io, tmp_path, keep, epochs=2).fit(model, batches())
+        path = keep.last_model_path
+        assert same(Tiny.load_from_checkpoint(path).state_dict(), model.state_dict())
+        assert torch.load(path, weights_only=True)["global_step"] == 12
+        assert not list(tmp_path.rglob("*.part"))
+        Path(os.path.realpath(path)).write_text("nothing")
+        found = Tiny.load_from_checkpoint(io.file(path))
+        assert found.hparams.width == 5
+        assert same(found.state_dict(), model.state_dict())
+        io.close()
+
+
+def test_ls_shows_lightnings_steps_and_names(
+    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It showed the numbers of the saves, and nothing under the prefix that the trainer has."""
+    with pool:
+        io = HPCheckpointIO(pool, "run", root=tmp_path)
+        keep = ModelCheckpoint(tmp_path / "c", save_top_k=-1)
+        trainer(io, tmp_path, keep, epochs=2).fit(Tiny(), batches())
+        io.close()
+        cli, toml = Cli(tmp_path, capsys), tmp_path / "pool.toml"
+        rows = json.loads(cli.run("checkpoint", "ls", toml, "run", "--json"))
+        assert [row["global_step"] for row in rows] == [6, 12]
+        assert [row["name"] for row in rows] == [
+            "under/c/epoch=0-step=6.ckpt", "under/c/epoch=1-step=12.ckpt"
+        ]  # fmt: skip
+        _, headings, _, first, *_ = cli.run("checkpoint", "ls", toml, "run").splitlines()
+        assert re.findall(r"\w+", headings)[:3] == ["step", "name", "save"]
+        assert "under/c/epoch=0-step=6.ckpt" in first
+        assert "all as saved" in cli.run("checkpoint", "verify", toml, "run")
 
 
 def test_an_object_is_refused_by_its_key(pool: Pool, tmp_path: Path) -> None:
