@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hpstore import changes
@@ -93,6 +94,17 @@ class TendedPool(PoolHandle):
 
         found = {d: device for d, device in store.view.devices.items() if d in devices}
         return {d: store.scheduler.submit(d, probe(d, device)) for d, device in found.items()}
+
+    def ask_generations(self, devices: set[str]) -> dict[str, Future[int]]:
+        """Ask open devices which membership they know; nothing is waited for.
+
+        A look at a small file on each: others change the membership, and it tells of that.
+        """
+        store, found = self._store, self._store.view.devices
+        return {
+            d: store.scheduler.submit(d, partial(store.generation_on, d, found[d]))
+            for d in devices & found.keys()
+        }
 
     def away(self, silent: Collection[str]) -> list[str]:
         """Places where no open device answers, but a member or an evicted device may be.

@@ -71,6 +71,8 @@ class Eyes:
 
     def look(self, now_seconds: float) -> None:
         """See what there is to see. `now_seconds` is monotonic."""
+        if self.moved(now_seconds):
+            self._pool.refresh()
         self.presence.look(now_seconds)
         if self._silent() & self.presence.back:
             self._pool.refresh()  # a member is back that is not open, or was mounted anew
@@ -78,6 +80,10 @@ class Eyes:
         self._look_at_disks(now_seconds)
         self._look_at_objects(now_seconds)
         self._look_at_others(now_seconds)
+
+    def moved(self, now_seconds: float) -> bool:
+        """Whether another process has changed the membership. Waits for no device."""
+        return self.presence.newest_generation(now_seconds) > self._pool.record.generation
 
     def seen(self) -> dict[str, Seen]:
         """Open members by id, as they answered."""

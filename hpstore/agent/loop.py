@@ -45,6 +45,7 @@ from hpstore.registers import AGENT, Held, NothingToKeep
 _log = logging.getLogger(__name__)
 _HOLD_SECONDS = 1.0
 _DAY_MS = 86_400_000
+_FOLLOW_SECONDS = 2.0  # between two looks at what others made of the membership
 _READ = 200  # decisions of other processes
 
 _JOBS = {
@@ -145,7 +146,19 @@ class Agent(Closing):
                 _log.exception("a round of the agent failed")
             if status is not None:
                 each(status)
-            stop.wait(self.config.tick_seconds)
+            self._rest(stop)
+
+    def _rest(self, stop: threading.Event) -> None:
+        """Until the next round, or until another process has changed the membership: the round that
+        follows is one of what there is now."""
+        left = self.config.tick_seconds
+        while left > 0 and not stop.wait(min(_FOLLOW_SECONDS, left)):
+            left -= _FOLLOW_SECONDS
+            try:
+                if self.eyes.moved(self._clock.monotonic()):
+                    return
+            except Exception:  # noqa: BLE001 (the round that follows says what is wrong)
+                return
 
     def _take_hold(self, stack: ExitStack) -> Held:
         """One agent looks after a pool; a dry run changes nothing, and needs not be the one."""

@@ -81,6 +81,7 @@ class Presence:
         self._seconds: dict[str, deque[float]] = {}
         self._seen: dict[str, Seen] = {}
         self._places: dict[str, _Question[str]] = {}
+        self._generations: dict[str, _Question[int]] = {}
         self.back: frozenset[str] = frozenset()  # devices seen at places that are not open
 
     def look(self, now_seconds: float) -> None:
@@ -103,6 +104,20 @@ class Presence:
         self.back = frozenset(
             question.answer for question in self._places.values() if question.answer is not None
         )
+
+    def newest_generation(self, now_seconds: float) -> int:
+        """Of the membership, as far as devices that are open have answered by now; 0: none has."""
+        places = self._pool.places
+        self._generations = {d: self._generations.get(d, _Question()) for d in places}
+        due = {d for d, question in self._generations.items() if question.due(now_seconds, 0.0)}
+        asked = self._pool.ask_generations(due)
+        for device, future in asked.items():
+            self._generations[device].ask(future, now_seconds)
+        wait(asked.values(), timeout=self._patience)
+        for question in self._generations.values():
+            question.take(now_seconds, self._deadline)
+        answers = [q.answer for q in self._generations.values() if q.answer is not None]
+        return max(answers, default=0)
 
     def _ask_devices(self, now_seconds: float) -> None:
         places = self._pool.places

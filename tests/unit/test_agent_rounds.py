@@ -205,6 +205,55 @@ def test_what_an_operator_evicts_stays_out(tended: Tended) -> None:
     assert tended.whole()
 
 
+def test_an_idle_agent_follows_what_others_make_of_the_membership(tmp_path: Path) -> None:
+    """An idle agent never noticed evict and add: it saw the old members for 41 minutes,
+    and all their objects whole. One round of five seconds is enough, long before a probe is due."""
+    config = AgentConfig(scrub_days=0.0, smart_hours=0.0, probe_seconds=1e6, survey_seconds=1e6)
+    tended = Tended(tmp_path, config=config)
+    tended.rounds(15)
+    with tended.harness.open() as other:
+        url = tended.harness.columns("large")[0][0]
+        other.evict(url)
+        added = other.add_device("memory://d7")
+    tended.rounds(5, work=False)
+    assert int(url.rpartition("d")[2]) not in tended.members()
+    assert added in tended.pool.places
+    condition = tended.agent.eyes.condition()
+    assert condition is not None
+    assert condition.degraded
+    tended.stop()
+
+
+class _Waits(threading.Event):
+    """A stop that is never set; what happens while it is waited for the second time."""
+
+    def __init__(self, meanwhile: Callable[[], object]) -> None:
+        super().__init__()
+        self.waited: list[float] = []
+        self._meanwhile = meanwhile
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waited.append(timeout or 0.0)
+        if len(self.waited) == 2:
+            self._meanwhile()
+        return len(self.waited) > 100
+
+
+def test_between_long_rounds_the_membership_is_followed_within_five_seconds(
+    tmp_path: Path,
+) -> None:
+    """Whatever tick_seconds says."""
+    config = AgentConfig(scrub_days=0.0, smart_hours=0.0, tick_seconds=600.0)
+    tended = Tended(tmp_path, config=config)
+    tended.rounds(15)
+    with tended.harness.open() as other:
+        stop = _Waits(lambda: other.evict("memory://d3"))
+        tended.agent._rest(stop)
+    assert len(stop.waited) == 2
+    assert sum(stop.waited) <= 5.0
+    tended.stop()
+
+
 def test_a_shrunk_pool_grows_back(tmp_path: Path) -> None:
     """With five devices for 3+2, the loss of one re-lays objects as 2+2; its return widens them."""
     tended = Tended(tmp_path, devices=5)
