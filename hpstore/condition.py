@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Mapping, Set
+from dataclasses import dataclass, replace
 
 import xxhash
 
@@ -41,19 +42,20 @@ class Degraded:
 class Condition:
     """What a walk has found.
 
-    `holding`: devices with a column of a live object that no other device has. `needed`: devices
-    without which some object could not be read. `expiring`: degraded objects that are healed last,
-    or left alone, as their owner soon deletes them: why, and how many.
+    `holding`: of how many live objects a device has a column that no other device has. `needed`:
+    devices without which some object could not be read. `expiring`: degraded objects that are
+    healed last, or left alone, as their owner soon deletes them: why, and how many.
     """
 
     objects: int
     degraded: int  # readable, but short of their full stripe
     unreadable: int  # need devices that are missing now
-    losses_tolerated: int  # further ones, by the weakest object; parity when there is none
+    losses_tolerated: int  # further devices that may be lost: the pool opens, all objects read
+    spare: int  # further columns that the weakest object may lose; parity when there is none
     todo: int  # keys that a rebuild would look at
     todo_identity: int  # equal for the same keys with the same files, unless by chance
     most_endangered: tuple[Degraded, ...]
-    holding: frozenset[str]
+    holding: Mapping[str, int]
     needed: frozenset[str]
     silent: frozenset[str]  # devices that did not answer
     expiring: dict[str, int]
@@ -69,16 +71,20 @@ class _Short:
     explained: bool  # as many columns are missing as may be on devices that are away
 
 
-def survey_condition(store: Store) -> Condition:
+def survey_condition(store: Store, silent: Collection[str] = ()) -> Condition:
     """Walk all keys and add up. Nothing is opened but notes on what expires.
+
+    `silent`: devices that are open and known not to answer. They are not asked, and what they hold
+    counts as missing: a dead disk's listings may still come out of a cache.
 
     What is short in the walk is looked at again: a walk is no snapshot, and what a live writer is
     about to complete is no damage.
     """
+    store = store.without(silent)
     view, found = store.view, walk(store)
     usable = store.usable()
     objects = todo = identity = 0
-    holding: set[str] = set()
+    holding: Counter[str] = Counter()
     needed: set[str] = set()
     short: dict[str, _Short] = {}
     for key, survey in found.surveys.items():
@@ -88,7 +94,8 @@ def survey_condition(store: Store) -> Condition:
         if layout is None or layout.kind is Kind.TOMBSTONE:
             continue
         objects += 1
-        holding |= {files[0].device for files in layout.columns.values() if len(files) == 1}
+        alone = [files[0].device for files in layout.columns.values() if len(files) == 1]
+        holding.update(set(alone))
         needed |= needed_by(layout, {file.device for file in layout.files} - needed)
         looked = _look(view, survey)
         if looked is not None:
@@ -97,14 +104,36 @@ def survey_condition(store: Store) -> Condition:
         del short[key]
     worst = [Degraded(key=key, spare=row.spare) for key, row in short.items()]
     served = {key for key, row in short.items() if row.serves}
-    spares = [max(0, row.spare) for row in short.values()]
+    spare = min([view.record.parity, *(max(0, row.spare) for row in short.values())])
     return Condition(
         objects=objects, degraded=len(served), unreadable=len(short) - len(served),
-        losses_tolerated=min([view.record.parity, *spares]),
+        losses_tolerated=losses_tolerated(view, spare, found.unknown), spare=spare,
         todo=todo, todo_identity=identity,
-        most_endangered=tuple(_worst(worst)), holding=frozenset(holding),
+        most_endangered=tuple(_worst(worst)), holding=dict(holding),
         needed=frozenset(needed), silent=found.unknown,
         expiring=_expiring(store, found, served),
+    )  # fmt: skip
+
+
+def losses_tolerated(view: View, spare: int, silent: Collection[str]) -> int:
+    """Further devices that may be lost with the pool still open and every object readable: the one
+    figure that all screens, files and metrics show. Pure.
+
+    `spare`: of the weakest object, by columns on devices that answer. `silent`: devices that do
+    not; evicted ones that no rebuild has made up for count as lost, too (PROTOCOL 17).
+    """
+    return max(0, min(spare, view.may_leave(silent)))
+
+
+def as_of_now(found: Condition, view: View, silent: Collection[str]) -> Condition:
+    """What a walk has found, less what has left or stopped answering since: what is certain until
+    the next walk has ended. Pure. `silent`: devices that are open and do not answer."""
+    lost = (view.missing.union(silent) | view.record.unhealed()) - found.silent
+    holding = [found.holding[device] for device in lost if device in found.holding]
+    spare = max(0, found.spare - len(holding))
+    return replace(
+        found, degraded=max([found.degraded, *holding]), spare=spare,
+        losses_tolerated=losses_tolerated(view, spare, silent),
     )  # fmt: skip
 
 
@@ -175,4 +204,5 @@ def _worst(found: list[Degraded]) -> list[Degraded]:
     return sorted(found, key=lambda row: (row.spare, row.key))[:_NAMED]
 
 
-__all__ = ["Condition", "Degraded", "needed_by", "survey_condition"]
+__all__ = ["Condition", "Degraded", "as_of_now", "losses_tolerated", "needed_by",
+           "survey_condition"]  # fmt: skip

@@ -187,9 +187,7 @@ def pool_status(
     devices = device_status(store, problems, sights)  # first: it finds out who takes columns
     usable = store.usable()
     effective = max(0, min(record.data, usable - record.parity))
-    found = survey_condition(store)
-    tolerated = found.losses_tolerated if effective else 0
-    silent = set(found.silent) | {d.device for d in devices if d.state == "missing"}
+    found = survey_condition(store, {d.device for d in devices if d.state == "missing"})
     room = [d for d in devices if d.state == "online"]
     return PoolStatus(
         name=name,
@@ -205,7 +203,7 @@ def pool_status(
         objects=found.objects,
         degraded=found.degraded,
         unreadable=found.unreadable,
-        losses_tolerated=min(tolerated, store.view.may_leave(silent)),
+        losses_tolerated=found.losses_tolerated,
         expiring=found.expiring,
         debts=len(read_debts(store)),
         usable_bytes=usable_bytes(room, effective, effective + record.parity),

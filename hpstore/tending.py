@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpstore import changes
 from hpstore.clock import Clock
-from hpstore.condition import Condition, survey_condition
+from hpstore.condition import Condition, as_of_now, survey_condition
 from hpstore.dependence import require_room_to_drain
 from hpstore.devices.base import Device, Usage
 from hpstore.errors import (
@@ -141,10 +141,15 @@ class TendedPool(PoolHandle):
         """A member or evicted device by URL, path or beginning of its id; else MembershipError."""
         return self._member(device)
 
-    def condition(self) -> Condition:
-        """How the objects are, by names. Walks all keys."""
+    def condition(self, silent: Collection[str] = ()) -> Condition:
+        """How the objects are, by names, without the devices that are known to be `silent`. Walks
+        all keys."""
         self._usable()
-        return survey_condition(self._store)
+        return survey_condition(self._store, silent)
+
+    def as_of_now(self, found: Condition, silent: Collection[str]) -> Condition:
+        """What is certain of an earlier condition(), with these devices `silent` now."""
+        return as_of_now(found, self._store.view, silent)
 
     def rebalance(
         self, *, spread: float = SPREAD, progress: ProgressCallback | None = None,

@@ -103,6 +103,16 @@ class Eyes:
             return None
         return walked.condition
 
+    def silent(self) -> frozenset[str]:
+        """Open members that do not answer."""
+        return frozenset(d for d, found in self.seen().items() if not found.answers)
+
+    def known(self) -> Condition | None:
+        """What is certain of the objects now: of the last walk, less what has left since; None
+        before the first one."""
+        walked = self.walked
+        return None if walked is None else self._pool.as_of_now(walked.condition, self.silent())
+
     def _silent(self) -> set[str]:
         """Members that are not open or do not answer."""
         places, seen = self._pool.places, self.seen()
@@ -132,7 +142,8 @@ class Eyes:
         with self._lock:
             self._disturbed = False
         self._walk_seconds, self._walking, self._current = now_seconds, shape, False
-        self._walk.start(self._pool.condition)
+        silent = self.silent()
+        self._walk.start(lambda: self._pool.condition(silent))
         if self._inline:
             self._look_at_objects(now_seconds)
 

@@ -49,7 +49,7 @@ def pool_facts(sighting: Sighting, config: PolicyConfig) -> PoolFacts:
     return PoolFacts(
         parity=record.parity,
         devices={m.device_id: _device(sighting, m, config) for m in everyone},
-        losses_tolerated=None if condition is None else condition.losses_tolerated,
+        losses_tolerated=None if condition is None else condition.spare,
         busy=sighting.busy,
         spare_capacity=_spare_capacity(sighting),
     )

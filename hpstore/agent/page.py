@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from html import escape
 
-from hpstore.agent.status import AgentStatus, DeviceView
+from hpstore.agent.status import LOOKING_AGAIN, AgentStatus, DeviceView
 from hpstore.units import format_bytes, format_seconds
 
 _WIDTH, _HEIGHT = 120, 22
@@ -79,8 +79,9 @@ def _summary(status: AgentStatus) -> str:
         return "Objects have not been looked at yet."
     return (
         f"{found.objects} objects: {found.degraded} degraded, {found.unreadable} unreadable now. "
-        f"{found.losses_tolerated} more devices may be lost."
-    )
+        f"{found.losses_tolerated} more devices may be lost. "
+        f"{'' if status.condition_current else escape(LOOKING_AGAIN)}"
+    ).strip()
 
 
 def _devices(status: AgentStatus) -> str:

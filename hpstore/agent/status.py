@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 STATUS_FILE = "agent-status.json"
 STALE_SECONDS = 60.0  # without a new one no agent runs
 _SHOWN = 50  # decisions and events
+LOOKING_AGAIN = "Devices have changed: objects are being looked at again, this is what is certain."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,8 @@ class AgentStatus:
     parity: int
     devices: tuple[DeviceView, ...]
     condition: Condition | None
-    condition_at_ms: int
+    condition_current: bool  # else what is certain of the last walk, until the next one has ended
+    condition_at_ms: int  # when that walk ended
     job: JobSight | None
     waiting: tuple[str, ...]  # jobs
     put_off: dict[str, int]  # why degraded objects are left alone -> how many
@@ -87,7 +89,7 @@ class AgentStatus:
             body["condition"] = {
                 **asdict(self.condition),
                 **{name: sorted(getattr(self.condition, name))
-                   for name in ("holding", "needed", "silent")},
+                   for name in ("needed", "silent")},
             }  # fmt: skip
         return body
 
@@ -105,7 +107,7 @@ def make_status(agent: Agent, decisions: Sequence[Decision]) -> AgentStatus:
         devices=tuple(
             _device(agent, m, told.get(m.device_id)) for m in (*record.members, *record.evicted)
         ),
-        condition=None if walked is None else walked.condition,
+        condition=eyes.known(), condition_current=eyes.condition() is not None,
         condition_at_ms=0 if walked is None else walked.at_ms,
         job=agent.jobs.sight(),
         waiting=tuple(
@@ -180,5 +182,5 @@ def read_status(directory: Path, now_ms: int) -> dict[str, object] | None:
     return found if abs(now_ms - found["at_ms"]) <= STALE_SECONDS * 1000 else None
 
 
-__all__ = ["STALE_SECONDS", "STATUS_FILE", "AgentStatus", "DeviceView", "make_status", "publish",
-           "read_status", "withdraw"]  # fmt: skip
+__all__ = ["LOOKING_AGAIN", "STALE_SECONDS", "STATUS_FILE", "AgentStatus", "DeviceView",
+           "make_status", "publish", "read_status", "withdraw"]  # fmt: skip

@@ -117,12 +117,15 @@ def show_agent(status: AgentStatus) -> None:
          format_bytes(d.free_bytes) if d.total_bytes else "", d.problem or d.refused)
         for d in status.devices
     ]  # fmt: skip
+    from hpstore.agent.status import LOOKING_AGAIN
+
     table("", ("device", "url", "state", "pool says", "probe", "free", "why"), rows)
     found = status.condition
     if found is not None:
         sys.stdout.write(
             f"{found.objects} objects: {found.degraded} degraded, {found.unreadable} unreadable "
             f"now; {found.losses_tolerated} more devices may be lost\n"
+            + ("" if status.condition_current else f"{LOOKING_AGAIN}\n")
         )
     for why, count in status.put_off.items():
         sys.stdout.write(f"put off: {count} objects: {why}\n")

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 import hpstore
-from hpstore.agent.status import read_status
+from hpstore.agent.status import LOOKING_AGAIN, read_status
 from hpstore.cli.output import show_status
 from hpstore.pool import Pool
 from hpstore.status import PoolStatus
@@ -108,6 +108,8 @@ def agent_view(status: Row) -> RenderableType:
             f"{found.get('unreadable')} unreadable now; {found.get('losses_tolerated')} more "
             "devices may be lost"
         ))  # fmt: skip
+        if status.get("condition_current") is False:
+            parts.append(Text(LOOKING_AGAIN, "yellow"))
     put_off = status.get("put_off")
     if isinstance(put_off, Mapping):
         parts += [Text(f"put off: {count} objects: {why}") for why, count in put_off.items()]

@@ -122,6 +122,12 @@ class Store:
         """The same machinery with the view of now: a plan and its execution see one membership."""
         return replace(self)
 
+    def without(self, silent: Collection[str]) -> Store:
+        """The same machinery as if these devices were missing: what they list may come out of a
+        cache, and a call on them may hang."""
+        here = {d: device for d, device in self.view.devices.items() if d not in set(silent)}
+        return replace(self, view=replace(self.view, devices=here))
+
     def each(
         self, devices: Iterable[str], call: Callable[[str, Device], T], *,
         patience: float | None = None, brief: bool = False,

@@ -47,9 +47,9 @@ def test_without_parity_left_nothing_waits_rule_17(tmp_path: Path) -> None:
     tended.rounds(10)
     url = tended.harness.columns("large")[0][0]
     tended.harness.lose([url])
-    assert tended.pool.condition().losses_tolerated == 0
+    assert tended.pool.condition().spare == 0
     tended.rounds(45)
-    assert tended.pool.condition().losses_tolerated == 1
+    assert tended.pool.condition().spare == 1
     assert len(tended.members()) == 6
     tended.rounds(900, step=20)
     assert int(url.rpartition("d")[2]) not in tended.members()
