@@ -5,26 +5,29 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from hpstore.condition import survey_condition
 from hpstore.devices.base import Device, Usage
-from hpstore.devices.reserve import reserve_bytes
+from hpstore.devices.reserve import reserve_bytes, shortage
 from hpstore.devices.ring import problem as ring_problem
 from hpstore.errors import DeviceError, DeviceReadOnly
 from hpstore.health.history import History
 from hpstore.health.monitor import Monitor, history_path
 from hpstore.health.sight import DeviceSight
 from hpstore.health.states import Decision
+from hpstore.health.told import verdicts_of_processes
+from hpstore.health.verdicts import HealthState
 from hpstore.objects.debts import read_debts
 from hpstore.objects.store import PATIENCE, Store
+from hpstore.observed import Observed, observed_devices
 from hpstore.opening import filesystem_of
 from hpstore.records import DeviceState, Member
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceStatus:
-    """One device. `state` is online, read-only, draining, evicted, missing or sitting-out."""
+    """One device. `state` is online, full, read-only, draining, evicted, missing or sitting-out."""
 
     device: str
     url: str
@@ -36,7 +39,8 @@ class DeviceStatus:
     kept_bytes: int  # of it in files that are kept for overwriting
     waiting: int  # calls queued for it in this process
     problem: str
-    health: str  # as this process judges it: online, suspect, sitout ...; "" when it does not judge
+    known_by: str  # how state and problem are known: by a write, a read, or an agent's word
+    health: str  # as this process judges it: online, suspect, sitout ...; else as another one does
     score: float  # of its slowness: above 10 it is suspect
     reason: str  # of what is held against it now
 
@@ -73,6 +77,8 @@ class PoolStatus:
 
 
 _DECISIONS = 10  # that a status shows
+_LOOKED_AT = 200  # decisions, for what other processes hold against devices
+_UNTRIED = "read now; whether it takes writes was not tried"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +90,11 @@ class _Look:
 
 
 def device_status(
-    store: Store, problems: Mapping[str, str], sights: Mapping[str, DeviceSight]
-) -> list[DeviceStatus]:
-    """Every member and evicted device."""
+    store: Store, problems: Mapping[str, str], sights: Mapping[str, DeviceSight],
+    observed: Mapping[str, Observed], told: Mapping[str, Decision],
+) -> list[DeviceStatus]:  # fmt: skip
+    """Every member and evicted device. `observed`: as an agent's probes found them, for a store
+    that may not write; `told`: what other processes hold against them."""
 
     def look(device_id: str, device: Device) -> _Look:
         store.generation_on(device_id, device)
@@ -105,24 +113,62 @@ def device_status(
             problem = str(found.refused)
         elif isinstance(found, Exception):
             problem = str(found)
+        seen = observed.get(member.device_id)
+        known = _Known(state=_state(store, member, found), problem=problem, by=_known_by(store))
+        health, reason = _held_against(sight, None if member.left else told.get(member.device_id))
+        if seen is not None and not member.left:
+            known = _with_word(known, seen)
         rows.append(
             DeviceStatus(
                 device=member.device_id,
                 url=url,
-                state=_state(store, member, found),
+                state=known.state,
                 mode=device.mode if device is not None else "",
                 domain=member.domain,
                 total_bytes=space.total,
                 free_bytes=space.free,
                 kept_bytes=space.kept,
                 waiting=store.scheduler.queued(member.device_id),
-                problem=problem,
-                health="" if sight is None else sight.state.value,
+                problem=known.problem,
+                known_by="" if member.left else known.by,
+                health=health,
                 score=0.0 if sight is None else sight.score,
-                reason="" if sight is None else sight.reason,
+                reason=reason,
             )
         )
     return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """What is said of a device, and how it is known."""
+
+    state: str
+    problem: str
+    by: str
+
+
+def _known_by(store: Store) -> str:
+    return _UNTRIED if store.read_only else "written, synced and read back now"
+
+
+def _with_word(known: _Known, seen: Observed) -> _Known:
+    """What this process saw by reading, and an agent by writing: the worse of the two."""
+    if known.state == "missing":
+        return known
+    if not seen.answers:
+        return _Known(state="missing", problem=f"{seen.problem} ({seen.source})", by=seen.source)
+    by = f"read now; writes: {seen.source}"
+    if seen.read_only and known.state == "online":
+        return _Known(state="read-only", problem=f"{seen.problem} ({seen.source})", by=by)
+    return replace(known, problem=known.problem or seen.problem, by=by)
+
+
+def _held_against(sight: DeviceSight | None, said: Decision | None) -> tuple[str, str]:
+    """State and reason by this process' own reads; where they say nothing, by another process'."""
+    if said is not None and (sight is None or sight.state is HealthState.ONLINE):
+        return said.becomes.value, f"{said.reason} (another process of this node)"
+    return ("", "") if sight is None else (sight.state.value, sight.reason)
 
 
 def _state(store: Store, member: Member, found: object) -> str:
@@ -134,6 +180,8 @@ def _state(store: Store, member: Member, found: object) -> str:
         return "sitting-out"
     if member.state is DeviceState.ONLINE and isinstance(found.refused, DeviceReadOnly):
         return "read-only"
+    if member.state is DeviceState.ONLINE and shortage(found.usage):
+        return "full"
     return member.state.value
 
 
@@ -157,16 +205,15 @@ def usable_bytes(devices: Sequence[DeviceStatus], data: int, width: int) -> int:
     return 0
 
 
-def recent_decisions(store: Store) -> tuple[str, ...]:
-    """Lines of what was decided about devices on this node, by any process, the newest last."""
+def recent_decisions(store: Store) -> list[Decision]:
+    """What was decided about devices on this node, by any process, the newest first."""
     path = history_path(store.settings, store.view.record.pool_id)
     if not path.exists():
-        return ()
+        return []
     history = History(path, store.metrics, read_only=True)
-    found = history.decisions(_DECISIONS)
+    found = history.decisions(_LOOKED_AT)
     history.close()
-    urls = {device_id: device.url for device_id, device in store.view.devices.items()}
-    return tuple(_line(decision, urls) for decision in reversed(found))
+    return found
 
 
 def _line(decision: Decision, urls: Mapping[str, str]) -> str:
@@ -184,11 +231,18 @@ def pool_status(
     """Gather a status; walks all keys."""
     record = store.view.record
     sights = health.snapshot().devices if health.enabled else {}
-    devices = device_status(store, problems, sights)  # first: it finds out who takes columns
+    decisions, now_ms = recent_decisions(store), store.clock.wall_ms()
+    observed: Mapping[str, Observed] = {}
+    if store.read_only:
+        observed = observed_devices(store.settings.run_path(record.pool_id), now_ms)
+    told = verdicts_of_processes(decisions, now_ms / 1000)
+    # first: it finds out who takes columns
+    devices = device_status(store, problems, sights, observed, told)
     usable = store.usable()
     effective = max(0, min(record.data, usable - record.parity))
     found = survey_condition(store, {d.device for d in devices if d.state == "missing"})
     room = [d for d in devices if d.state == "online"]
+    urls = {device_id: device.url for device_id, device in store.view.devices.items()}
     return PoolStatus(
         name=name,
         pool_id=record.pool_id,
@@ -209,7 +263,7 @@ def pool_status(
         usable_bytes=usable_bytes(room, effective, effective + record.parity),
         can_shrink_by=max(0, usable - record.parity - 1),
         read_only=store.read_only,
-        decisions=recent_decisions(store),
+        decisions=tuple(_line(said, urls) for said in reversed(decisions[:_DECISIONS])),
         counters=store.metrics.snapshot(),
     )
 

@@ -17,12 +17,12 @@ from hpstore.health.states import (
     PoolFacts,
     Role,
 )
+from hpstore.health.told import verdicts_of_processes
 from hpstore.health.verdicts import HealthState
 from hpstore.records import DeviceState, Member, PoolRecord
 
 REPORT = "report: "  # how the reason of a process' report to the agent begins
 _REPORT_SECONDS = 900.0  # a process repeats it each 600
-_TOLD_SECONDS = 3600.0  # what a process says once; it does not say when it ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,18 +116,13 @@ def told_by_processes(
 ) -> dict[str, Decision]:
     """What a process of this node decided last about each device that is not well for it.
 
-    For people: nothing is decided by it (PROTOCOL 16). What is older than an hour, or than the
-    device's last return, counts no more.
+    For people: nothing is decided by it (PROTOCOL 16). What is older than the device's last return
+    counts no more.
     """
-    last: dict[str, Decision] = {}
-    for said in sorted(decisions, key=lambda decision: decision.at_seconds):
-        if said.role is Role.PROCESS:
-            last[said.device] = said
+    told = verdicts_of_processes(decisions, now_seconds)
     return {
-        device: said for device, said in last.items()
-        if said.becomes is not HealthState.ONLINE
-        and now_seconds - said.at_seconds <= _TOLD_SECONDS
-        and said.at_seconds > state.health(device).pardoned_seconds
+        device: said for device, said in told.items()
+        if said.at_seconds > state.health(device).pardoned_seconds
     }  # fmt: skip
 
 

@@ -13,15 +13,14 @@ from hpstore.agent.disks import DiskSight, worst
 from hpstore.agent.facts import told_by_processes
 from hpstore.agent.jobs import Event, JobSight
 from hpstore.condition import Condition
-from hpstore.config import is_believable, private_directory, write_atomically
+from hpstore.config import private_directory, write_atomically
 from hpstore.health.states import EXPECTED, Decision
+from hpstore.observed import STATUS_FILE
 from hpstore.records import Member
 
 if TYPE_CHECKING:
     from hpstore.agent.loop import Agent
 
-STATUS_FILE = "agent-status.json"
-STALE_SECONDS = 60.0  # without a new one no agent runs
 _SHOWN = 50  # decisions and events
 LOOKING_AGAIN = "Devices have changed: objects are being looked at again, this is what is certain."
 
@@ -38,6 +37,7 @@ class DeviceView:
     pool_state: str
     present: bool
     problem: str
+    read_only: bool  # it refuses writes, and can be read
     score: float
     refused: str  # why what should be done is not
     reason: str  # what this process holds against it now
@@ -144,6 +144,7 @@ def _device(agent: Agent, member: Member, told: Decision | None) -> DeviceView:
         device=device, url=agent.url(device), domain=member.domain, state=health.state,
         since_seconds=health.since_seconds, pool_state=member.state,
         present=device in agent.present, problem="" if seen is None else seen.problem,
+        read_only=seen is not None and seen.read_only,
         score=health.score, refused=health.refused,
         reason="" if watched is None else watched.reason,
         process_state="" if told is None else told.becomes.value,
@@ -169,18 +170,5 @@ def withdraw(directory: Path) -> None:
     (directory / STATUS_FILE).unlink(missing_ok=True)
 
 
-def read_status(directory: Path, now_ms: int) -> dict[str, object] | None:
-    """What an agent of this node has left lately, as JSON; None when no agent runs."""
-    try:
-        if not is_believable(directory):
-            return None
-        found = json.loads((directory / STATUS_FILE).read_text())
-    except (OSError, ValueError):
-        return None
-    if not isinstance(found, dict) or not isinstance(found.get("at_ms"), int):
-        return None
-    return found if abs(now_ms - found["at_ms"]) <= STALE_SECONDS * 1000 else None
-
-
-__all__ = ["LOOKING_AGAIN", "STALE_SECONDS", "STATUS_FILE", "AgentStatus", "DeviceView",
-           "make_status", "publish", "read_status", "withdraw"]  # fmt: skip
+__all__ = ["LOOKING_AGAIN", "AgentStatus", "DeviceView", "make_status", "publish",
+           "withdraw"]  # fmt: skip

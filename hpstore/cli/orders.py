@@ -47,7 +47,7 @@ def order(pool: str, device: str, word: Command) -> Given:
     """Give a word to the agent, and wait for what becomes of it. Raises MembershipError when the
     agent refuses."""
     from hpstore.agent.orders import give_order
-    from hpstore.agent.status import read_status
+    from hpstore.observed import read_status
 
     with hpstore.open(pool, read_only=True) as opened:
         member, clock = opened.find(device), opened.clock

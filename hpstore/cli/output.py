@@ -10,6 +10,7 @@ import stat
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -235,8 +236,17 @@ def show_status(status: PoolStatus) -> None:
     ]
     if status.effective_data == 0:
         lines.append("too few devices for new data: reads only")
+    lines += _how_known(status)
     lines += status.decisions
     sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _how_known(status: PoolStatus) -> list[str]:
+    """How the states of devices are known: a line for each way, where it is not a write."""
+    ways = Counter(device.known_by for device in status.devices if device.known_by)
+    if not status.read_only:
+        return []
+    return [f"{count} devices: {way}" for way, count in ways.items()]
 
 
 def _device_state(device: DeviceStatus) -> str:

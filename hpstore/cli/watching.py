@@ -20,8 +20,9 @@ from rich.table import Table
 from rich.text import Text
 
 import hpstore
-from hpstore.agent.status import LOOKING_AGAIN, read_status
+from hpstore.agent.status import LOOKING_AGAIN
 from hpstore.cli.output import show_status
+from hpstore.observed import read_status
 from hpstore.pool import Pool
 from hpstore.status import PoolStatus
 from hpstore.units import format_bytes, format_seconds

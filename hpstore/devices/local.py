@@ -41,9 +41,12 @@ from hpstore.devices.local_io import (
     temporary_path,
     unlock_and_close,
 )  # fmt: skip
+from hpstore.devices.looking import read_last_page, some_file, stopped_writing
 from hpstore.devices.reserve import RECORD_SPARES, SPARE_BYTES
-from hpstore.errors import DeviceError, LockTimeout
+from hpstore.errors import DeviceError, DeviceReadOnly, LockTimeout
 from hpstore.geometry import ALIGNMENT_BYTES
+from hpstore.keys import OBJECTS
+from hpstore.records import IDENTITY_FILE
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -390,6 +393,7 @@ class LocalDevice(LocalFiles):
             self.folds_names = names_fold(root)
             if not write:
                 self.require_objects()
+                self._read_back(root)
                 return
             name = f"{TMP}/{time.time_ns():020d}-probe-{secrets.token_hex(6)}"
             fd = open_beneath(root, name, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode)
@@ -400,6 +404,17 @@ class LocalDevice(LocalFiles):
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=root)
             self._keep_room(root)
+
+    def _read_back(self, root: int) -> None:
+        """Read a page of a record and of one column past the page cache: a stat and a listing of a
+        dead disk come out of caches. Raises DeviceReadOnly where the filesystem has stopped taking
+        writes by itself, without a word in statvfs."""
+        for name in filter(None, (IDENTITY_FILE, some_file(root, OBJECTS))):
+            with contextlib.suppress(FileNotFoundError):  # moved or removed meanwhile
+                fd = self._open(name, os.O_RDONLY)
+                read_last_page(fd, self.url, past_cache=self.mode == "direct")
+        if reason := stopped_writing(root):
+            raise DeviceReadOnly(f"device {self.url} takes no writes: {reason}", device=self.url)
 
     def _probe_direct(self, name: str, fd: int) -> None:
         """Write, sync, read back; fall back to buffered I/O, said once, where O_DIRECT fails."""

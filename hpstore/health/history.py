@@ -6,6 +6,7 @@ damaged, locked or not writable is counted and told once, and everything goes on
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sqlite3
@@ -13,13 +14,14 @@ import stat
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hpstore.health.recorder import Operation
 from hpstore.health.states import Decision, Role
 from hpstore.health.telemetry import Tick
 from hpstore.health.verdicts import HealthState
 from hpstore.metrics import Metrics
+from hpstore.process_identity import this_process
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -34,10 +36,12 @@ CREATE TABLE IF NOT EXISTS samples (
 CREATE INDEX IF NOT EXISTS samples_at ON samples (at);
 CREATE TABLE IF NOT EXISTS decisions (
     id INTEGER PRIMARY KEY, at REAL NOT NULL, device TEXT NOT NULL, was TEXT NOT NULL,
-    becomes TEXT NOT NULL, reason TEXT NOT NULL, role TEXT NOT NULL, dry_run INTEGER NOT NULL
+    becomes TEXT NOT NULL, reason TEXT NOT NULL, role TEXT NOT NULL, dry_run INTEGER NOT NULL,
+    process TEXT NOT NULL DEFAULT ''
 );
 CREATE INDEX IF NOT EXISTS decisions_at ON decisions (at);
 """
+_ADD_PROCESS = "ALTER TABLE decisions ADD COLUMN process TEXT NOT NULL DEFAULT ''"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +87,11 @@ class History:
         """Note what was decided."""
         rows = [
             (d.at_seconds, d.device, d.was.value, d.becomes.value, d.reason, d.role.value,
-             int(d.dry_run))
+             int(d.dry_run), d.process or this_process())
             for d in decisions
         ]  # fmt: skip
         if rows:
-            names = "at, device, was, becomes, reason, role, dry_run"
+            names = "at, device, was, becomes, reason, role, dry_run, process"
             self._add("decisions", names, rows, max(float(row[0]) for row in rows))
 
     def samples(self, device: str, since_seconds: float) -> list[PastSample]:
@@ -106,17 +110,20 @@ class History:
 
     def decisions(self, count: int) -> list[Decision]:
         """The last `count` decisions, newest first; none when the file cannot be read."""
-        query = (
-            "SELECT at, device, was, becomes, reason, role, dry_run FROM decisions "
-            "ORDER BY at DESC, id DESC LIMIT ?"
-        )
+        ask = "SELECT at, device, was, becomes, reason, role, dry_run"
+        rest = "FROM decisions ORDER BY at DESC, id DESC LIMIT ?"
+
+        def read(file: sqlite3.Connection) -> Iterable[Sequence[Any]]:
+            process = "process" if _names_processes(file) else "''"
+            return file.execute(f"{ask}, {process} {rest}", (count,))
+
         return [
             Decision(
                 at_seconds=row[0], device=row[1], was=HealthState(row[2]),
                 becomes=HealthState(row[3]), reason=row[4], role=Role(row[5]),
-                dry_run=bool(row[6]),
+                dry_run=bool(row[6]), process=str(row[7]),
             )
-            for row in self._try(lambda file: file.execute(query, (count,)), ())
+            for row in self._try(read, ())
         ]  # fmt: skip
 
     def close(self) -> None:
@@ -191,10 +198,19 @@ class History:
                 file.execute("PRAGMA synchronous = NORMAL")
                 if version == 0:
                     file.executescript(_TABLES + f"PRAGMA user_version = {SCHEMA};")
+                elif not _names_processes(file):  # of an hpstore that did not write that down
+                    with contextlib.suppress(sqlite3.OperationalError):  # another one adds it
+                        file.execute(_ADD_PROCESS)
         except sqlite3.Error:
             file.close()
             raise
         return file
+
+
+def _names_processes(file: sqlite3.Connection) -> bool:
+    """Whether the file has a column for who decided."""
+    with closing(file.execute("PRAGMA table_info(decisions)")) as cursor:
+        return any(row[1] == "process" for row in cursor)
 
 
 def _make(path: str) -> None:

@@ -54,6 +54,7 @@ class Decision:
     reason: str
     role: Role
     dry_run: bool = False
+    process: str = ""  # that decided it, as process_identity names it; "": not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from hpstore.process_identity import started
+
 _NAME = re.compile(r"hpfault-(\d+)-(\d+)-[^/]+")
 _BLKIO = Path("/sys/fs/cgroup/blkio")
 _LIMITS = ("read_bps", "write_bps", "read_iops", "write_iops")
@@ -25,21 +27,13 @@ _LOSETUP_TRIES = 10
 def scratch_directory(parent: str | os.PathLike[str]) -> str:
     """A new directory of this process."""
     pid = os.getpid()
-    return tempfile.mkdtemp(prefix=f"hpfault-{pid}-{_started(pid)}-", dir=os.fspath(parent))
-
-
-def _started(pid: int) -> str:
-    """Start time of a process in ticks since boot; "" when there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
+    return tempfile.mkdtemp(prefix=f"hpfault-{pid}-{started(pid)}-", dir=os.fspath(parent))
 
 
 def owner_is_dead(path: str) -> bool:
     """Whether a path lies in a scratch directory whose process is gone."""
     found = _NAME.search(path)
-    return found is not None and _started(int(found[1])) != found[2]
+    return found is not None and started(int(found[1])) != found[2]
 
 
 def run(*command: str) -> str:

@@ -29,7 +29,6 @@ from hpstore.agent.pace import SharedPace, pause_seconds, scrub_rate
 from hpstore.agent.page import render, sparkline
 from hpstore.agent.serve import StatusServer, parse_listen
 from hpstore.agent.slot import Slot
-from hpstore.agent.status import STATUS_FILE, read_status
 from hpstore.cli.watching import agent_view, bars, pool_view
 from hpstore.devices.wrappers import FaultyDevice
 from hpstore.errors import ConfigError, IntegrityError
@@ -39,6 +38,7 @@ from hpstore.health.forecast.forecaster import FailureForecaster, Forecast, Risk
 from hpstore.health.overrides import Command
 from hpstore.health.smart import DiskActivity, Readout, SmartReading
 from hpstore.health.states import Outlook
+from hpstore.observed import STATUS_FILE, read_status
 from hpstore.rebuild import Pace, RateLimit, RebuildReport
 from hpstore.testing.harness import FakeClock
 from tests.unit.tended import Tended

@@ -11,9 +11,10 @@ import pytest
 from hpstore.agent import Agent, AgentConfig
 from hpstore.agent.jobs import Job, JobKind
 from hpstore.agent.memory import MEMORY_FILE, load_memory
-from hpstore.agent.status import AgentStatus, read_status
+from hpstore.agent.status import AgentStatus
 from hpstore.errors import ConfigError, LockTimeout, TooManyErasures
 from hpstore.health import HealthState
+from hpstore.observed import read_status
 from hpstore.records import DeviceState
 from hpstore.registers import REPAIR
 from tests.unit.tended import Tended

@@ -15,7 +15,6 @@ from hpstore.agent import agent_config
 from hpstore.agent.jobs import Job, JobKind
 from hpstore.agent.orders import ORDERS_FILE, give_order
 from hpstore.agent.page import render
-from hpstore.agent.status import read_status
 from hpstore.cli.watching import agent_view, shared_directory
 from hpstore.errors import ConfigError
 from hpstore.health import HealthState
@@ -24,6 +23,7 @@ from hpstore.health.monitor import history_path
 from hpstore.health.overrides import Command
 from hpstore.health.states import Decision, Role
 from hpstore.metrics import Metrics
+from hpstore.observed import read_status
 from hpstore.records import DeviceState, seal
 from tests.unit.tended import Tended
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from hpstore.agent import Agent, AgentConfig
-from hpstore.agent.status import STATUS_FILE, read_status
 from hpstore.config import (
     PoolConfig,
     Settings,
@@ -22,6 +21,7 @@ from hpstore.config import (
 from hpstore.devices import RemoteDevice
 from hpstore.errors import ConfigError, LockTimeout, RegistersForeign, VersionConflict
 from hpstore.membership import create_members
+from hpstore.observed import STATUS_FILE, read_status
 from hpstore.opening import device_opener
 from hpstore.pool import Pool
 from hpstore.records import unseal

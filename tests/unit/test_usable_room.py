@@ -14,8 +14,8 @@ from hpstore.status import DeviceStatus, usable_bytes
 def device(number: int, free: int) -> DeviceStatus:
     return DeviceStatus(
         device=f"id{number}", url=f"memory://d{number}", state="online", mode="memory", domain="",
-        total_bytes=0, free_bytes=free, kept_bytes=0, waiting=0, problem="", health="", score=0.0,
-        reason="",
+        total_bytes=0, free_bytes=free, kept_bytes=0, waiting=0, problem="", known_by="",
+        health="", score=0.0, reason="",
     )  # fmt: skip
 
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import hpstore
-from hpstore.agent.status import read_status
 from hpstore.config import Settings
 from hpstore.errors import HpstoreError
+from hpstore.observed import read_status
 from hpstore.pool import Pool
 from hpstore.units import KIB, MIB
 from tests.fault.common import column_number, flip, poll
