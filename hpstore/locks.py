@@ -17,6 +17,7 @@ from hpstore.config import private_directory
 from hpstore.errors import ConfigError, LockTimeout
 
 _POLL_SECONDS = 0.01
+_WORD_BYTES = 200  # of who holds a lock
 
 
 @contextmanager
@@ -28,15 +29,27 @@ def file_lock(
     while (fd := _try_lock(directory, name)) is None:
         if clock.monotonic() >= until:
             raise LockTimeout(
-                f"{what}: another process on this host holds {directory / name} for more "
+                f"{what}: {_holder(directory / name)} holds {directory / name} for more "
                 f"than {deadline_seconds:.0f} s. Nothing was changed; try again later."
             )
         clock.wait(_POLL_SECONDS)
     try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()} ({what})".encode()[:_WORD_BYTES], 0)
         yield
     finally:
         fcntl.flock(fd, fcntl.LOCK_UN)  # for copies that forks have left, too
         os.close(fd)
+
+
+def _holder(path: Path) -> str:
+    """Who holds a lock, by the word that it has left there."""
+    try:
+        with path.open("rb") as file:
+            word = file.read(_WORD_BYTES).decode(errors="replace")
+    except OSError:
+        word = ""
+    return word or "another process on this host"
 
 
 def _try_lock(directory: Path, name: str) -> int | None:

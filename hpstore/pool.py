@@ -42,7 +42,6 @@ from hpstore.rebuild import (
     rebuild_all,
 )
 from hpstore.records import DeviceState
-from hpstore.registers import REPAIR
 from hpstore.scrub import scrub_all
 from hpstore.status import PoolStatus, pool_status
 from hpstore.tending import TendedPool
@@ -346,13 +345,15 @@ class Pool(TendedPool):
         rate_bytes_per_second: float | None = None,
         resume: bool = True,
         pace: Pace | None = None,
+        gives_way: bool = False,
     ) -> RebuildReport:
         """Read and verify every block, mend what is damaged. Goes on where it was stopped.
 
         One scrub or rebuild of a pool at a time (LockTimeout). A `pace` replaces the rate.
+        `gives_way` as for repairing().
         """
         self._writable()
-        with self.registers.hold(REPAIR, "scrub"):
+        with self.repairing("scrub", gives_way=gives_way):
             return scrub_all(
                 self._store, prefix=prefix, progress=progress,
                 rate_bytes_per_second=rate_bytes_per_second, resume=resume, pace=pace,
@@ -375,7 +376,7 @@ class Pool(TendedPool):
         """
         self._writable()
         self.refresh()
-        with self.registers.hold(REPAIR, "rebuild"):
+        with self.repairing("rebuild", gives_way=False):
             unhealed = self._store.view.record.unhealed()
             report = rebuild_all(
                 self._store, progress=progress, rate_bytes_per_second=rate_bytes_per_second,

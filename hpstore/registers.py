@@ -20,7 +20,8 @@ from hpstore.errors import LockTimeout
 VALUE_BYTES_MOST = 200
 BUCKETS = 4096
 MEMBERSHIP, REPAIR, AGENT = "membership", "repair", "agent"  # what is held for long
-HOLDS = (MEMBERSHIP, REPAIR, AGENT)
+WAITING = "waiting"  # by who waits for REPAIR, so that a pass of days gives way
+HOLDS = (MEMBERSHIP, REPAIR, AGENT, WAITING)  # their places in the registers: added to at the end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +156,7 @@ __all__ = [
     "MEMBERSHIP",
     "REPAIR",
     "VALUE_BYTES_MOST",
+    "WAITING",
     "Change",
     "Held",
     "LocalRegisters",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,8 @@ from hpstore.errors import (
     DeviceMissing,
     LockTimeout,
     MembershipError,
+    RegistersForeign,
+    RegistersUnavailable,
 )
 from hpstore.handle import PoolHandle
 from hpstore.members import belongs, trusted
@@ -29,9 +32,10 @@ from hpstore.opening import identify, same_form
 from hpstore.rebalance import SPREAD, RebalanceReport, rebalance_all
 from hpstore.rebuild import Pace, ProgressCallback, RateLimit
 from hpstore.records import DeviceState, Member, PoolRecord
-from hpstore.registers import REPAIR
+from hpstore.registers import REPAIR, WAITING
 
 _log = logging.getLogger(__name__)
+_WAIT_SECONDS = 0.2  # between two looks at whether others still wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,23 +158,62 @@ class TendedPool(PoolHandle):
     def rebalance(
         self, *, spread: float = SPREAD, progress: ProgressCallback | None = None,
         rate_bytes_per_second: float | None = None, pace: Pace | None = None,
+        gives_way: bool = False,
     ) -> RebalanceReport:  # fmt: skip
         """Move columns from full devices to empty ones when they differ by more than `spread` of
         their size, until it is half of that. No object has less than its full stripe meanwhile.
 
         At most one column of each object; stopped or killed, it is resumed by running it again.
         One rebalance, rebuild or scrub of a pool at a time (LockTimeout). A `pace` replaces the
-        rate.
+        rate. `gives_way` as for repairing().
         """
         self._writable()
         if not 0 < spread <= 1:
             raise ConfigError(f"a spread of {spread} is no share: above 0, at most 1")
         self.refresh()
-        with self.registers.hold(REPAIR, "rebalance"):
+        with self.repairing("rebalance", gives_way=gives_way):
             return rebalance_all(
                 self._store, spread=spread, progress=progress,
                 rate_bytes_per_second=rate_bytes_per_second, pace=pace,
             )  # fmt: skip
+
+    @contextmanager
+    def repairing(self, what: str, *, gives_way: bool) -> Iterator[None]:
+        """Hold the pool for one rebuild, rebalance or scrub. Raises LockTimeout, which names the
+        holder.
+
+        `gives_way`: it begins when nobody else waits, and asks repair_wanted() as it goes. Others
+        leave a word that they wait.
+        """
+        with ExitStack() as stack:
+            if gives_way:
+                self._let_others_first(what)
+                stack.enter_context(self.registers.hold(REPAIR, what))
+            else:
+                try:
+                    stack.enter_context(self.registers.hold(REPAIR, what, deadline_seconds=0.0))
+                except LockTimeout:
+                    with self.registers.hold(WAITING, what):
+                        stack.enter_context(self.registers.hold(REPAIR, what))
+            yield
+
+    def repair_wanted(self) -> bool:
+        """Whether somebody waits to rebuild, rebalance or scrub. Waits for no other process."""
+        try:
+            with self.registers.hold(WAITING, "look", deadline_seconds=0.0):
+                return False
+        except LockTimeout:
+            return True
+        except (RegistersForeign, RegistersUnavailable):  # nobody can wait either
+            return False
+
+    def _let_others_first(self, what: str) -> None:
+        until = self.clock.monotonic() + self.config.settings.lock_deadline_seconds
+        while self.repair_wanted():
+            if self.clock.monotonic() >= until:
+                raise LockTimeout(f"{what}: another process waits to rebuild, rebalance or scrub, "
+                                  "and goes first. Nothing was changed.")  # fmt: skip
+            self.clock.wait(_WAIT_SECONDS)
 
     def begin_drain(self, device: str) -> None:
         """Put no new columns on a device; `rebuild` moves those it has, `drain` then ends it.

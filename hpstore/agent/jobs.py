@@ -23,6 +23,7 @@ from hpstore.records import DeviceState, Member
 _log = logging.getLogger(__name__)
 _QUEUED = 256
 _EVENTS = 100
+_LOOK_SECONDS = 2.0  # between two looks at whether another process waits
 
 
 class JobKind(StrEnum):
@@ -114,6 +115,7 @@ class Jobs:
         self._closed = self._interrupted = False
         self._change = threading.Condition()  # guards all of the above and below
         self._progress = Progress(done=0, total=0, bytes=0, key="")
+        self._looked_seconds = 0.0  # at whether others wait; of the working thread
         self._began, self._pace = 0.0, self._fresh_pace(None)
         self._events: deque[Event] = deque(maxlen=_EVENTS)
         self._thread: threading.Thread | None = None
@@ -311,8 +313,10 @@ class Jobs:
         return report
 
     def _rebalance(self) -> RebalanceReport:
-        pace = self._fresh_pace(self._effort.heal_bytes_per_second())
-        report = self._pool.rebalance(spread=self._effort.spread, progress=self._step, pace=pace)
+        pace = self._fresh_pace(self._effort.heal_bytes_per_second(), gives_way=True)
+        report = self._pool.rebalance(
+            spread=self._effort.spread, progress=self._step, pace=pace, gives_way=True
+        )
         if report.columns_moved or report.failed:
             self.note(
                 f"rebalance{' (interrupted)' if report.stopped else ''}: {report.columns_moved} "
@@ -323,8 +327,8 @@ class Jobs:
         return report
 
     def _scrub(self) -> RebuildReport:
-        pace = self._fresh_pace(self._effort.scrub_bytes_per_second())
-        report = self._pool.scrub(progress=self._step, pace=pace)
+        pace = self._fresh_pace(self._effort.scrub_bytes_per_second(), gives_way=True)
+        report = self._pool.scrub(progress=self._step, pace=pace, gives_way=True)
         if report.damaged_columns or report.unreadable or report.failed:
             self.note(
                 f"scrub: {report.damaged_columns} damaged columns found, {report.columns_written} "
@@ -334,14 +338,30 @@ class Jobs:
             )
         return report
 
-    def _fresh_pace(self, bytes_per_second: float | None) -> SharedPace:
+    def _fresh_pace(
+        self, bytes_per_second: float | None, *, gives_way: bool = False
+    ) -> SharedPace:  # fmt: skip
+        """`gives_way`: the work stops while another process waits for its turn."""
+
+        def stop() -> bool:
+            return self._closed or self._interrupted or (gives_way and self._wanted())
+
         pace = SharedPace(
-            self._pool.clock, self._effort.share, stop=lambda: self._closed or self._interrupted,
-            bytes_per_second=bytes_per_second,
-        )  # fmt: skip
+            self._pool.clock, self._effort.share, stop=stop, bytes_per_second=bytes_per_second
+        )
         with self._change:
             self._pace = pace
         return pace
+
+    def _wanted(self) -> bool:
+        """Whether another process waits to rebuild, rebalance or scrub; looked at now and then."""
+        now = self._pool.clock.monotonic()
+        if now - self._looked_seconds >= _LOOK_SECONDS:
+            self._looked_seconds = now
+            if self._pool.repair_wanted():
+                self._interrupted = True
+                self.note("another process waits to rebuild, rebalance or scrub: it goes first")
+        return self._interrupted
 
     def _step(self, step: Progress) -> None:
         with self._change:

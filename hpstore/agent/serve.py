@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
@@ -20,6 +21,18 @@ _SECONDS = 10.0  # for a client to say what it wants
 _CLOSE_SECONDS = 5.0
 
 
+class _Server(ThreadingHTTPServer):
+    """A client that goes away, or sends nonsense, is no news; anything else is logged, in one
+    record."""
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        error = sys.exception()
+        if isinstance(error, OSError):  # a time-out and a reset are
+            _log.debug("a request from %s ended: %s", client_address, error)
+        else:
+            _log.error("a request from %s failed", client_address, exc_info=error)
+
+
 class StatusServer(Closing):
     """Serves the status last given to `show`, from threads of its own.
 
@@ -31,7 +44,7 @@ class StatusServer(Closing):
         metrics = exposition(lambda: self._status)
         host, port = parse_listen(listen)
         try:
-            self._server = ThreadingHTTPServer((host, port), _handler(self._last, metrics))
+            self._server = _Server((host, port), _handler(self._last, metrics))
         except (OSError, UnicodeError) as error:  # the latter for what can be no name of a host
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(
@@ -104,8 +117,12 @@ def _handler(
             self.send_header(
                 "Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'"
             )
-            self.end_headers()
-            self.wfile.write(body)
+            try:
+                self.end_headers()
+                self.wfile.write(body)
+            except OSError as error:  # who asked has gone away meanwhile
+                self.close_connection = True
+                _log.debug("%s went away: %s", self.address_string(), error)
 
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (its name)
             _log.debug(format, *args)

@@ -60,7 +60,8 @@ class LoopFilesystem(Closing):
         direct: bool = False,
         inodes: int = 0,
     ) -> None:
-        self._work, self._inodes = scratch_directory(directory), inodes
+        # as the kernel names it: mounts are found again by that, wherever this process goes
+        self._work, self._inodes = scratch_directory(os.path.realpath(directory)), inodes
         self._image, self._kind, self._direct = f"{self._work}/image", kind, direct
         self._throttled = False
         self.path = f"{self._work}/mount"

@@ -16,7 +16,7 @@ from hpstore.devices.base import Device
 from hpstore.devices.wrappers import DeviceWrapper
 from hpstore.errors import PoolFull, RedundancyError, TooFewDevices
 from hpstore.pool import Pool
-from hpstore.testing.leftovers import run
+from hpstore.testing.leftovers import loops, mount_points, run
 from hpstore.testing.loopfs import LoopFilesystem
 from hpstore.units import KIB, MIB
 from tests.fault.common import Bench, MakeDisks, attempt, exit_status, forked, payload, tree, value
@@ -492,3 +492,17 @@ def test_disk_with_no_inodes_left_costs_nothing(bench: Bench, make_disks: MakeDi
         shutil.rmtree(clutter)
         pool.rebuild()
         assert pool.scrub().clean
+
+
+def test_a_loop_filesystem_in_a_relative_directory_leaves_nothing(
+    loop_mounts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was not found among the mounts, by a path that begins nowhere: mount and device stayed."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    monkeypatch.chdir(tmp_path)
+    for directory in (".", "link"):
+        with LoopFilesystem(directory) as disk:
+            assert disk.mounted
+        assert not any(str(tmp_path) in path for path in mount_points())
+        assert not any(str(tmp_path) in image for image in loops().values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ from hpstore.agent.status import AgentStatus
 from hpstore.errors import ConfigError, LockTimeout, TooManyErasures
 from hpstore.health import HealthState
 from hpstore.observed import read_status
+from hpstore.rebuild import Progress
 from hpstore.records import DeviceState
-from hpstore.registers import REPAIR
+from hpstore.registers import REPAIR, WAITING
 from tests.unit.tended import Tended
 
 S = HealthState
@@ -453,6 +455,36 @@ def test_a_scrub_that_cannot_run_is_tried_again_later(tmp_path: Path) -> None:
         assert 1 <= len(told) <= 3
     tended.rounds(600, step=30)
     assert tended.agent.memory.scrub_ended_ms > 0
+    tended.stop()
+
+
+def test_the_agents_scrub_gives_way_to_whoever_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It held the pool for a pass of days: an operator's scrub, rebuild and rebalance ended after
+    30 s with the name of a lock file."""
+    config = AgentConfig(smart_hours=0.0, scrub_days=2.0)
+    tended = Tended(tmp_path, config=config)
+    other, jobs, seen = tended.harness.open(), tended.agent.jobs, list[str]()
+    with ExitStack() as waiting:
+
+        def step(progress: Progress) -> None:
+            if not seen and jobs.running is not None and jobs.running.kind is JobKind.SCRUB:
+                waiting.enter_context(other.registers.hold(WAITING, "an operator's rebuild"))
+            seen.append(progress.key)
+            tended.clock.advance(3.0)
+
+        monkeypatch.setattr(jobs, "_step", step)
+        tended.rounds(10)
+        assert len(seen) == 1
+        assert any("it goes first" in event.text for event in jobs.events())
+        assert tended.agent.memory.scrub_ended_ms == 0
+        with other.registers.hold(REPAIR, "rebuild", deadline_seconds=0.0):
+            pass  # the pass holds nothing while it rests
+    tended.rounds(700, step=30)
+    assert tended.agent.memory.scrub_ended_ms > 0
+    assert len(set(seen)) == len(tended.content)  # it went on where it was
+    other.close()
     tended.stop()
 
 
