@@ -28,6 +28,7 @@ from hpstore.errors import (
     RegistersForeign,
     RegistersUnavailable,
 )
+from hpstore.following import Follower
 from hpstore.health.monitor import Monitor
 from hpstore.members import (
     belongs,
@@ -116,6 +117,9 @@ class PoolHandle(Closing):
         self._wake = threading.Event()
         self._closed = False
         self._make_locks()
+        self._follower = Follower(self._store, self.refresh)
+        if threads:
+            self.health.listen(self._follower.look)
         _forget_at_fork(self)
         if not read_only:
             try:
@@ -299,14 +303,13 @@ class PoolHandle(Closing):
             )
         return found
 
-    def _member(self, device: str) -> Member:
-        record, devices = self._store.view.record, self._store.view.devices
-        try:
-            return find_member(record, devices, device)
-        except MembershipError:
-            if "://" in device:
-                raise
-            return find_member(record, devices, os.path.abspath(device))
+    def _member(self, device: str, *, returning: bool = False) -> Member:
+        view = self._store.view
+        place = device if "://" in device else os.path.abspath(device)
+        known = {m.device_id for m in (*view.record.members, *view.record.evicted)}
+        by_id = len(device) >= 4 and any(name.startswith(device) for name in known)
+        name = device if by_id else place
+        return find_member(view.record, view.devices, name, returning=returning)
 
     # --- life -------------------------------------------------------------------------------
 
@@ -385,6 +388,7 @@ class PoolHandle(Closing):
         renew_after_fork(self._store)
         self.registers.after_fork()
         self.health.after_fork()
+        self._follower.after_fork()
 
     def scratch(self, nbytes: int, what: str) -> Lease | None:
         """Page-aligned memory of `memory_bytes`, to be released; None when all is in use.
@@ -405,6 +409,7 @@ class PoolHandle(Closing):
             return
         self._closed = True
         self.health.close()
+        self._follower.close()
         self._wake.set()
         if self._repairer is not None:
             self._repairer.join(10.0)

@@ -334,34 +334,47 @@ def with_member(record: PoolRecord, member: Member) -> PoolRecord:
     )  # fmt: skip
 
 
-def find_member(record: PoolRecord, devices: Mapping[str, Device], wanted: str) -> Member:
+def find_member(
+    record: PoolRecord, devices: Mapping[str, Device], wanted: str, *, returning: bool = False
+) -> Member:
     """A member or evicted device by URL, path, id or a unique beginning of the id.
 
-    A place is that of the device which is open there now, else of a member that was last there,
-    else of one that was evicted: disks are replaced at their mount points, and change them.
+    A place is that of the device which is open there now, and of those that were last there: disks
+    are replaced at their mount points, and change them. Members come first; with `returning` those
+    that have left or drain. Of several that a place may mean none is chosen: MembershipError names
+    them with their ids.
     """
     plain = wanted.removeprefix("file://").rstrip("/")
     everyone = [*record.members, *record.evicted]
 
-    def at(url: str | None) -> bool:
-        return url is not None and url.removeprefix("file://").rstrip("/") == plain
-
-    def open_at(member: Member) -> str | None:
+    def is_at(member: Member) -> bool:
         device = devices.get(member.device_id)
-        return None if device is None else device.url
+        url = member.url if device is None else device.url
+        return url.removeprefix("file://").rstrip("/") == plain
 
-    found = (
-        [m for m in record.members if at(open_at(m))]
-        or [m for m in record.members if at(m.url) and open_at(m) is None]
-        or [m for m in record.evicted if at(m.url)]
-        or [m for m in everyone if len(wanted) >= 4 and m.device_id.startswith(wanted)]
-    )
+    def first(member: Member) -> bool:
+        leaves = member.left or member.state is DeviceState.DRAINING
+        return leaves if returning else not member.left
+
+    there = [m for m in everyone if is_at(m)]
+    found = [m for m in there if first(m)] or there
+    found = found or [m for m in everyone if len(wanted) >= 4 and m.device_id.startswith(wanted)]
     if len(found) != 1:
-        known = ", ".join(f"{m.url} ({m.device_id[:8]}, {m.state})" for m in everyone)
+        rows = ", ".join(_described(m, devices) for m in found or everyone)
         raise MembershipError(
-            f"{wanted!r} names {len(found) or 'no'} device of this pool; it has {known}"
-        )
+            f"{wanted!r} may be any of {len(found)} devices of this pool: {rows}. Nothing was "
+            "changed. Say which, by the beginning of its id."
+            if found else f"{wanted!r} names no device of this pool; it has {rows}"
+        )  # fmt: skip
     return found[0]
+
+
+def _described(member: Member, devices: Mapping[str, Device]) -> str:
+    """A device for people who have to tell it from others at its place."""
+    device = devices.get(member.device_id)
+    where = "is there now" if device is not None else "was there last, does not answer"
+    url = member.url if device is None else device.url
+    return f"{member.device_id[:8]} ({url}, {member.state}, {where})"
 
 
 __all__ = ["UnclearChange", "check_memory", "check_unit", "commit_record", "create_members",

@@ -454,7 +454,7 @@ class Pool(TendedPool):
         """
         self._writable()
         with self._change():
-            member = self._member(device)
+            member = self._member(device, returning=True)
             self._spare_no_more(member.device_id)
             self.health.forgive(member.device_id, reason)
             if member.state is DeviceState.ONLINE:

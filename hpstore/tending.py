@@ -141,9 +141,10 @@ class TendedPool(PoolHandle):
 
         return {url: self._store.scheduler.submit(f"away {url}", look(url)) for url in urls}
 
-    def find(self, device: str) -> Member:
-        """A member or evicted device by URL, path or beginning of its id; else MembershipError."""
-        return self._member(device)
+    def find(self, device: str, *, returning: bool = False) -> Member:
+        """A member or evicted device by URL, path or beginning of its id. `returning`: those that
+        have left come first. MembershipError where none or several are meant."""
+        return self._member(device, returning=returning)
 
     def condition(self, silent: Collection[str] = ()) -> Condition:
         """How the objects are, by names, without the devices that are known to be `silent`. Walks

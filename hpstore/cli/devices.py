@@ -10,7 +10,7 @@ import typer
 import hpstore
 from hpstore.cli import orders
 from hpstore.cli.asking import Yes, agree
-from hpstore.cli.output import object_progress, say
+from hpstore.cli.output import UNMENDED_EXIT_CODE, object_progress, say
 from hpstore.health.overrides import Command
 from hpstore.units import parse_bytes
 
@@ -46,7 +46,7 @@ def evict(
     with hpstore.open(pool) as opened:
         found = opened.find(device)
         agree(f"evict {found.url}: what it holds counts as lost", yes=yes)
-        opened.evict(device, force=force)
+        opened.evict(found.device_id, force=force)
     say({"device": found.device_id, "url": found.url, "state": "evicted"},
         f"{device} is evicted; `hpstore rebuild` heals what it held", as_json=as_json)  # fmt: skip
 
@@ -58,7 +58,7 @@ def drain(
     limit = rate_of(rate)
     with hpstore.open(pool) as opened, object_progress("drain") as progress:
         found = opened.find(device)
-        moved = opened.drain(device, progress=progress, rate_bytes_per_second=limit)
+        moved = opened.drain(found.device_id, progress=progress, rate_bytes_per_second=limit)
     say({"device": found.device_id, "url": found.url, "state": "evicted", "objects_moved": moved},
         f"{device} is drained and evicted; {moved} objects moved", as_json=as_json)  # fmt: skip
 
@@ -66,10 +66,10 @@ def drain(
 def readmit(pool: PoolName, device: DeviceName, as_json: Json = False) -> None:
     """Take an evicted device back, or a draining one online.  hpstore readmit pool.toml /mnt/b"""
     with hpstore.open(pool) as opened:
-        found = opened.find(device)
-        files = opened.readmit(device)
+        found = opened.find(device, returning=True)
+        files = opened.readmit(found.device_id)
         looked_after = orders.looked_after(opened)
-    given = orders.order(pool, device, Command.READMIT) if looked_after else None
+    given = orders.order(pool, found.device_id, Command.READMIT) if looked_after else None
     detail = "" if files is None else (
         f": {files.kept} files kept, {files.removed} removed, {files.quarantined} in quarantine"
     )  # fmt: skip
@@ -82,6 +82,70 @@ def readmit(pool: PoolName, device: DeviceName, as_json: Json = False) -> None:
         as_json=as_json)  # fmt: skip
 
 
+def replace(
+    pool: PoolName,
+    old: DeviceName,
+    new: Annotated[str, typer.Argument(help="directory or URL of the new device")],
+    domain: Annotated[str | None, typer.Option(help="failure domain; else the old one's")] = None,
+    rate: Rate = "",
+    as_json: Json = False,
+) -> None:
+    """Put a new disk in an old one's place, dead or alive.  hpstore replace pool.toml /mnt/b /mnt/g
+
+    The old one is drained if it answers, else evicted and made up for. Killed, run it again.
+    """
+    from hpstore.replacing import replace_device
+
+    with hpstore.open(pool) as opened, object_progress("replace") as progress:
+        done = replace_device(
+            opened, old, new, domain=domain, rate_bytes_per_second=rate_of(rate), progress=progress
+        )
+    facts = {
+        "old": done.old.device_id, "new": done.new, "url": done.old.url, "moved": done.moved,
+        "disk": done.location.disk, "serial": done.location.serial, "by_id": done.location.by_id,
+        "report": None if done.report is None else done.report.as_dict(),
+    }  # fmt: skip
+    made = f"{done.moved} objects moved" if done.report is None else (
+        f"it did not answer, {done.report.rebuilt + done.report.relaid} objects rebuilt"
+    )  # fmt: skip
+    say(facts, f"{new} is device {done.new[:8]} in the place of {done.old.device_id[:8]}: {made}\n"
+        f"the old disk: {done.location}\n"
+        f"`hpstore release` says when it can be taken out", as_json=as_json)  # fmt: skip
+    report = done.report
+    if report is not None and (report.unreadable or report.failed or report.stuck):
+        raise typer.Exit(UNMENDED_EXIT_CODE)
+
+
+def release(
+    pool: PoolName,
+    device: DeviceName,
+    wait: Annotated[float, typer.Option(help="seconds that processes have to let it go")] = 30.0,
+    as_json: Json = False,
+) -> None:
+    """See whether an evicted disk can be unmounted, who has it open, and which one it is.
+
+    hpstore release pool.toml /mnt/b
+    """
+    from hpstore.locating import locate
+    from hpstore.replacing import wait_released
+
+    with hpstore.open(pool, read_only=True) as opened:
+        member = opened.find(device, returning=True)
+        holders, location = wait_released(opened, member, wait), locate(member.url)
+    facts = {
+        "device": member.device_id, "url": member.url, "free": not holders, "disk": location.disk,
+        "serial": location.serial, "by_id": location.by_id,
+        "open_in": [{"pid": h.pid, "command": h.command, "files": h.files} for h in holders],
+    }  # fmt: skip
+    lines = [f"{member.url} has left the pool: {location}"]
+    lines += [f"process {h.pid} ({h.command}) has {h.files} files open there" for h in holders]
+    lines.append("end these or let them close their readers, then unmount it" if holders else
+                 "nothing that this user may see has it open: unmount it")  # fmt: skip
+    say(facts, "\n".join(lines), as_json=as_json)
+    if holders:
+        raise typer.Exit(UNMENDED_EXIT_CODE)
+
+
 def sit_out(pool: PoolName, device: DeviceName, as_json: Json = False) -> None:
     """Keep the agent from using a device until readmit.  hpstore sit-out pool.toml /mnt/b"""
     orders.tell(pool, device, Command.SIT_OUT, as_json=as_json)
@@ -92,4 +156,4 @@ def rate_of(text: str) -> float | None:
     return float(parse_bytes(text)) if text else None
 
 
-__all__ = ["add", "drain", "evict", "rate_of", "readmit", "sit_out"]
+__all__ = ["add", "drain", "evict", "rate_of", "readmit", "release", "replace", "sit_out"]
