@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import tomlkit
 
+from hpstore.device_urls import has_secrets
 from hpstore.errors import ConfigError
 from hpstore.units import GIB, MIB, parse_bytes
 
@@ -99,7 +100,7 @@ class PoolConfig:
 
     path: Path
     name: str
-    devices: tuple[str, ...]
+    devices: tuple[str, ...] = field(repr=False)  # URLs with what opens them
     settings: Settings = field(default_factory=Settings)
     agent: Mapping[str, object] = field(default_factory=dict)  # as written; hpstore.agent reads it
 
@@ -261,19 +262,32 @@ def save_config(config: PoolConfig) -> None:
     array.extend(config.devices)
     document["devices"] = array.multiline(True)
     try:
-        write_atomically(config.path, _tables_last(document))
+        write_atomically(config.path, _tables_last(document), mode=_mode(config))
     except OSError as error:
         raise ConfigError(f"{config.path} cannot be written: {error}") from error
 
 
-def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
+def _mode(config: PoolConfig) -> int | None:
+    """Of a pool.toml: for its owner alone where it holds passwords; else as it is, or the umask."""
+    if any(map(has_secrets, config.devices)):
+        return 0o600
+    return stat.S_IMODE(config.path.stat().st_mode) if config.path.exists() else None
+
+
+def write_atomically(
+    path: Path, text: str, *, durable: bool = True, mode: int | None = None
+) -> None:
     """Replace a text file; its content is synced before it has the name, if it must be `durable`.
+    `mode`: of the file, from its beginning; the umask decides unless given.
 
     The temporary name cannot be known beforehand: no link that lies there is followed.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}")
     try:
-        with open(temporary, "x") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with open(os.open(temporary, flags, 0o666 if mode is None else 0o600), "w") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             file.write(text)
             file.flush()
             if durable:

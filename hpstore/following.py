@@ -40,8 +40,8 @@ class Follower:
     def look(self, found: Round) -> None:
         """After a tick."""
         view, done = self._store.view, {d: f for d, f in self._asked.items() if f.done()}
-        for device in done.keys() | (self._asked.keys() - view.devices.keys()):
-            del self._asked[device]
+        for ended in done.keys() | (self._asked.keys() - view.devices.keys()):
+            del self._asked[ended]
         newest = max((f.result() for f in done.values() if f.exception() is None), default=0)
         if newest > view.record.generation:
             self._follow()

@@ -92,7 +92,7 @@ class PoolHandle(Closing):
         """`monitor`: whether devices' health is watched; by the settings, where there are threads,
         unless given."""
         self.config, self.read_only = config, read_only
-        self._opener = opener or device_opener(config.settings)
+        self._opener = opener or device_opener(config.settings, lambda: self.config.devices)
         self._options = (threads, erasure_backend)
         self._store = self._open_store(clock or SystemClock(), threads, erasure_backend)
         watched = config.settings.health and threads if monitor is None else monitor
@@ -158,10 +158,12 @@ class PoolHandle(Closing):
         self._exchange = threading.Lock()  # guards the exchange of the view
         self._starting = threading.Lock()  # guards _repairer
 
-    def _set_places(self, places: set[str]) -> None:
-        """Change where the settings look for devices, keeping their order."""
+    def _set_places(self, places: set[str], given: str = "") -> None:
+        """Change where the settings look for devices, keeping their order. `given`: one of them as
+        the caller wrote it, with what opens it."""
         known = [place for place in self.config.devices if same_form(place) in places]
-        new = sorted(places - {same_form(place) for place in known})
+        left = places - {same_form(place) for place in known}
+        new = sorted(given if place == same_form(given) else place for place in left)
         if [*known, *new] != list(self.config.devices):
             self.config = replace(self.config, devices=(*known, *new))
             if self.config.path.exists():
@@ -278,12 +280,15 @@ class PoolHandle(Closing):
             raise found
         return found
 
-    def _find_device(self, member: Member) -> OpenedDevice:
-        """Open a device that is no member now, where it was or anywhere in the settings."""
+    def _find_device(self, member: Member, given: str) -> OpenedDevice:
+        """Open a device that is no member now, where it was or anywhere in the settings. `given`:
+        what the caller named it by, perhaps a URL with what opens it."""
         was = [member.url] if trusted(self.config, member.url) else []
-        urls = {*was, *self.config.devices} - {
-            device.url for device in self._store.view.devices.values()
-        }
+        known = {same_form(url): url for url in (*was, *self.config.devices)}
+        if "://" in given:
+            known[same_form(given)] = given
+        open_now = {same_form(device.url) for device in self._store.view.devices.values()}
+        urls = [url for place, url in known.items() if place not in open_now]
         scheduler, deadline = self._store.scheduler, self.config.settings.open_deadline_seconds
         opened, failed = identify_all(sorted(urls), self._opener, scheduler, deadline)
         found = None

@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from hpstore.config import PoolConfig
+from hpstore.device_urls import without_secrets
 from hpstore.devices.base import Device
 from hpstore.errors import (
     ConfigError,
@@ -86,7 +87,11 @@ def create_members(
             raise DeviceInUse(f"device {device.url} already belongs to a pool", device=device.url)
     pool_id = uuid.uuid4().hex
     members = [
-        Member(device_id=uuid.uuid4().hex, url=url, domain=domains[i] if domains else f"d{i:03d}")
+        Member(
+            device_id=uuid.uuid4().hex,
+            url=without_secrets(url),
+            domain=domains[i] if domains else f"d{i:03d}",
+        )
         for i, url in enumerate(urls)
     ]
     record = PoolRecord(
@@ -344,6 +349,7 @@ def find_member(
     that have left or drain. Of several that a place may mean none is chosen: MembershipError names
     them with their ids.
     """
+    wanted = without_secrets(wanted)
     plain = wanted.removeprefix("file://").rstrip("/")
     everyone = [*record.members, *record.evicted]
 

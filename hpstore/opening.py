@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from hpstore.config import Settings
+from hpstore.device_urls import has_secrets, without_secrets
 from hpstore.devices.base import DIRECTORIES, READABLE, Device
 from hpstore.devices.local import LocalDevice
 from hpstore.devices.remote import RemoteDevice
@@ -49,12 +50,18 @@ class Proof:
     read_only: Mapping[str, DeviceReadOnly]
 
 
-def device_opener(settings: Settings) -> Opener:
-    """How URLs become devices: a path or file:// is local, any other URL goes through fsspec."""
+def device_opener(
+    settings: Settings, listed: Callable[[], Collection[str]] = tuple
+) -> Opener:  # fmt: skip
+    """How URLs become devices: a path or file:// is local, any other URL goes through fsspec.
+
+    `listed`: URLs of the settings, with the passwords that are shown nowhere else.
+    """
 
     def open_url(url: str) -> Device:
         if "://" in url and not url.startswith("file://"):
-            return RemoteDevice(url)
+            whole = {without_secrets(known): known for known in listed()}
+            return RemoteDevice(url if has_secrets(url) else whole.get(url, url))
         path = url.removeprefix("file://")
         if os.path.exists(path) and not os.path.isdir(path):
             raise ConfigError(f"device {path} is not a directory")
@@ -77,7 +84,7 @@ def identify(url: str, opener: Opener) -> OpenedDevice:
     """
     device = opener(url)
     try:
-        return _identify(url, device)
+        return _identify(without_secrets(url), device)
     except BaseException:
         device.close()
         raise
@@ -109,7 +116,8 @@ def identify_all(
     urls: Iterable[str], opener: Opener, scheduler: Scheduler, deadline_seconds: float,
     enough: Callable[[Mapping[str, OpenedDevice]], bool] = lambda opened: False,
 ) -> tuple[dict[str, OpenedDevice], dict[str, Exception]]:  # fmt: skip
-    """Identify devices side by side; those that answered and what went wrong, both by URL.
+    """Identify devices side by side; those that answered and what went wrong, both by URL as it may
+    be shown.
 
     A device that hangs costs the deadline once, not its neighbours' time, and no more than
     OPEN_PATIENCE where those that answered are `enough`; it is not asked again before it has
@@ -119,14 +127,14 @@ def identify_all(
 
     def ask(url: str) -> OpenedDevice:
         found = identify(url, opener)
-        answered[url] = found
+        answered[without_secrets(url)] = found
         return found
 
     def late(_: str, future: Future[OpenedDevice]) -> None:
         if future.exception() is None:
             future.result().device.close()
 
-    calls = {url: partial(ask, url) for url in urls}
+    calls = {without_secrets(url): partial(ask, url) for url in urls}
     patience = Patience(OPEN_PATIENCE, lambda _: enough(dict(answered)))
     opened: dict[str, OpenedDevice] = {}
     failed: dict[str, Exception] = {}
@@ -231,8 +239,8 @@ def make_place(url: str, settings: Settings) -> None:
 
 
 def same_form(url: str) -> str:
-    """A URL as it is, a path made absolute: equal for equal places."""
-    return url if "://" in url else os.path.abspath(url)
+    """A URL without its secrets, a path made absolute: equal for equal places."""
+    return without_secrets(url) if "://" in url else os.path.abspath(url)
 
 
 def shares_filesystem(urls: list[str]) -> list[str]:

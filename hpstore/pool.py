@@ -391,17 +391,17 @@ class Pool(TendedPool):
     def add_device(self, url: str, domain: str | None = None, *, force: bool = False) -> str:
         """Make an unused place a member; returns its device id. New objects use it at once."""
         self._writable()
-        url = same_form(url)
+        given, url = url, same_form(url)
         with self._change():
-            fresh, before = self._open_place(url), self.config
+            fresh, before = self._open_place(given if "://" in given else url), self.config
             try:
                 changes.require_no_member(self._store, fresh, url)
-                self._set_places({*map(same_form, before.devices), url})
+                self._set_places({*map(same_form, before.devices), url}, given)
                 # the settings first: a crash after the record is written must find the device
                 member = changes.add_member(self._store, fresh, url, domain, force=force)
             except HpstoreError:
                 if not changes.claimed_by(self._store, fresh):
-                    self._set_places(set(before.devices))
+                    self._set_places({*map(same_form, before.devices)})
                 raise
             finally:
                 fresh.close()
@@ -463,9 +463,10 @@ class Pool(TendedPool):
                 changes.set_state(self._store, member.device_id, DeviceState.ONLINE)
                 self.refresh()
                 return None
-            back = self._find_device(member).device
+            back = self._find_device(member, device).device
             # the settings first: a record that has reached some devices must find the device
-            self._set_places({*map(same_form, self.config.devices), same_form(back.url)})
+            places = {*map(same_form, self.config.devices), same_form(back.url)}
+            self._set_places(places, device)
             try:
                 found = changes.readmit_member(self._store, member, back)
             finally:  # closed when no call uses it any more

@@ -50,7 +50,7 @@ def replace_device(
             "place of its own, or evict the old one, unmount it and mount the new one there."
         )
     location = locate(pool.places.get(member.device_id, member.url))
-    added = _added(pool, member, place, domain or member.domain)
+    added = _added(pool, member, new, domain or member.domain)
     try:
         if answers:
             moved = pool.drain(
@@ -69,12 +69,12 @@ def replace_device(
     return Replaced(old=member, new=added, moved=moved, report=report, location=location)
 
 
-def _added(pool: Pool, old: Member, place: str, domain: str) -> str:
+def _added(pool: Pool, old: Member, new: str, domain: str) -> str:
     """The id of the device at a place, added unless it is a member since a run before this one."""
     for device, url in pool.places.items():
-        if same_form(url) == place and device != old.device_id:
+        if same_form(url) == same_form(new) and device != old.device_id:
             return device
-    return pool.add_device(place, domain)
+    return pool.add_device(new, domain)
 
 
 def _answers(pool: Pool, device: str) -> bool:

@@ -13,6 +13,7 @@ import fsspec
 import numpy as np
 
 from hpstore.codec.galois import Bytes
+from hpstore.device_urls import without_secrets, without_secrets_of
 from hpstore.devices.base import QUARANTINE, Entry, Hold, Stamp, Usage, raise_device_error
 from hpstore.devices.horizons import (
     COUNTER_BYTES,
@@ -38,7 +39,8 @@ class RemoteDevice:
     """
 
     def __init__(self, url: str) -> None:
-        self.url, self.mode, self.folds_names = url, "remote", False
+        shown = without_secrets(url)
+        self.url, self.mode, self.folds_names = shown, "remote", False
         self.memory_alignment = 1
         # Any: fsspec is untyped
         self._fs: Any
@@ -47,7 +49,11 @@ class RemoteDevice:
                 url, use_listings_cache=False, skip_instance_cache=False
             )
         except (OSError, ValueError, ImportError) as error:
-            raise DeviceMissing(f"device {url} cannot be opened: {error}", device=url) from error
+            reason = without_secrets_of(url, str(error))
+            cause = error if reason == str(error) else None  # a traceback would show it
+            raise DeviceMissing(
+                f"device {shown} cannot be opened: {reason}", device=shown
+            ) from cause
         self._base = root.rstrip("/")
 
     def _path(self, path: str) -> str:
