@@ -75,8 +75,9 @@ class Checkpointer(Loading):
     background before they come, of the size of `example` or of the newest step
     (docs/checkpoints.md). on_sigterm: "finish" the save under way, within `drain_seconds`, and end,
     or "save": all ranks stop after one step, within these seconds (reached_preemption()).
-    accelerator: what copies from devices, for tests and for other back ends (default: CUDA when
-    there is one).
+    min_losses_tolerated: further lost devices that a save must survive, else it is refused
+    (default: by the pool's settings). accelerator: what copies from devices, for tests and for
+    other back ends (default: CUDA when there is one).
     """
 
     last_restore: RestoreReport | None
@@ -110,6 +111,7 @@ class Checkpointer(Loading):
         on_sigterm: str = "finish",
         group: Any = None,
         alone: bool = False,
+        min_losses_tolerated: int | None = None,
         accelerator: Accelerator | None = None,
     ) -> None:
         require_options(pool, commit_seconds=commit_seconds, drain_seconds=drain_seconds)
@@ -118,6 +120,7 @@ class Checkpointer(Loading):
         self._steps = Steps(pool, prefix)
         self.pool, self.prefix, self.rng, self.allow_pickle = pool, prefix, rng, allow_pickle
         self.on_busy, self.max_stall_seconds = checked_on_busy(on_busy), max_stall_seconds
+        self.min_losses_tolerated = min_losses_tolerated
         self.background = checked_background(background)
         self.compression = checked_codec(compression)
         self.reuse, self.warm, self.lineage = reuse, warm, dict(lineage or {})
@@ -266,6 +269,7 @@ class Checkpointer(Loading):
             step=step, tree=prepared.tree, names=prepared.names, within=prepared.within,
             session=self._session, overwrite=overwrite, extra=extra, codec=self.compression,
             began=began, progress=counting(progress, prepared.total_bytes) if progress else None,
+            min_losses_tolerated=self.min_losses_tolerated,
             rate_bytes_per_second=None if self._stopping
             else pace(self.background, prepared.total_bytes, interval),
         )  # fmt: skip

@@ -58,6 +58,7 @@ class SaveOptions:
     began: float
     progress: Callable[[int], None] | None = None  # told the bytes that are about to be written
     within: bool = False  # the manifest holds the bytes of the tensors: one put is the save
+    min_losses_tolerated: int | None = None  # of all that is put; the pool's settings unless given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,6 +249,7 @@ class SaveJob:
                     data.data,
                     rate_bytes_per_second=self._options.rate_bytes_per_second,
                     progress=self._options.progress,
+                    min_losses_tolerated=self._options.min_losses_tolerated,
                 )
                 digests = hashes.result()
             if info.size != packed.size:
@@ -367,6 +369,7 @@ class SaveJob:
         try:
             info = self._pool.put(
                 key, data, if_absent=before is None, if_version=before,
+                min_losses_tolerated=self._options.min_losses_tolerated,
                 progress=lambda _: self._require_mine(),
             )  # fmt: skip
         except VersionConflict as error:

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
+_LEAST = {
+    "memory_bytes": 1, "workers_per_device": 1, "queue_depth": 1, "compute_threads": 1,
+    "recycle_bytes": 0, "min_losses_tolerated": 0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +50,7 @@ class Settings:
     workers_per_device: int = 2  # 4-12 writers in all saturate what we measured; 8 a device do not
     queue_depth: int = 256  # calls that may wait for one device
     compute_threads: int = 2  # encode and checksum: 14 GB/s on one thread, 20 on two
+    min_losses_tolerated: int = 0  # further ones that a write must survive, else it is refused
     direct: bool = True  # O_DIRECT on local devices
     health: bool = True  # slow devices are looked for, and kept off the path of reads
     hedge_percent: float = 5.0  # of the bytes read, for spares of reads that are late; 0: none
@@ -58,9 +63,11 @@ class Settings:
     # else ~/.local/state/hpstore: it must outlive a restart of the machine
 
     def __post_init__(self) -> None:
-        for name in ("memory_bytes", "workers_per_device", "queue_depth", "compute_threads"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"setting {name} must be at least 1")
+        for name, least in _LEAST.items():
+            if getattr(self, name) < least:
+                raise ConfigError(
+                    f"setting {name} must {'be at least 1' if least else 'not be negative'}"
+                )
         for setting in fields(self):
             value = getattr(self, setting.name)
             if setting.name.endswith("_seconds") and not 0 < value < 1e9:
@@ -70,14 +77,11 @@ class Settings:
                 raise ConfigError(f"setting {name} must be from 0o400 to 0o777")
         if not 0 <= self.hedge_percent <= 100:
             raise ConfigError("setting hedge_percent must be from 0 to 100")
-        if self.recycle_bytes < 0:
-            raise ConfigError("setting recycle_bytes must not be negative")
         if self.workers_per_device > 64 or self.compute_threads > 256:
             raise ConfigError("at most 64 workers_per_device and 256 compute_threads")
-        if self.run_directory and not os.path.isabs(self.run_directory):
-            raise ConfigError("setting run_directory must be absolute: processes share its locks")
-        if self.state_directory and not os.path.isabs(self.state_directory):
-            raise ConfigError("setting state_directory must be absolute: processes share it")
+        for name in ("run_directory", "state_directory"):
+            if (where := getattr(self, name)) and not os.path.isabs(where):
+                raise ConfigError(f"setting {name} must be absolute: processes share it")
         if self.memory_bytes < 16 * MIB:
             raise ConfigError("setting memory_bytes must be at least 16 MiB")
         if self.tombstone_seconds <= self.put_deadline_seconds:

@@ -175,6 +175,10 @@ class RedundancyError(HpstoreError):
     exit_code = 30
 
 
+class RedundancyWarning(UserWarning):
+    """Something is stored, and survives fewer losses than the pool's parity."""
+
+
 class TooFewDevices(RedundancyError):
     """Too few devices answered. What was there before is unchanged."""
 
@@ -307,6 +311,7 @@ __all__ = [
     "PoolFull",
     "ReadAbandoned",
     "RedundancyError",
+    "RedundancyWarning",
     "RegistersForeign",
     "RegistersUnavailable",
     "StepBroken",

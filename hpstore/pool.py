@@ -45,6 +45,7 @@ from hpstore.records import DeviceState
 from hpstore.scrub import scrub_all
 from hpstore.status import PoolStatus, pool_status
 from hpstore.tending import TendedPool
+from hpstore.tolerance import require_stored, require_tolerance, wanted_losses
 
 T = TypeVar("T")
 
@@ -83,6 +84,7 @@ class Pool(TendedPool):
         rate_bytes_per_second: float | None = None,
         progress: Callable[[int], None] | None = None,
         unit_bytes: int | None = None,
+        min_losses_tolerated: int | None = None,
     ) -> ObjectInfo:
         """Store `data` (bytes-like, or an open binary file) under `key`.
 
@@ -92,10 +94,10 @@ class Pool(TendedPool):
         belongs to this call until it returns. `metadata`: JSON, at most 1 KiB. With `if_absent`
         or `if_version` (an ObjectInfo's version) VersionConflict is raised when it does not hold;
         that is exact between all processes that reach the devices (stores without locks: in one run
-        directory). `rate_bytes_per_second` spreads the work;
-        `progress` is called by this thread with the bytes about to be written, again when a device
-        fails and they are written anew. `unit_bytes`: stripe unit of this object, the pool's
-        unless given.
+        directory). `rate_bytes_per_second` spreads the work; `progress` is called by this thread
+        with the bytes about to be written, again when a device fails and they are written again.
+        `unit_bytes`: stripe unit of this object, the pool's unless given. `min_losses_tolerated`:
+        refused where fewer would be, by the settings unless given.
 
         Raises TooFewDevices, VersionConflict, LockTimeout, RegistersUnavailable, RegistersForeign
         (with a condition), InvalidKey, ConfigError (metadata, unit).
@@ -105,7 +107,7 @@ class Pool(TendedPool):
         encode_metadata(metadata or {})
         if unit_bytes is not None:
             check_unit(self.config, self.data + self.parity, unit_bytes)
-        source = as_source(data)
+        source, wanted = as_source(data), wanted_losses(self._store, min_losses_tolerated)
         limit = RateLimit(rate_bytes_per_second, self._store.clock)
 
         def throttle(count: int) -> None:
@@ -113,15 +115,19 @@ class Pool(TendedPool):
             if progress is not None:
                 progress(count)
 
+        require_tolerance(self._store, wanted, repr(key))
         if not if_absent and if_version is None:
-            return put_object(
+            info = put_object(
                 self._store, key, source, metadata=metadata or {}, throttle=throttle,
                 unit_bytes=unit_bytes,
             )  # fmt: skip
-        return put_if(
-            self._store, self._claims, key, source, metadata=metadata or {}, if_absent=if_absent,
-            if_version=if_version, throttle=throttle, unit_bytes=unit_bytes,
-        )  # fmt: skip
+        else:
+            info = put_if(
+                self._store, self._claims, key, source, metadata=metadata or {}, throttle=throttle,
+                if_absent=if_absent, if_version=if_version, unit_bytes=unit_bytes,
+            )  # fmt: skip
+        require_stored(info, wanted)
+        return info
 
     def prepare_space(
         self,

@@ -50,6 +50,8 @@ def run(
     from hpstore.agent.serve import StatusServer
 
     logging.getLogger("hpstore").setLevel(logging.INFO)
+    for handler in logging.getLogger().handlers:  # it runs for months: when matters
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     config = find_config(pool)
     with ExitStack() as stack:
         opened = stack.enter_context(Pool(config, read_only=dry_run))

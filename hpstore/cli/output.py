@@ -234,7 +234,11 @@ def show_status(status: PoolStatus) -> None:
         f"{count} of the degraded objects are healed last: {why}"
         for why, count in status.expiring.items()
     ]
-    if status.effective_data == 0:
+    full = sum(device.state == "full" for device in status.devices)
+    if full:
+        takes = "no new data fits" if not status.effective_data else "they take no new columns"
+        lines.append(f"FULL: {full} of {len(status.devices)} devices have no room left, {takes}")
+    elif status.effective_data == 0:
         lines.append("too few devices for new data: reads only")
     lines += _how_known(status)
     lines += status.decisions

@@ -10,12 +10,13 @@ import errno
 import io
 import os
 import shutil
+import warnings
 from collections.abc import Iterable
 from typing import Any, BinaryIO
 
 from fsspec.callbacks import DEFAULT_CALLBACK
 
-from hpstore.errors import ObjectNotFound, VersionConflict
+from hpstore.errors import ObjectNotFound, RedundancyWarning, VersionConflict
 from hpstore.interop.bulk import read_ranges, read_slice
 from hpstore.interop.listing import PoolListing
 from hpstore.interop.moving import Selection, plan_move
@@ -32,6 +33,7 @@ from hpstore.interop.tree import metadata_first
 from hpstore.objects.info import ObjectInfo
 from hpstore.pooled import PooledReader
 
+_CALLER = 4  # frames above a warning: the caller of most methods that write
 _MODES = {"rb+": "r+b", "wb+": "w+b", "ab+": "a+b"}  # other ways to write the same
 
 
@@ -45,6 +47,10 @@ class HpstoreFileSystem(PoolListing):
 
     `spool_bytes`: how much of a write stream waits in memory; the rest waits in an unlinked file
     in `spool_directory` (default: the machine's place for temporary files).
+
+    `min_losses_tolerated`: further lost devices that a write must survive, else it is refused with
+    TooFewDevices (default: as the pool's settings say, 0). What is stored with less than the pool's
+    parity is a RedundancyWarning, once for each pool.
 
     Errors of hpstore go through as they are; ObjectNotFound is a FileNotFoundError, and an
     exclusive write that finds an object raises FileExistsError.
@@ -156,10 +162,11 @@ class HpstoreFileSystem(PoolListing):
             if "w" in mode:
                 self._put(place, file)
                 return
-            place.mount.pool.put(
+            self._stored(place, place.mount.pool.put(
                 place.key, file, None if before is None else before.metadata,
                 if_absent=before is None, if_version=None if before is None else before.version,
-            )  # fmt: skip
+                min_losses_tolerated=self._least,
+            ))  # fmt: skip
 
         return UpdateStream(path, spool, put, autocommit=autocommit, mode=mode, fs=self)
 
@@ -234,9 +241,24 @@ class HpstoreFileSystem(PoolListing):
     ) -> None:
         """Pool.put, with a conflict of an exclusive write as FileExistsError."""
         try:
-            place.mount.pool.put(place.key, data, metadata, if_absent=exclusive)
+            info = place.mount.pool.put(
+                place.key, data, metadata, if_absent=exclusive, min_losses_tolerated=self._least
+            )
         except VersionConflict as error:
             raise FileExistsError(errno.EEXIST, str(error), place.path(place.key)) from error
+        self._stored(place, info)
+
+    def _stored(self, place: Place, info: ObjectInfo) -> None:
+        """Warn once of a pool in which writes survive less than its parity."""
+        mount, parity = place.mount, place.mount.pool.parity
+        if info.losses_tolerated < parity and not mount.warned:
+            mount.warned = True
+            warnings.warn(
+                f"{place.path(place.key)} is stored, and survives {info.losses_tolerated} further "
+                f"lost devices, not {parity}: devices are away. `hpstore status "
+                f"{mount.pool.config.path}` says which; min_losses_tolerated refuses such writes.",
+                RedundancyWarning, stacklevel=_CALLER,
+            )  # fmt: skip
 
     def pipe_file(self, path: str, value: Any, mode: str = "overwrite", **kwargs: Any) -> None:
         """Put bytes; with mode "create" only where no object is. Durable on return."""

@@ -26,7 +26,7 @@ class Mount:
     """An open pool and the directories that `mkdir` made in it, which only this process knows."""
 
     def __init__(self, pool: Pool) -> None:
-        self.pool = pool
+        self.pool, self.warned = pool, False
         self._made: dict[str, None] = {}  # single dict operations only: atomic, no lock
 
     def made(self) -> list[str]:

@@ -70,11 +70,13 @@ class PoolPaths(AbstractFileSystem, metaclass=_Canonical):  # type: ignore[misc]
         read_only: bool = False,
         spool_bytes: int = SPOOL_BYTES,
         spool_directory: str | None = None,
+        min_losses_tolerated: int | None = None,
         **options: Any,  # Any: fsspec's own
     ) -> None:
         super().__init__(**{**options, "use_listings_cache": False})
         self.read_only = read_only
         self._spool_bytes, self._spool_directory = spool_bytes, spool_directory
+        self._least = min_losses_tolerated
         self._where = pool
         self._own = Mount(pool) if isinstance(pool, Pool) else None
         self._configs: dict[str, PoolConfig] = {}

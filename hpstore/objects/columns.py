@@ -109,8 +109,8 @@ class ColumnReader:
         if bad:
             error = BlocksDamaged(
                 f"{self.where}: {len(bad)} blocks, first at column byte {bad[0] * BLOCK_BYTES}, "
-                "do not match their checksums; these rows are decoded from other columns, and the "
-                "object is queued for repair"
+                "do not match their checksums; these rows are decoded from other columns. A "
+                "process that has the pool open for writing repairs the object, or a scrub"
             )
             error.blocks = bad
             raise error

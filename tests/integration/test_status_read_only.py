@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -126,3 +127,15 @@ def test_some_file_is_one_below_or_none(tmp_path: Path) -> None:
     (tmp_path / "objects/a/b/c").write_text("x")
     assert some_file(fd, "objects") == "objects/a/b/c"
     os.close(fd)
+
+
+def test_a_full_pool_is_called_full(pool: hpstore.Pool, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was called short of devices, where it was said at all."""
+    found = pool.status()
+    full = replace(
+        found, devices=tuple(replace(d, state="full") for d in found.devices), effective_data=0
+    )
+    show_status(full)
+    assert "FULL: 5 of 5 devices have no room left, no new data fits" in capsys.readouterr().out
+    show_status(found)
+    assert "FULL" not in capsys.readouterr().out
