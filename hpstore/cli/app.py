@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 import hpstore
 from hpstore.cli import agent, bench, devices, durability, gpu
-from hpstore.cli.asking import Yes, agree, named, refuse_existing
+from hpstore.cli.asking import Yes, agree, first_of, refuse_existing
 from hpstore.cli.checkpoints import checkpoints
 from hpstore.cli.datasets import datasets
 from hpstore.cli.devices import rate_of
@@ -327,8 +327,8 @@ def rm(
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Delete objects; goes on past absent ones.  hpstore rm pool.toml runs/a runs/b --yes"""
-    agree(f"delete {len(keys)} objects of {pool}: {named(keys)}", yes=yes)
+    """Delete objects; goes on past absent ones.  hpstore rm pool.toml runs/a runs/b"""
+    agree(f"delete {len(keys)} objects of {pool}: {first_of(keys)}", yes=yes, named=True)
     deleted: list[str] = []
     absent: list[str] = []
     with hpstore.open(pool) as opened:

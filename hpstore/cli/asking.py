@@ -16,15 +16,17 @@ REFUSED_EXIT_CODE = 1  # the answer was no
 _NAMED = 5
 
 
-def agree(question: str, *, yes: bool) -> None:
+def agree(question: str, *, yes: bool, named: bool = False) -> None:
     """Return when the user means it; before anything is changed.
 
     `question`: what will be gone, such as "delete data set train". Raises ConfigError where no
-    terminal can be asked, typer.Exit on any answer but yes.
+    terminal can be asked, unless what goes was `named` one by one, as scripts do it; typer.Exit on
+    any answer but yes.
     """
-    if yes:
+    terminal = sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()
+    if yes or (named and not terminal):
         return
-    if not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
+    if not terminal:
         raise ConfigError(
             f"{question}? There is no terminal to ask, and nothing was changed: say --yes"
         )
@@ -39,10 +41,10 @@ def refuse_existing(path: Path, *, force: bool) -> None:
         raise ConfigError(f"{path} exists, and was left as it is; --force replaces it")
 
 
-def named(things: list[str]) -> str:
+def first_of(things: list[str]) -> str:
     """The first few of them, and how many there are."""
     more = f" and {len(things) - _NAMED} more" if len(things) > _NAMED else ""
     return ", ".join(things[:_NAMED]) + more
 
 
-__all__ = ["REFUSED_EXIT_CODE", "Yes", "agree", "named", "refuse_existing"]
+__all__ = ["REFUSED_EXIT_CODE", "Yes", "agree", "first_of", "refuse_existing"]

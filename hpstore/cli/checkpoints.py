@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import hpstore
-from hpstore.cli.asking import Yes, agree, named
+from hpstore.cli.asking import Yes, agree, first_of
 from hpstore.cli.output import UNMENDED_EXIT_CODE, byte_progress, emit_json, say, table
 from hpstore.cli.transfer import export, import_
 from hpstore.errors import CheckpointError, ConfigError, HpstoreError
@@ -184,11 +184,11 @@ def rm(
     with hpstore.open(pool) as opened:
         found = steps_of(opened, prefix)
         numbers = dict.fromkeys(resolved(found, step) for step in steps)  # before any is deleted
-        question = f"delete steps {named([str(number) for number in numbers])} of {prefix}"
+        question = f"delete steps {first_of([str(number) for number in numbers])} of {prefix}"
         if "latest" in steps:
             number = resolved(found, "latest")
             question += f"; latest is step {number}, from which a training would go on"
-        agree(question, yes=yes)
+        agree(question, yes=yes, named="latest" not in steps)
         for step in numbers:
             try:
                 found.delete(step, force=force)

@@ -39,13 +39,13 @@ def evict(
     pool: PoolName, device: DeviceName, force: Force = False, yes: Yes = False,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Take a device out at once; what it held counts as lost.  hpstore evict pool.toml /mnt/b --yes
+    """Take a device out at once; what it held counts as lost.  hpstore evict pool.toml /mnt/b
 
     `drain` moves what it holds first.
     """
     with hpstore.open(pool) as opened:
         found = opened.find(device)
-        agree(f"evict {found.url}: what it holds counts as lost", yes=yes)
+        agree(f"evict {found.url}: what it holds counts as lost", yes=yes, named=True)
         opened.evict(found.device_id, force=force)
     say({"device": found.device_id, "url": found.url, "state": "evicted"},
         f"{device} is evicted; `hpstore rebuild` heals what it held", as_json=as_json)  # fmt: skip

@@ -47,7 +47,16 @@ def facts(pool: str) -> tuple[object, ...]:
                 len(opened.list("runs/a")), [d.state for d in opened.status().devices])  # fmt: skip
 
 
-@pytest.mark.parametrize("name", DESTRUCTIVE)
+@pytest.mark.parametrize("name", ["rm", "checkpoint rm", "evict"])
+def test_what_is_named_one_by_one_goes_without_a_terminal(cli: Cli, name: str) -> None:
+    """As scripts do it."""
+    before, (words, rest) = facts(cli.pool), DESTRUCTIVE[name]
+    rest = tuple(cli.directory / one if one == "disk3" else one for one in rest)
+    cli(*words, cli.pool, *rest)
+    assert facts(cli.pool) != before
+
+
+@pytest.mark.parametrize("name", ["dataset rm", "checkpoint rm latest"])
 def test_nothing_is_deleted_without_a_terminal_and_without_yes(cli: Cli, name: str) -> None:
     """Point 8: `hpstore dataset rm` deleted at once. One line, code 2, nothing has changed."""
     before, (words, rest) = facts(cli.pool), DESTRUCTIVE[name]
@@ -66,7 +75,7 @@ def test_on_a_terminal_it_is_asked(cli: Cli, answer: str, code: int) -> None:
     ours, theirs = pty.openpty()
     run = subprocess.Popen(
         [sys.executable, "-m", "hpstore", "dataset", "rm", cli.pool, "train"],
-        stdin=theirs, stderr=theirs, stdout=subprocess.PIPE, cwd=ROOT,
+        stdin=theirs, stderr=theirs, stdout=subprocess.DEVNULL, cwd=ROOT,
     )  # fmt: skip
     os.close(theirs)
     os.write(ours, f"{answer}\n".encode())
