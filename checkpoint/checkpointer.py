@@ -117,12 +117,11 @@ class Checkpointer(Loading):
         require_options(pool, commit_seconds=commit_seconds, drain_seconds=drain_seconds)
         best = Best(metric=keep_best) if isinstance(keep_best, str) else keep_best
         self.retention = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=best)
-        self._steps = Steps(pool, prefix)
+        self._steps, self.compression = Steps(pool, prefix), checked_codec(compression)
         self.pool, self.prefix, self.rng, self.allow_pickle = pool, prefix, rng, allow_pickle
         self.on_busy, self.max_stall_seconds = checked_on_busy(on_busy), max_stall_seconds
         self.min_losses_tolerated = min_losses_tolerated
         self.background = checked_background(background)
-        self.compression = checked_codec(compression)
         self.reuse, self.warm, self.lineage = reuse, warm, dict(lineage or {})
         self._ranks = Ranks(commit_seconds, group, alone=alone)
         self._preemption, self._drain_seconds, self._alone = None, drain_seconds, alone

@@ -280,7 +280,7 @@ class PoolHandle(Closing):
             raise found
         return found
 
-    def _find_device(self, member: Member, given: str) -> OpenedDevice:
+    def _find_device(self, member: Member, given: str = "") -> OpenedDevice:
         """Open a device that is no member now, where it was or anywhere in the settings. `given`:
         what the caller named it by, perhaps a URL with what opens it."""
         was = [member.url] if trusted(self.config, member.url) else []

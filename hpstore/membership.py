@@ -87,12 +87,8 @@ def create_members(
             raise DeviceInUse(f"device {device.url} already belongs to a pool", device=device.url)
     pool_id = uuid.uuid4().hex
     members = [
-        Member(
-            device_id=uuid.uuid4().hex,
-            url=without_secrets(url),
-            domain=domains[i] if domains else f"d{i:03d}",
-        )
-        for i, url in enumerate(urls)
+        Member(device_id=uuid.uuid4().hex, url=url, domain=domains[i] if domains else f"d{i:03d}")
+        for i, url in enumerate(map(without_secrets, urls))
     ]
     record = PoolRecord(
         spread=bound_spread(data + parity, parity, list(Counter(domains or urls).values())),
