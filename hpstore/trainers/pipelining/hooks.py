@@ -108,10 +108,7 @@ class PipelineHooks(Closing):
         skip_nonfinite: bool = False,
         on_sigterm: str = "save",
     ) -> None:
-        if snapshot not in SNAPSHOTS:
-            raise ConfigError(f"snapshot {snapshot!r} is not one of {', '.join(SNAPSHOTS)}")
-        if every is not None and (every < 1 or ckpt is None):
-            raise ConfigError("every: a number of steps above 0, and a checkpointer to save with")
+        _require_saving(snapshot, every, ckpt)
         self.stages, self.num_stages = tuple(sorted(stages)), num_stages
         self.every, self.lazy, self.microbatches = every, lazy, microbatches
         self.snapshot, self.skip_nonfinite = snapshot, skip_nonfinite
@@ -458,6 +455,14 @@ class PipelineHooks(Closing):
         """Stop fetching. The checkpointer and the loader stay the caller's. Idempotent."""
         self.gate.open()
         self._supply.close()
+
+
+def _require_saving(snapshot: str, every: int | None, ckpt: Checkpointer | None) -> None:
+    """Raise ConfigError for saves that cannot be made so."""
+    if snapshot not in SNAPSHOTS:
+        raise ConfigError(f"snapshot {snapshot!r} is not one of {', '.join(SNAPSHOTS)}")
+    if every is not None and (every < 1 or ckpt is None):
+        raise ConfigError("every: a number of steps above 0, and a checkpointer to save with")
 
 
 __all__ = ["PipelineHooks"]
