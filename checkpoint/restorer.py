@@ -13,6 +13,7 @@ from hpstore.checkpoint.pruning import pruned
 from hpstore.checkpoint.ranks import Channel, Ranks
 from hpstore.checkpoint.restoring import RestoreOptions, RestoreReport, restore_state
 from hpstore.checkpoint.steps import Steps, newest_untried
+from hpstore.descriptors import blamed, exhausted_total
 from hpstore.errors import (
     CheckpointError,
     CheckpointMismatch,
@@ -102,6 +103,7 @@ def _try(
 ) -> tuple[Manifest, RestoreReport] | Exception:  # fmt: skip
     """Restore one step; what went wrong on any rank, when it can be passed over."""
     error: Exception | None = None
+    before = exhausted_total()
     tree: Any = None
     left: list[str] = []
     try:
@@ -112,7 +114,7 @@ def _try(
         if ranks.world > 1:
             tree, left = pruned(tree, state)
     except Exception as found:  # noqa: BLE001 (told to the other ranks, then raised)
-        error = found
+        error = blamed(found, before)
     if ranks.world > 1:  # what no rank takes is found before anything is filled
         outcome = _agree(ranks, step, error, left, strict=how.strict)
         if outcome is not None:
@@ -122,7 +124,7 @@ def _try(
         try:
             done = restore_state(steps.pool, manifest, tree, state, how, touched)
         except Exception as found:  # noqa: BLE001 (as above)
-            error = found
+            error = blamed(found, before)
     outcome = _agree(ranks, step, error, [], strict=False)
     if outcome is not None or done is None:
         return outcome or IntegrityError(f"step {step} was not restored")

@@ -15,6 +15,7 @@ from hpstore.checkpoint.accelerator import Accelerator
 from hpstore.checkpoint.arena import Arena
 from hpstore.checkpoint.collecting import collector_paused
 from hpstore.checkpoint.copying import Copier
+from hpstore.checkpoint.forks import calm_torch
 from hpstore.checkpoint.gates import CopyGate
 from hpstore.checkpoint.optimizers import local_part
 from hpstore.checkpoint.packing import Segment
@@ -42,6 +43,7 @@ class Stage:
     thread write(); the arena is the save's from begin() to the end of write()."""
 
     def __init__(self, mode: str, accelerator: Accelerator | None) -> None:
+        calm_torch()
         self.arena = Arena(accelerator)
         self._copier = Copier()
         self._accelerator = accelerator

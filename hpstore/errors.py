@@ -15,9 +15,11 @@
         DeviceReadOnly               exit 15
         DeviceInUse                  exit 16  already belongs to a pool
         ReadAbandoned                exit 17  nobody waits for it any more; the device was not asked
+        DescriptorsExhausted         exit 18  this process has too many open files
       FormatTooNew                   exit 20  written by a newer hpstore
       IntegrityError                 exit 21  bytes do not match their checksum
         BlocksDamaged                exit 22  blocks of one column; its others can be used
+        MalformedFile                exit 23  a file that was named is not what it is said to be
       RedundancyError                exit 30
         TooFewDevices                exit 31  a write or a membership change cannot be made safe
           PoolFull                   exit 37  devices have too few bytes or inodes left for it
@@ -147,6 +149,13 @@ class ReadAbandoned(DeviceError):
     exit_code = 17
 
 
+class DescriptorsExhausted(DeviceError):
+    """This process, or this machine, has no file descriptor left. Says nothing of a device, nor of
+    what is stored: raise `ulimit -n`, or close files."""
+
+    exit_code = 18
+
+
 class FormatTooNew(HpstoreError):
     """Written by a newer hpstore. Nothing was read or changed; upgrade to use it."""
 
@@ -258,6 +267,17 @@ class IngestError(HpstoreError):
     exit_code = 45
 
 
+class MalformedFile(IntegrityError, IngestError, CheckpointError, ConfigError):
+    """A file that the user named is damaged, cut, or not what it is said to be. Nothing was taken
+    from it.
+
+    It is what callers catch of imports, ingests and settings, too: one class for hostile bytes,
+    whatever they were to be.
+    """
+
+    exit_code = 23
+
+
 class ForecastError(HpstoreError):
     """A drive-stats file or a forecast model cannot be used. Nothing was written."""
 
@@ -289,6 +309,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointMismatch",
     "ConfigError",
+    "DescriptorsExhausted",
     "DeviceError",
     "DeviceForeign",
     "DeviceFull",
@@ -306,6 +327,7 @@ __all__ = [
     "IntegrityError",
     "InvalidKey",
     "LockTimeout",
+    "MalformedFile",
     "MembershipError",
     "ObjectNotFound",
     "PoolFull",

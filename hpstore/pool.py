@@ -9,6 +9,7 @@ import numpy as np
 
 from hpstore import changes
 from hpstore.config import PoolConfig
+from hpstore.descriptors import blamed, exhausted_total
 from hpstore.errors import (
     HpstoreError,
     MembershipError,
@@ -279,18 +280,19 @@ class Pool(TendedPool):
         InvalidKey for a prefix that no key can have.
         """
         self._usable()
-        before = self._store.view
+        before, starved = self._store.view, exhausted_total()
         found = walk(self._store, prefix)
         view, surveys = self._store.view, found.surveys
         unknown = found.unknown | view.record.unhealed()
         if certain and not view.record.opens_without(unknown):
             if self._store.look_again(before):
                 return self.list(prefix, certain=True)
-            raise TooFewDevices(
+            error = TooFewDevices(
                 f"{len(unknown)} devices do not answer or were evicted since the last rebuild, "
                 f"parity covers {view.record.parity}: objects under {prefix!r} may be there "
                 "unseen. Nothing was changed. Bring devices back, or rebuild if they are gone."
             )
+            raise blamed(error, starved)
         return sorted(key for key, s in surveys.items() if live_layout(self._store, s) is not None)
 
     def delete(self, key: str) -> None:

@@ -14,6 +14,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
 from hpstore.buffers import lock_for_life
 from hpstore.codec.galois import Bytes
+from hpstore.descriptors import blamed, exhausted_total
 from hpstore.errors import ConfigError, IntegrityError, TooManyErasures
 from hpstore.loaders.batches import nbytes_of
 from hpstore.loaders.draws import Indices
@@ -176,10 +177,13 @@ class Finish:
     def _readable(self, session: AnySession, piece: Piece, indices: Indices) -> list[int]:
         """Rows of a piece that can be read, found one by one. Names what cannot, or counts it."""
         good = []
+        before = exhausted_total()
         for row, index in enumerate(indices.tolist()):
             try:
                 session.batch(indices[row : row + 1])
             except (IntegrityError, TooManyErasures) as error:
+                if (cause := blamed(error, before)) is not error:
+                    raise cause from error
                 if not self._skip:
                     where = f"position {piece.start + row} of epoch {piece.epoch}"
                     raise type(error)(

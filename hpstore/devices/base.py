@@ -20,13 +20,16 @@ from dataclasses import dataclass
 from typing import NamedTuple, NoReturn, Protocol
 
 from hpstore.codec.galois import Bytes
+from hpstore.descriptors import exhausted_hint, note_exhausted
 from hpstore.devices.horizons import HorizonGuard
 from hpstore.errors import (
+    DescriptorsExhausted,
     DeviceError,
     DeviceFull,
     DeviceMissing,
     DeviceReadOnly,
     DeviceTimeout,
+    ReadAbandoned,
 )
 from hpstore.keys import OBJECTS
 
@@ -38,6 +41,7 @@ RECYCLE_MIN_BYTES = 1 << 20  # below this a fresh file is as cheap
 REGISTERS = "registers"  # 4,096 records for claims and 32 others, 512 bytes each
 REGISTERS_BYTES = (4096 + 32) * 512
 
+BLAMELESS = (ReadAbandoned, DescriptorsExhausted)  # the device was not asked
 READABLE = (DeviceFull, DeviceReadOnly)  # writes are refused, what is there can be read
 
 Stamp = tuple[int, int, int]
@@ -273,12 +277,19 @@ def raise_device_error(error: OSError, url: str, operation: str) -> NoReturn:
     """Turn an OSError into the DeviceError that fits. FileNotFoundError passes through."""
     if isinstance(error, (DeviceError, FileNotFoundError)):
         raise error
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        note_exhausted()
+        raise DescriptorsExhausted(
+            f"{operation} was not tried on device {url}: {error.strerror}. {exhausted_hint()}",
+            device=url,
+        ) from error
     kind = _BY_ERRNO.get(error.errno or 0, DeviceError)
     reason = error.strerror or str(error)
     raise kind(f"{operation} failed on device {url}: {reason}", device=url) from error
 
 
 __all__ = [
+    "BLAMELESS",
     "DEBTS",
     "DIRECTORIES",
     "ORPHAN_SECONDS",

@@ -233,6 +233,8 @@ def open_root(url: str) -> tuple[int, tuple[int, int]]:
     except OSError as error:
         if fd >= 0:
             os.close(fd)
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise_device_error(error, url, "open")
         raise DeviceMissing(
             f"device {url} cannot be opened: {error.strerror}", device=url
         ) from error

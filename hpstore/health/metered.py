@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from hpstore.codec.galois import Bytes
-from hpstore.devices.base import READABLE, Device, Entry, ReadHandle
+from hpstore.devices.base import BLAMELESS, READABLE, Device, Entry, ReadHandle
 from hpstore.devices.wrappers import DeviceWrapper, WrappedReader
-from hpstore.errors import ReadAbandoned
 from hpstore.health.recorder import OPERATIONS, Operation, Outcome, Recorder
 
 T = TypeVar("T")
@@ -67,7 +66,7 @@ class DeviceMeter:
         try:
             result = act()
             outcome = 0
-        except ReadAbandoned:  # neither an error nor a quick read
+        except BLAMELESS:  # neither an error nor a quick read
             recorder.leave(ticket)
             raise
         except _HARMLESS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hpstore.descriptors import blamed, exhausted_total
 from hpstore.errors import IntegrityError, ObjectNotFound, TooManyErasures
 from hpstore.keys import ContentId, Kind
 from hpstore.objects.info import version_token
@@ -97,6 +98,7 @@ def open_object(
     """
     seen: set[Found] | None = None
     patience: float | None = None if patient else READ_PATIENCE
+    before = exhausted_total()
     for _ in range(RESOLVE_TRIES):
         view = store.view
         survey = survey_key(store, key, patience=patience)
@@ -110,7 +112,7 @@ def open_object(
                 if isinstance(error, TooManyErasures) and store.look_again(view):
                     seen = None
                     continue
-                raise
+                raise blamed(error, before) from error.__cause__
             seen = set(survey.files)
             if isinstance(error, TooManyErasures) or not survey.deleted:
                 patience = None
