@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo test check simulate test-fault kill-loop soak test-kernels bench format clean
+.PHONY: demo test check simulate test-fault kill-loop soak fuzz test-kernels bench format clean
 
 $(READY): pyproject.toml setup.py loaders/nontemporal.c constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -37,6 +37,11 @@ kill-loop: $(READY)
 # root: faults of devices and processes for so long, one run for each seed (docs/faults.md)
 soak: $(READY)
 	$(BIN)/python -m tests.fault.soak --minutes $(or $(MINUTES),40) --seed $(or $(SEEDS),1)
+
+# INPUTS mutated inputs for each parser of bytes that others may have written (tests/fuzz)
+fuzz: $(READY)
+	$(BIN)/python -m tests.fuzz --inputs $(or $(INPUTS),100000) $(if $(SEED),--seed $(SEED)) \
+		$(if $(TARGETS),--targets $(TARGETS))
 
 # Triton is 200 MB and not in [dev]: docs/decisions/0013. The version that the pinned torch wants.
 test-kernels: $(READY)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from hpstore.checkpoint.manifest import attempt_key
 from hpstore.errors import HpstoreError, ObjectNotFound, VersionConflict
+from hpstore.hostile import parsing
 from hpstore.pool import Pool
 from hpstore.records import FORMAT, seal, unseal
 
@@ -48,23 +49,24 @@ class Attempt:
 
     @classmethod
     def decode(cls, data: bytes, *, where: str) -> Attempt:
-        body = unseal(data, where=where)
-        references = body.get("references", [])
-        return cls(
-            step=int(str(body["step"])),
-            nonce=str(body["nonce"]),
-            host=str(body["host"]),
-            boot=str(body["boot"]),
-            pid=int(str(body["pid"])),
-            namespace=str(body["namespace"]),
-            started_ms=int(str(body["started_ms"])),
-            ticks=int(str(body.get("ticks", 0))),
-            beat_ms=int(str(body.get("beat_ms", 0))),
-            session=str(body.get("session", "")),
-            references=tuple(map(str, references)) if isinstance(references, list) else (),
-            manifest=str(body.get("manifest", "")),
-            replaces=bool(body.get("replaces", True)),
-        )
+        with parsing(where):
+            body = unseal(data, where=where)
+            references = body.get("references", [])
+            return cls(
+                step=int(str(body["step"])),
+                nonce=str(body["nonce"]),
+                host=str(body["host"]),
+                boot=str(body["boot"]),
+                pid=int(str(body["pid"])),
+                namespace=str(body["namespace"]),
+                started_ms=int(str(body["started_ms"])),
+                ticks=int(str(body.get("ticks", 0))),
+                beat_ms=int(str(body.get("beat_ms", 0))),
+                session=str(body.get("session", "")),
+                references=tuple(map(str, references)) if isinstance(references, list) else (),
+                manifest=str(body.get("manifest", "")),
+                replaces=bool(body.get("replaces", True)),
+            )
 
 
 def here() -> tuple[str, str, str]:

@@ -23,13 +23,16 @@ from torch.distributed.checkpoint.storage import StorageReader as TorchStorageRe
 from torch.futures import Future
 
 import hpstore
+from hpstore.checkpoint.backed import Backed
 from hpstore.checkpoint.dcp_records import is_path, manifest_at, torch_metadata
+from hpstore.checkpoint.forks import calm_torch
 from hpstore.checkpoint.items import Box, Item
 from hpstore.checkpoint.manifest import Manifest
 from hpstore.checkpoint.nearby import nothing_at
 from hpstore.checkpoint.planning import Chunk
 from hpstore.checkpoint.reading import Read, bytes_read, reads_for, run_reads
 from hpstore.errors import CheckpointError, ObjectNotFound
+from hpstore.hostile import brief
 from hpstore.keys import check_key
 from hpstore.pool import Pool
 
@@ -41,6 +44,7 @@ class StorageReader(TorchStorageReader):
     from parity, straight into the planner's tensors where they are contiguous on the host."""
 
     def __init__(self, pool: Pool | str | os.PathLike[str], path: str) -> None:
+        calm_torch()
         self._pool = pool if isinstance(pool, Pool) else hpstore.open(pool)
         self.path = check_key(str(path))
         self._load_id = secrets.token_hex(8)
@@ -83,12 +87,14 @@ class StorageReader(TorchStorageReader):
         """Read all of the plan. Everything is verified before the planner is told of it."""
         if self._manifest is None:
             raise CheckpointError("read_data() before read_metadata()")
+        backed = Backed(self._pool, self._manifest.segments)
         reads: list[Read] = []
         blobs: list[tuple[ReadItem, bytearray]] = []
         tensors: list[tuple[ReadItem, torch.Tensor]] = []
         for request in plan.items:
             item = self._index[request.storage_index]
             if request.type is LoadItemType.BYTE_IO:
+                backed.require(item.name, [item])
                 blob = bytearray(item.length)
                 blobs.append((request, blob))
                 reads += bytes_read(item, blob)
@@ -115,11 +121,25 @@ class SafeLoadPlanner(DefaultLoadPlanner):
     no code in a checkpoint runs."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        checked = torch.load(value, map_location="cpu", weights_only=True)
+        checked = checked_bytes(value, read_item.storage_index.fqn)
         plain = io.BytesIO()
         torch.save(checked, plain)
         plain.seek(0)
         super().load_bytes(read_item, plain)
+
+
+def checked_bytes(value: io.BytesIO, name: str) -> Any:
+    """What torch saved of a value that is no tensor. Raises CheckpointError for what only pickle
+    can read, and for what is no such bytes."""
+    try:
+        return torch.load(value, map_location="cpu", weights_only=True)
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever torch's readers raise
+        raise CheckpointError(
+            f"{name!r} cannot be loaded without running code, or is damaged: {brief(error)}. "
+            "Nothing was changed."
+        ) from error
 
 
 def _tensor_reads(request: ReadItem, item: Item, target: torch.Tensor) -> list[Read]:

@@ -27,6 +27,7 @@ from hpstore.checkpoint.packing import Segment
 from hpstore.checkpoint.scalars import dtype_named
 from hpstore.checkpoint.tree import Collected, Decoding, decode_tree, encode_tree
 from hpstore.errors import CheckpointError, HpstoreError, IntegrityError
+from hpstore.hostile import MALFORMED, brief
 from hpstore.keys import check_key
 
 # Any: planner data and torch's union of metadata types
@@ -137,8 +138,8 @@ def torch_metadata(manifest: Manifest, *, where: str, load_id: str) -> Metadata:
             entries[name] = _tensor_entry(items[name])
             storage.update({MetadataIndex(name, i.box.offsets): i for i in items[name]})
         planner = decode_tree(recorded["planner_data"], Decoding(tensor=_no_tensor))
-    except (KeyError, ValueError, TypeError) as error:
-        raise IntegrityError(f"{where}: manifest is malformed: {error}") from error
+    except MALFORMED as error:
+        raise IntegrityError(f"{where}: manifest is malformed: {brief(error)}") from error
     return Metadata(
         state_dict_metadata=entries,
         planner_data=planner,

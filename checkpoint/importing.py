@@ -21,6 +21,7 @@ from hpstore.checkpoint.streaming import ByteProgress
 from hpstore.checkpoint.torch_files import read_torch_file, tensors_in
 from hpstore.checkpoint.tree import PerRank
 from hpstore.errors import CheckpointError, ConfigError, ObjectNotFound, VersionConflict
+from hpstore.hostile import parsing
 from hpstore.pool import Pool
 from hpstore.records import unseal
 
@@ -151,7 +152,8 @@ def _refuse_living_writer(pool: Pool, prefix: str) -> None:
     except ObjectNotFound:
         return
     host, boot, _ = here()
-    pid = int(str(body.get("pid", 0)))
+    with parsing(key):
+        pid = int(str(body.get("pid", 0)))
     if (body.get("host"), body.get("boot")) != (host, boot) or pid in (0, os.getpid()):
         return
     if Path(f"/proc/{pid}").exists():

@@ -21,8 +21,11 @@ from hpstore.checkpoint.items import (
     whole,
 )
 from hpstore.checkpoint.packing import Segment
+from hpstore.checkpoint.tree import TAG, check_tree
 from hpstore.checksum import digest128
 from hpstore.errors import CheckpointError, FormatTooNew, IntegrityError
+from hpstore.hostile import MALFORMED, brief
+from hpstore.hostile import whole as whole_number
 from hpstore.records import unseal
 from hpstore.units import KIB
 
@@ -103,17 +106,17 @@ class Manifest:
         body, items, rest = _opened(data, where, facts_only=facts_only)
         try:
             return cls(
-                step=int(body["step"]),
-                created_ms=int(body["created_ms"]),
-                world=int(body.get("world", 1)),
+                step=whole_number(body["step"], "step"),
+                created_ms=whole_number(body["created_ms"], "created_ms"),
+                world=whole_number(body.get("world", 1), "world", least=1),
                 session=str(body.get("session", "")),
                 segments=_segments(body["segments"], rest, facts_only=facts_only),
                 items=() if facts_only else _checked_items(items(), body["segments"]),
-                extra=body.get("extra", {}),
-                tree=None if facts_only else body["tree"],
+                extra=_checked_extra(body.get("extra", {})),
+                tree=None if facts_only else _checked_tree(body["tree"]),
             )
-        except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
-            raise IntegrityError(f"{where}: manifest is malformed: {error}") from error
+        except MALFORMED as error:
+            raise IntegrityError(f"{where}: manifest is malformed: {brief(error)}") from error
 
 
 # Any: JSON
@@ -139,7 +142,7 @@ def _opened(data: bytes, where: str, *, facts_only: bool) -> tuple[dict[str, Any
             raise FormatTooNew(
                 f"{where}: checkpoint format {version}, this hpstore reads up to {FORMAT}"
             )
-        end = start + int(length[0]) if int(version) > 2 else len(data)
+        end = start + whole_number(int(length[0]), "length") if int(version) > 2 else len(data)
     except (ValueError, IndexError) as error:
         raise IntegrityError(f"{where}: not a manifest") from error
     text = data[start:end]
@@ -164,7 +167,10 @@ def needs_more(head: bytes) -> bool:
 # Any: decoded JSON
 def _segments(rows: Sequence[Any], rest: memoryview, *, facts_only: bool) -> tuple[Segment, ...]:
     """Raise ValueError unless the one without a key, if any, is what the manifest ends with."""
-    found = [Segment(key=str(k), size=int(s), version=str(v)) for k, s, v in rows]
+    found = [
+        Segment(key=str(k), size=whole_number(s, "a segment's size"), version=str(v))
+        for k, s, v in rows
+    ]
     within = [n for n, segment in enumerate(found) if not segment.key]
     if facts_only:
         return tuple(found)
@@ -196,6 +202,12 @@ def _checked_items(items: tuple[Item, ...], segments: Sequence[Sequence[Any]]) -
             type(text) is str for text in (item.name, item.dtype, item.digest, item.codec)
         ):
             raise ValueError(f"item {item.name!r} is not made of whole numbers and texts")
+        if not len(item.shape) == len(item.box.offsets) == len(item.box.sizes):
+            raise ValueError(f"item {item.name!r} has a box of other dimensions")
+        if any(
+            a + n > s for a, n, s in zip(item.box.offsets, item.box.sizes, item.shape, strict=True)
+        ):
+            raise ValueError(f"item {item.name!r} has a box outside of its shape")
         size = int(segments[item.segment][1]) if item.length else item.offset
         if item.length > size - item.offset:
             raise ValueError(f"item {item.name!r} lies outside its segment")
@@ -204,6 +216,23 @@ def _checked_items(items: tuple[Item, ...], segments: Sequence[Sequence[Any]]) -
         if isinstance(dtype, torch.dtype) and not _fits(item, item.box.count * dtype.itemsize):
             raise ValueError(f"item {item.name!r} has not the length that its shape says")
     return items
+
+
+def _checked_extra(extra: Any) -> Mapping[str, Any]:  # Any: JSON
+    """Raise ValueError unless what is read of it is of its type."""
+    metrics = extra.get("metrics", {})
+    if not isinstance(metrics, dict) or not all(type(v) in (int, float) for v in metrics.values()):
+        raise ValueError("its metrics are no numbers by name")
+    found: Mapping[str, Any] = extra
+    return found
+
+
+def _checked_tree(tree: Any) -> Any:  # Any: JSON
+    """Raise ValueError for what is no state."""
+    if not isinstance(tree, dict) or tree.get(TAG) not in (None, "dict", "dcp"):
+        raise ValueError("its state is no dict")
+    check_tree(tree)
+    return tree
 
 
 def _fits(item: Item, raw: int) -> bool:

@@ -13,6 +13,7 @@ from hpstore.checkpoint.random_sources import SOURCES
 from hpstore.checkpoint.scalars import Classes
 from hpstore.checkpoint.tree import TAG, Decoding, decode_tree, is_plain, join
 from hpstore.errors import CheckpointError
+from hpstore.hostile import parsing
 
 _EXPORTED = (int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device)
 Json = Any  # Any: the tree of a manifest, decoded JSON
@@ -177,21 +178,26 @@ def plain(node: Json, tensor: Callable[[str], torch.Tensor], path: str = "") -> 
     Python's, sets as tuples, objects as dicts, paths, times and the like as text; of what ranks
     keep for themselves the first that is there (see of_rank), or None.
 
-    Raises CheckpointError for pickled objects.
+    Raises CheckpointError for pickled objects, IntegrityError for what no save has recorded.
     """
+    with parsing("the recorded state"):
+        return _plain(node, tensor, path)
+
+
+def _plain(node: Json, tensor: Callable[[str], torch.Tensor], path: str) -> Any:
     if isinstance(node, list):
-        return [plain(child, tensor, join(path, n)) for n, child in enumerate(node)]
+        return [_plain(child, tensor, join(path, n)) for n, child in enumerate(node)]
     if not isinstance(node, dict):
         return node
     kind = node.get(TAG)
     if kind in ("tensor", "ndarray"):
         return tensor(node["item"])
     if kind in (None, "dict"):
-        return {name: plain(child, tensor, join(path, name)) for name, child in children(node)}
+        return {name: _plain(child, tensor, join(path, name)) for name, child in children(node)}
     if kind == "tuple":
-        return tuple(plain(child, tensor, join(path, n)) for n, child in enumerate(node["v"]))
+        return tuple(_plain(child, tensor, join(path, n)) for n, child in enumerate(node["v"]))
     if kind == "ranks":
-        return next((plain(child, tensor, path) for child in node["v"].values()), None)
+        return next((_plain(child, tensor, path) for child in node["v"].values()), None)
     if kind == "pickle":
         raise CheckpointError(f"{path!r} is a pickled object, which an export does not hold; "
                               "choose other parts with keys")  # fmt: skip

@@ -6,12 +6,14 @@ import difflib
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
 from hpstore.buffers import HUGE_BYTES, aligned_array
+from hpstore.checkpoint.backed import LARGE_BYTES, Backed
 from hpstore.checkpoint.filling import require_shape
 from hpstore.checkpoint.items import Item, by_name, whole
 from hpstore.checkpoint.manifest import Manifest
@@ -56,7 +58,8 @@ def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None)
 class _Filling:
     """Hands out a tensor for each item that a tree names, and remembers what to read into it."""
 
-    def __init__(self, manifest: Manifest, state: State, rank: int) -> None:
+    def __init__(self, pool: Pool, manifest: Manifest, state: State, rank: int) -> None:
+        self._backed = Backed(pool, manifest.segments)
         self._items = by_name(manifest.items)
         self.filled = destinations(state, rank, self._items.keys())
         self.wanted: dict[str, list[Chunk]] = {}
@@ -67,7 +70,7 @@ class _Filling:
         if name not in self._given:
             if name not in self._items:
                 raise IntegrityError(f"the manifest refers to {name!r} but holds no such item")
-            self._given[name] = self._make(name, self._items[name][0])
+            self._given[name] = self._make(name, self._items[name])
             self.wanted[name] = chunks_of(name, self._given[name])
         return self._given[name]
 
@@ -90,7 +93,8 @@ class _Filling:
     def _content(self, name: str) -> set[tuple[object, ...]]:
         return {(item.box, item.digest) for item in self._items[name]}
 
-    def _make(self, name: str, item: Item) -> torch.Tensor:
+    def _make(self, name: str, items: Sequence[Item]) -> torch.Tensor:
+        item = items[0]
         dtype = dtype_named(item.dtype)
         there = self.filled.places.get(name)
         if there is not None:
@@ -98,6 +102,7 @@ class _Filling:
         if there is not None and there.device.type != "meta":
             differs = there.dtype != dtype or tuple(there.shape) != item.shape
             if differs and name in self.filled.free:
+                self._backed.require(name, items)
                 return fresh(item.shape, dtype, None)
             if differs:
                 raise CheckpointMismatch(
@@ -109,6 +114,7 @@ class _Filling:
         if like is not None and tuple(like.shape) == item.shape and hasattr(like, "to_local"):
             return torch.empty_like(like, dtype=dtype)  # a moment is sharded as its parameter
         device = like.device if like is not None and item.shape else None
+        self._backed.require(name, items)
         return fresh(item.shape, dtype, device)
 
 
@@ -122,7 +128,7 @@ def restore_state(
     that steps before this one were read into; its own are added before the first is filled.
     """
     began = time.perf_counter()
-    filling = _Filling(manifest, state, how.rank)
+    filling = _Filling(pool, manifest, state, how.rank)
     decoding = Decoding(
         tensor=filling.tensor, rank=how.rank, allow_pickle=how.allow_pickle,
         classes=Classes(lambda: classes_in(state), strict=how.strict),
@@ -200,7 +206,9 @@ def load_tensors(
     """Whole tensors by name, in fresh memory that the caller owns."""
     stored = by_name(manifest.items)
     found, wanted = {}, []
+    backed = Backed(pool, manifest.segments)
     for name in names:
+        backed.require(name, stored[name])
         item = stored[name][0]
         tensor = fresh(item.shape, dtype_named(item.dtype), device)
         found[name] = tensor
@@ -223,6 +231,8 @@ class SavedTensor:
         A step in a slice is applied after reading what it spans.
         """
         cut, rest = _box_of(index, self.shape)
+        if prod(n for _, n in cut) * self.dtype.itemsize >= LARGE_BYTES:
+            Backed(self._pool, self._manifest.segments).require(self.name, self._items)
         tensor = fresh([n for _, n in cut], self.dtype, None)
         chunk = Chunk(
             name=self.name,

@@ -15,7 +15,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from hpstore.errors import CheckpointError
+from hpstore.errors import CheckpointError, MalformedFile
+from hpstore.hostile import MALFORMED, brief
 from hpstore.units import MIB, round_up
 
 DTYPES = {
@@ -125,8 +126,8 @@ def _files_of(folder: Path) -> dict[str, set[str] | None]:
         try:
             where = json.loads(indexes[0].read_text())["weight_map"]
             files = _tensors_by_file(where)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{indexes[0]} is no index: {error}") from error
+        except (OSError, *MALFORMED) as error:
+            raise MalformedFile(f"{indexes[0]} is no index: {brief(error)}") from error
         if any("/" in name or name.startswith(".") for name in files):
             raise CheckpointError(f"{indexes[0]} names files outside its folder")
         return files
@@ -159,15 +160,8 @@ def _read_file(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         _require_contiguous([row[3:] for row in rows], size - 8 - length)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        OverflowError,
-        RecursionError,
-    ) as error:
-        raise CheckpointError(f"{path} is no safetensors file: {error}") from error
+    except MALFORMED as error:
+        raise MalformedFile(f"{path} is no safetensors file: {brief(error)}") from error
     mapped = np.memmap(path, np.uint8, mode="c") if size else np.empty(0, np.uint8)
     start = 8 + length
     for name, dtype, shape, low, high in rows:

@@ -22,10 +22,12 @@ import numpy as np
 import torch
 
 from hpstore.errors import CheckpointError
+from hpstore.hostile import whole
 
 # Any below: values of every type, and their JSON
 TAG = "$"
 _FIXED = "biufcmMSU"  # kinds of numpy types whose values are bytes of a fixed length
+_DTYPE_LETTERS = 64  # of numpy's name of a type
 _TORCH = (torch.layout, torch.memory_format, torch.qscheme)
 _PATHS: dict[type, str] = {
     type(pathlib.Path()): "path",
@@ -160,7 +162,7 @@ def decode_scalar(kind: str, node: Mapping[str, Any], classes: Classes) -> Any:
     if kind == "enum":
         return _decode_enum(node["class"], value, classes)
     if kind == "scalar":
-        dtype = np.dtype(node["dtype"])
+        dtype = _plain_dtype(node["dtype"])
         if dtype.kind not in _FIXED:
             raise ValueError(f"no scalar has the numpy type {dtype}")
         return np.frombuffer(bytes.fromhex(value), dtype)[0]
@@ -200,6 +202,8 @@ def _device(text: str) -> torch.device:
 
 
 def _plain_dtype(text: str) -> np.dtype[Any]:
+    if len(text) > _DTYPE_LETTERS:
+        raise ValueError(f"{text[:40]!r}... is no plain numpy type")
     found = np.dtype(text)
     if found.hasobject or found.names is not None:
         raise ValueError(f"{text!r} is no plain numpy type")
@@ -234,7 +238,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "bytes": base64.b64decode,
     "bytearray": lambda text: bytearray(base64.b64decode(text)),
     "complex": lambda parts: complex(_float(parts[0]), _float(parts[1])),
-    "size": torch.Size,
+    "size": lambda sizes: torch.Size([whole(size, "a size") for size in sizes]),
     "dtype": dtype_named,
     "numpy dtype": _plain_dtype,
     "device": _device,

@@ -36,6 +36,7 @@ from hpstore.errors import (
     VersionConflict,
 )
 from hpstore.expiry import note_key
+from hpstore.hostile import parsing
 from hpstore.keys import check_key
 from hpstore.pool import Pool
 from hpstore.records import FORMAT, seal, unseal
@@ -199,8 +200,7 @@ class Steps:
         found = {}
         start = f"{self.prefix}/protected/"
         for key in self.pool.list(start, certain=True):
-            body = unseal(self.pool.get(key), where=key)
-            found[key.removeprefix(start)] = int(str(body["step"]))
+            found[key.removeprefix(start)] = decode_protection(self.pool.get(key), where=key)
         return found
 
     def _protection(self, name: str) -> str:
@@ -452,4 +452,10 @@ def already_committed(prefix: str, step: int, key: str) -> VersionConflict:
     )
 
 
-__all__ = ["Steps", "already_committed", "newest_untried"]
+def decode_protection(data: bytes, *, where: str) -> int:
+    """The step that a record of a protection names. Raises IntegrityError."""
+    with parsing(where):
+        return checked_step(int(str(unseal(data, where=where)["step"])))
+
+
+__all__ = ["Steps", "already_committed", "decode_protection", "newest_untried"]

@@ -16,7 +16,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from hpstore.errors import CheckpointError
+from hpstore.errors import CheckpointError, MalformedFile
+from hpstore.hostile import MALFORMED, brief, most_inflated
 from hpstore.units import MIB
 
 _DESCRIPTOR = b"PK\x07\x08"
@@ -106,21 +107,71 @@ def read_torch_file(path: Path, *, allow_pickle: bool) -> Any:
     Raises CheckpointError for what is no such file, and for what only pickle can read unless
     `allow_pickle`: unpickling runs code that the file's writer chose.
     """
-    mapped = zipfile.is_zipfile(path)
     try:
-        return torch.load(path, map_location="cpu", mmap=mapped, weights_only=not allow_pickle)
+        mapped = zipfile.is_zipfile(path)
+    except zipfile.BadZipFile as error:
+        raise MalformedFile(f"{path} is no torch.save file: {error}") from error
+    if mapped and not allow_pickle:
+        _require_bounded(path)
+    try:
+        if mapped or allow_pickle:
+            return torch.load(path, map_location="cpu", mmap=mapped, weights_only=not allow_pickle)
+        return _read_old_file(path)
+    except MemoryError:
+        raise
     except Exception as error:
         first = str(error).strip().split("\n")[0]
         if "Weights only load failed" in first and mapped:
-            raise CheckpointError(
+            raise MalformedFile(
                 f"{path} holds objects that only pickle can read, which runs code that its writer "
                 "chose. Nothing was imported. If you trust the file: --allow-pickle "
                 "(allow_pickle=True)"
             ) from error
-        raise CheckpointError(
-            f"{path} is no torch.save file that can be read (of torch before 1.6, cut, or another "
-            f"format): {first[:120]}"
+        raise MalformedFile(
+            f"{path} is no torch.save file that can be read (cut, or another format): {first[:120]}"
         ) from error
+
+
+def _require_bounded(path: Path) -> None:
+    """Raise MalformedFile for a ZIP that would take far more memory than it has bytes: torch
+    inflates members whole, and writes none that are compressed."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            total = sum(member.file_size for member in archive.infolist())
+    except (zipfile.BadZipFile, OSError, *MALFORMED) as error:
+        raise MalformedFile(f"{path} is no torch.save file: {brief(error)}") from error
+    most = most_inflated(path.stat().st_size)
+    if total > most:
+        raise MalformedFile(f"{path} would take {total} bytes of memory; at most {most} are read")
+
+
+def _read_old_file(path: Path) -> Any:
+    """What torch before 1.6 wrote. Its reader takes the memory that the file says; here no read
+    asks for more than is there, and a tensor larger than the file is refused before it is used."""
+    size = path.stat().st_size
+
+    def checked(storage: Any, _: str) -> Any:  # Any: torch gives an untyped storage
+        if storage.nbytes() > size:
+            raise ValueError(f"a tensor of {storage.nbytes()} bytes in a file of {size}")
+        return storage
+
+    with path.open("rb") as file:
+        bounded: Any = _Bounded(file, size)  # Any: as far as torch's reader uses a file
+        return torch.load(bounded, map_location=checked, weights_only=True)
+
+
+class _Bounded:
+    """A file for torch whose reads never allocate more than is left of it."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file, self._size = file, size
+        self.seek, self.tell, self.readline = file.seek, file.tell, file.readline
+        self.readinto = file.readinto  # type: ignore[attr-defined]  # of a buffered reader
+
+    def read(self, count: int = -1) -> bytes:
+        """As of the file."""
+        left = max(0, self._size - self._file.tell())
+        return self._file.read(left if count < 0 else min(count, left))
 
 
 __all__ = ["read_torch_file", "tensors_in", "write_torch_file"]

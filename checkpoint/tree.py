@@ -37,9 +37,11 @@ from hpstore.checkpoint.typed import (
     sequence_parts,
 )
 from hpstore.errors import CheckpointError, IntegrityError
+from hpstore.hostile import MALFORMED, brief
 
 MOST_BITS = 14_000  # of an int: Python reads and writes 4,300 digits
 MAX_DEPTH = 64
+_MOST_LEVELS = 4 * MAX_DEPTH  # of JSON: a dict with keys that are no texts takes three
 _FEW = 8  # values that are cheaper to look at one by one
 _LONG = 1 << 63
 _PARTS = {
@@ -359,10 +361,8 @@ def decode_tree(node: Json, how: Decoding) -> Tree:
     """Inverse of encode_tree. Raises CheckpointError, IntegrityError for what is no such tree."""
     try:
         return _decode(node, how)
-    except (
-        KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError, RecursionError
-    ) as error:  # fmt: skip
-        raise IntegrityError(f"the recorded state is malformed: {error!r}") from error
+    except MALFORMED as error:
+        raise IntegrityError(f"the recorded state is malformed: {brief(error)}") from error
 
 
 def _decode(node: Json, how: Decoding) -> Tree:
@@ -405,6 +405,47 @@ def _decode_tuple(node: Mapping[str, Any], parts: list[Any]) -> Tree:
     return NamedValues.of(parts, node["fields"]) if "fields" in node else tuple(parts)
 
 
+def check_tree(node: Json) -> None:
+    """Raise ValueError for a recorded tree whose nodes lack what those who walk it take for
+    granted. One pass; long lists of plain values are not looked into."""
+    todo = [(node, 0)]
+    while todo:
+        here, depth = todo.pop()
+        if depth > _MOST_LEVELS:
+            raise ValueError(f"the state is nested deeper than {_MOST_LEVELS} levels")
+        if isinstance(here, list):
+            inside: Iterable[Json] = () if is_plain(here) else here
+        elif TAG in here:
+            inside = _checked_parts(here)
+        else:
+            inside = here.values()
+        todo += [(child, depth + 1) for child in inside if type(child) in (list, dict)]
+
+
+def _checked_parts(node: Mapping[str, Json]) -> Iterable[Json]:
+    """What is to be looked at in a tagged node. Raises ValueError."""
+    kind = node[TAG]
+    value = node.get("item" if kind in ("tensor", "ndarray") else "v")
+    inside: Iterable[Json] = ()
+    if kind == "dcp":
+        return inside
+    if kind in ("tensor", "ndarray"):
+        good = type(value) is str
+    elif kind == "dict":
+        good = isinstance(value, list) and all(isinstance(r, list) and len(r) == 2 for r in value)
+        inside = chain.from_iterable(value or ()) if good else ()
+    elif kind == "ranks":
+        good = isinstance(value, dict)
+        inside = value.values() if isinstance(value, dict) else ()
+    else:
+        good = isinstance(kind, str) and (value is not None or kind == "float")
+        good = good and (kind != "tuple" or isinstance(value, list))
+        inside = (value,)
+    if not good:
+        raise ValueError(f"a value of kind {str(kind)[:40]!r} is malformed")
+    return inside
+
+
 def tensor_names(node: Json, *, rank: int | None = None) -> list[str]:
     """Names of the items that a tree refers to; with `rank` only that rank's own and the common."""
     found: list[str] = []
@@ -427,5 +468,5 @@ def tensor_names(node: Json, *, rank: int | None = None) -> list[str]:
 
 
 __all__ = ["MAX_DEPTH", "TAG", "Absent", "Collected", "Decoding", "NamedValues", "PerRank",
-           "decode_tree", "encode_tree", "field_names", "is_leaf", "is_plain", "join",
+           "check_tree", "decode_tree", "encode_tree", "field_names", "is_leaf", "is_plain", "join",
            "require_plain", "tensor_names"]  # fmt: skip

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 from hpstore.clock import Clock
 from hpstore.errors import HpstoreError, LockTimeout, RegistersUnavailable
+from hpstore.hostile import parsing, whole
+from hpstore.keys import MAX_COUNTER
 from hpstore.registers import Register, Registers, key_register
 
 _POLL_SECONDS = (0.003, 0.05)  # the first pause, the longest
@@ -45,8 +47,10 @@ class _State:
         """What a register holds; as if never used when it holds nothing."""
         if register.value is None:
             return cls()
-        body = json.loads(register.value)
-        return cls(counter=int(body["c"]), nonce=str(body["n"]), owner=str(body["o"]))
+        with parsing("a record of claims"):
+            body = json.loads(register.value)
+            counter = whole(body["c"], "its counter", most=MAX_COUNTER)
+            return cls(counter=counter, nonce=str(body["n"]), owner=str(body["o"]))
 
 
 class Claims:

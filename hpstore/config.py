@@ -22,6 +22,7 @@ import tomlkit
 
 from hpstore.device_urls import has_secrets
 from hpstore.errors import ConfigError
+from hpstore.hostile import MALFORMED
 from hpstore.units import GIB, MIB, parse_bytes
 
 if TYPE_CHECKING:
@@ -177,10 +178,10 @@ def load_config(path: str | os.PathLike[str]) -> PoolConfig:
         document = tomllib.loads(file.read_text())
     except FileNotFoundError as error:
         raise ConfigError(f"{file} does not exist; `hpstore create` makes one") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{file} is not TOML: {error}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
+    except MALFORMED as error:  # nested too deep, a number too long
+        raise ConfigError(f"{file} is not TOML: {error}") from error
     _check_names(document, ("name", "devices", "settings", "agent"), file)
     devices, raw = document.get("devices"), document.get("settings", {})
     if not isinstance(devices, list) or not all(isinstance(d, str) for d in devices) or not devices:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from hpstore.errors import HpstoreError, IntegrityError
+from hpstore.hostile import MALFORMED, brief
 from hpstore.keys import check_key
 from hpstore.objects.catalog import Catalog, live_layout
 from hpstore.objects.read import Changed
@@ -79,8 +80,10 @@ class Expiry:
             for at_ms in (made.expected_ms, made.limit_ms):
                 _when(at_ms)  # raises for what is no date
             return made
-        except (KeyError, ValueError, TypeError, OverflowError, OSError) as error:
-            raise IntegrityError(f"{key}: not a note on expiring objects: {error}") from error
+        except (*MALFORMED, OSError) as error:
+            raise IntegrityError(
+                f"{key}: not a note on expiring objects: {brief(error)}"
+            ) from error
 
 
 def note_key(prefix: str) -> str:

@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpstore.checksum import DIGEST_BYTES, ROOT_BYTES, column_seed, digest128, table_root
-from hpstore.errors import ConfigError, FormatTooNew, HpstoreError, IntegrityError
+from hpstore.errors import ConfigError, FormatTooNew, IntegrityError
 from hpstore.geometry import ALIGNMENT_BYTES, Code, Geometry
+from hpstore.hostile import MALFORMED, brief
 from hpstore.keys import ColumnName, Kind, Version, check_key
 from hpstore.units import round_up
 
@@ -147,8 +148,8 @@ def decode_header(page: bytes | memoryview, *, where: str) -> ColumnHeader:
         raise IntegrityError(f"{where}: header says {length} bytes of JSON")
     try:
         return _parse(json.loads(page[_FIXED.size : _FIXED.size + length]))
-    except (HpstoreError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise IntegrityError(f"{where}: header is malformed: {error}") from error
+    except MALFORMED as error:
+        raise IntegrityError(f"{where}: header is malformed: {brief(error)}") from error
 
 
 # Any: values of decoded JSON; each is checked by the type it is given to

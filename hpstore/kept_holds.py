@@ -15,6 +15,7 @@ from hpstore.device_locks import (
     unavailable,
 )
 from hpstore.devices.base import Device, Hold
+from hpstore.hostile import MALFORMED
 from hpstore.objects.store import Store
 from hpstore.register_slots import SLOT_BYTES, Entry, decode_entry, encode_entry, range_of
 from hpstore.registers import HOLDS, VALUE_BYTES_MOST
@@ -105,7 +106,7 @@ def _holder(hold: Hold) -> str:
     try:
         who = json.loads(decode_entry(hold.content).value or b"{}")
         return f"process {who['pid']} on {who['host']} ({who['what']})"
-    except (ValueError, KeyError, TypeError):
+    except MALFORMED:
         return ""
 
 

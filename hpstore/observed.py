@@ -38,7 +38,7 @@ def read_status(directory: Path, now_ms: int) -> dict[str, object] | None:
         if not is_believable(directory):
             return None
         found = json.loads((directory / STATUS_FILE).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(found, dict) or not isinstance(found.get("at_ms"), int):
         return None

@@ -14,6 +14,7 @@ import tomlkit
 
 from hpstore.config import PoolConfig, home, load_config, registry_path, write_atomically
 from hpstore.errors import ConfigError
+from hpstore.hostile import MALFORMED
 
 VARIABLE = "HPSTORE_POOLS"
 
@@ -36,7 +37,7 @@ def read_table(file: Path) -> dict[str, Path]:
         if os.environ.get(VARIABLE):
             raise ConfigError(f"{VARIABLE} names {file}, which does not exist") from error
         return {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, *MALFORMED) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
     for name, value in rows.items():
         if not isinstance(value, str):

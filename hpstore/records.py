@@ -17,6 +17,7 @@ from functools import lru_cache
 from hpstore.checksum import digest128
 from hpstore.errors import ConfigError, FormatTooNew, IntegrityError
 from hpstore.geometry import check_unit_bytes, check_width
+from hpstore.hostile import MALFORMED, brief
 from hpstore.keys import Version, check_key
 from hpstore.placement import lost_columns
 
@@ -128,8 +129,8 @@ class Identity:
                 domain=str(body["domain"]),
                 weight=float(str(body["weight"])),
             )
-        except (KeyError, ValueError) as error:
-            raise IntegrityError(f"{where}: identity is malformed: {error}") from error
+        except MALFORMED as error:
+            raise IntegrityError(f"{where}: identity is malformed: {brief(error)}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,8 +280,8 @@ class PoolRecord:
                     spread=_spread(body),
                 )
             )
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
-            raise IntegrityError(f"{where}: membership is malformed: {error}") from error
+        except MALFORMED as error:
+            raise IntegrityError(f"{where}: membership is malformed: {brief(error)}") from error
 
 
 def _checked(record: PoolRecord) -> PoolRecord:
@@ -338,8 +339,8 @@ class Debt:
                 version=Version.parse(str(body["version"])),
                 missing=tuple(int(column) for column in missing),
             )
-        except (KeyError, ValueError, TypeError) as error:
-            raise IntegrityError(f"{where}: debt is malformed: {error}") from error
+        except MALFORMED as error:
+            raise IntegrityError(f"{where}: debt is malformed: {brief(error)}") from error
 
 
 __all__ = [

@@ -18,6 +18,7 @@ from pathlib import Path
 from hpstore.config import private_directory, write_atomically
 from hpstore.devices.base import Device
 from hpstore.errors import ConfigError, IntegrityError, RegistersForeign, RegistersUnavailable
+from hpstore.hostile import parsing
 from hpstore.locks import file_lock
 from hpstore.objects.store import Store
 from hpstore.records import FORMAT, seal, unseal
@@ -120,11 +121,9 @@ class RunRegisters:
 
         def read(_: str, device: Device) -> Place | None:
             try:
-                body = unseal(device.read_small(TOKEN_FILE, _BYTES_MOST), where=device.url)
+                return decode_place(device.read_small(TOKEN_FILE, _BYTES_MOST), where=device.url)
             except (FileNotFoundError, IntegrityError):
                 return None
-            return (str(body["token"]), str(body["machine"]), str(body["boot"]),
-                    str(body["directory"]))  # fmt: skip
 
         answers = self._store.each(self._store.view.devices, read)
         places = Counter(p for p in answers.values() if isinstance(p, tuple))
@@ -158,12 +157,27 @@ class RunRegisters:
 
 def _read(path: Path) -> Register:
     try:
-        body = unseal(path.read_bytes(), where=str(path))
+        data = path.read_bytes()
     except FileNotFoundError:
         return Register()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    return Register(order=(0, int(str(body["sequence"]))), value=str(body["value"]).encode())
+    return decode_register(data, where=str(path))
+
+
+def decode_register(data: bytes, *, where: str) -> Register:
+    """A record of a run directory. Raises IntegrityError."""
+    with parsing(where):
+        body = unseal(data, where=where)
+        return Register(order=(0, int(str(body["sequence"]))), value=str(body["value"]).encode())
+
+
+def decode_place(data: bytes, *, where: str) -> Place:
+    """The directory that a device names. Raises IntegrityError."""
+    with parsing(where):
+        body = unseal(data, where=where)
+        return (str(body["token"]), str(body["machine"]), str(body["boot"]),
+                str(body["directory"]))  # fmt: skip
 
 
 __all__ = ["TOKEN_FILE", "RunRegisters"]

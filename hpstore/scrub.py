@@ -8,6 +8,7 @@ from __future__ import annotations
 from hpstore.devices.base import Device
 from hpstore.devices.reserve import shortage
 from hpstore.errors import HpstoreError, IntegrityError
+from hpstore.hostile import parsing
 from hpstore.objects.catalog import walk
 from hpstore.objects.repair import repair_object
 from hpstore.objects.store import Store
@@ -33,14 +34,19 @@ def read_cursor(store: Store) -> str:
 
     def read(_: str, device: Device) -> tuple[int, str]:
         try:
-            data = device.read_small(CURSOR_FILE, _MAX_CURSOR_BYTES)
-            body = unseal(data, where=CURSOR_FILE)
-            return int(str(body["at_ms"])), str(body["after"])
-        except (FileNotFoundError, IntegrityError, KeyError, ValueError):
+            return decode_cursor(device.read_small(CURSOR_FILE, _MAX_CURSOR_BYTES))
+        except (FileNotFoundError, IntegrityError):
             return (0, "")
 
     results = store.each(store.view.devices, read)
     return max((r for r in results.values() if isinstance(r, tuple)), default=(0, ""))[1]
+
+
+def decode_cursor(data: bytes) -> tuple[int, str]:
+    """When a position was noted, and the key that it is. Raises IntegrityError."""
+    with parsing(CURSOR_FILE):
+        body = unseal(data, where=CURSOR_FILE)
+        return int(str(body["at_ms"])), str(body["after"])
 
 
 def write_cursor(store: Store, after: str) -> None:

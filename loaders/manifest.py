@@ -13,17 +13,23 @@ import numpy.typing as npt
 import xxhash
 
 from hpstore.checksum import digest128
+from hpstore.compression import NAMES
 from hpstore.errors import ConfigError, FormatTooNew, IntegrityError
+from hpstore.geometry import MAX_WIDTH, check_unit_bytes
+from hpstore.hostile import MALFORMED, MOST, brief, whole
 from hpstore.keys import check_key
-from hpstore.loaders.fields import Field
-from hpstore.loaders.layout import Record
+from hpstore.loaders.fields import Field, FieldKind, check_field_name
+from hpstore.loaders.layout import FixedPlan, Layout, Record, group_fields
 from hpstore.records import seal, unseal
+from hpstore.units import round_up
 
 FORMAT = 1
 KIND = "dataset"
 PART_KIND = "dataset-part"
 PREFIX = "data"
 MOST_STREAMS = 9999  # of a data set: fields of their own
+MOST_CUT_ROWS = 1 << 20  # of a column object: what a writer puts in each but the last
+MOST_RECORD_BYTES = 1 << 40
 ORDER = "order"  # the column of a data set that was shuffled on write
 _NONCE = re.compile(r"[0-9a-f]{16}")
 _RESERVED = ("journal", "manifest", "parts")
@@ -54,9 +60,9 @@ class StreamShards:
     def from_json(cls, raw: Mapping[str, Any]) -> StreamShards:
         """Inverse of to_json."""
         return cls(
-            unit_bytes=int(raw["unit_bytes"]),
-            rows=tuple(int(n) for n in raw["rows"]),
-            payload=tuple(int(n) for n in raw["payload"]),
+            unit_bytes=whole(raw["unit_bytes"], "unit_bytes"),
+            rows=tuple(whole(n, "rows") for n in raw["rows"]),
+            payload=tuple(whole(n, "payload") for n in raw["payload"]),
             side=tuple(str(h) for h in raw["side"]),
             pages=str(raw["pages"]),
         )
@@ -86,9 +92,9 @@ class Part:
         """Inverse of to_json."""
         return cls(
             nonce=str(raw["nonce"]),
-            rows=int(raw["rows"]),
+            rows=whole(raw["rows"], "rows"),
             streams=tuple(StreamShards.from_json(stream) for stream in raw["streams"]),
-            cuts=tuple(int(n) for n in raw["cuts"]),
+            cuts=tuple(whole(n, "cuts") for n in raw["cuts"]),
             columns={str(c): tuple(map(str, hashes)) for c, hashes in raw["columns"].items()},
             content=str(raw["content"]),
         )
@@ -154,20 +160,84 @@ class DatasetManifest:
             made = cls(
                 fields={str(n): Field.from_json((d, s)) for n, d, s in body["fields"]},
                 layout=str(body["layout"]),
-                data=int(body["data"]),
+                data=whole(body["data"], "data"),
                 compression=str(body["compression"]),
                 shuffle_seed=body["shuffle_seed"],
-                metadata=body["metadata"],
+                metadata=dict(body["metadata"]),
                 parts=tuple(Part.from_json(part) for part in body["parts"]),
                 content=str(body["content"]),
-                part=(int(body["part"][0]), int(body["part"][1])) if body["part"] else None,
+                part=_part_of(body["part"]),
             )
-            whole = made.rows == body["rows"] and made.fingerprint == body["fingerprint"]
-        except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
-            raise IntegrityError(f"{where}: manifest is malformed: {error}") from error
-        if not whole:
+            if made.compression not in ("", *NAMES):
+                raise ValueError(f"compression {made.compression[:40]!r} is not known")
+            _check_counts(made.fields, made.layout, made.data, made.parts)
+            same = made.rows == body["rows"] and made.fingerprint == body["fingerprint"]
+        except MALFORMED as error:
+            raise IntegrityError(f"{where}: manifest is malformed: {brief(error)}") from error
+        if not same:
             raise IntegrityError(f"{where}: manifest does not have the fingerprint that it names")
         return made
+
+
+def _check_counts(
+    fields: Mapping[str, Field], layout: str, data: int, parts: Sequence[Part]
+) -> None:
+    """Raise ValueError or ConfigError for counts that no writer of data sets makes.
+
+    What is computed from them decides how much memory tables take and where is read: a manifest
+    must agree with itself, and every count is bound to a list that it really holds.
+    """
+    whole(data, "data", least=1, most=MAX_WIDTH)
+    if layout not in list(Layout):
+        raise ValueError(f"layout {layout!r} is not known")
+    for name, made in fields.items():
+        check_field_name(name)
+        whole(made.row_bytes, f"the size of field {name!r}", most=MOST_RECORD_BYTES)
+    _, records = group_fields(fields, layout)
+    scalars = [str(n) for n, f in enumerate(fields.values()) if f.kind is FieldKind.SCALAR]
+    if not parts:
+        raise ValueError("it has no parts")
+    for part in parts:
+        if len(part.streams) != len(records):
+            raise ValueError(f"a part has {len(part.streams)} streams, its fields {len(records)}")
+        _check_cuts(part, scalars)
+        for stream, record, first in zip(
+            part.streams, records.values(), parts[0].streams, strict=True
+        ):
+            if stream.unit_bytes != first.unit_bytes:
+                raise ValueError("parts of one data set have pages of two sizes")
+            _check_stream(stream, record, part.rows, data)
+
+
+def _check_cuts(part: Part, scalars: Sequence[str]) -> None:
+    for rows in part.cuts:
+        whole(rows, "rows of a column object", least=1, most=MOST_CUT_ROWS)
+    if sum(part.cuts) != part.rows:
+        raise ValueError(f"column objects of {sum(part.cuts)} rows in a part of {part.rows}")
+    lacking = [name for name in scalars if len(part.columns.get(name, ())) != len(part.cuts)]
+    if lacking:
+        raise ValueError(f"column {lacking[0]} has not as many objects as the part")
+
+
+def _check_stream(stream: StreamShards, record: Record, rows: int, data: int) -> None:
+    check_unit_bytes(stream.unit_bytes)
+    if not len(stream.rows) == len(stream.payload) == len(stream.side):
+        raise ValueError("a stream has not one entry for each of its shards")
+    if sum(stream.rows) != rows:
+        raise ValueError(f"shards of {sum(stream.rows)} rows in a part of {rows}")
+    whole(sum(stream.payload), "bytes of a stream", most=MOST >> 1)
+    plan = None if record.ragged else FixedPlan.of(record, stream.unit_bytes)
+    for count, payload in zip(stream.rows, stream.payload, strict=True):
+        whole(count, "rows of a shard", least=1)
+        whole(payload, "bytes of a shard", least=count)  # an empty record takes one
+        least = plan.payload_bytes(count) if plan is not None else count
+        most = round_up(least, stream.unit_bytes * data) if plan is not None else payload
+        if not least <= payload <= most:  # a full shard ends with a stripe
+            raise ValueError(f"a shard of {count} rows has {payload} bytes")
+
+
+def _part_of(raw: Any) -> tuple[int, int] | None:  # Any: JSON
+    return (whole(raw[0], "a part"), whole(raw[1], "parts")) if raw else None
 
 
 def _require_kind(data: bytes, where: str) -> None:

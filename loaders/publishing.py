@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hpstore.errors import (
     ConfigError,
@@ -14,6 +15,7 @@ from hpstore.errors import (
     ObjectNotFound,
     VersionConflict,
 )
+from hpstore.hostile import parsing
 from hpstore.loaders.fields import Field
 from hpstore.loaders.layout import group_fields
 from hpstore.loaders.manifest import (
@@ -318,13 +320,11 @@ def _journaled(pool: Pool, name: str) -> set[str]:
     """Nonces of what an unfinished ingest stored and goes on with."""
     key = journal_key(name)
     try:
-        body = unseal(pool.get(key), where=key)
+        body: dict[str, Any] = unseal(pool.get(key), where=key)
     except ObjectNotFound:
         return set()
-    parts, writing = body.get("parts"), body.get("writing")
-    if not isinstance(parts, list) or not isinstance(writing, list):
-        raise IntegrityError(f"{key}: journal is malformed; nothing was removed", key=key)
-    return {str(part["nonce"]) for part in parts} | {str(nonce) for nonce in writing}
+    with parsing(f"{key}: journal"):
+        return {str(part["nonce"]) for part in body["parts"]} | set(map(str, body["writing"]))
 
 
 def _delete(pool: Pool, key: str) -> None:

@@ -49,6 +49,7 @@ from hpstore.loaders.stream import (
     make_stream,
     stripe_firsts,
 )
+from hpstore.loaders.table_checks import check_pages, check_places
 from hpstore.pool import Pool
 from hpstore.pooled import MOST_KEYS, PooledReader, Scatter, Scattered
 from hpstore.units import div_ceil
@@ -230,6 +231,7 @@ class StoredData(Closing):
             start = rest[0].astype(np.int64)
             ragged = np.stack(rest[1:], axis=1).astype(np.int64)
             length = stream.record.ragged_starts(ragged)[:, -1]
+            check_places(stream, shard, start, length, f"data set {self.name!r}")
         return Locations(
             shard=shard.astype(np.int32), start=start, length=length, checksum=checksum,
             page=stream.page_of(shard, start, length), ragged=ragged,
@@ -248,10 +250,14 @@ class StoredData(Closing):
         return found
 
     def _make_pages(self, stream: Stream) -> PageTable:
+        tables = self._page_tables(stream)  # first: they are as long as the pages are many
+        check_pages(
+            stream, tables, lambda shard: self.pool.stat(self.shard_key(stream, shard)).size,
+            f"data set {self.name!r}",
+        )  # fmt: skip
         shards = stream.page_shards()
         start = stream.page_starts_inside(shards)
         length = np.minimum(stream.unit_bytes, stream.payload_bytes[shards] - start)
-        tables = self._page_tables(stream)
         if stream.fixed is not None:
             first = stream.fixed_first_samples(shards, start)
         else:

@@ -17,6 +17,7 @@ from hpstore.loaders.layout import (
     choose_unit_for_mean,
 )
 from hpstore.loaders.manifest import (
+    MOST_CUT_ROWS,
     Content,
     StreamShards,
     column_key,
@@ -38,7 +39,6 @@ from hpstore.loaders.uploads import Uploads
 from hpstore.pool import Pool
 from hpstore.units import MIB, div_ceil
 
-COLUMN_ROWS = 1 << 20  # rows of a column object
 PENDING_BYTES = 64 * MIB  # records of many sizes held back until their page is chosen
 PENDING_ROWS = 1 << 14
 
@@ -249,17 +249,17 @@ class ColumnWriter:
         self._buffer = self._fresh()
 
     def _fresh(self) -> Array:
-        return np.empty((COLUMN_ROWS, *self.field.inner_shape), self.field.storage)
+        return np.empty((MOST_CUT_ROWS, *self.field.inner_shape), self.field.storage)
 
     def add(self, values: Array) -> None:
         """Append rows."""
         done = 0
         while done < len(values):
-            count = min(COLUMN_ROWS - self._rows, len(values) - done)
+            count = min(MOST_CUT_ROWS - self._rows, len(values) - done)
             self._buffer[self._rows : self._rows + count] = values[done : done + count]
             self._rows += count
             done += count
-            if self._rows == COLUMN_ROWS:
+            if self._rows == MOST_CUT_ROWS:
                 self._store()
 
     def _store(self) -> None:
@@ -282,8 +282,8 @@ def void(_: object) -> None:
 
 def cuts_of(rows: int) -> tuple[int, ...]:
     """Rows of each column object of a part."""
-    full, rest = divmod(rows, COLUMN_ROWS)
-    return (COLUMN_ROWS,) * full + ((rest,) if rest else ())
+    full, rest = divmod(rows, MOST_CUT_ROWS)
+    return (MOST_CUT_ROWS,) * full + ((rest,) if rest else ())
 
 
-__all__ = ["COLUMN_ROWS", "ColumnWriter", "StreamWriter", "cuts_of"]
+__all__ = ["ColumnWriter", "StreamWriter", "cuts_of"]

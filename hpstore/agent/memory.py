@@ -11,6 +11,7 @@ from pathlib import Path
 from hpstore.config import write_atomically
 from hpstore.errors import ConfigError, IntegrityError
 from hpstore.health.states import PolicyState
+from hpstore.hostile import MALFORMED, brief
 from hpstore.records import FORMAT, seal, unseal
 
 MEMORY_FILE = "agent.json"
@@ -44,8 +45,10 @@ class Memory:
                 scrub_ended_ms=int(str(body["scrub_ended_ms"])),
                 orders_done=int(str(body["orders_done"])),
             )
-        except (KeyError, ValueError) as error:
-            raise IntegrityError(f"{where}: the agent's memory is malformed: {error}") from error
+        except MALFORMED as error:
+            raise IntegrityError(
+                f"{where}: the agent's memory is malformed: {brief(error)}"
+            ) from error
 
     def lasting(self) -> Memory:
         """Without what changes at every look: equal ones need not be written again."""

@@ -14,6 +14,7 @@ from hpstore.clock import Clock
 from hpstore.config import write_atomically
 from hpstore.errors import IntegrityError
 from hpstore.health.overrides import Command
+from hpstore.hostile import MALFORMED, brief
 from hpstore.locks import file_lock
 from hpstore.records import FORMAT, seal, unseal
 
@@ -48,8 +49,8 @@ def read_orders(directory: Path) -> list[Order]:
                   device=str(row["device"]))
             for row in rows
         ]  # fmt: skip
-    except (KeyError, ValueError, TypeError) as error:
-        raise IntegrityError(f"{path}: orders are malformed: {error}") from error
+    except MALFORMED as error:
+        raise IntegrityError(f"{path}: orders are malformed: {brief(error)}") from error
 
 
 def give_order(directory: Path, word: Command, device: str, clock: Clock) -> Order:

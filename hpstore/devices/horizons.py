@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from hpstore.errors import HpstoreError, IntegrityError
+from hpstore.hostile import MALFORMED, parsing
 from hpstore.records import FORMAT, seal, unseal
 
 HORIZON, MARK = "horizon.json", "mark.json"
@@ -54,12 +55,10 @@ def decode_counter(data: bytes, *, where: str) -> int:
     """Its value; 0 for an empty file. Raises IntegrityError."""
     if not data:
         return 0
-    with contextlib.suppress(IntegrityError, KeyError, ValueError):  # raised below, with the place
+    with contextlib.suppress(IntegrityError, *MALFORMED):  # raised below, with the place
         return _decoded(data)
-    try:
+    with parsing(f"{where}: counter"):
         return int(str(unseal(data, where=where)["counter"]))
-    except (KeyError, ValueError) as error:
-        raise IntegrityError(f"{where}: counter is malformed: {error}") from error
 
 
 @lru_cache(maxsize=64)

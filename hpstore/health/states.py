@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from hpstore.errors import ConfigError, IntegrityError
 from hpstore.health.verdicts import HealthState
+from hpstore.hostile import MALFORMED, brief
 from hpstore.records import FORMAT, DeviceState, seal, unseal
 
 
@@ -155,8 +156,8 @@ class PolicyState:
                 removals=tuple(float(at) for at in removals),
                 alarm=str(body["alarm"]),
             )
-        except (KeyError, ValueError, TypeError) as error:
-            raise IntegrityError(f"{where}: health states are malformed: {error}") from error
+        except MALFORMED as error:
+            raise IntegrityError(f"{where}: health states are malformed: {brief(error)}") from error
 
 
 def _health(row: Mapping[str, object]) -> DeviceHealth:

@@ -10,6 +10,7 @@ import torch
 
 from hpstore.checkpoint.scalars import dtype_name, dtype_named
 from hpstore.checkpoint.tree import Collected, Decoding, decode_tree, encode_tree
+from hpstore.hostile import parsing
 
 
 def to_bytes(value: Any) -> bytes:  # Any: whatever a checkpoint may hold
@@ -29,8 +30,9 @@ def _text(tensor: torch.Tensor) -> str:
 
 
 def of_bytes(data: bytes) -> Any:  # Any: as above
-    """Inverse of to_bytes; the tensors are the caller's own."""
-    tree, tensors = json.loads(data)
+    """Inverse of to_bytes; the tensors are the caller's own. Raises IntegrityError."""
+    with parsing("a message of another rank"):
+        tree, tensors = json.loads(data)
 
     def tensor(name: str) -> torch.Tensor:
         dtype, shape, text = tensors[name]
@@ -38,7 +40,10 @@ def of_bytes(data: bytes) -> Any:  # Any: as above
         flat = (
             torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
         )
-        return flat.view(dtype_named(dtype)).view(shape)
+        try:
+            return flat.view(dtype_named(dtype)).view(shape)
+        except RuntimeError as error:  # torch's for sizes that do not fit
+            raise ValueError(str(error)) from error
 
     return decode_tree(tree, Decoding(tensor=tensor))
 

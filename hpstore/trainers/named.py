@@ -18,11 +18,13 @@ from typing import Any
 import torch
 
 from hpstore.checkpoint import Checkpointer, SaveHandle
+from hpstore.checkpoint.manifest import checked_step
 from hpstore.checkpoint.nearby import SAVES
 from hpstore.checkpoint.tree import MAX_DEPTH, is_leaf
 from hpstore.checkpoint.typed import children_of, is_stateful
 from hpstore.closing import Closing
 from hpstore.errors import CheckpointError, HpstoreError, IntegrityError, ObjectNotFound
+from hpstore.hostile import parsing
 from hpstore.keys import check_key
 from hpstore.pool import Pool
 from hpstore.records import FORMAT, seal, unseal
@@ -62,11 +64,9 @@ class Named:
     @classmethod
     def decode(cls, data: bytes, *, where: str) -> Named:
         """Inverse of encode. Raises IntegrityError, FormatTooNew."""
-        body = unseal(data, where=where)
-        try:
-            return cls(name=str(body["name"]), number=int(str(body["number"])))
-        except (KeyError, ValueError) as error:
-            raise IntegrityError(f"{where}: record is malformed: {error}") from error
+        with parsing(where):
+            body = unseal(data, where=where)
+            return cls(name=str(body["name"]), number=checked_step(int(str(body["number"]))))
 
 
 class NamedCheckpoints(Closing):

@@ -19,9 +19,9 @@ from hpstore.loaders.cache.deciding import MakePolicy
 from hpstore.loaders.cache.disk import DiskTier
 from hpstore.loaders.cache.dividing import Division
 from hpstore.loaders.cache.memory import OwnMemory, Pin, SharedMemory
-from hpstore.loaders.cache.server import Server, listen
+from hpstore.loaders.cache.server import MOST_CONNECTIONS, Server
 from hpstore.loaders.cache.source import BlockSource
-from hpstore.loaders.cache.wire import Lost
+from hpstore.loaders.cache.wire import Lost, listen
 from hpstore.loaders.policy import CachePolicy
 from hpstore.units import parse_bytes
 
@@ -56,7 +56,7 @@ class Cache(Closing):
         self._tally, self._pid, self._closed = Tally(), os.getpid(), False
         self._owned: _Owned | None = None
         self._readers: weakref.WeakSet[SharedAttached] = weakref.WeakSet()
-        listener = None if share is None else listen(share)
+        listener = None if share is None else listen(share, MOST_CONNECTIONS, self._clock)
         if share is None or listener is not None:
             disk = None if disk_path is None else (os.fspath(disk_path), disk_bytes)
             self._owned = _Owned(self._tally, memory_bytes, pin, disk, listener, policy,

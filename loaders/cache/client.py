@@ -21,7 +21,7 @@ from hpstore.loaders.cache.memory import mapped
 from hpstore.loaders.cache.pages import Int32s, Pages
 from hpstore.loaders.cache.server import AGAIN, FETCH, HERE, INLINE, KEEP, LATE
 from hpstore.loaders.cache.source import BlockSource, Targets
-from hpstore.loaders.cache.wire import Lost, Message, address, as_bytes, check_peer, receive, send
+from hpstore.loaders.cache.wire import Lost, Message, as_bytes, connect, receive, send
 from hpstore.loaders.layout import Int64s
 
 _log = logging.getLogger(__name__)
@@ -69,19 +69,23 @@ class SharedAttached(Closing):
             answer = receive(self._main)
             if "error" in answer.facts:
                 raise ConfigError(f"the owner of the shared cache says: {answer.facts['error']}")
-            self._stock, self._job = answer.facts["stock"], answer.facts["job"]
+            self._stock, self._job = answer.count("stock"), answer.count("job")
             self._mapped: _Mapped | None = self._map(answer)
         except BaseException:
             self._main.close()
             raise
 
     def _map(self, answer: Message) -> _Mapped:
-        facts, (data_fd, pages_fd, first_fd) = answer.facts, answer.fds
-        count = facts["pages"]
-        data = mapped(data_fd, facts["data_bytes"])
-        tables = mapped(pages_fd, max(4, 8 * count)).view(np.int32)[: 2 * count].reshape(2, count)
-        first = mapped(first_fd, 4 * self._source.block_count).view(np.int32)
-        return _Mapped(facts["layout"], Pages(data, facts["page_bytes"], tables), first)
+        count, page_bytes = answer.count("pages"), answer.count("page_bytes")
+        try:
+            data_fd, pages_fd, first_fd = answer.fds
+            data = mapped(data_fd, answer.count("data_bytes"))
+            tables = mapped(pages_fd, max(4, 8 * count)).view(np.int32)[: 2 * count]
+            first = mapped(first_fd, 4 * self._source.block_count).view(np.int32)
+            pages = Pages(data, page_bytes, tables.reshape(2, count))
+        except (OSError, ValueError) as error:
+            raise Lost(f"its memory cannot be mapped: {error}") from error
+        return _Mapped(answer.count("layout"), pages, first)
 
     def read(self, blocks: Int64s, targets: Targets) -> None:
         """As Attached.read."""
@@ -120,8 +124,11 @@ class SharedAttached(Closing):
         """What is missing, fetched here, from the owner or by others; what is still missing."""
         send(connection, {"op": "ask", "told": self._told}, [as_bytes(blocks)])
         answer = receive(connection)
-        self._map_anew(answer.facts["layout"])
+        self._map_anew(answer.count("layout"))
         states, at = answer.raw[: len(blocks)], len(blocks)
+        inline = int(sizes[states == INLINE].sum()) if len(states) == len(blocks) else -1
+        if answer.raw.size != at + inline:
+            raise Lost("an answer that does not fit the request")
         for i in np.flatnonzero(states == INLINE).tolist():
             targets[i][:] = answer.raw[at : at + len(targets[i])]
             at += len(targets[i])
@@ -139,11 +146,16 @@ class SharedAttached(Closing):
         if (states == LATE).any():
             send(connection, {"op": "wait"})
             answer, at = receive(connection), 0
-            for i in answer.facts["requests"]:
+            late = answer.facts.get("requests")
+            if not isinstance(late, list) or not set(late) <= set(left.tolist()):
+                raise Lost("an answer that does not fit the request")
+            if answer.raw.size != int(sizes[np.array(late, np.int64)].sum()):
+                raise Lost("an answer that does not fit the request")
+            for i in late:
                 targets[i][:] = answer.raw[at : at + len(targets[i])]
                 at += len(targets[i])
-            done |= set(answer.facts["requests"])
-            self._tally.add(late_total=len(answer.facts["requests"]))
+            done |= set(late)
+            self._tally.add(late_total=len(late))
         for i in np.flatnonzero(states == AGAIN).tolist():
             if int(blocks[i]) in by_block:
                 targets[i][:] = targets[by_block[int(blocks[i])]]
@@ -164,9 +176,11 @@ class SharedAttached(Closing):
         sent = np.flatnonzero(keep).tolist()
         parts = [np.ascontiguousarray(rows[n]) for n in sent]
         send(connection, {"op": "land", "sent": sent, "last": False}, parts)
-        wanted = receive(connection).facts["wanted"]
+        wanted = receive(connection).facts.get("wanted")
         if wanted:
             place = {int(block): n for n, block in enumerate(blocks[mine].tolist())}
+            if not isinstance(wanted, list) or not set(wanted) <= place.keys():
+                raise Lost("an answer that does not fit the request")
             parts = [np.ascontiguousarray(rows[place[block]]) for block in wanted]
             numbers = list(range(len(wanted)))
             send(connection, {"op": "land", "sent": numbers, "last": True}, parts)
@@ -249,16 +263,4 @@ class SharedAttached(Closing):
         self._lost = True
 
 
-def connect(name: str) -> socket.socket:
-    """Raises Lost when nobody owns the name."""
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    try:
-        made.connect(address(name))
-        check_peer(made)
-    except (OSError, Lost) as error:
-        made.close()
-        raise Lost(str(error)) from error
-    return made
-
-
-__all__ = ["SharedAttached", "connect"]
+__all__ = ["SharedAttached"]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpstore.errors import ConfigError
+from hpstore.hostile import MALFORMED
 from hpstore.loaders.cache.core import Core
 from hpstore.loaders.cache.deciding import Arrays, MakePolicy, Policy
 from hpstore.loaders.cache.disk import DiskTier
@@ -183,7 +184,8 @@ class Division:
         if learned is not None:
             try:
                 stock.policy.restore(learned, residents=np.empty(0, np.int64))
-            except ConfigError as error:
+            except MALFORMED as error:  # ConfigError is one
+                stock.policy = self._make(stock, pages, capacity_bytes)
                 self._core.tally.add(learned_refused_total=1)
                 _log.warning("what the cache had learned of %s is not used: %s", stock.name, error)
         if stock.disk is not None and stock.disk.used_bytes:

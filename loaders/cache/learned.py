@@ -5,13 +5,15 @@ from __future__ import annotations
 import io
 import logging
 import os
-import zipfile
+from pathlib import Path
 
 import numpy as np
 
+from hpstore.errors import MalformedFile
 from hpstore.loaders.cache.counts import Tally
 from hpstore.loaders.cache.deciding import Arrays
 from hpstore.loaders.cache.disk import DiskPart
+from hpstore.loaders.numpy_files import npz_arrays
 
 _log = logging.getLogger(__name__)
 _IDENTITY = "hpstore_identity"
@@ -38,11 +40,10 @@ def load_learned(part: DiskPart, identity: str, tally: Tally) -> Arrays | None:
     """
     path = f"{part.file.stem}.learned.npz"
     try:
-        with np.load(path, allow_pickle=False) as found:
-            arrays = {name: found[name] for name in found.files}
+        arrays = npz_arrays(Path(path))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+    except MalformedFile as error:
         tally.add(learned_refused_total=1)
         _log.warning("what the cache had learned is not readable (%s): starting afresh", error)
         return None

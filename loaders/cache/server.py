@@ -25,7 +25,7 @@ from hpstore.loaders.cache.dividing import Division
 from hpstore.loaders.cache.memory import SharedMemory
 from hpstore.loaders.cache.source import Sizes, Targets, sizes_of
 from hpstore.loaders.cache.stock import Asked, Flight, Job, Stock
-from hpstore.loaders.cache.wire import Lost, Message, address, as_bytes, check_peer, receive, send
+from hpstore.loaders.cache.wire import Lost, Message, as_bytes, check_peer, receive, send
 from hpstore.loaders.layout import Int64s
 
 _log = logging.getLogger(__name__)
@@ -47,18 +47,6 @@ class RemoteSource:
     def read(self, blocks: Int64s, targets: Targets) -> None:
         """Never called: its readers fetch."""
         raise ConfigError(f"{self.name!r} cannot be read by the owner of the cache")
-
-
-def listen(name: str) -> socket.socket | None:
-    """Become the owner of the name; None when somebody is."""
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    try:
-        made.bind(address(name))
-    except OSError:
-        made.close()
-        return None
-    made.listen(MOST_CONNECTIONS)
-    return made
 
 
 class Server(Closing):
@@ -319,5 +307,5 @@ class _Peer:
         self._core.heard(self._job)
 
 
-__all__ = ["AGAIN", "FETCH", "HERE", "INLINE", "KEEP", "LATE", "RemoteSource", "Server", "as_bytes",
-           "listen"]  # fmt: skip
+__all__ = ["AGAIN", "FETCH", "HERE", "INLINE", "KEEP", "LATE", "RemoteSource", "Server",
+           "as_bytes"]  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from hpstore.errors import ConfigError
 from hpstore.loaders.fields import DTYPES, Array, Field
 from hpstore.loaders.ingestion.paths import file_facts
 from hpstore.loaders.ingestion.source import IndexedSource, Item, digest_of
+from hpstore.loaders.numpy_files import mapped_npy, npz_arrays
 
 NUMPY = (".npy", ".npz")
 _EDGE = 8  # samples at each end that a fingerprint of memory is made of
@@ -81,28 +81,12 @@ def numpy_files(where: str | os.PathLike[str]) -> Arrays:
         files = sorted(path.glob("*.npy"))
         if not files:
             raise ConfigError(f"{path} holds no .npy file")
-        return Arrays({f.stem: _mapped(f) for f in files}, where=path.name, files=files)
+        return Arrays({f.stem: mapped_npy(f) for f in files}, where=path.name, files=files)
     if not path.is_file():
         raise ConfigError(f"{path} does not exist")
     if path.suffix.lower() == ".npz":
-        return Arrays(_zipped(path), where=path.name, files=[path])
-    return Arrays({"data": _mapped(path)}, where=path.name, files=[path])
-
-
-def _mapped(path: Path) -> Array:
-    try:
-        array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise ConfigError(f"{path} cannot be read as .npy: {error}") from error
-    return array
-
-
-def _zipped(path: Path) -> dict[str, Array]:
-    try:
-        with np.load(path, allow_pickle=False) as found:
-            return {name: found[name] for name in found.files}
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"{path} cannot be read as .npz: {error}") from error
+        return Arrays(npz_arrays(path), where=path.name, files=[path])
+    return Arrays({"data": mapped_npy(path)}, where=path.name, files=[path])
 
 
 def _columns(name: str, array: Array) -> dict[str, Array]:

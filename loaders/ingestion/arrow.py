@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from hpstore.errors import ConfigError, IngestError
+from hpstore.errors import ConfigError, IngestError, MalformedFile
+from hpstore.hostile import MALFORMED
 from hpstore.loaders.fields import Field
 from hpstore.loaders.ingestion.paths import file_facts
 from hpstore.loaders.ingestion.source import BLOCK_SHIFT, BlockSource, Item, digest_of
@@ -68,19 +69,20 @@ class ArrowTables(BlockSource):
             read = self._arrow.parquet.read_metadata(metadata)
             groups = [read.row_group(number) for number in range(read.num_row_groups)]
             return list(dict.fromkeys(group.column(0).file_path for group in groups))
-        except (self._arrow.ArrowException, OSError, ValueError, IndexError) as error:
-            raise IngestError(f"{metadata} cannot be read: {_line(error)}") from error
+        except (self._arrow.ArrowException, OSError, *MALFORMED) as error:
+            raise MalformedFile(f"{metadata} cannot be read: {_line(error)}") from error
 
     def _open(self, file: Path) -> None:
         """Add the blocks of a file, or one that says why it cannot be read. Raises IngestError for
         a file with other columns: it is another table, and not a bad record of this one."""
         try:
             schema, rows = _outline(self._arrow, file)
-        except (self._arrow.ArrowException, OSError, ValueError) as error:
+            names = list(schema.names)  # bytes that are no text raise here
+        except (self._arrow.ArrowException, OSError, *MALFORMED) as error:
             problem = f"it cannot be read: {_line(error)}"
             self._blocks.append(_Block(file=file, part=0, rows=1, problem=problem))
             return
-        columns = _columns(file, schema)
+        columns = _columns(file, names, schema.types)
         if self._first is None:
             self._schema, self._first = schema, (file, columns)
         first, known = self._first
@@ -113,6 +115,7 @@ class ArrowTables(BlockSource):
         columns = {n: _column(self._arrow, self._schema.field(n))[1] for n in self._names}
         try:
             for batch in _batches(self._arrow, found, self._names):
+                batch.validate(full=True)  # offsets that lie lead to other memory
                 if number + batch.num_rows > start:
                     rows = _samples(batch, columns)
                     for row, (sample, problem) in enumerate(rows, number):
@@ -120,7 +123,7 @@ class ArrowTables(BlockSource):
                             yield Item(name=f"{name} row {row}", origin=origin | row,
                                        sample=sample, problem=problem)  # fmt: skip
                 number += batch.num_rows
-        except (self._arrow.ArrowException, OSError) as error:
+        except (self._arrow.ArrowException, OSError, *MALFORMED) as error:
             problem = f"it cannot be read past row {number}: {_line(error)}"
             yield Item(name=name, origin=origin | number, problem=problem)
 
@@ -140,11 +143,11 @@ def _line(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def _columns(file: Path, schema: Any) -> dict[str, Any]:
+def _columns(file: Path, names: Sequence[str], types: Sequence[Any]) -> dict[str, Any]:
     """Types by name: files of one table may have them in another order. Raises ConfigError."""
-    columns = dict(zip(schema.names, schema.types, strict=True))
-    if len(columns) < len(schema.names):
-        twice = next(name for name in schema.names if schema.names.count(name) > 1)
+    columns = dict(zip(names, types, strict=True))
+    if len(columns) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
         raise ConfigError(f"{file} has several columns named {twice!r}: rename them")
     return columns
 

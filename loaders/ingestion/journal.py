@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from hpstore.errors import IngestError, IntegrityError, ObjectNotFound, VersionConflict
+from hpstore.hostile import MALFORMED, brief, whole
 from hpstore.loaders.ingestion.ordering import Place
 from hpstore.loaders.manifest import PREFIX, Part, journal_key
 from hpstore.pool import Pool
@@ -66,14 +67,17 @@ class Progressed:
             return cls(
                 source=str(body["source"]),
                 plan=dict(body["plan"]),
-                place=Place(**body["place"]),
+                place=Place(**{n: whole(at, n) for n, at in body["place"].items()}),
                 parts=tuple(Part.from_json(part) for part in body["parts"]),
-                skipped=tuple(Skipped(name=n, origin=o, problem=p) for n, o, p in body["skipped"]),
-                nbytes=int(body["bytes"]),
+                skipped=tuple(
+                    Skipped(name=str(n), origin=whole(o, "a number"), problem=str(p))
+                    for n, o, p in body["skipped"]
+                ),
+                nbytes=whole(body["bytes"], "bytes"),
                 writing=tuple(map(str, body["writing"])),
             )
-        except (KeyError, ValueError, TypeError) as error:
-            raise IntegrityError(f"{where}: journal is malformed: {error}") from error
+        except MALFORMED as error:
+            raise IntegrityError(f"{where}: journal is malformed: {brief(error)}") from error
 
 
 class Journal:

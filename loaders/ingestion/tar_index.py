@@ -6,14 +6,13 @@ About 24 bytes a member and 40 and its key a sample, so that tens of millions fi
 from __future__ import annotations
 
 import re
-import tarfile
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
 
 from hpstore.errors import IngestError
+from hpstore.loaders.ingestion.tar_headers import TarDamaged, TarHeaders, TarMember
 
 _MEMBER = re.compile(r"^((?:.*/)?[^./][^./]*)\.([^/]+)$")
 APART = (
@@ -21,8 +20,6 @@ APART = (
     "the tar again in the order of the names (tar --sort=name)"
 )
 MOST_ENDINGS = 1000
-# what a damaged or cut archive makes tarfile raise
-TAR_ERRORS = (tarfile.TarError, OSError, EOFError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,44 +40,16 @@ def split_name(name: str) -> tuple[str, str] | None:
     return found.group(1), found.group(2).lower()
 
 
-def members(tar: tarfile.TarFile) -> Iterator[tuple[Member | None, tarfile.TarInfo]]:
-    """Files of an open tar in order, with None for what is no record."""
-    for info in tar:
-        if info.isdir():
+def members(tar: TarHeaders) -> Iterator[tuple[Member | None, TarMember]]:
+    """Files of a tar in order, with None for what is no record."""
+    for found in tar:
+        if found.is_folder:
             continue
-        names = split_name(info.name) if info.isreg() and not info.issparse() else None
+        names = split_name(found.name) if found.is_file else None
         if names is None:
-            yield None, info
+            yield None, found
         else:
-            yield Member(*names, info.offset_data, info.size), info
-
-
-class Recorded:
-    """A file that remembers what was read last: of a tar, the header at which tarfile stopped.
-
-    tarfile takes a damaged header for the end of the archive and says nothing.
-    """
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._last = b""
-        self.seek, self.tell = file.seek, file.tell
-
-    def read(self, size: int = -1) -> bytes:
-        """As of the file."""
-        self._last = self._file.read(size)
-        return self._last
-
-    def end_problem(self, at: int) -> str:
-        """What is wrong with the end of the archive at byte `at`, ""."""
-        if len(self._last) < tarfile.BLOCKSIZE:
-            return f"it ends at byte {at + len(self._last)} without a tar's end mark: cut short"
-        return f"no tar header at byte {at}: the rest cannot be read" if any(self._last) else ""
-
-
-def opened_tar(file: Recorded) -> tarfile.TarFile:
-    """A tar over an open file. Raises what TAR_ERRORS lists."""
-    return tarfile.open(fileobj=cast("IO[bytes]", file), mode="r:")
+            yield Member(*names, found.data_offset, found.nbytes), found
 
 
 def too_many_endings(ending: str) -> IngestError:
@@ -117,10 +86,10 @@ class TarIndex:
         at = 0
         size = path.stat().st_size
         try:
-            with path.open("rb") as file, opened_tar(recorded := Recorded(file)) as tar:
-                for member, info in members(tar):
-                    at = info.offset
-                    tar.members = []  # type: ignore[attr-defined]  # or tarfile keeps every header
+            with path.open("rb") as file:
+                tar = TarHeaders(file)
+                for member, found in members(tar):
+                    at = found.offset
                     if member is None:
                         self.ignored += 1
                         continue
@@ -131,8 +100,8 @@ class TarIndex:
                             self.broken[len(self) - 1] = APART
                         keys.add(key)
                     self._add(member, size)
-                problem = recorded.end_problem(tar.offset)
-        except TAR_ERRORS as error:
+                problem = tar.problem
+        except (TarDamaged, OSError) as error:
             problem = f"it cannot be read past byte {at}: {error}"
         if problem:
             self._begin(shard, "")
@@ -187,5 +156,5 @@ class TarIndex:
         return sum(self._sizes)
 
 
-__all__ = ["APART", "MOST_ENDINGS", "TAR_ERRORS", "Member", "Recorded", "TarIndex", "members",
-           "opened_tar", "split_name", "too_many_endings"]  # fmt: skip
+__all__ = ["APART", "MOST_ENDINGS", "Member", "TarIndex", "members", "split_name",
+           "too_many_endings"]  # fmt: skip

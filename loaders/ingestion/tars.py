@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, cast
 
+from hpstore.hostile import most_inflated
 from hpstore.loaders.fields import Field
 from hpstore.loaders.ingestion.image_checks import CHECKED, image_problem
 from hpstore.loaders.ingestion.paths import file_facts, source_files
@@ -30,23 +31,24 @@ from hpstore.loaders.ingestion.source import (
     digest_of,
     printable,
 )
+from hpstore.loaders.ingestion.tar_headers import TarDamaged, TarHeaders
 from hpstore.loaders.ingestion.tar_index import (
     APART,
     MOST_ENDINGS,
-    TAR_ERRORS,
-    Recorded,
+    Member,
     TarIndex,
     members,
-    opened_tar,
     too_many_endings,
 )
+from hpstore.units import format_bytes
 
 KEY = "__key__"  # the field of a sample's key, for who asks for it
 _TEXT = {"txt", "text", "transcript", "json", "jsn"}
 _NUMBERS = {"cls", "cls2", "class", "count", "index", "inx", "id"}
 PLAIN = (".tar",)
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
-_STREAM_ERRORS = (*TAR_ERRORS, zlib.error, lzma.LZMAError)
+# what a damaged or cut archive makes a decompressor raise
+_STREAM_ERRORS = (TarDamaged, OSError, EOFError, ValueError, zlib.error, lzma.LZMAError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,10 +209,11 @@ def _samples(path: Path) -> Iterator[_Open]:
     number = 0
     problem = ""
     keys: set[str] = set()
+    most = most_inflated(path.stat().st_size)
     try:
-        with _decompressed(path) as file, opened_tar(recorded := Recorded(file)) as tar:
-            for member, info in members(tar):
-                tar.members = []  # type: ignore[attr-defined]
+        with _decompressed(path) as file:
+            tar = TarHeaders(file)
+            for member, _ in members(tar):
                 if member is None:
                     continue
                 if sample is None or sample.key != member.key:
@@ -225,9 +228,8 @@ def _samples(path: Path) -> Iterator[_Open]:
                     sample.problem = f"it has two members .{member.extension}"
                 elif len(sample.parts) == MOST_ENDINGS:
                     raise too_many_endings(member.extension)
-                found = tar.extractfile(info)
-                sample.parts[member.extension] = found.read() if found else b""
-            problem = recorded.end_problem(tar.offset)
+                _take(sample, member, tar, most)
+            problem = tar.problem
     except _STREAM_ERRORS as error:
         problem = f"it cannot be read past sample {number}: {error or type(error).__name__}"
     if problem and sample is not None and not problem.startswith("it ends"):
@@ -236,6 +238,23 @@ def _samples(path: Path) -> Iterator[_Open]:
         yield sample
     if problem:
         yield _Open("", number, {}, problem)
+
+
+def _take(sample: _Open, member: Member, tar: TarHeaders, most: int) -> None:
+    """Read a file of a sample, unless the sample would take more memory than `most`."""
+    held = sum(map(len, sample.parts.values()))
+    if held + member.nbytes > most:
+        sample.parts[member.extension] = b""
+        sample.problem = (
+            f".{member.extension} has {format_bytes(member.nbytes)}, far more than this tar; of a "
+            f"sample in a compressed one {format_bytes(most)} are read: write the tar without "
+            "compression"
+        )
+        return
+    data = tar.read(member.offset, member.nbytes)
+    if len(data) < member.nbytes:
+        raise TarDamaged(f".{member.extension} is cut short")
+    sample.parts[member.extension] = data
 
 
 def _decompressed(path: Path) -> IO[bytes]:

@@ -303,6 +303,9 @@ class CachePolicy:
         missing = sorted(set(_ALWAYS) - set(arrays))
         if missing:
             raise ConfigError(f"a saved cache policy lacks {missing}: start without it")
+        odd = [name for name, array in arrays.items() if array.dtype.kind not in "biuf"]
+        if odd or arrays["policy"].shape != (5,):
+            raise ConfigError(f"a saved cache policy has no numbers in {odd}: start without it")
         made = tuple(arrays["policy"].astype(np.int64)[:3].tolist())
         wanted = (_VERSION, self.blocks, self.jobs)
         if made != wanted:

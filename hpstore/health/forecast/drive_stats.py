@@ -40,7 +40,10 @@ _MAX_LINE = 1 << 20
 _MAX_TEXT = 256  # of a serial number or model
 _NAMED_ROWS = 20
 _PROGRESS_ROWS = 4096
-_CUT_SHORT = (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile)
+_CUT_SHORT = (
+    EOFError, NotImplementedError, UnicodeError, lzma.LZMAError, zlib.error, gzip.BadGzipFile,
+    zipfile.BadZipFile,
+)  # fmt: skip
 
 BytesDone = Callable[[int], None]
 

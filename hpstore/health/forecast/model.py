@@ -198,7 +198,7 @@ def model_from_json(text: bytes | str) -> ForecastModel:
         Written by a newer hpstore.
     """
     try:
-        body = json.loads(text, parse_constant=_no_constant)
+        body = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise damaged(f"it is no JSON ({str(error)[:80]})") from error
     if not isinstance(body, dict) or body.get("format") != FORMAT:
@@ -278,6 +278,13 @@ def _tail(body: Json) -> Tail:
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:24]} is no finite number")
+    return number
 
 
 __all__ = ["FORMAT", "MODEL", "RULE", "SCORES", "SUM", "VERSION", "ForecastModel", "Part", "Tail",

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpstore.errors import CheckpointError
+from hpstore.hostile import MALFORMED, parsing
 
 _WORD = (1 << 64) - 1
 Json = Any  # Any: what is said between ranks
@@ -74,8 +75,8 @@ class Ledger:
         """Inverse of to_dict(). CheckpointError when it is none."""
         try:
             return cls(samples=int(raw["samples"]), digest=int(raw["digest"], 16))
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"not a ledger of a pipeline: {raw!r}") from error
+        except MALFORMED as error:
+            raise CheckpointError(f"not a ledger of a pipeline: {str(raw)[:200]}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +100,14 @@ class Vote:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Json]) -> Vote:
-        """Inverse of to_dict()."""
-        ledger = raw["ledger"]
-        return cls(
-            stages=tuple(raw["stages"]), step=raw["step"], weights=raw["weights"],
-            microbatches=raw["microbatches"], loader=raw["loader"],
-            ledger=None if ledger is None else Ledger.from_dict(ledger),
-        )  # fmt: skip
+        """Inverse of to_dict(). Raises IntegrityError."""
+        with parsing("a vote of another rank"):
+            ledger = raw["ledger"]
+            return cls(
+                stages=tuple(raw["stages"]), step=raw["step"], weights=raw["weights"],
+                microbatches=raw["microbatches"], loader=raw["loader"],
+                ledger=None if ledger is None else Ledger.from_dict(ledger),
+            )  # fmt: skip
 
 
 def agreed(votes: Sequence[Vote]) -> Vote:

@@ -1,0 +1,366 @@
+"""Parsers of checkpoints: what lies in a pool, what others wrote, what ranks say to each other."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import decimal
+import io
+import json
+import pathlib
+import random
+import uuid
+import zipfile
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpstore.checkpoint.attempts import Attempt
+from hpstore.checkpoint.codecs import decode, encoder
+from hpstore.checkpoint.dcp_reading import checked_bytes
+from hpstore.checkpoint.dcp_records import torch_metadata
+from hpstore.checkpoint.items import FRAME_BYTES, Item, by_name, whole
+from hpstore.checkpoint.manifest import MAGIC, Manifest, needs_more, sort_out
+from hpstore.checkpoint.outline import leaves, of_rank, only_branch, paths, plain
+from hpstore.checkpoint.packing import Segment
+from hpstore.checkpoint.planning import chunks_of
+from hpstore.checkpoint.reading import Scatter, reads_for
+from hpstore.checkpoint.safetensors_files import read_safetensors
+from hpstore.checkpoint.steps import decode_protection
+from hpstore.checkpoint.torch_files import read_torch_file, tensors_in
+from hpstore.checkpoint.tree import (
+    Collected,
+    Decoding,
+    PerRank,
+    check_tree,
+    decode_tree,
+    encode_tree,
+    tensor_names,
+)
+from hpstore.checksum import digest128
+from hpstore.errors import HpstoreError
+from hpstore.hostile import parsing
+from hpstore.loaders.state import LoaderState
+from hpstore.records import seal
+from hpstore.trainers.messages import of_bytes, to_bytes
+from hpstore.trainers.named import Named
+from hpstore.trainers.pipelining.ledger import Ledger, Vote
+from tests.fuzz.engine import Target
+from tests.fuzz.pool_targets import record, scratch
+
+Point = collections.namedtuple("Point", "x y")
+LARGE = 1 << 16  # elements; larger tensors are not made here
+STATE: dict[str, Any] = {
+    "w": torch.arange(6.0).reshape(2, 3), "n": 5, "f": float("nan"), "big": 1 << 80, "t": (1, "a"),
+    "p": Point(1, 2), "s": {1, 2}, "d": collections.deque([1], 4), "c": collections.Counter("ab"),
+    "o": collections.OrderedDict(a=1), "dd": collections.defaultdict(int, a=1), "b": b"xyz",
+    "k": {1: "x", (2, 3): torch.ones(2)}, "path": pathlib.PurePosixPath("/a"),
+    "u": uuid.UUID(int=5),
+    "dec": decimal.Decimal("1.5"), "z": 1 + 2j, "np": np.float32(2.5), "arr": np.arange(4),
+    "dt": torch.float16, "ndt": np.dtype("<i4"), "size": torch.Size([2, 3]),
+    "dev": torch.device("cpu"),
+    "sl": slice(1, 5, 2), "r": range(4),
+    "when": datetime.datetime(2024, 1, 2, 3, 4, tzinfo=datetime.UTC),
+    "td": datetime.timedelta(1, 2, 3), "rng": random.Random(1),
+    "mine": PerRank([1, torch.zeros(2)]),
+    "npr": np.random.default_rng(1), "legacy": np.random.RandomState(1), "gen": torch.Generator(),
+}  # fmt: skip
+
+
+def tree_seeds() -> list[bytes]:
+    whole_state = json.dumps(encode_tree(STATE, "", Collected())).encode()
+    small = {n: v for n, v in STATE.items() if n not in ("rng", "npr", "legacy", "gen")}
+    singles = [json.dumps(encode_tree({n: v}, "", Collected())).encode() for n, v in STATE.items()]
+    return [
+        whole_state[:1] + whole_state[1:],
+        json.dumps(encode_tree(small, "", Collected())).encode(),
+        *singles,
+    ]
+
+
+def tensor(name: str) -> torch.Tensor:
+    return torch.zeros(2)
+
+
+def take_tree(data: bytes) -> None:
+    try:
+        node = json.loads(data)
+    except (ValueError, RecursionError):
+        return
+    if isinstance(node, dict) and node.get("$") in (None, "dict"):
+        with parsing("a tree"):
+            check_tree(node)
+        look_at(node)
+    try:
+        decode_tree(node, Decoding(tensor=tensor))
+    except HpstoreError:
+        return
+
+
+def look_at(node: Any) -> None:  # Any: JSON
+    """All that is done with a tree that was recorded. Each by itself: the first error ends one."""
+    for look in (
+        lambda: decode_tree(node, Decoding(tensor=tensor)),
+        lambda: tensor_names(node), lambda: tensor_names(node, rank=0),
+        lambda: [leaf.shown() for leaf in leaves(node)],
+        lambda: list(paths(node)), lambda: of_rank(node, 0), lambda: only_branch(node),
+        lambda: plain(node, tensor),
+    ):  # fmt: skip
+        try:
+            look()
+        except HpstoreError:
+            continue
+
+
+def manifest() -> Manifest:
+    found = Collected()
+    small = {n: STATE[n] for n in ("w", "n", "t", "k", "mine", "c")}
+    tree = encode_tree(small, "", found)
+    items, at = [], 0
+    for name, one in found.tensors.items():
+        shape = tuple(one.shape)
+        nbytes = one.numel() * one.element_size()
+        items.append(Item(name=name, dtype=str(one.dtype).removeprefix("torch."), shape=shape,
+                          box=whole(shape), offset=at, length=nbytes, digest="0" * 32))  # fmt: skip
+        at += nbytes
+    frames = Item(name="z", dtype="uint8", shape=(FRAME_BYTES + 5,), box=whole((FRAME_BYTES + 5,)),
+                  offset=at, length=45, digest="0" * 32, codec="zstd", frames=(40, 5))  # fmt: skip
+    halves = [Item(name="h", dtype="float32", shape=(4, 2), box=whole((2, 2)).moved((n, 0)),
+                   offset=at + 45, length=16, digest="") for n in (0, 2)]  # fmt: skip
+    return Manifest(
+        step=7, created_ms=1_700_000_000_000, items=(*items, frames, *halves), tree=tree, world=2,
+        session="s", segments=(Segment(key="r/step-7/segment-0-r0", size=4096, version="v"),),
+        extra={"metrics": {"loss": 1.5}, "lineage": {"from": "x"}},
+    )  # fmt: skip
+
+
+def small_manifest() -> Manifest:
+    """With the bytes of its tensors behind it, as that of a small save."""
+    base = manifest()
+    data = np.zeros(4096, np.uint8)
+    return replace(base, segments=(Segment(key="", size=4096, version="", data=data),))
+
+
+def dcp_manifest() -> Manifest:
+    base = manifest()
+    nothing = Collected()
+    names = [[name, "t"] for name in by_name(base.items)]
+    extra = {"dcp": {"names": [*names[:-1], [names[-1][0], "b"]], "torch": "2.13",
+                     "planner_data": encode_tree({"a": ("x", 0)}, "", nothing)}}  # fmt: skip
+    return Manifest(step=0, created_ms=1, items=base.items, tree={"$": "dcp"},
+                    segments=base.segments, extra=extra)  # fmt: skip
+
+
+def first_format() -> bytes:
+    return seal({"format": 1, "step": 3, "created_ms": 5, "segments": [["k", 64, "v"]],
+                 "items": [["w", "float32", [2, 3], 0, 24, "0" * 32]],
+                 "tree": {"w": {"$": "tensor", "item": "w"}}})  # fmt: skip
+
+
+def manifest_body(data: bytes) -> list[bytes]:
+    if not data.startswith(MAGIC):
+        body = json.loads(data)
+        body.pop("digest")
+        return [json.dumps(body).encode()]
+    line, _, text = data.partition(b"\n")
+    if line[len(MAGIC) : len(MAGIC) + 1] == b"3":
+        length = int(line.split(b" ")[-1])
+        return [text[:length], text[length:]]
+    return [text]
+
+
+def manifest_sealed(parts: Sequence[bytes]) -> bytes:
+    if b'"items":{' in parts[0].replace(b" ", b""):
+        digest = digest128(parts[0]).hex()
+        if len(parts) == 1:
+            return MAGIC + f"2 {digest}\n".encode() + parts[0]
+        return b"".join((MAGIC, f"3 {digest} {len(parts[0])}\n".encode(), *parts))
+    return seal(json.loads(parts[0]))
+
+
+def take_manifest(data: bytes) -> None:
+    needs_more(data[:200])
+    Manifest.decode(data, where="x", facts_only=True)
+    found = Manifest.decode(data, where="x")
+    dict(found.metrics)
+    assert all(type(v) in (int, float) for v in found.metrics.values())
+    if found.tree.get("$") != "dcp":
+        look_at(found.tree)
+    for name, items in by_name(found.items).items():
+        shape = items[0].shape
+        if 0 < np.prod([float(n) for n in shape]) <= LARGE and hasattr(torch, items[0].dtype):
+            dtype = getattr(torch, items[0].dtype)
+            if isinstance(dtype, torch.dtype):
+                take_reads(name, torch.empty(shape, dtype=dtype), items)
+    try:
+        torch_metadata(found, where="a/b", load_id="x")
+    except HpstoreError:
+        return
+
+
+def take_reads(name: str, target: torch.Tensor, items: Sequence[Item]) -> None:
+    try:
+        reads = [read for chunk in chunks_of(name, target) for read in reads_for(chunk, items)]
+    except HpstoreError:
+        return
+    scatter = Scatter(reads)
+    rng = np.random.default_rng(0)
+    try:
+        for low, high in scatter.ranges[:8]:
+            scatter.deliver(low, rng.integers(0, 255, min(high - low, 1 << 16), np.uint8))
+    except HpstoreError:
+        return
+
+
+def frame_seeds() -> list[bytes]:
+    raw = np.tile(np.arange(256, dtype=np.uint8), 16)
+    return [bytes([n]) + encoder(name)(raw, 4) for n, name in enumerate(_CODECS[:3])]
+
+
+_CODECS = ("lz4", "zstd", "shuffle-lz4", "none")
+
+
+def take_frame(data: bytes) -> None:
+    if len(data) > 1:
+        decode(_CODECS[data[0] % 4], np.frombuffer(data[1:], np.uint8), np.empty(4096, np.uint8))
+
+
+def safetensors(entries: dict[str, Any], payload: bytes) -> bytes:
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text + payload
+
+
+def safetensors_seeds() -> list[bytes]:
+    entries = {"__metadata__": {"format": "pt"},
+               "a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]},
+               "b": {"dtype": "BF16", "shape": [3], "data_offsets": [16, 22]}}  # fmt: skip
+    return [safetensors(entries, bytes(22))]
+
+
+def safetensors_body(data: bytes) -> list[bytes]:
+    size = int.from_bytes(data[:8], "little")
+    return [data[8 : 8 + size], data[8 + size :]]
+
+
+def safetensors_file(parts: Sequence[bytes]) -> bytes:
+    return len(parts[0]).to_bytes(8, "little") + parts[0] + b"".join(parts[1:])
+
+
+def take_safetensors(data: bytes) -> None:
+    for one in read_safetensors(scratch("m.safetensors", data)).values():
+        one.sum()
+
+
+def take_index(data: bytes) -> None:
+    folder = scratch("model.safetensors.index.json", data).parent / "hf"
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors.index.json").write_bytes(data)
+    (folder / "a.safetensors").write_bytes(safetensors_seeds()[0])
+    read_safetensors(folder)
+
+
+def torch_seeds() -> list[bytes]:
+    made = []
+    state = {
+        "w": torch.arange(6.0).reshape(2, 3),
+        "n": [1, "a", {"b": torch.ones(2, dtype=torch.int8)}],
+    }
+    for zipped in (True, False):
+        raw = io.BytesIO()
+        torch.save(state, raw, _use_new_zipfile_serialization=zipped)
+        made.append(raw.getvalue())
+    return made
+
+
+def zip_body(data: bytes) -> list[bytes]:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        return [part for m in archive.infolist() for part in (m.filename.encode(), archive.read(m))]
+
+
+def zip_file(parts: Sequence[bytes]) -> bytes:
+    raw = io.BytesIO()
+    with zipfile.ZipFile(raw, "w") as archive:
+        for name, body in zip(parts[::2], parts[1::2], strict=False):
+            archive.writestr(name.decode(errors="replace").replace("\0", "") or "x", body)
+    return raw.getvalue()
+
+
+def take_torch(data: bytes) -> None:
+    found = read_torch_file(scratch("m.pt", data), allow_pickle=False)
+    for one in tensors_in(found):
+        if one.layout is torch.strided and one.numel() <= LARGE:
+            one.clone()
+
+
+def take_dcp_bytes(data: bytes) -> None:
+    checked_bytes(io.BytesIO(data), "x")
+
+
+def attempt() -> bytes:
+    return Attempt(step=5, nonce="ab", host="h", boot="b", pid=4, namespace="n", started_ms=9,
+                   references=("a/b",)).encode()  # fmt: skip
+
+
+def take_json(data: bytes, run: Any) -> None:  # Any: a parser of decoded JSON
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError):
+        return
+    run(body)
+
+
+VOTE = {"stages": [0, 1], "step": 4, "weights": 4, "microbatches": 8, "loader": None,
+        "ledger": {"samples": 5, "digest": "00ff"}}  # fmt: skip
+LOADER = {"version": 1, "fingerprints": ["a"], "order": '{"kind": "x"}', "seed": 1, "epoch": 0,
+          "samples": 4}  # fmt: skip
+
+
+def take_loader_state(data: bytes) -> None:
+    def run(body: Any) -> None:  # Any: JSON
+        if isinstance(body, dict):
+            found = LoaderState.from_dict(body)
+            found.require_same_run(fingerprints=["a"], order='{"kind": "x"}', seed=1, length=9)
+
+    take_json(data, run)
+
+
+def take_listing(data: bytes) -> None:
+    sort_out("r", data.decode(errors="replace").split("\n"))
+
+
+CHECKPOINT_TARGETS = [
+    Target(name="checkpoint-tree", run=take_tree, seeds=tree_seeds),
+    Target(name="checkpoint-manifest", run=take_manifest, take_apart=manifest_body,
+           put_together=manifest_sealed,
+           seeds=lambda: [manifest().encode(), small_manifest().encode(),
+                          dcp_manifest().encode(), first_format()]),
+    Target(name="checkpoint-frame", run=take_frame, seeds=frame_seeds),
+    Target(name="checkpoint-names", run=take_listing, seeds=lambda: [
+           b"r/step-000000000007/manifest\nr/step-000000000007/segment-0a-r00000-p0001\n"
+           b"r/attempts/000000000007-0a\nr/condemned/000000000007-0a"]),
+    record("attempt", lambda: [attempt()], lambda data: Attempt.decode(data, where="x")),
+    record("protection", lambda: [seal({"format": 1, "step": 5})],
+           lambda data: decode_protection(data, where="x")),
+    record("named", lambda: [Named(name="a", number=4).encode()],
+           lambda data: Named.decode(data, where="x")),
+    Target(name="safetensors", run=take_safetensors, seeds=safetensors_seeds,
+           take_apart=safetensors_body, put_together=safetensors_file),
+    Target(name="safetensors-index", run=take_index, seeds=lambda: [
+           b'{"metadata": {}, "weight_map": {"a": "a.safetensors", "b": "a.safetensors"}}']),
+    Target(name="torch-file", run=take_torch, seeds=torch_seeds, take_apart=zip_body,
+           put_together=zip_file),
+    Target(name="dcp-bytes", run=take_dcp_bytes, seeds=torch_seeds, take_apart=zip_body,
+           put_together=zip_file),
+    Target(name="rank-message", run=of_bytes,
+           seeds=lambda: [to_bytes({"w": torch.ones(2, 3), "n": (1, 2)})]),
+    Target(name="pipeline-vote", seeds=lambda: [json.dumps(VOTE).encode()],
+           run=lambda data: take_json(data, Vote.from_dict)),
+    Target(name="pipeline-ledger", seeds=lambda: [json.dumps(VOTE["ledger"]).encode()],
+           run=lambda data: take_json(data, Ledger.from_dict)),
+    Target(name="loader-state", seeds=lambda: [json.dumps(LOADER).encode()], run=take_loader_state),
+]  # fmt: skip
+
+__all__ = ["CHECKPOINT_TARGETS", "zip_body", "zip_file"]
