@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -57,8 +57,8 @@ class HPCheckpointIO(CheckpointIO):
     move; others by their absolute path. One saving process per prefix. allow_pickle: save and load
     objects of any other type as pickles, which run code when they are loaded: for a pool that you
     trust, and for hyper-parameters that are neither plain values nor enums, dataclasses or paths.
-    files: a checkpoint that is durable is written to its path, too, as torch.save does it, in the
-    place of the marker: for code that opens the path itself (load_from_checkpoint, torch.load).
+    files: torch.save writes each checkpoint to its path, too, in the place of the marker, while the
+    trainer waits: for code that opens the path itself (load_from_checkpoint, torch.load).
     """
 
     def __init__(
@@ -87,14 +87,15 @@ class HPCheckpointIO(CheckpointIO):
         """Save; returns once staged. Raises CheckpointError naming an entry it cannot hold."""
         if storage_options is not None:
             raise CheckpointError("HPCheckpointIO takes no storage_options")
-        marker, name = self._marker(path), name_of(path, self.root)
+        marker = self._marker(path)
         made = marker is not None and not os.path.isfile(marker)
-
-        def durable(load: Callable[[], dict[str, Any]]) -> None:
-            self._mark(marker, load if self.files else None)
-
-        self.checkpoints.save(name, checkpoint, durable=durable)
-        if made:  # now already, as Lightning asks for it before the next save
+        self.checkpoints.save(
+            name_of(path, self.root), checkpoint,
+            durable=None if self.files else lambda: self._mark(marker),
+        )  # fmt: skip
+        if self.files:
+            self._write(marker, checkpoint)
+        elif made:  # now already, as Lightning asks for it before the next save
             self._mark(marker)
 
     def load_checkpoint(
@@ -162,21 +163,26 @@ class HPCheckpointIO(CheckpointIO):
         text = os.fspath(path)
         return None if "://" in text else os.path.abspath(text)
 
-    def _mark(self, marker: str | None, load: Callable[[], dict[str, Any]] | None = None) -> None:
-        """Write the marker of a path, which holds no data; or the checkpoint that `load` gives."""
-        if marker is None:
-            return
+    def _mark(self, marker: str | None) -> None:
+        """Write or touch the marker of a path. It holds no data."""
+        if marker is not None:
+            self._make_way(marker)
+            pool = self.checkpoints.pool.config.name
+            Path(marker).write_text(
+                f"A marker: the checkpoint is in hpstore's pool {pool!r} under {self.prefix!r}.\n"
+            )
+
+    def _write(self, marker: str | None, checkpoint: dict[str, Any]) -> None:
+        """The checkpoint itself in the place of the marker; whole, as it is renamed there."""
+        if marker is not None:
+            self._make_way(marker)
+            torch.save(checkpoint, f"{marker}.part")
+            os.replace(f"{marker}.part", marker)
+
+    def _make_way(self, marker: str) -> None:
         os.makedirs(os.path.dirname(marker), exist_ok=True)
         if os.path.islink(marker):  # of save_last="link": its target is not ours to overwrite
             os.unlink(marker)
-        if load is not None:
-            torch.save(load(), f"{marker}.part")
-            os.replace(f"{marker}.part", marker)
-            return
-        pool = self.checkpoints.pool.config.name
-        Path(marker).write_text(
-            f"A marker: the checkpoint is in hpstore's pool {pool!r} under {self.prefix!r}.\n"
-        )
 
     def _unmark(self, marker: str | None) -> None:
         if marker is not None and os.path.lexists(marker):

@@ -30,8 +30,6 @@ from hpstore.pool import Pool
 from hpstore.records import FORMAT, seal, unseal
 
 _log = logging.getLogger(__name__)
-# what is called for a save that is durable, with what gives its state. Any: of any trainer
-Durable = Callable[[Callable[[], dict[str, Any]]], None]
 
 
 def refuse_states(value: object, path: str, depth: int = 0) -> None:
@@ -100,12 +98,13 @@ class NamedCheckpoints(Closing):
 
     # --- saving -----------------------------------------------------------------------------
 
-    def save(self, name: str, state: Mapping[str, Any], *, durable: Durable | None = None) -> None:
+    def save(
+        self, name: str, state: Mapping[str, Any], *, durable: Callable[[], None] | None = None
+    ) -> None:
         """Save plain nested values under `name`, in place of what had that name.
 
         Returns once staged; the tensors may change then. `durable` is called, on the background
-        thread, when a restart would find it, with a function that gives the state, verified, as it
-        was saved. A crash before leaves the name as it was. Raises
+        thread, when a restart would find it. A crash before leaves the name as it was. Raises
         CheckpointError naming an entry that cannot be saved, and what went wrong before.
         """
         self.wait()
@@ -124,7 +123,9 @@ class NamedCheckpoints(Closing):
             self._number = max(known, default=-1)
         return self._number + 1
 
-    def _publish(self, named: Named, handle: SaveHandle, durable: Durable | None) -> None:
+    def _publish(
+        self, named: Named, handle: SaveHandle, durable: Callable[[], None] | None
+    ) -> None:
         self._whole = False
         report = handle.result()
         before = self._read(named.name)
@@ -133,7 +134,7 @@ class NamedCheckpoints(Closing):
         self._postponed.pop(named.name, None)  # it was of the one that is replaced
         info = self.pool.put(self._pointer_key(named.name), named.encode())
         if durable is not None:
-            durable(lambda: self._state(named))
+            durable()
         spare = min(report.spare_columns, info.spare_columns)
         self._whole = spare >= self.pool.parity
         if not self._whole:
@@ -234,14 +235,9 @@ class NamedCheckpoints(Closing):
             raise CheckpointError(
                 f"no checkpoint {name!r} under {self.prefix!r}; the newest are {self.names()[-8:]}"
             )
-        return self._state(named)
-
-    def _state(self, named: Named) -> dict[str, Any]:
         state = self._checkpoints.load_state(named.number)
-        if state.get("name") != named.name:
-            raise IntegrityError(
-                f"checkpoint {named.number} under {self.prefix!r} is not {named.name!r}"
-            )
+        if state.get("name") != name:
+            raise IntegrityError(f"checkpoint {named.number} under {self.prefix!r} is not {name!r}")
         found: dict[str, Any] = state["checkpoint"]
         return found
 
