@@ -20,6 +20,7 @@ _HEAD = struct.Struct("<8sQQQH")  # magic, promised, round, sequence, bytes of t
 _MAGIC = b"hpreg-01"
 _DIGEST_BYTES = 16
 _LOCKS_ONLY = 1 << 24  # offsets beyond the file: nothing is stored there
+_NUMBER_END = 1 << 62  # no count comes near it
 _BLANK = bytes(SLOT_BYTES)
 CLAIMS = (0, BUCKETS * SLOT_BYTES)  # offset and bytes of all records of claims
 
@@ -75,6 +76,8 @@ def _decode_copy(slot: bytes, copy: int) -> Entry | None:
     magic, promised, turn, sequence, length = _HEAD.unpack_from(body)
     if magic != _MAGIC or digest128(body) != digest:
         return None
+    if length > VALUE_BYTES_MOST + 1 or max(promised, turn, sequence) >= _NUMBER_END:
+        return None  # sealed by somebody else: it could not be written on
     value = body[_HEAD.size : _HEAD.size + length - 1] if length else None
     return Entry(promised=promised, order=(turn, sequence), value=value, copy=copy)
 
