@@ -34,14 +34,7 @@ from hpstore.objects.versions import VersionInfo, key_versions, parse_token
 from hpstore.objects.write import delete_object, put_object
 from hpstore.opening import same_form
 from hpstore.pooled import READ_TRIES, PooledReader, Readers, open_readers, writable_bytes
-from hpstore.rebuild import (
-    Pace,
-    Progress,
-    ProgressCallback,
-    RateLimit,
-    RebuildReport,
-    rebuild_all,
-)
+from hpstore.rebuild import Pace, Progress, ProgressCallback, RateLimit, RebuildReport, rebuild_all
 from hpstore.records import DeviceState
 from hpstore.scrub import scrub_all
 from hpstore.status import PoolStatus, pool_status

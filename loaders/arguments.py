@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.utils.data
@@ -18,10 +19,12 @@ else:
 
 # Any: whatever the user gives
 def require_one_order(
-    dataset: Any, *, batch_size: int | None, shuffle: Any, sampler: Any, batch_sampler: Any,
-    drop_last: bool,
-) -> None:  # fmt: skip
-    """Raise ConfigError, a ValueError, where more than one of them would decide the order."""
+    dataset: Any, shuffle: Any, sampler: Any, batch_sampler: Any, others: Mapping[str, Any]
+) -> None:
+    """Raise ConfigError, a ValueError, where more than one of them would decide the order.
+
+    `others`: the arguments of torch's, of which batch_size and drop_last are looked at.
+    """
     if isinstance(dataset, torch.utils.data.IterableDataset):
         pipe = isinstance(dataset, torch.utils.data.IterDataPipe)  # takes shuffle
         given = {"shuffle": None if pipe or shuffle in (False, None, "none") else shuffle,
@@ -39,7 +42,7 @@ def require_one_order(
             "Leave shuffle out"
         )
     if batch_sampler is not None and (
-        batch_size != 1 or shuffle or sampler is not None or drop_last
+        others["batch_size"] != 1 or shuffle or sampler is not None or others["drop_last"]
     ):
         raise ConfigError(
             "batch_sampler option is mutually exclusive with batch_size, shuffle, sampler, and "

@@ -79,7 +79,8 @@ class Companions:
         """A loop begins; before torch's. Returns the states of the data set to go on from."""
         loaded, self._loaded = self._loaded, {}
         saved = loaded.pop(SAMPLER, [])
-        self._epoch, self._random, lent = epoch, [], []
+        lent: list[tuple[Any, torch.Generator]] = []
+        self._epoch, self._random = epoch, []
         for number, sampler in enumerate(self._samplers(loader)):
             before = saved[number] if number < len(saved) else {}
             if sampler.generator is None or any(sampler is one for one, _ in lent):
@@ -170,7 +171,7 @@ def _dataset_state(dataset: Any, found: Any) -> dict[str, Any]:
     state: dict[str, Any] = {}
     if isinstance(dataset, Stateful) and iterator is not dataset:
         state[DATASET] = copy.deepcopy(dataset.state_dict())
-    if iterator is not None and (isinstance(iterator, Stateful) or state):
+    if fetcher is not None and iterator is not None and (isinstance(iterator, Stateful) or state):
         own = copy.deepcopy(iterator.state_dict()) if isinstance(iterator, Stateful) else None
         state.setdefault(DATASET, None)
         state[FETCHER] = {"dataset_iter_state": own, "fetcher_ended": fetcher.ended}

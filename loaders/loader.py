@@ -79,6 +79,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     # Accelerate then gives the loader back as it is, and saves its state with the rest
     _is_accelerate_prepared = True
     use_stateful_dataloader = True
+    even: Even
 
     def __init__(
         self,
@@ -123,33 +124,28 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.direct, self.direct_bytes, self.device_ring = direct, direct_bytes, device_ring
         self.cache, self.prefetch_bytes, self.window_bytes = cache, prefetch_bytes, window_bytes
         self.rank, self.world_size, self.mesh, self.shard = rank, world_size, mesh, shard
-        self.even: Even = even
-        self.snapshot_every_n_steps = snapshot_every_n_steps  # torchdata's; ours costs nothing
-        require_one_order(
-            dataset, batch_size=batch_size, shuffle=shuffle, sampler=sampler,
-            batch_sampler=batch_sampler, drop_last=drop_last,
-        )  # fmt: skip
+        self.even, self.snapshot_every_n_steps = even, snapshot_every_n_steps
         self.transform, self.batch_transform, self.on_error = transform, batch_transform, on_error
         self._native, self._processes = native_of(dataset), None
         if self._native is not None:
             self._processes = Processes.asked(multiprocessing_context, num_workers, worker_init_fn)
-        self._by_user = not (sampler is None and batch_sampler is None)
-        self._prepare(dataset, batch_size, drop_last)
+        self._by_user = sampler is not None or batch_sampler is not None
         options: dict[str, Any] = {
             "num_workers": num_workers, "collate_fn": collate_fn, "pin_memory": pin_memory,
             "timeout": timeout, "worker_init_fn": worker_init_fn, "generator": generator,
-            "multiprocessing_context": multiprocessing_context, "in_order": in_order,
+            "multiprocessing_context": multiprocessing_context, "drop_last": drop_last,
             "prefetch_factor": prefetch_factor, "persistent_workers": persistent_workers,
-            "pin_memory_device": pin_memory_device, "batch_size": batch_size,
-            "drop_last": drop_last,
+            "pin_memory_device": pin_memory_device, "batch_size": batch_size, "in_order": in_order,
         }  # fmt: skip
-        self._collate_given = collate_fn  # torch puts its own in the place of None
-        self.finish = self._make_finish()
+        require_one_order(dataset, shuffle, sampler, batch_sampler, options)
+        self._prepare(dataset, batch_size, drop_last)
+        self.finish = self._make_finish(collate_fn)
         self._start_torch(dataset, sampler, batch_sampler, options)
 
-    def _make_finish(self) -> Finish:
+    def _make_finish(self, collate_fn: Any) -> Finish:
+        self._collate_given = collate_fn  # torch puts its own in the place of None
         return Finish(
-            collate_fn=self._collate_given, transform=self.transform, seed=self.seed,
+            collate_fn=collate_fn, transform=self.transform, seed=self.seed,
             batch_transform=self.batch_transform, device=self.device, on_error=self.on_error,
             layout=self.layout, processes=self._processes, ring_bytes=parse_bytes(self.device_ring),
         )  # fmt: skip
@@ -196,8 +192,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _follow_growth(self) -> None:
         """Somebody else's data set may be longer than it was: its epochs are, then, too."""
         ours = self._native is None and isinstance(self.shuffle, bool | str | None)
-        if ours and self.order is not None and len(self.dataset) != self.order.samples:
-            self._make_order(self.dataset, self.batch_size, self.drop_last)
+        data: Any = self.dataset
+        if ours and self.order is not None and len(data) != self.order.samples:
+            self._make_order(data, self.batch_size, self.drop_last)
             self._state_text = None
             self._show_sampler()
 
@@ -409,6 +406,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         length = self.order.length if self.order is not None else 1 << 62
         found.require_same_run(fingerprints=prints, order=order, seed=self.seed, length=length)
         self._companions.load(self, state)
+        self._iterator = None  # persistent workers are past what was saved
         self._stands.load(found.epoch, found.samples, at_end=found.at_end)
 
     def consumed(self, batches: int) -> None:
@@ -465,7 +463,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.__dict__.update(state)
         self._stands.copied()
         self.waits, self._engine_stats = Waits(), {}
-        self.finish = self._make_finish()
+        self.finish = self._make_finish(self._collate_given)
         self._forget_runs()
         self._show_sampler()
 

@@ -32,7 +32,7 @@ def cli(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
     return made
 
 
-DESTRUCTIVE = {
+DESTRUCTIVE: dict[str, tuple[tuple[str, ...], tuple[object, ...]]] = {
     "rm": (("rm",), ("k",)),
     "dataset rm": (("dataset", "rm"), ("train",)),
     "checkpoint rm": (("checkpoint", "rm"), ("runs/a", 1)),

@@ -50,7 +50,8 @@ def test_a_data_set_that_grows_has_longer_epochs(shuffle: bool, workers: int) ->
     data = list(range(4))
     loader = DataLoader(data, shuffle=shuffle, num_workers=workers)
     data += [4, 5]
-    assert len(loader) == len(loader.sampler) == 6
+    sampler: Any = loader.sampler
+    assert len(loader) == len(sampler) == 6
     assert sorted(drawn(loader)) == [0, 1, 2, 3, 4, 5]
     data.append(6)
     assert sorted(drawn(loader)) == list(range(7))
@@ -103,7 +104,7 @@ class Numbers(torch.utils.data.IterableDataset[int]):
 def test_an_iterable_decides_its_own_order(name: str) -> None:
     """shuffle=True had no effect and was not refused."""
     with pytest.raises(ConfigError, match=f"IterableDataset: expected unspecified {name} option"):
-        DataLoader(Numbers(), **{name: 3})
+        DataLoader(Numbers(), **dict[str, Any]({name: 3}))
 
 
 def test_an_iterator_has_what_torchs_has() -> None:
@@ -326,6 +327,15 @@ def test_seeds_of_workers_are_repeatable() -> None:
     ]
     for other in others:
         assert not {value for row in other for value in row} & {v for row in first for v in row}
+
+
+def test_persistent_workers_begin_again_where_a_state_is_loaded() -> None:
+    """TestSnapshotZero: they went on with the random numbers, and the data sets, that they had."""
+    loader = DataLoader(Noisy(), 4, num_workers=2, persistent_workers=True)
+    state = saved(loader)
+    first = noise(loader)
+    loader.load_state_dict(state)
+    assert noise(loader) == first
 
 
 def test_a_stateful_data_set_in_workers_is_read_again_with_its_seeds() -> None:

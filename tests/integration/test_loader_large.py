@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 import hpstore
 from hpstore.config import Settings
@@ -112,7 +113,7 @@ def test_samples_above_the_pools_memory_are_read(
         loader.close()
         last = value(COUNTS[name] - 1)
         one = within(LIMIT, lambda: data[COUNTS[name] - 1])
-        assert bytes(memoryview(np.asarray(one["x"]).reshape(-1))) == last or (one["x"] == last)
+        assert (one["x"] if name == "ragged" else one["x"].numpy().tobytes()) == last
         assert pool._store.buffers.budget.peak_bytes <= MEMORY
         assert pool._store.buffers.budget.used_bytes == 0
 
@@ -164,7 +165,7 @@ def test_a_record_read_again_from_its_first_byte_is_counted_once() -> None:
 
     class Place:
         shard, start, length = np.array([0]), np.array([40]), np.array([10])
-        checksum = np.array([large.xxhash.xxh3_64_intdigest(bytes(range(10)))], np.uint64)
+        checksum = np.array([xxhash.xxh3_64_intdigest(bytes(range(10)))], np.uint64)
 
     class Plain:
         compression = ""

@@ -16,7 +16,7 @@ from hpstore.devices.wrappers import DeviceWrapper
 from hpstore.errors import DeviceError
 from hpstore.geometry import ALIGNMENT_BYTES, SMALL_OBJECT_BYTES
 from hpstore.header import HEADER_BYTES
-from hpstore.loaders.stored import _Piece
+from hpstore.loaders.spans import ObjectRanges
 from hpstore.objects.columns import WHOLE_OBJECT_BYTES
 from hpstore.objects.many import open_objects
 from hpstore.objects.stripes import ONE_CALL_BYTES
@@ -190,7 +190,7 @@ def test_tables_of_many_objects_are_held_a_bounded_number_at_a_time(
             return plain(keys, whole=whole)
 
         monkeypatch.setattr(pool, "readers", readers)
-        pieces = [_Piece(key, [(0, 10), (20, 30)], 100 * len(key)) for key in keys]
+        pieces = [ObjectRanges(key, [(0, 10), (20, 30)], 100 * len(key)) for key in keys]
         found = data._get_pieces(pieces)
         wanted = [(key.encode() * 100) for key in keys]
         assert [[p.tobytes() for p in some] for some in found] == [
