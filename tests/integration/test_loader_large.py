@@ -112,7 +112,7 @@ def test_samples_above_the_pools_memory_are_read(
         assert stats["batch_memory_bytes"] <= 4 * (batch * SIZE + 2 * MIB) * (1 + (batch > 1))
         loader.close()
         last = value(COUNTS[name] - 1)
-        one = within(LIMIT, lambda: data[COUNTS[name] - 1])
+        one: Any = within(LIMIT, lambda: data[COUNTS[name] - 1])
         assert (one["x"] if name == "ragged" else one["x"].numpy().tobytes()) == last
         assert pool._store.buffers.budget.peak_bytes <= MEMORY
         assert pool._store.buffers.budget.used_bytes == 0

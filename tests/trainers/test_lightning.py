@@ -363,7 +363,7 @@ def test_a_failed_save_is_raised_and_removes_nothing(
         put = Pool.put
 
         def failing(self: Pool, key: str, *args: Any, **options: Any) -> Any:
-            if "/segment-" in key:
+            if "/step-" in key:
                 raise TooFewDevices("no devices today")
             return put(self, key, *args, **options)
 
