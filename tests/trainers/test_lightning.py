@@ -232,7 +232,7 @@ def test_the_marker_stands_before_the_save_is_durable(
     go, put = threading.Event(), Pool.put
 
     def held(self: Pool, key: str, *args: Any, **options: Any) -> Any:
-        if "/segment-" in key:
+        if "/saves/" in key and "/manifest" in key:
             go.wait(60)
         return put(self, key, *args, **options)
 
