@@ -165,10 +165,11 @@ class Run:
             batches = _batches(loader, native, cached, epoch, position)
             rows, batches = _first_rows(batches)
             todo = listed(batches, epoch, position)
-        if batch_bytes(native.data, max(1, rows)) > loader.batch_memory_bytes:
-            threads = 1  # each would make one
+        alone = stored_bytes(native.data) * max(1, rows) > loader.batch_memory_bytes
+        threads = 1 if alone else threads  # each would make one
         depth = loader.prefetch_factor
         depth = depth * threads if depth else _depth(loader, native, threads, rows)
+        depth = 1 if alone else depth
         engine.expect(steady=depth + STEADY, most=depth + HELD + 1)  # 1: a small one beside these
         self._pipeline = Pipeline(
             todo, lambda piece: finish.make(session, piece), depth=depth, threads=threads,
@@ -251,8 +252,6 @@ def _depth(loader: DataLoader, native: Native, threads: int, rows: int) -> int:
     HELD of them and a small one.
     """
     fitting = loader.batch_memory_bytes // batch_bytes(native.data, max(1, rows))
-    if not fitting:
-        return 1
     ahead = min(MOST_AHEAD, fitting // 2, fitting - HELD - 1)
     return max(LEAST_AHEAD, threads, ahead)
 
