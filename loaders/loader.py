@@ -189,14 +189,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         elif self._native is None:
             self.positions = PositionSampler(self.order, self.shares, single=batch_size is None)
 
-    def _follow_growth(self) -> None:
+    def follow_growth(self) -> None:
         """Somebody else's data set may be longer than it was: its epochs are, then, too."""
         ours = self._native is None and isinstance(self.shuffle, bool | str | None)
         data: Any = self.dataset
         if ours and self.order is not None and len(data) != self.order.samples:
             self._make_order(data, self.batch_size, self.drop_last)
             self._state_text = None
-            self._show_sampler()
 
     def _start_torch(
         self, dataset: Any, sampler: Any, batch_sampler: Any, options: dict[str, Any]
@@ -255,7 +254,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     # --- iterating --------------------------------------------------------------------------
 
     def __iter__(self) -> Any:
-        self._follow_growth()
+        self.follow_growth()
         stands = self._stands
         if not stands.begin(asked_epoch(self, self._told) if self._by_user else None):
             return EndIterator(self, stands.epoch - 1)
@@ -276,7 +275,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank."""
-        self._follow_growth()
+        self.follow_growth()
         if self.slices is not None:
             return self.slices.own_steps()
         return super().__len__()

@@ -31,6 +31,14 @@ class RankSampler(DistributedSampler[Any]):
         self._order, self._shares = loader.order, loader.shares
         self.epoch = 0
 
+    def _look_again(self) -> Any:
+        """The loader, if it is still there; its data set may be longer than it was."""
+        loader = self._loader()
+        if loader is not None and loader.order is not None and loader.shares is not None:
+            loader.follow_growth()
+            self._order, self._shares = loader.order, loader.shares
+        return loader
+
     @property
     def num_replicas(self) -> int:  # type: ignore[override]
         """Data-parallel ranks."""
@@ -42,13 +50,14 @@ class RankSampler(DistributedSampler[Any]):
         return self._shares.now().rank
 
     def __iter__(self) -> Iterator[int]:
-        loader = self._loader()
+        loader = self._look_again()
         if loader is not None:
             self.epoch, _ = loader.standing()
         found = pieces(self._shares.now(), self.epoch, 0)
         return itertools.chain.from_iterable(p.indices(self._order).tolist() for p in found)
 
     def __len__(self) -> int:
+        self._look_again()
         return sum(piece.stop - piece.start for piece in pieces(self._shares.now(), 0, 0))
 
     def set_epoch(self, epoch: int) -> None:
