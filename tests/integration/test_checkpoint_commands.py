@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 import hpstore
 from hpstore.checkpoint import Checkpointer, StorageWriter
 from hpstore.cli import main
-from hpstore.errors import CheckpointError, ConfigError, HpstoreError, ObjectNotFound
+from hpstore.errors import CheckpointError, ConfigError, HpstoreError, MalformedFile, ObjectNotFound
 from tests.fault.common import poll
 from tests.integration.cli_cases import PoolCommands
 
@@ -43,8 +43,9 @@ def test_garbage_gives_one_line(cli: PoolCommands, tmp_path: Path) -> None:
     for name in ("x.safetensors", "x.pt", "x.unknown"):
         (tmp_path / name).write_bytes(junk)
     cases: list[tuple[str, type[HpstoreError]]] = [
-        (name, CheckpointError) for name in ("x.safetensors", "x.pt", "dir", "dcp")
+        (name, MalformedFile) for name in ("x.safetensors", "x.pt")
     ]
+    cases += [(name, CheckpointError) for name in ("dir", "dcp")]
     cases += [(name, ConfigError) for name in ("x.unknown", "gone.pt")]
     for flags in ((), ("--allow-pickle",)):
         for name, error in cases:
