@@ -195,6 +195,7 @@ def _first_items(rows: Sequence[Sequence[Any]]) -> tuple[Item, ...]:
 def _checked_items(items: tuple[Item, ...], segments: Sequence[Sequence[Any]]) -> tuple[Item, ...]:
     """Raise ValueError for an item that lies outside its segment, or has another length than its
     shape says: what is read of it would not be what it is called."""
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for item in items:
         numbers = (*item.shape, *item.box.offsets, *item.box.sizes, item.segment, item.offset,
                    item.length, *item.frames)  # fmt: skip
@@ -208,6 +209,8 @@ def _checked_items(items: tuple[Item, ...], segments: Sequence[Sequence[Any]]) -
             a + n > s for a, n, s in zip(item.box.offsets, item.box.sizes, item.shape, strict=True)
         ):
             raise ValueError(f"item {item.name!r} has a box outside of its shape")
+        if tensors.setdefault(item.name, (item.dtype, item.shape)) != (item.dtype, item.shape):
+            raise ValueError(f"items of {item.name!r} have several dtypes or shapes")
         size = int(segments[item.segment][1]) if item.length else item.offset
         if item.length > size - item.offset:
             raise ValueError(f"item {item.name!r} lies outside its segment")

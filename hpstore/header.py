@@ -172,10 +172,12 @@ def _parse(body: dict[str, object]) -> ColumnHeader:
     devices, metadata = body["devices"], body["metadata"]
     if not isinstance(devices, list) or not isinstance(metadata, dict):
         raise ValueError("devices or metadata have the wrong type")
+    pool_id = str(body["pool"])
+    pool_id.encode()  # raises for half a surrogate pair, of which no seed can be made
     if integers["column"] >= geometry.width:
         raise ValueError(f"column {integers['column']} of {geometry.width}")
     return ColumnHeader(
-        pool_id=str(body["pool"]),
+        pool_id=pool_id,
         key=check_key(str(body["key"])),
         version=Version.parse(str(body["version"])),
         kind=Kind(str(body["kind"])),

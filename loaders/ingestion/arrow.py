@@ -6,6 +6,7 @@ whole Arrow stream.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -230,7 +231,8 @@ def _column(arrow: Any, field: Any) -> tuple[Field, Convert]:
         if not inner.is_ragged:
             return Field(inner.dtype, (None, *inner.shape)), lambda c: _ragged(c, convert)
     elif t.is_primitive(kind) and not t.is_temporal(kind) and not t.is_decimal(kind):
-        return Field(np.dtype(kind.to_pandas_dtype()).name), _numbers
+        with contextlib.suppress(NotImplementedError):  # intervals have no type of numpy
+            return Field(np.dtype(kind.to_pandas_dtype()).name), _numbers
     raise ConfigError(
         f"column {field.name!r} is {kind}, which no field can hold; leave it out with fields="
     )

@@ -26,6 +26,8 @@ Learned = Callable[[Bools | None], Floats]
 
 _WORTH = 32  # fewer draws than one to so many residents would protect next to nothing
 _BATCHES = 16  # at least so many batches decide how fast jobs go
+_LEAST_REQUESTS = 1e-150  # fewer, of jobs that have ended long ago, are none
+_MOST_REQUESTS = float(1 << 62)
 _PART = 1 / 32  # of an epoch, if that is more
 
 
@@ -191,6 +193,12 @@ class Outlook:
                     f"{name} of a saved cache policy is {found}, not {shapes[0]}: start without it"
                 )
 
+        least = {"rates": 0, "made": 0, "phases_made": 0, "phases_length": 0, "period": 1}
+        for name, low in least.items():
+            values = arrays[name].astype(np.float64)
+            if not ((low <= values) & (values <= _MOST_REQUESTS)).all():  # nor for NaN
+                raise ConfigError(f"{name} of a saved cache policy cannot be: start without it")
+
     def load(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
         """The opposite of state(); names and shapes have been checked. Futures are empty."""
         parts = {
@@ -280,11 +288,12 @@ class Outlook:
     def _share_out(self) -> None:
         """Of all requests, by job. A job that has asked for nothing yet counts as an even one."""
         total = sum(self._rates)
+        total = total if total > _LEAST_REQUESTS else 0.0  # else the quotients below are none
         if self.jobs == 1 and total:
             self._per_epoch = total / (total / self._period[0])
             return
         self._shares = [
-            max(rate / total, 1e-9) if rate > 0 else 1 / self.jobs for rate in self._rates
+            max(rate / total, 1e-9) if rate > 0 and total else 1 / self.jobs for rate in self._rates
         ]
 
         if total:

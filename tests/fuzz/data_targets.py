@@ -150,7 +150,7 @@ def take_side(data: bytes) -> None:
 
 def take_source(source: Source) -> None:
     """All of a source's records, as far as an ingest would look."""
-    assert source.fields is None or source.fields
+    assert source.fields is None or isinstance(source.fields, dict)
     assert isinstance(source.metadata, dict)
     if isinstance(source, IndexedSource):
         for index in range(min(source.length, 50)):

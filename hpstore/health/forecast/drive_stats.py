@@ -34,6 +34,7 @@ from hpstore.health.forecast.attributes import (
     family_of,
     flagged,
 )
+from hpstore.hostile import MALFORMED
 
 REQUIRED_COLUMNS = ("date", "serial_number", "failure")
 _MAX_LINE = 1 << 20
@@ -41,8 +42,7 @@ _MAX_TEXT = 256  # of a serial number or model
 _NAMED_ROWS = 20
 _PROGRESS_ROWS = 4096
 _CUT_SHORT = (
-    EOFError, NotImplementedError, UnicodeError, lzma.LZMAError, zlib.error, gzip.BadGzipFile,
-    zipfile.BadZipFile,
+    RuntimeError, lzma.LZMAError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile, *MALFORMED,
 )  # fmt: skip
 
 BytesDone = Callable[[int], None]
