@@ -183,10 +183,10 @@ def _pax_records(body: bytes) -> Mapping[str, str]:
     found, at = {}, 0
     while at < len(body) and body[at] != 0:
         space = body.find(b" ", at, at + 20)
-        digits = body[at:space] if space > 0 else b""
+        digits = body[at:space] if space > at else b""
         end = at + int(digits) if digits.isdigit() else 0
         keyword, equals, value = body[space + 1 : end - 1].partition(b"=")
-        if end <= space or end > len(body) or not equals:
+        if not at < space < end <= len(body) or not equals:  # each record leads on
             raise TarDamaged("a pax header is malformed")
         text = value.decode(errors="surrogateescape")
         found[keyword.decode(errors="surrogateescape")] = text
