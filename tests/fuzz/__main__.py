@@ -2,8 +2,8 @@
 
     python -m tests.fuzz --inputs 100000                 all targets
     python -m tests.fuzz --targets tar npz --seed 7      some
-    python -m tests.fuzz --targets tar --atheris         guided by coverage (pip install atheris)
 
+tests/fuzz/guided.py does so by coverage.
 A finding is written to build/fuzz/<target>-<digest>; put it into tests/fuzz/corpus/<target>/ with
 its fix. The exit code is 1 when there was one.
 """
@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.fuzz.engine import CORPUS, Finding, Target, bounded, mutants, take
+from tests.fuzz.engine import Finding, Target, bounded, mutants, take
 from tests.fuzz.mutation import MOST_BYTES
 from tests.fuzz.targets import TARGETS
 
@@ -121,13 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--inputs", type=int, default=20_000, help="of each target")
     parser.add_argument("--targets", nargs="+", choices=sorted(TARGETS), default=sorted(TARGETS))
     parser.add_argument("--seed", type=int, default=time.time_ns() & 0xFFFFFF)
-    parser.add_argument("--atheris", action="store_true", help="guided by coverage; one target")
     chosen = parser.parse_args(arguments)
-    if chosen.atheris:
-        from tests.fuzz.guided import fuzz
-
-        fuzz(TARGETS[chosen.targets[0]], chosen.inputs, CORPUS / chosen.targets[0])
-        return 0
     total = 0
     for name in chosen.targets:
         began = time.monotonic()

@@ -1,20 +1,24 @@
-"""The same targets guided by coverage, through atheris (pip install 'hpstore[fuzz]')."""
+"""One target guided by coverage, through atheris: python -m tests.fuzz.guided TARGET [INPUTS]
+
+pip install 'hpstore[fuzz]'. New inputs go to build/fuzz-corpus/, findings to build/.
+"""
 
 from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from hpstore.errors import HpstoreError
-from tests.fuzz.engine import Target
 
-
-def fuzz(target: Target, inputs: int, corpus: Path) -> None:
-    """Run libFuzzer on one target; it ends the process. New inputs go to build/fuzz-corpus/."""
+def main(arguments: Sequence[str]) -> None:
+    """Run libFuzzer; it ends the process."""
     import atheris
 
-    atheris.instrument_all()
+    with atheris.instrument_imports(include=["hpstore"]):  # before anything imports it
+        from hpstore.errors import HpstoreError
+        from tests.fuzz.targets import TARGETS
+    target = TARGETS[arguments[0]]
     kept = Path("build/fuzz-corpus") / target.name
     kept.mkdir(parents=True, exist_ok=True)
     for number, data in enumerate(target.inputs()):
@@ -30,14 +34,15 @@ def fuzz(target: Target, inputs: int, corpus: Path) -> None:
         rng = random.Random(seed)
         if rng.random() < 0.5:
             return bytes(atheris.Mutate(data, most))
-        target.known["all"] = [data, *target.known["all"][-50:]]
+        target.known["all"] = [bytes(data), *target.known["all"][:50]]
         return target.mutant(rng)[:most]
 
-    options = [sys.argv[0], str(kept), str(corpus), f"-runs={inputs}", "-rss_limit_mb=4096",
-               "-timeout=20", "-max_len=65536", "-artifact_prefix=build/fuzz-"]  # fmt: skip
-    atheris.Setup([o for o in options if o != str(corpus) or corpus.is_dir()], one_input,
-                  custom_mutator=mutate)  # fmt: skip
+    runs = arguments[1] if len(arguments) > 1 else "1000000"
+    options = [sys.argv[0], str(kept), f"-runs={runs}", "-rss_limit_mb=4096", "-timeout=20",
+               "-max_len=65536", "-artifact_prefix=build/fuzz-"]  # fmt: skip
+    atheris.Setup(options, one_input, custom_mutator=mutate)
     atheris.Fuzz()
 
 
-__all__ = ["fuzz"]
+if __name__ == "__main__":
+    main(sys.argv[1:])
