@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from hpstore.health.recorder import Operation
 from hpstore.health.states import Decision, Role
 from hpstore.health.telemetry import Sample, Tick
 from hpstore.metrics import Metrics
+from hpstore.process_identity import this_process
 
 ERRORS = "health_history_error_total"
 
@@ -62,7 +64,8 @@ def test_samples_and_decisions_come_back_in_a_later_process(path: Path) -> None:
                            score=1.0, reference_seconds=1e-3),
             ]  # fmt: skip
             assert reader.samples("d0", 1000.5) == []
-            assert reader.decisions(1) == [decision(1002.0, "slower")]
+            said = replace(decision(1002.0, "slower"), process=this_process())
+            assert reader.decisions(1) == [said]
             assert len(reader.decisions(10)) == 2
     assert path.stat().st_mode & 0o777 == 0o600
     assert metrics.value(ERRORS) == 0
@@ -73,8 +76,8 @@ def test_a_second_history_of_a_process_does_not_end_the_locks_of_the_first(path:
     not the last one, so what it leaves is seen, and what the first one writes is not lost."""
     write = (
         "import sqlite3, sys; file = sqlite3.connect(sys.argv[1]); "
-        "file.execute(\"INSERT INTO decisions VALUES (NULL, 3, 'd', 'online', 'suspect', 'other', "
-        "'agent', 0)\"); file.commit(); file.close()"
+        'file.execute("INSERT INTO decisions (at, device, was, becomes, reason, role, dry_run) '
+        "VALUES (3, 'd', 'online', 'suspect', 'other', 'agent', 0)\"); file.commit(); file.close()"
     )
     metrics = Metrics()
     with closing(History(path, metrics)) as history:
