@@ -14,6 +14,7 @@ import lzma
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, cast
@@ -41,6 +42,7 @@ from hpstore.loaders.ingestion.tar_index import (
     too_many_endings,
 )
 from hpstore.units import format_bytes
+from hpstore.xz_files import open_xz
 
 KEY = "__key__"  # the field of a sample's key, for who asks for it
 _TEXT = {"txt", "text", "transcript", "json", "jsn"}
@@ -257,14 +259,19 @@ def _take(sample: _Open, member: Member, tar: TarHeaders, most: int) -> None:
     sample.parts[member.extension] = data
 
 
-def _decompressed(path: Path) -> IO[bytes]:
-    """A tar's bytes, by the ending of its name."""
+@contextmanager
+def _decompressed(path: Path) -> Iterator[IO[bytes]]:
+    """A tar's bytes, by the ending of its name, to be read forward."""
     name = path.name.lower()
-    if name.endswith((".gz", ".tgz")):
-        return cast("IO[bytes]", gzip.open(path))
-    if name.endswith(".bz2"):
-        return cast("IO[bytes]", bz2.open(path))
-    return cast("IO[bytes]", lzma.open(path)) if name.endswith(".xz") else path.open("rb")
+    with path.open("rb") as raw:
+        if name.endswith((".gz", ".tgz")):
+            with gzip.open(raw) as inflated:
+                yield cast("IO[bytes]", inflated)
+        elif name.endswith(".bz2"):
+            with bz2.open(raw) as unpacked:
+                yield cast("IO[bytes]", unpacked)
+        else:
+            yield open_xz(raw) if name.endswith(".xz") else raw
 
 
 __all__ = ["COMPRESSED", "KEY", "PLAIN", "TarShards", "TarStreams", "webdataset"]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import io
+import lzma
 import os
 import subprocess
 import sys
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -101,6 +103,33 @@ def test_a_member_that_is_inflated_is_bounded(tmp_path: Path) -> None:
         first, second = items_of(webdataset(path))
     assert "write the tar without compression" in first.problem
     assert second.sample == {"txt": "x"}
+
+
+def test_a_dictionary_is_bounded(tmp_path: Path) -> None:
+    """A .tar.xz whose header wants a dictionary of 3 GiB, and an old .lzma that wants 4 GiB."""
+    path = tmp_path / "s.tar.xz"
+    filters = [{"id": lzma.FILTER_LZMA2, "dict_size": 1 << 16}]
+    small = bytearray(lzma.compress(bytes(2048), filters=filters))
+    at = small.index(b"\x21\x01", 12) + 2  # LZMA2, one byte of properties: the dictionary
+    small[at] = 39
+    size = (small[12] + 1) * 4
+    small[12 + size - 4 : 12 + size] = zlib.crc32(small[12 : 12 + size - 4]).to_bytes(4, "little")
+    old = b"\x5d" + b"\xff" * 12 + bytes(64)
+    for data, problem in ((bytes(small), "limit"), (old, "not supported")):
+        path.write_bytes(data)
+        with bounded():
+            (found,) = items_of(webdataset(path))
+        assert problem in found.problem
+
+
+def test_streams_of_xz_follow_one_another(tmp_path: Path) -> None:
+    """As `cat` and `xz -T` make them, with padding between."""
+    raw = header("a.bin", ZERO) + header("b.bin", ZERO) + bytes(1024)
+    packed = lzma.compress(raw[:700]) + bytes(4) + lzma.compress(raw[700:])
+    (tmp_path / "s.tar.xz").write_bytes(packed)
+    assert [item.problem for item in items_of(webdataset(tmp_path / "s.tar.xz"))] == ["", ""]
+    (tmp_path / "s.tar.xz").write_bytes(packed[: len(packed) // 2])
+    assert items_of(webdataset(tmp_path / "s.tar.xz"))[-1].problem
 
 
 def npy(shape: str) -> bytes:

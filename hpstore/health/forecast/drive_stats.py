@@ -35,6 +35,7 @@ from hpstore.health.forecast.attributes import (
     flagged,
 )
 from hpstore.hostile import MALFORMED
+from hpstore.xz_files import open_xz
 
 REQUIRED_COLUMNS = ("date", "serial_number", "failure")
 _MAX_LINE = 1 << 20
@@ -158,7 +159,7 @@ def _texts(name: str, raw: BinaryIO) -> Iterator[tuple[str, io.TextIOBase]]:
             return
         stream: IO[bytes] = raw
         if kind == "xz":
-            stream = cast(IO[bytes], stack.enter_context(lzma.open(raw)))
+            stream = cast(IO[bytes], stack.enter_context(open_xz(raw)))
         elif kind == "gz":
             stream = cast(IO[bytes], stack.enter_context(gzip.open(raw)))
         yield name, _text(stream)
