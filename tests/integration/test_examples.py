@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import hpstore
+from tests.thorough import LONG
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(240)
@@ -69,6 +70,7 @@ def test_training_resumes_bit_exactly_on_another_number_of_ranks(
     assert {**first, **second} == whole
 
 
+@pytest.mark.skipif(not LONG, reason="half a minute: HPSTORE_LONG_TESTS=1")
 def test_digits_are_learnt_and_a_run_that_was_cut_ends_as_the_whole_one(config: Path) -> None:
     """Stopped between two checkpoints, resumed in mid-epoch: same losses, same accuracy."""
     whole = run(config, "digits.py", "--prefix", "a", "--epochs", "4").splitlines()[1:]

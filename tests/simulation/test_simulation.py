@@ -19,7 +19,7 @@ from hpstore.testing.simulation.shrink import shrink
 from tests.thorough import LONG
 
 KEPT = sorted((Path(__file__).parent / "kept").glob("*.json"))
-SEEDS = 300 if LONG else 100
+SEEDS = 300 if LONG else 75
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

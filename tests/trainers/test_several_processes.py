@@ -56,11 +56,8 @@ def fit(rank: int, world: int, directory: Path, prefix: str, epochs: int) -> Non
     torch.save(found, directory / f"{prefix}-{epochs}-{rank}.pt")
 
 
-TWO_AGAIN = pytest.param(2, id="on two again", marks=pytest.mark.skipif(not LONG, reason="half a "
-                         "minute: HPSTORE_LONG_TESTS=1"))  # fmt: skip
-
-
-@pytest.mark.parametrize("later", [TWO_AGAIN, pytest.param(1, id="on one")])
+@pytest.mark.skipif(not LONG, reason="half a minute: HPSTORE_LONG_TESTS=1")
+@pytest.mark.parametrize("later", [2, 1], ids=["on two again", "on one"])
 def test_a_ddp_fit_resumes_on_every_rank(tmp_path: Path, later: int) -> None:
     """Two of four epochs on two ranks, markers lost, resumed: on two, as never stopped; on one, it
     goes on from the same step."""

@@ -26,6 +26,7 @@ from hpstore.loaders.fields import (
 from hpstore.loaders.manifest import (
     DatasetManifest,
     Part,
+    StreamShards,
     check_dataset_name,
     check_new_name,
     column_key,
@@ -260,10 +261,12 @@ def test_keys_tell_whose_objects_they_name() -> None:
     assert nonce_of("a", shard_key("a/b", nonce, 0, 3)) is None
 
 
+SHARDS = StreamShards(unit_bytes=64 * 1024, rows=(3,), payload=(300,), side=("ee",), pages="dd")
 MANIFEST = DatasetManifest(
     fields={"z": Field("int64"), "a": Field("bytes")}, layout="rows", data=2, compression="",
     shuffle_seed=None, metadata={"k": [1, None]}, content="00",
-    parts=(Part(nonce="n", rows=3, streams=(), cuts=(3,), columns={"0": ("ff",)}, content="00"),),
+    parts=(Part(nonce="n", rows=3, streams=(SHARDS,), cuts=(3,), columns={"0": ("ff",)},
+                content="00"),),
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ class Said:
     def __init__(self, *others: tuple[int, int], text: object = None) -> None:
         self._others, self._text = others, text
 
-    def numbers(self, mine: tuple[int, ...], _: object) -> list[tuple[int, ...]]:
+    def numbers(self, mine: tuple[int, ...], *_: object, **__: object) -> list[tuple[int, ...]]:
         return [mine, *self._others]
 
     def all_gather(self, mine: bytes, _: object) -> list[bytes]:
