@@ -17,7 +17,7 @@ LARGE_BYTES = 64 * MIB  # smaller tensors are believed: their number is that of 
 class Backed:
     """Holds the shapes in a manifest against its items, and the sizes of segments against the pool.
 
-    A manifest may come from somebody else: shapes that nothing fills would take all memory.
+    A manifest may be untrusted: shapes without data behind them would exhaust the memory.
     """
 
     def __init__(self, pool: Pool, segments: Sequence[Segment]) -> None:

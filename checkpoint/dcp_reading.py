@@ -129,8 +129,8 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 
 
 def checked_bytes(value: io.BytesIO, name: str) -> Any:
-    """What torch saved of a value that is no tensor. Raises CheckpointError for what only pickle
-    can read, and for what is no such bytes."""
+    """A value other than a tensor, as torch.save stored it. Raises CheckpointError for data that
+    only pickle can read, and for malformed data."""
     try:
         return torch.load(value, map_location="cpu", weights_only=True)
     except MemoryError:

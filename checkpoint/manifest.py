@@ -231,7 +231,7 @@ def _checked_extra(extra: Any) -> Mapping[str, Any]:  # Any: JSON
 
 
 def _checked_tree(tree: Any) -> Any:  # Any: JSON
-    """Raise ValueError for what is no state."""
+    """Raise ValueError for anything that is not an encoded state."""
     if not isinstance(tree, dict) or tree.get(TAG) not in (None, "dict", "dcp"):
         raise ValueError("its state is no dict")
     check_tree(tree)

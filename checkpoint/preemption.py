@@ -290,7 +290,7 @@ def _store() -> Any:
 
 
 def _agreed_nonce(ranks: Ranks, fault: str) -> str:
-    """A name that all ranks have for themselves. What is wrong on one rank is raised on all."""
+    """A name unique to this job, the same on all ranks. An error of one rank is raised on all."""
     heard = ranks.all_gather((fault or f"={secrets.token_hex(8)}").encode(), Channel.TRAINER)
     faults = {rank: said.decode() for rank, said in enumerate(heard) if not said.startswith(b"=")}
     if faults:

@@ -161,7 +161,7 @@ def _read_file(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except MALFORMED as error:
-        raise MalformedFile(f"{path} is no safetensors file: {brief(error)}") from error
+        raise MalformedFile(f"{path} is not a safetensors file: {brief(error)}") from error
     mapped = np.memmap(path, np.uint8, mode="c") if size else np.empty(0, np.uint8)
     start = 8 + length
     for name, dtype, shape, low, high in rows:

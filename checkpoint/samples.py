@@ -14,7 +14,7 @@ import torch
 from hpstore.checkpoint.accelerator import Accelerator
 from hpstore.checksum import digest128
 
-TENSORS, POINTS = 64, 64  # of a save, of a tensor: 0.1 ms of the trainer's time
+TENSORS, POINTS = 64, 64  # of a save, of a tensor: about a millisecond of the trainer's time
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 Pair = tuple[torch.Tensor, torch.Tensor]  # (to, from)
 

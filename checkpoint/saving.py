@@ -170,7 +170,7 @@ class SaveJob:
 
     def _note_attempt(self, references: Sequence[str], *, fence: bool) -> dict[str, Any]:
         """Put the fence and the note. From then on nobody removes `references`; those that cannot
-        be read any more are returned with the nonce. What is within a manifest needs no note."""
+        be read any more are returned with the nonce. A save within its manifest needs no note."""
         if fence:
             take_fence(self._pool, self._prefix, self._options.session)
         if self._options.within:
@@ -401,7 +401,7 @@ class SaveJob:
         )
 
     def _require_mine(self) -> None:
-        """Under the claim of the manifest's put, before it writes: nobody has ended this save."""
+        """Under the claim of the manifest's put, before it writes: raise if this save is over."""
         if self._options.within:
             require_fence(self._pool, self._prefix, self._options.session)
         else:

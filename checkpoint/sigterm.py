@@ -61,9 +61,10 @@ class Notice:
 class SigtermHandler:
     """Handles SIGTERM for all checkpointers of a process.
 
-    The first signal is a notice, where there are takers of notices. Otherwise, and when another one
-    follows, the process ends as it would have without this handler, saves under way finished first
-    if nobody took notice. Called by a handler that was installed over it, it ends nothing.
+    If a checkpointer of this process asked for it, the first signal is only recorded. Otherwise,
+    and at a second signal, the process ends as it would without this handler; without such a
+    checkpointer, saves under way are finished first. When a handler that was installed later calls
+    this one, it does not end the process.
     """
 
     def __init__(self, before: signal._HANDLER) -> None:

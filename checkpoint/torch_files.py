@@ -110,7 +110,7 @@ def read_torch_file(path: Path, *, allow_pickle: bool) -> Any:
     try:
         mapped = zipfile.is_zipfile(path)
     except zipfile.BadZipFile as error:
-        raise MalformedFile(f"{path} is no torch.save file: {error}") from error
+        raise MalformedFile(f"{path} is not a torch.save file: {error}") from error
     if mapped and not allow_pickle:
         _require_bounded(path)
     try:
@@ -128,7 +128,7 @@ def read_torch_file(path: Path, *, allow_pickle: bool) -> Any:
                 "(allow_pickle=True)"
             ) from error
         raise MalformedFile(
-            f"{path} is no torch.save file that can be read (cut, or another format): {first[:120]}"
+            f"{path} cannot be read as a torch.save file (cut, or another format): {first[:120]}"
         ) from error
 
 
@@ -139,7 +139,7 @@ def _require_bounded(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             total = sum(member.file_size for member in archive.infolist())
     except (zipfile.BadZipFile, OSError, *MALFORMED) as error:
-        raise MalformedFile(f"{path} is no torch.save file: {brief(error)}") from error
+        raise MalformedFile(f"{path} is not a torch.save file: {brief(error)}") from error
     most = most_inflated(path.stat().st_size)
     if total > most:
         raise MalformedFile(f"{path} would take {total} bytes of memory; at most {most} are read")

@@ -25,6 +25,7 @@ from hpstore.keys import parse_column_name
 from hpstore.opening import Opener, device_opener
 from hpstore.pool import Pool
 from hpstore.testing.loopfs import LoopFilesystem
+from hpstore.units import KIB, MIB
 
 T = TypeVar("T")
 Wrap = Callable[[str, Device], Device]
@@ -328,6 +329,21 @@ def attempt(call: Callable[[], object]) -> bool:
     return True
 
 
-__all__ = ["Bench", "Call", "Gates", "Hangs", "MakeDisks", "Wrap", "attempt", "column_number",
-           "empty", "exit_status", "flip", "forked", "payload", "poll", "rings", "tree", "value",
-           "within", "wrapping"]  # fmt: skip
+OLD = {"old/small": 2 * KIB, "old/large": 2 * MIB}
+
+
+def put_old(pool: Pool) -> None:
+    """What must read back whatever happens later."""
+    for key, size in OLD.items():
+        pool.put(key, payload(key, size))
+
+
+def old_is_whole(pool: Pool) -> bool:
+    """Whether it does."""
+    return all(value(pool, key) == payload(key, size) for key, size in OLD.items())
+
+
+__all__ = ["OLD", "Bench", "Call", "Gates", "Hangs", "MakeDisks", "Wrap", "attempt",
+           "column_number",
+           "empty", "exit_status", "flip", "forked", "old_is_whole", "payload", "poll", "put_old",
+           "rings", "tree", "value", "within", "wrapping"]  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -16,25 +15,25 @@ from hpstore.devices.base import Device
 from hpstore.devices.wrappers import DeviceWrapper
 from hpstore.errors import PoolFull, RedundancyError, TooFewDevices
 from hpstore.pool import Pool
-from hpstore.testing.leftovers import loops, mount_points, run
+from hpstore.testing.leftovers import run
 from hpstore.testing.loopfs import LoopFilesystem
 from hpstore.units import KIB, MIB
-from tests.fault.common import Bench, MakeDisks, attempt, exit_status, forked, payload, tree, value
+from tests.fault.common import (
+    OLD,
+    Bench,
+    MakeDisks,
+    attempt,
+    exit_status,
+    forked,
+    old_is_whole,
+    payload,
+    put_old,
+    tree,
+    value,
+)
 
 pytestmark = [pytest.mark.fault, pytest.mark.root]
 T = TypeVar("T")
-OLD = {"old/small": 2 * KIB, "old/large": 2 * MIB}
-
-
-def put_old(pool: Pool) -> None:
-    """What must read back whatever happens later."""
-    for key, size in OLD.items():
-        pool.put(key, payload(key, size))
-
-
-def old_is_whole(pool: Pool) -> bool:
-    """Whether it does."""
-    return all(value(pool, key) == payload(key, size) for key, size in OLD.items())
 
 
 def on_disk(bench: Bench, key: str, disk: LoopFilesystem) -> bool:
@@ -405,72 +404,6 @@ def test_more_disks_lost_than_parity_is_said_deletes_nothing_and_is_undone_by_th
         assert pool.scrub().clean
 
 
-def test_evicted_disk_can_be_unmounted_while_the_pool_stays_open(
-    bench: Bench, make_disks: MakeDisks
-) -> None:
-    """Evict a disk, or drain it, and take it out of the machine without stopping anything."""
-    disks = make_disks(5)
-    with bench.create(disks, data=2, parity=1) as pool, bench.open() as other:
-        put_old(pool)
-        pool.evict(disks[0].path)
-        pool.rebuild()
-        pool.drain(disks[1].path)
-        assert old_is_whole(other)
-        for disk in disks[:2]:
-            disk.unmount()
-            assert os.listdir(disk.path) == []
-        assert old_is_whole(pool)
-
-
-def test_closed_pool_keeps_no_disk_busy(bench: Bench, make_disks: MakeDisks) -> None:
-    """Add, drain, evict and readmit disks, close the pool: all can be unmounted."""
-    disks = make_disks(6)
-    with bench.create(disks[:4], data=2, parity=1) as pool:
-        put_old(pool)
-        pool.add_device(disks[4].path)
-        pool.drain(disks[0].path)
-        pool.readmit(disks[0].path)
-        pool.evict(disks[1].path)
-        pool.status()
-    busy = []
-    for number, disk in enumerate(disks):
-        try:
-            disk.unmount()
-        except OSError:
-            busy.append(number)
-    assert busy == []
-
-
-@pytest.mark.parametrize("lost", [1, 2])
-def test_polling_with_broken_disks_leaks_no_descriptors(
-    bench: Bench, make_disks: MakeDisks, lost: int
-) -> None:
-    """Open (in vain with two lost) and ask for the status again and again, as an agent does.
-
-    A descriptor left behind keeps the broken disk busy; in time all descriptors are used up.
-    """
-    disks = make_disks(3)
-    with bench.create(disks, data=2, parity=1) as pool:
-        put_old(pool)
-    for disk in disks[:lost]:
-        disk.shutdown()
-
-    def poll() -> None:
-        for _ in range(5):
-            with contextlib.suppress(TooFewDevices), bench.open() as pool:
-                for _ in range(5):
-                    pool.status()
-
-    poll()
-    before = len(os.listdir("/proc/self/fd"))
-    poll()
-    assert len(os.listdir("/proc/self/fd")) == before
-    for disk in disks[:lost]:
-        disk.remount()
-    with bench.open() as pool:
-        assert old_is_whole(pool)
-
-
 def test_disk_with_no_inodes_left_costs_nothing(bench: Bench, make_disks: MakeDisks) -> None:
     """A disk has space but no inodes; puts of new keys go elsewhere, old data reads."""
     disks = make_disks(4, 16 * MIB)
@@ -492,17 +425,3 @@ def test_disk_with_no_inodes_left_costs_nothing(bench: Bench, make_disks: MakeDi
         shutil.rmtree(clutter)
         pool.rebuild()
         assert pool.scrub().clean
-
-
-def test_a_loop_filesystem_in_a_relative_directory_leaves_nothing(
-    loop_mounts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was not found among the mounts, by a path that begins nowhere: mount and device stayed."""
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to("real")
-    monkeypatch.chdir(tmp_path)
-    for directory in (".", "link"):
-        with LoopFilesystem(directory) as disk:
-            assert disk.mounted
-        assert not any(str(tmp_path) in path for path in mount_points())
-        assert not any(str(tmp_path) in image for image in loops().values())

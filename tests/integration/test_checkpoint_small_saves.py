@@ -108,6 +108,24 @@ def test_a_small_save_is_one_object(pool: Pool, codec: str) -> None:
         assert ckpt.collect_garbage() == 0
 
 
+@pytest.mark.parametrize(("first", "second"), [(10, 500_000), (500_000, 10), (10, 11)])
+def test_a_step_is_overwritten_by_one_of_the_other_form(
+    pool: Pool, first: int, second: int
+) -> None:
+    """Small by large, large by small: nothing of the first is left, also for a later process."""
+    with Checkpointer(pool, "run", rng=False) as ckpt:
+        ckpt.save(1, {"w": torch.ones(first)}).result()
+        ckpt.save(1, {"w": torch.zeros(second)}, overwrite=True).result()
+        ckpt.wait()
+        assert len(pool.list("run/step-")) == 1 + (second > 458_752)
+        assert not pool.list("run/attempts/")
+    with Checkpointer(pool, "run", rng=False) as other:
+        into = {"w": torch.full((second,), 7.0)}
+        assert other.restore(into) == 1
+        assert not into["w"].any()
+        assert other.collect_garbage() == 0
+
+
 @pytest.mark.parametrize(("count", "within"), [(458_752, True), (458_753, False)])
 def test_how_much_a_manifest_holds(pool: Pool, count: int, within: bool) -> None:
     with Checkpointer(pool, "run", rng=False) as ckpt:
