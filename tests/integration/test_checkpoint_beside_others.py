@@ -483,6 +483,3 @@ def test_what_a_fenced_session_left_is_collected_without_a_clock(harness: Harnes
             assert ckpt.collect_garbage() == 1
             assert key not in pool.list()
             assert segment not in pool.list()
-
-
-# --- torch.distributed.checkpoint ---------------------------------------------------------------

@@ -11,10 +11,6 @@ from hpstore.checkpoint.copying import PIECE_BYTES
 from hpstore.checkpoint.gates import CopyGate
 from hpstore.checkpoint.staging import _plain_copy
 from hpstore.trainers.pipelining.events import Recorder
-from hpstore.trainers.pipelining.ledger import Ledger
-
-LEDGER = Ledger(samples=8, digest=77)
-# --- votes --------------------------------------------------------------------------------------
 
 
 def noting_waits(gate: CopyGate) -> threading.Event:

@@ -386,9 +386,6 @@ def test_buffers_are_put_back_behind_a_trial_run() -> None:
     assert int(norm.num_batches_tracked or 0) == 0
 
 
-# --- gates --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["lr_scheduler", "grad_scaler", "model", "pipeline"])
 def test_names_that_mean_something_else_are_refused(name: str) -> None:
     """m_more_names: lr_scheduler= was saved, and never stepped."""
