@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,10 @@ from hpstore.units import MIB
 
 # the contract's assertions show their values, as those in test files do
 pytest.register_assert_rewrite("hpstore.testing.device_contract", "hpstore.testing.direct_contract")
+
+# what the ranks of the tests need (tests/integration/ranks.py): their server imports it once, not
+# each of some hundred processes. torch imports torch._dynamo when it makes its first optimizer
+multiprocessing.set_forkserver_preload(["torch._dynamo", "tests.trainers.runs"])
 
 _SLOW = [HealthCheck.too_slow]
 settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=_SLOW)

@@ -1,6 +1,6 @@
 """What the tests of many ranks share: processes that form a group, models sharded in many ways.
 
-Processes are forked from a server that has imported torch and nothing else, so a group of four
+Processes are forked from a server that has imported what most of them need, so a group of four
 costs a fraction of a second. They find each other through a file and talk over the loopback.
 """
 
@@ -55,7 +55,6 @@ def launch(
     All must end well; those in `killed` must have been killed.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
     store = directory / f"store-{job.__name__}-{world}-{'-'.join(map(str, args))}"
     processes = [
         context.Process(target=_enter, args=(job, rank, world, directory, store, args))

@@ -74,7 +74,6 @@ def test_ddp_that_is_killed_goes_on_with_the_same_steps_and_no_sample_lost(
     monkeypatch.syspath_prepend(SCRIPTS)
     accounts = importlib.import_module("accounts")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([ranks.__name__])
     failures = context.SimpleQueue()
     launcher = context.Process(target=launch, args=(tmp_path, failures))
     launcher.start()
