@@ -31,6 +31,7 @@ STILL, STILL_BYTES = 16, 150 * KIB  # objects that no victim writes; damage is d
 KILLS_AN_EPISODE = 4  # of a rebuild, a scrub, an agent
 OTHERS_CHECKED, ALL_EVERY = 20, 50  # keys beside the touched ones; kills until all are checked
 HEAL_SECONDS = 180.0
+LIVES_THAT_SAVE = 100  # of trainers, after which a loop without saves has shown nothing
 PROBLEMS_MOST = 20  # then the run ends
 QUICK = """
 [agent]
@@ -100,7 +101,11 @@ class KillLoop:
         self.paths = [root / f"d{number}" for number in range(DEVICES)]
         self._lives, self._checked_at = 0, 0
         self._seconds = {"rebuild": 0.3, "scrub": 0.3}  # that one takes, as last seen
-        settings = Settings(run_directory=str(root / "run"), memory_bytes=64 * MIB)
+        # a claim of the dead gives way well within the life of who comes next: else one kill in the
+        # middle of a commit keeps all later lives from saving anything
+        settings = Settings(
+            run_directory=str(root / "run"), memory_bytes=64 * MIB, claim_seconds=0.1
+        )  # fmt: skip
         with hpstore.create(
             self.paths, data=DATA, parity=PARITY, config=self.toml, unit_bytes=64 * KIB,
             settings=settings,
@@ -139,6 +144,9 @@ class KillLoop:
         self.report.operations = {
             "objects": self.objects.operations, "checkpoints": self.steps.operations,
         }  # fmt: skip
+        lives = self.report.kills["trainer"]
+        if lives >= LIVES_THAT_SAVE and self.steps.operations < lives / 10:
+            self._problem(f"{lives} trainers have saved {self.steps.operations} steps: too few")
         self.report.rolled_forward = {
             "objects": self.objects.rolled_forward, "checkpoints": self.steps.rolled_forward,
         }  # fmt: skip
