@@ -13,7 +13,6 @@ from hpstore.checkpoint.pruning import pruned
 from hpstore.checkpoint.ranks import Channel, Ranks
 from hpstore.checkpoint.restoring import RestoreOptions, RestoreReport, restore_state
 from hpstore.checkpoint.steps import Steps, newest_untried
-from hpstore.descriptors import blamed, exhausted_total
 from hpstore.errors import (
     CheckpointError,
     CheckpointMismatch,
@@ -22,6 +21,7 @@ from hpstore.errors import (
     ObjectNotFound,
     RedundancyError,
 )
+from hpstore.lacks import blamed, lacks_total
 
 _log = logging.getLogger(__name__)
 _PASSABLE = (IntegrityError, RedundancyError, ObjectNotFound)  # an older step may be readable
@@ -103,7 +103,7 @@ def _try(
 ) -> tuple[Manifest, RestoreReport] | Exception:  # fmt: skip
     """Restore one step; what went wrong on any rank, when it can be passed over."""
     error: Exception | None = None
-    before = exhausted_total()
+    before = lacks_total()
     tree: Any = None
     left: list[str] = []
     try:

@@ -23,6 +23,7 @@ import tomlkit
 from hpstore.device_urls import has_secrets
 from hpstore.errors import ConfigError
 from hpstore.hostile import MALFORMED
+from hpstore.rights import denied_path, group_number, rights_hint
 from hpstore.units import GIB, MIB, parse_bytes
 
 if TYPE_CHECKING:
@@ -55,8 +56,9 @@ class Settings:
     direct: bool = True  # O_DIRECT on local devices
     health: bool = True  # slow devices are looked for, and kept off the path of reads
     hedge_percent: float = 5.0  # of the bytes read, for spares of reads that are late; 0: none
-    file_mode: int = 0o600
+    file_mode: int = 0o600  # of what is made on devices, whatever the umask is
     directory_mode: int = 0o700
+    group: str = ""  # name or number of the group that new devices are given to
     run_directory: str = ""  # locks; "" means hpstore-<uid> in the machine's temporary directory
     state_directory: str = (
         ""  # what the agent remembers; "" means the run directory if that is set,
@@ -178,6 +180,9 @@ def load_config(path: str | os.PathLike[str]) -> PoolConfig:
         document = tomllib.loads(file.read_text())
     except FileNotFoundError as error:
         raise ConfigError(f"{file} does not exist; `hpstore create` makes one") from error
+    except PermissionError as error:
+        place = denied_path(str(file.absolute()))
+        raise ConfigError(f"{file} cannot be read: {rights_hint(place)}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
     except MALFORMED as error:  # nested too deep, a number too long
@@ -257,7 +262,7 @@ def save_config(config: PoolConfig) -> None:
         document.add(tomlkit.comment("hpstore: where this pool's devices are on this machine"))
         document.add("name", tomlkit.item(config.name))
         changed = {
-            f.name: getattr(config.settings, f.name)
+            f.name: _as_written(f.name, getattr(config.settings, f.name))
             for f in fields(Settings)
             if getattr(config.settings, f.name) != f.default
         }
@@ -267,23 +272,46 @@ def save_config(config: PoolConfig) -> None:
     array.extend(config.devices)
     document["devices"] = array.multiline(True)
     try:
-        write_atomically(config.path, _tables_last(document), mode=_mode(config))
+        write_atomically(
+            config.path, _tables_last(document), mode=_mode(config), group=_group(config)
+        )
+    except PermissionError as error:
+        hint = rights_hint(denied_path(str(config.path.absolute())))
+        raise ConfigError(f"{config.path} cannot be written: {hint}") from error
     except OSError as error:
         raise ConfigError(f"{config.path} cannot be written: {error}") from error
 
 
+def _group(config: PoolConfig) -> int:
+    """Of a pool.toml: as it is, or the pool's; -1 for the user's own."""
+    if not config.settings.group:
+        return -1
+    path = config.path
+    return path.stat().st_gid if path.exists() else group_number(config.settings.group)
+
+
+def _as_written(name: str, value: object) -> object:
+    """Modes in octal, as everyone reads them."""
+    return tomlkit.value(f"0o{value:o}") if name.endswith("_mode") else value
+
+
 def _mode(config: PoolConfig) -> int | None:
-    """Of a pool.toml: for its owner alone where it holds passwords; else as it is, or the umask."""
+    """Of a pool.toml: for its owner, and the pool's group, alone where it holds passwords; else as
+    it is, or the pool's mode, or the umask."""
+    shared = config.settings.file_mode & 0o060 if config.settings.group else 0
     if any(map(has_secrets, config.devices)):
-        return 0o600
-    return stat.S_IMODE(config.path.stat().st_mode) if config.path.exists() else None
+        return 0o600 | shared
+    if config.path.exists():
+        return stat.S_IMODE(config.path.stat().st_mode)
+    return config.settings.file_mode if shared else None
 
 
 def write_atomically(
-    path: Path, text: str, *, durable: bool = True, mode: int | None = None
+    path: Path, text: str, *, durable: bool = True, mode: int | None = None, group: int = -1
 ) -> None:
     """Replace a text file; its content is synced before it has the name, if it must be `durable`.
-    `mode`: of the file, from its beginning; the umask decides unless given.
+    `mode`: of the file, from its beginning; the umask decides unless given. `group`: it is given
+    to, by its number.
 
     The temporary name cannot be known beforehand: no link that lies there is followed.
     """
@@ -291,6 +319,8 @@ def write_atomically(
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         with open(os.open(temporary, flags, 0o666 if mode is None else 0o600), "w") as file:
+            if group >= 0:
+                os.fchown(file.fileno(), -1, group)
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
             file.write(text)

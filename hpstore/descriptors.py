@@ -1,36 +1,26 @@
 """How many files this process may have open, room for more, and what becomes of the lack of it.
 
-Without a descriptor no device can be asked, which looks as if all devices were gone. So it is noted
-here, and whoever is about to say that something is lost looks whether it was that.
+Without a descriptor no device can be asked: see lacks.py.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import resource
 import threading
 
-from hpstore.errors import DescriptorsExhausted, IntegrityError, RedundancyError
+from hpstore.errors import DescriptorsExhausted
+from hpstore.lacks import note_lack
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()  # reading and setting the limit are two calls
 
 
-_exhausted = itertools.count(1)
-_exhausted_total = [0]  # of this process: its limit is the process' own, too
-
-
 def note_exhausted() -> None:
     """A descriptor was wanted and not given. Any thread."""
-    _exhausted_total[0] = next(_exhausted)
-    if _exhausted_total[0] == 1:
-        _log.warning("%s", exhausted_hint())
-
-
-def exhausted_total() -> int:
-    """How often that was so."""
-    return _exhausted_total[0]
+    hint = exhausted_hint()
+    if note_lack(DescriptorsExhausted, hint):
+        _log.warning("%s", hint)
 
 
 def exhausted_hint() -> str:
@@ -40,16 +30,6 @@ def exhausted_hint() -> str:
         f"This process may have {soft} files open (hard limit {hard}) and has no more left: no "
         "device is at fault, and nothing is lost. Raise `ulimit -n`, or close files, and try again."
     )
-
-
-def blamed(error: Exception, before: int) -> Exception:
-    """`error`, or DescriptorsExhausted where descriptors have run out since exhausted_total() was
-    `before`: what seemed to be lost was not looked at."""
-    if exhausted_total() == before or not isinstance(error, (RedundancyError, IntegrityError)):
-        return error
-    made = DescriptorsExhausted(f"{exhausted_hint()} (It showed as: {error})")
-    made.__cause__ = error
-    return made
 
 
 def may_open(wanted: int) -> int:
@@ -75,4 +55,4 @@ def may_open(wanted: int) -> int:
         return most
 
 
-__all__ = ["blamed", "exhausted_hint", "exhausted_total", "may_open", "note_exhausted"]
+__all__ = ["exhausted_hint", "may_open", "note_exhausted"]

@@ -16,6 +16,7 @@
         DeviceInUse                  exit 16  already belongs to a pool
         ReadAbandoned                exit 17  nobody waits for it any more; the device was not asked
         DescriptorsExhausted         exit 18  this process has too many open files
+        DeviceDenied                 exit 19  this user has no rights there
       FormatTooNew                   exit 20  written by a newer hpstore
       IntegrityError                 exit 21  bytes do not match their checksum
         BlocksDamaged                exit 22  blocks of one column; its others can be used
@@ -154,6 +155,13 @@ class DescriptorsExhausted(DeviceError):
     what is stored: raise `ulimit -n`, or close files."""
 
     exit_code = 18
+
+
+class DeviceDenied(DeviceError):
+    """This user has no rights on a device's files. Says nothing of the device, nor of what is
+    stored: its owner can give them, see the message."""
+
+    exit_code = 19
 
 
 class FormatTooNew(HpstoreError):
@@ -310,6 +318,7 @@ __all__ = [
     "CheckpointMismatch",
     "ConfigError",
     "DescriptorsExhausted",
+    "DeviceDenied",
     "DeviceError",
     "DeviceForeign",
     "DeviceFull",

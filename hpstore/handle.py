@@ -30,6 +30,7 @@ from hpstore.errors import (
 )
 from hpstore.following import Follower
 from hpstore.health.monitor import Monitor
+from hpstore.lacks import lacks_total, naming_lacks
 from hpstore.members import (
     belongs,
     copied,
@@ -56,6 +57,7 @@ from hpstore.opening import (
     Opener,
     device_opener,
     identify_all,
+    is_denied,
     make_place,
     prove,
     same_form,
@@ -145,7 +147,7 @@ class PoolHandle(Closing):
             for device in opened.view.devices.values():
                 device.close()
             raise
-        self._problems = dict(opened.problems)
+        self._problems, self._denied = dict(opened.problems), opened.denied
         store = make_store(
             opened.view, config.settings, backend, clock, scheduler, read_only=self.read_only
         )
@@ -241,6 +243,7 @@ class PoolHandle(Closing):
             problems[url] = str(error)
             opened.pop(url)
         _note_read_only(self._store, refusing(opened, proof))
+        self._denied = proof.denied | {url for url, error in failed.items() if is_denied(error)}
         devices = make_view(record, opened.values(), problems).devices
         self._problems = problems
         return self.health.metered(devices)
@@ -381,6 +384,15 @@ class PoolHandle(Closing):
     def _usable(self) -> None:
         if self._closed:
             raise AlreadyClosed(f"pool {self.config.name!r} is closed")
+
+    @property
+    def denied(self) -> frozenset[str]:
+        """Places of devices on which this user has no rights, or may not write."""
+        return self._denied
+
+    def _naming_lacks(self) -> AbstractContextManager[None]:
+        """Where a device was left out for want of rights, no error says that it is lost."""
+        return naming_lacks(-1 if self._denied else lacks_total())
 
     def _writable(self) -> None:
         self._usable()

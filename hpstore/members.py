@@ -9,9 +9,18 @@ from dataclasses import dataclass
 from hpstore.config import PoolConfig
 from hpstore.devices.base import Device
 from hpstore.errors import DeviceForeign, DeviceReadOnly, TooFewDevices
+from hpstore.lacks import lacks_total, naming_lacks
 from hpstore.membership import newest_of
 from hpstore.objects.store import View
-from hpstore.opening import OpenedDevice, Opener, Proof, identify_all, prove, same_form
+from hpstore.opening import (
+    OpenedDevice,
+    Opener,
+    Proof,
+    identify_all,
+    is_denied,
+    prove,
+    same_form,
+)
 from hpstore.records import PoolRecord
 from hpstore.scheduler import Scheduler
 from hpstore.survival import too_few_devices
@@ -23,11 +32,13 @@ _log = logging.getLogger(__name__)
 class Opened:
     """A pool's membership and the members that answered; why the others did not, by URL.
 
-    `read_only`: members that refuse writes, by device id.
+    `read_only`: members that refuse writes, by device id. `denied`: URLs on which this user has no
+    rights, or may not write.
     """
 
     view: View
     problems: Mapping[str, str]
+    denied: frozenset[str]
     read_only: Mapping[str, DeviceReadOnly]
 
 
@@ -38,12 +49,16 @@ def open_members(
 
     Raises TooFewDevices that names what is missing and why.
     """
-    deadline = config.settings.open_deadline_seconds
+    deadline, before = config.settings.open_deadline_seconds, lacks_total()
     opened, failed = identify_all(config.devices, opener, scheduler, deadline, open_a_pool)
     problems = {url: str(error) for url, error in failed.items()}
+    denied = frozenset(url for url, error in failed.items() if is_denied(error))
     try:
         opened |= _open_unlisted(config, opened, opener, scheduler)
-        found = _choose_view(config, opened, problems, scheduler, read_only=read_only)
+        with naming_lacks(before):
+            found = _choose_view(
+                config, opened, problems, scheduler, read_only=read_only, denied=denied
+            )
     except BaseException:
         for one in opened.values():
             one.device.close()
@@ -116,7 +131,7 @@ def _protocol(url: str) -> str:
 
 def _choose_view(
     config: PoolConfig, opened: dict[str, OpenedDevice], problems: dict[str, str],
-    scheduler: Scheduler, *, read_only: bool,
+    scheduler: Scheduler, *, read_only: bool, denied: frozenset[str],
 ) -> Opened:  # fmt: skip
     """The view of the newest record, from devices of one pool that prove to work."""
     if not any(o.record is not None for o in opened.values()):
@@ -146,7 +161,12 @@ def _choose_view(
     view = make_view(record, opened.values(), problems)
     if not record.opens_without(view.missing):
         raise too_few_devices(config, view, problems)
-    return Opened(view=view, problems=problems, read_only=refusing(opened, proof))
+    return Opened(
+        view=view,
+        problems=problems,
+        read_only=refusing(opened, proof),
+        denied=denied | proof.denied,
+    )
 
 
 def refusing(opened: Mapping[str, OpenedDevice], proof: Proof) -> dict[str, DeviceReadOnly]:

@@ -10,11 +10,12 @@ from functools import partial
 
 from hpstore.config import Settings
 from hpstore.device_urls import has_secrets, without_secrets
-from hpstore.devices.base import DIRECTORIES, READABLE, Device
+from hpstore.devices.base import DIRECTORIES, READABLE, Device, denied
 from hpstore.devices.local import LocalDevice
 from hpstore.devices.remote import RemoteDevice
 from hpstore.errors import (
     ConfigError,
+    DeviceDenied,
     DeviceError,
     DeviceInUse,
     DeviceMissing,
@@ -49,6 +50,12 @@ class Proof:
     failed: Mapping[str, Exception]
     read_only: Mapping[str, DeviceReadOnly]
 
+    @property
+    def denied(self) -> frozenset[str]:
+        """Those on which this user has no rights, or may not write."""
+        errors = {**self.failed, **self.read_only}
+        return frozenset(url for url, error in errors.items() if is_denied(error))
+
 
 def device_opener(
     settings: Settings, listed: Callable[[], Collection[str]] = tuple
@@ -71,6 +78,7 @@ def device_opener(
             file_mode=settings.file_mode,
             directory_mode=settings.directory_mode,
             recycle_bytes=settings.recycle_bytes,
+            group=settings.group,
         )
 
     return open_url
@@ -230,12 +238,19 @@ def make_place(url: str, settings: Settings) -> None:
         return
     try:
         os.mkdir(path, settings.directory_mode)
+    except PermissionError as error:
+        raise denied(error, path, "making of the directory") from error
     except OSError as error:
         raise DeviceMissing(
             f"device {path} cannot be made: {error.strerror}. Only the last directory of a path is "
             "made, so that a mistyped mount does not end up on another disk.",
             device=path,
         ) from error
+
+
+def is_denied(error: Exception) -> bool:
+    """Whether a device did not open, or takes no writes, for want of this user's rights."""
+    return isinstance(error, DeviceDenied) or isinstance(error.__cause__, DeviceDenied)
 
 
 def same_form(url: str) -> str:
@@ -261,5 +276,5 @@ def filesystem_of(url: str) -> int | None:
 
 
 __all__ = ["OpenedDevice", "Opener", "Proof", "claim", "device_opener", "filesystem_of",
-           "identify", "identify_all", "make_place", "prove", "same_form",
+           "identify", "identify_all", "is_denied", "make_place", "prove", "same_form",
            "shares_filesystem"]  # fmt: skip

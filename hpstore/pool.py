@@ -9,7 +9,6 @@ import numpy as np
 
 from hpstore import changes
 from hpstore.config import PoolConfig
-from hpstore.descriptors import blamed, exhausted_total
 from hpstore.errors import (
     HpstoreError,
     MembershipError,
@@ -19,6 +18,7 @@ from hpstore.errors import (
 )
 from hpstore.header import encode_metadata
 from hpstore.keys import check_key
+from hpstore.lacks import blamed, lacks_total
 from hpstore.membership import check_unit
 from hpstore.metrics import Metrics
 from hpstore.objects.catalog import live_layout, walk
@@ -110,16 +110,18 @@ class Pool(TendedPool):
                 progress(count)
 
         require_tolerance(self._store, wanted, repr(key))
-        if not if_absent and if_version is None:
-            info = put_object(
-                self._store, key, source, metadata=metadata or {}, throttle=throttle,
-                unit_bytes=unit_bytes,
-            )  # fmt: skip
-        else:
-            info = put_if(
-                self._store, self._claims, key, source, metadata=metadata or {}, throttle=throttle,
-                if_absent=if_absent, if_version=if_version, unit_bytes=unit_bytes,
-            )  # fmt: skip
+        with self._naming_lacks():
+            if not if_absent and if_version is None:
+                info = put_object(
+                    self._store, key, source, metadata=metadata or {}, throttle=throttle,
+                    unit_bytes=unit_bytes,
+                )  # fmt: skip
+            else:
+                info = put_if(
+                    self._store, self._claims, key, source, metadata=metadata or {},
+                    throttle=throttle, if_absent=if_absent, if_version=if_version,
+                    unit_bytes=unit_bytes,
+                )  # fmt: skip
         require_stored(info, wanted)
         return info
 
@@ -207,7 +209,8 @@ class Pool(TendedPool):
         content = None if version is None else parse_token(version)
         patient = False
         for _ in range(READ_TRIES):
-            reader = open_object(self._store, key, content, whole=whole, patient=patient)
+            with self._naming_lacks():
+                reader = open_object(self._store, key, content, whole=whole, patient=patient)
             try:
                 return read(reader)
             except Changed:
@@ -273,7 +276,7 @@ class Pool(TendedPool):
         InvalidKey for a prefix that no key can have.
         """
         self._usable()
-        before, starved = self._store.view, exhausted_total()
+        before, lacked = self._store.view, lacks_total()
         found = walk(self._store, prefix)
         view, surveys = self._store.view, found.surveys
         unknown = found.unknown | view.record.unhealed()
@@ -285,7 +288,7 @@ class Pool(TendedPool):
                 f"parity covers {view.record.parity}: objects under {prefix!r} may be there "
                 "unseen. Nothing was changed. Bring devices back, or rebuild if they are gone."
             )
-            raise blamed(error, starved)
+            raise blamed(error, lacked)
         return sorted(key for key, s in surveys.items() if live_layout(self._store, s) is not None)
 
     def delete(self, key: str) -> None:
@@ -296,7 +299,8 @@ class Pool(TendedPool):
         """
         self._writable()
         check_key(key)
-        delete_object(self._store, key)
+        with self._naming_lacks():
+            delete_object(self._store, key)
         sweep_deleted(self._store)
 
     def bar(self, key: str) -> bool:

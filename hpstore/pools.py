@@ -13,6 +13,7 @@ from hpstore.membership import create_members
 from hpstore.opening import device_opener
 from hpstore.pool import Pool
 from hpstore.pool_names import add_to_table, require_free
+from hpstore.rights import group_number
 from hpstore.survival import domain_warning
 from hpstore.units import MIB
 
@@ -42,6 +43,8 @@ def create_pool(
     require_new(path, name)
     if name is not None:
         require_free(name, path)
+    if settings is not None and settings.group:
+        group_number(settings.group)  # before anything is made
     if domains is not None and len(domains) != len(devices):
         raise ConfigError(f"{len(domains)} domains for {len(devices)} devices")
     urls = [os.fspath(d) if "://" in os.fspath(d) else os.path.abspath(d) for d in devices]

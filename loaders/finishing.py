@@ -14,8 +14,8 @@ from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
 from hpstore.buffers import lock_for_life
 from hpstore.codec.galois import Bytes
-from hpstore.descriptors import blamed, exhausted_total
 from hpstore.errors import ConfigError, IntegrityError, TooManyErasures
+from hpstore.lacks import blamed, lacks_total
 from hpstore.loaders.batches import nbytes_of
 from hpstore.loaders.draws import Indices
 from hpstore.loaders.gpu import Cuda, Gpu, gpu_of
@@ -177,7 +177,7 @@ class Finish:
     def _readable(self, session: AnySession, piece: Piece, indices: Indices) -> list[int]:
         """Rows of a piece that can be read, found one by one. Names what cannot, or counts it."""
         good = []
-        before = exhausted_total()
+        before = lacks_total()
         for row, index in enumerate(indices.tolist()):
             try:
                 session.batch(indices[row : row + 1])

@@ -33,6 +33,7 @@ class Sighting:
     open: Collection[str]  # members that are open
     seen: Mapping[str, Seen]
     back: Collection[str]  # devices at places where no member answers
+    denied: Collection[str]  # places that this agent's user has no rights on
     reconciled: Collection[str]
     condition: Condition | None
     outlooks: Mapping[str, Outlook]
@@ -58,12 +59,15 @@ def pool_facts(sighting: Sighting, config: PolicyConfig) -> PoolFacts:
 def answers(sighting: Sighting, member: Member) -> bool:
     """Whether a device is there. One that was asked and has not answered yet is: who knows better?
 
-    A member at a place where it was seen but is not open is not: its record may be old.
+    A member at a place where it was seen but is not open is not: its record may be old. One that
+    this user has no rights on was not asked, so it has not left.
     """
     if member.left:
         return member.device_id in sighting.back
     seen = sighting.seen.get(member.device_id)
-    return member.device_id in sighting.open and (seen is None or seen.answers)
+    if member.device_id not in sighting.open:
+        return member.url in sighting.denied
+    return seen is None or seen.answers
 
 
 def _device(sighting: Sighting, member: Member, config: PolicyConfig) -> DeviceFacts:

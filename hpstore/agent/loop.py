@@ -27,7 +27,7 @@ from hpstore.agent.status import AgentStatus, make_status, publish, withdraw
 from hpstore.agent.watch import MonitorWatch, Watch
 from hpstore.closing import Closing
 from hpstore.config import private_directory
-from hpstore.errors import HpstoreError, MembershipError
+from hpstore.errors import DeviceDenied, HpstoreError, MembershipError
 from hpstore.health.forecast.forecaster import FailureForecaster
 from hpstore.health.forecast.model import load_model
 from hpstore.health.history import History
@@ -63,7 +63,8 @@ class Agent(Closing):
     and closes the agent. With `threads=False` nothing runs beside them: `finish_jobs` works off the
     jobs. For a dry run the pool is open read only: nothing is changed, nothing remembered.
 
-    Raises LockTimeout when another agent looks after the pool, ConfigError for a memory that is
+    Raises LockTimeout when another agent looks after the pool, DeviceDenied where its user has no
+    rights on a device, ConfigError for a memory that is
     damaged or a run directory that others can write, ForecastError for a model that cannot be used.
     """
 
@@ -75,6 +76,12 @@ class Agent(Closing):
         self.dry_run = config.policy.dry_run
         self._directory, self.run_directory = pool.state_directory, pool.run_directory
         self._clock, self._closed = pool.clock, False
+        if pool.denied:
+            raise DeviceDenied(
+                f"the agent of pool {pool.config.name!r} would take devices for lost on which its "
+                f"user has no rights: {', '.join(sorted(pool.denied))}. Nothing was changed. Run "
+                "it as a user who may write on all devices (`hpstore status` shows whose they are)."
+            )
         with ExitStack() as stack:
             self._held = self._take_hold(stack)
             self.memory = self._saved = load_memory(self._directory)
@@ -206,7 +213,8 @@ class Agent(Closing):
             reconciled = frozenset(self._reconciled)
         return Sighting(
             record=self.pool.record, open=self.pool.places.keys(), seen=self.eyes.seen(),
-            back=self.eyes.presence.back, reconciled=reconciled, condition=self.eyes.condition(),
+            back=self.eyes.presence.back, denied=self.eyes.presence.denied,
+            reconciled=reconciled, condition=self.eyes.condition(),
             outlooks={d: worst(sights) for d, sights in self.eyes.disks.items()},
             watched=self.watch.devices(),
             reports=reports_in(self._decisions(_READ), self.memory.policy, at),

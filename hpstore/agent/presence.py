@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from hpstore.errors import DeviceReadOnly, DeviceTimeout, HpstoreError
+from hpstore.opening import is_denied
 from hpstore.tending import Answer, TendedPool
 
 T = TypeVar("T")
@@ -83,6 +84,7 @@ class Presence:
         self._places: dict[str, _Question[str]] = {}
         self._generations: dict[str, _Question[int]] = {}
         self.back: frozenset[str] = frozenset()  # devices seen at places that are not open
+        self.denied: frozenset[str] = frozenset()  # places on which this user has no rights
 
     def look(self, now_seconds: float) -> None:
         """Take answers, ask what is due, and wait a little for what answers at once."""
@@ -104,6 +106,10 @@ class Presence:
         self.back = frozenset(
             question.answer for question in self._places.values() if question.answer is not None
         )
+        self.denied = frozenset(
+            url for url, question in self._places.items()
+            if question.error is not None and is_denied(question.error)
+        )  # fmt: skip
 
     def newest_generation(self, now_seconds: float) -> int:
         """Of the membership, as far as devices that are open have answered by now; 0: none has."""
@@ -148,13 +154,15 @@ class Presence:
         found = {}
         for device, question in self._devices.items():
             past = tuple(self._seconds.get(device, ()))
-            if question.error is not None:
-                found[device] = Seen(problem=str(question.error), probe_seconds=past, answers=False)
+            if question.error is not None:  # without rights it was not asked: it is not gone
+                found[device] = Seen(problem=str(question.error), probe_seconds=past,
+                                     answers=is_denied(question.error))  # fmt: skip
             elif question.answer is not None:
                 usage, refused = question.answer.usage, question.answer.refused
                 found[device] = Seen(
                     problem="" if refused is None else str(refused),
-                    read_only=isinstance(refused, DeviceReadOnly), total_bytes=usage.total,
+                    read_only=isinstance(refused, DeviceReadOnly) and not is_denied(refused),
+                    total_bytes=usage.total,
                     free_bytes=usage.free, probe_seconds=past,
                 )  # fmt: skip
         return found

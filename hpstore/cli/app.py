@@ -16,7 +16,7 @@ from hpstore.cli import agent, bench, devices, durability, gpu
 from hpstore.cli.asking import Yes, agree, first_of, refuse_existing
 from hpstore.cli.checkpoints import checkpoints
 from hpstore.cli.datasets import datasets
-from hpstore.cli.devices import rate_of
+from hpstore.cli.devices import rate_of, sharing
 from hpstore.cli.health import health
 from hpstore.cli.output import (
     UNMENDED_EXIT_CODE,
@@ -110,6 +110,10 @@ def create(
     parity: Annotated[int, typer.Option(help="parity units a stripe, m: losses survived")],
     name: Annotated[str | None, typer.Option(help="register for hpstore.open(NAME)")] = None,
     unit: Annotated[str, typer.Option(help="stripe unit")] = "1MiB",
+    group: Annotated[str, typer.Option(help="whose members may use the pool, too")] = "",
+    mode: Annotated[
+        str | None, typer.Option(help="rights on its directories; 0770 with --group, else 0700")
+    ] = None,
     domain: Annotated[
         list[str] | None, typer.Option(help="failure domain of each device, in their order")
     ] = None,
@@ -121,7 +125,7 @@ def create(
     """
     pool = hpstore.create(
         devices, data=data, parity=parity, config=config, name=name, domains=domain,
-        unit_bytes=parse_bytes(unit),
+        unit_bytes=parse_bytes(unit), settings=sharing(group, mode),
     )  # fmt: skip
     if name is not None and os.environ.get(VARIABLE):
         sys.stderr.write(f"hpstore: note: {name} is in {table_path()}, too, for URLs\n")

@@ -11,6 +11,8 @@ import hpstore
 from hpstore.cli import orders
 from hpstore.cli.asking import Yes, agree
 from hpstore.cli.output import UNMENDED_EXIT_CODE, object_progress, say
+from hpstore.config import Settings
+from hpstore.errors import ConfigError
 from hpstore.health.overrides import Command
 from hpstore.units import parse_bytes
 
@@ -151,9 +153,23 @@ def sit_out(pool: PoolName, device: DeviceName, as_json: Json = False) -> None:
     orders.tell(pool, device, Command.SIT_OUT, as_json=as_json)
 
 
+def sharing(group: str, mode: str | None) -> Settings:
+    """Settings of a new pool for users of a `group`. Raises ConfigError for a mode that is none."""
+    if not group and mode is None:
+        return Settings()
+    try:
+        directory = int(mode or "0770", 8)
+    except ValueError as error:
+        raise ConfigError(f"--mode {mode!r} is no octal mode, such as 0770") from error
+    if group and not directory & 0o070:
+        raise ConfigError(f"--mode {mode} gives the group {group} no rights; 0770 gives it all")
+    return Settings(group=group, directory_mode=directory, file_mode=directory & 0o666)
+
+
 def rate_of(text: str) -> float | None:
     """Bytes a second of a --rate; None where no limit is wanted. Raises ConfigError."""
     return float(parse_bytes(text)) if text else None
 
 
-__all__ = ["add", "drain", "evict", "rate_of", "readmit", "release", "replace", "sit_out"]
+__all__ = ["add", "drain", "evict", "rate_of", "readmit", "release", "replace", "sharing",
+           "sit_out"]  # fmt: skip

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from hpstore.devices.beneath import is_foreign, open_beneath, rename_beneath
 from hpstore.devices.local_io import allocate, is_full, temporary_path, unlock_and_close
 from hpstore.devices.reserve import SPARE_BYTES, Spares, plan_spares
+from hpstore.devices.sharing import make_directory
 
 BALLAST = "ballast"
 _FILE, _DIRECTORY = "file-", "directory-"
@@ -40,7 +41,7 @@ class Ballast:
     def fill(self, root: int) -> None:
         """Make what is missing, as far as there is room. One process at a time: others skip it."""
         with contextlib.suppress(FileExistsError):
-            os.mkdir(BALLAST, self._directory_mode, dir_fd=root)
+            make_directory(root, BALLAST, self._directory_mode)
         with self._locked(root) as alone:
             if not alone:
                 return
@@ -50,7 +51,7 @@ class Ballast:
             for _ in range(files):
                 self._make_file(root)
             for _ in range(directories):
-                os.mkdir(_name(_DIRECTORY), self._directory_mode, dir_fd=root)
+                make_directory(root, _name(_DIRECTORY), self._directory_mode)
             self._drawn = False
 
     def refill(self, root: int) -> None:

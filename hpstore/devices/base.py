@@ -24,6 +24,7 @@ from hpstore.descriptors import exhausted_hint, note_exhausted
 from hpstore.devices.horizons import HorizonGuard
 from hpstore.errors import (
     DescriptorsExhausted,
+    DeviceDenied,
     DeviceError,
     DeviceFull,
     DeviceMissing,
@@ -32,6 +33,8 @@ from hpstore.errors import (
     ReadAbandoned,
 )
 from hpstore.keys import OBJECTS
+from hpstore.lacks import note_lack
+from hpstore.rights import denied_path, rights_hint
 
 TMP, RECYCLE, DEBTS, QUARANTINE = "tmp", "recycle", "debts", "quarantine"
 DIRECTORIES = (OBJECTS, TMP, RECYCLE, DEBTS, QUARANTINE)
@@ -41,7 +44,7 @@ RECYCLE_MIN_BYTES = 1 << 20  # below this a fresh file is as cheap
 REGISTERS = "registers"  # 4,096 records for claims and 32 others, 512 bytes each
 REGISTERS_BYTES = (4096 + 32) * 512
 
-BLAMELESS = (ReadAbandoned, DescriptorsExhausted)  # the device was not asked
+BLAMELESS = (ReadAbandoned, DescriptorsExhausted, DeviceDenied)  # the device was not asked
 READABLE = (DeviceFull, DeviceReadOnly)  # writes are refused, what is there can be read
 
 Stamp = tuple[int, int, int]
@@ -283,9 +286,22 @@ def raise_device_error(error: OSError, url: str, operation: str) -> NoReturn:
             f"{operation} was not tried on device {url}: {error.strerror}. {exhausted_hint()}",
             device=url,
         ) from error
+    if isinstance(error, PermissionError):
+        raise denied(error, url, operation) from error
     kind = _BY_ERRNO.get(error.errno or 0, DeviceError)
     reason = error.strerror or str(error)
     raise kind(f"{operation} failed on device {url}: {reason}", device=url) from error
+
+
+def denied(error: OSError, url: str, operation: str) -> DeviceDenied:
+    """The error for what this user may not do; noted as a lack of this process."""
+    if "://" in url:
+        hint = (f"the user or the credentials of this process have no rights on {url}: "
+                f"{error.strerror or error}")  # fmt: skip
+    else:
+        hint = rights_hint(denied_path(url, DIRECTORIES))
+    note_lack(DeviceDenied, hint)
+    return DeviceDenied(f"{operation} was refused on device {url}: {hint}", device=url)
 
 
 __all__ = [
@@ -307,6 +323,7 @@ __all__ = [
     "Stamp",
     "Usage",
     "WriteHandle",
+    "denied",
     "raise_device_error",
     "recycled_bytes",
     "recycled_path",

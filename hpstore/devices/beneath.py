@@ -19,6 +19,7 @@ _OPENAT2 = 437  # openat2(2), Linux 5.6; one number on all architectures but Alp
 _NO_SYMLINKS, _BENEATH = 0x04, 0x08
 _libc = ctypes.CDLL(None, use_errno=True)
 _supported = True
+SHARED = 0o077  # rights of other users
 
 
 class _How(ctypes.Structure):
@@ -33,13 +34,16 @@ def open_beneath(root: int, path: str, flags: int, mode: int = 0o600) -> int:
     """os.open() of a path relative to `root` of which no component is a symbolic link.
 
     Raises OSError: ELOOP where one is, ENXIO for what is no regular file or directory. On a kernel
-    without openat2 only the last component is looked at.
+    without openat2 only the last component is looked at. What it creates has `mode`, whatever the
+    umask: others of the pool's group use it, too.
     """
     if flags & os.O_DIRECTORY:
         return _open(root, path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     fd = _open(root, path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     kind = os.fstat(fd).st_mode
     if stat.S_ISDIR(kind) or stat.S_ISREG(kind):
+        if flags & os.O_CREAT:
+            widen(fd, mode)
         return fd
     os.close(fd)
     raise OSError(errno.ENXIO, "no regular file", path)
@@ -70,6 +74,18 @@ def _open(root: int, path: str, flags: int, mode: int) -> int:
     return os.open(path, flags, mode, dir_fd=root)
 
 
+def widen(fd: int, mode: int) -> None:
+    """Give a file or directory of this user the rights of `mode` that the umask took from others;
+    the set-group-id bit stays."""
+    if not mode & SHARED:
+        return
+    found = os.fstat(fd)
+    has = stat.S_IMODE(found.st_mode)
+    if mode & ~has and found.st_uid == os.geteuid():
+        with contextlib.suppress(OSError):  # a filesystem without modes
+            os.fchmod(fd, has | mode)
+
+
 def rename_beneath(root: int, old: str, new: str) -> None:
     """os.rename() within a device."""
     with parent_beneath(root, old) as (here, name), parent_beneath(root, new) as (there, last):
@@ -95,4 +111,4 @@ def is_foreign(error: OSError) -> bool:
     return error.errno in (errno.ELOOP, errno.ENXIO)
 
 
-__all__ = ["is_foreign", "open_beneath", "parent_beneath", "rename_beneath"]
+__all__ = ["SHARED", "is_foreign", "open_beneath", "parent_beneath", "rename_beneath", "widen"]

@@ -10,7 +10,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from hpstore.devices.base import (
     RECYCLE_MIN_BYTES,
     TMP,
     Usage,
+    denied,
     recycled_bytes,
     recycled_path,
 )
@@ -43,10 +44,12 @@ from hpstore.devices.local_io import (
 )  # fmt: skip
 from hpstore.devices.looking import read_last_page, some_file, stopped_writing
 from hpstore.devices.reserve import RECORD_SPARES, SPARE_BYTES
-from hpstore.errors import DeviceError, DeviceReadOnly, LockTimeout
+from hpstore.devices.sharing import share_root, widen_directory
+from hpstore.errors import DeviceDenied, DeviceError, DeviceReadOnly, LockTimeout
 from hpstore.geometry import ALIGNMENT_BYTES
 from hpstore.keys import OBJECTS
 from hpstore.records import IDENTITY_FILE
+from hpstore.rights import group_number
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -63,17 +66,22 @@ class LocalDevice(LocalFiles):
         file_mode: int = 0o600,
         directory_mode: int = 0o700,
         recycle_bytes: int = 0,
+        group: str = "",
     ) -> None:
         super().__init__(path, direct=direct, file_mode=file_mode, directory_mode=directory_mode)
+        self._group = group
         self._recycle_bytes = recycle_bytes
         self._room_problem = ""
 
     def prepare(self) -> None:
         """Make the directories of a device root, find out what the filesystem can do."""
         with self._guard("prepare", absent_is_gone=True) as root:
+            share_root(root, self._settings, group_number(self._group) if self._group else -1)
             for name in DIRECTORIES:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(name, self._directory_mode, dir_fd=root)
+                widen_directory(root, name, self._directory_mode)
+            self._take_modes(root)
             note_names(root, self._file_mode)
             os.fsync(root)
             self._keep_room(root)
@@ -328,7 +336,11 @@ class LocalDevice(LocalFiles):
                     if time.time() - status.st_mtime < ORPHAN_SECONDS:
                         continue
                     fd = open_beneath(root, name, os.O_RDWR)
-                except (FileNotFoundError, IsADirectoryError):
+                except IsADirectoryError:
+                    with contextlib.suppress(OSError):  # one that was to be shared
+                        os.rmdir(name, dir_fd=root)
+                    continue
+                except (FileNotFoundError, PermissionError):  # another user's, who sweeps it
                     continue
                 except OSError as error:
                     if not is_foreign(error):
@@ -396,7 +408,10 @@ class LocalDevice(LocalFiles):
                 self._read_back(root)
                 return
             name = f"{TMP}/{time.time_ns():020d}-probe-{secrets.token_hex(6)}"
-            fd = open_beneath(root, name, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode)
+            try:
+                fd = open_beneath(root, name, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode)
+            except PermissionError as error:
+                self._only_read(root, denied(error, self.url, "write"))
             try:
                 self._probe_direct(name, fd)
             finally:
@@ -404,6 +419,12 @@ class LocalDevice(LocalFiles):
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=root)
             self._keep_room(root)
+
+    def _only_read(self, root: int, refused: DeviceDenied) -> NoReturn:
+        """Of a user without the right to write: raise DeviceReadOnly where it can be read."""
+        self.require_objects()
+        self._read_back(root)
+        raise DeviceReadOnly(str(refused), device=self.url) from refused
 
     def _read_back(self, root: int) -> None:
         """Read a page of a record and of one column past the page cache: a stat and a listing of a

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 from hpstore.devices.base import raise_device_error
-from hpstore.devices.beneath import open_beneath
+from hpstore.devices.beneath import open_beneath, widen
 from hpstore.devices.horizons import (
     COUNTER_BYTES,
     HORIZON,
@@ -50,6 +50,8 @@ class LocalCounters(ABC):
         fd = -1
         try:
             fd = open_beneath(self.root_fd(), name, flags, self._file_mode)
+            if flags & os.O_RDWR:
+                widen(fd, self._file_mode)  # a process that died there may have left it closed
             yield fd
         except OSError as error:
             raise_local_error(error, self.root_fd(), self.url, f"use of {name}")

@@ -15,6 +15,7 @@ from hpstore.devices.beneath import open_beneath, parent_beneath, rename_beneath
 from hpstore.devices.durable_names import MOST, DurableNames
 from hpstore.devices.local_counters import LocalCounters
 from hpstore.devices.local_io import gone, is_full, open_root, raise_local_error
+from hpstore.devices.sharing import Modes, make_directory, modes_on
 from hpstore.errors import DeviceError, DeviceMissing
 from hpstore.geometry import ALIGNMENT_BYTES
 from hpstore.keys import OBJECTS
@@ -41,15 +42,22 @@ class LocalFiles(LocalCounters):
         directory_mode: int = 0o700,
     ) -> None:
         self.url = os.path.abspath(path)
+        self._settings = Modes(file=file_mode, directory=directory_mode)
         self.mode = "direct" if direct else "buffered"
         self.folds_names = False
-        self._file_mode, self._directory_mode = file_mode, directory_mode
         self.memory_alignment = ALIGNMENT_BYTES if direct else 1
-        self._ballast = Ballast(file_mode, directory_mode)
         self._roots: dict[int, int] = {}  # process id -> root descriptor; see root_fd
         self._durable: dict[int, DurableNames] = {}  # process id -> what it knows; no lock: root_fd
         self._identity: tuple[int, int] | None = None
-        self.root_fd()
+        self._take_modes(self.root_fd())
+
+    def _take_modes(self, root: int) -> None:
+        """Those of what this process makes there."""
+        modes = self._settings
+        with contextlib.suppress(OSError):  # it does not work, or this user has no rights on it
+            modes = modes_on(root, modes)
+        self._file_mode, self._directory_mode = modes.file, modes.directory
+        self._ballast = Ballast(modes.file, modes.directory)
 
     def root_fd(self) -> int:
         """The root descriptor of this process; a forked child opens its own at first use.
@@ -136,11 +144,8 @@ class LocalFiles(LocalCounters):
         for depth in range(1, len(parts) + 1):
             name = "/".join(parts[:depth])
             try:
-                with (
-                    contextlib.suppress(FileExistsError, FileNotFoundError),
-                    parent_beneath(root, name) as (directory, last),
-                ):
-                    os.mkdir(last, self._directory_mode, dir_fd=directory)
+                with contextlib.suppress(FileExistsError, FileNotFoundError):
+                    make_directory(root, name, self._directory_mode)
             except OSError as error:
                 if not (vital and is_full(error) and self._ballast.take_directory(root, name)):
                     raise

@@ -233,7 +233,7 @@ def open_root(url: str) -> tuple[int, tuple[int, int]]:
     except OSError as error:
         if fd >= 0:
             os.close(fd)
-        if error.errno in (errno.EMFILE, errno.ENFILE):
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM):
             raise_device_error(error, url, "open")
         raise DeviceMissing(
             f"device {url} cannot be opened: {error.strerror}", device=url
@@ -280,11 +280,11 @@ def names_fold(root: int) -> bool:
     return (other.st_dev, other.st_ino) == (own.st_dev, own.st_ino)
 
 
-def names_normalise(root: int) -> bool:
+def names_normalise(root: int, mode: int) -> bool:
     """Whether a file is found under another Unicode form of its name (ZFS with normalization=formD,
     HFS+, some SMB mounts), though the case of names counts."""
     stem = f"{TMP}/{time.time_ns():020d}-{secrets.token_hex(6)}-"
-    fd = open_beneath(root, f"{stem}\u00e9", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    fd = open_beneath(root, f"{stem}\u00e9", os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         os.stat(f"{stem}e\u0301", dir_fd=root)
     except FileNotFoundError:
@@ -298,7 +298,7 @@ def names_normalise(root: int) -> bool:
 def note_names(root: int, mode: int) -> None:
     """Of a new device: where names are not kept apart, say so for good, so that keys are escaped
     there wherever its files are copied to (PROTOCOL 13). A device made before keeps its names."""
-    if names_fold(root) or names_normalise(root):
+    if names_fold(root) or names_normalise(root, mode):
         os.close(open_beneath(root, ESCAPED_NAMES, os.O_WRONLY | os.O_CREAT, mode))
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hpstore.descriptors import blamed, exhausted_total
 from hpstore.errors import IntegrityError, ObjectNotFound, TooManyErasures
 from hpstore.keys import ContentId, Kind
+from hpstore.lacks import blamed, lacks_total
 from hpstore.objects.info import version_token
 from hpstore.objects.read import Changed, ObjectReader
 from hpstore.objects.store import READ_PATIENCE, Store
@@ -98,7 +98,7 @@ def open_object(
     """
     seen: set[Found] | None = None
     patience: float | None = None if patient else READ_PATIENCE
-    before = exhausted_total()
+    before = lacks_total()
     for _ in range(RESOLVE_TRIES):
         view = store.view
         survey = survey_key(store, key, patience=patience)

@@ -17,8 +17,8 @@ import torch
 import hpstore
 from hpstore.checkpoint import Checkpointer
 from hpstore.config import Settings
-from hpstore.descriptors import exhausted_total
 from hpstore.errors import DescriptorsExhausted
+from hpstore.lacks import lacks_total
 
 
 @contextmanager
@@ -57,13 +57,13 @@ def pool(tmp_path: Path) -> Iterator[hpstore.Pool]:
 def test_a_lack_of_descriptors_does_not_look_like_damage(pool: hpstore.Pool) -> None:
     """t13: get() reported lost units and absent devices; listings, missing devices."""
     pool.put("a", b"x" * 300_000)
-    before = exhausted_total()
+    before = lacks_total()
     with spare(1):
         with pytest.raises(DescriptorsExhausted, match="no device is at fault"):
             pool.get("a")
         with pytest.raises(DescriptorsExhausted, match="ulimit -n"):
             pool.list("a/", certain=True)
-    assert exhausted_total() > before
+    assert lacks_total() > before
     assert pool.get("a") == b"x" * 300_000
     assert all(device.state == "online" for device in pool.status().devices)
 

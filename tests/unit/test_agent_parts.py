@@ -449,7 +449,7 @@ def test_a_device_that_was_asked_and_has_not_answered_yet_is_there(tended: Tende
     from hpstore.agent.facts import Sighting
 
     record = tended.pool.record
-    sighting = Sighting(
+    sighting = Sighting(denied=(),
         record=record, open={record.members[1].device_id}, seen={}, back=(), reconciled=(),
         condition=None, outlooks={}, watched={}, reports={}, busy="",
     )  # fmt: skip

@@ -1,0 +1,93 @@
+"""What this user may not do with a path, who may, and what gives the right: for errors."""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import stat
+from pathlib import Path
+
+from hpstore.errors import ConfigError
+
+_WANTED = {stat.S_IFDIR: os.R_OK | os.W_OK | os.X_OK, stat.S_IFREG: os.R_OK | os.W_OK}
+
+
+def user_name(number: int) -> str:
+    """A user for people: name and number."""
+    try:
+        return f"{pwd.getpwuid(number).pw_name} ({number})"
+    except KeyError:
+        return str(number)
+
+
+def group_name(number: int) -> str:
+    """A group for people: name and number."""
+    try:
+        return f"{grp.getgrgid(number).gr_name} ({number})"
+    except KeyError:
+        return str(number)
+
+
+def group_number(group: str) -> int:
+    """The number of a group given by name or number. Raises ConfigError where there is none."""
+    try:
+        return int(group) if group.isdigit() else grp.getgrnam(group).gr_gid
+    except KeyError as error:
+        raise ConfigError(f"there is no group {group!r} on this host: make it first, or give its "
+                          "number") from error  # fmt: skip
+
+
+def denied_path(path: str, below: tuple[str, ...] = ()) -> str:
+    """The first component of an absolute path, or of the names `below` it, that this user may not
+    use; `path` itself where none can be named. Asks the filesystem."""
+    place = Path(path)
+    for folder in (*reversed(place.parents), place):
+        wanted = os.X_OK if folder != place else _wanted(folder)
+        if _exists(folder) and not os.access(folder, wanted, effective_ids=True):
+            return str(folder)
+    for name in below:
+        if _exists(place / name) and not _may_use(place / name):
+            return str(place / name)
+    return path
+
+
+def rights_hint(path: str) -> str:
+    """Who asked, whose `path` is, and what to do."""
+    groups = ", ".join(group_name(g) for g in sorted({os.getegid(), *os.getgroups()}))
+    this = f"user {user_name(os.geteuid())} of group {groups}"
+    try:
+        found = os.stat(path)
+    except OSError:
+        return f"{this} has no rights on {path}. {_WHAT_TO_DO}"
+    return (
+        f"{this} has no rights on {path}, which belongs to user {user_name(found.st_uid)} and "
+        f"group {group_name(found.st_gid)} with mode {stat.S_IMODE(found.st_mode):04o}. "
+        f"{_WHAT_TO_DO}"
+    )
+
+
+_WHAT_TO_DO = (
+    "Nothing is lost and no device is at fault. Its owner can add this user to that group, or "
+    "share the pool: `hpstore create --group`, for one that exists see Several users in "
+    "docs/operations.md."
+)
+
+
+def _wanted(path: Path) -> int:
+    return _WANTED.get(stat.S_IFMT(os.stat(path).st_mode), os.R_OK)
+
+
+def _may_use(path: Path) -> bool:
+    return os.access(path, _wanted(path), effective_ids=True)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        path.stat()
+    except OSError:
+        return False
+    return True
+
+
+__all__ = ["denied_path", "group_name", "group_number", "rights_hint", "user_name"]
