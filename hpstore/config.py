@@ -200,11 +200,17 @@ def load_config(path: str | os.PathLike[str]) -> PoolConfig:
         raise ConfigError(f"{file}: [settings] and [agent] must be tables")
     return PoolConfig(
         path=file.absolute(),
-        name=str(document.get("name", "main")),
+        name=str(document.get("name", default_name(file.absolute()))),
         devices=tuple(_absolute(device, file) for device in devices),
         settings=parse_settings(raw, where=str(file)),
         agent=agent,
     )
+
+
+def default_name(path: Path) -> str:
+    """What a pool without a name is called on screens, by its settings file: the file's name, or,
+    of a pool.toml, that of its directory."""
+    return path.parent.name or path.stem if path.stem == "pool" else path.stem
 
 
 def parse_settings(raw: dict[str, object], *, where: str) -> Settings:
@@ -400,6 +406,6 @@ def find_config(where: str | os.PathLike[str]) -> PoolConfig:
     return load_config(text)
 
 
-__all__ = ["PoolConfig", "Settings", "find_config", "load_config", "parse_settings",
+__all__ = ["PoolConfig", "Settings", "default_name", "find_config", "load_config", "parse_settings",
            "parse_table", "register", "registry_path", "require_new",
            "save_config", "write_atomically"]  # fmt: skip

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
+from hpstore.devices.base import Device
 from hpstore.errors import HpstoreError
 from hpstore.health.sight import Round
 from hpstore.objects.store import Store
+from hpstore.opening import is_released
 
 _log = logging.getLogger(__name__)
 EVERY_SECONDS = 5.0  # between two looks
@@ -52,8 +55,13 @@ class Follower:
             if device.mode == "remote" and self._looks % _STORES_EVERY:
                 continue
             if device_id not in self._asked:
-                ask = partial(self._store.generation_on, device_id, device)
+                ask = partial(self._generation, device_id, device)
                 self._asked[device_id] = self._store.scheduler.submit(device_id, ask, bulk=True)
+
+    def _generation(self, device_id: str, device: Device) -> int:
+        """What a device knows; above all generations where it is to be closed."""
+        found = self._store.generation_on(device_id, device)
+        return sys.maxsize if is_released(device) else found
 
     def _follow(self) -> None:
         if self._closed or (self._thread is not None and self._thread.is_alive()):

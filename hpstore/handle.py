@@ -58,6 +58,7 @@ from hpstore.opening import (
     device_opener,
     identify_all,
     is_denied,
+    is_released,
     make_place,
     prove,
     same_form,
@@ -203,9 +204,15 @@ class PoolHandle(Closing):
                 known = load_config(self.config.path).devices
                 self.config = replace(self.config, devices=known)
             wanted = {m.device_id for m in record.members}
-            answers = store.each(view.devices, store.generation_on, patience=PATIENCE)
+
+            def rests(device_id: str, device: Device) -> bool:
+                store.generation_on(device_id, device)
+                return is_released(device)
+
+            answers = store.each(view.devices, rests, patience=PATIENCE)
             silent = {d for d, answer in answers.items() if isinstance(answer, Exception)}
-            kept = {d: x for d, x in view.devices.items() if d in wanted and d not in silent}
+            off = silent | {d for d, answer in answers.items() if answer is True}
+            kept = {d: x for d, x in view.devices.items() if d in wanted and d not in off}
             fresh = self._open_others(record, kept) if wanted - kept.keys() else {}
             quiet = {d: view.devices[d] for d in (silent & wanted) - fresh.keys()}
             devices = {**kept, **fresh, **quiet}

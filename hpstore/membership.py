@@ -21,7 +21,6 @@ from hpstore.devices.base import Device
 from hpstore.errors import (
     ConfigError,
     DeviceFull,
-    DeviceInUse,
     DeviceMissing,
     FormatTooNew,
     HpstoreError,
@@ -34,6 +33,7 @@ from hpstore.opening import (
     Opener,
     claim,
     make_place,
+    require_unused,
 )
 from hpstore.placement import bound_spread
 from hpstore.records import (
@@ -83,8 +83,7 @@ def create_members(
         url = devices[places.index(twice)].url
         raise ConfigError(f"device {url} is given twice")
     for device in devices:
-        if device.stamp(IDENTITY_FILE) is not None:
-            raise DeviceInUse(f"device {device.url} already belongs to a pool", device=device.url)
+        require_unused(device)
     pool_id = uuid.uuid4().hex
     members = [
         Member(device_id=uuid.uuid4().hex, url=url, domain=domains[i] if domains else f"d{i:03d}")

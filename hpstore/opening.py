@@ -10,8 +10,11 @@ from functools import partial
 
 from hpstore.config import Settings
 from hpstore.device_urls import has_secrets, without_secrets
-from hpstore.devices.base import DIRECTORIES, READABLE, Device, denied
+from hpstore.devices.ballast import BALLAST
+from hpstore.devices.base import DIRECTORIES, READABLE, REGISTERS, RELEASED, Device, denied
+from hpstore.devices.horizons import HORIZON, MARK
 from hpstore.devices.local import LocalDevice
+from hpstore.devices.local_io import ESCAPED_NAMES
 from hpstore.devices.remote import RemoteDevice
 from hpstore.errors import (
     ConfigError,
@@ -27,6 +30,8 @@ from hpstore.records import IDENTITY_FILE, MAX_RECORD_BYTES, POOL_FILE, Identity
 from hpstore.scheduler import Scheduler
 
 Opener = Callable[[str], Device]
+_OURS = {*DIRECTORIES, BALLAST, ESCAPED_NAMES, HORIZON, MARK, POOL_FILE, REGISTERS, RELEASED}
+_HARMLESS = {"lost+found", ".snapshot", ".zfs", ".Trash-0", "System Volume Information"}
 OPEN_PATIENCE = 2.0  # seconds that a device is waited for without which the pool opens
 
 
@@ -109,6 +114,11 @@ def _identify(url: str, device: Device) -> OpenedDevice:
             "Nothing was written there.",
             device=url,
         ) from error
+    if is_released(device):
+        raise DeviceMissing(
+            f"device {url} was released for maintenance; `hpstore readmit` takes it back.",
+            device=url,
+        )
     try:
         record = PoolRecord.decode(
             device.read_small(POOL_FILE, MAX_RECORD_BYTES), where=f"{url}/{POOL_FILE}"
@@ -118,6 +128,12 @@ def _identify(url: str, device: Device) -> OpenedDevice:
         lacks = f"{url} has no {POOL_FILE}" if isinstance(error, FileNotFoundError) else str(error)
         return OpenedDevice(device=device, identity=identity, record=None, lacks=lacks)
     return OpenedDevice(device=device, identity=identity, record=record)
+
+
+def is_released(device: Device) -> bool:
+    """Whether an operator wants all processes to close a device, so that it can be unmounted. Never
+    of a store."""
+    return device.mode != "remote" and device.stamp(RELEASED) is not None
 
 
 def identify_all(
@@ -202,11 +218,9 @@ def _probe(device: Device, write: bool) -> None:
         raise
 
 
-def claim(device: Device, identity: Identity) -> None:
-    """Make an unused place into a device of a pool. Durable on return.
-
-    Raises DeviceInUse when it belongs to some pool already, DeviceError when it does not work.
-    """
+def require_unused(device: Device) -> None:
+    """Raise DeviceInUse unless a place can become a device: nothing is there, or what a claim that
+    failed has left."""
     if device.stamp(IDENTITY_FILE) is not None:
         raise DeviceInUse(
             f"device {device.url} already belongs to a pool ({IDENTITY_FILE} is there). If that "
@@ -214,6 +228,15 @@ def claim(device: Device, identity: Identity) -> None:
             device=device.url,
         )
     names = {entry.name for entry in device.entries("")}
+    strange = sorted(names - _OURS - _HARMLESS)
+    if strange:
+        more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
+        raise DeviceInUse(
+            f"device {device.url} holds {', '.join(strange[:3])}{more}, which hpstore did not "
+            "make. Nothing was changed there. Give an empty directory, such as "
+            f"{device.url.rstrip('/')}/hpstore.",
+            device=device.url,
+        )
     taken = [name for name in DIRECTORIES if name in names and device.entries(name)]
     if taken:
         raise DeviceInUse(
@@ -221,6 +244,15 @@ def claim(device: Device, identity: Identity) -> None:
             "leftovers of a pool? Choose an empty directory.",
             device=device.url,
         )
+
+
+def claim(device: Device, identity: Identity) -> None:
+    """Make an unused place into a device of a pool. Durable on return.
+
+    Raises DeviceInUse when it belongs to some pool already, or holds files that are not hpstore's,
+    DeviceError when it does not work.
+    """
+    require_unused(device)
     if isinstance(device, LocalDevice):
         device.prepare()
     device.probe(write=True)
@@ -258,23 +290,6 @@ def same_form(url: str) -> str:
     return without_secrets(url) if "://" in url else os.path.abspath(url)
 
 
-def shares_filesystem(urls: list[str]) -> list[str]:
-    """Local paths that lie on the filesystem of another one: one disk's death takes them all."""
-    seen: dict[int, str] = {}
-    shared = []
-    for url in urls:
-        path, number = url.removeprefix("file://"), filesystem_of(url)
-        if number is not None and seen.setdefault(number, path) != path:
-            shared.append(path)
-    return shared
-
-
-def filesystem_of(url: str) -> int | None:
-    """Number of the filesystem that a local path lies on."""
-    path = url.removeprefix("file://")
-    return None if "://" in path or not os.path.isdir(path) else os.stat(path).st_dev
-
-
-__all__ = ["OpenedDevice", "Opener", "Proof", "claim", "device_opener", "filesystem_of",
-           "identify", "identify_all", "is_denied", "make_place", "prove", "same_form",
-           "shares_filesystem"]  # fmt: skip
+__all__ = ["OpenedDevice", "Opener", "Proof", "claim", "device_opener",
+           "identify", "identify_all", "is_denied", "is_released", "make_place", "prove",
+           "require_unused", "same_form"]  # fmt: skip

@@ -336,22 +336,19 @@ class Pool(TendedPool):
 
     # --- looking after ----------------------------------------------------------------------
 
-    def status(self) -> PoolStatus:
-        """Devices with their states, objects, what is degraded, space, counters. Walks all keys."""
+    def status(self, *, past: bool = False) -> PoolStatus:
+        """Devices with their states, objects, what is degraded, space, counters. Walks all keys.
+        `past`: with devices that left long ago, and that nothing depends on."""
         self._usable()
         self.refresh()
-        return pool_status(self._store, self.config.name, self._problems, self.health)
+        return pool_status(self._store, self.config.name, self._problems, self.health, past=past)
 
     def scrub(
         self,
-        *,
-        prefix: str = "",
-        progress: ProgressCallback | None = None,
-        rate_bytes_per_second: float | None = None,
-        resume: bool = True,
-        pace: Pace | None = None,
+        *, prefix: str = "", progress: ProgressCallback | None = None,
+        rate_bytes_per_second: float | None = None, resume: bool = True, pace: Pace | None = None,
         gives_way: bool = False,
-    ) -> RebuildReport:
+    ) -> RebuildReport:  # fmt: skip
         """Read and verify every block, mend what is damaged. Goes on where it was stopped.
 
         One scrub or rebuild of a pool at a time (LockTimeout). A `pace` replaces the rate.
@@ -366,22 +363,19 @@ class Pool(TendedPool):
 
     def rebuild(
         self,
-        *,
-        progress: ProgressCallback | None = None,
-        rate_bytes_per_second: float | None = None,
-        include_missing: bool = False,
-        everything: bool = False,
-        pace: Pace | None = None,
-    ) -> RebuildReport:
+        *, progress: ProgressCallback | None = None, rate_bytes_per_second: float | None = None,
+        include_missing: bool = False, everything: bool = False, pace: Pace | None = None,
+        gives_way: bool = False,
+    ) -> RebuildReport:  # fmt: skip
         """Make every object whole on the current members, most endangered first; pay debts.
 
         Columns on members that are missing but not evicted are waited for while parity is left,
         unless `include_missing`; what retention soon drops is put off (docs/health.md) unless
-        `everything`. Killed, it is resumed by running it again. `pace` as for scrub.
+        `everything`. Killed, it is resumed by running it again. `pace`, `gives_way` as for scrub.
         """
         self._writable()
         self.refresh()
-        with self.repairing("rebuild", gives_way=False):
+        with self.repairing("rebuild", gives_way=gives_way):
             unhealed = self._store.view.record.unhealed()
             report = rebuild_all(
                 self._store, progress=progress, rate_bytes_per_second=rate_bytes_per_second,
@@ -393,9 +387,13 @@ class Pool(TendedPool):
 
     # --- membership -------------------------------------------------------------------------
 
-    def add_device(self, url: str, domain: str | None = None, *, force: bool = False) -> str:
-        """Make an unused place a member; returns its device id. New objects use it at once."""
+    def add_device(self, url: str, domain: str | None = None, *, force: bool = False,
+                   allow_root_disk: bool = False) -> str:  # fmt: skip
+        """Make an unused place a member; returns its device id. New objects use it at once.
+        `allow_root_disk`: also where a mount seems to be missing, which is a ConfigError else."""
         self._writable()
+        if not allow_root_disk:
+            self._require_mounted(url)
         given, url = url, same_form(url)
         with self._change():
             fresh, before = self._open_place(given if "://" in given else url), self.config
@@ -462,6 +460,8 @@ class Pool(TendedPool):
             member = self._member(device, returning=True)
             self._spare_no_more(member.device_id)
             self.health.forgive(member.device_id, reason)
+            if not member.left and member.device_id not in self.places:
+                self._end_release(member)
             if member.state is DeviceState.ONLINE:
                 return None
             if member.state is DeviceState.DRAINING:

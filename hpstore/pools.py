@@ -7,7 +7,16 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpstore.config import PoolConfig, Settings, find_config, register, require_new, save_config
+from hpstore.config import (
+    PoolConfig,
+    Settings,
+    default_name,
+    find_config,
+    register,
+    require_new,
+    save_config,
+)
+from hpstore.device_places import require_mounted
 from hpstore.errors import ConfigError
 from hpstore.membership import create_members
 from hpstore.opening import device_opener
@@ -30,12 +39,14 @@ def create_pool(
     domains: Sequence[str] | None = None,
     unit_bytes: int = MIB,
     settings: Settings | None = None,
+    allow_root_disk: bool = False,
 ) -> Pool:
     """Make a pool of k + m stripes over `devices` (paths or URLs) and write its pool.toml.
 
     Nothing is claimed unless every device can be. With a `name`, `hpstore.open(name)` and URLs find
     the pool later; it is in the table that HPSTORE_POOLS names, too, where that is set. `domains`:
-    what fails together, one label a device (default: each its own).
+    what fails together, one label a device (default: each its own). `allow_root_disk`: also where a
+    mount seems to be missing, so that a device would lie on the disk of the system.
 
     Raises ConfigError, DeviceInUse, DeviceError.
     """
@@ -48,8 +59,13 @@ def create_pool(
     if domains is not None and len(domains) != len(devices):
         raise ConfigError(f"{len(domains)} domains for {len(devices)} devices")
     urls = [os.fspath(d) if "://" in os.fspath(d) else os.path.abspath(d) for d in devices]
+    if not allow_root_disk:
+        require_mounted(urls)
     made = PoolConfig(
-        path=path, name=name or "main", devices=tuple(urls), settings=settings or Settings()
+        path=path,
+        name=name or default_name(path),
+        devices=tuple(urls),
+        settings=settings or Settings(),
     )
     record = create_members(
         urls,

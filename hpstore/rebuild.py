@@ -51,7 +51,7 @@ class Pace(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RebuildReport:
-    """What a rebuild or scrub did.
+    """What a rebuild or scrub did. `objects` are those that a listing shows, as everywhere.
 
     `unreadable` (more units lost than parity) and `failed` (readable, but not healed this time) map
     keys to reasons; nothing was deleted there.
@@ -67,6 +67,7 @@ class RebuildReport:
     stuck: int  # too few devices for full parity
     damaged_columns: int
     columns_written: int
+    deletes: int = 0  # records of deleted objects that were looked at
     swept: int = 0  # tombstones and torn puts past their horizon
     stopped: bool = False  # before all was looked at
     unlisted: tuple[str, ...] = ()  # devices that are open, and could not be listed to the end
@@ -129,7 +130,7 @@ class Tally:
     def __init__(self, clock: Clock) -> None:
         self._clock, self._began = clock, clock.monotonic()
         self.actions: Counter[Action] = Counter()
-        self.objects = self.bytes = self.damaged = self.columns = self.swept = 0
+        self.objects = self.bytes = self.damaged = self.columns = self.swept = self.deletes = 0
         self.unreadable: dict[str, str] = {}
         self.failed: dict[str, str] = {}
         self.stopped = False
@@ -143,14 +144,22 @@ class Tally:
             sorted(m.url for m in store.view.record.members if m.device_id in silent)
         )
 
-    def add(self, repair: Repair) -> None:
-        """Count one object."""
+    def add(self, repair: Repair, *, deleted: bool) -> None:
+        """Count one object, or the record of one that is `deleted`."""
         if repair.action is not Action.ABSENT:
-            self.objects += 1
-        self.actions[repair.action] += 1
+            self.count(deleted=deleted)
+        if not (deleted and repair.action is Action.NOTHING):
+            self.actions[repair.action] += 1
         self.bytes += repair.bytes
         self.damaged += repair.damaged
         self.columns += repair.columns
+
+    def count(self, *, deleted: bool) -> None:
+        """One more was looked at."""
+        if deleted:
+            self.deletes += 1
+        else:
+            self.objects += 1
 
     def fail(self, key: str, error: Exception) -> None:
         """Count an object that could not be healed."""
@@ -171,6 +180,7 @@ class Tally:
             stuck=self.actions[Action.STUCK],
             damaged_columns=self.damaged,
             columns_written=self.columns,
+            deletes=self.deletes,
             swept=self.swept,
             unreadable=dict(self.unreadable),
             failed=dict(self.failed),
@@ -208,6 +218,12 @@ def plan_rebuild(view: View, catalog: Catalog, usable: int) -> list[str]:
     return sorted(keys, key=danger)
 
 
+def is_deleted(view: View, survey: Survey) -> bool:
+    """Whether the newest there is of a key, by names, says that the object was deleted."""
+    layout = newest_by_name(view, survey)
+    return layout is not None and layout.kind is Kind.TOMBSTONE
+
+
 def put_last(keys: Sequence[str], late: Collection[str]) -> list[str]:
     """Keys in their order, but those of `late` after all others. Pure."""
     return [k for k in keys if k not in late] + [k for k in keys if k in late]
@@ -233,7 +249,7 @@ def rebuild_all(
     tally.listed(store, catalog)
     usable = store.usable()
     keys = plan_rebuild(store.view, catalog, usable)
-    whole = len(catalog.surveys) - len(keys)
+    whole = catalog.surveys.keys() - set(keys)
     notes = read_notes(store, catalog) if keys and not everything else []
     tally.expiring = expiring = Postponing(store, notes, keys)
     for number, key in enumerate(put_last(keys, expiring.late), 1):
@@ -242,7 +258,8 @@ def rebuild_all(
             return tally.report()
         if not expiring.puts_off(key, tally.bytes):
             try:
-                tally.add(repair_object(store, key, throttle=pace, include_missing=include_missing))
+                repair = repair_object(store, key, throttle=pace, include_missing=include_missing)
+                tally.add(repair, deleted=is_deleted(store.view, catalog.surveys[key]))
             except (HpstoreError, OSError) as error:
                 tally.fail(key, error)
             expiring.healed(key)
@@ -250,8 +267,10 @@ def rebuild_all(
             progress(Progress(done=number, total=len(keys), bytes=tally.bytes, key=key))
     pay_debts(store)
     tally.swept = sweep_surveyed(store, catalog.surveys)
-    tally.objects += whole
-    tally.actions[Action.NOTHING] += whole
+    deleted = sum(is_deleted(store.view, catalog.surveys[key]) for key in whole)
+    tally.deletes += deleted
+    tally.objects += len(whole) - deleted
+    tally.actions[Action.NOTHING] += len(whole) - deleted
     return tally.report()
 
 
@@ -274,5 +293,5 @@ def pay_debts(store: Store) -> int:
 
 
 __all__ = ["Pace", "Progress", "ProgressCallback", "RateLimit", "RebuildReport", "Tally",
-           "needs_work",
+           "is_deleted", "needs_work",
            "pay_debts", "plan_rebuild", "rebuild_all"]  # fmt: skip

@@ -150,6 +150,9 @@ class Member:
         return self.state in (DeviceState.EVICTED, DeviceState.HEALED)
 
 
+PAST_DAYS = 7  # after which a device that was made up for is shown no more
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolRecord:
     """The membership (pool.json): PROTOCOL 14."""
@@ -343,6 +346,17 @@ class Debt:
             raise IntegrityError(f"{where}: debt is malformed: {brief(error)}") from error
 
 
+def shown_members(record: PoolRecord, now_ms: int, *, past: bool = False) -> list[Member]:
+    """Members, and devices that have left, for screens: without those that left PAST_DAYS ago and
+    that nothing depends on, unless the `past` is wanted. Pure."""
+    until_ms = now_ms - PAST_DAYS * 86_400_000
+    return [
+        *record.members,
+        *(m for m in record.evicted
+          if past or m.state is not DeviceState.HEALED or m.since_ms > until_ms),
+    ]  # fmt: skip
+
+
 __all__ = [
     "FORMAT",
     "IDENTITY_FILE",
@@ -355,5 +369,6 @@ __all__ = [
     "Member",
     "PoolRecord",
     "seal",
+    "shown_members",
     "unseal",
 ]

@@ -29,6 +29,7 @@ class Replaced:
 def replace_device(
     pool: Pool, old: str, new: str, *, domain: str | None = None,
     rate_bytes_per_second: float | None = None, progress: ProgressCallback | None = None,
+    allow_root_disk: bool = False,
 ) -> Replaced:  # fmt: skip
     """Add the device at `new`, move everything off `old` where that answers, else evict it and
     rebuild what it held. The new one takes the old one's failure domain unless one is given.
@@ -50,7 +51,7 @@ def replace_device(
             "place of its own, or evict the old one, unmount it and mount the new one there."
         )
     location = locate(pool.places.get(member.device_id, member.url))
-    added = _added(pool, member, new, domain or member.domain)
+    added = _added(pool, member, new, domain or member.domain, allow_root_disk=allow_root_disk)
     try:
         if answers:
             moved = pool.drain(
@@ -69,12 +70,12 @@ def replace_device(
     return Replaced(old=member, new=added, moved=moved, report=report, location=location)
 
 
-def _added(pool: Pool, old: Member, new: str, domain: str) -> str:
+def _added(pool: Pool, old: Member, new: str, domain: str, *, allow_root_disk: bool) -> str:
     """The id of the device at a place, added unless it is a member since a run before this one."""
     for device, url in pool.places.items():
         if same_form(url) == same_form(new) and device != old.device_id:
             return device
-    return pool.add_device(new, domain)
+    return pool.add_device(new, domain, allow_root_disk=allow_root_disk)
 
 
 def _answers(pool: Pool, device: str) -> bool:
@@ -90,15 +91,15 @@ def _answers(pool: Pool, device: str) -> bool:
 
 
 def wait_released(pool: Pool, member: Member, seconds: float) -> list[Opener]:
-    """Who still has a device open that has left the pool, after this process and others had time to
-    let it go. Raises MembershipError for a member: it is in use."""
-    if not member.left:
+    """Who still has a device open that has left the pool or was released, after this process and
+    others had time to let it go. Raises MembershipError for another member: it is in use."""
+    pool.refresh()
+    if not member.left and member.device_id in pool.places:
         raise MembershipError(
             f"{member.url} ({member.device_id[:8]}) is a member and in use. Nothing was changed. "
-            "Drain or evict it first; a disk that comes back is taken with `hpstore readmit`, and "
-            "keeps what is still good of its files."
+            "For a while, `hpstore health maintenance` first; for good, drain or evict it first. "
+            "`hpstore readmit` takes a disk back, with what is still good of its files."
         )
-    pool.refresh()
     path = member.url.removeprefix("file://")
     until = pool.clock.monotonic() + seconds
     while (found := openers(path)) and pool.clock.monotonic() < until:

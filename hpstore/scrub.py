@@ -20,6 +20,7 @@ from hpstore.rebuild import (
     RateLimit,
     RebuildReport,
     Tally,
+    is_deleted,
     pay_debts,
 )
 from hpstore.records import FORMAT, seal, unseal
@@ -29,8 +30,16 @@ _CURSOR_SECONDS = 60.0  # between two notes of the position
 _MAX_CURSOR_BYTES = 64 << 10
 
 
-def read_cursor(store: Store) -> str:
-    """The key after which an unfinished scrub goes on; "" for the beginning."""
+def last_scrub_ms(store: Store) -> int:
+    """When a scrub of all objects has ended, whoever it was of; 0 where none has, or the last one
+    is not finished."""
+    at_ms, after = read_cursor(store)
+    return 0 if after else at_ms
+
+
+def read_cursor(store: Store) -> tuple[int, str]:
+    """When the newest position was noted, and the key after which an unfinished scrub goes on; ""
+    for the beginning."""
 
     def read(_: str, device: Device) -> tuple[int, str]:
         try:
@@ -39,7 +48,7 @@ def read_cursor(store: Store) -> str:
             return (0, "")
 
     results = store.each(store.view.devices, read)
-    return max((r for r in results.values() if isinstance(r, tuple)), default=(0, ""))[1]
+    return max((r for r in results.values() if isinstance(r, tuple)), default=(0, ""))
 
 
 def decode_cursor(data: bytes) -> tuple[int, str]:
@@ -80,7 +89,7 @@ def scrub_all(
     tally, pace = Tally(store.clock), pace or RateLimit(rate_bytes_per_second, store.clock)
     catalog = walk(store, prefix)
     tally.listed(store, catalog)
-    after = read_cursor(store) if resume and not prefix else ""
+    after = read_cursor(store)[1] if resume and not prefix else ""
     keys = sorted(key for key in catalog.surveys if key > after)
     noted = store.clock.monotonic()
     for number, key in enumerate(keys, 1):
@@ -94,7 +103,7 @@ def scrub_all(
             return tally.report()
         try:
             repair = repair_object(store, key, verify=True, throttle=pace)
-            tally.add(repair)
+            tally.add(repair, deleted=is_deleted(store.view, catalog.surveys[key]))
         except (HpstoreError, OSError) as error:
             tally.fail(key, error)
         if progress is not None:

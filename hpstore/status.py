@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from hpstore.condition import survey_condition
+from hpstore.device_places import filesystem_of, sharing_a_disk
 from hpstore.devices.base import Device, Usage
 from hpstore.devices.reserve import reserve_bytes, shortage
 from hpstore.devices.ring import problem as ring_problem
@@ -21,8 +22,7 @@ from hpstore.health.verdicts import HealthState
 from hpstore.objects.debts import read_debts
 from hpstore.objects.store import PATIENCE, Store
 from hpstore.observed import Observed, observed_devices
-from hpstore.opening import filesystem_of
-from hpstore.records import DeviceState, Member
+from hpstore.records import DeviceState, Member, shown_members
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,9 @@ class PoolStatus:
     erasure_backend: str
     batched_reads: str  # how many reads are made: all in one call, or why one by one
     devices: tuple[DeviceStatus, ...]
-    objects: int
+    sharing: tuple[str, ...]  # members that lie on the disk of another one
+    past: int  # devices that left long ago and are not among them: nothing depends on these
+    objects: int  # that a listing shows
     degraded: int  # readable, but short of their full stripe
     unreadable: int  # need devices that are missing now
     losses_tolerated: int  # further devices that may be lost: the pool opens, all objects read
@@ -76,6 +78,7 @@ class PoolStatus:
         return asdict(self)
 
 
+_AWAY = ("missing", "evicted")
 _DECISIONS = 10  # that a status shows
 _LOOKED_AT = 200  # decisions, for what other processes hold against devices
 _UNTRIED = "read now; whether it takes writes was not tried"
@@ -91,9 +94,10 @@ class _Look:
 
 def device_status(
     store: Store, problems: Mapping[str, str], sights: Mapping[str, DeviceSight],
-    observed: Mapping[str, Observed], told: Mapping[str, Decision],
+    observed: Mapping[str, Observed], told: Mapping[str, Decision], *, past: bool = True,
 ) -> list[DeviceStatus]:  # fmt: skip
-    """Every member and evicted device. `observed`: as an agent's probes found them, for a store
+    """Every member and evicted device, without those that are `past` where these are not wanted.
+    `observed`: as an agent's probes found them, for a store
     that may not write; `told`: what other processes hold against them."""
 
     def look(device_id: str, device: Device) -> _Look:
@@ -103,7 +107,7 @@ def device_status(
 
     looks = store.each(store.view.devices, look, patience=PATIENCE)
     rows = []
-    for member in (*store.view.record.members, *store.view.record.evicted):
+    for member in shown_members(store.view.record, store.clock.wall_ms(), past=past):
         device = store.view.devices.get(member.device_id)
         found, sight = looks.get(member.device_id), sights.get(member.device_id)
         space = found.usage if isinstance(found, _Look) else Usage(total=0, free=0)
@@ -226,7 +230,7 @@ def _line(decision: Decision, urls: Mapping[str, str]) -> str:
 
 
 def pool_status(
-    store: Store, name: str, problems: Mapping[str, str], health: Monitor
+    store: Store, name: str, problems: Mapping[str, str], health: Monitor, *, past: bool
 ) -> PoolStatus:
     """Gather a status; walks all keys."""
     record = store.view.record
@@ -237,7 +241,7 @@ def pool_status(
         observed = observed_devices(store.settings.run_path(record.pool_id), now_ms)
     told = verdicts_of_processes(decisions, now_ms / 1000)
     # first: it finds out who takes columns
-    devices = device_status(store, problems, sights, observed, told)
+    devices = device_status(store, problems, sights, observed, told, past=past)
     usable = store.usable()
     effective = max(0, min(record.data, usable - record.parity))
     found = survey_condition(store, {d.device for d in devices if d.state == "missing"})
@@ -254,6 +258,8 @@ def pool_status(
         erasure_backend=store.code.backend.name,
         batched_reads=ring_problem() or "io_uring",
         devices=tuple(devices),
+        sharing=tuple(sharing_a_disk([d.url for d in devices if d.state not in _AWAY])),
+        past=len(record.members) + len(record.evicted) - len(devices),
         objects=found.objects,
         degraded=found.degraded,
         unreadable=found.unreadable,

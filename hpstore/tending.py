@@ -14,7 +14,8 @@ from hpstore import changes
 from hpstore.clock import Clock
 from hpstore.condition import Condition, as_of_now, survey_condition
 from hpstore.dependence import require_room_to_drain
-from hpstore.devices.base import Device, Usage
+from hpstore.device_places import filesystem_of, require_mounted
+from hpstore.devices.base import RELEASED, Device, Usage
 from hpstore.errors import (
     ConfigError,
     DeviceError,
@@ -28,11 +29,20 @@ from hpstore.handle import PoolHandle
 from hpstore.members import belongs, trusted
 from hpstore.membership import commit_record, with_healed
 from hpstore.objects.repair import Throttle
+from hpstore.objects.store import PATIENCE
 from hpstore.opening import identify, same_form
 from hpstore.rebalance import SPREAD, RebalanceReport, rebalance_all
 from hpstore.rebuild import Pace, ProgressCallback, RateLimit
-from hpstore.records import DeviceState, Member, PoolRecord
+from hpstore.records import (
+    IDENTITY_FILE,
+    MAX_RECORD_BYTES,
+    DeviceState,
+    Identity,
+    Member,
+    PoolRecord,
+)
 from hpstore.registers import REPAIR, WAITING
+from hpstore.scrub import last_scrub_ms
 
 _log = logging.getLogger(__name__)
 _WAIT_SECONDS = 0.2  # between two looks at whether others still wait
@@ -152,6 +162,12 @@ class TendedPool(PoolHandle):
         self._usable()
         return survey_condition(self._store, silent)
 
+    def last_scrub_ms(self) -> int:
+        """When a scrub of all objects has ended, of any process; 0 for none, or one that was
+        stopped since. Reads a small file of each device."""
+        self._usable()
+        return last_scrub_ms(self._store)
+
     def as_of_now(self, found: Condition, silent: Collection[str]) -> Condition:
         """What is certain of an earlier condition(), with these devices `silent` now."""
         return as_of_now(found, self._store.view, silent)
@@ -215,6 +231,68 @@ class TendedPool(PoolHandle):
                 raise LockTimeout(f"{what}: another process waits to rebuild, rebalance or scrub, "
                                   "and goes first. Nothing was changed.")  # fmt: skip
             self.clock.wait(_WAIT_SECONDS)
+
+    def answering(self) -> list[str]:
+        """Where open devices are that answer a stat now: what else asks the filesystem about these
+        places does not hang."""
+        devices = self._store.view.devices
+        found = self._store.each(
+            devices, lambda _, device: filesystem_of(device.url), patience=PATIENCE
+        )
+        return [devices[d].url for d, answer in found.items() if not isinstance(answer, Exception)]
+
+    def _require_mounted(self, url: str) -> None:
+        """Raise ConfigError where a new device would lie on the disk of the system by mistake;
+        DeviceTimeout where its place hangs."""
+        others, limit = self.answering(), self.config.settings.open_deadline_seconds
+        look = partial(require_mounted, [url], others)
+        (answer,) = self._store.scheduler.gather_once({same_form(url): look}, limit).values()
+        if isinstance(answer, Exception):
+            raise answer
+
+    def begin_release(self, device: str) -> None:
+        """Let all processes close a member, so that its disk can be unmounted for maintenance. It
+        counts as missing until `readmit`, and keeps what it holds. Durable on return.
+
+        Raises MembershipError where no device may be missing now, DeviceError.
+        """
+        self._writable()
+        member = self._member(device)
+        here = self._store.view.devices.get(member.device_id)
+        if here is None:
+            return  # missing, or released already
+        if self.condition().losses_tolerated < 1:
+            raise MembershipError(
+                f"{member.url} cannot be released: some object could not be read without it. "
+                "Nothing was changed. Rebuild, or bring missing devices back first."
+            )
+
+        def mark() -> None:
+            here.write_small(RELEASED, b"released for maintenance; hpstore readmit ends it\n")
+
+        limit = self.config.settings.device_deadline_seconds
+        (answer,) = self._store.scheduler.gather({member.device_id: mark}, limit).values()
+        if isinstance(answer, Exception):
+            raise answer
+        self.refresh()
+
+    def _end_release(self, member: Member) -> None:
+        """Take the mark off a device that is back at one of its places. Best effort: one that is
+        not mounted yet stays missing."""
+
+        def unmark(url: str) -> None:
+            device = self._opener(url)
+            try:
+                data = device.read_small(IDENTITY_FILE, MAX_RECORD_BYTES)
+                if Identity.decode(data, where=url).device_id == member.device_id:
+                    device.delete(RELEASED)
+            finally:
+                device.close()
+
+        calls = {url: partial(unmark, url) for url in self.away(()) if "://" not in url}
+        limit = self.config.settings.open_deadline_seconds
+        self._store.scheduler.gather_once(calls, limit)
+        self.refresh()
 
     def begin_drain(self, device: str) -> None:
         """Put no new columns on a device; `rebuild` moves those it has, `drain` then ends it.

@@ -15,6 +15,8 @@ from hpstore.agent.slot import Slot
 from hpstore.condition import Condition
 from hpstore.pool import Pool
 
+_SCRUB_SECONDS = 60.0  # between two looks at when the pool was scrubbed
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
@@ -53,6 +55,9 @@ class Eyes:
         self._inline = not threads
         self._walk: Slot[Condition] = Slot("walk", threads=threads)
         self._smart: Slot[dict[str, list[DiskSight]]] = Slot("smart", threads=threads)
+        self._scrub: Slot[int] = Slot("scrub", threads=threads)
+        self.scrub_ended_ms = 0  # of the last scrub of any process, as the devices have it
+        self._scrub_seconds = -1e18
         self._blocks: Slot[frozenset[str | None]] = Slot("blocks", threads=threads)
         self._block_names: tuple[frozenset[str], frozenset[str | None]] | None = None
         self._blocks_of: frozenset[str] = frozenset()
@@ -79,6 +84,7 @@ class Eyes:
             self.presence.look(now_seconds)
         self._look_at_disks(now_seconds)
         self._look_at_objects(now_seconds)
+        self._look_at_scrubs(now_seconds)
         self._look_at_others(now_seconds)
 
     def moved(self, now_seconds: float) -> bool:
@@ -146,6 +152,19 @@ class Eyes:
         self._walk.start(lambda: self._pool.condition(silent))
         if self._inline:
             self._look_at_objects(now_seconds)
+
+    def _look_at_scrubs(self, now_seconds: float) -> None:
+        """When the pool was scrubbed: an operator may have done it."""
+        found = self._scrub.take()
+        if isinstance(found, int):
+            self.scrub_ended_ms = max(found, self.scrub_ended_ms)
+        elif found is not None:
+            self._tell(f"when the pool was scrubbed cannot be read: {found}")
+        if self._scrub.free and now_seconds - self._scrub_seconds >= _SCRUB_SECONDS:
+            self._scrub_seconds = now_seconds
+            self._scrub.start(self._pool.last_scrub_ms)
+            if self._inline:
+                self._look_at_scrubs(now_seconds)
 
     def _look_at_disks(self, now_seconds: float) -> None:
         """Their own counters; blocks nobody but the thread that asks."""

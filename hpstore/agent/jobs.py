@@ -292,9 +292,9 @@ class Jobs:
         self.note(f"{self._named(job)} {'is done' if done else 'is called off'}")
 
     def _rebuild(self, job: Job) -> RebuildReport:
-        pace = self._fresh_pace(self._effort.heal_bytes_per_second())
+        pace = self._fresh_pace(self._effort.heal_bytes_per_second(), gives_way=True)
         report = self._pool.rebuild(
-            progress=self._step, include_missing=job.include_missing, pace=pace
+            progress=self._step, include_missing=job.include_missing, pace=pace, gives_way=True
         )
         if report.columns_written or report.unreadable or report.failed or report.stuck:
             self.note(

@@ -349,14 +349,17 @@ class Agent(Closing):
 
     def _look_for_scrub(self, now: float) -> None:
         began, wall = self.memory.scrub_began_ms, self._clock.wall_ms()
+        seen, running = self.eyes.scrub_ended_ms, self.jobs.running
+        scrubs = running is not None and running.kind is JobKind.SCRUB
         with self._lock:
             ended = max(self._scrubbed_ms, self.memory.scrub_ended_ms)
+            if ended < seen <= wall and not scrubs:  # of another process: it counts
+                began, ended = max(began, seen), seen
             rested = now - self._scrub_failed_seconds >= self.config.survey_seconds
             if max(began, ended) > wall:  # by a clock that was ahead
                 began = ended = self._scrubbed_ms = 0
         if ended < began or wall - began >= self.config.scrub_days * _DAY_MS:
-            running = self.jobs.running
-            if rested and (running is None or running.kind is not JobKind.SCRUB):
+            if rested and not scrubs:
                 self.jobs.submit(Job(kind=JobKind.SCRUB, reason="it is time"))
             began = began if ended < began else wall
         self.memory = replace(self.memory, scrub_began_ms=began, scrub_ended_ms=ended)

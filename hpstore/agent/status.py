@@ -16,7 +16,7 @@ from hpstore.condition import Condition
 from hpstore.config import private_directory, write_atomically
 from hpstore.health.states import EXPECTED, Decision
 from hpstore.observed import STATUS_FILE
-from hpstore.records import Member
+from hpstore.records import Member, shown_members
 
 if TYPE_CHECKING:
     from hpstore.agent.loop import Agent
@@ -105,7 +105,8 @@ def make_status(agent: Agent, decisions: Sequence[Decision]) -> AgentStatus:
         dry_run=agent.dry_run, generation=record.generation, data=record.data,
         parity=record.parity,
         devices=tuple(
-            _device(agent, m, told.get(m.device_id)) for m in (*record.members, *record.evicted)
+            _device(agent, m, told.get(m.device_id))
+            for m in shown_members(record, pool.clock.wall_ms())
         ),
         condition=eyes.known(), condition_current=eyes.condition() is not None,
         condition_at_ms=0 if walked is None else walked.at_ms,

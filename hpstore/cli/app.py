@@ -16,7 +16,7 @@ from hpstore.cli import agent, bench, devices, durability, gpu
 from hpstore.cli.asking import Yes, agree, first_of, refuse_existing
 from hpstore.cli.checkpoints import checkpoints
 from hpstore.cli.datasets import datasets
-from hpstore.cli.devices import rate_of, sharing
+from hpstore.cli.devices import AllowRootDisk, note_shared_disks, rate_of, sharing
 from hpstore.cli.health import health
 from hpstore.cli.output import (
     UNMENDED_EXIT_CODE,
@@ -40,7 +40,6 @@ from hpstore.errors import (
     VersionConflict,
 )
 from hpstore.objects.info import ObjectInfo
-from hpstore.opening import shares_filesystem
 from hpstore.pool_names import VARIABLE, table_path
 from hpstore.rebalance import SPREAD
 from hpstore.rebuild import RebuildReport
@@ -117,6 +116,7 @@ def create(
     domain: Annotated[
         list[str] | None, typer.Option(help="failure domain of each device, in their order")
     ] = None,
+    allow_root_disk: AllowRootDisk = False,
     as_json: Json = False,
 ) -> None:
     """Make a pool.
@@ -126,6 +126,7 @@ def create(
     pool = hpstore.create(
         devices, data=data, parity=parity, config=config, name=name, domains=domain,
         unit_bytes=parse_bytes(unit), settings=sharing(group, mode),
+        allow_root_disk=allow_root_disk,
     )  # fmt: skip
     if name is not None and os.environ.get(VARIABLE):
         sys.stderr.write(f"hpstore: note: {name} is in {table_path()}, too, for URLs\n")
@@ -136,12 +137,7 @@ def create(
             f"hpstore: note: {len(devices)} devices are too few for {data}+{parity}: new objects "
             f"are {status.effective_data}+{parity} until devices are added\n"
         )
-    shared = shares_filesystem(list(pool.config.devices))
-    if shared:
-        sys.stderr.write(
-            f"hpstore: note: {len(shared)} devices share a filesystem with another one; one disk's "
-            "death takes them together\n"
-        )
+    note_shared_disks(pool.config.devices)
     if as_json:
         emit_json(status.as_dict())
     else:
@@ -156,6 +152,9 @@ def status(
         bool,
         typer.Option("--watch", help="drawn anew every two seconds; plain where no terminal is"),
     ] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="with devices that left a week ago or earlier")
+    ] = False,
 ) -> None:
     """Show devices, objects, what is degraded, space.  hpstore status pool.toml --json"""
     if watch and not as_json:
@@ -164,7 +163,7 @@ def status(
         show(pool)
     with hpstore.open(pool, read_only=True) as opened:
         while True:
-            found = opened.status()
+            found = opened.status(past=everything)
             if not as_json:
                 show_status(found)
                 return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Collection
 from dataclasses import asdict
 from typing import Annotated
 
@@ -12,6 +14,7 @@ from hpstore.cli import orders
 from hpstore.cli.asking import Yes, agree
 from hpstore.cli.output import UNMENDED_EXIT_CODE, object_progress, say
 from hpstore.config import Settings
+from hpstore.device_places import sharing_note
 from hpstore.errors import ConfigError
 from hpstore.health.overrides import Command
 from hpstore.units import parse_bytes
@@ -20,6 +23,9 @@ PoolName = Annotated[str, typer.Argument(help="pool.toml, or the name of a regis
 DeviceName = Annotated[str, typer.Argument(help="path, URL, or the beginning of a device id")]
 Force = Annotated[bool, typer.Option("--force", help="without the usual safety checks")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
+AllowRootDisk = Annotated[
+    bool, typer.Option("--allow-root-disk", help="also where a mount seems to be missing")
+]
 Rate = Annotated[str, typer.Option(help="limit in bytes a second, such as 200MB")]
 
 
@@ -28,11 +34,15 @@ def add(
     device: Annotated[str, typer.Argument(help="directory or URL")],
     domain: Annotated[str | None, typer.Option(help="failure domain")] = None,
     force: Force = False,
+    allow_root_disk: AllowRootDisk = False,
     as_json: Json = False,
 ) -> None:
     """Add a device; `rebuild` then widens objects over it.  hpstore add pool.toml /mnt/g"""
     with hpstore.open(pool) as opened:
-        found = opened.find(opened.add_device(device, domain, force=force))
+        found = opened.find(
+            opened.add_device(device, domain, force=force, allow_root_disk=allow_root_disk)
+        )
+        note_shared_disks(opened.answering())
     facts = {"device": found.device_id, "url": found.url, "domain": found.domain, "state": "online"}
     say(facts, f"{device} is device {found.device_id[:8]}", as_json=as_json)
 
@@ -90,6 +100,7 @@ def replace(
     new: Annotated[str, typer.Argument(help="directory or URL of the new device")],
     domain: Annotated[str | None, typer.Option(help="failure domain; else the old one's")] = None,
     rate: Rate = "",
+    allow_root_disk: AllowRootDisk = False,
     as_json: Json = False,
 ) -> None:
     """Put a new disk in an old one's place, dead or alive.  hpstore replace pool.toml /mnt/b /mnt/g
@@ -100,8 +111,10 @@ def replace(
 
     with hpstore.open(pool) as opened, object_progress("replace") as progress:
         done = replace_device(
-            opened, old, new, domain=domain, rate_bytes_per_second=rate_of(rate), progress=progress
-        )
+            opened, old, new, domain=domain, rate_bytes_per_second=rate_of(rate), progress=progress,
+            allow_root_disk=allow_root_disk,
+        )  # fmt: skip
+        note_shared_disks(opened.answering())
     facts = {
         "old": done.old.device_id, "new": done.new, "url": done.old.url, "moved": done.moved,
         "disk": done.location.disk, "serial": done.location.serial, "by_id": done.location.by_id,
@@ -124,7 +137,7 @@ def release(
     wait: Annotated[float, typer.Option(help="seconds that processes have to let it go")] = 30.0,
     as_json: Json = False,
 ) -> None:
-    """See whether an evicted disk can be unmounted, who has it open, and which one it is.
+    """Let go of a disk that is evicted or in maintenance; see who has it open, and which it is.
 
     hpstore release pool.toml /mnt/b
     """
@@ -133,13 +146,17 @@ def release(
 
     with hpstore.open(pool, read_only=True) as opened:
         member = opened.find(device, returning=True)
+        if not member.left and orders.in_maintenance(opened, member.device_id):
+            with hpstore.open(pool) as writer:
+                writer.begin_release(member.device_id)
         holders, location = wait_released(opened, member, wait), locate(member.url)
     facts = {
         "device": member.device_id, "url": member.url, "free": not holders, "disk": location.disk,
         "serial": location.serial, "by_id": location.by_id,
         "open_in": [{"pid": h.pid, "command": h.command, "files": h.files} for h in holders],
     }  # fmt: skip
-    lines = [f"{member.url} has left the pool: {location}"]
+    left = "has left the pool" if member.left else "is released, until `hpstore readmit`"
+    lines = [f"{member.url} {left}: {location}"]
     lines += [f"process {h.pid} ({h.command}) has {h.files} files open there" for h in holders]
     lines.append("end these or let them close their readers, then unmount it" if holders else
                  "nothing that this user may see has it open: unmount it")  # fmt: skip
@@ -151,6 +168,12 @@ def release(
 def sit_out(pool: PoolName, device: DeviceName, as_json: Json = False) -> None:
     """Keep the agent from using a device until readmit.  hpstore sit-out pool.toml /mnt/b"""
     orders.tell(pool, device, Command.SIT_OUT, as_json=as_json)
+
+
+def note_shared_disks(urls: Collection[str]) -> None:
+    """Say it once, where devices share a disk."""
+    if note := sharing_note(urls):
+        sys.stderr.write(f"hpstore: note: {note}\n")
 
 
 def sharing(group: str, mode: str | None) -> Settings:
@@ -171,5 +194,5 @@ def rate_of(text: str) -> float | None:
     return float(parse_bytes(text)) if text else None
 
 
-__all__ = ["add", "drain", "evict", "rate_of", "readmit", "release", "replace", "sharing",
-           "sit_out"]  # fmt: skip
+__all__ = ["AllowRootDisk", "add", "drain", "evict", "note_shared_disks", "rate_of", "readmit",
+           "release", "replace", "sharing", "sit_out"]  # fmt: skip

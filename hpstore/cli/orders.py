@@ -9,6 +9,7 @@ import hpstore
 from hpstore.cli.output import say
 from hpstore.errors import MembershipError
 from hpstore.health.overrides import Command
+from hpstore.health.verdicts import HealthState
 from hpstore.pool import Pool
 
 _ORDER_SECONDS = 15.0  # that a running agent has to obey
@@ -41,6 +42,20 @@ def looked_after(pool: Pool) -> bool:
     from hpstore.agent.memory import MEMORY_FILE
 
     return (pool.state_directory / MEMORY_FILE).exists()
+
+
+def in_maintenance(pool: Pool, device: str) -> bool:
+    """Whether an operator has a device in maintenance, by the agent's memory or an order that waits
+    for an agent."""
+    from hpstore.agent.memory import load_memory
+    from hpstore.agent.orders import read_orders
+
+    memory = load_memory(pool.state_directory)
+    waiting = [order.word for order in read_orders(pool.state_directory)
+               if order.device == device and order.number > memory.orders_done]  # fmt: skip
+    if waiting:
+        return waiting[-1] is Command.MAINTENANCE
+    return memory.policy.health(device).state is HealthState.MAINTENANCE
 
 
 def order(pool: str, device: str, word: Command) -> Given:

@@ -30,6 +30,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from hpstore.device_places import sharing_note
 from hpstore.errors import ConfigError
 from hpstore.rebalance import RebalanceReport
 from hpstore.rebuild import Progress as Step
@@ -240,6 +241,10 @@ def show_status(status: PoolStatus) -> None:
         lines.append(f"FULL: {full} of {len(status.devices)} devices have no room left, {takes}")
     elif status.effective_data == 0:
         lines.append("too few devices for new data: reads only")
+    if status.sharing:
+        lines.append(sharing_note([d.url for d in status.devices if d.url in status.sharing]))
+    if status.past:
+        lines.append(f"{status.past} devices left long ago and are made up for: --all shows them")
     lines += _how_known(status)
     lines += status.decisions
     sys.stdout.write("\n".join(lines) + "\n")
@@ -262,8 +267,9 @@ def _device_state(device: DeviceStatus) -> str:
 
 def show_report(what: str, report: RebuildReport) -> None:
     """A scrub's or rebuild's report for people."""
+    deletes = f" and {report.deletes} records of deleted ones" if report.deletes else ""
     sys.stdout.write(
-        f"{what}: {report.objects} objects, {format_bytes(report.bytes)} looked at in "
+        f"{what}: {report.objects} objects{deletes}, {format_bytes(report.bytes)} looked at in "
         f"{report.seconds:.1f} s: {report.healthy} whole, {report.rebuilt} rebuilt, "
         f"{report.relaid} laid out anew, {report.waiting} waiting for a missing "
         f"device, {report.stuck} stuck with "

@@ -44,6 +44,8 @@ RECYCLE_MIN_BYTES = 1 << 20  # below this a fresh file is as cheap
 REGISTERS = "registers"  # 4,096 records for claims and 32 others, 512 bytes each
 REGISTERS_BYTES = (4096 + 32) * 512
 
+RELEASED = "released"  # of a local device that all processes close, for maintenance
+
 BLAMELESS = (ReadAbandoned, DescriptorsExhausted, DeviceDenied)  # the device was not asked
 READABLE = (DeviceFull, DeviceReadOnly)  # writes are refused, what is there can be read
 
@@ -315,6 +317,7 @@ __all__ = [
     "RECYCLE_MIN_BYTES",
     "REGISTERS",
     "REGISTERS_BYTES",
+    "RELEASED",
     "TMP",
     "Device",
     "Entry",

@@ -164,3 +164,26 @@ def test_a_disk_is_located_without_being_touched(tmp_path: Path) -> None:
     assert locate("s3://bucket/x").disk == ""
     shutil.rmtree(tmp_path / "proc")
     assert locate("/mnt/b", root=f"{tmp_path}/").disk == ""
+
+
+def test_a_disk_may_rest_only_while_nothing_needs_it(
+    pool: hpstore.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A release is refused where an object could not be read without the disk; readmit ends it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    pool.put("k", bytes(200_000))
+    for number in (0, 1):
+        pool.begin_release(str(tmp_path / f"d{number}"))
+        assert openers(str(tmp_path / f"d{number}")) == []
+    assert len(pool.places) == 3
+    assert pool.get("k") == bytes(200_000)
+    with pytest.raises(MembershipError, match="cannot be released"):
+        pool.begin_release(str(tmp_path / "d2"))
+    with hpstore.open(tmp_path / "pool.toml") as other:
+        (row,) = (d for d in other.status().devices if d.url == str(tmp_path / "d0"))
+        assert (row.state, "readmit" in row.problem) == ("missing", True)
+    for number in (0, 1):
+        pool.readmit(str(tmp_path / f"d{number}"))
+    assert len(pool.places) == 5
+    assert pool.rebuild().whole
+    assert not list(tmp_path.glob("d*/released"))

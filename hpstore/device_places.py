@@ -1,0 +1,107 @@
+"""Where local devices lie: on which disk, and whether a path is a mount that is not there."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from hpstore.errors import ConfigError
+
+
+def filesystem_of(url: str) -> int | None:
+    """Number of the filesystem that a local path lies on, or will: a new one lies on its folder's.
+    None for a store, and for a path that is not there."""
+    path = local_path(url)
+    if path is None:
+        return None
+    for place in (path, os.path.dirname(path)):
+        try:
+            return os.stat(place).st_dev
+        except OSError:
+            continue
+    return None
+
+
+def disk_of(url: str, *, sys: str = "/sys") -> str | None:
+    """What names the disk below a local path: its partitions have one name. None as above."""
+    number = filesystem_of(url)
+    if number is None:
+        return None
+    name = f"{os.major(number)}:{os.minor(number)}"
+    block = os.path.realpath(f"{sys}/dev/block/{name}")
+    if os.path.exists(f"{block}/partition"):
+        return os.path.dirname(block)
+    return block if os.path.exists(block) else name
+
+
+def sharing_a_disk(urls: Collection[str]) -> list[str]:
+    """Local paths that lie on the disk of another one: its death takes them together."""
+    disks = {url: disk for url in urls if (disk := disk_of(url)) is not None}
+    shared = Counter(disks.values())
+    return [url for url, disk in disks.items() if shared[disk] > 1]
+
+
+def sharing_note(urls: Collection[str]) -> str:
+    """That devices share a disk, in a line; "" where none do."""
+    shared = sharing_a_disk(urls)
+    disks = len({disk_of(url) for url in shared})
+    return "" if not shared else (
+        f"{len(shared)} of {len(urls)} devices share {disks} disk{'s' * (disks > 1)}: one disk's "
+        "death takes them together"
+    )  # fmt: skip
+
+
+def require_mounted(
+    new: Sequence[str], others: Collection[str] = (), *, root: str = "/", fstab: str = "/etc/fstab"
+) -> None:
+    """Raise ConfigError where a new device would silently lie on the disk of the system.
+
+    That is so for a path at or below a mount point of fstab where nothing is mounted, and for one
+    on the root filesystem while the pool's other devices, more than these and two at least, have a
+    filesystem each. Where all lie on one, as in a trial, nothing is refused.
+    """
+    for url in new:
+        if (path := local_path(url)) and (place := _unmounted(path, fstab)):
+            raise ConfigError(
+                f"device {path}: {fstab} has a mount at {place}, and nothing is mounted there. "
+                f"Nothing was changed. Mount it, or say --allow-root-disk if it is meant so."
+            )
+    system = filesystem_of(root)
+    places = {url: filesystem_of(url) for url in (*others, *new)}
+    elsewhere = [number for number in places.values() if number not in (None, system)]
+    suspects = [url for url in new if places[url] == system]
+    own = len(set(elsewhere)) == len(elsewhere) >= 2
+    if suspects and own and len(elsewhere) > sum(n == system for n in places.values()):
+        raise ConfigError(
+            f"device {', '.join(suspects)} lies on the root filesystem, while the {len(elsewhere)} "
+            "others have a filesystem each: a mount that is mistyped, or not there? Nothing was "
+            "changed. Look at `findmnt`, or say --allow-root-disk if it is meant so."
+        )
+
+
+def local_path(url: str) -> str | None:
+    """The absolute path of a local device; None for a store."""
+    path = url.removeprefix("file://")
+    return None if "://" in path else os.path.abspath(path)
+
+
+def _unmounted(path: str, fstab: str) -> str:
+    """A mount point of fstab, at a path or above, where nothing is mounted; "" where none is."""
+    try:
+        lines = Path(fstab).read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        words = line.split("#")[0].split()
+        if len(words) < 3 or not words[1].startswith("/") or words[1] == "/":
+            continue
+        place = words[1].replace("\\040", " ").rstrip("/")
+        if f"{path}/".startswith(f"{place}/") and not os.path.ismount(place):
+            return place
+    return ""
+
+
+__all__ = ["disk_of", "filesystem_of", "local_path", "require_mounted", "sharing_a_disk",
+           "sharing_note"]  # fmt: skip
