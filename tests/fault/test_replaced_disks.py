@@ -1,0 +1,142 @@
+"""`hpstore replace` of real disks: a new one at the mount point of the old one, and at its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+import hpstore
+from hpstore.cli.app import app
+from hpstore.replacing import replace_device, wait_released
+from hpstore.testing.leftovers import run
+from hpstore.units import MIB
+from tests.fault.common import Bench, MakeDisks, payload
+
+pytestmark = [pytest.mark.fault, pytest.mark.root]
+IDLE = """
+import sys, hpstore
+with hpstore.open(sys.argv[1]) as pool:
+    print("open", flush=True)
+    sys.stdin.readline()
+"""
+KEYS = [f"k/{number}" for number in range(6)]
+
+
+def check(pool: hpstore.Pool, gone: str, fresh: str) -> None:
+    """The new disk is a member in the old one's place, and every object is whole with it."""
+    status = pool.status()
+    assert (status.degraded, status.unreadable, status.losses_tolerated) == (0, 0, 1)
+    assert pool.record.member(gone) is None
+    assert pool.record.member(fresh) is not None
+    assert len(pool.record.members) == 4
+    assert all(pool.get(key) == payload(key, 2 * MIB) for key in KEYS)
+    assert pool.scrub().clean
+
+
+def test_a_dead_disk_that_was_swapped_at_its_mount_point(
+    bench: Bench, make_disks: MakeDisks
+) -> None:
+    """The operator pulls the disk, puts a new one in, mounts it at the same path: one command."""
+    disks = make_disks(5)
+    with bench.create(disks[:4], data=2, parity=1, open_deadline_seconds=3.0) as pool:
+        for key in KEYS:
+            pool.put(key, payload(key, 2 * MIB))
+        (old,) = (d for d, url in pool.places.items() if url == disks[1].path)
+        disks[1].yank()
+    if disks[1].mounted:
+        disks[1].lazy_unmount()
+    run("mount", "--bind", disks[4].path, disks[1].path)
+    try:
+        with bench.open() as pool:
+            done = replace_device(pool, disks[1].path, disks[1].path)
+            assert done.old.device_id == old
+            assert done.report is not None
+            assert done.report.whole
+            check(pool, old, done.new)
+            assert pool.places[done.new] == disks[1].path
+        with hpstore.open(bench.toml) as pool:
+            assert pool.places[done.new] == disks[1].path
+            assert len(pool.config.devices) == 4
+    finally:
+        run("umount", "-l", disks[1].path)
+
+
+def test_a_living_disk_is_replaced_by_one_at_another_path_and_can_be_unmounted(
+    bench: Bench, make_disks: MakeDisks
+) -> None:
+    """It is drained, the pool lets it go, and `umount` is not busy; its domain is kept."""
+    disks = make_disks(5)
+    with bench.create(disks[:4], data=2, parity=1) as pool:
+        for key in KEYS:
+            pool.put(key, payload(key, 2 * MIB))
+        (old,) = (m for m in pool.record.members if m.url == disks[2].path)
+        done = replace_device(pool, disks[2].path, disks[4].path)
+        assert done.report is None
+        fresh = pool.record.member(done.new)
+        assert fresh is not None
+        assert fresh.domain == old.domain
+        check(pool, old.device_id, done.new)
+        left = pool.find(old.device_id, returning=True)
+        assert wait_released(pool, left, 5.0) == []
+        disks[2].unmount()
+        assert not disks[2].mounted
+        check(pool, old.device_id, done.new)
+
+
+def test_a_dead_disk_is_replaced_by_one_at_another_path(
+    bench: Bench, make_disks: MakeDisks
+) -> None:
+    """A process that has the pool open while the disk dies."""
+    disks = make_disks(5)
+    with bench.create(disks[:4], data=2, parity=1, open_deadline_seconds=3.0) as pool:
+        for key in KEYS:
+            pool.put(key, payload(key, 2 * MIB))
+        (old,) = (d for d, url in pool.places.items() if url == disks[0].path)
+        disks[0].yank()
+        done = replace_device(pool, disks[0].path, disks[4].path)
+        assert done.report is not None
+        check(pool, old, done.new)
+
+
+def test_a_disk_in_maintenance_is_released_unmounted_and_taken_back(
+    bench: Bench, make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`release` refused it, and `umount` was busy. Another process has the pool open, idle."""
+    monkeypatch.setenv("HOME", str(bench.root))
+    disks = make_disks(4)
+    with bench.create(disks, data=2, parity=1) as pool:
+        for key in KEYS:
+            pool.put(key, payload(key, 2 * MIB))
+    idle = subprocess.Popen(
+        [sys.executable, "-c", IDLE, str(bench.toml)], stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert idle.stdout is not None
+    assert idle.stdout.readline() == "open\n"
+    run_cli, toml, place = CliRunner(), str(bench.toml), disks[1].path
+    try:
+        refused = run_cli.invoke(app, ["release", toml, place])
+        assert "hpstore health maintenance" in str(refused.exception)
+        assert run_cli.invoke(app, ["health", "maintenance", toml, place]).exit_code == 0
+        done = run_cli.invoke(app, ["release", toml, place])
+        assert done.exit_code == 0, done.output
+        disks[1].unmount()
+        assert not disks[1].mounted
+    finally:
+        idle.communicate("end\n")
+    with bench.open() as pool:
+        assert len(pool.places) == 3
+        pool.put("meanwhile", payload("meanwhile", 2 * MIB))
+        assert pool.get(KEYS[0]) == payload(KEYS[0], 2 * MIB)
+    disks[1].mount()
+    with bench.open() as pool:
+        assert len(pool.places) == 3  # until an operator says so
+    assert run_cli.invoke(app, ["readmit", toml, place]).exit_code == 0
+    with bench.open() as pool:
+        assert len(pool.places) == 4
+        pool.rebuild()
+        assert pool.status().degraded == 0
+        assert pool.get("meanwhile") == payload("meanwhile", 2 * MIB)
