@@ -7,10 +7,11 @@ from typing import Literal
 
 import hpstore
 from hpstore.cli.output import say
-from hpstore.errors import MembershipError
+from hpstore.errors import LockTimeout, MembershipError, RegistersForeign, RegistersUnavailable
 from hpstore.health.overrides import Command
 from hpstore.health.verdicts import HealthState
 from hpstore.pool import Pool
+from hpstore.registers import AGENT
 
 _ORDER_SECONDS = 15.0  # that a running agent has to obey
 _SAID = {
@@ -67,12 +68,15 @@ def order(pool: str, device: str, word: Command) -> Given:
     with hpstore.open(pool, read_only=True) as opened:
         member, clock = opened.find(device), opened.clock
         directory, run_directory = opened.state_directory, opened.run_directory
+        heard = read_status(run_directory, clock.wall_ms()) is not None
+        if not heard:
+            _require_no_agent_elsewhere(opened)
     given = give_order(directory, word, member.device_id, clock)
 
     def became(outcome: Literal["obeyed", "noted", "waiting"]) -> Given:
         return Given(order=str(word), device=member.device_id, url=member.url, outcome=outcome)
 
-    if read_status(run_directory, clock.wall_ms()) is None:
+    if not heard:
         return became("noted")
     until = clock.monotonic() + _ORDER_SECONDS
     while clock.monotonic() < until:
@@ -82,6 +86,21 @@ def order(pool: str, device: str, word: Command) -> Given:
             return became("obeyed")
         clock.wait(0.1)
     return became("waiting")
+
+
+def _require_no_agent_elsewhere(pool: Pool) -> None:
+    """Raise MembershipError where an agent that leaves no word here looks after the pool."""
+    try:
+        with pool.registers.hold(AGENT, "look for an agent", deadline_seconds=0.0):
+            return
+    except (RegistersForeign, RegistersUnavailable):
+        return  # no agent could hold it, either
+    except LockTimeout as error:
+        raise MembershipError(
+            "an agent of another user or host, or one that has just begun, looks after this pool "
+            "and would not hear the order. Nothing was changed. Give the order there, as its user: "
+            f"{error}"
+        ) from error
 
 
 def tell(pool: str, device: str, word: Command, *, as_json: bool) -> None:

@@ -15,6 +15,7 @@ from hpstore.cli.app import app
 from hpstore.errors import MembershipError
 from hpstore.locating import locate, openers
 from hpstore.records import IDENTITY_FILE
+from hpstore.registers import AGENT
 from hpstore.replacing import replace_device
 
 
@@ -187,3 +188,16 @@ def test_a_disk_may_rest_only_while_nothing_needs_it(
     assert len(pool.places) == 5
     assert pool.rebuild().whole
     assert not list(tmp_path.glob("d*/released"))
+
+
+def test_an_order_that_the_agent_would_not_hear_is_refused(
+    pool: hpstore.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent of another user reads orders of that user alone: "no agent runs here" was wrong."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = ["sit-out", str(tmp_path / "pool.toml"), str(tmp_path / "d0")]
+    with pool.registers.hold(AGENT, "agent of pool x"):
+        refused = CliRunner().invoke(app, words)
+    assert isinstance(refused.exception, MembershipError)
+    assert f"process {os.getpid()}" in str(refused.exception)
+    assert CliRunner().invoke(app, words).exit_code == 0

@@ -60,7 +60,7 @@ def test_keys_of_different_forms_are_different_objects(tmp_path: Path) -> None:
 def test_what_was_escaped_is_read_on_any_other_filesystem(tmp_path: Path) -> None:
     """A device is copied from a filesystem that normalises to one that does not."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_io, "names_normalise", lambda _: True)
+        patch.setattr(local_io, "names_normalise", lambda *_: True)
         with create(tmp_path) as pool:
             pool.put(COMPOSED, b"composed")
     copied = tmp_path / "copy"
