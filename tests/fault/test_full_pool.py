@@ -210,7 +210,7 @@ def test_the_membership_changes_on_full_devices(
     """Add, evict, rebuild, readmit; a restart in between. What is refused leaves no trace."""
     (tmp_path / "more").mkdir()
     with bench.open() as pool:
-        added = pool.add_device(str(tmp_path / "more"))
+        added = pool.add_device(str(tmp_path / "more"), allow_root_disk=True)
         pool.evict(bench.paths[0])
     with bench.open() as pool:
         assert [m.url for m in pool.record.evicted] == [bench.paths[0]]
@@ -237,7 +237,7 @@ def test_a_change_that_finds_no_room_for_records_changes_nothing(
         others.fill()
         before = pool.record
         for change in (
-            lambda: pool.add_device(str(tmp_path / "more")),
+            lambda: pool.add_device(str(tmp_path / "more"), allow_root_disk=True),
             lambda: pool.evict(bench.paths[0]),
             lambda: pool.drain(bench.paths[0]),
         ):
@@ -248,7 +248,7 @@ def test_a_change_that_finds_no_room_for_records_changes_nothing(
         assert load_config(bench.toml) == settings
         assert not (tmp_path / "more" / "hpstore.json").exists()
         others.release()
-        pool.add_device(str(tmp_path / "more"))
+        pool.add_device(str(tmp_path / "more"), allow_root_disk=True)
         pool.evict(bench.paths[0])
     with bench.open() as pool:
         assert len(pool.record.members) == 4
