@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -141,7 +142,7 @@ def create(
     if as_json:
         emit_json(status.as_dict())
     else:
-        show_status(status)
+        show_status(replace(status, sharing=()))  # that was just said
 
 
 @app.command()
