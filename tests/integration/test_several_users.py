@@ -21,7 +21,10 @@ import hpstore.cli
 from hpstore.config import load_config
 from hpstore.errors import DeviceDenied
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be several users")
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be several users"),
+]
 GROUP, FIRST, SECOND, STRANGER = 54321, 20001, 20002, 65534
 USE = """
 import sys, hpstore
