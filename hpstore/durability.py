@@ -161,14 +161,34 @@ def unreadable_per_year(group: Group, device_bytes: int, errors_per_bit: float) 
     return critical * -math.expm1(bits * math.log1p(-errors_per_bit))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sectors:
+    """Devices of so many bytes, and the share of bits that cannot be read."""
+
+    device_bytes: int
+    errors_per_bit: float
+
+
+def total_per_year(group: Group, sectors: Sectors | None = None) -> float:
+    """Losses a year by the Markov chain, and by sectors that cannot be read where these are given.
+
+    What the nines of every scheme are of.
+    """
+    found = 1 / years_to_loss(group)
+    if sectors is None:
+        return found
+    return found + unreadable_per_year(group, sectors.device_bytes, sectors.errors_per_bit)
+
+
 def longest_repair_hours(
-    data: int, parity: int, afr: float, *, wanted: float, groups: int
-) -> float:
-    """The longest repair time at which the Markov model has so many nines; 0 when none does."""
+    data: int, parity: int, afr: float, *, wanted: float, groups: int,
+    sectors: Sectors | None = None,
+) -> float:  # fmt: skip
+    """The longest repair time at which total_per_year() has so many nines; 0 when none does."""
 
     def enough(hours: float) -> bool:
         made = Group(data=data, parity=parity, afr=afr, repair_hours=hours)
-        return nines(in_a_year(1 / years_to_loss(made), groups)) >= wanted
+        return nines(in_a_year(total_per_year(made, sectors), groups)) >= wanted
 
     low, high = (math.log(hours) for hours in _REPAIR_HOURS)
     if not enough(math.exp(low)):
@@ -313,13 +333,13 @@ class Scheme:
     reaches: bool
 
 
-def compare(group: Group, *, wanted: float, groups: int = 1,
+def compare(group: Group, *, wanted: float, groups: int = 1, sectors: Sectors | None = None,
             schemes: Sequence[tuple[int, int]] = SCHEMES) -> list[Scheme]:  # fmt: skip
-    """The group's scheme and others at its failure rate and repair time, by the Markov chain."""
+    """The group's scheme and others at its failure rate and repair time, by total_per_year()."""
     found = []
     for data, parity in sorted({(group.data, group.parity), *schemes}, key=lambda s: (s[1], s[0])):
         made = Group(data=data, parity=parity, afr=group.afr, repair_hours=group.repair_hours)
-        reached = nines(in_a_year(1 / years_to_loss(made), groups))
+        reached = nines(in_a_year(total_per_year(made, sectors), groups))
         found.append(
             Scheme(
                 data=data,
@@ -327,7 +347,7 @@ def compare(group: Group, *, wanted: float, groups: int = 1,
                 overhead=made.width / data,
                 nines=reached,
                 longest_repair_hours=longest_repair_hours(
-                    data, parity, group.afr, wanted=wanted, groups=groups
+                    data, parity, group.afr, wanted=wanted, groups=groups, sectors=sectors
                 ),
                 reaches=reached >= wanted,
             )
@@ -335,6 +355,6 @@ def compare(group: Group, *, wanted: float, groups: int = 1,
     return found
 
 
-__all__ = ["HOURS_PER_YEAR", "SCHEMES", "Estimate", "Group", "Scheme", "Window", "compare",
-           "in_a_year", "longest_repair_hours", "losses_per_year", "nines", "simulate", "split",
-           "unreadable_per_year", "window", "years_to_loss"]  # fmt: skip
+__all__ = ["HOURS_PER_YEAR", "SCHEMES", "Estimate", "Group", "Scheme", "Sectors", "Window",
+           "compare", "in_a_year", "longest_repair_hours", "losses_per_year", "nines", "simulate",
+           "split", "total_per_year", "unreadable_per_year", "window", "years_to_loss"]  # fmt: skip

@@ -15,6 +15,7 @@ from hpstore.durability import (
     Estimate,
     Group,
     Scheme,
+    Sectors,
     Window,
     compare,
     in_a_year,
@@ -142,8 +143,7 @@ def run(
     size = parse_bytes(device_size) if device_size else 0
     hours = _repair_hours(rebuild_hours, size, parse_bytes(rebuild_rate) if rebuild_rate else 0)
     group = Group(data=data, parity=parity, afr=afr, repair_hours=hours + wait_hours)
-    if unreadable is not None and not size:
-        raise ConfigError("--unreadable needs --device-size: it counts the bits that are read")
+    sectors = _sectors(size, unreadable)
     poisson = window(group)
     answer = Answer(
         group=group,
@@ -152,12 +152,10 @@ def run(
         window=poisson,
         closed_form=losses_per_year(group) * groups,
         markov=groups / years_to_loss(group),
-        unreadable=(
-            None if unreadable is None else unreadable_per_year(group, size, unreadable) * groups
-        ),
+        unreadable=_lost_to(sectors, group, groups),
         simulated=_simulated(group, groups, simulate, seed),
         seed=seed,
-        schemes=compare(group, wanted=wanted, groups=groups),
+        schemes=compare(group, wanted=wanted, groups=groups, sectors=sectors),
     )
     if as_json:
         emit_json(answer.as_dict())
@@ -173,6 +171,21 @@ def _repair_hours(given: float | None, size: int, rate: int) -> float:
     if not size or not rate:
         raise ConfigError("give --rebuild-hours, or --device-size with --rebuild-rate")
     return size / rate / _SECONDS_PER_HOUR
+
+
+def _sectors(size: int, unreadable: float | None) -> Sectors | None:
+    if unreadable is None:
+        return None
+    if not size:
+        raise ConfigError("--unreadable needs --device-size: it counts the bits that are read")
+    return Sectors(device_bytes=size, errors_per_bit=unreadable)
+
+
+def _lost_to(sectors: Sectors | None, group: Group, groups: int) -> float | None:
+    """Losses a year, of all groups."""
+    if sectors is None:
+        return None
+    return unreadable_per_year(group, sectors.device_bytes, sectors.errors_per_bit) * groups
 
 
 def _simulated(group: Group, groups: int, paths: int, seed: int) -> Estimate | None:

@@ -50,6 +50,45 @@ def belady(requests: npt.ArrayLike, capacity_blocks: int) -> Bools:
     return np.frombuffer(hits, np.bool_)
 
 
+def _held_at_once(requests: Int64s, hit: Bools) -> int:
+    """The most blocks that a cache held at one time for hits to come, as its hits show.
+
+    `hit` bool[n]: which of its requests it hit. A block that hits lay there since its last request,
+    or since before the first one.
+    """
+    since = np.full(len(requests), -1, np.int64)  # the last request of the same block
+    following = next_uses(requests)
+    again = np.flatnonzero(following < len(requests))
+    since[following[again]] = again
+    change = np.zeros(len(requests) + 1, np.int64)  # [i]: kept from request i - 1 on
+    np.add.at(change, since[hit] + 1, 1)
+    np.add.at(change, np.flatnonzero(hit) + 1, -1)
+    return int(np.cumsum(change).max(initial=0))
+
+
+def most_hits(
+    requests: npt.ArrayLike, capacity_blocks: int, *caches: Bools, counted: int = 0
+) -> int:  # fmt: skip
+    """Hits of MIN in requests[counted:]: no fewer than any of `caches` had there.
+
+    `caches` bool[n] each: which requests caches hit that were measured on them. A bound for these
+    must grant MIN what they had: it begins with the best of what requests[:counted] asked for and
+    of what they held before, and it has room for as many blocks as they held at one time. That is
+    more than `capacity_blocks` where blocks are smaller than their mean, where a batch under way
+    has blocks beside the cache's, or where requests are a sample.
+    """
+    asked = np.ascontiguousarray(requests, np.int64)
+    before, window = asked[:counted], asked[counted:]
+    room, held = capacity_blocks, [before]
+    blocks, first = np.unique(window, return_index=True)
+    for cache in caches:
+        hit = np.asarray(cache, np.bool_)[counted:]
+        room = max(room, _held_at_once(window, hit))
+        held.append(blocks[hit[first]])
+    begun = np.unique(np.concatenate(held))  # asked for once each: no hits among them
+    return int(belady(np.concatenate((begun, window)), room).sum())
+
+
 class SampledLog:
     """Requests of every n-th block, by hash, and whether they hit: to be compared with MIN.
 
@@ -74,16 +113,16 @@ class SampledLog:
         self.count += len(blocks)
 
     def share_of_min(self) -> float | None:
-        """Hits over the hits of MIN on the same requests, None when that has none.
+        """Hits over the hits of MIN on the same requests, at most 1; None when MIN has none.
 
-        MIN starts empty; the first half of the log warms both up and is not counted.
+        The first half of the log warms both up and is not counted.
         """
         limit = len(self._blocks)
         at = np.arange(max(0, self.count - limit), self.count) % limit
-        best = belady(self._blocks[at], max(1, round(self._capacity / self._every)))
-        half = len(at) // 2
-        most = int(best[half:].sum())
-        return int(self._hits[at][half:].sum()) / most if most else None
+        half, hits = len(at) // 2, self._hits[at]
+        room = max(1, round(self._capacity / self._every))
+        most = most_hits(self._blocks[at], room, hits, counted=half)
+        return int(hits[half:].sum()) / most if most else None
 
 
-__all__ = ["SampledLog", "belady", "next_uses"]
+__all__ = ["SampledLog", "belady", "most_hits", "next_uses"]

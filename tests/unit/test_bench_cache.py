@@ -42,7 +42,7 @@ def test_every_workload_asks_for_blocks_that_there_are_and_tells_its_epochs(name
 def test_results_are_handed_on_after_each_workload_with_all_verdicts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cut run leaves what it has, pictures too; MIN is not beaten by more than a batch."""
+    """A cut run leaves what it has, pictures too; MIN is beaten by nothing."""
     monkeypatch.setattr("hpstore.benchmarks.cache.QUICK_BLOCKS", 800)
     monkeypatch.setattr("hpstore.benchmarks.cache_traces.EPOCHS", 4)
     reports: list[list[str]] = []
@@ -60,7 +60,9 @@ def test_results_are_handed_on_after_each_workload_with_all_verdicts(
     assert list(workloads["uniform"]) == [f"{100 * share:g}" for share in CAPACITIES]
     row = workloads["uniform"]["20"]
     assert row["known to MIN"]["met"]
-    assert row["hit_ratios"]["hpstore"]["hit_ratio"] <= row["hit_ratios"]["MIN"]["hit_ratio"] + 0.01
+    for of_one in workloads["uniform"].values():
+        found = {who: ratios["hit_ratio"] for who, ratios in of_one["hit_ratios"].items()}
+        assert max(found, key=lambda who: (found[who], who == "MIN")) == "MIN"
     assert "skipped" in row["unknown to best peer"]
     assert "MIN" not in workloads["sizes"]["10"]["hit_ratios"]
     failed = results["failed"]

@@ -13,12 +13,14 @@ from typer.testing import CliRunner
 from hpstore.cli import app
 from hpstore.durability import (
     Group,
+    Sectors,
     in_a_year,
     longest_repair_hours,
     losses_per_year,
     nines,
     simulate,
     split,
+    total_per_year,
     unreadable_per_year,
     window,
     years_to_loss,
@@ -220,6 +222,21 @@ def test_command_simulates_and_adds_unreadable_sectors() -> None:
     assert found["simulated"]["seed"] == 3
     assert found["unreadable_sectors"]["nines"] < 10
     assert len(found["left_out"]) == 1
+    # case durability --unreadable: the schemes were compared without these sectors
+    both = found["markov"]["losses_per_year"] + found["unreadable_sectors"]["losses_per_year"]
+    ours = next(s for s in found["schemes"] if (s["data"], s["parity"]) == (6, 3))
+    assert ours["nines"] == pytest.approx(nines(in_a_year(both)), abs=1e-6)
+    assert ours["nines"] < 10
+
+
+def test_a_scheme_must_be_whole_again_sooner_where_sectors_cannot_be_read() -> None:
+    """The repair time asked for gives the nines, with all losses counted; one parity gives none."""
+    sectors = Sectors(device_bytes=8 * 10**12, errors_per_bit=1e-15)
+    hours = longest_repair_hours(6, 3, 0.005, wanted=9, groups=2, sectors=sectors)
+    assert 0 < hours < longest_repair_hours(6, 3, 0.005, wanted=9, groups=2)
+    found = Group(data=6, parity=3, afr=0.005, repair_hours=hours)
+    assert nines(in_a_year(total_per_year(found, sectors), 2)) == pytest.approx(9, abs=1e-6)
+    assert longest_repair_hours(6, 1, 0.005, wanted=9, groups=1, sectors=sectors) == 0
 
 
 def test_command_has_no_figure_for_a_loss_that_never_comes() -> None:
