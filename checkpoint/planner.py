@@ -25,7 +25,7 @@ from hpstore.checkpoint.planning import (
     place,
 )
 from hpstore.checkpoint.ranks import Channel, Ranks
-from hpstore.checkpoint.samples import digests_of
+from hpstore.checkpoint.samples import sampled_digests
 from hpstore.checkpoint.training import collect
 from hpstore.checkpoint.tree import Collected, encode_tree
 from hpstore.checksum import digest128
@@ -106,7 +106,7 @@ class Planner:
             error = failed
         differing: tuple[str, ...] = ()
         if self._ranks.world > 1:
-            values = {} if error else digests_of(_of_no_model(state, found.tensors))
+            values = {} if error else sampled_digests(_of_no_model(state, found.tensors))
             differing = self._agree(step, chunks, values, error)
             chunks = [chunks[n] for n in self._mine]
         elif error is not None:

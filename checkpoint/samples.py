@@ -56,7 +56,7 @@ class Samples:
         return None
 
 
-def digests_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def sampled_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """By name: of a few elements of each, of TENSORS tensors at most. One wait for each device."""
     fit = {n: t for n, t in tensors.items() if _fits(t) and not hasattr(t, "to_local")}
     kinds: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
@@ -95,4 +95,4 @@ def _points(tensor: torch.Tensor) -> torch.Tensor:
     return some.view(_WORDS[tensor.element_size()])
 
 
-__all__ = ["Samples", "digests_of"]
+__all__ = ["Samples", "sampled_digests"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -16,7 +15,6 @@ from hpstore.interop.tree import Tree, descend
 from hpstore.objects.info import ObjectInfo
 from hpstore.pool_names import pool_names
 
-_log = logging.getLogger(__name__)
 _Facts = dict[str, Any]  # Any: what fsspec calls an info, values of several types
 
 
@@ -145,8 +143,9 @@ class PoolListing(PoolPaths):
             below = None if maxdepth is None else maxdepth - 1
             try:
                 out |= self.find(name, below, withdirs, True, sizes=detail and sizes)
+                self.mounts.is_there(name)
             except ConfigError as error:  # what is named is there no more
-                _log.warning("the pool %r is passed over: %s", name, error)
+                self.mounts.is_gone(name, error)
         return out if detail else list(out)
 
     def created(self, path: str) -> datetime:

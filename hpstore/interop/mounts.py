@@ -53,7 +53,18 @@ class Mounts:
         self._lock = threading.Lock()  # guards _mounts and _hooked
         self._mounts: dict[tuple[str, bool], Future[Mount]] = {}
         self._hooked = False
+        self._gone: set[str] = set()  # names without a pool, as logged; single operations only
         self.budget = ByteBudget(MEMORY_BYTES)
+
+    def is_gone(self, name: str, error: Exception) -> None:
+        """A listing of all pools passes over a name: logged once, until it is found again."""
+        if name not in self._gone:
+            self._gone.add(name)
+            _log.warning("the pool %r is passed over: %s", name, error)
+
+    def is_there(self, name: str) -> None:
+        """A listing of all pools has found the pool of a name."""
+        self._gone.discard(name)
 
     def mount(self, config: PoolConfig, *, read_only: bool) -> Mount:
         """The mount of a pool, opened by the first who asks. Raises what opening raises."""
