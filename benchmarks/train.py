@@ -145,9 +145,9 @@ def rows_in(folder: Path) -> dict[str, object]:
 def ratios(rows: Mapping[str, Any]) -> Found:
     """Figures with a bar: what storage costs a step of the pipeline."""
     found: Found = {}
-    ours, none = rows.get(PIPELINE), rows.get(f"{PIPELINE}.none")
-    if ours is not None:
-        share = _median(ours, "data_wait_share")
+    none, ours = rows.get(PIPELINE), rows.get(f"{PIPELINE}.hpstore")
+    if none is not None:
+        share = _median(none, "data_wait_share")
         found["data_wait_share"] = {
             "median": round(share, 4), "bar": WAIT_BAR, "met": share <= WAIT_BAR
         }  # fmt: skip

@@ -68,7 +68,7 @@ def report(directory: Path) -> int:
 
 
 def main_rows(results: Results) -> dict[str, Result]:
-    """The methods, from hpstore and with its checkpoints."""
+    """The methods, from hpstore and without saves."""
     return {row: result for row, result in results.items() if "." not in row}
 
 
@@ -142,7 +142,7 @@ def speed_ups(rows: Results) -> dict[str, float]:
 
 def methods_table(rows: Results) -> str:
     table = [["method", "processes", "samples/s", "x DDP", "time s", "step p50 ms", "loss",
-              "accuracy", "comm ms/step", "comm %", "wait %", "stall %", "digest"]]  # fmt: skip
+              "accuracy", "comm ms/step", "comm %", "wait %", "digest"]]  # fmt: skip
     ups = speed_ups(rows)
     for row, result in rows.items():
         summary = result["summary"]
@@ -152,9 +152,9 @@ def methods_table(rows: Results) -> str:
             f"{1e3 * summary['step_p50']:.1f}", f"{summary['final_loss']:.4f}",
             f"{summary['final_accuracy']:.3f}", f"{1e3 * summary['avg_comm_time']:.1f}",
             f"{100 * summary['comm_share']:.1f}", f"{100 * summary['data_wait_share']:.1f}",
-            f"{100 * summary['stall_share']:.1f}", result["params_digest"][:8],
+            result["params_digest"][:8],
         ])  # fmt: skip
-    return "Methods\n\n" + columns(table)
+    return "Methods, without saves\n\n" + columns(table)
 
 
 def notes(rows: Results) -> Iterator[str]:
@@ -214,7 +214,7 @@ def variants(results: Results, method: str) -> list[str]:
     family = {row: r for row, r in results.items() if row.split(".")[0] == method}
     if method not in family:
         return []
-    stored = {row: r for row, r in family.items() if r["storage"]["checkpointer"] == "hpstore"}
+    stored = {row: r for row, r in family.items() if r["storage"]["checkpointer"] == "none"}
     saved = {row: r for row, r in family.items() if r["storage"]["loader"] == "hpstore"}
     found = []
     if len(stored) > 1:
@@ -241,7 +241,7 @@ def storage_table(rows: Results, method: str) -> str:
 
 def saver_table(rows: Results, method: str) -> str:
     """The last column: time for the same samples, to that without checkpoints."""
-    base = rows.get(f"{method}.none")
+    base = rows.get(method)
     table = [["checkpoints", "samples/s", "saves", "MB each", "stall ms each", "stall %",
               "step p99 ms", "time to none"]]  # fmt: skip
     for result in rows.values():

@@ -150,13 +150,13 @@ def step_time(path: Path, rows: Results) -> Path:
     places = list(range(len(rows)))
     left = [0.0] * len(rows)
     for label, color in (("compute", "tab:blue"), ("communication", "tab:orange"),
-                         ("data wait", "tab:red"), ("checkpoint stall", "tab:purple")):  # fmt: skip
+                         ("data wait", "tab:red")):  # fmt: skip
         widths = [1e3 * spent_on(result["summary"], label) for result in rows.values()]
         axes.barh(places, widths, left=left, color=color, label=label)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.set_yticks(places, titles(rows))
     axes.invert_yaxis()
-    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.4, -0.12), ncols=4)
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.4, -0.12), ncols=3)
     axes.set(xlabel="ms a step, mean over workers", title="Where the step time goes")
     axes.grid(axis="x", alpha=0.3)
     return save(figure, path)
@@ -165,9 +165,6 @@ def step_time(path: Path, rows: Results) -> Path:
 def spent_on(summary: Mapping[str, Any], what: str) -> float:
     """Mean seconds of a step."""
     whole = float(summary["avg_batch_time"])
-    shares = {
-        "communication": summary["comm_share"], "data wait": summary["data_wait_share"],
-        "checkpoint stall": summary["stall_share"],
-    }  # fmt: skip
+    shares = {"communication": summary["comm_share"], "data wait": summary["data_wait_share"]}
     shares["compute"] = max(0.0, 1 - sum(shares.values()))
     return whole * float(shares[what])

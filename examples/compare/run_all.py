@@ -29,7 +29,7 @@ from typing import NoReturn
 import analyze
 from accounts import Result, merged, resume_of
 from nets import SHAPES
-from rows import METHODS, Row, rows_of
+from rows import METHODS, OURS, Row, rows_of
 from storages import prepare
 from train import attempts_in, write_json
 
@@ -126,7 +126,8 @@ class Runner:
                 self._say(row.name, f"{rate:8.1f} samples/s, run {len(runs)}")
 
     def resume(self, rows: Sequence[Row], rng: random.Random) -> None:
-        """Once more, each killed and started anew; what that cost goes into its results file."""
+        """Methods with a checkpointer, each killed and started again; what that cost goes into the
+        method's results file."""
         every = self._options.checkpoint_every
         steps = self._options.samples * self._options.epochs // self._options.batch_size
         kills = {
@@ -142,9 +143,10 @@ class Runner:
 
     def _resumed(self, row: Row, found: Result, killed: tuple[int, int]) -> None:
         attempts = attempts_in(self._work / "runs" / f"{row.name}-killed")
-        baseline = json.loads(self._path(row.name).read_text())
+        path = self._path(Row(method=row.method).name)  # which did the same, unsaved and unkilled
+        baseline = json.loads(path.read_text())
         resume = resume_of(baseline, found, attempts, killed)
-        write_json(self._path(row.name), {**baseline, "resume": resume})
+        write_json(path, {**baseline, "resume": resume})
         self._say(
             f"{row.name}, killed",
             f"rank {killed[1]} after step {killed[0]}, on from {resume['resumed_from']}: "
@@ -287,8 +289,11 @@ def main() -> int:
         for number in range(options.repeats):
             runner.repetition(rows, number)
         if not options.no_resume:
-            kinds = [Row(method=method) for method in options.methods]
-            runner.resume(kinds, random.Random(options.seed))
+            saved = [
+                Row(method=method, checkpointer=OURS) for method in options.methods
+                if Row(method=method).name not in runner.failed
+            ]  # fmt: skip
+            runner.resume(saved, random.Random(options.seed))
     return analyze.report(options.out)
 
 

@@ -24,7 +24,7 @@ from hpstore.checkpoint import Checkpointer, SaveHandle
 from hpstore.pool import Pool
 from hpstore.trainers import PipelineHooks
 
-HPSTORE, NONE, INLINE, DCP = SAVERS
+NONE, HPSTORE, INLINE, DCP = SAVERS
 KEPT = 2  # checkpoints of a run; older ones go
 DRAIN_SECONDS = 5.0  # that a rank which is told to end waits for its save
 State = Mapping[str, Any]  # Any: modules, optimizers, loaders

@@ -57,7 +57,7 @@ def launch(directory: Path, failures: Any) -> None:
 def work(directory: Path) -> None:
     """A rank."""
     sys.argv = [
-        "train.py", "--rows", "ddp", "--model", "tiny", "--directory", str(directory),
+        "train.py", "--rows", "ddp.hpstore", "--model", "tiny", "--directory", str(directory),
         "--samples", str(SAMPLES), "--batch-size", str(BATCH), "--epochs", "2",
         "--checkpoint-every", str(EVERY), "--kills", f"{KILLED}:1",
     ]  # fmt: skip
@@ -81,7 +81,7 @@ def test_ddp_that_is_killed_goes_on_with_the_same_steps_and_no_sample_lost(
     launcher.kill()
     assert failures.empty(), failures.get()
     assert launcher.exitcode == 0
-    directory = tmp_path / "runs" / "ddp-0"
+    directory = tmp_path / "runs" / "ddp.hpstore-0"
     attempts = [lines(directory, number) for number in range(2)]
     assert not accounts.of_kind(attempts[0][1], "end")
     assert {accounts.of_kind(found, "start")[0]["step"] for found in attempts[1].values()} == {3}
