@@ -12,7 +12,7 @@ import copy
 import itertools
 import logging
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +20,19 @@ import torch.utils.data
 
 from hpstore.errors import ConfigError
 from hpstore.loaders.draws import derive_seed
+from hpstore.loaders.worker_states import (
+    DATASET,
+    FETCHER,
+    SAMPLER,
+    SNAPSHOT,
+    WORKERS,
+    Stateful,
+    WatchedIterator,
+    WorkerStates,
+    is_watched,
+    require_as_many,
+    required,
+)
 
 if TYPE_CHECKING:
     from hpstore.loaders.loader import DataLoader
@@ -30,16 +43,6 @@ RANDOM = (
     torch.utils.data.SubsetRandomSampler,
     torch.utils.data.WeightedRandomSampler,
 )
-SAMPLER, DATASET, FETCHER = "sampler_random", "dataset_state", "fetcher_state"
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """torchdata's protocol, by its methods."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state: Any) -> Any: ...
 
 
 def worker_seed(seed: int, rank: int, epoch: int, position: int) -> torch.Generator:
@@ -60,10 +63,14 @@ class Companions:
         self._epoch = -1  # of the loop under way
         self._random: list[dict[str, Any]] = []  # of its random samplers, as they began
         self._lent: list[tuple[Any, torch.Generator]] = []  # to samplers that had none
+        self._workers: WorkerStates | None = None  # of torch's iterator of the last loop
+        self.in_workers: Mapping[str, Any] | None = None  # what its workers go on from
 
     def load(self, loader: DataLoader, state: Mapping[str, Any]) -> None:
         """Take from a saved state what is not the position. Raises ConfigError for nonsense."""
-        self._loaded = {n: state[n] for n in (SAMPLER, DATASET, FETCHER) if n in state}
+        if SNAPSHOT in state:
+            require_as_many(loader, required(state[SNAPSHOT]))
+        self._loaded = {n: state[n] for n in (SAMPLER, DATASET, FETCHER, SNAPSHOT) if n in state}
         saved, samplers = self._loaded.get(SAMPLER, []), self._samplers(loader)
         if not isinstance(saved, list) or not all(isinstance(one, dict) for one in saved):
             raise ConfigError("the saved state of a random sampler is none: nothing was loaded")
@@ -81,6 +88,12 @@ class Companions:
         saved = loaded.pop(SAMPLER, [])
         lent: list[tuple[Any, torch.Generator]] = []
         self._epoch, self._random = epoch, []
+        self.in_workers = loaded.get(SNAPSHOT)
+        if self.in_workers is not None and not (
+            is_watched(loader) and len(self.in_workers[WORKERS]) == loader.num_workers
+        ):
+            del loaded[SNAPSHOT]  # of other workers: what they had is read again
+            self.in_workers = None
         for number, sampler in enumerate(self._samplers(loader)):
             before = saved[number] if number < len(saved) else {}
             if sampler.generator is None or any(sampler is one for one, _ in lent):
@@ -112,7 +125,7 @@ class Companions:
             if isinstance(one, RANDOM) and not any(one is other for other in found[:number])
         ]  # fmt: skip
 
-    def saved(self, loader: DataLoader, epoch: int, found: Any) -> dict[str, Any]:
+    def saved(self, loader: DataLoader, epoch: int, position: int, found: Any) -> dict[str, Any]:
         """For state_dict(): empty for most. `found`: torch's iterator of the loop under way."""
         state = dict(self._loaded)
         if self._epoch < 0:
@@ -127,7 +140,19 @@ class Companions:
             state[SAMPLER] = copy.deepcopy(random)
         if loader.num_workers == 0:
             state |= _dataset_state(loader.dataset, found if epoch == self._epoch else None)
+        elif self._workers is not None and epoch == self._epoch:
+            ahead = (epoch, position) != loader.standing()  # a wrapper has read ahead of its user
+            workers = None if ahead else self._workers.saved()
+            state |= {} if workers is None else {SNAPSHOT: workers}
         return state
+
+    def iterator(self, loader: DataLoader) -> Any:
+        """torch's, with the states of its workers; None where there are none to be had."""
+        self._workers = None
+        if not is_watched(loader):
+            return None
+        self._workers = WorkerStates(loader.num_workers, self.in_workers, loader.to_skip)
+        return WatchedIterator(loader, self._workers)
 
     def _kept(self, loader: DataLoader) -> list[Any]:
         lent, self._lent = self._lent, []
@@ -164,6 +189,14 @@ def put_back_iterator(found: Any, states: Mapping[str, Any]) -> bool:
     return True
 
 
+def has_state(found: Any) -> bool:
+    """Whether what torch's iterator reads, in this process, has a state of its own."""
+    fetcher = getattr(found, "_dataset_fetcher", None)
+    iterator = getattr(fetcher, "dataset_iter", None)
+    dataset = getattr(fetcher, "dataset", None)
+    return iterator is not None and any(isinstance(one, Stateful) for one in (iterator, dataset))
+
+
 def _dataset_state(dataset: Any, found: Any) -> dict[str, Any]:
     """The names are torchdata's."""
     fetcher = getattr(found, "_dataset_fetcher", None)
@@ -185,7 +218,7 @@ class Skipping:
         self._batches, self._loader = batches, loader
 
     def __iter__(self) -> Iterator[Any]:
-        count, self._loader.to_skip = self._loader.to_skip, 0
+        count = self._loader.to_skip  # torch's iterator with workers asks twice as it begins
         return itertools.islice(self._batches, count, None) if count else iter(self._batches)
 
     def __len__(self) -> int:
@@ -203,5 +236,5 @@ def _tensor(text: str) -> torch.Tensor:
         raise ConfigError("the saved state of a generator is none") from error
 
 
-__all__ = ["Companions", "Skipping", "Stateful", "put_back", "put_back_iterator", "reads_again",
+__all__ = ["Companions", "Skipping", "has_state", "put_back", "put_back_iterator", "reads_again",
            "worker_seed"]  # fmt: skip

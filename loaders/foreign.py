@@ -15,10 +15,17 @@ import numpy as np
 import torch.utils.data
 
 from hpstore.errors import ConfigError
-from hpstore.loaders.companions import put_back, put_back_iterator, reads_again, worker_seed
+from hpstore.loaders.companions import (
+    has_state,
+    put_back,
+    put_back_iterator,
+    reads_again,
+    worker_seed,
+)
 from hpstore.loaders.order import Order, digest
 from hpstore.loaders.progress import Piece, pieces
 from hpstore.loaders.ranks import Shares, coordinates_of
+from hpstore.loaders.worker_states import BEGUN, SNAPSHOT
 
 if TYPE_CHECKING:
     from hpstore.loaders.loader import DataLoader
@@ -99,14 +106,16 @@ def begin(
     Companions.begin.
     """
     epoch, position = loader.standing()
-    again = position > 0 and reads_again(loader) and _falls_on(loader, epoch, position)
+    again = position > 0 and SNAPSHOT not in states and reads_again(loader)
+    again = again and _falls_on(loader, epoch, position)
     first = 0 if again else position  # that is read
     if loader.positions is not None:
         loader.positions.at = (epoch, first)
     loader.to_skip = first
     seeded, rank = loader.generator is None, coordinates_of(loader).rank
     if seeded:
-        loader.generator = worker_seed(loader.seed, rank, epoch, first)
+        begun = states.get(SNAPSHOT, {}).get(BEGUN, first)  # of workers that go on
+        loader.generator = worker_seed(loader.seed, rank, epoch, begun)
     try:
         put_back(loader.dataset, states)
         found = make()
@@ -120,6 +129,15 @@ def begin(
     if again:
         made.read_to(position)
     return made
+
+
+def reference(made: ForeignIterator) -> Callable[[], ForeignIterator | None]:
+    """What the loader keeps of a loop: nothing that holds workers or a dropped iterator.
+
+    But where the data set is read here and has a state that is half of the iterator's, the state
+    of a loop that was left by `break` needs both.
+    """
+    return (lambda: made) if has_state(made) else weakref.ref(made)
 
 
 def _falls_on(loader: DataLoader, epoch: int, position: int) -> bool:
@@ -201,4 +219,4 @@ class ForeignIterator:
         return batch
 
 
-__all__ = ["ForeignIterator", "PositionSampler", "begin", "described", "refuse_ours"]
+__all__ = ["ForeignIterator", "PositionSampler", "begin", "described", "reference", "refuse_ours"]

@@ -21,7 +21,7 @@ from hpstore.loaders.companions import Companions, Skipping
 from hpstore.loaders.counts import Waits
 from hpstore.loaders.engine import PREFETCH_BYTES, Engine, cache_budget
 from hpstore.loaders.finishing import Finish
-from hpstore.loaders.foreign import PositionSampler, begin, described, refuse_ours
+from hpstore.loaders.foreign import PositionSampler, begin, described, reference, refuse_ours
 from hpstore.loaders.gpu import Gpu
 from hpstore.loaders.mixture import AnyEngine, MixedEngine, Mixture, fingerprints
 from hpstore.loaders.native import EndIterator, NativeIterator, Run, native_of, order_for
@@ -264,7 +264,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         states = self._companions.begin(self, *self.standing())
         if self._native is None:
             made = begin(self, states, super().__iter__)
-            self._others = weakref.ref(made)
+            self._others = reference(made)
             return made
         run, self._ready = self._ready, None
         if run is None or stands.position or not run.begins_at(slices, stands.epoch):
@@ -285,6 +285,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """torch's iterators draw from it."""
         found = super()._index_sampler
         return Skipping(found, self) if self._by_user else found
+
+    def _get_iterator(self) -> Any:
+        found = self._companions.iterator(self)
+        return super()._get_iterator() if found is None else found
 
     def standing(self) -> tuple[int, int]:
         """(epoch, position) that the run stands at; positions are samples of all ranks."""
@@ -395,7 +399,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             at_end=at_end,
         ).to_dict()  # fmt: skip
         if self.order is None or self._native is None:
-            state |= self._companions.saved(self, epoch, self._others and self._others())
+            found = self._others and self._others()
+            state |= self._companions.saved(self, epoch, position, found)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

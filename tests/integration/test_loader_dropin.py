@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 from hpstore.errors import ConfigError
 from hpstore.loaders import DataLoader
-from hpstore.loaders.companions import SAMPLER
+from hpstore.loaders.worker_states import SAMPLER
 
 COUNT = 20
 
@@ -266,24 +266,23 @@ class Iterated(torch.utils.data.IterableDataset[int]):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stateful_iterator_goes_on_by_its_state(workers: int) -> None:
-    """With workers it is read again instead."""
+    """Its own, or each worker's; nothing is read again."""
     loader = DataLoader(Iterated(), 3, num_workers=workers)
     run = iter(loader)
     next(run), next(run), next(run)
     state = saved(loader)
     rest = drawn(run)
-    again = DataLoader(Iterated(), 3, num_workers=workers, snapshot_every_n_steps=2)
+    again = DataLoader(Iterated(), 3, num_workers=workers)
     again.load_state_dict(state)
     assert drawn(again) == rest
-    assert again.skipped_batches_total == (3 if workers else 0)
-    assert ("fetcher_state" in state) == (not workers)
+    assert again.skipped_batches_total == 0
 
 
 # --- random numbers of workers -----------------------------------------------------------------
 
 
 class Noisy(torch.utils.data.Dataset[Any]):
-    """Of torch, numpy and random, as an augmentation draws them; `state`: of torchdata's kind."""
+    """Of torch, numpy and random, as an augmentation draws them."""
 
     def __len__(self) -> int:
         return COUNT
@@ -294,14 +293,6 @@ class Noisy(torch.utils.data.Dataset[Any]):
         import numpy as np
 
         return torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()])
-
-
-class Stateful(Noisy):
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Any) -> None:
-        raise AssertionError("each worker has a copy; none is loaded in this process")
 
 
 def noise(loader: Any) -> list[list[float]]:
@@ -336,16 +327,3 @@ def test_persistent_workers_begin_again_where_a_state_is_loaded() -> None:
     first = noise(loader)
     loader.load_state_dict(state)
     assert noise(loader) == first
-
-
-def test_a_stateful_data_set_in_workers_is_read_again_with_its_seeds() -> None:
-    """So that what the workers draw is what they would have drawn."""
-    loader = DataLoader(Stateful(), 4, num_workers=2, shuffle=True)
-    run = iter(loader)
-    next(run), next(run)
-    state = saved(loader)
-    rest = noise(run)
-    again = DataLoader(Stateful(), 4, num_workers=2, shuffle=True)
-    again.load_state_dict(state)
-    assert noise(again) == rest
-    assert again.skipped_batches_total == 2
