@@ -70,7 +70,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 
 @pytest.fixture
-def slow_disk(pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def slow_disk(
+    pool: hpstore.Pool, segments_apart: None, monkeypatch: pytest.MonkeyPatch
+) -> threading.Event:
     """Segments are written once this is set."""
     event, original = threading.Event(), pool.put
 
