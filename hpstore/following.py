@@ -59,7 +59,7 @@ class Follower:
                 self._asked[device_id] = self._store.scheduler.submit(device_id, ask, bulk=True)
 
     def _generation(self, device_id: str, device: Device) -> int:
-        """What a device knows; above all generations where it is to be closed."""
+        """The generation that a device has stored; sys.maxsize for one that must be closed."""
         found = self._store.generation_on(device_id, device)
         return sys.maxsize if is_released(device) else found
 

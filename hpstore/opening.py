@@ -31,7 +31,8 @@ from hpstore.scheduler import Scheduler
 
 Opener = Callable[[str], Device]
 _OURS = {*DIRECTORIES, BALLAST, ESCAPED_NAMES, HORIZON, MARK, POOL_FILE, REGISTERS, RELEASED}
-_HARMLESS = {"lost+found", ".snapshot", ".zfs", ".Trash-0", "System Volume Information"}
+_HARMLESS = {"lost+found", ".snapshot", ".zfs", "System Volume Information"}
+_TRASH = ".Trash-"  # and a user's number: a desktop makes it on each disk
 OPEN_PATIENCE = 2.0  # seconds that a device is waited for without which the pool opens
 
 
@@ -228,7 +229,7 @@ def require_unused(device: Device) -> None:
             device=device.url,
         )
     names = {entry.name for entry in device.entries("")}
-    strange = sorted(names - _OURS - _HARMLESS)
+    strange = sorted(n for n in names - _OURS - _HARMLESS if not n.startswith(_TRASH))
     if strange:
         more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
         raise DeviceInUse(

@@ -1,8 +1,8 @@
 """States of a data set in torch's workers: sent with batches, kept by the loader, put back.
 
-torch's iterator is used as it is. What it hands to its workers is a Watch in the place of the
-iterable data set, of collate_fn and of worker_init_fn; the user's own are called by it, and see
-their own data set in get_worker_info(). Names in the saved state are torchdata's.
+torch's iterator is unchanged. In its workers a Watch replaces the iterable data set, collate_fn
+and worker_init_fn; it calls the user's own, which see their own data set in get_worker_info().
+Names in the saved state are torchdata's.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Watch:
         self._iterator, self._followed = iterator, None
         if not (isinstance(iterator, Stateful) or isinstance(self.dataset, Stateful)):
             return iterator
-        ended = bool(fetcher.get(_ENDED))  # with a last batch: what it would read is another epoch
+        ended = bool(fetcher.get(_ENDED))  # at its last batch: the next read starts another epoch
         self._followed = _Followed(iter(()) if ended else iterator, ended=ended)
         return self._followed
 

@@ -34,8 +34,8 @@ def open_beneath(root: int, path: str, flags: int, mode: int = 0o600) -> int:
     """os.open() of a path relative to `root` of which no component is a symbolic link.
 
     Raises OSError: ELOOP where one is, ENXIO for what is no regular file or directory. On a kernel
-    without openat2 only the last component is looked at. What it creates has `mode`, whatever the
-    umask: others of the pool's group use it, too.
+    without openat2 only the last component is looked at. A new file gets `mode` regardless of the
+    umask: other members of the pool's group use it, too.
     """
     if flags & os.O_DIRECTORY:
         return _open(root, path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)

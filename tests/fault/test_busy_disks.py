@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
@@ -20,7 +19,6 @@ from tests.fault.common import (
 )
 
 pytestmark = [pytest.mark.fault, pytest.mark.root]
-T = TypeVar("T")
 
 
 def test_evicted_disk_can_be_unmounted_while_the_pool_stays_open(

@@ -12,6 +12,7 @@ import hpstore
 from hpstore.cli.app import app
 from hpstore.replacing import replace_device, wait_released
 from hpstore.testing.leftovers import run
+from hpstore.testing.loopfs import LoopFilesystem
 from hpstore.units import MIB
 from tests.fault.common import Bench, MakeDisks, payload
 
@@ -23,6 +24,20 @@ with hpstore.open(sys.argv[1]) as pool:
     sys.stdin.readline()
 """
 KEYS = [f"k/{number}" for number in range(6)]
+
+
+def filled(bench: Bench, disks: list[LoopFilesystem]) -> hpstore.Pool:
+    """A pool of 2+1 with the objects, which does not wait long for a disk that is gone."""
+    pool = bench.create(disks, data=2, parity=1, open_deadline_seconds=3.0)
+    for key in KEYS:
+        pool.put(key, payload(key, 2 * MIB))
+    return pool
+
+
+def device_at(pool: hpstore.Pool, disk: LoopFilesystem) -> str:
+    """The id of the device on a disk."""
+    (found,) = (device for device, url in pool.places.items() if url == disk.path)
+    return found
 
 
 def check(pool: hpstore.Pool, gone: str, fresh: str) -> None:
@@ -41,10 +56,8 @@ def test_a_dead_disk_that_was_swapped_at_its_mount_point(
 ) -> None:
     """The operator pulls the disk, puts a new one in, mounts it at the same path: one command."""
     disks = make_disks(5)
-    with bench.create(disks[:4], data=2, parity=1, open_deadline_seconds=3.0) as pool:
-        for key in KEYS:
-            pool.put(key, payload(key, 2 * MIB))
-        (old,) = (d for d, url in pool.places.items() if url == disks[1].path)
+    with filled(bench, disks[:4]) as pool:
+        old = device_at(pool, disks[1])
         disks[1].yank()
     if disks[1].mounted:
         disks[1].lazy_unmount()
@@ -69,9 +82,7 @@ def test_a_living_disk_is_replaced_by_one_at_another_path_and_can_be_unmounted(
 ) -> None:
     """It is drained, the pool lets it go, and `umount` is not busy; its domain is kept."""
     disks = make_disks(5)
-    with bench.create(disks[:4], data=2, parity=1) as pool:
-        for key in KEYS:
-            pool.put(key, payload(key, 2 * MIB))
+    with filled(bench, disks[:4]) as pool:
         (old,) = (m for m in pool.record.members if m.url == disks[2].path)
         done = replace_device(pool, disks[2].path, disks[4].path)
         assert done.report is None
@@ -91,10 +102,8 @@ def test_a_dead_disk_is_replaced_by_one_at_another_path(
 ) -> None:
     """A process that has the pool open while the disk dies."""
     disks = make_disks(5)
-    with bench.create(disks[:4], data=2, parity=1, open_deadline_seconds=3.0) as pool:
-        for key in KEYS:
-            pool.put(key, payload(key, 2 * MIB))
-        (old,) = (d for d, url in pool.places.items() if url == disks[0].path)
+    with filled(bench, disks[:4]) as pool:
+        old = device_at(pool, disks[0])
         disks[0].yank()
         done = replace_device(pool, disks[0].path, disks[4].path)
         assert done.report is not None
@@ -107,9 +116,7 @@ def test_a_disk_in_maintenance_is_released_unmounted_and_taken_back(
     """`release` refused it, and `umount` was busy. Another process has the pool open, idle."""
     monkeypatch.setenv("HOME", str(bench.root))
     disks = make_disks(4)
-    with bench.create(disks, data=2, parity=1) as pool:
-        for key in KEYS:
-            pool.put(key, payload(key, 2 * MIB))
+    filled(bench, disks).close()
     idle = subprocess.Popen(
         [sys.executable, "-c", IDLE, str(bench.toml)], stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, text=True,

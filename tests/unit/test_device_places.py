@@ -101,11 +101,13 @@ def test_what_is_shared_is_said_once(tmp_path: Path) -> None:
 
 
 def test_a_directory_with_files_of_others_is_refused(tmp_path: Path) -> None:
-    """`create` was silent. Nothing is claimed; `add` refuses it, too; lost+found is no matter."""
+    """`create` used to be silent. Nothing is claimed, `add` refuses it too; files that systems make
+    by themselves do not count."""
     devices = [tmp_path / f"d{i}" for i in range(3)]
     for device in devices:
         device.mkdir()
     (devices[0] / "lost+found").mkdir()
+    (devices[0] / ".Trash-1000").mkdir()
     (devices[2] / "thesis.tex").touch()
     config = tmp_path / "pool.toml"
     with pytest.raises(DeviceInUse, match=r"d2 holds thesis\.tex, which hpstore did not make"):

@@ -31,8 +31,8 @@ def released() -> Iterator[threading.Event]:
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tours are made whatever is quicker, and left only when they do stand still: a worker that
-    a busy machine does not run for some milliseconds is no reason."""
+    """Tours are made whatever is quicker, and left only when they hang: on a busy machine a worker
+    may not run for some milliseconds."""
     monkeypatch.setattr(_Quicker, "in_turn", lambda _: True)
     monkeypatch.setattr("hpstore.tours.STILL_SECONDS", 0.3)
 
