@@ -13,13 +13,13 @@ import pytest
 LONG = bool(os.environ.get("HPSTORE_LONG_TESTS"))
 
 
-def crash_points() -> Iterator[int]:
-    """Operations before which a crash is tried, from the first one on: all, or one in seven.
+def crash_points(every: int = 11) -> Iterator[int]:
+    """Operations before which a crash is tried, from the first one on: all, or one in `every`.
 
-    The caller ends when its act runs through. Seven: devices are written in turn, in threes and
+    The caller ends when its act runs through. Eleven: devices are written in turn, in threes and
     sixes, and each is to be met.
     """
-    return itertools.count(0, 1 if LONG else 7)
+    return itertools.count(0, 1 if LONG else every)
 
 
 def need_drive(path: Path) -> None:

@@ -19,10 +19,11 @@ import torch
 from hpstore.checkpoint import Checkpointer
 from hpstore.pool import Pool
 from tests.fault.common import Bench, exit_status, forked
+from tests.thorough import LONG
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(240)]
 PATIENCE = 60.0
-KILLS, SEED = 30, 20261121
+KILLS, SEED = 30 if LONG else 12, 20261121
 FLOATS = 200_000
 
 
@@ -243,7 +244,7 @@ def live_and_die(bench: Bench, rng: random.Random) -> list[int]:
 def test_killed_savers_leave_the_newest_committed_step_and_all_others_whole(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Kill a loop of saves with keep_last=2 thirty times; every step holds its own values."""
+    """Kill a loop of saves with keep_last=2 again and again; every step holds its own values."""
     rng = random.Random(SEED)
     acknowledged, rolled_forward, newest = 0, 0, 0
     with bench.create(4, data=2, parity=1) as pool:

@@ -258,20 +258,20 @@ def test_a_change_that_finds_no_room_for_records_changes_nothing(
 def test_small_objects_until_the_inodes_run_out(bench: Bench, make_disks: MakeDisks) -> None:
     """The error names inodes and devices; every object can be deleted, and a scrub that sweeps the
     tombstones makes room for as many again."""
-    with bench.create(make_disks(3, 48 * MIB, inodes=512), data=2, parity=1) as pool:
+    with bench.create(make_disks(3, 48 * MIB, inodes=256), data=2, parity=1) as pool:
         counts = []
         for _ in range(2):
             for number in itertools.count():
                 if not attempt(lambda key=f"s/{number}": pool.put(key, b"x" * 100)):  # type: ignore[misc]
                     break
-            with pytest.raises(PoolFull, match=r"\d+ of 512 inodes are free, of which \d+ are"):
+            with pytest.raises(PoolFull, match=r"\d+ of 256 inodes are free, of which \d+ are"):
                 pool.put("s/more", b"x")
             counts.append(number)
             assert leftovers(bench) == []
             for key in pool.list():
                 pool.delete(key)
             pool.scrub()
-        assert counts[0] > 300
+        assert counts[0] > 100
         assert counts[1] > counts[0] * 0.9
 
 

@@ -8,7 +8,6 @@ flag 2 a missing fsync of a directory.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import count
 from typing import TypeVar
 
 import pytest
@@ -20,7 +19,7 @@ from hpstore.pool import Pool
 from hpstore.testing.loopfs import JOURNAL_FLUSHED, POWER_CUT, LoopFilesystem
 from hpstore.units import KIB, MIB
 from tests.fault.common import Bench, MakeDisks, Wrap, attempt, exit_status, forked, payload, value
-from tests.thorough import LONG
+from tests.thorough import LONG, crash_points
 
 pytestmark = [pytest.mark.fault, pytest.mark.root]
 T = TypeVar("T")
@@ -244,7 +243,10 @@ def cut_at(
 def test_power_cut_at_any_step_leaves_old_or_new(
     bench: Bench, make_disks: MakeDisks, kind: str, size: int, flag: int, direct: bool
 ) -> None:
-    """Cut before device operation 0, 1, 2 ... of a put, overwrite or delete; then look."""
+    """Cut before device operation 0, 1, 2 ... of a put, overwrite or delete; then look.
+
+    Before every fifth, unless in a long run: each cut is a restart of four filesystems.
+    """
     always = direct or (kind, size) == ("overwrite", 3 * MIB)
     if not (always or LONG):
         pytest.skip("buffered devices, every case: make test-fault")
@@ -252,7 +254,7 @@ def test_power_cut_at_any_step_leaves_old_or_new(
     old = None if kind == "put" else payload("old", size)
     new = None if kind == "delete" else payload("new", size + 1)
     seen = set()
-    for at in count():
+    for at in crash_points(every=5):
         key = f"step/{at}"
         if old is not None:
             with bench.open() as pool:

@@ -17,6 +17,7 @@ from hpstore.objects.windows import BACKGROUND_RUN_BYTES, background_run_bytes, 
 from hpstore.testing.harness import Harness
 from hpstore.units import MIB
 from tests.fault.common import payload
+from tests.thorough import crash_points
 
 T = TypeVar("T")
 BODY = payload("k", 12 * MIB)
@@ -122,9 +123,9 @@ def test_memory_of_a_rebuild_that_fails_is_given_back(tmp_path: Path) -> None:
 def test_a_rebuild_of_many_runs_that_dies_anywhere_leaves_the_object_whole_rule_10(
     tmp_path: Path,
 ) -> None:
-    """PROTOCOL 10: dead before operation 0, 7, 14 ..., and without power; one run is read ahead."""
+    """PROTOCOL 10: dead before operation 0, 11, 22 ..., without power; one run is read ahead."""
     died = 0
-    for crash_at in range(0, 10_000, 7):
+    for crash_at in crash_points():
         directory = tmp_path / str(crash_at)
         directory.mkdir()
         harness, lost, _ = one_lost(directory)
