@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 
 from hpstore.checkpoint import Checkpointer
-from hpstore.errors import HpstoreError
+from hpstore.errors import HpstoreError, ObjectNotFound
 from hpstore.pool import Pool
 from tests.fault.common import value
 
@@ -42,40 +43,53 @@ def state_of(step: int) -> dict[str, torch.Tensor]:
 
 @dataclass
 class Objects:
-    """What every key must hold. `flying`: what was under way when its process was killed."""
+    """What every key must hold. `flying`: what was under way when a process was killed, and may
+    appear, or be gone again, until it is settled or something newer is acknowledged."""
 
     acknowledged: dict[str, str] = field(default_factory=dict)
-    flying: dict[str, str] = field(default_factory=dict)
+    flying: dict[str, set[str]] = field(default_factory=dict)
+    not_found: list[str] = field(default_factory=list)  # by deletes, though they must be there
     operations: int = 0
     rolled_forward: int = 0
 
     def read(self, lines: Iterable[str]) -> set[str]:
-        """Take the lines of one life, `begin key digest` and `done key digest`; its keys."""
-        touched = set()
+        """Take the lines of one life, `begin key digest`, `done key digest` and `none key absent`
+        (of a delete that found nothing, so that it has put no tombstone); its keys."""
+        touched, before = set(), {ABSENT}
         for line in lines:
             word, key, what = line.split()
             touched.add(key)
             if word == "begin":
-                self.flying[key] = what
-            else:
+                before = {self.acknowledged.get(key, ABSENT), *self.flying.get(key, ())}
+                self.flying.setdefault(key, set()).add(what)
+            elif word == "done":
                 self.acknowledged[key] = what
                 self.flying.pop(key, None)
                 self.operations += 1
+            elif ABSENT not in before:
+                self.not_found.append(f"a delete did not find {key}, which holds {before}")
         return touched
 
-    def check(self, pool: Pool, keys: Iterable[str]) -> list[str]:
-        """What is wrong: a key must hold what was acknowledged, or all of what was under way."""
-        wrong = []
+    def check(self, pool: Pool, keys: Iterable[str], *, settles: bool) -> list[str]:
+        """What is wrong: a key must hold what was acknowledged, or all of what was under way.
+
+        `settles`: all devices are there and the pool can be written, so that what was under way is
+        brought to its end, and stays (protocol.md, rule 8).
+        """
+        wrong, self.not_found = self.not_found, []
         for key in keys:
-            expected, under_way = self.acknowledged.get(key, ABSENT), self.flying.get(key)
+            expected, under_way = self.acknowledged.get(key, ABSENT), self.flying.get(key, set())
             try:
+                if under_way and settles:
+                    with suppress(ObjectNotFound):
+                        pool.settle(key)
                 found = digest(value(pool, key))
             except HpstoreError as error:
                 wrong.append(f"{key} cannot be read: {type(error).__name__}: {error}")
                 continue
-            if found not in (expected, under_way):
+            if found not in {expected, *under_way}:
                 wrong.append(f"{key} holds {found}, not {expected} (under way: {under_way})")
-            elif under_way is not None:
+            elif under_way and settles:
                 self.rolled_forward += found != expected
                 self.acknowledged[key] = found
                 del self.flying[key]
@@ -84,7 +98,9 @@ class Objects:
     def check_list(self, pool: Pool) -> list[str]:
         """The listing has every key that is there, and none that was deleted."""
         expected = {key for key, what in self.acknowledged.items() if what != ABSENT}
+        expected -= self.flying.keys()
         found = {key for key in pool.list() if not key.startswith(f"{PREFIX}/")}
+        found -= self.flying.keys()
         lost, back = sorted(expected - found), sorted(found - expected)
         wrong = [f"the listing lacks {lost[:5]}"] if lost else []
         return wrong + ([f"the listing has {back[:5]}, which were deleted"] if back else [])
@@ -99,14 +115,15 @@ class Objects:
             for key in rng.sample(once, len(once) // 2):
                 pool.delete(key)
                 self.acknowledged[key] = ABSENT
+                self.flying.pop(key, None)
 
 
 @dataclass
 class Steps:
-    """Checkpoints: the newest acknowledged step, and one that may have been committed."""
+    """Checkpoints: the newest acknowledged step, and those that may have been committed since."""
 
     acknowledged: int = 0
-    flying: int | None = None
+    flying: set[int] = field(default_factory=set)
     gone: set[int] = field(default_factory=set)  # removed by retention
     seen: set[int] = field(default_factory=set)
     operations: int = 0
@@ -117,39 +134,41 @@ class Steps:
         for line in lines:
             word, step = line.split()
             if word == "begin":
-                self.flying = int(step)
+                self.flying.add(int(step))
             else:
-                self.acknowledged, self.flying = int(step), None
+                self.acknowledged, self.flying = int(step), set()
                 self.operations += 1
 
     def check(self, pool: Pool) -> list[str]:
-        """What is wrong: the newest step is the acknowledged one or the one under way, whole."""
+        """What is wrong: the newest step is the acknowledged one or one under way, whole."""
         wrong = []
         with Checkpointer(pool, PREFIX, rng=False, warm=False) as checkpointer:
             steps = set(checkpointer.steps())
             newest = max(steps, default=0)
-            if newest not in (self.acknowledged, self.flying):
+            if newest not in {self.acknowledged, *self.flying}:
                 wrong.append(f"the newest step is {newest}, not {self.acknowledged}")
             for step in steps:
-                try:
-                    found = checkpointer.load(step)
-                except HpstoreError as error:
-                    wrong.append(f"step {step}: {type(error).__name__}: {error}")
-                    continue
-                expected = state_of(step)
-                if set(found) != set(expected) or any(
-                    not torch.equal(found[name], expected[name]) for name in expected
-                ):
-                    wrong.append(f"step {step} holds wrong bytes")
+                wrong += self._check_step(checkpointer, step)
             if steps and (valid := checkpointer.latest_valid()) != newest:
                 wrong.append(f"the newest valid step is {valid}, not {newest}")
         if back := sorted(steps & self.gone):
             wrong.append(f"steps {back} are back")
-        self.seen |= steps
         self.gone |= self.seen - steps
-        self.rolled_forward += newest == self.flying
-        self.acknowledged, self.flying = max(self.acknowledged, newest), None
+        self.seen |= {step for step in steps if step <= self.acknowledged}
+        self.rolled_forward += newest > self.acknowledged
         return wrong
+
+    def _check_step(self, checkpointer: Checkpointer, step: int) -> list[str]:
+        try:
+            found = checkpointer.load(step)
+        except HpstoreError as error:
+            return [f"step {step}: {type(error).__name__}: {error}"]
+        expected = state_of(step)
+        if set(found) != set(expected) or any(
+            not torch.equal(found[name], expected[name]) for name in expected
+        ):
+            return [f"step {step} holds wrong bytes"]
+        return []
 
 
 __all__ = ["ABSENT", "KEEP_LAST", "PREFIX", "Objects", "Steps", "data_of", "digest", "state_of"]

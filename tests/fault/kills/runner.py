@@ -32,6 +32,7 @@ KILLS_AN_EPISODE = 4  # of a rebuild, a scrub, an agent
 OTHERS_CHECKED, ALL_EVERY = 20, 50  # keys beside the touched ones; kills until all are checked
 HEAL_SECONDS = 180.0
 LIVES_THAT_SAVE = 100  # of trainers, after which a loop without saves has shown nothing
+SAID = ("begin", "done", "none")  # by those that write
 PROBLEMS_MOST = 20  # then the run ends
 QUICK = """
 [agent]
@@ -100,6 +101,7 @@ class KillLoop:
         self.objects, self.steps = Objects(), Steps()
         self.paths = [root / f"d{number}" for number in range(DEVICES)]
         self._lives, self._checked_at = 0, 0
+        self._all_there = True  # no device is away or evicted
         self._seconds = {"rebuild": 0.3, "scrub": 0.3}  # that one takes, as last seen
         # a claim of the dead gives way well within the life of who comes next: else one kill in the
         # middle of a commit keeps all later lives from saving anything
@@ -178,6 +180,7 @@ class KillLoop:
         """A device is away for some lives of an agent, and back for others."""
         lost, away = self.rng.choice(self.paths), self.root / "away"
         lost.rename(away)
+        self._all_there = False
         try:
             for _ in range(self.rng.randint(1, KILLS_AN_EPISODE)):
                 self.kill("agent", *self._companion())
@@ -194,6 +197,7 @@ class KillLoop:
             for text in last.errors:
                 self._problem(text)
             self._take_back()
+        self._all_there = True
 
     def _take_back(self) -> None:
         """Devices that an agent has left out, which is a problem of its own: the loop goes on."""
@@ -244,7 +248,7 @@ class KillLoop:
             counts[victim.name] += 1
             for text in victim.errors:
                 self._problem(text)
-            lines = [line for line in victim.lines if line.split()[0] in ("begin", "done")]
+            lines = [line for line in victim.lines if line.split()[0] in SAID]
             if victim.name == "ingest":
                 touched |= self.objects.read(lines)
             elif victim.name == "trainer":
@@ -256,8 +260,10 @@ class KillLoop:
         every = self.report.total >= self._checked_at + ALL_EVERY
         known = sorted(self.objects.acknowledged)
         keys = set(known) if every else set(self.rng.sample(known, min(OTHERS_CHECKED, len(known))))
-        with hpstore.open(self.toml, read_only=self.rng.random() < 0.5) as pool:
-            for text in self.objects.check(pool, sorted(touched | keys)):
+        read_only = self.rng.random() < 0.5
+        settles = self._all_there and not read_only
+        with hpstore.open(self.toml, read_only=read_only) as pool:
+            for text in self.objects.check(pool, sorted(touched | keys), settles=settles):
                 self._problem(text)
             for text in self.steps.check(pool):
                 self._problem(text)
@@ -300,7 +306,7 @@ class KillLoop:
         with self.open() as pool:
             if pool.rebuild(everything=True).unreadable or not pool.scrub(resume=False).clean:
                 self._problem("at the end: not whole")
-            for text in self.objects.check(pool, sorted(self.objects.acknowledged)):
+            for text in self.objects.check(pool, sorted(self.objects.acknowledged), settles=True):
                 self._problem(f"at the end: {text}")
             for text in (*self.objects.check_list(pool), *self.steps.check(pool)):
                 self._problem(f"at the end: {text}")

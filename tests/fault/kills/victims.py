@@ -36,16 +36,19 @@ Body = Callable[[Pool, Say, int], None]
 
 
 def ingest(pool: Pool, say: Say, seed: int) -> None:
-    """Put, overwrite and delete until killed. Lines: `begin key digest`, `done key digest`."""
+    """Put, overwrite and delete until killed. Lines: see Objects.read."""
     rng = random.Random(seed)
     for turn in itertools.count():
         size, kind = rng.choice(SIZES), rng.random()
         key = f"once/{seed}/{turn}" if kind < 0.3 else f"slot/{size}/{rng.randrange(SLOTS)}"
         if 0.3 <= kind < 0.45:
             say(f"begin {key} {ABSENT}")
-            with suppress(ObjectNotFound):
+            try:
                 pool.delete(key)
-            say(f"done {key} {ABSENT}")
+            except ObjectNotFound:
+                say(f"none {key} {ABSENT}")
+            else:
+                say(f"done {key} {ABSENT}")
             continue
         data = data_of(f"{seed}.{turn}", size)
         say(f"begin {key} {digest(data)}")
