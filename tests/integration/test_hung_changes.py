@@ -96,7 +96,7 @@ def test_a_column_that_is_opened_too_late_is_closed_again(bench: Bench, gates: G
         assert gates.waiting == 1
         gates.let_go()
         poll(LIMIT, lambda: pool._store.scheduler.queued(device_at(pool, path)) == 0)
-        poll(LIMIT, lambda: open_files(path) == roots)  # the call has ended, what follows it not yet
+        poll(LIMIT, lambda: open_files(path) == roots)  # the call's end is not yet the file's
 
 
 def device_at(pool: Pool, path: str) -> str:
