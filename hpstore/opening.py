@@ -99,7 +99,7 @@ def identify(url: str, opener: Opener) -> OpenedDevice:
     device = opener(url)
     try:
         return _identify(without_secrets(url), device)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: the descriptor would keep its lock
         device.close()
         raise
 
@@ -214,7 +214,7 @@ def _probe(device: Device, write: bool) -> None:
         device.probe(write=write)
     except READABLE:
         raise
-    except BaseException:
+    except BaseException:  # Ctrl-C too: the descriptor would keep its lock
         device.close()
         raise
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,3 +18,14 @@ def tended(tmp_path: Path) -> Iterator[Tended]:
     made = Tended(tmp_path)
     yield made
     made.stop()
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Iterator[Path]:
+    """A directory on a drive, below /var/tmp where those of the tests are in memory."""
+    for parent in (tmp_path, Path("/var/tmp")):
+        if os.major(parent.stat().st_dev):
+            with tempfile.TemporaryDirectory(dir=parent) as made:
+                yield Path(made)
+            return
+    pytest.skip(f"neither {tmp_path} nor /var/tmp is on a drive: set TMPDIR to a directory that is")

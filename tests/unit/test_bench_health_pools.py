@@ -31,7 +31,7 @@ from hpstore.health.forecast.scoring import Interval, Outcome
 from hpstore.testing import ManualClock
 from hpstore.testing.leftovers import loops
 from hpstore.units import KIB, MIB
-from tests.thorough import LONG, need_drive
+from tests.thorough import LONG
 
 only_long = pytest.mark.skipif(not LONG, reason="a minute: HPSTORE_LONG_TESTS=1 runs it")
 
@@ -80,18 +80,17 @@ def test_a_quantile_is_one_of_the_values_and_no_mean() -> None:
     assert quantile([1.0], 0.99) == 1.0
 
 
-def test_what_is_in_the_page_cache_is_seen(tmp_path: Path) -> None:
+def test_what_is_in_the_page_cache_is_seen(drive: Path) -> None:
     """All of a file that was just written through it; nothing of one that was dropped."""
-    need_drive(tmp_path)
-    path = tmp_path / "file"
+    path = drive / "file"
     path.write_bytes(os.urandom(512 * KIB))
     assert cached_bytes(path) == 512 * KIB
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     assert cached_bytes(path) == 0
-    (tmp_path / "empty").touch()
-    assert cached_bytes(tmp_path / "empty") == 0
+    (drive / "empty").touch()
+    assert cached_bytes(drive / "empty") == 0
 
 
 def test_directories_stand_in_where_no_device_can_be_slow(tmp_path: Path) -> None:

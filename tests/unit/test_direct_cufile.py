@@ -21,7 +21,6 @@ from hpstore.loaders.direct.cufile import (
     read_counters,
     unlisted,
 )
-from tests.thorough import need_drive
 
 
 def test_no_log_in_the_current_directory_and_p2pdma_allowed() -> None:
@@ -65,12 +64,11 @@ def test_counters_are_summed_over_gpus(shape: tuple[int, ...]) -> None:
     assert read_counters(cufile) == {"p2p": 3, "nvfs": 30, "posix": 300, "errors": 0}
 
 
-def test_a_drive_that_udev_does_not_list_is_named(tmp_path: Path) -> None:
+def test_a_drive_that_udev_does_not_list_is_named(tmp_path: Path, drive: Path) -> None:
     """cuFile says "not registered" to every file then, in containers without /run/udev."""
-    need_drive(tmp_path)
-    with (tmp_path / "x").open("w") as file:
-        drive = os.fstat(file.fileno()).st_dev
-        entry = tmp_path / f"b{os.major(drive)}:{os.minor(drive)}"
+    with (drive / "x").open("w") as file:
+        number = os.fstat(file.fileno()).st_dev
+        entry = tmp_path / f"b{os.major(number)}:{os.minor(number)}"
         assert f"{entry}, where cuFile looks" in unlisted(file.fileno(), str(tmp_path))
         entry.write_text("E:ID_FS_TYPE=ext4\n")
         assert unlisted(file.fileno(), str(tmp_path)) == ""

@@ -43,8 +43,11 @@ def state_of(step: int) -> dict[str, torch.Tensor]:
 
 @dataclass
 class Objects:
-    """What every key must hold. `flying`: what was under way when a process was killed, and may
-    appear, or be gone again, until it is settled or something newer is acknowledged."""
+    """The value that each key must have, and in `flying` those that it may have.
+
+    A write that its process did not finish may be visible or not, and may become either, until a
+    reader settles it or a newer write is acknowledged.
+    """
 
     acknowledged: dict[str, str] = field(default_factory=dict)
     flying: dict[str, set[str]] = field(default_factory=dict)
