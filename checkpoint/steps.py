@@ -32,6 +32,7 @@ from hpstore.errors import (
     IntegrityError,
     ObjectNotFound,
     RedundancyError,
+    SomeFailed,
     TooFewDevices,
     VersionConflict,
 )
@@ -184,7 +185,7 @@ class Steps:
         self.manifest(step)
         key = self._protection(name)
         self.pool.put(key, seal({"format": FORMAT, "step": checked_step(step)}))
-        self._delete_if_there(note_key(self.prefix))  # this step goes no more
+        self._delete_those_there([note_key(self.prefix)])  # this step goes no more
 
     def unprotect(self, name: str) -> None:
         """Let retention have it again. Raises CheckpointError when nothing has this name."""
@@ -221,40 +222,46 @@ class Steps:
         key = manifest_key(self.prefix, step)
         if not self._seems_there(key):
             self.manifest(step)  # says which steps there are
-        segments = self._delete_manifest(step)
-        for segment in segments - self.still_named(segments):
-            try:
-                self.pool.delete(segment)
-            except ObjectNotFound:
-                continue
+        segments = self._named_by(step)
+        self.pool.delete(key)
+        self._forget(step)
+        self.pool.delete_many(segments - self.still_named(segments), missing_ok=True)
 
-    def _delete_manifest(self, step: int) -> set[str]:
-        """The step is gone on return; the segments that it named, as far as that can be read."""
+    def _named_by(self, step: int) -> set[str]:
+        """The segments that a step names, as far as that can be read."""
         try:
-            segments = {segment.key for segment in self.facts(step).objects}
+            return {segment.key for segment in self.facts(step).objects}
         except (IntegrityError, RedundancyError):
-            segments = set()  # garbage collection finds them
-        self.pool.delete(manifest_key(self.prefix, step))
+            return set()  # garbage collection finds them
+
+    def _forget(self, step: int) -> None:
+        """Its manifest is gone."""
         self._read.pop(step, None)
         self._lasts.discard(step)
-        return segments
 
     def _delete_all(self, steps: Sequence[int]) -> None:
         """As delete, of steps that nothing protects, with one look at what is still named for many
         of them. Steps that another process has removed by then are skipped."""
         for at in range(0, len(steps), _STEPS_AT_ONCE):
             segments: set[str] = set()
+            going: list[int] = []
             for step in steps[at : at + _STEPS_AT_ONCE]:
                 try:
-                    segments |= self._delete_manifest(step)
+                    segments |= self._named_by(step)
                 except ObjectNotFound:
                     continue
+                going.append(step)
+            keys = [manifest_key(self.prefix, step) for step in going]
+            try:
+                self.pool.delete_many(keys, missing_ok=True)
+            finally:
+                for step in going:  # those that are there still are read again
+                    self._forget(step)
             self.remove_unnamed(segments)
 
     def remove_unnamed(self, segments: set[str]) -> None:
         """Delete what no step names and no save under way refers to; best effort."""
-        for segment in segments - self.still_named(segments):
-            self._delete_if_there(segment)
+        self._delete_those_there(segments - self.still_named(segments))
 
     def _seems_there(self, key: str) -> bool:
         """False only when it is certain: what is damaged beyond reading can still be deleted."""
@@ -355,8 +362,7 @@ class Steps:
         except (HpstoreError, OSError) as error:
             _log.warning("garbage under %r is left: %s", self.prefix, error)
             return 0
-        for key in first & second:
-            self._delete_if_there(key)
+        self._delete_those_there(first & second)
         return len(first & second)
 
     def _end(self, key: str, attempt: Attempt | None) -> None:
@@ -427,13 +433,15 @@ class Steps:
         except (HpstoreError, OSError):
             return 0.0
 
-    def _delete_if_there(self, key: str) -> None:
+    def _delete_those_there(self, keys: Collection[str]) -> None:
+        """Best effort: what fails is logged, and left for garbage collection."""
         try:
-            self.pool.delete(key)
-        except ObjectNotFound:
-            return
+            self.pool.delete_many(sorted(keys), missing_ok=True)
+        except SomeFailed as error:
+            for key, reason in error.failed.items():
+                _log.warning("%s could not be removed: %s", key, reason)
         except (HpstoreError, OSError) as error:
-            _log.warning("%s could not be removed: %s", key, error)
+            _log.warning("%d objects could not be removed: %s", len(keys), error)
 
 
 def newest_untried(steps: Sequence[int], tried: Collection[int]) -> int | None:

@@ -7,6 +7,7 @@
       InvalidKey (ValueError)        exit 3   a key that cannot name an object
       ObjectNotFound (FileNotFoundError) exit 4
       VersionConflict                exit 5   if_absent / if_version did not hold
+      SomeFailed                     exit 8   of many objects: which are done, and why others not
       DeviceError (OSError)          exit 10
         DeviceMissing                exit 11  not there, wiped, or unmounted
         DeviceForeign                exit 12  belongs to another pool
@@ -46,6 +47,8 @@ command line.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import ClassVar
 
 
@@ -100,6 +103,18 @@ class VersionConflict(HpstoreError):
     """A conditional put did not hold, or a newer version took the place of this one."""
 
     exit_code = 5
+
+
+class SomeFailed(HpstoreError):
+    """Of many objects that were put or deleted together, some were not. The others are, durably.
+
+    `done`: the keys of these, in the order given. `failed`: the error of each other key. Both are
+    there where the error was made in this process; the message counts them and names the first.
+    """
+
+    exit_code = 8
+    done: tuple[str, ...] = ()
+    failed: Mapping[str, Exception] = MappingProxyType({})
 
 
 class DeviceError(HpstoreError, OSError):
@@ -345,6 +360,7 @@ __all__ = [
     "RedundancyWarning",
     "RegistersForeign",
     "RegistersUnavailable",
+    "SomeFailed",
     "StepBroken",
     "StepVoid",
     "TooFewDevices",

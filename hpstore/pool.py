@@ -8,6 +8,7 @@ from typing import TypeVar
 import numpy as np
 
 from hpstore import changes
+from hpstore.batches import BatchedPool
 from hpstore.config import PoolConfig
 from hpstore.errors import (
     HpstoreError,
@@ -38,13 +39,12 @@ from hpstore.rebuild import Pace, Progress, ProgressCallback, RateLimit, Rebuild
 from hpstore.records import DeviceState
 from hpstore.scrub import scrub_all
 from hpstore.status import PoolStatus, pool_status
-from hpstore.tending import TendedPool
 from hpstore.tolerance import require_stored, require_tolerance, wanted_losses
 
 T = TypeVar("T")
 
 
-class Pool(TendedPool):
+class Pool(BatchedPool):
     """An open pool of devices. Thread-safe; survives fork and spawn (it pickles as its config).
 
     Made by `hpstore.create` and `hpstore.open`. A context manager; close() is idempotent.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -37,6 +38,7 @@ from hpstore.errors import (
     ConfigError,
     IntegrityError,
     ObjectNotFound,
+    SomeFailed,
     TooManyErasures,
     VersionConflict,
 )
@@ -333,19 +335,25 @@ def rm(
 ) -> None:
     """Delete objects; goes on past absent ones.  hpstore rm pool.toml runs/a runs/b"""
     agree(f"delete {len(keys)} objects of {pool}: {first_of(keys)}", yes=yes, named=True)
-    deleted: list[str] = []
-    absent: list[str] = []
+    failed: Mapping[str, Exception] = {}
     with hpstore.open(pool) as opened:
-        for key in keys:
-            try:
-                opened.delete(key)
-                deleted.append(key)
-            except ObjectNotFound as error:
-                absent.append(key)
-                if not ignore_missing:
-                    sys.stderr.write(f"hpstore: ObjectNotFound: {error}\n")
+        try:
+            opened.delete_many(keys)
+        except SomeFailed as error:
+            failed = error.failed
+    absent = [key for key, error in failed.items() if isinstance(error, ObjectNotFound)]
+    broken = [error for error in failed.values() if not isinstance(error, ObjectNotFound)]
+    if not ignore_missing:
+        for key in absent:
+            sys.stderr.write(f"hpstore: ObjectNotFound: {failed[key]}\n")
     if as_json:
-        emit_json({"deleted": deleted, "absent": absent})
+        deleted = [key for key in dict.fromkeys(keys) if key not in failed]
+        failures = {"failed": [str(error) for error in broken]} if broken else {}
+        emit_json({"deleted": deleted, "absent": absent, **failures})
+    if broken:
+        for reason in broken[:-1]:
+            sys.stderr.write(f"hpstore: {type(reason).__name__}: {reason}\n")
+        raise broken[-1]
     if absent and not ignore_missing:
         raise typer.Exit(ObjectNotFound.exit_code)
 

@@ -18,6 +18,7 @@ from hpstore.units import MIB
 
 WORKERS = 8  # as many calls as saturate what was measured: 4-12 on all devices
 MERGED_BYTES = 16 * MIB  # neighbours are merged up to here: a range kept alone keeps no more
+_LOOKED_AT = 64  # keys at once: each has k columns open for a moment
 _SERIAL = 2  # up to here threads cost more than they save
 Span = tuple[int, int]
 
@@ -43,6 +44,17 @@ def stat_all(pool: Pool, keys: Sequence[str]) -> list[ObjectInfo]:
         with ThreadPoolExecutor(WORKERS, "hpstore-stat") as threads:
             found = list(threads.map(stat, keys))
     return [info for info in found if info is not None]
+
+
+def keys_there(pool: Pool, keys: Sequence[str]) -> list[str]:
+    """Those keys of which an object can be opened now, looked at many together."""
+    there: list[str] = []
+    for at in range(0, len(keys), _LOOKED_AT):
+        for key, reader in pool.readers(keys[at : at + _LOOKED_AT]).items():
+            if not isinstance(reader, Exception):
+                reader.close()
+                there.append(key)
+    return there
 
 
 def read_ranges(
@@ -156,27 +168,6 @@ def read_slice(reader: PooledReader, start: int | None, end: int | None) -> byte
     return read_parts(reader, lambda size: [slice_bounds(size, start, end)])[0].tobytes()
 
 
-def delete_all(pool: Pool, keys: Sequence[str]) -> None:
-    """Delete many objects; those that are gone already are passed. Durable on return.
-
-    All are tried; then the first error is raised.
-    """
-
-    def delete(key: str) -> Exception | None:
-        try:
-            pool.delete(key)
-        except ObjectNotFound:
-            pass
-        except Exception as error:  # noqa: BLE001 (raised below, when the others are done)
-            return error
-        return None
-
-    with ThreadPoolExecutor(WORKERS, "hpstore-delete") as threads:
-        errors = [error for error in threads.map(delete, keys) if error is not None]
-    if errors:
-        raise errors[0]
-
-
 def _attempt(reader: PooledReader, start: int | None, end: int | None) -> bytes | Exception:
     try:
         return read_slice(reader, start, end)
@@ -184,5 +175,5 @@ def _attempt(reader: PooledReader, start: int | None, end: int | None) -> bytes 
         return error
 
 
-__all__ = ["MERGED_BYTES", "WORKERS", "Span", "delete_all", "merge_parts", "read_ranges",
+__all__ = ["MERGED_BYTES", "WORKERS", "Span", "merge_parts", "read_ranges",
            "read_slice", "read_parts", "share_out", "slice_bounds", "stat_all"]  # fmt: skip

@@ -11,16 +11,18 @@ import io
 import os
 import shutil
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, BinaryIO
 
 from fsspec.callbacks import DEFAULT_CALLBACK
 
 from hpstore.errors import ObjectNotFound, RedundancyWarning, VersionConflict
-from hpstore.interop.bulk import read_ranges, read_slice
+from hpstore.interop.bulk import keys_there, read_ranges, read_slice
 from hpstore.interop.listing import PoolListing
+from hpstore.interop.mounts import Mount
 from hpstore.interop.moving import Selection, plan_move
 from hpstore.interop.paths import Place
+from hpstore.interop.small_files import Pairs, SmallFiles
 from hpstore.interop.spool import Spool
 from hpstore.interop.streams import (
     READ_BUFFER_BYTES,
@@ -29,7 +31,7 @@ from hpstore.interop.streams import (
     UpdateStream,
     WriteStream,
 )
-from hpstore.interop.tree import metadata_first
+from hpstore.interop.tree import dot_files_and_others, metadata_first
 from hpstore.objects.info import ObjectInfo
 from hpstore.pooled import PooledReader
 
@@ -292,6 +294,48 @@ class HpstoreFileSystem(PoolListing):
                 self._put(self._object(rpath), file, exclusive=exclusive)
             callback.relative_update(size)
 
+    def pipe(self, path: Any, value: Any = None, **kwargs: Any) -> None:
+        """Put bytes; of a dict all values, several together. All are durable on return.
+
+        Raises SomeFailed when all were tried and some are not stored.
+        """
+        if isinstance(path, dict) and not self._intrans and not kwargs:
+            self._put_all({self._strip_protocol(name): data for name, data in path.items()})
+        else:
+            super().pipe(path, value, **kwargs)
+
+    def put(
+        self,
+        lpath: Any,  # Any: a path or a list of them
+        rpath: Any,
+        recursive: bool = False,
+        callback: Any = DEFAULT_CALLBACK,
+        maxdepth: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Put local files, as fsspec's; small ones several together. All are durable on return.
+
+        `callback` counts a small file when it is read. Raises SomeFailed when small files were
+        tried together and some are not stored.
+        """
+        pairs = Pairs()
+        super().put(lpath, rpath, recursive, pairs, maxdepth, **kwargs)
+        together = SmallFiles(self._put_all)
+        callback.set_size(len(pairs.found))
+        for local, remote in callback.wrap(pairs.found):
+            with callback.branched(local, remote) as child:
+                if self._intrans or kwargs or not together.takes(local, remote, child):
+                    self.put_file(local, remote, callback=child, **kwargs)
+        together.flush()
+
+    def _put_all(self, objects: Mapping[str, object]) -> None:
+        """Put data by path, those of a pool together."""
+        for mount, paths in self._by_mount(objects).items():
+            data = {key: objects[path] for key, path in paths.items()}
+            stored = mount.pool.put_many(data, min_losses_tolerated=self._least)
+            for key, info in stored.items():
+                self._stored(self._object(paths[key]), info)
+
     def cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
         """Copy an object with its metadata, or make the directory. Durable on return."""
         if self.isdir(path1):
@@ -336,9 +380,13 @@ class HpstoreFileSystem(PoolListing):
         """What `rm` and `mv` mean by paths. Raises before anything is touched."""
         files: set[str] = set()
         directories: set[str] = set()
+        paths = list(paths)
         for path in paths:
             if not (self._where is not None or self._strip_protocol(path)):
                 raise ValueError("the list of all pools is not removed or moved")
+        objects = self._objects_among(paths) if not recursive and len(paths) > 1 else set()
+        files |= objects
+        for path in [path for path in paths if path not in objects]:
             facts = self.info(path)
             name = str(facts["name"])
             if facts["type"] == "directory":
@@ -354,23 +402,45 @@ class HpstoreFileSystem(PoolListing):
                 directories |= {place.path(key) for key in tree.directories}
         return Selection(files=frozenset(files), directories=frozenset(directories))
 
+    def _objects_among(self, paths: Iterable[str]) -> set[str]:
+        """Those that are surely objects, looked at many together. What is left out may be one."""
+        own = [p for p in paths if (at := self._place(p)).key and at.path(at.key) == p]
+        found: set[str] = set()
+        for mount, names in self._by_mount(own).items():
+            found.update(names[key] for key in keys_there(mount.pool, list(names)))
+        return found
+
     def _matches(self, path: Any) -> list[str]:  # Any: a path or a list of them
         """Paths and patterns as paths. Raises FileNotFoundError when a pattern finds nothing."""
         return list(self.expand_path(path))
 
     def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
-        """Delete objects, and with `recursive` directories: dot files such as `.metadata` first.
+        """Delete objects, and with `recursive` directories: dot files such as `.metadata` first,
+        all of them, then the others, several together. Durable on return.
 
         An object that another process deletes at the same time is no error under `recursive`.
+        Raises SomeFailed when all were tried and some are not deleted.
         """
         chosen = self._select(self._matches(path), recursive, maxdepth)
-        for name in metadata_first(chosen.files):
-            try:
-                self.rm_file(name)
-            except FileNotFoundError:
-                if not recursive:
-                    raise
+        if len(chosen.files) == 1 and not recursive:
+            self.rm_file(*chosen.files)
+        else:
+            dots, others = dot_files_and_others(chosen.files)
+            self._delete_all(dots, missing_ok=recursive)
+            self._delete_all(others, missing_ok=recursive)
         self._forget(chosen.directories)
+
+    def _delete_all(self, paths: Iterable[str], *, missing_ok: bool) -> None:
+        for mount, names in self._by_mount(paths).items():
+            mount.pool.delete_many(list(names), missing_ok=missing_ok)
+
+    def _by_mount(self, paths: Iterable[str]) -> dict[Mount, dict[str, str]]:
+        """Paths of objects by key, for each pool."""
+        found: dict[Mount, dict[str, str]] = {}
+        for path in paths:
+            place = self._object(path)
+            found.setdefault(place.mount, {})[place.key] = path
+        return found
 
     def _forget(self, directories: Iterable[str]) -> None:
         for name in directories:

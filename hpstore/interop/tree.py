@@ -54,7 +54,17 @@ def metadata_first(paths: Iterable[str]) -> list[str]:
     A checkpoint counts as there when its `.metadata` is. Stopped half way, a delete must not leave
     a `.metadata` without its data; the reverse is the order to copy in.
     """
-    return sorted(paths, key=lambda path: (not path.rsplit("/", 1)[-1].startswith("."), path))
+    dots, others = dot_files_and_others(paths)
+    return [*dots, *others]
 
 
-__all__ = ["Tree", "descend", "metadata_first"]
+def dot_files_and_others(paths: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The two parts of metadata_first, each sorted."""
+    dots: list[str] = []
+    others: list[str] = []
+    for path in sorted(paths):
+        (dots if path.rsplit("/", 1)[-1].startswith(".") else others).append(path)
+    return dots, others
+
+
+__all__ = ["Tree", "descend", "dot_files_and_others", "metadata_first"]

@@ -19,7 +19,7 @@ from zarr.core.buffer import Buffer
 
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError, ObjectNotFound, VersionConflict
-from hpstore.interop.bulk import delete_all, read_parts
+from hpstore.interop.bulk import read_parts
 from hpstore.interop.paths import PoolPaths
 from hpstore.interop.zarr_base import BlockingStore, byte_span
 from hpstore.interop.zarr_views import PoolViews
@@ -175,8 +175,9 @@ class PoolStore(BlockingStore):
             keys = self._pool().list(start, certain=True)
             self._views.check_delete(start, keys)
             documents = {key for key in keys if key.rpartition("/")[2] in _DOCUMENTS}
-            delete_all(self._pool(), sorted(documents))
-            delete_all(self._pool(), [key for key in keys if key not in documents])
+            self._pool().delete_many(sorted(documents), missing_ok=True)
+            data = [key for key in keys if key not in documents]
+            self._pool().delete_many(data, missing_ok=True)
 
         self._check_writable()
         await self._ensure_open()

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
@@ -25,6 +26,13 @@ from hpstore.objects.survey import Found, path_on
 from hpstore.patience import QUICK_SECONDS, Patience, wait_awake
 
 _log = logging.getLogger(__name__)
+
+
+class Lanes(Protocol):
+    """Where calls on devices are made."""
+
+    def submit(self, device: str, call: Callable[[], None]) -> Future[None]:
+        """Run `call` on the lane of a device."""
 
 
 class MembershipMoved(HpstoreError):
@@ -67,12 +75,23 @@ class ColumnWriter:
 
     def write_whole(self, buffers: Sequence[Bytes]) -> None:
         """Make the file with all its bytes, durable; it has no name yet. `table` is complete."""
+        self.fill(buffers)
+        self.sync()
+
+    def fill(self, buffers: Sequence[Bytes]) -> None:
+        """As write_whole; sync() makes the bytes durable."""
         if self.failed is not None:
             return
         self.create()
         assert self._handle is not None
         page, tail = self._ends()
         self._handle.write(0, [page, *buffers, tail])
+
+    def sync(self) -> None:
+        """Make all bytes durable that fill() has written."""
+        if self.failed is not None:
+            return
+        assert self._handle is not None
         self._handle.sync()
         self._sealed = True
 
@@ -95,10 +114,18 @@ class ColumnWriter:
         tail[:] = np.frombuffer(encode_table(self.header, self.table), np.uint8)
         return page, tail
 
-    def publish(self, guard: HorizonGuard) -> None:
-        """Give the file its name; durable on return. Raises HorizonPassed, without a name."""
+    def name(self, guard: HorizonGuard) -> None:
+        """Give the file its name. Raises HorizonPassed, without a name."""
         assert self._handle is not None
         self._handle.publish(self.path, guard)
+
+    def publish(self, guard: HorizonGuard) -> None:
+        """Give the file its name; durable on return. Raises HorizonPassed, without a name."""
+        self.name(guard)
+        self.sync_name()
+
+    def sync_name(self) -> None:
+        """Make the name durable."""
         self.device.sync_directory(self.path)
         self.published = True
 
@@ -126,8 +153,11 @@ class ColumnSet:
         floor: int,
         generation: int,
         horizons: Mapping[str, int] | None = None,
+        lanes: Lanes | None = None,
     ) -> None:
+        """`lanes`: where calls on devices are made, the scheduler's unless given."""
         self._horizons = horizons
+        self._lanes = lanes or store.scheduler
         devices = store.view.devices
         self.columns = {
             header.column: ColumnWriter(device_id, devices[device_id], header)
@@ -156,14 +186,22 @@ class ColumnSet:
         for column in self.alive():
             if only is not None and column.header.column not in only:
                 continue
-            future = self._store.scheduler.submit(column.device_id, call(column))
+            future = self._lanes.submit(column.device_id, call(column))
             with self._lock:  # several threads start writes of one column
                 column.flying = [f for f in column.flying if not f.done()] + [future]
             futures[column.header.column] = future
         return futures
 
-    def settle(self, futures: Mapping[int, Future[None]]) -> None:
-        """Wait for calls; note failures, drop the straggler that its peers leave far behind."""
+    def settle(
+        self, futures: Mapping[int, Future[None]], *, waited: float | None = None
+    ) -> None:  # fmt: skip
+        """Wait for calls; note failures, drop the straggler that its peers leave far behind.
+        `waited`: for so many seconds they were waited for already, and are no longer."""
+        elapsed = self._wait(futures) if waited is None else waited
+        for number, future in futures.items():
+            self._note(number, future, elapsed)
+
+    def _wait(self, futures: Mapping[int, Future[None]]) -> float:
         settings = self._store.settings
         patience = settings.device_deadline_seconds
         elapsed = wait_awake(futures.values(), min(QUICK_SECONDS, patience))
@@ -176,8 +214,7 @@ class ColumnSet:
                 elapsed += wait_awake(pending, patience - elapsed)
                 break
             elapsed += wait_awake(pending, patience - elapsed, first=True)
-        for number, future in futures.items():
-            self._note(number, future, elapsed)
+        return elapsed
 
     def _counts(self, number: int) -> bool:
         return self.columns[number].failed is None
@@ -225,8 +262,13 @@ class ColumnSet:
 
     def _finish_one(self, column: ColumnWriter) -> None:
         column.seal()
+        self.name_one(column, column.publish)
+
+    def name_one(self, column: ColumnWriter, name: Callable[[HorizonGuard], None]) -> None:
+        """Give a sealed column its name by `name`, on the lane of its device. Not when it comes too
+        late: then abandon() drops the file. Raises MembershipMoved, HorizonPassed."""
         if self._late(column):
-            return  # abandon() drops the file
+            return
         self.check_generation(column)
         with self._lock:
             late = self._decided or column.failed is not None
@@ -234,7 +276,7 @@ class ColumnSet:
         if late:
             return
         try:
-            column.publish(self._guard(column))
+            name(self._guard(column))
         except HorizonPassed:
             with self._lock:
                 column.begun = False  # it has no name
@@ -315,4 +357,4 @@ class ColumnSet:
         wait_awake(futures, self._store.settings.device_deadline_seconds)
 
 
-__all__ = ["ColumnSet", "ColumnWriter", "MembershipMoved"]
+__all__ = ["ColumnSet", "ColumnWriter", "Lanes", "MembershipMoved"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from hpstore.objects.store import PATIENCE, Store
 from hpstore.objects.survey import Found, path_on
@@ -11,19 +11,25 @@ from hpstore.patience import Patience
 
 
 def remove_files(store: Store, key: str, files: Iterable[Found]) -> int:
-    """Retire files of older versions, best effort; returns how many were asked for.
+    """As remove_all of one key."""
+    return remove_all(store, {key: files})
+
+
+def remove_all(store: Store, files: Mapping[str, Iterable[Found]]) -> int:
+    """Retire files of older versions by key, best effort; returns how many were asked for.
 
     The caller knows that a newer version or a tombstone is durable and without debt (PROTOCOL 8,
     11). What fails is met again by the next put, delete, repair or sweep of the key.
     """
-    by_device: defaultdict[str, list[Found]] = defaultdict(list)
-    for file in files:
-        by_device[file.device].append(file)
+    by_device: defaultdict[str, list[tuple[str, Found]]] = defaultdict(list)
+    for key, found in files.items():
+        for file in found:
+            by_device[file.device].append((key, file))
 
     def retire(device_id: str) -> Callable[[], None]:
         def run() -> None:
             device = store.view.devices[device_id]
-            for file in by_device[device_id]:
+            for key, file in by_device[device_id]:
                 device.retire(path_on(device, key, file.name))
 
         return run
@@ -39,4 +45,4 @@ def remove_files(store: Store, key: str, files: Iterable[Found]) -> int:
     return sum(len(found) for found in by_device.values())
 
 
-__all__ = ["remove_files"]
+__all__ = ["remove_all", "remove_files"]

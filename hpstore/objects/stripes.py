@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
@@ -105,17 +105,22 @@ class _Flight:
         if not self.prepared.done() or self.prepared.exception() is not None:
             self.prepared.add_done_callback(lambda _: self.lease.release())
             return
-        late = [f for f in self.prepared.result().values() if not f.done()]
-        if not late:
-            self.lease.release()
-        arrivals = itertools.count(1)  # next() is atomic
+        release_after(self.lease, self.prepared.result().values())
 
-        def arrived(_: Future[None]) -> None:
-            if next(arrivals) == len(late):
-                self.lease.release()
 
-        for future in late:
-            future.add_done_callback(arrived)
+def release_after(lease: Lease, writes: Iterable[Future[None]]) -> None:
+    """Release a lease when the last write out of it has answered (PROTOCOL 21)."""
+    late = [write for write in writes if not write.done()]
+    if not late:
+        lease.release()
+    arrivals = itertools.count(1)  # next() is atomic
+
+    def arrived(_: Future[None]) -> None:
+        if next(arrivals) == len(late):
+            lease.release()
+
+    for write in late:
+        write.add_done_callback(arrived)
 
 
 class StripeWriter:
@@ -157,7 +162,7 @@ class StripeWriter:
         # what is small is computed in less time than another thread wakes up in
         compute = at_once if self._whole else self._store.scheduler.compute
         if rows is None:
-            prepared = compute(lambda: self._prepare_packed(batch, source, lease))
+            prepared = compute(lambda: self._prepare_packed(batch, source, lease.array))
         else:
             early = self._start(batch, rows)
             prepared = compute(lambda: early | self._prepare_parity(batch, rows, lease))
@@ -226,11 +231,30 @@ class StripeWriter:
         return self._start(batch, rows)
 
     def _prepare_packed(
-        self, batch: Batch, source: Source, lease: Lease
+        self, batch: Batch, source: Source, memory: Bytes
     ) -> dict[int, Future[None]]:  # fmt: skip
-        """Copy a batch into its lease, column by column, zero-padded; encode, checksum, write."""
+        """Copy a batch into memory, column by column, zero-padded; encode, checksum, write."""
+        columns = self._pack(batch, source, memory)
+        if self._whole:
+            return self._columns.submit(
+                lambda column: lambda: column.write_whole([columns[column.header.column]])
+            )
+        return self._start(batch, {number: [row] for number, row in enumerate(columns)})
+
+    def fill(self, source: Source, memory: Bytes) -> dict[int, Future[None]]:
+        """Start to make the files of an object in one call; ColumnWriter.sync makes them durable.
+
+        `memory`: for all columns; it stays theirs until these calls have answered.
+        """
+        (batch,) = plan_batches(self._geometry, self._batch_bytes)
+        columns = self._pack(batch, source, memory)
+        return self._columns.submit(
+            lambda column: lambda: column.fill([columns[column.header.column]])
+        )
+
+    def _pack(self, batch: Batch, source: Source, memory: Bytes) -> list[Bytes]:
         geometry, run = self._geometry, batch.column_bytes
-        columns = [lease.array[i * run : (i + 1) * run] for i in range(geometry.width)]
+        columns = [memory[i * run : (i + 1) * run] for i in range(geometry.width)]
         for stripe in range(batch.first, batch.last):
             unit = geometry.unit_bytes_of(stripe)
             at = geometry.column_offset_of(stripe) - batch.column_offset
@@ -246,11 +270,7 @@ class StripeWriter:
         )
         for column, row in enumerate(columns):
             self._digest(column, batch.column_offset, row)
-        if self._whole:
-            return self._columns.submit(
-                lambda column: lambda: column.write_whole([columns[column.header.column]])
-            )
-        return self._start(batch, {number: [row] for number, row in enumerate(columns)})
+        return columns
 
     def _digest(self, column: int, column_offset: int, row: Bytes) -> None:
         writer = self._columns.columns[column]
@@ -266,4 +286,4 @@ class StripeWriter:
         )
 
 
-__all__ = ["Batch", "StripeWriter", "Throttle", "in_one_call", "plan_batches"]
+__all__ = ["Batch", "StripeWriter", "Throttle", "in_one_call", "plan_batches", "release_after"]

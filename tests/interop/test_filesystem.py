@@ -13,7 +13,14 @@ import pytest
 from fsspec.callbacks import Callback
 
 import hpstore
-from hpstore.errors import ConfigError, InvalidKey, ObjectNotFound, TooManyErasures, VersionConflict
+from hpstore.errors import (
+    ConfigError,
+    InvalidKey,
+    ObjectNotFound,
+    SomeFailed,
+    TooManyErasures,
+    VersionConflict,
+)
 from hpstore.interop import HpstoreFileSystem
 from hpstore.testing.harness import Harness
 
@@ -327,16 +334,16 @@ def test_delete_takes_metadata_first(
 ) -> None:
     """A trainer that sees `.metadata` takes the step for whole."""
     fill(fs, name)
-    order: list[str] = []
-    delete = hpstore.Pool.delete
+    order: list[list[str]] = []
+    delete_many = hpstore.Pool.delete_many
 
-    def note(self: hpstore.Pool, key: str) -> None:
-        order.append(key)
-        delete(self, key)
+    def note(self: hpstore.Pool, keys: list[str], *, missing_ok: bool) -> None:
+        order.append(keys)
+        delete_many(self, keys, missing_ok=missing_ok)
 
-    monkeypatch.setattr(hpstore.Pool, "delete", note)
+    monkeypatch.setattr(hpstore.Pool, "delete_many", note)
     fs.rm(f"{name}/s", recursive=True)
-    assert order == ["s/.metadata", "s/__0_0.distcp", "s/__1_0.distcp"]
+    assert order == [["s/.metadata"], ["s/__0_0.distcp", "s/__1_0.distcp"]]
     assert not fs.exists(f"{name}/s")
 
 
@@ -411,3 +418,76 @@ def test_not_found_keeps_its_class(fs: HpstoreFileSystem, name: str) -> None:
         fs.cat_file(f"{name}/none")
     assert isinstance(caught.value, FileNotFoundError)
     assert os.path.basename(f"{name}/none") in str(caught.value)
+
+
+def test_a_directory_is_put_and_removed_by_a_few_calls(
+    fs: HpstoreFileSystem,
+    name: str,
+    pool: hpstore.Pool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`put` and `rm` of a directory of 5,000 files took 34 and 31 s: small files go together, large
+    ones by themselves, all of them where fsspec puts them; `pipe` of a dict, `rm` of a list too."""
+    sizes = {
+        "a": 0,
+        "b/c": 1000,
+        "b/.d": 5,
+        "b/e/large": 300_000,
+        **{f"n/{n}": n for n in range(90)},
+    }
+    for key, size in sizes.items():
+        (tmp_path / "src" / key).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "src" / key).write_bytes(os.urandom(size))
+    (tmp_path / "src" / "empty").mkdir()
+    single: list[str] = []
+    for call in ("put", "delete"):
+        plain = getattr(hpstore.Pool, call)
+
+        def noted(
+            pool: hpstore.Pool, key: str, *rest: Any, plain: Any = plain, **named: Any
+        ) -> Any:
+            single.append(key)
+            return plain(pool, key, *rest, **named)
+
+        monkeypatch.setattr(hpstore.Pool, call, noted)
+    told = Callback()
+    fs.put(str(tmp_path / "src"), f"{name}/made", recursive=True, callback=told)
+    assert single == ["made/b/e/large"]
+    assert told.size == told.value == 94 + 5  # files and directories
+    assert pool.list("made/") == sorted(f"made/{key}" for key in sizes)
+    for key in sizes:
+        assert pool.get(f"made/{key}") == (tmp_path / "src" / key).read_bytes()
+    assert fs.isdir(f"{name}/made/empty")
+    fs.pipe({f"hpstore://{name}/p/{n}": bytes([n]) for n in range(90)})
+    assert fs.cat_file(f"{name}/p/7") == b"\x07"
+    fs.rm(fs.find(f"{name}/p"))
+    fs.rm(f"{name}/made", recursive=True)
+    assert pool.list() == []
+    assert not fs.exists(f"{name}/made")
+    assert single == ["made/b/e/large"]
+
+
+def test_what_another_process_deletes_meanwhile_is_an_error_without_recursive(
+    fs: HpstoreFileSystem, name: str, pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a list of files one goes between the look and the delete: the others are deleted, and the
+    error says which is not; with `recursive` it is none."""
+    delete_many = hpstore.Pool.delete_many
+
+    def raced(self: hpstore.Pool, keys: list[str], *, missing_ok: bool) -> None:
+        if "s/__0_0.distcp" in keys:
+            self.delete("s/__0_0.distcp")
+        delete_many(self, keys, missing_ok=missing_ok)
+
+    monkeypatch.setattr(hpstore.Pool, "delete_many", raced)
+    fill(fs, name)
+    with pytest.raises(SomeFailed, match="1 of 2 objects are not deleted") as caught:
+        fs.rm([f"{name}/{key}" for key in CHECKPOINT])
+    assert list(caught.value.failed) == ["s/__0_0.distcp"]
+    assert pool.list() == []
+    fill(fs, name)
+    fs.rm(f"{name}/s", recursive=True)
+    assert pool.list() == []
+    with pytest.raises(FileNotFoundError):
+        fs.rm([f"{name}/s/.metadata", f"{name}/s/__1_0.distcp"])

@@ -22,7 +22,7 @@ from zarr.core.buffer import cpu, default_buffer_prototype
 
 import hpstore
 from hpstore.codec.galois import Bytes
-from hpstore.errors import ConfigError, DeviceFull, TooFewDevices, TooManyErasures
+from hpstore.errors import ConfigError, SomeFailed, TooFewDevices, TooManyErasures
 from hpstore.geometry import BLOCK_BYTES
 from hpstore.interop import mounts as mounts_module
 from hpstore.interop.bulk import MERGED_BYTES, Span, merge_parts, read_slice
@@ -242,15 +242,16 @@ def test_a_delete_that_stops_half_way_leaves_no_array_of_fill_values(
     """Documents go before chunks: with a chunk left or not, the array is not there any more."""
     store = PoolStore(pool, "arrays")
     _fill(store)
-    delete = pool.delete
+    delete_many = pool.delete_many
 
-    def fail(key: str) -> None:
-        if key == "arrays/sharded/c/1/0/0":
-            raise DeviceFull("a device is full")
-        delete(key)
+    def fail(keys: list[str], *, missing_ok: bool) -> None:
+        left = "arrays/sharded/c/1/0/0"
+        delete_many([key for key in keys if key != left], missing_ok=missing_ok)
+        if left in keys:
+            raise SomeFailed("a device is full")
 
-    monkeypatch.setattr(pool, "delete", fail)
-    with pytest.raises(DeviceFull):
+    monkeypatch.setattr(pool, "delete_many", fail)
+    with pytest.raises(SomeFailed):
         asyncio.run(store.delete_dir("sharded"))
     with pytest.raises(FileNotFoundError):
         zarr.open_array(store, path="sharded", mode="r")
@@ -266,18 +267,19 @@ def test_documents_are_gone_before_any_chunk_is_deleted(
     """Of all arrays and groups below, also when many are deleted at a time."""
     store = PoolStore(pool, "arrays")
     _fill(store)
-    order: list[str] = []
-    delete = pool.delete
+    order: list[list[str]] = []
+    delete_many = pool.delete_many
 
-    def note(key: str) -> None:
-        order.append(key)
-        delete(key)
+    def note(keys: list[str], *, missing_ok: bool) -> None:
+        order.append(keys)
+        delete_many(keys, missing_ok=missing_ok)
 
-    monkeypatch.setattr(pool, "delete", note)
+    monkeypatch.setattr(pool, "delete_many", note)
     asyncio.run(store.clear())
-    documents = [key.endswith("zarr.json") for key in order]
-    assert documents == sorted(documents, reverse=True)
-    assert documents.count(True) == 4
+    documents, chunks = order  # each call is durable on its return
+    assert [key.endswith("zarr.json") for key in documents] == [True] * 4
+    assert chunks
+    assert not any(key.endswith("zarr.json") for key in chunks)
     assert pool.list() == []
 
 

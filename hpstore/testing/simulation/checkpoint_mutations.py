@@ -122,7 +122,7 @@ def _segments_first(exchange: Exchange) -> None:
     def delete(steps: Steps, step: int, *, force: bool = False) -> None:
         own = {segment.key for segment in steps.facts(step).objects}
         for key in own - steps.still_named(own, [step]):
-            steps._delete_if_there(key)
+            steps._delete_those_there([key])
         before(steps, step, force=force)
 
     exchange(Steps, "delete", delete)
