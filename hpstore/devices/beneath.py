@@ -13,11 +13,18 @@ import logging
 import os
 import stat
 from collections.abc import Iterator
+from functools import lru_cache
 
 _log = logging.getLogger(__name__)
 _OPENAT2 = 437  # openat2(2), Linux 5.6; one number on all architectures but Alpha
 _NO_SYMLINKS, _BENEATH = 0x04, 0x08
-_libc = ctypes.CDLL(None, use_errno=True)
+_MADE = os.O_CREAT | os.O_EXCL  # what is opened so is a new regular file
+_HOW_BYTES = 24  # of struct open_how
+# the types are said once: ctypes finds them out at each call else, for half of what the call takes
+_syscall = ctypes.CFUNCTYPE(
+    ctypes.c_long, ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t,
+    use_errno=True,
+)(("syscall", ctypes.CDLL(None)))  # fmt: skip
 _supported = True
 SHARED = 0o077  # rights of other users
 
@@ -30,6 +37,13 @@ class _How(ctypes.Structure):
     )  # fmt: skip
 
 
+@lru_cache(maxsize=64)
+def _how(flags: int, mode: int) -> tuple[_How, int]:
+    """How files are opened, and where that is in memory. Read by the kernel alone."""
+    how = _How(flags, mode if flags & os.O_CREAT else 0, _NO_SYMLINKS | _BENEATH)
+    return how, ctypes.addressof(how)
+
+
 def open_beneath(root: int, path: str, flags: int, mode: int = 0o600) -> int:
     """os.open() of a path relative to `root` of which no component is a symbolic link.
 
@@ -40,6 +54,8 @@ def open_beneath(root: int, path: str, flags: int, mode: int = 0o600) -> int:
     if flags & os.O_DIRECTORY:
         return _open(root, path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     fd = _open(root, path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    if flags & _MADE == _MADE:
+        return fd
     kind = os.fstat(fd).st_mode
     if stat.S_ISDIR(kind) or stat.S_ISREG(kind):
         if flags & os.O_CREAT:
@@ -52,11 +68,8 @@ def open_beneath(root: int, path: str, flags: int, mode: int = 0o600) -> int:
 def _open(root: int, path: str, flags: int, mode: int) -> int:
     global _supported
     while _supported:
-        how = _How(flags, mode if flags & os.O_CREAT else 0, _NO_SYMLINKS | _BENEATH)
-        fd = int(_libc.syscall(
-            ctypes.c_long(_OPENAT2), ctypes.c_int(root), ctypes.c_char_p(os.fsencode(path)),
-            ctypes.byref(how), ctypes.c_size_t(ctypes.sizeof(how)),
-        ))  # fmt: skip
+        _kept, how = _how(flags, mode)
+        fd = int(_syscall(_OPENAT2, root, os.fsencode(path), how, _HOW_BYTES))
         if fd >= 0:
             return fd
         number = ctypes.get_errno()
