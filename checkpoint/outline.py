@@ -11,7 +11,15 @@ import torch
 
 from hpstore.checkpoint.random_sources import SOURCES
 from hpstore.checkpoint.scalars import Classes
-from hpstore.checkpoint.tree import TAG, Decoding, decode_tree, is_plain, join
+from hpstore.checkpoint.tree import (
+    JSON_TYPES,
+    TAG,
+    Decoding,
+    decode_tree,
+    holds_leaves,
+    is_plain,
+    join,
+)
 from hpstore.errors import CheckpointError
 from hpstore.hostile import parsing
 
@@ -40,21 +48,35 @@ class Leaf:
 
 def leaves(node: Json, path: str = "") -> Iterator[Leaf]:
     """Tensors and values of a tree in order; a list or tuple without tensors is one value."""
+    for where, found in _leaf_nodes(node, path):
+        named = isinstance(found, dict) and found.get(TAG) in ("tensor", "ndarray")
+        yield Leaf(path=where, item=found["item"] if named else "", node=found)
+
+
+def leaf_paths(node: Json) -> Iterator[str]:
+    """The paths of all leaves()."""
+    for path, _ in _leaf_nodes(node, ""):
+        yield path
+
+
+def _leaf_nodes(node: Json, path: str) -> Iterator[tuple[str, Json]]:
     kind = node.get(TAG) if isinstance(node, dict) else None
-    if kind in ("tensor", "ndarray"):
-        yield Leaf(path=path, item=node["item"], node=node)
-    elif isinstance(node, dict) and kind in (None, "dict", "ranks"):
-        for name, child in children(node):
-            yield from leaves(child, _below(path, name, kind))
-    elif isinstance(node, list) or kind == "tuple":
-        parts = node if isinstance(node, list) else node["v"]
-        if _has_names(parts):
-            for index, part in enumerate(parts):
-                yield from leaves(part, join(path, index))
-        else:
-            yield Leaf(path=path, item="", node=node)
+    if isinstance(node, dict) and kind in (None, "dict", "ranks"):
+        for where, child in _children_below(node, path):
+            if type(child) in JSON_TYPES:  # of which there may be very many
+                yield where, child
+            else:
+                yield from _leaf_nodes(child, where)
+    elif (isinstance(node, list) or kind == "tuple") and _has_names(_parts(node)):
+        for index, part in enumerate(_parts(node)):
+            yield from _leaf_nodes(part, join(path, index))
     else:
-        yield Leaf(path=path, item="", node=node)
+        yield path, node
+
+
+def _parts(node: Json) -> Json:
+    """What a list or a tuple holds."""
+    return node if isinstance(node, list) else node["v"]
 
 
 def _has_names(node: Json) -> bool:
@@ -70,6 +92,15 @@ def _has_names(node: Json) -> bool:
 
 def _below(path: str, name: object, kind: str | None) -> str:
     return f"{path}@{name}" if kind == "ranks" else join(path, name)
+
+
+def _children_below(node: Mapping[str, Any], path: str) -> Iterator[tuple[str, Json]]:
+    """Paths and nodes inside a dict of any kind."""
+    if TAG not in node:
+        start = f"{path}/" if path else ""  # the common case, without a call for each
+        return ((start + name, child) for name, child in node.items())
+    kind = node[TAG]
+    return ((_below(path, name, kind), child) for name, child in children(node))
 
 
 def children(node: Mapping[str, Any]) -> Iterator[tuple[object, Json]]:
@@ -94,6 +125,8 @@ def of_rank(node: Json, rank: int) -> Json:
         mine = {name: child for name, child in node["v"].items() if name == str(rank)}
         return {TAG: kind, "v": mine}
     if kind is None:
+        if holds_leaves(node):
+            return node
         return {name: of_rank(child, rank) for name, child in node.items()}
     if kind == "dict":
         return {**node, "v": [[key, of_rank(child, rank)] for key, child in node["v"]]}
@@ -108,13 +141,14 @@ def paths(node: Json, path: str = "") -> Iterator[str]:
         yield path
     kind = node.get(TAG) if isinstance(node, dict) else None
     if isinstance(node, dict) and kind in (None, "dict", "ranks"):
-        for name, child in children(node):
-            yield from paths(child, _below(path, name, kind))
-    elif isinstance(node, list) or kind == "tuple":
-        parts = node if isinstance(node, list) else node["v"]
-        if not is_plain(parts):
-            for index, child in enumerate(parts):
-                yield from paths(child, join(path, index))
+        for where, child in _children_below(node, path):
+            if type(child) in JSON_TYPES:
+                yield where
+            else:
+                yield from paths(child, where)
+    elif (isinstance(node, list) or kind == "tuple") and not is_plain(_parts(node)):
+        for index, child in enumerate(_parts(node)):
+            yield from paths(child, join(path, index))
 
 
 def subtree(tree: Json, keys: Sequence[str] | None) -> Json:
@@ -212,6 +246,7 @@ def _plain(node: Json, tensor: Callable[[str], torch.Tensor], path: str) -> Any:
 __all__ = [
     "Leaf",
     "children",
+    "leaf_paths",
     "leaves",
     "of_rank",
     "only_branch",

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from hpstore.checkpoint.modules import free_sizes, module_state
 from hpstore.checkpoint.optimizers import local_part, named_parameters, numbered, optimizer_tensors
-from hpstore.checkpoint.tree import MAX_DEPTH, PerRank, is_leaf, is_plain, join
+from hpstore.checkpoint.tree import JSON_TYPES, MAX_DEPTH, PerRank, is_leaf, is_plain, join
 from hpstore.checkpoint.typed import children_of, grows, is_stateful
 
 # Any below: a training state holds whatever its owner puts there
@@ -167,8 +167,13 @@ class _Finder:
             return
         if not isinstance(value, dict) or grows(value):
             self.found.lists.add(path)
+        taken = self.found.taken
         for key, child in parts:
-            self.look_at(join(path, key), child)
+            where = join(path, key)
+            if type(child) in JSON_TYPES:  # of which there may be very many
+                taken.add(where)
+            else:
+                self.look_at(where, child)
 
     def _module(self, path: str, model: torch.nn.Module) -> None:
         entries = module_state(model)

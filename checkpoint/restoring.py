@@ -17,7 +17,7 @@ from hpstore.checkpoint.backed import LARGE_BYTES, Backed
 from hpstore.checkpoint.filling import require_shape
 from hpstore.checkpoint.items import Item, by_name, whole
 from hpstore.checkpoint.manifest import Manifest
-from hpstore.checkpoint.outline import leaves, of_rank, paths
+from hpstore.checkpoint.outline import leaf_paths, of_rank, paths
 from hpstore.checkpoint.places import State, destinations
 from hpstore.checkpoint.planning import Chunk, chunks_of
 from hpstore.checkpoint.reading import Warm, fill_chunks
@@ -152,10 +152,11 @@ def restore_state(
     for chunk in wanted:
         if not chunk.tensor.is_inference():
             torch.autograd.graph.increment_version(chunk.tensor)
-    missing = tuple(filling.filled.lacking(set(paths(of_rank(tree, how.rank)))))
+    mine = of_rank(tree, how.rank)
+    missing = tuple(filling.filled.lacking(set(paths(mine))))
     apply(state, loaded, filled=filling.filled, strict=how.strict, rng=how.rng)
     filling.filled.take_loaded()
-    unexpected = _untaken(filling, of_rank(tree, how.rank))
+    unexpected = _untaken(filling, mine)
     return RestoreReport(
         step=manifest.step,
         tensors=len(filling.wanted),
@@ -169,9 +170,8 @@ def restore_state(
 
 def _untaken(filling: _Filling, tree: Any) -> tuple[str, ...]:
     """Names of tensors and values that only the checkpoint has."""
-    return tuple(
-        sorted(leaf.path for leaf in leaves(tree) if not filling.filled.takes(leaf.path))
-    )  # fmt: skip
+    left = set(leaf_paths(tree)) - filling.filled.taken  # at once: there may be very many
+    return tuple(sorted(path for path in left if not filling.filled.takes(path)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

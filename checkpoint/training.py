@@ -29,11 +29,24 @@ from hpstore.checkpoint.modules import load_module, loads_its_own_way, module_st
 from hpstore.checkpoint.optimizers import check_optimizer, load_optimizer, saved_optimizer
 from hpstore.checkpoint.places import RNG_KEY, Destinations, Names, State
 from hpstore.checkpoint.random_sources import kind_of
-from hpstore.checkpoint.tree import MAX_DEPTH, Absent, PerRank, field_names, is_leaf, is_plain, join
+from hpstore.checkpoint.tree import (
+    JSON_TYPES,
+    MAX_DEPTH,
+    Absent,
+    PerRank,
+    field_names,
+    holds_leaves,
+    is_leaf,
+    is_plain,
+    join,
+)
 from hpstore.checkpoint.typed import children_of, grows, is_stateful, same_dict
 from hpstore.errors import CheckpointError, CheckpointMismatch
 
 # Any below: a training state holds whatever its owner puts there
+
+
+_NOTHING = object()  # where a name is not there
 
 
 def require_state(state: object) -> None:
@@ -121,8 +134,13 @@ def _check_parts(path: str, target: Any, loaded: Any, names: Names, *, strict: b
     if isinstance(target, dict) and isinstance(loaded, Mapping):
         if not grows(target):
             check_names(target, loaded, path, strict=strict)
-        for name in target.keys() & loaded.keys():
-            _check_value(join(path, name), target[name], loaded[name], names, strict=strict)
+        if holds_leaves(target) and holds_leaves(loaded):
+            return
+        for name, value in loaded.items():
+            mine = target.get(name, _NOTHING)
+            if mine is _NOTHING or (type(value) in JSON_TYPES and type(mine) in JSON_TYPES):
+                continue  # of which there may be very many
+            _check_value(join(path, name), mine, value, names, strict=strict)
     else:
         if isinstance(target, tuple) and field_names(target):
             check_fields(path, target, loaded)
@@ -226,10 +244,20 @@ def _apply_dict(
             del target[name]
     else:
         check_names(target, loaded, path, strict=strict)
+    if (
+        type(target) is dict
+        and target.keys() == loaded.keys()
+        and (holds_leaves(target) and holds_leaves(loaded))
+    ):
+        target.update(loaded)
+        return
     for name, value in loaded.items():
-        if name in target:
+        mine = target.get(name, _NOTHING)
+        if type(value) in JSON_TYPES and type(mine) in JSON_TYPES:  # there may be very many
+            target[name] = value
+        elif mine is not _NOTHING:
             where = join(path, name)
-            target[name] = _apply_value(where, target[name], value, names, strict=strict)
+            target[name] = _apply_value(where, mine, value, names, strict=strict)
         elif grows(target):
             target[name] = value
 

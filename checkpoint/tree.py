@@ -121,7 +121,7 @@ def encode_tree(value: Tree, path: str, found: Collected, depth: int = 0) -> Jso
             return dict(value)
         start = f"{path}/" if path else ""  # the common case, without a call more a leaf
         return {k: encode_tree(v, start + k, found, depth + 1) for k, v in value.items()}
-    if kind in _JSON_TYPES:
+    if kind in JSON_TYPES:
         return _encode_plain(value, path)
     if kind is list:
         return _encode_list(value, path, found, depth)
@@ -136,12 +136,18 @@ def encode_tree(value: Tree, path: str, found: Collected, depth: int = 0) -> Jso
 
 
 _ROWS = {tuple, list}
-_JSON_TYPES = {int, float, str, bool, type(None)}
+JSON_TYPES = frozenset({int, float, str, bool, type(None)})  # of leaves
 
 
 def is_leaf(value: Any) -> bool:
     """Whether a value is a number, text or None of JSON's own types."""
-    return type(value) in _JSON_TYPES
+    return type(value) in JSON_TYPES
+
+
+def holds_leaves(node: Mapping[Any, Any]) -> bool:
+    """Whether a dict holds numbers, text and None alone, of which there may be very many: looked at
+    without a call for each."""
+    return set(map(type, node.values())) <= JSON_TYPES
 
 
 def is_plain(values: Collection[Any]) -> bool:
@@ -150,7 +156,7 @@ def is_plain(values: Collection[Any]) -> bool:
     kinds = set(map(type, values))
     if kinds and kinds <= _ROWS:
         kinds = set(map(type, chain.from_iterable(values)))
-    return kinds <= _JSON_TYPES
+    return kinds <= JSON_TYPES
 
 
 def _is_json(value: Any) -> bool:
@@ -167,7 +173,7 @@ def _all_json(values: Collection[Any]) -> bool:
     if len(values) < _FEW:
         return all(map(_is_json, values))
     kinds = set(map(type, values))
-    if not kinds <= _JSON_TYPES:
+    if not kinds <= JSON_TYPES:
         return False
     alone = len(kinds) == 1
     if float in kinds:
@@ -367,12 +373,14 @@ def decode_tree(node: Json, how: Decoding) -> Tree:
 
 def _decode(node: Json, how: Decoding) -> Tree:
     if isinstance(node, list):
-        if set(map(type, node)) <= _JSON_TYPES:
+        if set(map(type, node)) <= JSON_TYPES:
             return list(node)
         return [_decode(child, how) for child in node]
     if not isinstance(node, dict):
         return node
     if TAG not in node:
+        if holds_leaves(node):
+            return dict(node)
         return {name: _decode(child, how) for name, child in node.items()}
     kind = node[TAG]
     if kind == "tensor":
