@@ -310,6 +310,27 @@ def test_a_membership_that_moved_meanwhile_is_planned_on(harness: Harness) -> No
         assert {pool.get(key) for key in KEYS} == {b"x"}
 
 
+def test_a_membership_that_moved_after_the_names_counts_for_none(harness: Harness) -> None:
+    """PROTOCOL 4: a device is evicted between the names and the acknowledgement: no object of the
+    batch counts, each is put again on the members that are left."""
+    with harness.open() as pool, harness.open() as other:
+        pool.put_many({"warm": b"1", "w": b"2"})
+        plain = many_writes._acknowledge
+
+        def moved(*args: object) -> None:
+            other.evict(harness.urls[0])
+            plain(*args)  # type: ignore[arg-type]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(many_writes, "_acknowledge", moved)
+            pool.put_many({"a": b"a", "b": b"b"})
+        assert pool.metrics.value("written_together_again_total") == 2
+        for key in ("a", "b"):
+            newest = harness.columns(key)
+            assert all(url != harness.urls[0] for url, _ in newest[-3:])
+            assert pool.get(key) == key.encode()
+
+
 def test_two_at_once_end_as_one_of_them(harness: Harness) -> None:
     """Two pools delete the same keys, and one puts while one deletes: each key is gone, or whole as
     it was put; every key has an answer in both."""
