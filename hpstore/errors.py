@@ -4,6 +4,7 @@
       ConfigError (ValueError)       exit 2   a setting, geometry or file of settings is wrong
         AlreadyClosed                exit 6   a pool, data set, reader or loader that was closed
         RegistersForeign             exit 7   the pool's registers are in another run directory
+        PoolKeyError                 exit 8   pool.toml lacks the pool's key, or has another one
       InvalidKey (ValueError)        exit 3   a key that cannot name an object
       ObjectNotFound (FileNotFoundError) exit 4
       VersionConflict                exit 5   if_absent / if_version did not hold
@@ -20,6 +21,7 @@
         DeviceDenied                 exit 19  this user has no rights there
       FormatTooNew                   exit 20  written by a newer hpstore
       IntegrityError                 exit 21  bytes do not match their checksum
+        NotAuthentic                 exit 24  nor what the pool's key makes of them
         BlocksDamaged                exit 22  blocks of one column; its others can be used
         MalformedFile                exit 23  a file that was named is not what it is said to be
       RedundancyError                exit 30
@@ -85,6 +87,12 @@ class RegistersForeign(ConfigError):
     """This process' run directory is not the one that the pool's registers are in."""
 
     exit_code = 7
+
+
+class PoolKeyError(ConfigError):
+    """pool.toml has not the key that the pool was made with. Nothing was read or changed."""
+
+    exit_code = 8
 
 
 class InvalidKey(HpstoreError, ValueError):
@@ -189,6 +197,12 @@ class IntegrityError(HpstoreError):
     """Bytes on a device do not match their checksum."""
 
     exit_code = 21
+
+
+class NotAuthentic(IntegrityError):
+    """Bytes carry no MAC of this pool's key, or that of another key: no writer of it made them."""
+
+    exit_code = 24
 
 
 class BlocksDamaged(IntegrityError):
@@ -353,8 +367,10 @@ __all__ = [
     "LockTimeout",
     "MalformedFile",
     "MembershipError",
+    "NotAuthentic",
     "ObjectNotFound",
     "PoolFull",
+    "PoolKeyError",
     "ReadAbandoned",
     "RedundancyError",
     "RedundancyWarning",

@@ -7,17 +7,23 @@ on disk, so `a` and `a/b` can both be objects (PROTOCOL 13):
     @<counter>-<nonce>-<revision>.c<column>.<k>+<m>      a column
     @<counter>-<nonce>-<revision>.r<copy>.1+<m>          a whole copy (small objects)
     @<counter>-<nonce>-<revision>.t<copy>.1+<m>          a tombstone
+
+In a pool with a key (pool_key.py) a point and 24 hex digits follow: a MAC over the pool, the object
+and what the name says.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
+import struct
 from enum import StrEnum
 from functools import lru_cache
+from hmac import compare_digest
 from typing import NamedTuple
 
 from hpstore.errors import IntegrityError, InvalidKey
+from hpstore.pool_key import TAG_DIGITS, PoolKey, Use
 
 MAX_KEY_BYTES = 1024
 MAX_NAME_BYTES = 255
@@ -85,9 +91,15 @@ class ColumnName(NamedTuple):
     column: int
     data: int
     parity: int
+    tag: str = ""  # the MAC of a pool with a key
+
+    @property
+    def plain(self) -> str:
+        """The name without its tag."""
+        return f"@{self.version}.{self.kind}{self.column:02d}.{self.data}+{self.parity}"
 
     def __str__(self) -> str:
-        return f"@{self.version}.{self.kind}{self.column:02d}.{self.data}+{self.parity}"
+        return f"{self.plain}.{self.tag}" if self.tag else self.plain
 
     @property
     def layout(self) -> tuple[Version, Kind, int, int]:
@@ -95,9 +107,39 @@ class ColumnName(NamedTuple):
         return (self.version, self.kind, self.data, self.parity)
 
 
+class NameTags:
+    """Tags of the names that files of one object have in a pool. `pool_key`: None for a pool that
+    has none, whose names have no tags."""
+
+    def __init__(self, pool_key: PoolKey | None, pool_id: str, key: str) -> None:
+        self._believes = pool_key is not None and pool_key.lost
+        self._begun = None
+        if pool_key is not None and not pool_key.lost:  # keys hold no NUL
+            self._begun = pool_key.hasher(Use.NAME, f"{pool_id}\0{key}\0".encode())
+
+    def tagged(self, name: ColumnName) -> ColumnName:
+        """The name with its tag."""
+        return name if self._begun is None else name._replace(tag=self._tag(name))
+
+    def admits(self, name: ColumnName) -> bool:
+        """Whether a writer of the pool gave this name to a file of this object. Where the pool has
+        no key that cannot be told; where its key is lost, every name with a tag is believed."""
+        if self._begun is None:
+            return bool(name.tag) == self._believes
+        return compare_digest(self._tag(name), name.tag)
+
+    def _tag(self, name: ColumnName) -> str:
+        assert self._begun is not None
+        made = self._begun.copy()
+        made.update(_FACTS.pack(*name.version, ord(name.kind), name.column, name.data, name.parity))
+        return made.hexdigest()
+
+
+_FACTS = struct.Struct("<QQIBBBB")  # a name is made of these, and in one form only
 # no leading zeros: one name for one thing
 _NAME = re.compile(
     r"@([0-9a-f]{16})-([0-9a-f]{16})-([0-9a-f]{8})\.([crt])([0-9]{2})\.([1-9][0-9]?)\+([1-8])"
+    rf"(?:\.([0-9a-f]{{{TAG_DIGITS}}}))?"
 )
 _KINDS = {kind.value: kind for kind in Kind}
 
@@ -107,9 +149,9 @@ def parse_column_name(name: str) -> ColumnName | None:
     match = _NAME.fullmatch(name)
     if match is None:
         return None
-    counter, nonce, revision, kind, column, data, parity = match.groups()
+    counter, nonce, revision, kind, column, data, parity, tag = match.groups("")
     version = Version(int(counter, 16), int(nonce, 16), int(revision, 16))
-    found = ColumnName(version, _KINDS[kind], int(column), int(data), int(parity))
+    found = ColumnName(version, _KINDS[kind], int(column), int(data), int(parity), tag)
     sane = found.column < found.data + found.parity <= 32 and found.version.counter < MAX_COUNTER
     return found if sane else None
 
@@ -218,6 +260,7 @@ __all__ = [
     "ColumnName",
     "ContentId",
     "Kind",
+    "NameTags",
     "Version",
     "check_key",
     "component_of",

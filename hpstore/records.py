@@ -13,16 +13,19 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
+from hmac import compare_digest
 
 from hpstore.checksum import digest128
-from hpstore.errors import ConfigError, FormatTooNew, IntegrityError
+from hpstore.errors import ConfigError, FormatTooNew, IntegrityError, NotAuthentic
 from hpstore.geometry import check_unit_bytes, check_width
 from hpstore.hostile import MALFORMED, brief
 from hpstore.keys import Version, check_key
 from hpstore.placement import lost_columns
+from hpstore.pool_key import PoolKey, Use
 
 FORMAT = 1
-NEWEST_FORMAT = 2  # a pool record with a spread, which an older hpstore would not keep to
+SPREAD_FORMAT = 2  # a pool record with a spread, which an older hpstore would not keep to
+NEWEST_FORMAT = 3  # one of a pool with a key, whose files an older hpstore would not see
 MAX_RECORD_BYTES = 4 << 20
 IDENTITY_FILE = "hpstore.json"
 POOL_FILE = "pool.json"
@@ -167,6 +170,7 @@ class PoolRecord:
     members: tuple[Member, ...]
     evicted: tuple[Member, ...] = field(default=())
     spread: int | None = None  # most columns of an object that a failure domain holds: a bound
+    key_id: str = ""  # fingerprint of the pool's key; "" for a pool that has none
 
     @property
     def order(self) -> tuple[int, str]:
@@ -204,7 +208,14 @@ class PoolRecord:
         """Devices that must hold a new record: max(m + 1, majority), at most all."""
         return min(max(self.parity + 1, len(self.members) // 2 + 1), len(self.members))
 
-    def encode(self) -> bytes:
+    def encode(self, pool_key: PoolKey | None = None) -> bytes:
+        """Its bytes; with the MAC of a pool that has a key."""
+        body = self._body()
+        if pool_key is not None:
+            body["mac"] = pool_key.mac(Use.RECORD, _canonical(body)).hex()
+        return seal(body)
+
+    def _body(self) -> Json:
         def rows(members: Iterable[Member]) -> list[Json]:
             return [
                 {"device": m.device_id, "url": m.url, "domain": m.domain, "weight": m.weight,
@@ -212,21 +223,21 @@ class PoolRecord:
                 for m in members
             ]  # fmt: skip
 
-        return seal(
-            {
-                "format": FORMAT if self.spread is None else NEWEST_FORMAT,
-                **({} if self.spread is None else {"spread": self.spread}),
-                "pool": self.pool_id,
-                "generation": self.generation,
-                "nonce": self.nonce,
-                "parent": self.parent,
-                "data": self.data,
-                "parity": self.parity,
-                "unit_bytes": self.unit_bytes,
-                "members": rows(self.members),
-                "evicted": rows(self.evicted),
-            }
-        )
+        old = FORMAT if self.spread is None else SPREAD_FORMAT
+        return {
+            "format": NEWEST_FORMAT if self.key_id else old,
+            **({} if self.spread is None else {"spread": self.spread}),
+            **({"key": self.key_id} if self.key_id else {}),
+            "pool": self.pool_id,
+            "generation": self.generation,
+            "nonce": self.nonce,
+            "parent": self.parent,
+            "data": self.data,
+            "parity": self.parity,
+            "unit_bytes": self.unit_bytes,
+            "members": rows(self.members),
+            "evicted": rows(self.evicted),
+        }
 
     def successor(
         self, *, members: Iterable[Member], evicted: Iterable[Member], nonce: str
@@ -242,15 +253,20 @@ class PoolRecord:
         )
 
     @staticmethod
-    def decode(data: bytes, *, where: str) -> PoolRecord:
-        """A record from one of its devices; those of all the others hold the same bytes."""
+    def decode(data: bytes, *, where: str, pool_key: PoolKey | None = None) -> PoolRecord:
+        """A record from one of its devices; those of all the others hold the same bytes.
+
+        Raises NotAuthentic for one of a pool with a key that the settings lack, with another key,
+        or without a MAC of theirs.
+        """
         with contextlib.suppress(IntegrityError, FormatTooNew):  # raised below, with the place
-            return _decoded(data)
-        return PoolRecord._parse(data, where)
+            return _decoded(data, pool_key)
+        return PoolRecord._parse(data, where, pool_key)
 
     @classmethod
-    def _parse(cls, data: bytes, where: str) -> PoolRecord:
+    def _parse(cls, data: bytes, where: str, pool_key: PoolKey | None) -> PoolRecord:
         body = unseal(data, where=where, newest=NEWEST_FORMAT)
+        _check_mac(body, pool_key, where)
 
         def members(name: str) -> tuple[Member, ...]:
             rows = body[name]
@@ -281,6 +297,7 @@ class PoolRecord:
                     members=members("members"),
                     evicted=members("evicted"),
                     spread=_spread(body),
+                    key_id=str(body.get("key", "")),
                 )
             )
         except MALFORMED as error:
@@ -308,9 +325,31 @@ def _spread(body: Json) -> int | None:
     return spread
 
 
+def _canonical(body: Json) -> bytes:
+    """What a MAC is over."""
+    return json.dumps(body, sort_keys=True, ensure_ascii=False).encode(errors="surrogatepass")
+
+
+def _check_mac(body: Json, pool_key: PoolKey | None, where: str) -> None:
+    """Raise NotAuthentic unless a membership is of the pool that the settings have the key of."""
+    mac, key_id = str(body.pop("mac", "")), str(body.get("key", ""))
+    if pool_key is None and not key_id:
+        return
+    if pool_key is None:
+        raise NotAuthentic(f"{where}: the pool has a key, and pool.toml does not have it")
+    if not key_id:
+        raise NotAuthentic(f"{where}: pool.toml has a key, and this membership is without one")
+    if pool_key.lost:
+        return
+    if key_id != pool_key.fingerprint(str(body.get("pool", ""))):
+        raise NotAuthentic(f"{where}: the pool has another key ({key_id}) than pool.toml")
+    if not compare_digest(mac, pool_key.mac(Use.RECORD, _canonical(body)).hex()):
+        raise NotAuthentic(f"{where}: the membership does not match its MAC: it was forged")
+
+
 @lru_cache(maxsize=64)
-def _decoded(data: bytes) -> PoolRecord:
-    return PoolRecord._parse(data, "")
+def _decoded(data: bytes, pool_key: PoolKey | None) -> PoolRecord:
+    return PoolRecord._parse(data, "", pool_key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -34,8 +35,9 @@ from hpstore.health.forecast.drive_stats import BadRows, read_rows
 from hpstore.health.forecast.model import _digest, model_from_json
 from hpstore.health.smart import parse_diskstats, parse_nvme, parse_smartctl
 from hpstore.health.states import DeviceHealth, PolicyState
-from hpstore.keys import Kind, Version, component_of, parse_column_name
+from hpstore.keys import Kind, NameTags, Version, component_of, parse_column_name
 from hpstore.observed import STATUS_FILE, observed_devices
+from hpstore.pool_key import PoolKey, Use
 from hpstore.pool_names import read_table
 from hpstore.records import Debt, Identity, Member, PoolRecord, seal, unseal
 from hpstore.register_slots import COPY_BYTES, SLOT_BYTES, Entry, decode_entry, encode_entry, merge
@@ -114,12 +116,32 @@ def take_header(data: bytes) -> None:
         decode_table(found, data[HEADER_BYTES:], where="x")
 
 
-def header_seeds() -> list[bytes]:
+KEY = PoolKey(bytes(range(32)))
+
+
+def keyed_page(parts: Sequence[bytes]) -> bytes:
+    """With the MAC of the pool's key, so that mutations get behind it."""
+    body = parts[0][: HEADER_BYTES - 48]
+    page = MAGIC + (2).to_bytes(4, "little") + len(body).to_bytes(4, "little") + body
+    page = page.ljust(HEADER_BYTES - 32, b"\0") + KEY.mac(Use.HEADER, page)
+    return page + digest128(page) + b"".join(parts[1:])
+
+
+def take_keyed_header(data: bytes) -> None:
+    found = decode_header(data[:HEADER_BYTES], where="x", pool_key=KEY)
+    checks = found.checks(KEY)
+    assert NameTags(KEY, found.pool_id, found.key).tagged(found.name).tag
+    if found.table_bytes <= 1 << 20:
+        decode_table(found, data[HEADER_BYTES:], where="x", checks=checks)
+
+
+def header_seeds(pool_key: PoolKey | None = None) -> list[bytes]:
     made = []
     for kind, size in ((Kind.COLUMN, 300_000), (Kind.COPY, 100), (Kind.TOMBSTONE, 0)):
         one = header(kind, size)
         table = np.arange(one.geometry.block_count, dtype=np.uint64)
-        made.append(encode_header(one) + encode_table(one, table))
+        checks = one.checks(pool_key)
+        made.append(encode_header(one, pool_key) + encode_table(one, table, checks))
     return made
 
 
@@ -148,6 +170,19 @@ def pool_record() -> PoolRecord:
         pool_id="p" * 16, generation=4, nonce="n", parent="", data=4, parity=2, unit_bytes=1 << 20,
         members=members, evicted=members[:1], spread=2,
     )  # fmt: skip
+
+
+def sealed_with_key(parts: Sequence[bytes]) -> bytes:
+    """A membership with the MAC and the digest that fit."""
+    body = json.loads(parts[0])
+    body.pop("mac", None)
+    text = json.dumps(body, sort_keys=True, ensure_ascii=False)
+    return seal({**body, "mac": KEY.mac(Use.RECORD, text.encode(errors="surrogatepass")).hex()})
+
+
+def take_keyed_record(data: bytes) -> None:
+    found = PoolRecord.decode(data, where="pool.json", pool_key=KEY)
+    assert PoolRecord.decode(found.encode(KEY), where="x", pool_key=KEY) == found
 
 
 def take_pool_record(data: bytes) -> None:
@@ -342,6 +377,11 @@ POOL_TARGETS = [
            put_together=header_page),
     Target(name="column-name", run=take_name, seeds=lambda: [str(header().name).encode(),
            b"%40a%2fb", b"4096-00ff", str(VERSION).encode()]),
+    Target(name="keyed-header", run=take_keyed_header, seeds=lambda: header_seeds(KEY),
+           take_apart=header_body, put_together=keyed_page),
+    Target(name="keyed-record", run=take_keyed_record, take_apart=unsealed,
+           put_together=sealed_with_key, seeds=lambda: [
+               replace(pool_record(), key_id=KEY.fingerprint("p" * 16)).encode(KEY)]),
     record("pool-record", lambda: [pool_record().encode()], take_pool_record),
     record("identity", lambda: [Identity(pool_id="p", device_id="d", domain="h").encode()],
            take_identity),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict
 
@@ -21,7 +22,8 @@ from hpstore.header import (
     encode_header,
     encode_table,
 )
-from hpstore.keys import Kind, Version, object_directory, parse_column_name
+from hpstore.keys import Kind, NameTags, Version, object_directory, parse_column_name
+from hpstore.pool_key import PoolKey
 from hpstore.records import Debt, DeviceState, Identity, Member, PoolRecord
 
 HERE = Path(__file__).parent
@@ -121,6 +123,51 @@ def test_a_golden_path_is_still_found() -> None:
     assert parse_column_name(path.rsplit("/", 1)[-1]) == HEADER.name
     folded = (FORMAT_V1 / "path_folding.txt").read_text().rstrip("\n")
     assert f"{object_directory(HEADER.key, folding=True)}/{HEADER.name}" == folded
+
+
+KEY = PoolKey(bytes(range(32)))
+COPY = ColumnHeader(
+    pool_id=HEADER.pool_id, key="runs/gpt/manifest", version=Version(1_763_726_400_123, 0xCAFE),
+    kind=Kind.COPY, column=2,
+    geometry=Geometry(data=1, parity=2, unit_bytes=65536, size=70_000, code=Code.COPIES),
+    devices=HEADER.devices[:3], generation=42, created_ms=1_763_726_400_124,
+)  # fmt: skip
+KEYED = HERE / "keyed-v2"
+
+
+def keyed_file(header: ColumnHeader, column: Bytes) -> bytes:
+    """A column file of a pool with a key, without its column."""
+    checks = header.checks(KEY)
+    table = checks.digests(0, column.data)
+    return encode_header(header, KEY) + encode_table(header, table, checks)
+
+
+@pytest.mark.parametrize(("name", "header"), [("column", HEADER), ("copy", COPY)])
+def test_a_golden_file_of_a_pool_with_a_key_is_still_read_and_written(
+    name: str, header: ColumnHeader
+) -> None:
+    """Header format 2 and the table with its MACs, of a stripe's column and of a whole copy; and
+    the tag of the name."""
+    column = column_bytes() if header is HEADER else row_of(0, COPY.geometry.column_bytes)
+    raw = (KEYED / f"{name}.bin").read_bytes()
+    assert keyed_file(header, column) == raw
+    assert decode_header(raw[:HEADER_BYTES], where="golden", pool_key=KEY) == header
+    checks = header.checks(KEY)
+    table = decode_table(header, raw[HEADER_BYTES:], where="golden", checks=checks)
+    assert not checks.bad_blocks(0, column.data, table)
+    text = (KEYED / f"{name}.txt").read_text().rstrip("\n")
+    found = parse_column_name(text)
+    assert found is not None
+    assert NameTags(KEY, header.pool_id, header.key).tagged(header.name) == found
+    assert str(found) == text
+
+
+def test_a_golden_membership_of_a_pool_with_a_key_is_still_read_and_written() -> None:
+    """Record format 3."""
+    record = replace(POOL, key_id=KEY.fingerprint(POOL.pool_id))
+    data = (KEYED / "pool.json").read_bytes()
+    assert PoolRecord.decode(data, where="golden", pool_key=KEY) == record
+    assert record.encode(KEY) == data
 
 
 IDENTITY = Identity(pool_id=HEADER.pool_id, device_id="d" * 32, domain="rack-ä", weight=1.5)

@@ -37,6 +37,7 @@ names = st.builds(
     column=st.integers(0, 31),
     data=st.integers(1, 31),
     parity=st.integers(1, 8),
+    tag=st.just("") | st.text("0123456789abcdef", min_size=24, max_size=24),
 ).filter(lambda name: name.column < name.data + name.parity <= 32)
 
 

@@ -15,6 +15,7 @@ from hpstore.geometry import Code, Geometry
 from hpstore.header import (
     FORMAT,
     HEADER_BYTES,
+    KEYED_FORMAT,
     MAX_METADATA_BYTES,
     ColumnHeader,
     decode_header,
@@ -114,14 +115,14 @@ def test_what_is_no_column_is_refused(page: bytes) -> None:
 
 def test_a_newer_format_says_so() -> None:
     """Not as damage: the operator must upgrade, not repair."""
-    page = redigest(PAGE[:8] + struct.pack("<I", FORMAT + 1) + PAGE[12:])
-    with pytest.raises(FormatTooNew, match=f"format {FORMAT + 1}"):
+    page = redigest(PAGE[:8] + struct.pack("<I", KEYED_FORMAT + 1) + PAGE[12:])
+    with pytest.raises(FormatTooNew, match=f"format {KEYED_FORMAT + 1}"):
         decode_header(page, where="x")
 
 
 def test_a_damaged_page_is_damage_even_when_its_format_looks_newer() -> None:
     """A flipped bit in the version field must not tell anybody to upgrade."""
-    page = PAGE[:8] + struct.pack("<I", FORMAT + 1) + PAGE[12:]
+    page = PAGE[:8] + struct.pack("<I", KEYED_FORMAT + 1) + PAGE[12:]
     with pytest.raises(IntegrityError):
         decode_header(page, where="x")
 
