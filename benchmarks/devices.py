@@ -17,7 +17,7 @@ import hpstore
 from hpstore.benchmarks.measure import Options, interleave, rates, ratio, seconds
 from hpstore.buffers import aligned_array
 from hpstore.codec.galois import Bytes
-from hpstore.config import Settings
+from hpstore.config import Settings, load_config
 from hpstore.units import GIB, MIB, div_ceil, round_up
 
 DATA, PARITY = 4, 2
@@ -205,7 +205,9 @@ def linked_pool(root: Path, lost: Sequence[str]) -> Path:
             link.symlink_to(directory)
         lines.append(f'"{link}"')
     config = other / "pool.toml"
-    config.write_text(f'name = "degraded"\ndevices = [{", ".join(lines)}]\n')
+    key = load_config(root / "pool.toml").key
+    line = "" if key is None else f'key = "{key.text}"\n'
+    config.write_text(f'name = "degraded"\n{line}devices = [{", ".join(lines)}]\n')
     return config
 
 

@@ -348,6 +348,12 @@ def reconcile(store: Store, device_id: str, device: Device, swept: int = 0) -> R
         for key, survey in catalog.surveys.items()
         for file, verdict in judge_survey(view, survey, device_id, recent=recent, swept=swept)
     ]
+    judged += [
+        (key, file.name, Return.QUARANTINE)
+        for key, survey in catalog.surveys.items()
+        for file in (*survey.strangers, *survey.blanks)
+        if file.device == device_id
+    ]
     unclear = sorted({key for key, _, verdict in judged if verdict is Return.UNCLEAR})
     if unclear:
         raise MembershipError(
@@ -402,7 +408,8 @@ def judge_survey(
         (file, judge_return(
             file, newest, [f for f in others if f.name.layout == file.name.layout],
             recent=recent and file.name.version.counter > swept,
-            silent=view.record.weight(survey.unknown), unhealed=view.record.weight(unhealed),
+            silent=view.record.weight(survey.unknown - {device_id}),
+            unhealed=view.record.weight(unhealed),
         ))
         for file in survey.files if file.device == device_id
     ]  # fmt: skip
@@ -451,7 +458,7 @@ def here_store(store: Store, view: View) -> Store:
     return Store(
         view=view, scheduler=store.scheduler, code=store.code, buffers=store.buffers,
         metrics=store.metrics, clock=store.clock, counter=store.counter, settings=store.settings,
-        read_only=store.read_only, routing=store.routing,
+        read_only=store.read_only, pool_key=store.pool_key, routing=store.routing,
     )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ import tomlkit
 from hpstore.device_urls import has_secrets
 from hpstore.errors import ConfigError
 from hpstore.hostile import MALFORMED
+from hpstore.pool_key import PoolKey, parse_pool_key
 from hpstore.rights import denied_path, group_number, rights_hint
 from hpstore.units import GIB, MIB, parse_bytes
 
@@ -110,6 +111,7 @@ class PoolConfig:
     devices: tuple[str, ...] = field(repr=False)  # URLs with what opens them
     settings: Settings = field(default_factory=Settings)
     agent: Mapping[str, object] = field(default_factory=dict)  # as written; hpstore.agent reads it
+    key: PoolKey | None = field(default=None, repr=False)  # None: a pool that has none
 
 
 def home(instead: str) -> Path:
@@ -187,7 +189,7 @@ def load_config(path: str | os.PathLike[str]) -> PoolConfig:
         raise ConfigError(f"{file} cannot be read: {error}") from error
     except MALFORMED as error:  # nested too deep, a number too long
         raise ConfigError(f"{file} is not TOML: {error}") from error
-    _check_names(document, ("name", "devices", "settings", "agent"), file)
+    _check_names(document, ("name", "devices", "key", "settings", "agent"), file)
     devices, raw = document.get("devices"), document.get("settings", {})
     if not isinstance(devices, list) or not all(isinstance(d, str) for d in devices) or not devices:
         raise ConfigError(f"{file}: devices must be a list of paths or URLs")
@@ -204,6 +206,7 @@ def load_config(path: str | os.PathLike[str]) -> PoolConfig:
         devices=tuple(_absolute(device, file) for device in devices),
         settings=parse_settings(raw, where=str(file)),
         agent=agent,
+        key=parse_pool_key(document["key"], where=str(file)) if "key" in document else None,
     )
 
 
@@ -267,6 +270,9 @@ def save_config(config: PoolConfig) -> None:
         document = tomlkit.document()
         document.add(tomlkit.comment("hpstore: where this pool's devices are on this machine"))
         document.add("name", tomlkit.item(config.name))
+        if config.key is not None:
+            document.add(tomlkit.comment("without this key nothing can be checked: keep a copy"))
+            document.add("key", tomlkit.item(config.key.text))
         changed = {
             f.name: _as_written(f.name, getattr(config.settings, f.name))
             for f in fields(Settings)
@@ -302,12 +308,13 @@ def _as_written(name: str, value: object) -> object:
 
 
 def _mode(config: PoolConfig) -> int | None:
-    """Of a pool.toml: for its owner, and the pool's group, alone where it holds passwords; else as
-    it is, or the pool's mode, or the umask."""
+    """Of a pool.toml: for its owner, and the pool's group, alone where it holds passwords or a new
+    key; else as it is, or the pool's mode, or the umask."""
     shared = config.settings.file_mode & 0o060 if config.settings.group else 0
-    if any(map(has_secrets, config.devices)):
+    exists = config.path.exists()
+    if any(map(has_secrets, config.devices)) or (config.key is not None and not exists):
         return 0o600 | shared
-    if config.path.exists():
+    if exists:
         return stat.S_IMODE(config.path.stat().st_mode)
     return config.settings.file_mode if shared else None
 

@@ -38,6 +38,7 @@ from hpstore.members import (
     make_view,
     open_members,
     refusing,
+    require_key_to_write,
     suffice,
     trusted,
     unlisted,
@@ -94,6 +95,7 @@ class PoolHandle(Closing):
     ) -> None:
         """`monitor`: whether devices' health is watched; by the settings, where there are threads,
         unless given."""
+        require_key_to_write(config, read_only=read_only)
         self.config, self.read_only = config, read_only
         self._opener = opener or device_opener(config.settings, lambda: self.config.devices)
         self._options = (threads, erasure_backend)
@@ -150,8 +152,9 @@ class PoolHandle(Closing):
             raise
         self._problems, self._denied = dict(opened.problems), opened.denied
         store = make_store(
-            opened.view, config.settings, backend, clock, scheduler, read_only=self.read_only
-        )
+            opened.view, config.settings, backend, clock, scheduler, read_only=self.read_only,
+            pool_key=config.key,
+        )  # fmt: skip
         _note_read_only(store, opened.read_only)
         return store
 
@@ -232,7 +235,7 @@ class PoolHandle(Closing):
         scheduler, settings = self._store.scheduler, self.config.settings
         deadline = settings.open_deadline_seconds
         opened, failed = identify_all(
-            urls, self._opener, scheduler, deadline,
+            urls, self._opener, scheduler, deadline, self.config.key,
             lambda found: suffice(record, [*kept, *(o.identity.device_id for o in found.values())]),
         )  # fmt: skip
         problems = {url: str(error) for url, error in failed.items()}
@@ -300,7 +303,9 @@ class PoolHandle(Closing):
         open_now = {same_form(device.url) for device in self._store.view.devices.values()}
         urls = [url for place, url in known.items() if place not in open_now]
         scheduler, deadline = self._store.scheduler, self.config.settings.open_deadline_seconds
-        opened, failed = identify_all(sorted(urls), self._opener, scheduler, deadline)
+        opened, failed = identify_all(
+            sorted(urls), self._opener, scheduler, deadline, self.config.key
+        )
         found = None
         for other in opened.values():
             if found is None and other.identity.device_id == member.device_id:

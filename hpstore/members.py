@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hpstore.config import PoolConfig
 from hpstore.devices.base import Device
-from hpstore.errors import DeviceForeign, DeviceReadOnly, TooFewDevices
+from hpstore.errors import DeviceForeign, DeviceReadOnly, PoolKeyError, TooFewDevices
 from hpstore.lacks import lacks_total, naming_lacks
 from hpstore.membership import newest_of
 from hpstore.objects.store import View
@@ -50,7 +50,9 @@ def open_members(
     Raises TooFewDevices that names what is missing and why.
     """
     deadline, before = config.settings.open_deadline_seconds, lacks_total()
-    opened, failed = identify_all(config.devices, opener, scheduler, deadline, open_a_pool)
+    opened, failed = identify_all(
+        config.devices, opener, scheduler, deadline, config.key, open_a_pool
+    )
     problems = {url: str(error) for url, error in failed.items()}
     denied = frozenset(url for url, error in failed.items() if is_denied(error))
     try:
@@ -99,7 +101,8 @@ def _open_unlisted(
     if not records:
         return {}
     urls = unlisted(config, newest_of(records), {found.identity.device_id for found in ours})
-    found, _ = identify_all(urls, opener, scheduler, config.settings.open_deadline_seconds)
+    deadline = config.settings.open_deadline_seconds
+    found, _ = identify_all(urls, opener, scheduler, deadline, config.key)
     for url in found:
         _log.info("pool %s: %s is not listed in %s, but a member", config.name, url, config.path)
     return found
@@ -135,6 +138,7 @@ def _choose_view(
 ) -> Opened:  # fmt: skip
     """The view of the newest record, from devices of one pool that prove to work."""
     if not any(o.record is not None for o in opened.values()):
+        _require_key(config, opened.values())
         raise TooFewDevices(
             f"pool {config.name!r} ({config.path}): no device answers with a membership "
             "record. Objects are not touched; one device of the pool with a whole pool.json opens "
@@ -167,6 +171,37 @@ def _choose_view(
         read_only=refusing(opened, proof),
         denied=denied | proof.denied,
     )
+
+
+def _require_key(config: PoolConfig, opened: Collection[OpenedDevice]) -> None:
+    """Raise PoolKeyError where most devices are of a pool whose key the settings do not have."""
+    others = [found.lacks for found in opened if found.other_key]
+    if 2 * len(others) <= len(opened):
+        return
+    why = (
+        "it has no key" if config.key is None
+        else "its key is not that of this pool, or this pool has none"
+    )  # fmt: skip
+    raise PoolKeyError(
+        f"{config.path} does not open this pool: {why} ({others[0]}). Nothing was read or changed. "
+        "The line `key = ...` of any other pool.toml of the pool, or of a copy, opens it. If there "
+        'is none left, `key = "lost"` lets objects be read, and nothing be written; what is read '
+        "then is believed as it lies on the devices, without any check."
+    )
+
+
+def require_key_to_write(config: PoolConfig, *, read_only: bool) -> None:
+    """Raise PoolKeyError for settings that give the key up for lost, unless opened read-only."""
+    if config.key is None or not config.key.lost:
+        return
+    if not read_only:
+        raise PoolKeyError(
+            f"{config.path} gives the pool's key up for lost, so the pool can be read, and not be "
+            "written: no file could carry its MAC. Open it read-only, copy what is there into a "
+            "new pool, and use that. A copy of the key makes it whole again."
+        )
+    _log.warning("pool %s is read without its key: damaged and forged bytes go unnoticed",
+                 config.name)  # fmt: skip
 
 
 def refusing(opened: Mapping[str, OpenedDevice], proof: Proof) -> dict[str, DeviceReadOnly]:
@@ -217,4 +252,4 @@ def make_view(record: PoolRecord, opened: Iterable[OpenedDevice], problems: dict
 
 
 __all__ = ["Opened", "belongs", "copied", "foreign", "make_view", "open_members", "refusing",
-           "suffice", "trusted", "unlisted"]  # fmt: skip
+           "require_key_to_write", "suffice", "trusted", "unlisted"]  # fmt: skip

@@ -93,6 +93,7 @@ def create_members(
         spread=bound_spread(data + parity, parity, list(Counter(domains or urls).values())),
         pool_id=pool_id, generation=1, nonce=secrets.token_hex(8), parent="", data=data,
         parity=parity, unit_bytes=unit_bytes, members=tuple(members),
+        key_id="" if config.key is None else config.key.fingerprint(pool_id),
     )  # fmt: skip
     claimed: list[Device] = []
     try:
@@ -100,7 +101,7 @@ def create_members(
             claim(device, _identity(record, member))
             claimed.append(device)
         for device in devices:
-            device.write_small(POOL_FILE, record.encode())
+            device.write_small(POOL_FILE, record.encode(config.key))
     except HpstoreError:
         for device in claimed:
             device.delete(IDENTITY_FILE)  # the pool never came to be: let the places go
@@ -176,8 +177,9 @@ def _records(store: Store) -> list[PoolRecord | None]:
     def read(_: str, device: Device) -> PoolRecord | None:
         try:
             return PoolRecord.decode(
-                device.read_small(POOL_FILE, MAX_RECORD_BYTES), where=f"{device.url}/{POOL_FILE}"
-            )
+                device.read_small(POOL_FILE, MAX_RECORD_BYTES), where=f"{device.url}/{POOL_FILE}",
+                pool_key=store.pool_key,
+            )  # fmt: skip
         except (FileNotFoundError, IntegrityError):
             return None
 
@@ -199,13 +201,13 @@ def roll_forward(store: Store, record: PoolRecord) -> int:
     def update(device_id: str, device: Device) -> None:
         try:
             data = device.read_small(POOL_FILE, MAX_RECORD_BYTES)
-            found = PoolRecord.decode(data, where=device.url)
+            found = PoolRecord.decode(data, where=device.url, pool_key=store.pool_key)
             if found.generation > record.generation or found.order == record.order:
                 return
         except (FileNotFoundError, IntegrityError):
             if device.stamp(IDENTITY_FILE) is None:
                 raise DeviceMissing(f"device {device.url} was wiped", device=device_id) from None
-        device.write_small(POOL_FILE, record.encode())
+        device.write_small(POOL_FILE, record.encode(store.pool_key))
 
     results = store.each(store.view.devices, update, patience=PATIENCE)
     return sum(not isinstance(result, Exception) for result in results.values())
@@ -282,7 +284,7 @@ def _require_successor(store: Store, new: PoolRecord) -> None:
 
 def _write_record(store: Store, new: PoolRecord, devices: Mapping[str, Device]) -> set[str]:
     """Write it to all; the devices that have it now."""
-    data = new.encode()
+    data = new.encode(store.pool_key)
     results = store.scheduler.gather(
         {d: lambda d=d: devices[d].write_small(POOL_FILE, data) for d in devices},  # type: ignore[misc]
         store.settings.device_deadline_seconds,

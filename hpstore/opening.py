@@ -24,8 +24,10 @@ from hpstore.errors import (
     DeviceMissing,
     DeviceReadOnly,
     IntegrityError,
+    NotAuthentic,
 )
 from hpstore.patience import Patience
+from hpstore.pool_key import PoolKey
 from hpstore.records import IDENTITY_FILE, MAX_RECORD_BYTES, POOL_FILE, Identity, PoolRecord
 from hpstore.scheduler import Scheduler
 
@@ -44,6 +46,7 @@ class OpenedDevice:
     identity: Identity
     record: PoolRecord | None
     lacks: str = ""
+    other_key: bool = False  # it lacks a record that pool.toml has the key of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +93,7 @@ def device_opener(
     return open_url
 
 
-def identify(url: str, opener: Opener) -> OpenedDevice:
+def identify(url: str, opener: Opener, pool_key: PoolKey | None) -> OpenedDevice:
     """Open a formatted device and read what it says; nothing is written, see prove().
 
     Raises DeviceMissing when nothing of ours is there (not mounted, wiped), IntegrityError or
@@ -98,13 +101,13 @@ def identify(url: str, opener: Opener) -> OpenedDevice:
     """
     device = opener(url)
     try:
-        return _identify(without_secrets(url), device)
+        return _identify(without_secrets(url), device, pool_key)
     except BaseException:  # Ctrl-C too: the descriptor would keep its lock
         device.close()
         raise
 
 
-def _identify(url: str, device: Device) -> OpenedDevice:
+def _identify(url: str, device: Device, pool_key: PoolKey | None) -> OpenedDevice:
     try:
         identity = Identity.decode(
             device.read_small(IDENTITY_FILE, MAX_RECORD_BYTES), where=f"{url}/{IDENTITY_FILE}"
@@ -122,12 +125,14 @@ def _identify(url: str, device: Device) -> OpenedDevice:
         )
     try:
         record = PoolRecord.decode(
-            device.read_small(POOL_FILE, MAX_RECORD_BYTES), where=f"{url}/{POOL_FILE}"
-        )
+            device.read_small(POOL_FILE, MAX_RECORD_BYTES), where=f"{url}/{POOL_FILE}",
+            pool_key=pool_key,
+        )  # fmt: skip
     except (FileNotFoundError, IntegrityError) as error:
         # the other devices know; this one is brought up to date
         lacks = f"{url} has no {POOL_FILE}" if isinstance(error, FileNotFoundError) else str(error)
-        return OpenedDevice(device=device, identity=identity, record=None, lacks=lacks)
+        return OpenedDevice(device=device, identity=identity, record=None, lacks=lacks,
+                            other_key=isinstance(error, NotAuthentic))  # fmt: skip
     return OpenedDevice(device=device, identity=identity, record=record)
 
 
@@ -139,6 +144,7 @@ def is_released(device: Device) -> bool:
 
 def identify_all(
     urls: Iterable[str], opener: Opener, scheduler: Scheduler, deadline_seconds: float,
+    pool_key: PoolKey | None,
     enough: Callable[[Mapping[str, OpenedDevice]], bool] = lambda opened: False,
 ) -> tuple[dict[str, OpenedDevice], dict[str, Exception]]:  # fmt: skip
     """Identify devices side by side; those that answered and what went wrong, both by URL as it may
@@ -151,7 +157,7 @@ def identify_all(
     answered: dict[str, OpenedDevice] = {}
 
     def ask(url: str) -> OpenedDevice:
-        found = identify(url, opener)
+        found = identify(url, opener, pool_key)
         answered[without_secrets(url)] = found
         return found
 

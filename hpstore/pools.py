@@ -21,6 +21,7 @@ from hpstore.errors import ConfigError
 from hpstore.membership import create_members
 from hpstore.opening import device_opener
 from hpstore.pool import Pool
+from hpstore.pool_key import new_pool_key
 from hpstore.pool_names import add_to_table, require_free
 from hpstore.rights import group_number
 from hpstore.survival import domain_warning
@@ -43,9 +44,10 @@ def create_pool(
 ) -> Pool:
     """Make a pool of k + m stripes over `devices` (paths or URLs) and write its pool.toml.
 
-    Nothing is claimed unless every device can be. With a `name`, `hpstore.open(name)` and URLs find
-    the pool later; it is in the table that HPSTORE_POOLS names, too, where that is set. `domains`:
-    what fails together, one label a device (default: each its own). `allow_root_disk`: also where a
+    pool.toml holds the pool's key, without which no byte of it can be checked: keep a copy. Nothing
+    is claimed unless every device can be. With a `name`, `hpstore.open(name)` and URLs find the
+    pool later; it is in the table that HPSTORE_POOLS names, too, where that is set. `domains`: what
+    fails together, one label a device (default: each its own). `allow_root_disk`: also where a
     mount seems to be missing, so that a device would lie on the disk of the system.
 
     Raises ConfigError, DeviceInUse, DeviceError.
@@ -66,6 +68,7 @@ def create_pool(
         name=name or default_name(path),
         devices=tuple(urls),
         settings=settings or Settings(),
+        key=new_pool_key(),
     )
     record = create_members(
         urls,

@@ -258,7 +258,7 @@ def _in_order(surveys: Mapping[str, Survey]) -> Sequence[str]:
     def rank(key: str) -> tuple[bool, bytes]:
         return surveys[key].files[0].name.kind is not Kind.COLUMN, digest128(key.encode())
 
-    return sorted(surveys, key=rank)
+    return sorted((key for key in surveys if surveys[key].files), key=rank)
 
 
 __all__ = ["SPREAD", "Fill", "Move", "RebalanceReport", "evens_out", "fills_of", "movable",

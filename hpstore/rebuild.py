@@ -69,6 +69,7 @@ class RebuildReport:
     columns_written: int
     deletes: int = 0  # records of deleted objects that were looked at
     swept: int = 0  # tombstones and torn puts past their horizon
+    set_aside: int = 0  # files that are none of this pool's, now in quarantine/
     stopped: bool = False  # before all was looked at
     unlisted: tuple[str, ...] = ()  # devices that are open, and could not be listed to the end
     unreadable: dict[str, str] = field(default_factory=dict)
@@ -85,7 +86,7 @@ class RebuildReport:
     @property
     def clean(self) -> bool:
         """Every object is whole and nothing had to be mended."""
-        return self.whole and not (self.damaged_columns or self.columns_written)
+        return self.whole and not (self.damaged_columns or self.columns_written or self.set_aside)
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
@@ -131,6 +132,7 @@ class Tally:
         self._clock, self._began = clock, clock.monotonic()
         self.actions: Counter[Action] = Counter()
         self.objects = self.bytes = self.damaged = self.columns = self.swept = self.deletes = 0
+        self.set_aside = 0
         self.unreadable: dict[str, str] = {}
         self.failed: dict[str, str] = {}
         self.stopped = False
@@ -153,6 +155,7 @@ class Tally:
         self.bytes += repair.bytes
         self.damaged += repair.damaged
         self.columns += repair.columns
+        self.set_aside += repair.set_aside
 
     def count(self, *, deleted: bool) -> None:
         """One more was looked at."""
@@ -182,6 +185,7 @@ class Tally:
             columns_written=self.columns,
             deletes=self.deletes,
             swept=self.swept,
+            set_aside=self.set_aside,
             unreadable=dict(self.unreadable),
             failed=dict(self.failed),
             stopped=self.stopped,
@@ -193,6 +197,8 @@ class Tally:
 
 def needs_work(view: View, survey: Survey, usable: int) -> bool:
     """Whether a key's files, by their names alone, are anything but one whole layout in place."""
+    if survey.strangers or survey.blanks:
+        return True
     layouts = survey.layouts()
     if len(layouts) != 1:
         return True

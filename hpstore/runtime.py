@@ -14,6 +14,7 @@ from hpstore.config import Settings
 from hpstore.metrics import Metrics
 from hpstore.objects.routing import Routing
 from hpstore.objects.store import Store, View
+from hpstore.pool_key import PoolKey
 from hpstore.scheduler import Scheduler
 
 
@@ -30,7 +31,7 @@ def make_scheduler(settings: Settings, *, threads: bool) -> Scheduler:
 
 def make_store(
     view: View, settings: Settings, backend: Backend, clock: Clock, scheduler: Scheduler,
-    *, read_only: bool,
+    *, read_only: bool, pool_key: PoolKey | None,
 ) -> Store:  # fmt: skip
     """A store with empty counters and no memory taken yet."""
     return Store(
@@ -43,6 +44,7 @@ def make_store(
         counter=HybridCounter(clock),
         settings=settings,
         read_only=read_only,
+        pool_key=pool_key,
         routing=Routing(settings.hedge_percent / 100),
     )
 

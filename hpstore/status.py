@@ -70,6 +70,7 @@ class PoolStatus:
     usable_bytes: int  # object bytes that still fit, at the geometry of now
     can_shrink_by: int  # devices that may go before new data loses its full parity
     read_only: bool
+    authenticated: bool  # files carry MACs of the pool's key; without, a device can forge them
     decisions: tuple[str, ...]  # about devices, of all processes of this node; the newest last
     counters: Mapping[str, float]
 
@@ -269,6 +270,7 @@ def pool_status(
         usable_bytes=usable_bytes(room, effective, effective + record.parity),
         can_shrink_by=max(0, usable - record.parity - 1),
         read_only=store.read_only,
+        authenticated=store.pool_key is not None and not store.pool_key.lost,
         decisions=tuple(_line(said, urls) for said in reversed(decisions[:_DECISIONS])),
         counters=store.metrics.snapshot(),
     )

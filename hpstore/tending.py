@@ -141,7 +141,7 @@ class TendedPool(PoolHandle):
 
         def look(url: str) -> Callable[[], str]:
             def call() -> str:
-                found = identify(url, self._opener)
+                found = identify(url, self._opener, self.config.key)
                 found.device.close()
                 if not belongs(found, pool_id):
                     raise DeviceMissing(f"{url} holds no device of this pool", device=url)

@@ -329,11 +329,11 @@ class Jobs:
     def _scrub(self) -> RebuildReport:
         pace = self._fresh_pace(self._effort.scrub_bytes_per_second(), gives_way=True)
         report = self._pool.scrub(progress=self._step, pace=pace, gives_way=True)
-        if report.damaged_columns or report.unreadable or report.failed:
+        if report.damaged_columns or report.unreadable or report.failed or report.set_aside:
             self.note(
                 f"scrub: {report.damaged_columns} damaged columns found, {report.columns_written} "
                 f"written, {len(report.unreadable)} objects unreadable, {len(report.failed)} "
-                "failed",
+                f"failed, {report.set_aside} files that are none of this pool's set aside",
                 ok=not (report.unreadable or report.failed),
             )
         return report

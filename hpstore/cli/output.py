@@ -245,6 +245,11 @@ def show_status(status: PoolStatus) -> None:
         lines.append(sharing_note([d.url for d in status.devices if d.url in status.sharing]))
     if status.past:
         lines.append(f"{status.past} devices left long ago and are made up for: --all shows them")
+    if not status.authenticated:
+        lines.append(
+            "NOT AUTHENTICATED: files carry no MACs of a key (or pool.toml gives it up for lost), "
+            "so a device that is not trustworthy can replace and delete objects"
+        )
     lines += _how_known(status)
     lines += status.decisions
     sys.stdout.write("\n".join(lines) + "\n")
@@ -276,6 +281,12 @@ def show_report(what: str, report: RebuildReport) -> None:
         f"too few devices; {report.damaged_columns} damaged columns found, "
         f"{report.columns_written} written\n"
     )
+    if report.set_aside:
+        sys.stdout.write(
+            f"SET ASIDE {report.set_aside} files that no writer of this pool made, or tombstones "
+            "without their content: they count for nothing, and are in quarantine/ on their "
+            "devices. Such a device is damaged, or not trustworthy.\n"
+        )
     for key, reason in report.unreadable.items():
         sys.stdout.write(f"UNREADABLE {key}: {reason}\n")
     for key, reason in report.failed.items():

@@ -18,7 +18,15 @@ from hpstore.keys import (
     parse_column_name,
 )
 from hpstore.objects.store import PATIENCE, Store
-from hpstore.objects.survey import Found, Layout, Survey, newest_by_name, with_debts
+from hpstore.objects.survey import (
+    Found,
+    Layout,
+    Survey,
+    make_survey,
+    newest_by_name,
+    with_debts,
+    with_tombstones,
+)
 from hpstore.patience import wait_awake
 from hpstore.scheduler import outcome
 
@@ -51,10 +59,9 @@ def walk(store: Store, prefix: str = "") -> Catalog:
         for key, file in found:
             files[key].append(file)
     unknown = frozenset(silent) | store.view.missing
-    surveys = {
-        key: Survey(key=key, files=tuple(found), unknown=unknown) for key, found in files.items()
-    }
-    return Catalog(surveys=with_debts(store, surveys), unknown=unknown)
+    surveys = {key: make_survey(store, key, found, unknown) for key, found in files.items()}
+    surveys = with_debts(store, with_tombstones(store, surveys))
+    return Catalog(surveys=surveys, unknown=unknown)
 
 
 class _Walk:

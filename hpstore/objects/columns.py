@@ -8,14 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpstore.buffers import aligned_array
-from hpstore.checksum import bad_blocks
+from hpstore.checksum import ColumnChecks
 from hpstore.codec.galois import Bytes
 from hpstore.devices.base import Device, ReadHandle
 from hpstore.errors import BlocksDamaged, IntegrityError
 from hpstore.geometry import ALIGNMENT_BYTES, BLOCK_BYTES
 from hpstore.header import HEADER_BYTES, ColumnHeader, decode_header, decode_table
 from hpstore.keys import ColumnName
+from hpstore.objects.store import Store
 from hpstore.objects.survey import path_on
+from hpstore.pool_key import PoolKey
 from hpstore.units import KIB
 
 WHOLE_OBJECT_BYTES = 256 * KIB
@@ -49,11 +51,13 @@ class ColumnReader:
     """
 
     def __init__(
-        self, device_id: str, device: Device, handle: ReadHandle, header: ColumnHeader, path: str
-    ) -> None:
-        self.device_id, self.header, self.path = device_id, header, path
+        self, device_id: str, device: Device, handle: ReadHandle, header: ColumnHeader,
+        name: ColumnName, pool_key: PoolKey | None,
+    ) -> None:  # fmt: skip
+        self.device_id, self.header, self.name = device_id, header, name
+        self.pool_key = pool_key
         self._device, self._handle = device, handle
-        self._checks: tuple[int, NDArray[np.uint64]] | None = None  # seed and table
+        self._checks: tuple[ColumnChecks, NDArray[np.uint64]] | None = None  # and the table
         self._users = 1
         self._lock = threading.Lock()  # guards _users, changes of _handle, when _checks is read
 
@@ -79,15 +83,16 @@ class ColumnReader:
 
     def table(self) -> NDArray[np.uint64]:
         """The checksum table, read once. Raises IntegrityError."""
-        return self._seed_and_table()[1]
+        return self._checks_and_table()[1]
 
-    def _seed_and_table(self) -> tuple[int, NDArray[np.uint64]]:
+    def _checks_and_table(self) -> tuple[ColumnChecks, NDArray[np.uint64]]:
         if self._checks is None:
             raw = aligned_array(self.header.table_bytes)
             self._handle.read_into(self.header.table_offset, raw)
-            table = decode_table(self.header, raw.data, where=self.where)
+            checks = self.header.checks(self.pool_key)
+            table = decode_table(self.header, raw.data, where=self.where, checks=checks)
             with self._lock:
-                self._checks = self.header.seed, table
+                self._checks = checks, table
         return self._checks
 
     def read_into(self, start: int, target: Bytes) -> None:
@@ -95,7 +100,7 @@ class ColumnReader:
 
         Raises BlocksDamaged with all blocks that do not match.
         """
-        self._seed_and_table()
+        self._checks_and_table()
         self._handle.read_into(HEADER_BYTES + start, target)
         self.check(start, target)
 
@@ -104,8 +109,8 @@ class ColumnReader:
 
         Touches no device where `has_table`.
         """
-        seed, table = self._seed_and_table()
-        bad = bad_blocks(seed, start // BLOCK_BYTES, target.data, table)
+        checks, table = self._checks_and_table()
+        bad = checks.bad_blocks(start // BLOCK_BYTES, target.data, table)
         if bad:
             error = BlocksDamaged(
                 f"{self.where}: {len(bad)} blocks, first at column byte {bad[0] * BLOCK_BYTES}, "
@@ -142,7 +147,7 @@ class ColumnReader:
 
 
 def open_column(
-    device_id: str, device: Device, pool_id: str, key: str, name: ColumnName, *, whole: bool = False
+    store: Store, device_id: str, device: Device, key: str, name: ColumnName, *, whole: bool = False
 ) -> ColumnReader:
     """Open a column and check that it is what its name says.
 
@@ -150,6 +155,7 @@ def open_column(
     Raises FileNotFoundError when it is gone or being recycled, IntegrityError when it is damaged or
     holds something else.
     """
+    pool_id, pool_key = store.view.record.pool_id, store.pool_key
     path = path_on(device, key, name)
     handle = device.open(path)
     try:
@@ -159,8 +165,10 @@ def open_column(
         whole &= handle.size_bytes % ALIGNMENT_BYTES == 0  # cut short: its header says so
         page = aligned_array(handle.size_bytes if whole else HEADER_BYTES)
         handle.read_into(0, page)
-        header = decode_header(page[:HEADER_BYTES].data, where=f"{path} on {device.url}")
-        if header.pool_id != pool_id or header.key != key or header.name != name:
+        header = decode_header(
+            page[:HEADER_BYTES].data, where=f"{path} on {device.url}", pool_key=pool_key
+        )
+        if header.pool_id != pool_id or header.key != key or header.name.plain != name.plain:
             raise IntegrityError(
                 f"{path} on {device.url} holds {header.key!r} {header.name}, not what it is called"
             )
@@ -178,7 +186,7 @@ def open_column(
         handle.close()
         raise
     held = _Whole(handle, page) if whole else handle
-    return ColumnReader(device_id, device, held, header, path)
+    return ColumnReader(device_id, device, held, header, name, pool_key)
 
 
 def _whole_bytes(data: int) -> int:

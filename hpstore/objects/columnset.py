@@ -20,10 +20,11 @@ from hpstore.devices.base import Device, WriteHandle
 from hpstore.devices.horizons import HorizonGuard, HorizonPassed
 from hpstore.errors import DeviceTimeout, HpstoreError
 from hpstore.header import HEADER_BYTES, ColumnHeader, encode_header, encode_table
-from hpstore.keys import Kind, Version
+from hpstore.keys import Kind, NameTags, Version
 from hpstore.objects.store import Store
 from hpstore.objects.survey import Found, path_on
 from hpstore.patience import QUICK_SECONDS, Patience, wait_awake
+from hpstore.pool_key import PoolKey
 
 _log = logging.getLogger(__name__)
 
@@ -42,8 +43,12 @@ class MembershipMoved(HpstoreError):
 class ColumnWriter:
     """One column on its way to one device."""
 
-    def __init__(self, device_id: str, device: Device, header: ColumnHeader) -> None:
+    def __init__(
+        self, device_id: str, device: Device, header: ColumnHeader, pool_key: PoolKey | None
+    ) -> None:
         self.device_id, self.device, self.header = device_id, device, header
+        self._pool_key, self.checks = pool_key, header.checks(pool_key)
+        self.name = NameTags(pool_key, header.pool_id, header.key).tagged(header.name)
         self.table = np.zeros(header.geometry.block_count, np.uint64)
         self.failed: Exception | None = None
         self.begun = False  # it may have its name: publish() was called, however that ended
@@ -60,7 +65,7 @@ class ColumnWriter:
     @property
     def path(self) -> str:
         """Where it will be."""
-        return path_on(self.device, self.header.key, self.header.name)
+        return path_on(self.device, self.header.key, self.name)
 
     def create(self) -> None:
         """Reserve the space."""
@@ -110,8 +115,8 @@ class ColumnWriter:
     def _ends(self) -> tuple[Bytes, Bytes]:
         """Header and table, as they are written."""
         page, tail = aligned_array(HEADER_BYTES), aligned_array(self.header.table_bytes)
-        page[:] = np.frombuffer(encode_header(self.header), np.uint8)
-        tail[:] = np.frombuffer(encode_table(self.header, self.table), np.uint8)
+        page[:] = np.frombuffer(encode_header(self.header, self._pool_key), np.uint8)
+        tail[:] = np.frombuffer(encode_table(self.header, self.table, self.checks), np.uint8)
         return page, tail
 
     def name(self, guard: HorizonGuard) -> None:
@@ -160,7 +165,7 @@ class ColumnSet:
         self._lanes = lanes or store.scheduler
         devices = store.view.devices
         self.columns = {
-            header.column: ColumnWriter(device_id, devices[device_id], header)
+            header.column: ColumnWriter(device_id, devices[device_id], header, store.pool_key)
             for device_id, header in headers.items()
         }
         self._store, self._floor, self._generation = store, floor, generation
@@ -325,7 +330,7 @@ class ColumnSet:
 
     def files(self) -> list[Found]:
         """The files of columns that may be under their name."""
-        return [Found(c.device_id, c.header.name) for c in self.begun()]
+        return [Found(c.device_id, c.name) for c in self.begun()]
 
     @property
     def version(self) -> Version:

@@ -183,9 +183,8 @@ def _read(
 
 
 def _open(reader: ObjectReader, found: Found) -> ColumnReader:
-    view = reader.store.view
-    device = view.devices[found.device]
-    return open_column(found.device, device, view.record.pool_id, reader.key, found.name)
+    device = reader.store.view.devices[found.device]
+    return open_column(reader.store, found.device, device, reader.key, found.name)
 
 
 def probe_avoided(reader: ObjectReader, low: int, high: int) -> None:

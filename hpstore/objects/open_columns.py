@@ -75,10 +75,10 @@ def _open_all(
 ) -> Opened:
     """By a thread of the device's lane."""
     found: Opened = []
-    device, pool_id = store.view.devices[device_id], store.view.record.pool_id
+    device = store.view.devices[device_id]
     for key, name in columns:
         try:
-            found.append(open_column(device_id, device, pool_id, key, name, whole=whole))
+            found.append(open_column(store, device_id, device, key, name, whole=whole))
         except Exception as error:  # noqa: BLE001 (of this column alone: noted by its reader)
             found.append(error)
     return found

@@ -447,13 +447,12 @@ class ObjectReader:
 
     def _replaced(self, reader: ColumnReader) -> bool:
         """PROTOCOL 10: after a mismatch, is the file still the object that we opened?"""
-        view, name = self.store.view, reader.header.name
-        device = view.devices.get(reader.device_id)
+        device, name = self.store.view.devices.get(reader.device_id), reader.name
         if device is None:
             return False
         future = self.store.scheduler.submit(
             reader.device_id,
-            lambda: open_column(reader.device_id, device, view.record.pool_id, self.key, name),
+            lambda: open_column(self.store, reader.device_id, device, self.key, name),
         )
         deadline = self.store.settings.device_deadline_seconds
         wait_awake([future], deadline)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from hpstore.checksum import block_digests
 from hpstore.codec.galois import Bytes
 from hpstore.devices.base import READABLE
 from hpstore.devices.horizons import HorizonPassed
@@ -29,7 +28,8 @@ from hpstore.objects.remove import remove_files
 from hpstore.objects.resolve import open_survey
 from hpstore.objects.source import MemorySource
 from hpstore.objects.store import Store
-from hpstore.objects.survey import Found, Survey, newest_by_name, stable_survey
+from hpstore.objects.strangers import cleared_survey
+from hpstore.objects.survey import Found, Survey, newest_by_name
 from hpstore.objects.windows import background_run_bytes
 from hpstore.objects.write import (
     Content,
@@ -69,6 +69,7 @@ class Repair:
     damaged: int = 0  # columns found damaged
     bytes: int = 0  # object bytes looked at
     losses_tolerated: int = 0
+    set_aside: int = 0  # files that are none of this pool's, now in quarantine/
 
 
 def no_throttle(_: int) -> None:
@@ -99,15 +100,17 @@ def _repair_locked(
 ) -> Repair:
     last: Exception | None = None
     exclude: set[str] = set()  # devices that failed to take a column
+    aside = 0
     for _ in range(REPAIR_TRIES):
         horizons = read_horizons(store)  # before the survey: a sweep after it stops the repair
-        survey = stable_survey(store, key)
+        survey, moved = cleared_survey(store, key, verify)
+        aside += moved
         now = store.pinned()
         try:
             reader = open_survey(now, survey)
         except ObjectNotFound:
             try:
-                return _finish_delete(store, survey, horizons)
+                return replace(_finish_delete(store, survey, horizons), set_aside=aside)
             except HorizonPassed as error:
                 last = error
                 continue
@@ -116,7 +119,7 @@ def _repair_locked(
             continue
         try:
             repairer = _Repairer(now, survey, horizons, reader, throttle, include_missing, exclude)
-            return repairer.run(verify=verify)
+            return replace(repairer.run(verify=verify), set_aside=aside)
         except (Changed, MembershipMoved, HorizonPassed) as error:
             last = error
             store.refresh()
@@ -480,9 +483,7 @@ def _write_run(columns: ColumnSet, low: int, run: RebuiltRun) -> None:
     for number, writer in columns.columns.items():
         row = run.rows[number]
         first, count = low // BLOCK_BYTES, -(-len(row) // BLOCK_BYTES)
-        block_digests(
-            writer.header.seed, first, row.data, writer.table[first : first + count]
-        )  # fmt: skip
+        writer.checks.digests(first, row.data, writer.table[first : first + count])
     columns.settle(
         columns.submit(lambda c: lambda: c.write(low, [run.rows[c.header.column]]))
     )  # fmt: skip

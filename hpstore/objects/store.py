@@ -27,11 +27,12 @@ from hpstore.errors import (
     IntegrityError,
     TooFewDevices,
 )
-from hpstore.keys import MAX_COUNTER, Version
+from hpstore.keys import MAX_COUNTER, NameTags, Version
 from hpstore.metrics import Metrics
 from hpstore.objects.routing import Routing
 from hpstore.patience import Patience
 from hpstore.placement import Candidate, placeable
+from hpstore.pool_key import PoolKey
 from hpstore.records import MAX_RECORD_BYTES, POOL_FILE, DeviceState, Member, PoolRecord
 from hpstore.registers import LocalRegisters, Registers
 from hpstore.scheduler import Scheduler
@@ -102,6 +103,7 @@ class Store:
     counter: HybridCounter
     settings: Settings
     read_only: bool = False
+    pool_key: PoolKey | None = None  # None: a pool of before, whose files are not authenticated
     routing: Routing = field(default_factory=Routing)
     refresh: Callable[[], None] = field(default=lambda: None)  # reads the membership anew
     damage: Callable[[str], None] = field(default=lambda key: None)  # a key that needs repair
@@ -208,6 +210,17 @@ class Store:
         meter = self.routing.meter(device)
         if meter is not None:
             meter.note_damage()
+
+    def name_tags(self, key: str) -> NameTags:
+        """Which names files of an object may have."""
+        return NameTags(self.pool_key, self.view.record.pool_id, key)
+
+    def note_suspect(self, counter: str, count: int, key: str, text: str) -> None:
+        """Files of a key are not what a writer of the pool made: counted, logged the first time,
+        and queued for a repair. Any thread."""
+        if self.metrics.count(counter, count) == count:
+            _log.warning("%s", text)
+        self.damage(key)
 
     def avoided(self) -> tuple[str, ...]:
         """Devices that the next read keeps off, the worst first: an operator's, the monitor's."""
@@ -318,7 +331,8 @@ class Store:
             data = device.read_small(POOL_FILE, MAX_RECORD_BYTES)
         except FileNotFoundError as error:
             raise DeviceMissing(f"device {device.url} lost its {POOL_FILE}") from error
-        record = PoolRecord.decode(data, where=f"{device.url}/{POOL_FILE}")
+        where = f"{device.url}/{POOL_FILE}"
+        record = PoolRecord.decode(data, where=where, pool_key=self.pool_key)
         if record.pool_id != self.view.record.pool_id:
             raise DeviceMissing(f"device {device.url} belongs to another pool now")
         with self._lock:

@@ -14,7 +14,6 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from hpstore.buffers import Lease
-from hpstore.checksum import block_digests
 from hpstore.codec import address_of
 from hpstore.codec.galois import Bytes
 from hpstore.errors import BudgetExceeded
@@ -268,15 +267,18 @@ class StripeWriter:
         self._store.code.encode(
             geometry.code, geometry.parity, columns[: geometry.data], columns[geometry.data :]
         )
-        for column, row in enumerate(columns):
+        shared = self._columns.columns[0].checks.macs  # of whole copies, all alike
+        for column, row in enumerate(columns if not shared else columns[:1]):
             self._digest(column, batch.column_offset, row)
+        for column in range(1, len(columns) if shared else 1):
+            self._columns.columns[column].table[:] = self._columns.columns[0].table
         return columns
 
     def _digest(self, column: int, column_offset: int, row: Bytes) -> None:
         writer = self._columns.columns[column]
         first = column_offset // BLOCK_BYTES
         count = -(-len(row) // BLOCK_BYTES)
-        block_digests(writer.header.seed, first, row.data, writer.table[first : first + count])
+        writer.checks.digests(first, row.data, writer.table[first : first + count])
 
     def _start(self, batch: Batch, rows: Mapping[int, list[Bytes]]) -> dict[int, Future[None]]:
         """Start the writes of these columns' rows."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from hpstore.errors import HpstoreError, TooFewDevices, TooManyErasures
 from hpstore.geometry import Code, Geometry
 from hpstore.keys import ColumnName, Kind, Version, object_directory, parse_column_name
 from hpstore.objects.store import Store, View
+from hpstore.objects.tombstones import is_blank
 from hpstore.records import Debt, DeviceState
 
 BRIEF_KEYS = 4  # are listed on a device in less time than a thread takes to wake up
@@ -64,13 +65,20 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """What the answering devices hold of a key, and which devices did not answer."""
+    """What the answering devices hold of a key, and which devices did not answer.
+
+    `strangers`: files whose name no writer of this pool gave; they count for nothing. `blanks`:
+    files that are called tombstones and are none, by their content; what their devices knew of the
+    key is `unknown`, as if they had not answered.
+    """
 
     key: str
     files: tuple[Found, ...]
     unknown: frozenset[str]
     undebted: frozenset[Version] = frozenset()  # for which no debt is recorded, with certainty
     offered: Mapping[str, Usage | None] | None = None  # what Store.offer() said, if it was asked
+    strangers: tuple[Found, ...] = ()
+    blanks: tuple[Found, ...] = ()
 
     def layouts(self) -> list[Layout]:
         """Layouts, newest version first; of one version the fuller first."""
@@ -266,7 +274,70 @@ def survey_keys(
         store.refresh()
         if store.view.record.generation == before:
             break  # the newer record could not be read: its device counts as silent
+    surveys = with_tombstones(store, surveys, patience=patience)
     return with_debts(store, surveys, patience=patience)
+
+
+def with_tombstones(
+    store: Store, surveys: dict[str, Survey], *, patience: float | None = None, every: bool = False
+) -> dict[str, Survey]:
+    """The same surveys without files that are called tombstones and are none.
+
+    A tombstone that is on devices that weigh more than m was acknowledged, and is believed by its
+    name; the content of others is looked at, with `every` that of all. Where that cannot be read,
+    or is none, its device counts as one that did not answer about the key: a delete that was
+    acknowledged shows on others, unless more than m are unknown (PROTOCOL 7).
+    """
+    wanted: defaultdict[str, list[tuple[str, ColumnName]]] = defaultdict(list)
+    for key, survey in surveys.items():
+        for file in _to_be_looked_at(store.view, survey, every):
+            wanted[file.device].append((key, file.name))
+    if not wanted:
+        return surveys
+
+    def look(device_id: str, device: Device) -> set[Found]:
+        ours = store.view.record.pool_id, store.pool_key
+        rows = wanted[device_id]
+        return {Found(device_id, name) for key, name in rows if is_blank(device, key, name, *ours)}
+
+    answers = store.each(wanted, look, patience=patience)
+    silent = {device for device in wanted if not isinstance(answers.get(device), set)}
+    blank = {file for found in answers.values() if isinstance(found, set) for file in found}
+    if not silent and not blank:
+        return surveys
+    touched = {key for device in wanted for key, _ in wanted[device]}
+    return {
+        key: _without_blanks(store, survey, blank, silent) if key in touched else survey
+        for key, survey in surveys.items()
+    }
+
+
+def _to_be_looked_at(view: View, survey: Survey, every: bool) -> list[Found]:
+    found = [file for file in survey.files if file.name.kind is Kind.TOMBSTONE]
+    if not found or every:
+        return found
+    held: defaultdict[Version, set[str]] = defaultdict(set)
+    for file in found:
+        held[file.name.version].add(file.device)
+    few = {v for v, devices in held.items() if view.record.weight(devices) <= view.record.parity}
+    return [file for file in found if file.name.version in few]
+
+
+def _without_blanks(store: Store, survey: Survey, blank: Set[Found], silent: Set[str]) -> Survey:
+    """`silent`: devices whose tombstones could not be read."""
+    tombstones = {file for file in survey.files if file.name.kind is Kind.TOMBSTONE}
+    blanks = sorted(tombstones & blank)
+    unread = {file for file in tombstones if file.device in silent}
+    if blanks:
+        store.note_suspect(
+            "tombstone_blank_total", len(blanks), survey.key, f"device {blanks[0].device} has a "
+            f"tombstone of {survey.key!r} without its content: damage of this file, not a delete.",
+        )  # fmt: skip
+    return replace(
+        survey, blanks=(*survey.blanks, *blanks),
+        files=tuple(file for file in survey.files if file not in unread and file not in blank),
+        unknown=survey.unknown | {file.device for file in (*blanks, *unread)},
+    )  # fmt: skip
 
 
 def with_debts(
@@ -340,15 +411,38 @@ def _survey_once(
     unknown = frozenset(silent) | store.view.missing
     newest = max((generation for generation, _ in answers), default=0)
     surveys = {
-        key: Survey(
-            key=key,
-            files=tuple(file for _, found in answers for file in found[number]),
-            unknown=unknown,
+        key: make_survey(
+            store,
+            key,
+            (file for _, found in answers for file in found[number]),
+            unknown,
             offered=dict(offered) if offers else None,
         )
         for number, key in enumerate(keys)
     }
     return surveys, newest
+
+
+def make_survey(
+    store: Store, key: str, found: Iterable[Found], unknown: frozenset[str], *,
+    offered: Mapping[str, Usage | None] | None = None,
+) -> Survey:  # fmt: skip
+    """A survey of what devices list under a key: names that no writer of the pool gave are put
+    aside, counted, and queued for a repair, which takes them out of the way."""
+    files: list[Found] = []
+    strangers: list[Found] = []
+    tags = store.name_tags(key)
+    for file in found:
+        (files if tags.admits(file.name) else strangers).append(file)
+    if strangers:
+        store.note_suspect(
+            "stranger_file_total", len(strangers), key, f"device {strangers[0].device} lists "
+            f"{strangers[0].name} under {key!r}, a name that no writer of this pool gave. Such "
+            "files count for nothing, and go to quarantine/ with the next repair or scrub.",
+        )  # fmt: skip
+    return Survey(
+        key=key, files=tuple(files), unknown=unknown, offered=offered, strangers=tuple(strangers)
+    )
 
 
 def list_object(device_id: str, device: Device, key: str) -> list[Found]:
@@ -386,6 +480,7 @@ __all__ = [
     "empty_geometry",
     "judge",
     "list_object",
+    "make_survey",
     "may_be_acknowledged",
     "may_be_older",
     "newest_by_name",
@@ -401,4 +496,5 @@ __all__ = [
     "too_many",
     "unknown_devices",
     "with_debts",
+    "with_tombstones",
 ]

@@ -193,8 +193,8 @@ def write_columns(
         device: make_header(store, content, geometry, devices, column)
         for column, device in enumerate(devices)
     }
-    for header in headers.values():
-        encode_header(header)  # what does not fit is found before anything is written
+    # what does not fit is found before anything is written: they differ by the column's number
+    encode_header(headers[devices[-1]], store.pool_key)
     floor = geometry.floor()
     columns = ColumnSet(
         store, headers, floor=floor, generation=store.view.record.generation, horizons=horizons

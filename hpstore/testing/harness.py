@@ -18,6 +18,7 @@ from hpstore.devices.wrappers import CrashCounter
 from hpstore.keys import object_directory, parse_column_name
 from hpstore.membership import create_members
 from hpstore.pool import Pool
+from hpstore.pool_key import new_pool_key
 from hpstore.units import KIB, MIB
 
 Wrap = Callable[[str, Device], Device]
@@ -59,7 +60,9 @@ class Harness:
         recycle_bytes: int = 0,
         clock: Clock | None = None,
         settings: Settings | None = None,
+        keyed: bool = True,
     ) -> None:
+        """`keyed`: whether the pool has a key, as every new one; else one of before."""
         self.clock: Clock = clock or SystemClock()
         self.recycle_bytes = recycle_bytes
         self.urls = [f"memory://d{i}" for i in range(devices)]
@@ -73,6 +76,7 @@ class Harness:
             name="test",
             devices=tuple(self.urls),
             settings=replace(base, run_directory=run),
+            key=new_pool_key() if keyed else None,
         )
         save_config(self.config)
         create_members(

@@ -21,6 +21,7 @@ from hpstore.geometry import BLOCK_BYTES
 from hpstore.header import HEADER_BYTES, ColumnHeader, decode_header, decode_table
 from hpstore.loaders.direct.engine import DirectArena, DirectEngine
 from hpstore.loaders.direct.verify import Blocks
+from hpstore.pool_key import PoolKey
 
 
 class DirectColumn(Closing):
@@ -28,10 +29,13 @@ class DirectColumn(Closing):
 
     `file`: its path, or a descriptor that leads to it, which is only used in here. Raises
     FileNotFoundError when it is gone, IntegrityError when header or table is damaged,
-    DirectUnavailable when it is being recycled or the driver does not take it.
+    DirectUnavailable when it is being recycled, when the driver does not take it, or when its
+    blocks have MACs (whole copies in a pool with a key), which the GPU does not check.
     """
 
-    def __init__(self, engine: DirectEngine, file: str | int) -> None:
+    def __init__(
+        self, engine: DirectEngine, file: str | int, *, pool_key: PoolKey | None = None
+    ) -> None:
         if isinstance(file, str):
             path, fd = file, os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         else:  # anew: a copy of the descriptor would share its lock and its flags
@@ -39,11 +43,17 @@ class DirectColumn(Closing):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            self.header: ColumnHeader = decode_header(os.pread(fd, HEADER_BYTES, 0), where=path)
+            page = os.pread(fd, HEADER_BYTES, 0)
+            self.header: ColumnHeader = decode_header(page, where=path, pool_key=pool_key)
+            self._checks = checks = self.header.checks(pool_key)
+            if checks.macs or checks.blind:
+                raise DirectUnavailable(f"{path} has no checksums that a GPU can check")
             raw = os.pread(fd, self.header.table_bytes, self.header.table_offset)
             if len(raw) < self.header.table_bytes:
                 raise IntegrityError(f"{path}: the file ends within its table")
-            self._table: NDArray[np.uint64] = decode_table(self.header, raw, where=path)
+            self._table: NDArray[np.uint64] = decode_table(
+                self.header, raw, where=path, checks=checks
+            )
             self._file = engine.register_file(fd)
         except BlockingIOError as error:
             raise DirectUnavailable(f"{path} is being recycled: look its key up again") from error
@@ -77,7 +87,7 @@ class DirectColumn(Closing):
         return Blocks(
             starts=starts - start + arena_offset,
             lengths=np.minimum(end - starts, BLOCK_BYTES),
-            seeds=block_seeds(self.header.seed, first, len(starts)),
+            seeds=block_seeds(self._checks.seed, first, len(starts)),
             expected=self._table[first : first + len(starts)].astype(np.uint64),
         )
 

@@ -98,7 +98,7 @@ class OpenColumns(Closing):
         fd = os.dup(held.descriptor)
 
         def call() -> DirectColumn:
-            made = DirectColumn(self._engine, fd)
+            made = DirectColumn(self._engine, fd, pool_key=held.pool_key)
             if (made.header.key, made.header.name) != (held.header.key, held.header.name):
                 made.close()
                 raise IntegrityError(f"{held.where} was recycled while it was opened")

@@ -91,7 +91,7 @@ def test_a_pool_of_before_has_no_bound(tmp_path: Path) -> None:
         record = pool._store.view.record
         old = replace(record, spread=None, generation=record.generation + 1)
     for device in harness.devices.values():
-        device.write_small("pool.json", old.encode())
+        device.write_small("pool.json", old.encode(harness.config.key))
     harness.lose(harness.urls[:4])
     with pytest.raises(TooFewDevices):
         harness.open()

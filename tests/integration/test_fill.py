@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpstore import header as header_module
 from hpstore.buffers import aligned_array
 from hpstore.codec.galois import Bytes
 from hpstore.devices.ring import read_batch
+from hpstore.header import ColumnHeader
 from hpstore.objects import fill as fill_module
 from hpstore.objects.columns import ColumnReader
 from hpstore.pool import Pool
@@ -253,7 +253,7 @@ def test_the_seed_of_a_column_is_worked_out_with_its_table_and_not_at_each_read(
 ) -> None:
     with made.open() as pool, pool.reader("x") as reader:
         assert read(reader, ALL[:12])[1].good.all()
-        monkeypatch.setattr(header_module, "column_seed", None)
+        monkeypatch.setattr(ColumnHeader, "checks", None)
         assert read(reader, ALL[:12])[1].good.all()
 
 

@@ -22,7 +22,7 @@ from hpstore.errors import (
     TooFewDevices,
     VersionConflict,
 )
-from hpstore.records import seal, unseal
+from hpstore.records import NEWEST_FORMAT, seal, unseal
 from hpstore.testing.harness import FakeClock, Harness
 from hpstore.units import KIB, MIB
 
@@ -298,8 +298,8 @@ def test_a_newer_format_is_refused(pool: hpstore.Pool, tmp_path: Path) -> None:
     """A pool.json of a later version stops the open with a clear error."""
     pool.close()
     path = tmp_path / "d0" / "pool.json"
-    body = unseal(path.read_bytes(), where="test")
-    path.write_bytes(seal({**body, "format": 3}))
+    body = unseal(path.read_bytes(), where="test", newest=NEWEST_FORMAT)
+    path.write_bytes(seal({**body, "format": NEWEST_FORMAT + 1}))
     with pytest.raises(FormatTooNew, match=r"upgrade|reads up to"):
         hpstore.open(tmp_path / "pool.toml")
 

@@ -148,7 +148,9 @@ def test_settings_of_ones_own_do_not_close_a_shared_pool(place: Path) -> None:
     """A member of the group has a pool.toml without modes: the devices have them."""
     created(place, "--group", str(GROUP))
     devices = ", ".join(f'"{place}/d{i}"' for i in range(4))
-    (place / "pool.toml").write_text(f"devices = [{devices}]\n")
+    key = load_config(place / "pool.toml").key
+    assert key is not None
+    (place / "pool.toml").write_text(f'key = "{key.text}"\ndevices = [{devices}]\n')
     (place / "pool.toml").chmod(0o644)
     for me, other in ((FIRST, SECOND), (SECOND, FIRST)):
         done = as_user(place, me, [GROUP], USE, str(me), str(other))
