@@ -80,8 +80,23 @@ def draw(seed: int, processes: int = 0) -> Schedule:
         else:
             paused = [t for t in turns if _holds_until(t) > number]
             turns.append(_draw_turn(chance, number, count, setup, taste, paused))
-    setup = replace(setup, within=seed % 3 == 0)  # not by chance: a seed draws what it drew before
+    # not by chance, and last: a seed draws what it drew before
+    setup = replace(setup, within=seed % 3 == 0, keyed=seed % 2 == 1)
+    if setup.keyed:
+        turns = _with_forgeries(random.Random(-seed), setup, turns)
     return Schedule(seed=seed, setup=setup, turns=tuple(turns))
+
+
+def _with_forgeries(chance: random.Random, setup: Setup, turns: list[Turn]) -> list[Turn]:
+    """The same turns, with some of a device that forges files in between. They have the number of
+    the turn that follows, so that what is paused until a turn goes on as before."""
+    found = list(turns)
+    for _ in range(chance.choice((0, 0, 1, 1, 2, 3))):
+        at = chance.randrange(1, len(found) + 1)
+        number = found[at].number if at < len(found) else found[-1].number
+        found.insert(at, Turn(number=number, process=ENVIRONMENT, action="forge",
+                              device=chance.randrange(setup.devices)))  # fmt: skip
+    return found
 
 
 def _holds_until(turn: Turn) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 from hpstore import changes, membership, pool, scrub
 from hpstore.devices.horizons import HorizonGuard
 from hpstore.kept_holds import KeptHold
+from hpstore.keys import NameTags
 from hpstore.objects import conditional, horizon, remove, repair, resolve, survey, sweep, write
 from hpstore.objects.columnset import ColumnSet, ColumnWriter
 from hpstore.objects.store import Store
@@ -108,6 +109,12 @@ def _names_unsynced(exchange: Exchange) -> None:
     exchange(ColumnWriter, "publish", publish)
 
 
+def _believes_names(exchange: Exchange) -> None:
+    """t1: any file name of the form counts, and an empty file that is called a tombstone is one."""
+    exchange(NameTags, "admits", lambda tags, name: True)
+    exchange(survey, "is_blank", lambda *args: False)
+
+
 def _no_debt(exchange: Exchange) -> None:
     """Rule 5: a put short of its full stripe leaves no note, and nothing repairs it."""
     exchange(write, "record_debt", _nothing)
@@ -196,6 +203,7 @@ MUTATIONS: dict[str, Mutation] = {
     "keeps-all": _keeps_all,
     "evicts-blindly": _evicts_blindly,
     "scrubs-names-only": _repairs_names_only,
+    "believes-names": _believes_names,
     **CHECKPOINT_MUTATIONS,
 }
 

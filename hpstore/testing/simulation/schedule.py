@@ -81,7 +81,7 @@ class Turn:
 CHECKPOINT_ACTIONS = frozenset({"save", "restore", "collect"})
 DEVICE_ACTIONS = frozenset(
     {"evict", "drain", "begin_drain", "add", "readmit", "away", "back", "wipe", "die", "flip",
-     "full", "roomy", "read_only", "writable", "snapshot", "restore"}
+     "full", "roomy", "read_only", "writable", "snapshot", "restore", "forge"}
 )  # fmt: skip
 
 
@@ -102,6 +102,7 @@ class Setup:
     tombstone_seconds: float = 3600.0
     keep_last: int = 2  # steps, in retention
     within: bool = False  # manifests hold the bytes of the tensors, as those of small saves do
+    keyed: bool = False  # the pool has a key
 
     def __str__(self) -> str:
         defaults = {f.name: f.default for f in fields(self)}

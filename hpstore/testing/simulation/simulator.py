@@ -18,6 +18,7 @@ from hpstore.membership import create_members
 from hpstore.testing.simulation.actions import Client, Finding, Scene, settings_of
 from hpstore.testing.simulation.end_phase import end
 from hpstore.testing.simulation.fibers import Fiber
+from hpstore.testing.simulation.forgeries import POOL_KEY, forge_files
 from hpstore.testing.simulation.machinery import STAGE
 from hpstore.testing.simulation.schedule import ENVIRONMENT, Schedule, Turn
 from hpstore.testing.simulation.snapshots import Snapshot
@@ -79,6 +80,7 @@ class _Simulation:
         config = PoolConfig(
             path=directory / "pool.toml", name="test", devices=tuple(urls),
             settings=settings_of(setup, str(directory / "run")),
+            key=POOL_KEY if setup.keyed else None,
         )  # fmt: skip
         save_config(config)
         domains = [f"h{i % setup.domains}" for i in range(len(urls))] if setup.domains else None
@@ -201,6 +203,12 @@ class _Simulation:
             self.scene.stale.add(url)
             self.scene.spoil(snapshot.restore(device))
 
+    def _forge(self, turn: Turn) -> None:
+        """A device makes newer tombstones and copies of all objects that it knows of."""
+        device = self._device(turn)[1]
+        if device is not None and not device.missing:
+            forge_files(device, self.scene.event())
+
     def _full(self, turn: Turn) -> None:
         device = self._device(turn)[1]
         if device is not None:
@@ -239,7 +247,7 @@ class _Simulation:
 ENVIRONMENTS: dict[str, Callable[[_Simulation, Turn], None]] = {
     name: getattr(_Simulation, f"_{name}")
     for name in ("away", "back", "wipe", "die", "flip", "full", "roomy", "read_only", "writable",
-                 "sleep", "clock", "power", "kill", "snapshot", "restore")
+                 "sleep", "clock", "power", "kill", "snapshot", "restore", "forge")
 }  # fmt: skip
 
 __all__ = ["ENVIRONMENTS", "Outcome", "run"]

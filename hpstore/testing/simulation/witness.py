@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterator, Mapping
 from hpstore.devices.memory import MemoryDevice
 from hpstore.keys import ColumnName, Kind, Version, object_directory, parse_column_name
 from hpstore.objects.info import ObjectInfo, version_token
-from hpstore.records import POOL_FILE, PoolRecord
+from hpstore.records import PoolRecord
+from hpstore.testing.simulation.forgeries import is_forged, read_record
 
 Devices = Mapping[str, MemoryDevice]
 LayoutKey = tuple[str, tuple[Version, Kind, int, int]]  # directory of the key, layout
@@ -21,17 +22,15 @@ def columns_on(devices: Devices, *, durable: bool = False) -> Iterator[tuple[str
         for path, file in names.items():
             directory, _, name = path.rpartition("/")
             found = parse_column_name(name) if path.startswith("objects/") else None
+            if found is not None and is_forged(found):
+                continue
             if found is not None and (file.durable is not None or not durable):
                 yield url, directory, found
 
 
 def newest_record(devices: Devices) -> PoolRecord | None:
     """The newest membership, where it is certain: m + 1 devices have it."""
-    records = []
-    for url, device in devices.items():
-        file = device._durable_names.get(POOL_FILE)
-        if file is not None:
-            records.append(PoolRecord.decode(bytes(file.bytes), where=url))
+    records = [record for device in devices.values() if (record := read_record(device))]
     newest = max(records, key=lambda record: record.order, default=None)
     return newest if newest is not None and records.count(newest) > newest.parity else None
 
