@@ -119,14 +119,14 @@ class ColumnWriter:
         tail[:] = np.frombuffer(encode_table(self.header, self.table, self.checks), np.uint8)
         return page, tail
 
-    def name(self, guard: HorizonGuard) -> None:
+    def give_name(self, guard: HorizonGuard) -> None:
         """Give the file its name. Raises HorizonPassed, without a name."""
         assert self._handle is not None
         self._handle.publish(self.path, guard)
 
     def publish(self, guard: HorizonGuard) -> None:
         """Give the file its name; durable on return. Raises HorizonPassed, without a name."""
-        self.name(guard)
+        self.give_name(guard)
         self.sync_name()
 
     def sync_name(self) -> None:

@@ -273,7 +273,7 @@ def _step(
 
 def _naming(writes: Mapping[str, _Write]) -> Callable[[ColumnWriter], Callable[[], None]]:
     def naming(column: ColumnWriter) -> Callable[[], None]:
-        return partial(writes[column.header.key].columns.name_one, column, column.name)
+        return partial(writes[column.header.key].columns.name_one, column, column.give_name)
 
     return naming
 
