@@ -2,10 +2,11 @@
 
 from setuptools import Extension, setup
 
-# called by address, from loaders/nontemporal.py; without a C compiler the installation goes on
+# called by address, from hpstore/loaders/nontemporal.py; without a C compiler the installation
+# goes on
 NONTEMPORAL = Extension(
     "hpstore._nontemporal",
-    ["loaders/nontemporal.c"],
+    ["hpstore/loaders/nontemporal.c"],
     extra_compile_args=["-O3"],
     optional=True,
 )

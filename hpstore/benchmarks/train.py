@@ -21,7 +21,7 @@ from hpstore.benchmarks.measure import Options
 from hpstore.errors import ConfigError, HpstoreError
 
 _log = logging.getLogger(__name__)
-SCRIPTS = Path(__file__).resolve().parents[1] / "examples" / "compare"
+SCRIPTS = Path(__file__).resolve().parents[2] / "examples" / "compare"
 FOLDER = Path("train-results")
 LAST_LINES = 12  # of what it said, in an error
 STOP_SECONDS = 60.0  # until the jobs of a run that is cut have ended
