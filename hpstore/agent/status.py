@@ -7,19 +7,20 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from hpstore.agent.disks import DiskSight, worst
+from hpstore.agent.eyes import Eyes
 from hpstore.agent.facts import told_by_processes
-from hpstore.agent.jobs import Event, JobSight
+from hpstore.agent.jobs import Event, Jobs, JobSight
+from hpstore.agent.memory import Memory
+from hpstore.agent.watch import Watch
 from hpstore.condition import Condition
 from hpstore.config import private_directory, write_atomically
 from hpstore.health.states import EXPECTED, Decision
 from hpstore.observed import STATUS_FILE
+from hpstore.pool import Pool
 from hpstore.records import Member, shown_members
-
-if TYPE_CHECKING:
-    from hpstore.agent.loop import Agent
 
 _SHOWN = 50  # decisions and events
 LOOKING_AGAIN = "Devices have changed: objects are being looked at again, this is what is certain."
@@ -94,7 +95,25 @@ class AgentStatus:
         return body
 
 
-def make_status(agent: Agent, decisions: Sequence[Decision]) -> AgentStatus:
+class Looking(Protocol):
+    """What an agent shows of itself."""
+
+    pool: Pool
+    eyes: Eyes
+    memory: Memory
+    watch: Watch
+    jobs: Jobs
+    present: frozenset[str]
+    put_off: dict[str, int]
+    orders_problem: str
+    dry_run: bool
+    ticks: int
+    began_ms: int
+
+    def url(self, device: str) -> str: ...
+
+
+def make_status(agent: Looking, decisions: Sequence[Decision]) -> AgentStatus:
     """Gather it; on the agent's thread, between rounds. `decisions`: newest first."""
     pool, eyes, memory, record = agent.pool, agent.eyes, agent.memory, agent.pool.record
     walked, others = eyes.walked, eyes.foreground
@@ -123,7 +142,7 @@ def make_status(agent: Agent, decisions: Sequence[Decision]) -> AgentStatus:
     )  # fmt: skip
 
 
-def _warnings(agent: Agent) -> tuple[str, ...]:
+def _warnings(agent: Looking) -> tuple[str, ...]:
     """What is wrong now: also after a restart, and no longer than it lasts."""
     policy, record = agent.memory.policy, agent.pool.record
     found = [policy.alarm, agent.orders_problem]
@@ -136,7 +155,7 @@ def _warnings(agent: Agent) -> tuple[str, ...]:
     return tuple(text for text in found if text)
 
 
-def _device(agent: Agent, member: Member, told: Decision | None) -> DeviceView:
+def _device(agent: Looking, member: Member, told: Decision | None) -> DeviceView:
     device = member.device_id
     health = agent.memory.policy.health(device)
     seen, watched = agent.eyes.seen().get(device), agent.watch.devices().get(device)

@@ -13,13 +13,13 @@ import typer
 import hpstore
 from hpstore.cli.asking import Yes, agree, first_of
 from hpstore.cli.output import UNMENDED_EXIT_CODE, byte_progress, emit_json, say, table
+from hpstore.cli.steps import resolved, steps_of
 from hpstore.cli.transfer import export, import_
 from hpstore.errors import CheckpointError, ConfigError, HpstoreError
 from hpstore.units import format_bytes
 
 if TYPE_CHECKING:
     from hpstore.checkpoint import Manifest, VerifyReport
-    from hpstore.checkpoint.steps import Steps
 
 checkpoints = typer.Typer(
     no_args_is_help=True, help="List, inspect, verify, export, import, remove checkpoints."
@@ -35,20 +35,6 @@ Keys = Annotated[
     list[str] | None, typer.Option("--keys", help="only these parts, such as model; repeatable")
 ]
 Force = Annotated[bool, typer.Option("--force", help="protected steps too")]
-
-
-def steps_of(pool: hpstore.Pool, prefix: str) -> Steps:
-    """The steps under a prefix as it is typed, a slash at its end too; where there are none, those
-    that a trainer has saved there by name. Raises ConfigError."""
-    from hpstore.checkpoint.nearby import SAVES, nothing_under
-    from hpstore.checkpoint.steps import Steps
-
-    wanted = prefix.strip("/")
-    if not wanted:
-        raise ConfigError(nothing_under(pool, prefix))
-    found = Steps(pool, wanted)
-    saves = Steps(pool, f"{wanted}/{SAVES}")
-    return saves if not found.all() and saves.all() else found
 
 
 @checkpoints.command()
@@ -239,24 +225,4 @@ def unprotect(
     say({"step": before, "name": name}, f"{name} protects nothing now", as_json=as_json)
 
 
-def resolved(steps: Steps, step: str) -> int:
-    """A step by its number, or "latest": the newest valid. Raises ConfigError, CheckpointError."""
-    if step != "latest":
-        if not step.isdecimal():
-            raise ConfigError(f"{step!r} is no step: give a whole number, or latest")
-        return int(step)
-    from hpstore.checkpoint.nearby import nothing_under
-
-    found = steps.latest_valid()
-    if found is None:
-        there = len(steps.all())
-        raise CheckpointError(
-            f"none of the {there} checkpoints under {steps.prefix!r} can be read now; "
-            "`hpstore checkpoint verify --all` says why"
-            if there
-            else nothing_under(steps.pool, steps.prefix)
-        )
-    return found
-
-
-__all__ = ["checkpoints", "resolved", "steps_of"]
+__all__ = ["checkpoints"]

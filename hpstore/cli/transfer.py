@@ -12,6 +12,7 @@ from rich.progress import Progress
 
 import hpstore
 from hpstore.cli.output import byte_progress, emit_json
+from hpstore.cli.steps import resolved, steps_of
 from hpstore.units import format_bytes, parse_bytes
 
 PoolName = Annotated[str, typer.Argument(help="pool.toml, or the name of a registered pool")]
@@ -51,7 +52,6 @@ def export(
 ) -> None:
     """Write a step as files.  hpstore checkpoint export pool.toml runs/gpt 100 hf/ --keys model"""
     from hpstore.checkpoint import export_checkpoint
-    from hpstore.cli.checkpoints import resolved, steps_of
 
     with hpstore.open(pool, read_only=True) as opened, byte_progress("export", 0) as bar:
         steps = steps_of(opened, prefix)

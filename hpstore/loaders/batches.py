@@ -20,10 +20,9 @@ from hpstore.loaders.fields import Array, Field, FieldKind
 from hpstore.loaders.joining import How, Pieces, join
 from hpstore.loaders.large import LARGE_BYTES, Target
 from hpstore.loaders.layout import Int64s
-from hpstore.loaders.parts import PART_BYTES, read_parts
+from hpstore.loaders.parts import PART_BYTES, ReadRows, read_parts
 from hpstore.loaders.slab import Slab
 from hpstore.loaders.slots import Slots
-from hpstore.loaders.stored import ReadRows
 from hpstore.loaders.stream import Locations, Stream
 from hpstore.units import round_up
 

@@ -12,7 +12,7 @@ import copy
 import itertools
 import logging
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ import torch.utils.data
 
 from hpstore.errors import ConfigError
 from hpstore.loaders.draws import derive_seed
+from hpstore.loaders.served import Served
 from hpstore.loaders.worker_states import (
     DATASET,
     FETCHER,
@@ -33,9 +34,6 @@ from hpstore.loaders.worker_states import (
     require_as_many,
     required,
 )
-
-if TYPE_CHECKING:
-    from hpstore.loaders.loader import DataLoader
 
 _log = logging.getLogger(__name__)
 RANDOM = (
@@ -66,7 +64,7 @@ class Companions:
         self._workers: WorkerStates | None = None  # of torch's iterator of the last loop
         self.in_workers: Mapping[str, Any] | None = None  # what its workers go on from
 
-    def load(self, loader: DataLoader, state: Mapping[str, Any]) -> None:
+    def load(self, loader: Served, state: Mapping[str, Any]) -> None:
         """Take from a saved state what is not the position. Raises ConfigError for nonsense."""
         if SNAPSHOT in state:
             require_as_many(loader, required(state[SNAPSHOT]))
@@ -82,7 +80,7 @@ class Companions:
                 type(samplers[0]).__name__,
             )
 
-    def begin(self, loader: DataLoader, epoch: int, position: int) -> dict[str, Any]:
+    def begin(self, loader: Served, epoch: int, position: int) -> dict[str, Any]:
         """A loop begins; before torch's. Returns the states of the data set to go on from."""
         loaded, self._loaded = self._loaded, {}
         saved = loaded.pop(SAMPLER, [])
@@ -110,7 +108,7 @@ class Companions:
         self._lent = lent
         return loaded
 
-    def _samplers(self, loader: DataLoader) -> list[Any]:
+    def _samplers(self, loader: Served) -> list[Any]:
         """The user's samplers that draw at random; generators that were lent are taken back."""
         for sampler, generator in self._lent:
             if sampler.generator is generator:
@@ -125,7 +123,7 @@ class Companions:
             if isinstance(one, RANDOM) and not any(one is other for other in found[:number])
         ]  # fmt: skip
 
-    def saved(self, loader: DataLoader, epoch: int, position: int, found: Any) -> dict[str, Any]:
+    def saved(self, loader: Served, epoch: int, position: int, found: Any) -> dict[str, Any]:
         """For state_dict(): empty for most. `found`: torch's iterator of the loop under way."""
         state = dict(self._loaded)
         if self._epoch < 0:
@@ -146,7 +144,7 @@ class Companions:
             state |= {} if workers is None else {SNAPSHOT: workers}
         return state
 
-    def iterator(self, loader: DataLoader) -> Any:
+    def iterator(self, loader: Served) -> Any:
         """torch's, with the states of its workers; None where there are none to be had."""
         self._workers = None
         if not is_watched(loader):
@@ -154,7 +152,7 @@ class Companions:
         self._workers = WorkerStates(loader.num_workers, self.in_workers, loader.to_skip)
         return WatchedIterator(loader, self._workers)
 
-    def _kept(self, loader: DataLoader) -> list[Any]:
+    def _kept(self, loader: Served) -> list[Any]:
         lent, self._lent = self._lent, []
         try:
             return self._samplers(loader)
@@ -162,7 +160,7 @@ class Companions:
             self._lent = lent
 
 
-def reads_again(loader: DataLoader) -> bool:
+def reads_again(loader: Served) -> bool:
     """Whether what comes before a position must be read again: its state is not to be had."""
     if isinstance(loader.dataset, torch.utils.data.IterableDataset):
         return True
@@ -214,7 +212,7 @@ def _dataset_state(dataset: Any, found: Any) -> dict[str, Any]:
 class Skipping:
     """Batches of a user's sampler, without the first ones of a loop that was resumed."""
 
-    def __init__(self, batches: Any, loader: DataLoader) -> None:
+    def __init__(self, batches: Any, loader: Served) -> None:
         self._batches, self._loader = batches, loader
 
     def __iter__(self) -> Iterator[Any]:

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch.utils.data
@@ -25,10 +25,8 @@ from hpstore.loaders.companions import (
 from hpstore.loaders.order import Order, digest
 from hpstore.loaders.progress import Piece, pieces
 from hpstore.loaders.ranks import Shares, coordinates_of
+from hpstore.loaders.served import Served
 from hpstore.loaders.worker_states import BEGUN, SNAPSHOT
-
-if TYPE_CHECKING:
-    from hpstore.loaders.loader import DataLoader
 
 _log = logging.getLogger(__name__)
 _END = object()
@@ -83,7 +81,7 @@ _WORK = ("transform", "batch_transform", "device", "layout", "on_error")
 _READING = ("cache", "prefetch_bytes", "window_bytes", "direct", "direct_bytes", "device_ring")
 
 
-def refuse_ours(loader: DataLoader, parameters: Mapping[str, inspect.Parameter]) -> None:
+def refuse_ours(loader: Served, parameters: Mapping[str, inspect.Parameter]) -> None:
     """Raise ConfigError for arguments that would have no effect on a data set of others.
 
     `parameters` of the loader: their defaults mean that nothing was given.
@@ -99,9 +97,7 @@ def refuse_ours(loader: DataLoader, parameters: Mapping[str, inspect.Parameter])
         )
 
 
-def begin(
-    loader: DataLoader, states: Mapping[str, Any], make: Callable[[], Any]
-) -> ForeignIterator:
+def begin(loader: Served, states: Mapping[str, Any], make: Callable[[], Any]) -> ForeignIterator:
     """The loop from where the loader stands. `make`: torch's own iterator. `states`: see
     Companions.begin.
     """
@@ -140,7 +136,7 @@ def reference(made: ForeignIterator) -> Callable[[], ForeignIterator | None]:
     return (lambda: made) if has_state(made) else weakref.ref(made)
 
 
-def _falls_on(loader: DataLoader, epoch: int, position: int) -> bool:
+def _falls_on(loader: Served, epoch: int, position: int) -> bool:
     """Whether a batch ends at a position, so that one can read up to it."""
     if loader.positions is None or loader.slices is None:
         return True
@@ -161,7 +157,7 @@ class ForeignIterator:
     What else one looks for on it is torch's own.
     """
 
-    def __init__(self, loader: DataLoader, found: Any, epoch: int, position: int) -> None:
+    def __init__(self, loader: Served, found: Any, epoch: int, position: int) -> None:
         self._loader, self._found = weakref.ref(loader), found
         self._epoch, self._number = epoch, position
         self._over = False

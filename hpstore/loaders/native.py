@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch.utils.data
@@ -23,12 +23,10 @@ from hpstore.loaders.mixture import AnySession, Mixture, stored_bytes
 from hpstore.loaders.order import GlobalOrder, Order, SequentialOrder, SubsetOrder
 from hpstore.loaders.pipeline import BatchTimeout, Pipeline
 from hpstore.loaders.progress import Piece, endless, listed
+from hpstore.loaders.served import Served
 from hpstore.loaders.slices import Slices
 from hpstore.loaders.slots import slot_bytes
 from hpstore.loaders.windows import WindowOrder, subset_stripes
-
-if TYPE_CHECKING:
-    from hpstore.loaders.loader import DataLoader
 
 LEAST_AHEAD, MOST_AHEAD = 2, 16  # batches, unless prefetch_factor says
 STEADY = 2  # that a user who keeps none holds at a time, at least: the last one and the next one
@@ -145,7 +143,7 @@ class Run:
     Dropping it stops what is under way.
     """
 
-    def __init__(self, loader: DataLoader, native: Native, epoch: int, position: int) -> None:
+    def __init__(self, loader: Served, native: Native, epoch: int, position: int) -> None:
         slices, finish = loader.slices, loader.finish
         finish.start()  # before there are threads, where processes are forked
         engine = loader.engine()
@@ -247,7 +245,7 @@ def _leave(session: AnySession, pid: int) -> None:
         session.leave()
 
 
-def _depth(loader: DataLoader, native: Native, threads: int, rows: int) -> int:
+def _depth(loader: Served, native: Native, threads: int, rows: int) -> int:
     """Batches ahead: half of the memory for batches, the other half is the user's, who may have
     HELD of them and a small one.
     """
@@ -272,7 +270,7 @@ def batch_bytes(data: Dataset | Mixture, rows: int) -> int:
 class NativeIterator:
     """One epoch from a position on. What is made ahead of the next epoch is left to the loader."""
 
-    def __init__(self, loader: DataLoader, run: Run, epoch: int) -> None:
+    def __init__(self, loader: Served, run: Run, epoch: int) -> None:
         self._loader, self._epoch = loader, epoch
         self._run: Run | None = run
 
@@ -328,7 +326,7 @@ class EndIterator:
 
     ready = 0  # as of NativeIterator
 
-    def __init__(self, loader: DataLoader, epoch: int) -> None:
+    def __init__(self, loader: Served, epoch: int) -> None:
         self._loader, self._epoch = loader, epoch
 
     def __iter__(self) -> EndIterator:
@@ -343,7 +341,7 @@ class EndIterator:
 
 
 def _batches(
-    loader: DataLoader, native: Native, cached: CachedRun | None, epoch: int, skip: int
+    loader: Served, native: Native, cached: CachedRun | None, epoch: int, skip: int
 ) -> Iterator[Any]:
     """Batches of samples of the user's sampler, without its first `skip`; without a batch size, its
     samples or lists. A cache is told what comes, as far as that is known.
@@ -374,7 +372,7 @@ def _first_rows(batches: Iterator[Any]) -> tuple[int, Iterator[Any]]:
     return int(np.size(first)), itertools.chain([first], batches)
 
 
-def _sampler(loader: DataLoader) -> Any:
+def _sampler(loader: Served) -> Any:
     return loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
 
 

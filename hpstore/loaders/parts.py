@@ -6,8 +6,8 @@ beside its slot, and with devices lost several times that for what is decoded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -16,14 +16,26 @@ from hpstore.codec.galois import Bytes
 from hpstore.errors import AlreadyClosed, HpstoreError
 from hpstore.geometry import ALIGNMENT_BYTES
 from hpstore.loaders.layout import Int64s
-from hpstore.loaders.stream import Stream
+from hpstore.loaders.stream import Locations, Stream
 from hpstore.pool import Pool
 from hpstore.units import MIB, round_up
 
-if TYPE_CHECKING:
-    from hpstore.loaders.stored import ReadRows, StoredData
-
 PART_BYTES = 8 * MIB
+ReadRows = Callable[[Stream, Int64s, Sequence[Bytes] | Bytes], bool]
+
+
+class Records(Protocol):
+    """A data set in a pool that reads records by their numbers; see StoredData."""
+
+    @property
+    def pool(self) -> Pool: ...
+
+    def read_rows(
+        self, stream: Stream, indices: Int64s, rows: Sequence[Bytes],
+        addresses: Int64s | None = None, room: Sequence[Bytes] | None = None,
+    ) -> bool: ...  # fmt: skip
+
+    def read_records(self, stream: Stream, indices: Int64s) -> tuple[list[Bytes], Locations]: ...
 
 
 def part_bounds(lengths: Int64s) -> list[tuple[int, int]]:
@@ -58,7 +70,7 @@ def _steps(lengths: Int64s) -> Int64s:
 
 
 def read_parts(
-    data: StoredData, stream: Stream, indices: Int64s, lengths: Int64s,
+    data: Records, stream: Stream, indices: Int64s, lengths: Int64s,
     read: ReadRows | None = None,
 ) -> Iterator[tuple[slice, list[Bytes]]]:  # fmt: skip
     """Verified records of n samples, `lengths` (n,): which of them, and views of each.

@@ -5,14 +5,12 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data.distributed import DistributedSampler
 
 from hpstore.loaders.progress import pieces
-
-if TYPE_CHECKING:
-    from hpstore.loaders.loader import DataLoader
+from hpstore.loaders.served import Served
 
 
 class RankSampler(DistributedSampler[Any]):
@@ -23,7 +21,7 @@ class RankSampler(DistributedSampler[Any]):
     loader deals out the ranks' shares itself; set_epoch() is the loader's.
     """
 
-    def __init__(self, loader: DataLoader) -> None:
+    def __init__(self, loader: Served) -> None:
         # not DistributedSampler's: it wants a process group
         assert loader.order is not None
         assert loader.shares is not None

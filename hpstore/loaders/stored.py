@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -53,8 +53,6 @@ from hpstore.loaders.table_checks import check_pages, check_places
 from hpstore.pool import Pool
 from hpstore.pooled import MOST_KEYS, PooledReader, Scatter, Scattered
 from hpstore.units import div_ceil
-
-ReadRows = Callable[[Stream, Int64s, Sequence[Bytes] | Bytes], bool]
 
 
 def _matches(checksums: Sequence[int], number: int, found: Bytes) -> bool:
@@ -495,4 +493,4 @@ class StoredData(Closing):
         self._readers.close()
 
 
-__all__ = ["ReadRows", "StoredData"]
+__all__ = ["StoredData"]

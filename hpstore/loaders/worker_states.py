@@ -10,16 +10,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch.utils.data
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from hpstore.errors import ConfigError
 from hpstore.loaders.drawing import random_state, set_random_state
-
-if TYPE_CHECKING:
-    from hpstore.loaders.loader import DataLoader
+from hpstore.loaders.served import Served
 
 SAMPLER, DATASET, FETCHER = "sampler_random", "dataset_state", "fetcher_state"
 SNAPSHOT, WORKERS, LAST = "_snapshot", "_worker_snapshots", "_last_yielded_worker_id"
@@ -78,7 +76,7 @@ class Watch:
     """
 
     def __init__(
-        self, loader: DataLoader, states: Sequence[Mapping[str, Any] | None], every: int
+        self, loader: Served, states: Sequence[Mapping[str, Any] | None], every: int
     ) -> None:  # fmt: skip
         self.dataset: Any = loader.dataset
         self._iterable = isinstance(self.dataset, torch.utils.data.IterableDataset)
@@ -206,7 +204,7 @@ class WorkerStates:
 class WatchedIterator(_MultiProcessingDataLoaderIter):
     """torch's iterator whose workers send states, and that begins behind a worker."""
 
-    def __init__(self, loader: DataLoader, states: WorkerStates) -> None:
+    def __init__(self, loader: Served, states: WorkerStates) -> None:
         self._kept, self._ahead = states, states.last + 1
         interval = loader.snapshot_every_n_steps or 1
         iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
@@ -234,7 +232,7 @@ class WatchedIterator(_MultiProcessingDataLoaderIter):
 class _Instead:
     """A loader with some attributes replaced, as torch's iterator reads it when it is made."""
 
-    def __init__(self, loader: DataLoader, changed: Mapping[str, Any]) -> None:
+    def __init__(self, loader: Served, changed: Mapping[str, Any]) -> None:
         self.__dict__.update(changed)
         self._loader = loader
 
@@ -242,7 +240,7 @@ class _Instead:
         return getattr(self._loader, name)
 
 
-def is_watched(loader: DataLoader) -> bool:
+def is_watched(loader: Served) -> bool:
     """Whether states of its workers are asked for: where they can be of use."""
     data = loader.dataset
     if not (loader.num_workers and loader.in_order and loader.snapshot_every_n_steps):
@@ -272,7 +270,7 @@ def required(found: Any) -> dict[str, Any]:
     return dict(found)
 
 
-def require_as_many(loader: DataLoader, found: Mapping[str, Any]) -> None:
+def require_as_many(loader: Served, found: Mapping[str, Any]) -> None:
     """Raise ConfigError where an iterable data set would be divided among other workers."""
     iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
     if iterable and len(found[WORKERS]) != loader.num_workers:

@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from hpstore.buffers import Lease
 from hpstore.codec.galois import Bytes
 from hpstore.errors import BudgetExceeded, IntegrityError
+from hpstore.header import ColumnHeader
 from hpstore.objects.columns import ColumnReader, open_column
-from hpstore.objects.erasures import rows_of
+from hpstore.objects.erasures import Erasures, rows_of
 from hpstore.objects.flights import Flight, read_held, spare_bytes
 from hpstore.objects.routing import HEDGE_COLUMNS, well_placed
 from hpstore.objects.store import Store
@@ -26,13 +27,32 @@ from hpstore.objects.windows import WindowPlan, plan_window
 from hpstore.patience import wait_awake
 from hpstore.scheduler import at_once
 
-if TYPE_CHECKING:
-    from hpstore.objects.read import ObjectReader
-
 _LOOK_SECONDS = 0.25  # how often is looked whether a late device is spared by now
 
 
-def overtake(reader: ObjectReader, window: tuple[int, int], flight: Flight) -> Flight:
+class Hedged(Protocol):
+    """What a reader of one object shows of itself, to who reads beside it."""
+
+    store: Store
+    key: str
+    columns: dict[int, ColumnReader]
+    erasures: Erasures
+
+    @property
+    def header(self) -> ColumnHeader: ...
+
+    def closed_columns(self) -> dict[int, Found]: ...
+
+    def file_on(self, device: str) -> Found | None: ...
+
+    def adopt(self, column: int, opened: ColumnReader | Exception) -> None: ...
+
+    def give_up(
+        self, column: int, future: Future[ColumnReader | None], error: Exception
+    ) -> None: ...
+
+
+def overtake(reader: Hedged, window: tuple[int, int], flight: Flight) -> Flight:
     """The flight, or one that landed before its late reads. Drop what is returned.
 
     Waits until reads have ended, failed, or the device deadline is over. By the reader's thread.
@@ -52,7 +72,7 @@ def overtake(reader: ObjectReader, window: tuple[int, int], flight: Flight) -> F
 class _Race:
     """A flight with late reads, and at most one spare flight at a time."""
 
-    def __init__(self, reader: ObjectReader, window: tuple[int, int], flight: Flight) -> None:
+    def __init__(self, reader: Hedged, window: tuple[int, int], flight: Flight) -> None:
         self._reader, self._window, self._flight = reader, window, flight
         self._store = reader.store
         self._spare: Flight | None = None
@@ -167,7 +187,7 @@ class _Race:
 
 
 def _read(
-    reader: ObjectReader, held: ColumnReader | None, found: Found | None, low: int, array: Bytes
+    reader: Hedged, held: ColumnReader | None, found: Found | None, low: int, array: Bytes
 ) -> ColumnReader | None:
     """Read verified bytes of a column; returns it when it was opened for that. On a lane."""
     if held is not None:
@@ -182,12 +202,12 @@ def _read(
     return opened
 
 
-def _open(reader: ObjectReader, found: Found) -> ColumnReader:
+def _open(reader: Hedged, found: Found) -> ColumnReader:
     device = reader.store.view.devices[found.device]
     return open_column(reader.store, found.device, device, reader.key, found.name)
 
 
-def probe_avoided(reader: ObjectReader, low: int, high: int) -> None:
+def probe_avoided(reader: Hedged, low: int, high: int) -> None:
     """Read column bytes [low, high) from devices that reads keep off, if a probe of them is due.
 
     Nobody waits for it and nothing uses it: it shows the monitor how such a read fares now. On the
@@ -211,7 +231,7 @@ def probe_avoided(reader: ObjectReader, low: int, high: int) -> None:
         future.add_done_callback(partial(_probed, store, device, lease))
 
 
-def _probe(reader: ObjectReader, found: Found, low: int, array: Bytes) -> None:
+def _probe(reader: Hedged, found: Found, low: int, array: Bytes) -> None:
     opened = _open(reader, found)
     try:
         opened.read_raw(low, array)

@@ -153,8 +153,11 @@ class Scene:
 class Client:
     """One process of the simulation and its pool."""
 
-    def __init__(self, scene: Scene, process: Process, place: str) -> None:
-        self.scene, self.process, self.place = scene, process, place
+    def __init__(
+        self, scene: Scene, process: Process, place: str, train: Callable[[Client, Turn], None]
+    ) -> None:
+        """`train`: the actions that are none of the pool's."""
+        self.scene, self.process, self.place, self._train = scene, process, place, train
         self.pool: Pool | None = None
         self.checkpointer: object = None  # of that pool
         self.seen: dict[str, tuple[str, int]] = {}  # key -> version and value, as it last knew
@@ -167,7 +170,7 @@ class Client:
             if self.pool is None:
                 self.checkpointer = None
                 self.pool = self._open(turn)
-            ACTIONS[turn.action](self, turn)
+            ACTIONS.get(turn.action, self._train)(self, turn)
             scene.world.note(f"{self.process.name} has done {turn.action} {turn.key}")
         except SimulatedCrash:
             scene.world.note(f"{self.process.name} died in {turn.action}")
@@ -444,18 +447,12 @@ class Client:
         """Look at the membership."""
         self.open_pool.refresh()
 
-    def checkpoint(self, turn: Turn) -> None:
-        """What a trainer does: it saves, restores, or collects what dead saves have left."""
-        from hpstore.testing.simulation import checkpoint_turns  # which needs torch
-
-        getattr(checkpoint_turns, turn.action)(self, turn)
-
 
 ACTIONS: dict[str, Callable[[Client, Turn], None]] = {
     name: getattr(Client, name)
     for name in ("put", "put_absent", "put_version", "get", "delete", "settle", "list", "stat",
                  "evict", "drain", "begin_drain", "add", "readmit", "rebuild", "scrub",
                  "rebalance", "reopen", "refresh")
-} | dict.fromkeys(("save", "restore", "collect"), Client.checkpoint)  # fmt: skip
+}  # fmt: skip
 
 __all__ = ["ACTIONS", "EXPECTED", "Client", "Finding", "Scene", "content", "settings_of"]

@@ -28,6 +28,13 @@ from hpstore.units import KIB
 UNIT_BYTES = 4 * KIB
 
 
+def train(client: Client, turn: Turn) -> None:
+    """What a trainer does: it saves, restores, or collects what dead saves have left."""
+    from hpstore.testing.simulation import checkpoint_turns  # which needs torch
+
+    getattr(checkpoint_turns, turn.action)(client, turn)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What came of a simulation."""
@@ -94,7 +101,7 @@ class _Simulation:
             process = self._process(number)
             world.processes.append(process)
             place = f"run{number}" if setup.own_places else "run"
-            self._clients.append(Client(self.scene, process, place))
+            self._clients.append(Client(self.scene, process, place, train))
 
     def _plain(self, url: str) -> Device:
         return self._world.device(url)
