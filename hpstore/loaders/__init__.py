@@ -5,7 +5,7 @@ if not __name__.startswith("hpstore."):
 
 from typing import TYPE_CHECKING
 
-from hpstore.loaders.batches import Ragged
+from hpstore.loaders.batch_values import Ragged
 from hpstore.loaders.cache import Cache
 from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.fields import Field

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
+from hpstore.loaders.batch_values import slot_bytes
 from hpstore.loaders.gpu import Gpu, Mark
-from hpstore.loaders.slots import slot_bytes
 from hpstore.units import MIB, round_up
 
 _log = logging.getLogger(__name__)

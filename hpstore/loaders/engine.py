@@ -15,7 +15,8 @@ import numpy as np
 from hpstore.budget import available_bytes
 from hpstore.closing import Closing
 from hpstore.errors import ConfigError
-from hpstore.loaders.batches import Assembler, Batch
+from hpstore.loaders.batch_values import Batch
+from hpstore.loaders.batches import Assembler
 from hpstore.loaders.cache import Cache
 from hpstore.loaders.caching import CachedReads, CachedRun
 from hpstore.loaders.counts import Counts, PoolReads

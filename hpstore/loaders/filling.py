@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpstore.closing import Closing
-from hpstore.loaders.counts import Stopwatch
 from hpstore.loaders.layout import Int64s
 from hpstore.loaders.slab import NEVER, Places, Slab
 from hpstore.loaders.stored import StoredData
 from hpstore.loaders.windows import WindowOrder
+from hpstore.stopwatch import Stopwatch
 
 _log = logging.getLogger(__name__)
 CHUNK_PAGES = 64

@@ -16,7 +16,7 @@ from hpstore.buffers import lock_for_life
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError, IntegrityError, TooManyErasures
 from hpstore.lacks import blamed, lacks_total
-from hpstore.loaders.batches import nbytes_of
+from hpstore.loaders.batch_values import nbytes_of
 from hpstore.loaders.draws import Indices
 from hpstore.loaders.gpu import Cuda, Gpu, gpu_of
 from hpstore.loaders.mixture import AnySession

@@ -13,7 +13,7 @@ import torch
 from hpstore.closing import Closing
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError
-from hpstore.loaders.batches import Batch, BatchValue, Ragged
+from hpstore.loaders.batch_values import Batch, BatchValue, Ragged
 from hpstore.loaders.cache import Cache
 from hpstore.loaders.counts import Counts, PoolReads
 from hpstore.loaders.dataset import Dataset

@@ -14,6 +14,7 @@ import numpy as np
 import torch.utils.data
 
 from hpstore.errors import AlreadyClosed, ConfigError
+from hpstore.loaders.batch_values import slot_bytes
 from hpstore.loaders.caching import CachedRun
 from hpstore.loaders.dataset import Dataset
 from hpstore.loaders.draws import Indices
@@ -25,7 +26,6 @@ from hpstore.loaders.pipeline import BatchTimeout, Pipeline
 from hpstore.loaders.progress import Piece, endless, listed
 from hpstore.loaders.served import Served
 from hpstore.loaders.slices import Slices
-from hpstore.loaders.slots import slot_bytes
 from hpstore.loaders.windows import WindowOrder, subset_stripes
 
 LEAST_AHEAD, MOST_AHEAD = 2, 16  # batches, unless prefetch_factor says

@@ -18,8 +18,9 @@ import numpy as np
 from hpstore.buffers import aligned_array
 from hpstore.closing import Closing
 from hpstore.codec.galois import Bytes
+from hpstore.loaders.batch_values import slot_bytes
 from hpstore.loaders.fields import Array
-from hpstore.units import MIB, round_up
+from hpstore.units import MIB
 
 _log = logging.getLogger(__name__)
 
@@ -172,9 +173,4 @@ class Slots(Closing):
                 self._free.append(slot)
 
 
-def slot_bytes(nbytes: int) -> int:
-    """Of the slot for so many: room for batches that are a little larger, as of many sizes."""
-    return round_up(nbytes + nbytes // 16, MIB) if nbytes >= MIB else MIB
-
-
-__all__ = ["Slot", "Slots", "slot_bytes"]
+__all__ = ["Slot", "Slots"]

@@ -9,10 +9,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from hpstore.loaders.counts import Stopwatch
 from hpstore.loaders.layout import FixedPlan, Int64s, Record, even_rows
 from hpstore.loaders.manifest import Part
 from hpstore.loaders.shards import UInt64s
+from hpstore.stopwatch import Stopwatch
 
 Int32s = npt.NDArray[np.int32]
 

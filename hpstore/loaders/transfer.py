@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hpstore.loaders.batches import Ragged, jagged
+from hpstore.loaders.batch_values import Ragged, jagged
 from hpstore.loaders.device_ring import DeviceRing, DeviceSlot
 from hpstore.loaders.gpu import Gpu, Mark
 

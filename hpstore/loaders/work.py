@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import default_collate
 
-from hpstore.loaders.batches import Batch, Ragged, samples_of
+from hpstore.loaders.batch_values import Batch, Ragged, samples_of
 from hpstore.loaders.draws import Indices
 from hpstore.loaders.fields import Field
 

@@ -14,11 +14,11 @@ import torch
 
 import hpstore
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, Mixture, joining, pages
-from hpstore.loaders.counts import Stopwatch
 from hpstore.loaders.direct.access import DirectAccess
 from hpstore.loaders.joining import LARGE_BYTES
 from hpstore.loaders.slab import Slab
 from hpstore.loaders.stored import StoredData
+from hpstore.stopwatch import Stopwatch
 from hpstore.testing.fake_gpu import FakeGpu
 from hpstore.units import KIB
 from tests.fault.common import poll

@@ -29,7 +29,7 @@ from hpstore.benchmarks.loader_data import Data
 from hpstore.benchmarks.loader_ours import Ours
 from hpstore.benchmarks.loader_sessions import Spec
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, nontemporal
-from hpstore.loaders.batches import Ragged
+from hpstore.loaders.batch_values import Ragged
 from hpstore.units import GIB, MIB
 
 SIZE_BYTES = 200_000 * 12_288
