@@ -4,7 +4,7 @@
       ConfigError (ValueError)       exit 2   a setting, geometry or file of settings is wrong
         AlreadyClosed                exit 6   a pool, data set, reader or loader that was closed
         RegistersForeign             exit 7   the pool's registers are in another run directory
-        PoolKeyError                 exit 8   pool.toml lacks the pool's key, or has another one
+        PoolKeyError                 exit 9   pool.toml lacks the pool's key, or has another one
       InvalidKey (ValueError)        exit 3   a key that cannot name an object
       ObjectNotFound (FileNotFoundError) exit 4
       VersionConflict                exit 5   if_absent / if_version did not hold
@@ -92,7 +92,7 @@ class RegistersForeign(ConfigError):
 class PoolKeyError(ConfigError):
     """pool.toml has not the key that the pool was made with. Nothing was read or changed."""
 
-    exit_code = 8
+    exit_code = 9
 
 
 class InvalidKey(HpstoreError, ValueError):

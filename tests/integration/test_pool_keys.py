@@ -102,11 +102,11 @@ def test_without_the_key_a_pool_is_refused_and_unchanged(
 
 
 def test_the_command_line_has_an_exit_code_for_it(place: Path) -> None:
-    """One line, exit code 8."""
+    """One line, exit code 9."""
     other = with_key(place, "")
     done = subprocess.run([sys.executable, "-m", "hpstore", "ls", str(other)], text=True,
                           capture_output=True, check=False)  # fmt: skip
-    assert done.returncode == 8
+    assert done.returncode == 9
     assert "does not open this pool" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -137,7 +137,7 @@ def test_a_lost_key_lets_a_pool_be_read(place: Path, caplog: pytest.LogCaptureFi
     shutil.rmtree(place.parent / "d1")
     with hpstore.open(other, read_only=True) as pool:
         assert (pool.get("small"), pool.get("big")) == (SMALL, BIG)
-    for command, code in ((["get", str(other), "big", "out"], 0), (["put", str(other), "x"], 8)):
+    for command, code in ((["get", str(other), "big", "out"], 0), (["put", str(other), "x"], 9)):
         if command[0] == "put":
             command.append(str(place))
         done = subprocess.run([sys.executable, "-m", "hpstore", *command], check=False,
