@@ -322,7 +322,8 @@ def _mode(config: PoolConfig) -> int | None:
 def write_atomically(
     path: Path, text: str, *, durable: bool = True, mode: int | None = None, group: int = -1
 ) -> None:
-    """Replace a text file; its content is synced before it has the name, if it must be `durable`.
+    """Replace a text file. If it must be `durable`, its content is synced before it has the name,
+    and then the name: pool.toml alone has the pool's key.
     `mode`: of the file, from its beginning; the umask decides unless given. `group`: it is given
     to, by its number.
 
@@ -341,9 +342,19 @@ def write_atomically(
             if durable:
                 os.fsync(file.fileno())
         temporary.replace(path)
+        if durable:
+            _sync_directory(path.parent)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _tables_last(document: tomlkit.TOMLDocument) -> str:

@@ -137,8 +137,8 @@ def _choose_view(
     scheduler: Scheduler, *, read_only: bool, denied: frozenset[str],
 ) -> Opened:  # fmt: skip
     """The view of the newest record, from devices of one pool that prove to work."""
+    _require_key(config, opened.values())
     if not any(o.record is not None for o in opened.values()):
-        _require_key(config, opened.values())
         raise TooFewDevices(
             f"pool {config.name!r} ({config.path}): no device answers with a membership "
             "record. Objects are not touched; one device of the pool with a whole pool.json opens "
@@ -174,9 +174,14 @@ def _choose_view(
 
 
 def _require_key(config: PoolConfig, opened: Collection[OpenedDevice]) -> None:
-    """Raise PoolKeyError where most devices are of a pool whose key the settings do not have."""
+    """Raise PoolKeyError where most devices are of a pool whose key the settings do not have.
+
+    A membership with the MAC of the settings' key proves the key. One without a key proves nothing:
+    any device can make it, to take a pool back to a time without keys.
+    """
+    proven = config.key is not None and any(found.record is not None for found in opened)
     others = [found.lacks for found in opened if found.other_key]
-    if 2 * len(others) <= len(opened):
+    if proven or not others or 2 * len(others) < len(opened):
         return
     why = (
         "it has no key" if config.key is None
@@ -236,9 +241,15 @@ def _majority_pool(opened: Mapping[str, OpenedDevice]) -> str:
 
 
 def make_view(record: PoolRecord, opened: Iterable[OpenedDevice], problems: dict[str, str]) -> View:
-    """Members that answered. Of two devices with one identity, a copied disk, the first is used."""
+    """Members that answered. Of two devices with one identity, a copied disk or one that poses as
+    another, the one at the place in the record is used, else the first."""
+    homes = {m.device_id: same_form(m.url) for m in record.members}
+
+    def away(found: OpenedDevice) -> bool:
+        return same_form(found.device.url) != homes.get(found.identity.device_id)
+
     devices: dict[str, Device] = {}
-    for found in opened:
+    for found in sorted(opened, key=away):
         device_id = found.identity.device_id
         if record.member(device_id) is None:
             found.device.close()

@@ -327,12 +327,17 @@ def _spread(body: Json) -> int | None:
 
 def _canonical(body: Json) -> bytes:
     """What a MAC is over."""
-    return json.dumps(body, sort_keys=True, ensure_ascii=False).encode(errors="surrogatepass")
+    return _utf8(json.dumps(body, sort_keys=True, ensure_ascii=False))
+
+
+def _utf8(value: object) -> bytes:
+    """Of any text that a device may hold: compare_digest takes no other str than of ASCII."""
+    return str(value).encode(errors="surrogatepass")
 
 
 def _check_mac(body: Json, pool_key: PoolKey | None, where: str) -> None:
     """Raise NotAuthentic unless a membership is of the pool that the settings have the key of."""
-    mac, key_id = str(body.pop("mac", "")), str(body.get("key", ""))
+    mac, key_id = _utf8(body.pop("mac", "")), str(body.get("key", ""))
     if pool_key is None and not key_id:
         return
     if pool_key is None:
@@ -343,7 +348,7 @@ def _check_mac(body: Json, pool_key: PoolKey | None, where: str) -> None:
         return
     if key_id != pool_key.fingerprint(str(body.get("pool", ""))):
         raise NotAuthentic(f"{where}: the pool has another key ({key_id}) than pool.toml")
-    if not compare_digest(mac, pool_key.mac(Use.RECORD, _canonical(body)).hex()):
+    if not compare_digest(mac, _utf8(pool_key.mac(Use.RECORD, _canonical(body)).hex())):
         raise NotAuthentic(f"{where}: the membership does not match its MAC: it was forged")
 
 

@@ -55,6 +55,7 @@ def open_beneath(root: int, path: str, flags: int, mode: int = 0o600) -> int:
         return _open(root, path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     fd = _open(root, path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     if flags & _MADE == _MADE:
+        widen(fd, mode)
         return fd
     kind = os.fstat(fd).st_mode
     if stat.S_ISDIR(kind) or stat.S_ISREG(kind):

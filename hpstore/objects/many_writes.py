@@ -18,7 +18,7 @@ from hpstore.codec.galois import Bytes
 from hpstore.devices.horizons import HorizonPassed
 from hpstore.errors import HpstoreError, ObjectNotFound
 from hpstore.geometry import Geometry
-from hpstore.header import Metadata, encode_header
+from hpstore.header import Metadata
 from hpstore.keys import Kind
 from hpstore.objects.columnset import ColumnSet, ColumnWriter, MembershipMoved
 from hpstore.objects.info import ObjectInfo, object_info
@@ -32,7 +32,7 @@ from hpstore.objects.write import (
     MAYBE_STORED,
     Content,
     delete_object,
-    make_header,
+    make_headers,
     plan_columns,
     put_object,
     say_maybe,
@@ -226,11 +226,7 @@ def _planned(
         key=key, version=store.new_version(survey.versions()), kind=kind,
         created_ms=store.clock.wall_ms(), metadata=put.metadata,
     )  # fmt: skip
-    headers = {
-        device: make_header(store, content, geometry, devices, column)
-        for column, device in enumerate(devices)
-    }
-    encode_header(next(iter(headers.values())))  # what does not fit is found before it is written
+    headers = make_headers(store, content, geometry, devices)
     columns = ColumnSet(
         store, headers, floor=geometry.floor(), generation=store.view.record.generation, lanes=calls
     )
@@ -250,10 +246,15 @@ def _fill(
     for write in writes:
         if write.geometry.size:
             end = at + _memory(write)
-            futures = StripeWriter(
+            writer = StripeWriter(
                 store, write.columns, write.geometry, write.geometry.floor(),
                 write.geometry.column_bytes,
-            ).fill(write.wanted.source, memory[at:end])  # fmt: skip
+            )  # fmt: skip
+            try:
+                futures = writer.fill(write.wanted.source, memory[at:end])
+            except (HpstoreError, OSError):
+                write.alive = False  # its source cannot be read: the single call says so
+                continue
             at = end
         else:
             futures = write.columns.submit(lambda column: partial(column.fill, ()))

@@ -167,6 +167,19 @@ def make_header(
     )
 
 
+def make_headers(
+    store: Store, content: Content, geometry: Geometry, devices: list[str]
+) -> dict[str, ColumnHeader]:
+    """The headers of all columns, by device. Raises ConfigError where one does not fit, before
+    anything is written: they differ by the column's number."""
+    headers = {
+        device: make_header(store, content, geometry, devices, column)
+        for column, device in enumerate(devices)
+    }
+    encode_header(headers[devices[-1]], store.pool_key)
+    return headers
+
+
 def write_columns(
     store: Store,
     content: Content,
@@ -189,12 +202,7 @@ def write_columns(
     after taking back what this call had published. Columns that may be visible already are left,
     and added to `left`. `horizons`: see ColumnSet; HorizonPassed is raised.
     """
-    headers = {
-        device: make_header(store, content, geometry, devices, column)
-        for column, device in enumerate(devices)
-    }
-    # what does not fit is found before anything is written: they differ by the column's number
-    encode_header(headers[devices[-1]], store.pool_key)
+    headers = make_headers(store, content, geometry, devices)
     floor = geometry.floor()
     columns = ColumnSet(
         store, headers, floor=floor, generation=store.view.record.generation, horizons=horizons
@@ -464,5 +472,6 @@ def delete_object(store: Store, key: str) -> None:
     store.deleted.append((columns.version.counter, key))
 
 
-__all__ = ["Content", "WriteFailed", "delete_object", "make_header", "plan_columns", "put_object",
-           "settle_or_owe", "write_columns", "write_failed", "write_new_version"]  # fmt: skip
+__all__ = ["Content", "WriteFailed", "delete_object", "make_header", "make_headers", "plan_columns",
+           "put_object", "settle_or_owe", "write_columns", "write_failed",
+           "write_new_version"]  # fmt: skip

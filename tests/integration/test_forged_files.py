@@ -15,7 +15,7 @@ import pytest
 
 from hpstore.checksum import digest128
 from hpstore.devices.memory import MemoryDevice
-from hpstore.errors import ObjectNotFound, TooFewDevices, TooManyErasures
+from hpstore.errors import ObjectNotFound, PoolKeyError, TooFewDevices, TooManyErasures
 from hpstore.header import (
     HEADER_BYTES,
     ColumnHeader,
@@ -26,7 +26,7 @@ from hpstore.header import (
 from hpstore.keys import ColumnName, Kind, NameTags, parse_column_name
 from hpstore.pool import Pool
 from hpstore.pool_key import PoolKey
-from hpstore.records import POOL_FILE, PoolRecord, seal
+from hpstore.records import IDENTITY_FILE, POOL_FILE, PoolRecord, seal
 from hpstore.testing.harness import FakeClock, Harness
 from hpstore.testing.simulation.forgeries import forged_copy
 
@@ -409,6 +409,53 @@ def test_a_forged_membership_is_none(made: Harness, downgrade: bool, opened: boo
         all_is_well(pool)
         held = content(made, hostile.url, POOL_FILE)
         assert PoolRecord.decode(held, where="x", pool_key=made.config.key) == whole
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_forged_membership_opens_no_pool_whose_key_is_missing(made: Harness, alone: bool) -> None:
+    """pool.toml without its key, and a device that says there is none: as many devices have the
+    pool's as not. Refused, and nothing changes; all of the pool's files would be strangers."""
+    hostile = made.devices["memory://d0"]
+    whole = PoolRecord.decode(content(made, hostile.url, POOL_FILE), where="x", pool_key=LOST)
+    members = whole.members[:1] if alone else whole.members
+    hostile.write_small(
+        POOL_FILE, replace(whole, key_id="", generation=9, members=members).encode()
+    )
+    good, before = made.config, {u: dict(d.files) for u, d in made.devices.items()}
+    made.config = replace(good, key=None)
+    for read_only in (True, False):
+        with pytest.raises(PoolKeyError, match="it has no key"):
+            made.open(read_only=read_only)
+    assert {u: dict(d.files) for u, d in made.devices.items()} == before
+    made.config = good
+    with made.open() as pool:
+        all_is_well(pool)
+
+
+@pytest.mark.parametrize("mac", ["\u00e9" * 32, "\ud800", 7, None, [], "0" * 32])
+def test_whatever_stands_for_a_mac_is_one_device_that_is_behind(made: Harness, mac: object) -> None:
+    """Text that is not ASCII stopped every process with a TypeError."""
+    hostile = made.devices["memory://d0"]
+    data = forged_record(made, hostile.url, mac=mac)
+    hostile.write_small(POOL_FILE, data)
+    with made.open() as pool:
+        all_is_well(pool)
+        hostile.write_small(POOL_FILE, data)
+        pool.put("other", SMALL)
+        pool.delete("other")
+        pool.refresh()
+        all_is_well(pool)
+
+
+def test_a_device_that_poses_as_another_takes_nobodys_place(made: Harness) -> None:
+    """By the identity of another one, which everybody can read, a device shut that one out: two
+    devices lost by one. Who is where the membership has it is who it says."""
+    hostile, other = made.devices["memory://d0"], made.devices["memory://d1"]
+    hostile.write_small(IDENTITY_FILE, content(made, other.url, IDENTITY_FILE))
+    with made.open() as pool:
+        held = pool.status().devices
+        assert [d.url for d in held if d.problem] == [hostile.url]
+        all_is_well(pool)
 
 
 def test_a_device_that_returns_is_judged_without_its_forgeries(made: Harness) -> None:

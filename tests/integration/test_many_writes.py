@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -17,11 +18,14 @@ from typing import TypeVar
 import pytest
 
 from hpstore.batches import BatchedPool, put_batches
+from hpstore.codec.galois import Bytes
 from hpstore.devices.base import Device
 from hpstore.devices.horizons import HORIZON
 from hpstore.devices.wrappers import DeviceWrapper, SimulatedCrash
 from hpstore.errors import (
+    ConfigError,
     DeviceError,
+    HpstoreError,
     InvalidKey,
     ObjectNotFound,
     RedundancyError,
@@ -29,7 +33,7 @@ from hpstore.errors import (
     TooFewDevices,
 )
 from hpstore.objects import many_writes
-from hpstore.objects.many_writes import MOST_KEYS, SMALL_BYTES
+from hpstore.objects.many_writes import MOST_KEYS, SMALL_BYTES, SmallPut
 from hpstore.objects.source import MemorySource
 from hpstore.pool import Pool
 from hpstore.testing.harness import FakeClock, Harness
@@ -392,6 +396,46 @@ def test_a_device_that_hangs_holds_a_batch_once(tmp_path: Path, after: str) -> N
         assert {pool.get(key) for key in KEYS[5:]} == {b"new"}
         assert not pool.rebuild().unreadable
         assert pool.list() == KEYS[5:]
+
+
+class Shortened(MemorySource):
+    """A file that becomes shorter while it is read."""
+
+    def read_into(self, start: int, out: Bytes) -> None:
+        raise HpstoreError("the source file became shorter while it was read")
+
+
+def test_a_source_that_cannot_be_read_fails_alone(harness: Harness) -> None:
+    """The others of its batch are stored, and it is told of what was stored before."""
+    sources = {key: MemorySource(b"new") for key in KEYS}
+    sources[KEYS[1]] = Shortened(b"new")
+    with harness.open() as pool:
+        pool.put(KEYS[1], b"old")
+        wanted = {key: SmallPut(source=source, metadata={}) for key, source in sources.items()}
+        answers = many_writes.put_objects(pool._store, wanted)
+        failed = {key: str(a) for key, a in answers.items() if isinstance(a, Exception)}
+        assert failed == {KEYS[1]: "the source file became shorter while it was read"}
+        assert [pool.get(key) for key in KEYS] == [b"new", b"old", *[b"new"] * 8]
+        assert pool.scrub().clean
+
+
+def test_a_header_that_does_not_fit_is_found_before_anything_is_written(tmp_path: Path) -> None:
+    """In a pool with a key there is room for 16 bytes less: no device is blamed for it."""
+    harness = Harness(tmp_path, data=24, parity=8, devices=32, unit_bytes=4096)
+    harness.config = replace(
+        harness.config, settings=replace(harness.config.settings, memory_bytes=64 << 20)
+    )
+    body, refused = b"x" * 200_000, list[type[Exception]]()
+    with harness.open() as pool:
+        for length in range(860, 960, 8):
+            key = '"' * length
+            try:
+                pool.put_many({key: body, "beside": b""})
+            except SomeFailed as error:
+                refused.append(type(error.failed[key]))
+        assert 0 < len(refused) < 12
+        assert set(refused) == {ConfigError}
+        assert pool.metrics.value("column_write_error_total") == 0
 
 
 def test_batches_are_bounded_in_number_and_bytes() -> None:

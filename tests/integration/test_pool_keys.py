@@ -17,7 +17,7 @@ import fsspec
 import pytest
 
 import hpstore
-from hpstore.config import Settings, load_config
+from hpstore.config import Settings, load_config, save_config
 from hpstore.errors import DeviceReadOnly, PoolKeyError
 from hpstore.pool_key import new_pool_key
 from hpstore.testing.harness import Harness
@@ -75,6 +75,21 @@ def test_the_key_is_in_pool_toml_alone(place: Path, caplog: pytest.LogCaptureFix
             assert secret.encode() not in data, file
             assert secret not in str(file)
     assert not [text for text in shown if secret in text]
+
+
+def test_the_key_outlives_a_power_cut(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pool.toml is synced, and then the name of it: no other copy of the key exists."""
+    synced: list[str] = []
+
+    def fsync(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+
+    with hpstore.open(place) as pool:
+        monkeypatch.setattr("hpstore.config.os.fsync", fsync)
+        save_config(pool.config)
+    assert len(synced) == 2
+    assert synced[0].startswith(str(place.parent / ".pool.toml."))
+    assert synced[1] == str(place.parent)
 
 
 def test_another_reader_of_the_files_may_read_the_key(tmp_path: Path) -> None:
