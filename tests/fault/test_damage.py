@@ -184,9 +184,10 @@ def spoil(file: Path, how: str) -> None:
         file.unlink()
     elif how == "flipped":
         flip(file, len(text) // 2)
-    else:  # one bit of the format number: 1 becomes 3, later than this hpstore
-        assert b'"format": 1' in text
-        file.write_bytes(text.replace(b'"format": 1', b'"format": 3'))
+    else:  # one bit of the format number, then later than this hpstore
+        known, later = (b"3", b"7") if b'"format": 3' in text else (b"1", b"3")
+        assert b'"format": ' + known in text
+        file.write_bytes(text.replace(b'"format": ' + known, b'"format": ' + later))
 
 
 SPOILS = ("truncated", "empty", "zeros", "absent", "flipped", "format bit flipped")

@@ -16,6 +16,7 @@ import torch
 import xxhash
 
 import hpstore
+from hpstore.config import load_config
 from hpstore.errors import DirectUnavailable, IntegrityError
 from hpstore.geometry import BLOCK_BYTES, block_span
 from hpstore.loaders.direct.columns import DirectColumn
@@ -49,6 +50,11 @@ def engine() -> Iterator[DirectEngine]:
     assert driver.misuse == []
 
 
+def opened_column(engine: DirectEngine, path: Path) -> DirectColumn:
+    """With the key of the pool that it is of."""
+    return DirectColumn(engine, str(path), pool_key=load_config(path.parents[3] / "pool.toml").key)
+
+
 def bad(memory: torch.Tensor, blocks: Blocks) -> list[int]:
     """Numbers of blocks that xxhash does not find to be what they must be."""
     bytes_ = memory.numpy()
@@ -66,7 +72,7 @@ def test_units_arrive_as_the_object_and_can_be_checked(
 ) -> None:
     """The code is systematic: k reads side by side are a stripe. Every block can be verified."""
     data = pattern(SIZE).tobytes()
-    opened = [DirectColumn(engine, str(path)) for path in columns]
+    opened = [opened_column(engine, path) for path in columns]
     geometry = opened[0].header.geometry
     arena = engine.allocate(6 * geometry.column_bytes)
     assert [column.header.column for column in opened] == [0, 1, 2, 3, 4, 5]
@@ -90,8 +96,8 @@ def test_units_arrive_as_the_object_and_can_be_checked(
 def test_the_block_of_another_place_is_not_good(engine: DirectEngine, columns: list[Path]) -> None:
     """A misdirected read: right bytes of the wrong column or offset do not pass."""
     with (
-        DirectColumn(engine, str(columns[0])) as one,
-        DirectColumn(engine, str(columns[1])) as other,
+        opened_column(engine, columns[0]) as one,
+        opened_column(engine, columns[1]) as other,
         engine.allocate(64 * KIB) as arena,
     ):
         one.read(64 * KIB, 128 * KIB, arena, 0).result()
@@ -106,7 +112,7 @@ def test_parts_of_blocks_cannot_be_checked(
 ) -> None:
     """ValueError rather than a check of less than was asked for."""
     with (
-        DirectColumn(engine, str(columns[0])) as column,
+        opened_column(engine, columns[0]) as column,
         pytest.raises(ValueError, match="no whole blocks"),
     ):
         column.blocks(start, end, 0)
@@ -125,7 +131,7 @@ def test_a_damaged_header_or_table_is_found_on_the_host(
         file.write(bytes([byte ^ 1]))
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(IntegrityError):
-        DirectColumn(engine, str(columns[0]))
+        opened_column(engine, columns[0])
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -138,7 +144,7 @@ def test_a_column_that_is_being_recycled_is_refused(
     with columns[0].open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(DirectUnavailable, match="recycled"):
-            DirectColumn(engine, str(columns[0]))
+            opened_column(engine, columns[0])
 
 
 JOBS = DecodeJobs(
