@@ -7,12 +7,13 @@ anywhere leaves the old record or the new one; whichever is newest is rolled for
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
 import uuid
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from hpstore.config import PoolConfig
@@ -20,10 +21,10 @@ from hpstore.device_urls import without_secrets
 from hpstore.devices.base import Device
 from hpstore.errors import (
     ConfigError,
+    DeviceError,
     DeviceFull,
     DeviceMissing,
     FormatTooNew,
-    HpstoreError,
     IntegrityError,
     MembershipError,
 )
@@ -62,10 +63,13 @@ def create_members(
     data: int,
     parity: int,
     unit_bytes: int,
+    keep: Callable[[], None] = lambda: None,
 ) -> PoolRecord:
     """Claim every device for a new pool and write the first record. Durable on return.
 
-    Nothing is claimed unless every device can be. Raises ConfigError, DeviceInUse, DeviceError.
+    Nothing is claimed unless every device can be. `keep` is called when all are claimed and none
+    has a record: a key that is not kept must not become that of a pool.
+    Raises ConfigError, DeviceInUse, DeviceError.
     """
     check_width(data, parity)
     check_unit(config, data + parity, unit_bytes)
@@ -95,21 +99,35 @@ def create_members(
         parity=parity, unit_bytes=unit_bytes, members=tuple(members),
         key_id="" if config.key is None else config.key.fingerprint(pool_id),
     )  # fmt: skip
-    claimed: list[Device] = []
     try:
-        for device, member in zip(devices, members, strict=True):
-            claim(device, _identity(record, member))
-            claimed.append(device)
-        for device in devices:
-            device.write_small(POOL_FILE, record.encode(config.key))
-    except HpstoreError:
-        for device in claimed:
-            device.delete(IDENTITY_FILE)  # the pool never came to be: let the places go
-        raise
+        _claim_all(devices, record, config, keep)
     finally:
         for device in devices:
             device.close()
     return record
+
+
+def _claim_all(
+    devices: Sequence[Device], record: PoolRecord, config: PoolConfig, keep: Callable[[], None]
+) -> None:
+    claimed: list[Device] = []
+    try:
+        for device, member in zip(devices, record.members, strict=True):
+            claim(device, _identity(record, member))
+            claimed.append(device)
+        keep()
+        for device in devices:
+            device.write_small(POOL_FILE, record.encode(config.key))
+    except BaseException:  # the pool never came to be: let the places go, after Ctrl-C too
+        for device in claimed:
+            _let_go(device)
+        raise
+
+
+def _let_go(device: Device) -> None:
+    for name in (POOL_FILE, IDENTITY_FILE):
+        with contextlib.suppress(DeviceError, FileNotFoundError):
+            device.delete(name)
 
 
 def _place(device: Device) -> str:

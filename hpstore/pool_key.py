@@ -27,6 +27,7 @@ class Use(StrEnum):
     SEED = "seed"
     BLOCK = "block"
     RECORD = "record"
+    COUNTER = "counter"
 
 
 _SIZES = {Use.KEY_ID: 8, Use.NAME: TAG_DIGITS // 2, Use.SEED: 8, Use.BLOCK: 8}  # else MAC_BYTES

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from hpstore.config import (
@@ -70,23 +72,28 @@ def create_pool(
         settings=settings or Settings(),
         key=new_pool_key(),
     )
-    record = create_members(
-        urls,
-        list(domains) if domains is not None else None,
-        device_opener(made.settings),
-        made,
-        data=data,
-        parity=parity,
-        unit_bytes=unit_bytes,
-    )
+    domains = list(domains) if domains is not None else None
+    with ExitStack() as undo:
+        keep = partial(_keep, made, undo)
+        record = create_members(
+            urls, domains, device_opener(made.settings), made,
+            data=data, parity=parity, unit_bytes=unit_bytes, keep=keep,
+        )  # fmt: skip
+        undo.pop_all()
     warning = domain_warning(record)
     if warning:
         _log.warning("%s", warning)
-    save_config(made)
     if name is not None:
         register(made)
         add_to_table(name, path)
     return Pool(made)
+
+
+def _keep(made: PoolConfig, undo: ExitStack) -> None:
+    """Write pool.toml, which alone has the key, before there is a pool that needs it."""
+    require_new(made.path, None)  # another one may have been made since the first look
+    save_config(made)
+    undo.callback(made.path.unlink, missing_ok=True)
 
 
 def open_pool(where: str | os.PathLike[str], *, read_only: bool = False) -> Pool:

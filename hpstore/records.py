@@ -65,10 +65,14 @@ def unseal(data: bytes, *, where: str, newest: int = FORMAT, users: bool = False
     text = json.dumps(body, sort_keys=True, ensure_ascii=False)
     if digest != digest128(text.encode(errors="surrogatepass")).hex():
         raise IntegrityError(f"{where}: record does not match its digest")
+    _check_format(body, where, newest)
+    return body
+
+
+def _check_format(body: Json, where: str, newest: int) -> None:
     version = body.get("format")
     if isinstance(version, int) and version > newest:
         raise FormatTooNew(f"{where}: record format {version}, this hpstore reads up to {newest}")
-    return body
 
 
 def _whole(text: str) -> int:
@@ -265,8 +269,10 @@ class PoolRecord:
 
     @classmethod
     def _parse(cls, data: bytes, where: str, pool_key: PoolKey | None) -> PoolRecord:
-        body = unseal(data, where=where, newest=NEWEST_FORMAT)
+        keyed = pool_key is not None  # then the MAC first: of any format, a device may make it up
+        body = unseal(data, where=where, newest=_MOST if keyed else NEWEST_FORMAT)
         _check_mac(body, pool_key, where)
+        _check_format(body, where, NEWEST_FORMAT)
 
         def members(name: str) -> tuple[Member, ...]:
             rows = body[name]

@@ -34,6 +34,7 @@ from hpstore.errors import (
 )
 from hpstore.keys import OBJECTS
 from hpstore.lacks import note_lack
+from hpstore.pool_key import PoolKey
 from hpstore.rights import denied_path, rights_hint
 
 TMP, RECYCLE, DEBTS, QUARANTINE = "tmp", "recycle", "debts", "quarantine"
@@ -201,14 +202,15 @@ class Device(Protocol):
         """entries() of the first of these directories, of one at least: as many as a device lists
         at once without holding up others."""
 
-    def counter(self, name: str) -> int:
+    def counter(self, name: str, pool_key: PoolKey | None = None) -> int:
         """A counter of the device that only rises (horizons.py); 0 when it was never raised.
 
-        Raises IntegrityError for a damaged one.
+        Raises IntegrityError for a damaged one, or one without the MAC of `pool_key`.
         """
 
-    def raise_counter(self, name: str, value: int) -> int:
-        """Raise a counter to `value` at least; what it is now. Durable on return.
+    def raise_counter(self, name: str, value: int, pool_key: PoolKey | None = None) -> int:
+        """Raise a counter to `value` at least; what it is now. Durable on return. A damaged one,
+        or one without the MAC of `pool_key`, counts for nothing.
 
         No publish that was compared with a lower horizon is under way then.
         """

@@ -1,7 +1,8 @@
 """Counters of a device that only rise, and what a new name is compared with (PROTOCOL 1, 12).
 
 `HORIZON`: versions up to it may have been swept. `MARK`: those up to it may have been given out.
-Each is a file of one sector in the device's root, written over in place. Pure, but for errors.
+Each is a file of one sector in the device's root, written over in place; in a pool with a key, any
+but 0 carries its MAC: a device that made one up would stop all puts. Pure, but for errors.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from functools import lru_cache
+from hmac import compare_digest
 
-from hpstore.errors import HpstoreError, IntegrityError
+from hpstore.errors import HpstoreError, IntegrityError, NotAuthentic
 from hpstore.hostile import MALFORMED, parsing
+from hpstore.pool_key import PoolKey, Use
 from hpstore.records import FORMAT, seal, unseal
 
 HORIZON, MARK = "horizon.json", "mark.json"
@@ -30,10 +33,12 @@ class HorizonPassed(HpstoreError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HorizonGuard:
     """When a file may have its name. A new version's counter must be above the horizon. A repair
-    publishes old counters: the horizon must be what it was, `seen`, before the repair looked."""
+    publishes old counters: the horizon must be what it was, `seen`, before the repair looked.
+    `pool_key`: what the horizon must carry the MAC of."""
 
     counter: int
     seen: int | None = None
+    pool_key: PoolKey | None = None
 
     def check(self, horizon: int, url: str) -> None:
         """Raise HorizonPassed unless the device's horizon allows the name."""
@@ -46,30 +51,42 @@ class HorizonGuard:
         )
 
 
-def encode_counter(value: int) -> bytes:
-    """The sector of a counter."""
-    return seal({"format": FORMAT, "counter": value}).ljust(COUNTER_BYTES)
+def encode_counter(name: str, value: int, pool_key: PoolKey | None = None) -> bytes:
+    """The sector of a counter. `name`: HORIZON or MARK."""
+    mac = {"mac": _mac(name, value, pool_key)} if pool_key is not None and value else {}
+    return seal({"format": FORMAT, "counter": value, **mac}).ljust(COUNTER_BYTES)
 
 
-def decode_counter(data: bytes, *, where: str) -> int:
-    """Its value; 0 for an empty file. Raises IntegrityError."""
+def decode_counter(name: str, data: bytes, *, where: str, pool_key: PoolKey | None = None) -> int:
+    """Its value; 0 for an empty file. Raises IntegrityError; NotAuthentic, one of them, for a
+    counter without the key's MAC."""
     if not data:
         return 0
     with contextlib.suppress(IntegrityError, *MALFORMED):  # raised below, with the place
-        return _decoded(data)
+        return _decoded(name, data, pool_key, "")
     with parsing(f"{where}: counter"):
-        return int(str(unseal(data, where=where)["counter"]))
+        return _decoded(name, data, pool_key, where)
 
 
 @lru_cache(maxsize=64)
-def _decoded(data: bytes) -> int:
-    return int(str(unseal(data, where="")["counter"]))
+def _decoded(name: str, data: bytes, pool_key: PoolKey | None, where: str) -> int:
+    body = unseal(data, where=where)
+    value = int(str(body["counter"]))
+    if value and pool_key is not None and not pool_key.lost:
+        mac = str(body.get("mac", "")).encode(errors="surrogatepass")
+        if not compare_digest(mac, _mac(name, value, pool_key).encode()):
+            raise NotAuthentic(f"{where}: counter {value} does not match its MAC: it was forged")
+    return value
 
 
-def risen(data: bytes, value: int) -> int:
+def _mac(name: str, value: int, pool_key: PoolKey) -> str:
+    return pool_key.mac(Use.COUNTER, f"{name}:{value}".encode()).hex()
+
+
+def risen(name: str, data: bytes, value: int, pool_key: PoolKey | None = None) -> int:
     """The higher one of a counter's sector and `value`; a damaged sector counts for nothing."""
     try:
-        return max(decode_counter(data, where=""), value)
+        return max(decode_counter(name, data, where="", pool_key=pool_key), value)
     except IntegrityError:
         return value
 

@@ -22,6 +22,7 @@ from hpstore.devices.horizons import (
 )
 from hpstore.devices.local_io import raise_local_error, sync_filesystem, unlock_and_close
 from hpstore.errors import LockTimeout
+from hpstore.pool_key import PoolKey
 
 _TRIES, _PAUSE_SECONDS = 100, 0.01  # a name takes microseconds; a stopped writer holds on
 
@@ -71,14 +72,15 @@ class LocalCounters(ABC):
             raise_local_error(error, self.root_fd(), self.url, f"use of {name}")
         return 0
 
-    def _decoded(self, fd: int, name: str) -> int:
-        return decode_counter(os.pread(fd, COUNTER_BYTES, 0), where=f"{self.url}/{name}")
+    def _decoded(self, fd: int, name: str, pool_key: PoolKey | None) -> int:
+        data = os.pread(fd, COUNTER_BYTES, 0)
+        return decode_counter(name, data, where=f"{self.url}/{name}", pool_key=pool_key)
 
-    def counter(self, name: str) -> int:
+    def counter(self, name: str, pool_key: PoolKey | None = None) -> int:
         try:
             with self._counter_file(name, os.O_RDONLY) as fd:
                 fcntl.flock(fd, fcntl.LOCK_SH)
-                return self._decoded(fd, name)
+                return self._decoded(fd, name, pool_key)
         except FileNotFoundError:
             return 0
 
@@ -92,18 +94,19 @@ class LocalCounters(ABC):
             if not made:
                 self.raise_counter(name, 0)
 
-    def raise_counter(self, name: str, value: int) -> int:
+    def raise_counter(self, name: str, value: int, pool_key: PoolKey | None = None) -> int:
         with self._counter_file(name, os.O_RDWR | self._creation(name)) as fd:
             self._lock_exclusively(fd, name)
             data = os.pread(fd, COUNTER_BYTES, 0)
-            new = encode_counter(risen(data, value))
+            value = risen(name, data, value, pool_key)
+            new = encode_counter(name, value, pool_key)
             if new != data:
                 os.pwrite(fd, new, 0)
             fcntl.flock(fd, fcntl.LOCK_UN)
             os.fdatasync(fd)  # also when another process has raised it, and not synced yet
             if not data:
                 os.fsync(self.root_fd())
-            return risen(new, 0)
+            return value
 
     def sync_removals(self) -> None:
         try:
@@ -132,7 +135,7 @@ class LocalCounters(ABC):
             return
         with self._counter_file(HORIZON, os.O_RDONLY | self._creation(HORIZON)) as fd:
             fcntl.flock(fd, fcntl.LOCK_SH)
-            guard.check(self._decoded(fd, HORIZON), self.url)
+            guard.check(self._decoded(fd, HORIZON, guard.pool_key), self.url)
             yield
 
 

@@ -24,6 +24,7 @@ from hpstore.devices.horizons import (
 from hpstore.devices.reserve import SPARE_BYTES, plan_spares
 from hpstore.errors import DeviceError, DeviceFull, DeviceMissing, DeviceReadOnly
 from hpstore.geometry import ALIGNMENT_BYTES
+from hpstore.pool_key import PoolKey
 
 
 class _File:
@@ -166,20 +167,22 @@ class MemoryDevice:
     def listings(self, paths: Sequence[str]) -> list[list[Entry]]:
         return [self.entries(paths[0])]
 
-    def counter(self, name: str) -> int:
+    def counter(self, name: str, pool_key: PoolKey | None = None) -> int:
         self._check()
         with self._lock:
             file = self.files.get(name)
-            return 0 if file is None else decode_counter(bytes(file.bytes), where=name)
+            data = b"" if file is None else bytes(file.bytes)
+            return decode_counter(name, data, where=name, pool_key=pool_key)
 
-    def raise_counter(self, name: str, value: int) -> int:
+    def raise_counter(self, name: str, value: int, pool_key: PoolKey | None = None) -> int:
         self._check_writable()
         with self._lock:
             file = self.files.get(name) or _File(0, next(self._numbers))
-            file.bytes = bytearray(encode_counter(risen(bytes(file.bytes), value)))
+            value = risen(name, bytes(file.bytes), value, pool_key)
+            file.bytes = bytearray(encode_counter(name, value, pool_key))
             file.durable, file.locked = bytes(file.bytes), False
             self.files[name] = self._durable_names[name] = file
-            return risen(file.durable, 0)
+            return value
 
     def stamp(self, path: str) -> Stamp | None:
         self._check()
@@ -351,7 +354,7 @@ class MemoryWriter:
         self._device._check_writable()
         with self._device._lock:
             if guard is not None:
-                guard.check(self._device.counter(HORIZON), self._device.url)
+                guard.check(self._device.counter(HORIZON, guard.pool_key), self._device.url)
             files = self._device.files
             files[self._device._name(path)] = files.pop(self._name)
             self._made.locked, self._name = False, ""

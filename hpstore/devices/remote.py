@@ -24,6 +24,7 @@ from hpstore.devices.horizons import (
     risen,
 )
 from hpstore.errors import DeviceError, DeviceMissing
+from hpstore.pool_key import PoolKey
 from hpstore.units import MIB
 
 _SPOOL_BYTES = 64 * MIB  # a column larger than this waits for its PUT in a local temporary file
@@ -154,23 +155,25 @@ class RemoteDevice:
             if name.strip("/") != own
         ]
 
-    def counter(self, name: str) -> int:
+    def counter(self, name: str, pool_key: PoolKey | None = None) -> int:
         try:
-            return decode_counter(self.read_small(name, COUNTER_BYTES), where=f"{self.url}/{name}")
+            data = self.read_small(name, COUNTER_BYTES)
+            return decode_counter(name, data, where=f"{self.url}/{name}", pool_key=pool_key)
         except FileNotFoundError:
             return 0
 
-    def raise_counter(self, name: str, value: int) -> int:
+    def raise_counter(self, name: str, value: int, pool_key: PoolKey | None = None) -> int:
         """Best effort: a store has no lock, so two that raise it at once may leave the lower one,
         and a PUT that has been compared with the horizon may arrive after it was raised."""
         try:
             data = self.read_small(name, COUNTER_BYTES)
         except FileNotFoundError:
             data = b""
-        new = encode_counter(risen(data, value))
+        value = risen(name, data, value, pool_key)
+        new = encode_counter(name, value, pool_key)
         if new != data:
             self.write_small(name, new)
-        return risen(new, 0)
+        return value
 
     def stamp(self, path: str) -> Stamp | None:
         try:
@@ -265,7 +268,7 @@ class RemoteWriter:
 
     def publish(self, path: str, guard: HorizonGuard | None = None) -> None:
         if guard is not None:
-            guard.check(self._device.counter(HORIZON), self._device.url)
+            guard.check(self._device.counter(HORIZON, guard.pool_key), self._device.url)
         self._spool.seek(0)
         self._device.put_stream(path, self._spool)
         self._spool.close()

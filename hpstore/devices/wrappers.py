@@ -23,6 +23,7 @@ from hpstore.devices.base import (
     raise_device_error,
 )
 from hpstore.devices.horizons import HorizonGuard
+from hpstore.pool_key import PoolKey
 
 T = TypeVar("T")
 
@@ -86,11 +87,13 @@ class DeviceWrapper:
     def listings(self, paths: Sequence[str]) -> list[list[Entry]]:
         return [self.entries(paths[0])]
 
-    def counter(self, name: str) -> int:
-        return self.around("counter", 0, lambda: self.inner.counter(name))
+    def counter(self, name: str, pool_key: PoolKey | None = None) -> int:
+        return self.around("counter", 0, lambda: self.inner.counter(name, pool_key))
 
-    def raise_counter(self, name: str, value: int) -> int:
-        return self.around("raise_counter", 0, lambda: self.inner.raise_counter(name, value))
+    def raise_counter(self, name: str, value: int, pool_key: PoolKey | None = None) -> int:
+        return self.around(
+            "raise_counter", 0, lambda: self.inner.raise_counter(name, value, pool_key)
+        )
 
     def stamp(self, path: str) -> Stamp | None:
         return self.around("stamp", 0, lambda: self.inner.stamp(path))

@@ -288,10 +288,13 @@ class ColumnSet:
             raise
 
     def _guard(self, column: ColumnWriter) -> HorizonGuard:
-        counter = column.header.version.counter
-        if self._horizons is None:
-            return HorizonGuard(counter=counter)
-        return HorizonGuard(counter=counter, seen=self._horizons.get(column.device_id, -1))
+        """What a device compares before the file has its name."""
+        horizons = self._horizons
+        return HorizonGuard(
+            counter=column.header.version.counter,
+            seen=None if horizons is None else horizons.get(column.device_id, -1),
+            pool_key=self._store.pool_key,
+        )
 
     def _late(self, column: ColumnWriter) -> bool:
         with self._lock:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from hpstore.devices.base import Device
 from hpstore.devices.horizons import HORIZON
@@ -16,7 +16,7 @@ Ask = Callable[[Callable[[], int]], int]  # makes a call on a device that is no 
 
 def read_horizons(store: Store) -> dict[str, int]:
     """The horizon of every device that answers."""
-    answers = store.each(store.view.devices, lambda _, device: device.counter(HORIZON))
+    answers = _ask_horizons(store)
     return {d: answer for d, answer in answers.items() if not isinstance(answer, Exception)}
 
 
@@ -27,7 +27,7 @@ def raise_horizons(store: Store, counter: int) -> bool:
     after this. One that was raised without the others costs a put another try, no more.
     """
     value = max(counter, *read_horizons(store).values(), 0)  # above one that is damaged, too
-    results = store.each(store.view.devices, lambda _, device: device.raise_counter(HORIZON, value))
+    results = _raise_on(store, store.view.devices, value)
     failed = {d: r for d, r in results.items() if isinstance(r, Exception)}
     if failed and store.metrics.count("horizon_error_total") == 1:
         _log.warning("nothing is swept for now: %s", next(iter(failed.values())))
@@ -36,13 +36,34 @@ def raise_horizons(store: Store, counter: int) -> bool:
 
 def mend_horizons(store: Store) -> None:
     """Give a device whose horizon is damaged that of the others: sweeps raise it on all."""
-    answers = store.each(store.view.devices, lambda _, device: device.counter(HORIZON))
+    answers = _ask_horizons(store)
     damaged = [d for d, answer in answers.items() if isinstance(answer, IntegrityError)]
     if damaged:
         value = max((a for a in answers.values() if isinstance(a, int)), default=0)
         store.metrics.count("horizon_damaged_total", len(damaged))
         _log.warning("the horizon of %d devices is damaged: it is written again", len(damaged))
-        store.each(damaged, lambda _, device: device.raise_counter(HORIZON, value))
+        _raise_on(store, damaged, value)
+
+
+def _ask_horizons(store: Store) -> dict[str, int | Exception]:
+    key = store.pool_key
+    return store.each(store.view.devices, lambda _, device: device.counter(HORIZON, key))
+
+
+def _raise_on(store: Store, devices: Iterable[str], value: int) -> dict[str, int | Exception]:
+    key = store.pool_key
+    return store.each(devices, lambda _, device: device.raise_counter(HORIZON, value, key))
+
+
+def _own(store: Store, device: Device) -> int:
+    """The horizon of a device that comes back; damaged, it is taken for one that missed all
+    sweeps, and written again with the members'."""
+    try:
+        return device.counter(HORIZON, store.pool_key)
+    except IntegrityError as error:
+        store.metrics.count("horizon_damaged_total")
+        _log.warning("%s: the device is judged as one that saw no sweep", error)
+        return 0
 
 
 def come_back_below(store: Store, device: Device, ask: Ask) -> int:
@@ -52,7 +73,7 @@ def come_back_below(store: Store, device: Device, ask: Ask) -> int:
     A repair that was stopped before the device left must not publish there any more, so its horizon
     rises by one at once; by no more, as a readmit that is cut short must find it behind again.
     """
-    own = ask(lambda: device.counter(HORIZON))
+    own = ask(lambda: _own(store, device))
     members = max(read_horizons(store).values(), default=0)
     if own >= members:
         return 0
@@ -63,7 +84,7 @@ def come_back_below(store: Store, device: Device, ask: Ask) -> int:
                 f"the horizon of deletes cannot be raised on all members now, which the return of "
                 f"{device.url} needs. It stays out, nothing was changed; readmit it later."
             )
-    ask(lambda: device.raise_counter(HORIZON, own + 1))
+    ask(lambda: device.raise_counter(HORIZON, own + 1, store.pool_key))
     return members
 
 
@@ -71,11 +92,11 @@ def come_back_at(store: Store, device: Device, ask: Ask, swept: int | None) -> N
     """Before a device becomes a member: give it the members' horizon. `swept`: what it was judged
     by; raises MembershipError when there was a sweep since."""
     members = max(read_horizons(store).values(), default=0)
-    if swept is not None and members > max(swept, ask(lambda: device.counter(HORIZON))):
+    if swept is not None and members > max(swept, ask(lambda: _own(store, device))):
         raise MembershipError(
             f"tombstones were swept while {device.url} was judged. It stays out; readmit it again."
         )
-    ask(lambda: device.raise_counter(HORIZON, members))
+    ask(lambda: device.raise_counter(HORIZON, members, store.pool_key))
 
 
 __all__ = ["come_back_at", "come_back_below", "mend_horizons", "raise_horizons", "read_horizons"]

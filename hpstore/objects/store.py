@@ -294,12 +294,13 @@ class Store:
 
     def _note_mark(self, device_id: str, device: Device) -> None:
         try:
-            self._marks[device_id] = device.counter(MARK)
+            self._marks[device_id] = device.counter(MARK, self.pool_key)
         except IntegrityError:  # the others have it; it is written again with the next raise
             self.metrics.count("mark_damaged_total")
 
     def _raise_mark(self, limit: int) -> list[int]:
-        answers = self.each(self.view.devices, lambda _, d: d.raise_counter(MARK, limit),
+        answers = self.each(self.view.devices,
+                            lambda _, d: d.raise_counter(MARK, limit, self.pool_key),
                             patience=PATIENCE)  # fmt: skip
         marks = [answer for answer in answers.values() if not isinstance(answer, Exception)]
         noted = [d for d, answer in answers.items() if not isinstance(answer, Exception)]

@@ -428,8 +428,10 @@ def put_object(
 def _finish_half_done(store: Store, key: str) -> None:
     """A tombstone is there already: what it stands for goes once there are m + 1 of it.
 
-    They are made as a later revision of it, which beats no put that has come meanwhile.
+    They are made as a later revision of it, which beats no put that has come meanwhile. Raises
+    TooFewDevices when sweeps pass every try: what stands there may go with m devices.
     """
+    last: HorizonPassed | None = None
     for _ in range(PUT_TRIES):
         horizons = read_horizons(store)
         survey = stable_survey(store, key, patience=PATIENCE)
@@ -443,10 +445,17 @@ def _finish_half_done(store: Store, key: str) -> None:
                     store, key, MemorySource(b""), metadata={}, kind=Kind.TOMBSTONE,
                     survey=survey, revise=version, horizons=horizons,
                 ).version  # fmt: skip
-        except HorizonPassed:
+        except HorizonPassed as error:
+            last = error
             continue
         remove_files(store, key, [f for f in survey.files if f.name.version < version])
         return
+    failed = TooFewDevices(
+        f"a delete of {key!r} that was half done could not be finished {PUT_TRIES} times in a row: "
+        f"{last}.", key=key,
+    )  # fmt: skip
+    say_maybe(failed, MAYBE_DELETED)
+    raise failed from last
 
 
 def delete_object(store: Store, key: str) -> None:

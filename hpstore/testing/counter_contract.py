@@ -7,8 +7,15 @@ from abc import ABC, abstractmethod
 import pytest
 
 from hpstore.devices.base import TMP, Device
-from hpstore.devices.horizons import HORIZON, MARK, HorizonGuard, HorizonPassed
-from hpstore.errors import IntegrityError
+from hpstore.devices.horizons import (
+    HORIZON,
+    MARK,
+    HorizonGuard,
+    HorizonPassed,
+    encode_counter,
+)
+from hpstore.errors import IntegrityError, NotAuthentic
+from hpstore.pool_key import PoolKey
 from hpstore.testing import PAGE, all_files, fetch, in_threads, pattern, store
 
 _PATH = "objects/a/b/@guarded"
@@ -49,6 +56,32 @@ class CounterContract(ABC):
         handle.abort()
         assert device.raise_counter(HORIZON, 6) == 6
         assert device.counter(HORIZON) == 6
+
+    def test_a_counter_of_a_keyed_pool_carries_its_mac(self, device: Device) -> None:
+        """Without it, or with that of another counter or key, it is damaged; 0 claims nothing."""
+        key, other = PoolKey(b"k" * 32), PoolKey(b"o" * 32)
+        device.raise_counter(HORIZON, 0)
+        assert device.counter(HORIZON, key) == 0
+        assert device.raise_counter(HORIZON, 5, key) == 5
+        assert device.raise_counter(HORIZON, 4, key) == device.counter(HORIZON, key) == 5
+        genuine = encode_counter(HORIZON, 9, key)
+        assert device.raise_counter(MARK, 3, key) == 3
+        for name, data in (
+            (HORIZON, encode_counter(HORIZON, 9)),
+            (HORIZON, encode_counter(HORIZON, 9, other)),
+            (MARK, genuine),
+        ):
+            self.raw_write(device, name, data)
+            with pytest.raises(NotAuthentic, match="counter 9"):
+                device.counter(name, key)
+            self.raw_write(device, HORIZON, encode_counter(HORIZON, 9))
+            handle = device.create(PAGE)
+            with pytest.raises(NotAuthentic):
+                handle.publish(_PATH, HorizonGuard(counter=10, pool_key=key))
+            handle.abort()
+            assert device.raise_counter(name, 6, key) == device.counter(name, key) == 6
+        self.raw_write(device, HORIZON, genuine)
+        assert device.counter(HORIZON, key) == device.counter(HORIZON, PoolKey(b"")) == 9
 
     @pytest.mark.parametrize(
         ("guard", "allowed"),

@@ -18,7 +18,7 @@ from hpstore.agent.orders import ORDERS_FILE, read_orders
 from hpstore.checksum import digest128
 from hpstore.config import load_config
 from hpstore.devices.base import recycled_bytes
-from hpstore.devices.horizons import decode_counter, encode_counter, risen
+from hpstore.devices.horizons import HORIZON, decode_counter, encode_counter, risen
 from hpstore.errors import HpstoreError
 from hpstore.expiry import Expiry
 from hpstore.geometry import Code, Geometry
@@ -203,8 +203,8 @@ def take_debt(data: bytes) -> None:
 
 
 def take_counter(data: bytes) -> None:
-    risen(data, 5)
-    decode_counter(data, where="horizon.json")
+    risen(HORIZON, data, 5, KEY)
+    decode_counter(HORIZON, data, where=HORIZON, pool_key=KEY)
 
 
 def register_seeds() -> list[bytes]:
@@ -386,7 +386,9 @@ POOL_TARGETS = [
     record("identity", lambda: [Identity(pool_id="p", device_id="d", domain="h").encode()],
            take_identity),
     record("debt", lambda: [Debt(key="a/b", version=VERSION, missing=(1, 4)).encode()], take_debt),
-    record("counter", lambda: [encode_counter(5), b""], take_counter),
+    record("counter",
+           lambda: [encode_counter(HORIZON, 5, KEY), encode_counter(HORIZON, 5), b""],
+           take_counter),
     Target(name="register", run=take_register, seeds=register_seeds, take_apart=slot_bodies,
            put_together=slot_sealed),
     record("scrub-cursor", lambda: [seal({"format": 1, "after": "a/b", "at_ms": 5})],

@@ -284,7 +284,7 @@ def test_a_horizon_that_rose_meanwhile_is_written_above(harness: Harness) -> Non
         def passed(*args: object) -> None:
             plain(*args)  # type: ignore[arg-type]
             for device in pool._store.view.devices.values():
-                device.raise_counter(HORIZON, ahead)
+                device.raise_counter(HORIZON, ahead, pool._store.pool_key)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(many_writes, "_fill", passed)

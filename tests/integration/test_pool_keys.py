@@ -17,9 +17,12 @@ import fsspec
 import pytest
 
 import hpstore
+from hpstore import pools
 from hpstore.config import Settings, load_config, save_config
-from hpstore.errors import DeviceReadOnly, PoolKeyError
+from hpstore.devices.local import LocalDevice
+from hpstore.errors import ConfigError, DeviceFull, DeviceReadOnly, PoolKeyError
 from hpstore.pool_key import new_pool_key
+from hpstore.records import POOL_FILE
 from hpstore.testing.harness import Harness
 
 SMALL, BIG = b"small", bytes(range(256)) * 4096
@@ -194,3 +197,35 @@ def test_pools_have_keys_of_their_own(place: Path, tmp_path: Path) -> None:
     first, second = load_config(place).key, load_config(tmp_path / "b.toml").key
     assert None not in (first, second)
     assert first != second
+
+
+@pytest.mark.parametrize("fails", ["pool.toml", "record"])
+def test_a_create_that_fails_late_leaves_no_devices_with_a_lost_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """pool.toml could not be written, or the last device took no record: the devices were claimed
+    by a pool whose key was nowhere. They are free, and there is no pool.toml."""
+    places = [str(tmp_path / f"d{i}") for i in range(3)]
+    config = tmp_path / "pool.toml"
+
+    def full(*_: object, **__: object) -> None:
+        raise ConfigError("no space")
+
+    with monkeypatch.context() as patch:
+        if fails == "pool.toml":
+            patch.setattr(pools, "save_config", full)
+        else:
+            write = LocalDevice.write_small
+
+            def refuse(device: LocalDevice, path: str, data: bytes) -> None:
+                if path == POOL_FILE and device.url.endswith("d2"):
+                    raise DeviceFull("no space")
+                write(device, path, data)
+
+            patch.setattr(LocalDevice, "write_small", refuse)
+        with pytest.raises((ConfigError, DeviceFull), match="no space"):
+            hpstore.create(places, data=1, parity=1, config=config)
+    assert not config.exists()
+    with hpstore.create(places, data=1, parity=1, config=config) as pool:
+        pool.put("k", b"x")
+        assert pool.get("k") == b"x"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from hpstore.devices.base import Device
+from hpstore.devices.horizons import HORIZON
 from hpstore.devices.wrappers import DeviceWrapper, SimulatedCrash
 from hpstore.errors import DeviceError, HpstoreError, ObjectNotFound, TooFewDevices
 from hpstore.objects.moving import move_column
@@ -242,6 +244,35 @@ def test_a_half_done_delete_has_its_tombstones_before_anything_is_removed(
     harness.lose([tombstone])
     with harness.open() as pool, pytest.raises(ObjectNotFound):
         pool.get("k")
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_half_done_delete_that_cannot_be_finished_is_none(tmp_path: Path, many: bool) -> None:
+    """Sweeps passed each of its tombstones: it said "no object", or counted as done, with one
+    tombstone on one device."""
+    harness = Harness(tmp_path, data=4, parity=2, devices=7)
+    with harness.open() as pool:
+        pool.put("k", b"x")
+
+    def dies(operation: str, url: str) -> None:
+        if operation == "publish":
+            raise SimulatedCrash("after one tombstone")
+
+    def sweeps(operation: str, url: str) -> None:
+        if operation == "publish":
+            device, key = harness.devices[url], harness.config.key
+            device.raise_counter(HORIZON, max(device.counter(HORIZON, key), 1 << 42) + 1, key)
+
+    with pytest.raises(SimulatedCrash):
+        writer(harness, after=dies).delete("k")
+    harness.restart()
+    with writer(harness, before=sweeps) as pool:
+        call = partial(pool.delete_many, ["k"]) if many else partial(pool.delete, "k")
+        with pytest.raises(HpstoreError, match="could not be finished 6 times"):
+            call()
+    with harness.open() as pool, pytest.raises(ObjectNotFound):
+        pool.delete("k")
+    assert len([path for _, path in harness.columns("k") if ".t" in path]) == 3
 
 
 def test_to_finish_a_half_done_delete_deletes_no_put_that_came_meanwhile(tmp_path: Path) -> None:
