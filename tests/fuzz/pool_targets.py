@@ -387,7 +387,7 @@ POOL_TARGETS = [
            take_identity),
     record("debt", lambda: [Debt(key="a/b", version=VERSION, missing=(1, 4)).encode()], take_debt),
     record("counter",
-           lambda: [encode_counter(HORIZON, 5, KEY), encode_counter(HORIZON, 5), b""],
+           lambda: [encode_counter(HORIZON, 5, KEY), encode_counter(HORIZON, 0), b""],
            take_counter),
     Target(name="register", run=take_register, seeds=register_seeds, take_apart=slot_bodies,
            put_together=slot_sealed),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -22,6 +23,7 @@ from hpstore.errors import (
     TooFewDevices,
     VersionConflict,
 )
+from hpstore.pool_key import Use
 from hpstore.records import NEWEST_FORMAT, seal, unseal
 from hpstore.testing.harness import FakeClock, Harness
 from hpstore.units import KIB, MIB
@@ -295,11 +297,15 @@ def test_leftovers_of_a_pool_are_not_claimed(tmp_path: Path) -> None:
 
 
 def test_a_newer_format_is_refused(pool: hpstore.Pool, tmp_path: Path) -> None:
-    """A pool.json of a later version stops the open with a clear error."""
+    """A pool.json of a later version, with the pool's MAC, stops the open with a clear error."""
     pool.close()
-    path = tmp_path / "d0" / "pool.json"
+    path, key = tmp_path / "d0" / "pool.json", pool.config.key
+    assert key is not None
     body = unseal(path.read_bytes(), where="test", newest=NEWEST_FORMAT)
-    path.write_bytes(seal({**body, "format": NEWEST_FORMAT + 1}))
+    del body["mac"]
+    body["format"] = NEWEST_FORMAT + 1
+    text = json.dumps(body, sort_keys=True, ensure_ascii=False)
+    path.write_bytes(seal({**body, "mac": key.mac(Use.RECORD, text.encode()).hex()}))
     with pytest.raises(FormatTooNew, match=r"upgrade|reads up to"):
         hpstore.open(tmp_path / "pool.toml")
 

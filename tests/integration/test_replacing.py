@@ -175,6 +175,9 @@ def test_a_disk_may_rest_only_while_nothing_needs_it(
     pool.put("k", bytes(200_000))
     for number in (0, 1):
         pool.begin_release(str(tmp_path / f"d{number}"))
+        until = time.monotonic() + 30  # a call that the put did not wait for may be under way
+        while openers(str(tmp_path / f"d{number}")) and time.monotonic() < until:
+            time.sleep(0.01)
         assert openers(str(tmp_path / f"d{number}")) == []
     assert len(pool.places) == 3
     assert pool.get("k") == bytes(200_000)

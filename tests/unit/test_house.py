@@ -27,7 +27,7 @@ def imports() -> dict[str, set[str]]:
     known = modules()
     found: dict[str, set[str]] = {}
     for name, path in known.items():
-        of = found[name] = set()
+        of = set()
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module:
                 for alias in node.names:
@@ -35,8 +35,7 @@ def imports() -> dict[str, set[str]]:
                     of.add(full if full in known else node.module)
             elif isinstance(node, ast.Import):
                 of.update(alias.name for alias in node.names)
-        of &= known.keys()
-        of.discard(name)
+        found[name] = (of & known.keys()) - {name}
     return found
 
 
