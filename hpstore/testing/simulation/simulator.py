@@ -193,8 +193,9 @@ class _Simulation:
         names = sorted(n for n in device.files if n.startswith("objects/"))
         for name in names:
             file = device.files[name]
-            file.bytes[turn.size % max(1, len(file.bytes))] ^= 1
-            file.durable = bytes(file.bytes)
+            if file.bytes:  # a forged tombstone is empty
+                file.bytes[turn.size % len(file.bytes)] ^= 1
+                file.durable = bytes(file.bytes)
 
     def _snapshot(self, turn: Turn) -> None:
         """What is durable on a device now is kept elsewhere."""
