@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -37,11 +38,13 @@ class AfterCommits:
         self._bytes = 0  # of all of them
         self._last: float | None = None  # when retention ran
         self._lock = threading.Lock()  # guards all of the above
+        self._pid = os.getpid()
 
     def committed(self, report: SaveReport) -> None:
         """A step was committed; it is seen to now or later."""
         if self._retention.keep_last is None:
             return
+        self._after_fork()
         with self._lock:
             if self._newest is not None and report.step < self._newest.step:
                 self._flush()  # a run that went back: each is held against its own earlier steps
@@ -53,9 +56,17 @@ class AfterCommits:
 
     def flush(self) -> None:
         """See to what was left. Not once another session saves here: what stays is its to say."""
+        self._after_fork()
         with self._lock:
             if self._newest is not None:
                 self._flush()
+
+    def _after_fork(self) -> None:
+        """In a forked child: what is left is the parent's to see to, whose thread may have held the
+        lock."""
+        if self._pid != os.getpid():
+            self._pid, self._lock = os.getpid(), threading.Lock()
+            self._newest, self._bytes = None, 0
 
     def _flush(self) -> None:
         """What is left stays for the next look when this is interrupted, or when it is unclear who

@@ -240,7 +240,7 @@ class Checkpointer(Loading):
 
     def _may_begin(self) -> bool:
         """Wait for the save under way, or say that this one is not to be; raises for "error"."""
-        busy = self._underway is not None and not self._underway.handle.done()
+        busy = self._underway is not None and self._underway.busy
         if self.on_busy != "wait" and not self._stopping:
             votes = self._ranks.all_gather(b"1" if busy else b"0", Channel.TRAINER)
             if b"1" in votes:

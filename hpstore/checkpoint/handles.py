@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, replace
@@ -53,7 +54,7 @@ class SaveHandle:
     ) -> None:
         self.step, self.staged_seconds, self.skipped = step, staged_seconds, skipped
         self.delivered = False  # its error was raised to somebody
-        self._future, self._late_seconds = future, late_seconds
+        self._future, self._late_seconds, self._pid = future, late_seconds, os.getpid()
 
     @classmethod
     def of_skipped(cls, step: int) -> SaveHandle:
@@ -69,12 +70,23 @@ class SaveHandle:
         """Time that training has lost: in save() and, with overlap, in the optimizer's hook."""
         return self.staged_seconds + self._late_seconds()
 
+    @property
+    def foreign(self) -> bool:
+        """Whether this process is a fork of the one that saves: the save's thread is not here."""
+        return self._pid != os.getpid()
+
     def done(self) -> bool:
         """Whether it is committed or has failed."""
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> SaveReport:
-        """Wait for the commit. Raises what went wrong, TimeoutError when it takes longer."""
+        """Wait for the commit. Raises what went wrong, TimeoutError when it takes longer, and
+        CheckpointError in a fork of the process that saves."""
+        if self.foreign and not self.done():
+            raise CheckpointError(
+                f"step {self.step} is being saved by process {self._pid}, of which this one is a "
+                "fork: only that process can wait for it. The save itself goes on there."
+            )
         if self._future not in wait([self._future], timeout).done:
             raise TimeoutError(f"the save of step {self.step} is not done after {timeout} s")
         self.delivered = True  # not after a timeout: it may fail in that very moment

@@ -27,16 +27,23 @@ class Underway:
     """One save in the background. `tidied` is done when all of it has ended, retention included.
 
     Waiting goes by the future: a Thread.join() that Ctrl-C interrupts leaves a thread that looks
-    ended although it runs.
+    ended although it runs. In a forked child nothing is waited for: the save is its parent's.
     """
 
     handle: SaveHandle
     thread: threading.Thread
     tidied: Future[None]
 
+    @property
+    def busy(self) -> bool:
+        """Whether this process still writes it."""
+        return not self.handle.foreign and not self.handle.done()
+
     def wait(self, seconds: float | None = None) -> bool:
         """Wait for its end, raising nothing; False when it takes longer. May be interrupted and
         called again."""
+        if self.handle.foreign:
+            return True
         if self.thread is threading.current_thread():
             return False  # of its own end no thread can wait
         if self.tidied not in wait([self.tidied], seconds).done:
@@ -46,6 +53,8 @@ class Underway:
 
     def raise_errors(self) -> None:
         """Raise what went wrong, unless the handle has. Its end was waited for."""
+        if self.handle.foreign:
+            return
         if not self.handle.delivered:
             self.handle.result()
         self.tidied.result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -25,6 +26,8 @@ from hpstore.errors import CheckpointError, VersionConflict
 from hpstore.testing.fake_accelerator import FakeAccelerator
 from hpstore.units import MIB
 from tests.fault.common import within
+
+PATIENCE = 20.0  # seconds
 
 
 @pytest.fixture
@@ -160,3 +163,36 @@ def test_memory_is_given_back_after_the_copies_into_it() -> None:
     stage.close()
     assert not gpu.pending
     assert gpu.events.index("unpin", gpu.events.index("copy")) == len(gpu.events) - 1
+
+
+def test_a_forked_child_leaves_a_save_under_way_to_its_parent(
+    ckpt: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """proc.py `forked`: a worker forked during a save waited at its end for `drain_seconds`, and
+    wait(), close() or result() in it for ever, for a thread that does not exist in it."""
+    go, original = threading.Event(), ckpt.pool.put
+
+    def held(key: str, *args: Any, **options: Any) -> Any:
+        if key.endswith("manifest"):
+            go.wait(PATIENCE)
+        return original(key, *args, **options)
+
+    monkeypatch.setattr(ckpt.pool, "put", held)
+    handle = ckpt.save(1, {"x": torch.ones(1000)})
+
+    def child() -> None:
+        with pytest.raises(CheckpointError, match="is a fork"):
+            handle.result()
+        ckpt.wait()
+        ckpt.close()
+
+    for forked in (int, child):  # the first does nothing: its end alone took a minute
+        process = multiprocessing.get_context("fork").Process(target=forked)
+        process.start()
+        process.join(PATIENCE / 2)
+        process.kill()
+        process.join()
+        assert process.exitcode == 0, forked
+    assert not handle.done()
+    go.set()
+    assert handle.result().step == 1
