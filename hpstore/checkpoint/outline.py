@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -240,6 +241,8 @@ def _plain(node: Json, tensor: Callable[[str], torch.Tensor], path: str) -> Any:
     value = decode_tree(node, _SHOWN)
     if isinstance(value, np.generic):
         value = value.item()
+    if isinstance(value, io.BytesIO):
+        value = value.getvalue()
     return value if isinstance(value, _EXPORTED) else str(value)
 
 

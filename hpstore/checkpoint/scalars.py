@@ -11,6 +11,7 @@ import datetime
 import decimal
 import enum
 import fractions
+import io
 import pathlib
 import sys
 import uuid
@@ -43,6 +44,9 @@ def encode_scalar(value: Any, path: str) -> dict[str, Any] | None:
     if type(value) in (bytes, bytearray):
         kind = type(value).__name__
         return {TAG: kind, "v": base64.b64encode(value).decode()}
+    if type(value) is io.BytesIO:
+        body = base64.b64encode(value.getvalue()).decode()
+        return {TAG: "BytesIO", "v": body, "at": value.tell()}
     if isinstance(value, np.generic) and value.dtype.kind in _FIXED:
         return {TAG: "scalar", "dtype": value.dtype.str, "v": value.tobytes().hex()}
     if type(value) is complex:
@@ -171,6 +175,10 @@ def decode_scalar(kind: str, node: Mapping[str, Any], classes: Classes) -> Any:
         made = getattr(datetime, kind).fromisoformat(value)
         tzinfo = None if zone is None else decode_scalar(zone[TAG], zone, classes)
         return made.replace(tzinfo=tzinfo, fold=node["fold"])
+    if kind == "BytesIO":
+        stream = io.BytesIO(base64.b64decode(value))
+        stream.seek(whole(node["at"], "a place in a stream"))
+        return stream
     if kind not in _READERS:
         raise CheckpointError(f"manifest holds a value of unknown type {kind!r}")
     return _READERS[kind](value)

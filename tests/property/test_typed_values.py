@@ -8,6 +8,7 @@ import datetime
 import decimal
 import enum
 import fractions
+import io
 import json
 import pathlib
 import random
@@ -77,6 +78,12 @@ def there_and_back(value: Any, classes: Classes | None = None) -> Any:
     return decode_tree(tree, how)["v"]
 
 
+def part_read(content: bytes, at: int) -> io.BytesIO:
+    stream = io.BytesIO(content)
+    stream.seek(at)
+    return stream
+
+
 def same(one: Any, two: Any) -> bool:
     """Equal in value and in every type."""
     if type(one) is not type(two):
@@ -87,6 +94,8 @@ def same(one: Any, two: Any) -> bool:
         return one.dtype == two.dtype and np.array_equal(one, two)
     if isinstance(one, defaultdict) and one.default_factory is not two.default_factory:
         return False
+    if isinstance(one, io.BytesIO):
+        return (one.getvalue(), one.tell()) == (two.getvalue(), two.tell())
     if isinstance(one, dict):
         return list(one) == list(two) and all(same(one[key], two[key]) for key in one)
     if isinstance(one, deque) and one.maxlen != two.maxlen:
@@ -116,6 +125,7 @@ SCALARS = [
     np.bytes_(b"x"), float("inf"), -0.0, 2**4000, -(2**63), 2**63, None, True, "snowman \u2603",
 ]  # fmt: skip
 CONTAINERS = [
+    {"stream": part_read(b"abc", 2)},
     Counter({"a": 2, "b": 1}), Counter({7: 1}), OrderedDict([("z", 1), ("a", {"n": 2})]),
     defaultdict(list, {"a": [1]}), defaultdict(None, {1: 2}), defaultdict(int), deque([1, 2], 5),
     deque([[1], (2,)]), {1, 2, 3}, frozenset({"a", ("b", 1)}), set(),
