@@ -13,6 +13,7 @@ import torch
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from hpstore.buffers import aligned_array
+from hpstore.checkpoint.plain_tensors import require_plain
 from hpstore.checkpoint.planning import SMALL_ALIGNMENT, SMALL_ITEM_BYTES
 from hpstore.errors import CheckpointError
 from hpstore.geometry import ALIGNMENT_BYTES
@@ -133,8 +134,7 @@ class Stager(AsyncStager):
         sizes: list[torch.Tensor] = []
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.layout is not torch.strided or tensor.is_quantized:
-                raise CheckpointError("sparse and quantised tensors cannot be staged")
+            require_plain(tensor, "a value of the state")
             sizes.append(tensor)
             return tensor
 

@@ -47,8 +47,8 @@ from hpstore.checkpoint.fates import end_save, taken_for_dead
 from hpstore.checkpoint.items import Box, Item, whole
 from hpstore.checkpoint.manifest import Manifest, segment_name
 from hpstore.checkpoint.packing import Segment, digests_of
+from hpstore.checkpoint.plain_tensors import require_plain
 from hpstore.checkpoint.planning import Chunk, place
-from hpstore.checkpoint.tree import require_plain
 from hpstore.codec.galois import Bytes
 from hpstore.errors import CheckpointError, HpstoreError, ObjectNotFound, VersionConflict
 from hpstore.geometry import ALIGNMENT_BYTES

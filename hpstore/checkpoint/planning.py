@@ -45,6 +45,12 @@ def chunks_of(name: str, tensor: torch.Tensor) -> list[Chunk]:
         if type(tensor).__name__ == "ShardedTensor":
             raise CheckpointError(f"{name!r} is a ShardedTensor; use FSDP2 (fully_shard) instead")
         return [Chunk(name=name, dtype=dtype, shape=shape, box=whole(shape), tensor=tensor)]
+    if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
+        raise CheckpointError(
+            f"{name!r} is a DTensor of partial values, whose sum over the ranks is not made yet: "
+            "save x.redistribute(placements=[Replicate()]), or wrap x.to_local() in per_rank(). "
+            "What was committed before is untouched."
+        )
     found = []
     for part in tensor.__create_chunk_list__():
         box = Box(offsets=tuple(part.offsets), sizes=tuple(part.sizes))

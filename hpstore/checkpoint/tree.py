@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hpstore.checkpoint import opaque
+from hpstore.checkpoint.plain_tensors import is_plain_tensor, require_plain
 from hpstore.checkpoint.random_sources import SOURCES, decode_source, encode_source, kind_of
 from hpstore.checkpoint.scalars import (
     TAG,
@@ -44,15 +45,6 @@ MAX_DEPTH = 64
 _MOST_LEVELS = 4 * MAX_DEPTH  # of JSON: a dict with keys that are no texts takes three
 _FEW = 8  # values that are cheaper to look at one by one
 _LONG = 1 << 63
-_PARTS = {
-    torch.sparse_coo: "x.coalesce().indices() and .values()",
-    torch.sparse_csr: "x.crow_indices(), .col_indices() and .values()",
-    torch.sparse_csc: "x.ccol_indices(), .row_indices() and .values()",
-    torch.sparse_bsr: "x.crow_indices(), .col_indices() and .values()",
-    torch.sparse_bsc: "x.ccol_indices(), .row_indices() and .values()",
-    torch.jagged: "x.values() and .offsets()",
-}
-_QUANTISED = "x.int_repr(), and x.q_scale() and .q_zero_point() (or those by channel),"
 
 # Any below: trees hold whatever a training state holds; every leaf is checked by its type
 Tree = Any
@@ -268,7 +260,7 @@ def _encode_tensor(value: torch.Tensor, path: str, found: Collected) -> Json:
             f"state {path!r} is a parameter without a shape yet, of a lazy module: nothing was "
             "written. Run the module once, or save what has run alone"
         )
-    if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+    if not is_plain_tensor(value):
         require_plain(value, f"state {path!r}")
     if value.is_meta:
         raise CheckpointError(f"state {path!r} is a meta tensor: it holds no values to save")
@@ -284,26 +276,6 @@ def _encode_tensor(value: torch.Tensor, path: str, found: Collected) -> Json:
         )
     found.tensors[path] = value
     return {TAG: "tensor", "item": path}
-
-
-def require_plain(tensor: torch.Tensor, where: str) -> None:
-    """Raise CheckpointError for sparse, nested and quantised tensors, saying what to save."""
-    if tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested:
-        return
-    if tensor.is_nested and tensor.layout is torch.strided:
-        raise CheckpointError(
-            f"{where} is a nested tensor, which cannot be saved as it is; nothing was written. "
-            "Save x.unbind(), a tuple, and make it of that after restore()"
-        )
-    layout = str(tensor.layout).removeprefix("torch.")
-    parts = _PARTS.get(tensor.layout, "the dense tensors that it is made of")
-    if tensor.is_quantized:
-        layout, parts = "quantised", _QUANTISED
-    raise CheckpointError(
-        f"{where} is a {layout} tensor, which cannot be saved as it is; nothing was written. Save "
-        f"{parts} and make it of them after restore(), or save .to_dense()"
-        + (" (.dequantize() for this one)" if tensor.is_quantized else "")
-    )
 
 
 def _array_item(value: np.ndarray[Any, Any], path: str, found: Collected) -> str:
@@ -477,4 +449,4 @@ def tensor_names(node: Json, *, rank: int | None = None) -> list[str]:
 
 __all__ = ["MAX_DEPTH", "TAG", "Absent", "Collected", "Decoding", "NamedValues", "PerRank",
            "check_tree", "decode_tree", "encode_tree", "field_names", "is_leaf", "is_plain", "join",
-           "require_plain", "tensor_names"]  # fmt: skip
+           "tensor_names"]  # fmt: skip

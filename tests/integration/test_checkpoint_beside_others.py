@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.tensor import Partial
 
 from hpstore.checkpoint import (
     Checkpointer,
@@ -131,6 +132,15 @@ def test_a_shard_of_another_size_than_its_placement_says_is_refused() -> None:
     assert chunks_of("t", made(3))[0].box.sizes == (3,)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="local shard on this rank has shape"):
         chunks_of("t", made(1))  # type: ignore[arg-type]
+
+
+def test_values_that_are_not_summed_yet_are_refused_by_name() -> None:
+    """multi.py `fromlocal`: torch's own ValueError said neither which tensor nor what to do."""
+    tensor = SimpleNamespace(
+        dtype=torch.float32, shape=(3,), placements=(Partial(),), __create_chunk_list__=list
+    )
+    with pytest.raises(CheckpointError, match=r"'t' is a DTensor of partial values.*redistribute"):
+        chunks_of("t", tensor)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

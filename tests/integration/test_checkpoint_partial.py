@@ -259,6 +259,11 @@ LATER: dict[str, tuple[Callable[[], Any], str]] = {
     "lazy": (lambda: torch.nn.LazyLinear(3), "'a/b/weight' is a parameter without a shape"),
     "key": (lambda: {"\ud800": 1}, r"'a/b' has the key '\\ud800'"),
     "key of a module": (lambda: torch.nn.ParameterDict({"\ud800": torch.ones(2)}), "surrogate"),
+    # single.py `dtypes`: torch's own NotImplementedError, and bytes that no restore could take
+    "int4": (lambda: torch.zeros(4, dtype=torch.uint8).view(torch.int4),
+             r"'a/b' is a tensor of torch\.int4.*x\.view\(torch\.uint8\)"),
+    "quint8": (lambda: torch.zeros(4, dtype=torch.uint8).view(torch.quint8),
+               r"'a/b' is a tensor of torch\.quint8.*x\.view\(torch\.uint8\)"),
 }  # fmt: skip
 
 
