@@ -2,11 +2,11 @@
 
 from setuptools import Extension, setup
 
-# called by address, from hpstore/loaders/nontemporal.py; without a C compiler the installation
-# goes on
+# called by address, from hpstore/loaders/batching/streaming_copy.py; without a C compiler the
+# installation goes on
 NONTEMPORAL = Extension(
     "hpstore._nontemporal",
-    ["hpstore/loaders/nontemporal.c"],
+    ["hpstore/loaders/batching/streaming_copy.c"],
     extra_compile_args=["-O3"],
     optional=True,
 )

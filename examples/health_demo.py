@@ -37,8 +37,8 @@ from onlookers import BROWSERS, Terminal, fetch, fetch_status, find_browser, pho
 
 import hpstore
 from hpstore.config import Settings
-from hpstore.testing.leftovers import mount_points, scratch_directory, sweep, throttle_problem
 from hpstore.testing.loopfs import LoopFilesystem, loop_mounts_problem
+from hpstore.testing.scratch import mount_points, scratch_directory, sweep, throttle_problem
 from hpstore.units import MIB
 
 HERE = Path(__file__).resolve().parent

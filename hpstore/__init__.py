@@ -7,13 +7,13 @@ hpstore.open("pool.toml").get("hello")
 
 from hpstore import errors
 from hpstore.errors import HpstoreError
-from hpstore.objects.info import ObjectInfo
+from hpstore.maintenance.rebuild import Progress, RebuildReport
+from hpstore.objects.object_info import ObjectInfo
 from hpstore.objects.versions import VersionInfo
-from hpstore.pool import Pool
-from hpstore.pools import create_pool as create
-from hpstore.pools import open_pool as open  # noqa: A004 (hpstore.open is the public name)
-from hpstore.rebuild import Progress, RebuildReport
-from hpstore.status import DeviceStatus, PoolStatus
+from hpstore.pool.create_pool import create_pool as create
+from hpstore.pool.create_pool import open_pool as open  # noqa: A004 (hpstore.open is the public name)
+from hpstore.pool.pool import Pool
+from hpstore.pool.status import DeviceStatus, PoolStatus
 
 __version__ = "0.1.0"
 

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 import tomlkit
 
-from hpstore.device_urls import has_secrets
 from hpstore.errors import ConfigError
-from hpstore.hostile import MALFORMED
-from hpstore.pool_key import PoolKey, parse_pool_key
-from hpstore.rights import denied_path, group_number, rights_hint
+from hpstore.format.device_urls import has_secrets
+from hpstore.format.pool_key import PoolKey, parse_pool_key
+from hpstore.format.untrusted_bytes import MALFORMED
+from hpstore.runtime.rights import denied_path, group_number, rights_hint
 from hpstore.units import GIB, MIB, parse_bytes
 
 if TYPE_CHECKING:

@@ -59,7 +59,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class RepairWindow:
     """Failures in one repair time, taken as Poisson, and a year as so many separate windows."""
 
     expected: float  # failures in a window
@@ -95,7 +95,7 @@ def in_a_year(losses_per_year: float, groups: int = 1) -> float:
 # --- models ---------------------------------------------------------------------------------
 
 
-def window(group: Group) -> Window:
+def window(group: Group) -> RepairWindow:
     """The Poisson window, as in calculators of cloud storage: simple, and optimistic.
 
     Clusters of failures that straddle two windows are missed, and a failed device may fail again.
@@ -105,7 +105,7 @@ def window(group: Group) -> Window:
     beyond = _poisson_beyond(expected, group.parity)
     windows = HOURS_PER_YEAR / group.repair_hours
     loss = 1.0 if beyond == 1.0 else -math.expm1(windows * math.log1p(-beyond))
-    return Window(expected=expected, exactly_parity=exactly, beyond_parity=beyond,
+    return RepairWindow(expected=expected, exactly_parity=exactly, beyond_parity=beyond,
                   per_year=windows, loss=loss)  # fmt: skip
 
 
@@ -355,6 +355,6 @@ def compare(group: Group, *, wanted: float, groups: int = 1, sectors: Sectors | 
     return found
 
 
-__all__ = ["HOURS_PER_YEAR", "SCHEMES", "Estimate", "Group", "Scheme", "Sectors", "Window",
+__all__ = ["HOURS_PER_YEAR", "SCHEMES", "Estimate", "Group", "Scheme", "Sectors", "RepairWindow",
            "compare", "in_a_year", "longest_repair_hours", "losses_per_year", "nines", "simulate",
            "split", "total_per_year", "unreadable_per_year", "window", "years_to_loss"]  # fmt: skip

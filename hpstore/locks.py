@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hpstore.clock import Clock
 from hpstore.config import private_directory
 from hpstore.errors import ConfigError, LockTimeout
+from hpstore.runtime.clock import Clock
 
 _POLL_SECONDS = 0.01
 _WORD_BYTES = 200  # of who holds a lock

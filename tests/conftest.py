@@ -64,9 +64,9 @@ def pool(tmp_path: Path) -> Iterator[hpstore.Pool]:
 def segments_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Saves of this process put their tensors into segments, however small they are: as large ones
     do, which these tests stand for."""
-    from hpstore.checkpoint import planner
+    from hpstore.checkpoint.save import rank_plan
 
-    monkeypatch.setattr(planner, "WITHIN_BYTES", -1)
+    monkeypatch.setattr(rank_plan, "WITHIN_BYTES", -1)
 
 
 @pytest.fixture(autouse=True)

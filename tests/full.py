@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from hpstore.devices import beneath
+from hpstore.devices import confined_names
 
 
 def no_room(patch: pytest.MonkeyPatch) -> None:
@@ -37,7 +37,7 @@ def no_room(patch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         plain_allocate(fd, offset, length)
 
-    patch.setattr(beneath, "_supported", False)  # then it is os.open() that opens
+    patch.setattr(confined_names, "_supported", False)  # then it is os.open() that opens
     patch.setattr(os, "open", opened)
     patch.setattr(os, "mkdir", mkdir)
     patch.setattr(os, "posix_fallocate", allocate)

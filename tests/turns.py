@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from hpstore.devices.base import Device
 from hpstore.devices.wrappers import DeviceWrapper
-from hpstore.pool import Pool
-from hpstore.testing.harness import FakeClock, Harness
+from hpstore.pool.pool import Pool
+from hpstore.testing.memory_pool import FakeClock, Harness
 
 T = TypeVar("T")
 _LIMIT_SECONDS = 60.0  # of real time, for a test that hangs

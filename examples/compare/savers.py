@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from hpstore.checkpoint import Checkpointer, SaveHandle
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
 from hpstore.trainers import PipelineHooks
 
 NONE, HPSTORE, INLINE, DCP = SAVERS

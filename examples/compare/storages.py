@@ -19,13 +19,13 @@ from rows import STORAGES
 import hpstore
 from hpstore.config import Settings, find_config
 from hpstore.devices import Device
+from hpstore.devices.opener import device_opener
 from hpstore.devices.wrappers import DeviceWrapper
 from hpstore.loaders import Cache, DataLoader, Dataset, DatasetWriter, Field
-from hpstore.loaders.order import GlobalOrder
-from hpstore.loaders.ranks import Coordinates
-from hpstore.loaders.slices import Slices
-from hpstore.opening import device_opener
-from hpstore.pool import Pool
+from hpstore.loaders.sampling.data_parallel import Coordinates
+from hpstore.loaders.sampling.order import GlobalOrder
+from hpstore.loaders.sampling.rank_slices import Slices
+from hpstore.pool.pool import Pool
 
 T = TypeVar("T")
 NAME, CLASSES = "pictures", 10

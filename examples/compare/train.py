@@ -39,7 +39,7 @@ from savers import Saver, saver
 from storages import Source, open_pool
 
 import hpstore
-from hpstore.benchmarks.report import machine
+from hpstore.benchmarks.harness.bench_report import machine
 
 BUCKET_BYTES = {"tiny": 256 * 1024, "small": 256 * 1024, "resnet50": 25 * 1024 * 1024}
 

@@ -4,7 +4,7 @@ Without it each process routes its own reads around slow devices, and rebuilding
 `hpstore rebuild`.
 """
 
+from hpstore.agent.agent_config import AgentConfig, agent_config
 from hpstore.agent.loop import Agent
-from hpstore.agent.settings import AgentConfig, agent_config
 
 __all__ = ["Agent", "AgentConfig", "agent_config"]

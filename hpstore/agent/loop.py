@@ -14,33 +14,33 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
-from hpstore.agent.disks import DiskWatch, worst
-from hpstore.agent.eyes import Eyes, Shape
-from hpstore.agent.facts import Sighting, pool_facts, reports_in
-from hpstore.agent.foreground import Foreground
-from hpstore.agent.jobs import Effort, Job, JobKind, Jobs, Report
-from hpstore.agent.memory import load_memory, save_memory
-from hpstore.agent.orders import read_orders
-from hpstore.agent.pace import scrub_rate
-from hpstore.agent.settings import AgentConfig
-from hpstore.agent.status import AgentStatus, make_status, publish, withdraw
-from hpstore.agent.watch import MonitorWatch, Watch
-from hpstore.closing import Closing
+from hpstore.agent.agent_config import AgentConfig
+from hpstore.agent.agent_status import AgentStatus, make_status, publish, withdraw
+from hpstore.agent.background_jobs import BackgroundJob, Effort, JobKind, Jobs, Report
+from hpstore.agent.background_rate import scrub_rate
+from hpstore.agent.disk_load import Foreground
+from hpstore.agent.monitor_watch import HealthWatch, MonitorWatch
+from hpstore.agent.observer import Observer, WalkShape
+from hpstore.agent.operator_requests import read_orders
+from hpstore.agent.policy_facts import Sighting, pool_facts, reports_in
+from hpstore.agent.saved_state import load_memory, save_memory
+from hpstore.agent.smart_watch import DiskWatch, worst
+from hpstore.agreement.registers import AGENT, HeldRegister, NothingToKeep
 from hpstore.config import private_directory
 from hpstore.errors import DeviceDenied, HpstoreError, MembershipError
+from hpstore.format.records import DeviceState
+from hpstore.health.detect.verdicts import HealthState
+from hpstore.health.forecast.forecast_model import load_model
 from hpstore.health.forecast.forecaster import FailureForecaster
-from hpstore.health.forecast.model import load_model
 from hpstore.health.history import History
 from hpstore.health.monitor import history_path
-from hpstore.health.overrides import command
-from hpstore.health.policy import decide
-from hpstore.health.states import Action, ActionKind, Decision, Outcome, PoolFacts
-from hpstore.health.verdicts import HealthState
-from hpstore.pool import Pool
-from hpstore.rebalance import RebalanceReport
-from hpstore.rebuild import RebuildReport
-from hpstore.records import DeviceState
-from hpstore.registers import AGENT, Held, NothingToKeep
+from hpstore.health.policy.health_policy import decide
+from hpstore.health.policy.operator_commands import command
+from hpstore.health.policy.states import Action, ActionKind, Decision, PolicyOutcome, PoolFacts
+from hpstore.maintenance.rebalance import RebalanceReport
+from hpstore.maintenance.rebuild import RebuildReport
+from hpstore.pool.pool import Pool
+from hpstore.runtime.closing import Closing
 
 _log = logging.getLogger(__name__)
 _HOLD_SECONDS = 1.0
@@ -69,8 +69,9 @@ class Agent(Closing):
     """
 
     def __init__(
-        self, pool: Pool, config: AgentConfig, *, threads: bool = True, watch: Watch | None = None,
-        disks: DiskWatch | None = None, foreground: Foreground | None = None,
+        self, pool: Pool, config: AgentConfig, *, threads: bool = True,
+        watch: HealthWatch | None = None, disks: DiskWatch | None = None,
+        foreground: Foreground | None = None,
     ) -> None:  # fmt: skip
         self.pool, self.config = pool, config
         self.dry_run = config.policy.dry_run
@@ -91,7 +92,7 @@ class Agent(Closing):
             stack.callback(self.history.close)
             self._stack = stack.pop_all()
         self.watch = watch or MonitorWatch(pool.health)
-        self.eyes = Eyes(
+        self.eyes = Observer(
             pool, config, disks, foreground or Foreground(),
             lambda text: self.jobs.note(text, ok=False), threads=threads,
         )  # fmt: skip
@@ -100,12 +101,12 @@ class Agent(Closing):
         self._put_off_until_ms = 0
         self._reconciled: set[str] = set()
         self._rebuild_saw: frozenset[str] = frozenset()  # who answered when it began
-        self._rebuilt_shape: Shape | None = None  # of the pool when one had ended
+        self._rebuilt_shape: WalkShape | None = None  # of the pool when one had ended
         self._fruitless: int | None = None  # what it could do nothing about, as Condition has it
         self._rebuild_todo: int | None = None  # what there was to be done when one began
         self._rebuilt_seconds = -1e18
         self._evened_seconds, self._evened_columns = -1e18, 0  # of the last rebalance
-        self._evened_shape: Shape | None = None
+        self._evened_shape: WalkShape | None = None
         self._scrubbed_ms = 0
         self._scrub_failed_seconds = -1e18
         self.present: frozenset[str] = frozenset()
@@ -167,7 +168,7 @@ class Agent(Closing):
             except Exception:  # noqa: BLE001 (the round that follows says what is wrong)
                 return
 
-    def _take_hold(self, stack: ExitStack) -> Held:
+    def _take_hold(self, stack: ExitStack) -> HeldRegister:
         """One agent looks after a pool; a dry run changes nothing, and needs not be the one."""
         if self.dry_run:
             return NothingToKeep()
@@ -226,7 +227,7 @@ class Agent(Closing):
 
     # -- deciding and remembering
 
-    def _obey(self, facts: PoolFacts, at: float) -> list[Outcome]:
+    def _obey(self, facts: PoolFacts, at: float) -> list[PolicyOutcome]:
         """Take new orders of operators; one that is refused is told."""
         try:
             orders, self.orders_problem = read_orders(self._directory), ""
@@ -249,7 +250,7 @@ class Agent(Closing):
             done.append(outcome)
         return done
 
-    def _remember(self, outcome: Outcome) -> None:
+    def _remember(self, outcome: PolicyOutcome) -> None:
         """Make the state durable before it is acted on; write the decisions down."""
         self.memory = replace(self.memory, policy=outcome.state)
         self._save()
@@ -281,14 +282,14 @@ class Agent(Closing):
         if action.dry_run:
             self.jobs.note(f"dry run: would {action.kind} {where}: {action.reason}")
         elif action.kind is ActionKind.HEAL and self.pool.record.member(action.device) is None:
-            self.jobs.submit(Job(kind=JobKind.REBUILD, reason=f"{where} has left"))
+            self.jobs.submit(BackgroundJob(kind=JobKind.REBUILD, reason=f"{where} has left"))
         elif action.kind in _JOBS:
             kind = _JOBS[action.kind]
-            self.jobs.submit(Job(kind=kind, device=action.device, reason=action.reason))
+            self.jobs.submit(BackgroundJob(kind=kind, device=action.device, reason=action.reason))
         elif action.kind is ActionKind.RECONCILE:
             # a member never left: its old versions lose to newer ones and deletes wait for it; a
             # rebuild drops what is superseded and brings what it missed
-            self.jobs.submit(Job(kind=JobKind.REBUILD, reason=f"{where} is back"))
+            self.jobs.submit(BackgroundJob(kind=JobKind.REBUILD, reason=f"{where} is back"))
         elif action.kind is ActionKind.FORGIVE:
             self.watch.forgive(action.device, action.reason)
         elif action.kind is ActionKind.ACCEPT:
@@ -313,7 +314,7 @@ class Agent(Closing):
                     if condition.todo
                     else "no rebuild has confirmed yet that evicted devices are made up for"
                 )
-                self.jobs.submit(Job(kind=JobKind.REBUILD, reason=reason))
+                self.jobs.submit(BackgroundJob(kind=JobKind.REBUILD, reason=reason))
         if condition is not None and not condition.todo:
             with self._lock:  # what was put off has been deleted
                 self.put_off, self._put_off_until_ms = {}, 0
@@ -329,7 +330,7 @@ class Agent(Closing):
         there = all(member.device_id in self.present for member in record.members)
         return there and bool(record.unhealed())
 
-    def _look_at_fullness(self, now: float, shape: Shape) -> None:
+    def _look_at_fullness(self, now: float, shape: WalkShape) -> None:
         """Even out how full devices are, once every object is whole and every member is there."""
         seen, record = self.eyes.seen(), self.pool.record
         calm = all(m.state is DeviceState.ONLINE and m.device_id in self.present
@@ -345,7 +346,7 @@ class Agent(Closing):
         patience = self.config.survey_seconds if moved else self.config.again_seconds
         if shape != before or waited >= patience:
             reason = f"the fullest device is {max(shares):.0%} full, the emptiest {min(shares):.0%}"
-            self.jobs.submit(Job(kind=JobKind.REBALANCE, reason=reason))
+            self.jobs.submit(BackgroundJob(kind=JobKind.REBALANCE, reason=reason))
 
     def _look_for_scrub(self, now: float) -> None:
         began, wall = self.memory.scrub_began_ms, self._clock.wall_ms()
@@ -360,12 +361,12 @@ class Agent(Closing):
                 began = ended = self._scrubbed_ms = 0
         if ended < began or wall - began >= self.config.scrub_days * _DAY_MS:
             if rested and not scrubs:
-                self.jobs.submit(Job(kind=JobKind.SCRUB, reason="it is time"))
+                self.jobs.submit(BackgroundJob(kind=JobKind.SCRUB, reason="it is time"))
             began = began if ended < began else wall
         self.memory = replace(self.memory, scrub_began_ms=began, scrub_ended_ms=ended)
         self._save()
 
-    def _started(self, job: Job) -> None:
+    def _started(self, job: BackgroundJob) -> None:
         """Called by the thread of jobs."""
         condition = self.eyes.condition()
         with self._lock:
@@ -373,7 +374,7 @@ class Agent(Closing):
                 self._rebuild_saw = self.present
                 self._rebuild_todo = None if condition is None else condition.todo_identity
 
-    def _finished(self, job: Job, report: Report | None) -> None:
+    def _finished(self, job: BackgroundJob, report: Report | None) -> None:
         """Called by the thread of jobs."""
         shape = self.eyes.shape()
         with self._lock:

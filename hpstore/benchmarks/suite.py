@@ -4,43 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hpstore.benchmarks.devices import bench_devices
-from hpstore.benchmarks.erasure import bench_erasure
-from hpstore.benchmarks.measure import Options
+from hpstore.benchmarks.erasure_bench import bench_erasure
+from hpstore.benchmarks.harness.measure import Options
+from hpstore.benchmarks.harness.raw_devices import bench_devices
 from hpstore.units import GIB, KIB, MIB, parse_bytes
 
 
 def bench_cache(options: Options) -> dict[str, object]:
-    """benchmarks/cache.py; the policy is imported only when it runs."""
-    from hpstore.benchmarks.cache import bench_cache as run
+    """hpstore/benchmarks/cache/cache_bench.py; the policy is imported only when it runs."""
+    from hpstore.benchmarks.cache.cache_bench import bench_cache as run
 
     return run(options)
 
 
 def bench_checkpoint(options: Options) -> dict[str, object]:
-    """benchmarks/checkpoint.py; torch is imported only when it runs."""
-    from hpstore.benchmarks.checkpoint import bench_checkpoint as run
+    """hpstore/benchmarks/checkpoint/checkpoint_bench.py; torch is imported only when it runs."""
+    from hpstore.benchmarks.checkpoint.checkpoint_bench import bench_checkpoint as run
 
     return run(options)
 
 
 def bench_loader(options: Options) -> dict[str, object]:
-    """benchmarks/loader.py; torch is imported only when it runs."""
-    from hpstore.benchmarks.loader import bench_loader as run
+    """hpstore/benchmarks/loader/loader_bench.py; torch is imported only when it runs."""
+    from hpstore.benchmarks.loader.loader_bench import bench_loader as run
 
     return run(options)
 
 
 def bench_train(options: Options) -> dict[str, object]:
-    """benchmarks/train.py; runs jobs of its own."""
-    from hpstore.benchmarks.train import bench_train as run
+    """hpstore/benchmarks/train_bench.py; runs jobs of its own."""
+    from hpstore.benchmarks.train_bench import bench_train as run
 
     return run(options)
 
 
 def bench_health(options: Options) -> dict[str, object]:
-    """benchmarks/health.py; makes devices of its own."""
-    from hpstore.benchmarks.health import bench_health as run
+    """hpstore/benchmarks/health/health_bench.py; makes devices of its own."""
+    from hpstore.benchmarks.health.health_bench import bench_health as run
 
     return run(options)
 

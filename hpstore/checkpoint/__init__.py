@@ -3,17 +3,17 @@
 if not __name__.startswith("hpstore."):
     raise ImportError(f"import hpstore.checkpoint, not {__name__}: see CONTRIBUTING.md")
 
+from hpstore.checkpoint.catalog.retention import Best
 from hpstore.checkpoint.checkpointer import Checkpointer, VerifyReport
-from hpstore.checkpoint.dcp_reading import SafeLoadPlanner, StorageReader
-from hpstore.checkpoint.dcp_stager import Stager
-from hpstore.checkpoint.dcp_writing import StorageWriter
-from hpstore.checkpoint.export import ExportReport, export_checkpoint
-from hpstore.checkpoint.handles import SaveHandle, SaveReport
-from hpstore.checkpoint.importing import ImportReport, import_checkpoint
-from hpstore.checkpoint.manifest import Manifest
-from hpstore.checkpoint.preemption import Preempted
-from hpstore.checkpoint.restoring import RestoreReport, SavedStep, SavedTensor
-from hpstore.checkpoint.retention import Best
+from hpstore.checkpoint.convert.export import ExportReport, export_checkpoint
+from hpstore.checkpoint.convert.import_files import ImportReport, import_checkpoint
+from hpstore.checkpoint.dcp.dcp_stager import Stager
+from hpstore.checkpoint.dcp.storage_reader import SafeLoadPlanner, StorageReader
+from hpstore.checkpoint.dcp.storage_writer import StorageWriter
+from hpstore.checkpoint.format.checkpoint_manifest import Manifest
+from hpstore.checkpoint.ranks.stop_step import Preempted
+from hpstore.checkpoint.restore.fill_state import RestoreReport, SavedStep, SavedTensor
+from hpstore.checkpoint.save.save_handle import SaveHandle, SaveReport
 
 __all__ = ["Best", "Checkpointer", "ExportReport", "ImportReport", "Manifest", "Preempted",
            "RestoreReport",

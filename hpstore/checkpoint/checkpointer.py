@@ -14,36 +14,36 @@ from typing import Any
 
 import torch
 
-from hpstore.checkpoint.accelerator import Accelerator, Cuda
-from hpstore.checkpoint.after_commit import AfterCommits
-from hpstore.checkpoint.codecs import checked_codec
-from hpstore.checkpoint.collecting import collector_paused
-from hpstore.checkpoint.draining import Draining
-from hpstore.checkpoint.gates import CopyGate
-from hpstore.checkpoint.handles import SaveHandle, SaveReport, guarded
-from hpstore.checkpoint.loading import Loading
-from hpstore.checkpoint.manifest import checked_step
-from hpstore.checkpoint.options import VerifyReport, require_options
-from hpstore.checkpoint.pacing import checked_background, pace
-from hpstore.checkpoint.packing import known_items
-from hpstore.checkpoint.places import State
-from hpstore.checkpoint.planner import Planner, Prepared, sizes_of_all
-from hpstore.checkpoint.preemption import Preemption, checked_on_sigterm, require_alike
-from hpstore.checkpoint.preparing import SpaceMaker
-from hpstore.checkpoint.ranks import Channel, Ranks
-from hpstore.checkpoint.reading import Warm
-from hpstore.checkpoint.restorer import restore_together
-from hpstore.checkpoint.restoring import RestoreOptions, RestoreReport
-from hpstore.checkpoint.retention import Best, Retention
-from hpstore.checkpoint.saving import Earlier, SaveJob, SaveOptions
-from hpstore.checkpoint.stager import Stage, checked_staging
-from hpstore.checkpoint.steps import Steps
-from hpstore.checkpoint.streaming import ByteProgress, counting
-from hpstore.checkpoint.training import require_state
-from hpstore.checkpoint.tree import PerRank
-from hpstore.checkpoint.underway import OneCaller, Underway, checked_on_busy
+from hpstore.checkpoint.catalog.retention import Best, Retention
+from hpstore.checkpoint.catalog.steps import Steps
+from hpstore.checkpoint.checkpointer_options import VerifyReport, require_options
+from hpstore.checkpoint.format.checkpoint_manifest import checked_step
+from hpstore.checkpoint.format.pack import known_items
+from hpstore.checkpoint.format.segment_codecs import checked_codec
+from hpstore.checkpoint.load_step import Loading
+from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
+from hpstore.checkpoint.ranks.stop_step import Preemption, checked_on_sigterm, require_alike
+from hpstore.checkpoint.restore.collective_restore import restore_together
+from hpstore.checkpoint.restore.fill_state import RestoreOptions, RestoreReport
+from hpstore.checkpoint.restore.read_items import Warm
+from hpstore.checkpoint.restore.tensor_stream import ByteProgress, counting
+from hpstore.checkpoint.save.accelerator import Accelerator, CudaStaging
+from hpstore.checkpoint.save.after_commit import AfterCommits
+from hpstore.checkpoint.save.copy_gate import CopyGate
+from hpstore.checkpoint.save.drain_at_exit import Draining
+from hpstore.checkpoint.save.group_copies import collector_paused
+from hpstore.checkpoint.save.prewrite_saves import SpaceMaker
+from hpstore.checkpoint.save.rank_plan import Planner, Prepared, sizes_of_all
+from hpstore.checkpoint.save.save_handle import SaveHandle, SaveReport, guarded
+from hpstore.checkpoint.save.save_job import Earlier, SaveJob, SaveOptions
+from hpstore.checkpoint.save.save_underway import OneCaller, Underway, checked_on_busy
+from hpstore.checkpoint.save.stage import SaveStage, checked_staging
+from hpstore.checkpoint.save.write_rate import checked_background, pace
+from hpstore.checkpoint.state.state_tree import PerRank
+from hpstore.checkpoint.state.targets import State
+from hpstore.checkpoint.state.training_state import require_state
 from hpstore.errors import CheckpointError
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
 from hpstore.units import parse_bytes
 
 _log = logging.getLogger(__name__)
@@ -128,8 +128,8 @@ class Checkpointer(Loading):
         if require_alike(self._ranks, checked_on_sigterm(on_sigterm)) == "save":
             self.expect_preemption()
         if accelerator is None and torch.cuda.is_available():
-            accelerator = Cuda()
-        self._stage = Stage(checked_staging(staging), accelerator)
+            accelerator = CudaStaging()
+        self._stage = SaveStage(checked_staging(staging), accelerator)
         budget = None if staging_bytes is None else parse_bytes(staging_bytes)
         self._planner = Planner(self._ranks, budget, rng=rng, allow_pickle=allow_pickle)
         self._session, self._fenced = secrets.token_hex(8), False
@@ -242,7 +242,7 @@ class Checkpointer(Loading):
         """Wait for the save under way, or say that this one is not to be; raises for "error"."""
         busy = self._underway is not None and self._underway.busy
         if self.on_busy != "wait" and not self._stopping:
-            votes = self._ranks.all_gather(b"1" if busy else b"0", Channel.TRAINER)
+            votes = self._ranks.all_gather(b"1" if busy else b"0", RankChannel.TRAINER)
             if b"1" in votes:
                 if self.on_busy == "skip":
                     return False

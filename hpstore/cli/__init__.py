@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from hpstore.cli.app import app
+from hpstore.cli.pool_commands import app
 from hpstore.errors import HpstoreError
 
 

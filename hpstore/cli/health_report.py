@@ -11,12 +11,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from hpstore.cli.output import emit_json, table
-from hpstore.health.forecast import record as records
+from hpstore.health.forecast import disk_record as records
+from hpstore.health.forecast.drive_histories import DriveHistory, Gathered
 from hpstore.health.forecast.drive_stats import BadRows
-from hpstore.health.forecast.drives import DriveHistory, Gathered
 from hpstore.health.forecast.forecaster import FailureForecaster, Forecast, Risk
-from hpstore.health.forecast.machine import judge_reading, recorded
-from hpstore.health.smart import Readout, disks, read_disk, read_diskstats
+from hpstore.health.forecast.this_machine import judge_reading, recorded
+from hpstore.health.smart.readout import Readout, disks, read_disk, read_diskstats
 
 _ORDER = list(Risk)
 

@@ -30,12 +30,12 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from hpstore.device_places import sharing_note
 from hpstore.errors import ConfigError
-from hpstore.rebalance import RebalanceReport
-from hpstore.rebuild import Progress as Step
-from hpstore.rebuild import ProgressCallback, RebuildReport
-from hpstore.status import DeviceStatus, PoolStatus
+from hpstore.maintenance.rebalance import RebalanceReport
+from hpstore.maintenance.rebuild import Progress as Step
+from hpstore.maintenance.rebuild import ProgressCallback, RebuildReport
+from hpstore.membership.device_places import sharing_note
+from hpstore.pool.status import DeviceStatus, PoolStatus
 from hpstore.units import MIB, format_bytes
 
 UNMENDED_EXIT_CODE = 50

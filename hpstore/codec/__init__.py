@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from hpstore.codec.backends import BACKENDS, Backend, Coder, open_backend
 from hpstore.codec.galois import Bytes
-from hpstore.geometry import Code
+from hpstore.format.geometry import Code
 
 _log = logging.getLogger(__name__)
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from hpstore.devices.base import Device, Entry, ReadHandle, Stamp, Usage, WriteHandle
+from hpstore.devices.base import Device, DirectoryEntry, ReadHandle, Stamp, Usage, WriteHandle
 from hpstore.devices.local import LocalDevice
 from hpstore.devices.memory import MemoryDevice
 from hpstore.devices.remote import RemoteDevice
 
-__all__ = ["Device", "Entry", "LocalDevice", "MemoryDevice", "ReadHandle", "RemoteDevice", "Stamp",
-           "Usage", "WriteHandle"]  # fmt: skip
+__all__ = [
+    "Device",
+    "DirectoryEntry",
+    "LocalDevice",
+    "MemoryDevice",
+    "ReadHandle",
+    "RemoteDevice",
+    "Stamp",
+    "Usage",
+    "WriteHandle",
+]

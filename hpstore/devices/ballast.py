@@ -15,7 +15,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator
 
-from hpstore.devices.beneath import is_foreign, open_beneath, rename_beneath
+from hpstore.devices.confined_names import is_foreign, open_beneath, rename_beneath
 from hpstore.devices.local_io import allocate, is_full, temporary_path, unlock_and_close
 from hpstore.devices.reserve import SPARE_BYTES, Spares, plan_spares
 from hpstore.devices.sharing import make_directory
@@ -24,7 +24,7 @@ BALLAST = "ballast"
 _FILE, _DIRECTORY = "file-", "directory-"
 
 
-class Ballast:
+class DeviceBallast:
     """The spares of one device. Any thread; processes that share the device share them.
 
     All calls take the device's root descriptor and raise OSError.
@@ -189,4 +189,4 @@ def _name(kind: str) -> str:
     return f"{BALLAST}/{kind}{secrets.token_hex(8)}"
 
 
-__all__ = ["BALLAST", "Ballast"]
+__all__ = ["BALLAST", "DeviceBallast"]

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, NoReturn, Protocol
 
 from hpstore.codec.galois import Bytes
-from hpstore.descriptors import exhausted_hint, note_exhausted
-from hpstore.devices.horizons import HorizonGuard
+from hpstore.devices.horizon_guard import HorizonGuard
 from hpstore.errors import (
     DescriptorsExhausted,
     DeviceDenied,
@@ -32,10 +31,11 @@ from hpstore.errors import (
     DeviceTimeout,
     ReadAbandoned,
 )
-from hpstore.keys import OBJECTS
-from hpstore.lacks import note_lack
-from hpstore.pool_key import PoolKey
-from hpstore.rights import denied_path, rights_hint
+from hpstore.format.keys import OBJECTS
+from hpstore.format.pool_key import PoolKey
+from hpstore.runtime.lacks import note_lack
+from hpstore.runtime.open_file_limit import exhausted_hint, note_exhausted
+from hpstore.runtime.rights import denied_path, rights_hint
 
 TMP, RECYCLE, DEBTS, QUARANTINE = "tmp", "recycle", "debts", "quarantine"
 DIRECTORIES = (OBJECTS, TMP, RECYCLE, DEBTS, QUARANTINE)
@@ -53,7 +53,7 @@ READABLE = (DeviceFull, DeviceReadOnly)  # writes are refused, what is there can
 Stamp = tuple[int, int, int]
 
 
-class Entry(NamedTuple):
+class DirectoryEntry(NamedTuple):
     """One name in a directory. Made by the hundred thousand: a tuple."""
 
     name: str
@@ -195,10 +195,10 @@ class Device(Protocol):
         Asked before a change of several devices, which is better refused than half done.
         """
 
-    def entries(self, path: str) -> list[Entry]:
+    def entries(self, path: str) -> list[DirectoryEntry]:
         """Names in a directory, unordered; empty when there is no such directory."""
 
-    def listings(self, paths: Sequence[str]) -> list[list[Entry]]:
+    def listings(self, paths: Sequence[str]) -> list[list[DirectoryEntry]]:
         """entries() of the first of these directories, of one at least: as many as a device lists
         at once without holding up others."""
 
@@ -322,7 +322,7 @@ __all__ = [
     "RELEASED",
     "TMP",
     "Device",
-    "Entry",
+    "DirectoryEntry",
     "Hold",
     "ReadHandle",
     "Stamp",

@@ -14,7 +14,6 @@ from typing import NoReturn, TypeVar
 
 import numpy as np
 
-from hpstore.buffers import aligned_array
 from hpstore.codec.galois import Bytes
 from hpstore.devices.base import (
     DIRECTORIES,
@@ -28,8 +27,7 @@ from hpstore.devices.base import (
     recycled_bytes,
     recycled_path,
 )
-from hpstore.devices.beneath import is_foreign, open_beneath, rename_beneath
-from hpstore.devices.direct import statx_alignment
+from hpstore.devices.confined_names import is_foreign, open_beneath, rename_beneath
 from hpstore.devices.holds import LocalHold, hold_range, make_registers
 from hpstore.devices.local_files import LocalFiles
 from hpstore.devices.local_io import (
@@ -42,14 +40,16 @@ from hpstore.devices.local_io import (
     temporary_path,
     unlock_and_close,
 )  # fmt: skip
-from hpstore.devices.looking import read_last_page, some_file, stopped_writing
+from hpstore.devices.o_direct import statx_alignment
+from hpstore.devices.probe_reads import read_last_page, some_file, stopped_writing
 from hpstore.devices.reserve import RECORD_SPARES, SPARE_BYTES
 from hpstore.devices.sharing import share_root, widen_directory
 from hpstore.errors import DeviceDenied, DeviceError, DeviceReadOnly, LockTimeout
-from hpstore.geometry import ALIGNMENT_BYTES
-from hpstore.keys import OBJECTS
-from hpstore.records import IDENTITY_FILE
-from hpstore.rights import group_number
+from hpstore.format.geometry import ALIGNMENT_BYTES
+from hpstore.format.keys import OBJECTS
+from hpstore.format.records import IDENTITY_FILE
+from hpstore.runtime.buffers import aligned_array
+from hpstore.runtime.rights import group_number
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

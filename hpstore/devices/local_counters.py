@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 from hpstore.devices.base import raise_device_error
-from hpstore.devices.beneath import open_beneath, widen
-from hpstore.devices.horizons import (
+from hpstore.devices.confined_names import open_beneath, widen
+from hpstore.devices.horizon_guard import (
     COUNTER_BYTES,
     HORIZON,
     MARK,
@@ -22,7 +22,7 @@ from hpstore.devices.horizons import (
 )
 from hpstore.devices.local_io import raise_local_error, sync_filesystem, unlock_and_close
 from hpstore.errors import LockTimeout
-from hpstore.pool_key import PoolKey
+from hpstore.format.pool_key import PoolKey
 
 _TRIES, _PAUSE_SECONDS = 100, 0.01  # a name takes microseconds; a stopped writer holds on
 

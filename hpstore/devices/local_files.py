@@ -9,16 +9,16 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 
-from hpstore.devices.ballast import Ballast
-from hpstore.devices.base import Entry, Stamp
-from hpstore.devices.beneath import open_beneath, parent_beneath, rename_beneath
+from hpstore.devices.ballast import DeviceBallast
+from hpstore.devices.base import DirectoryEntry, Stamp
+from hpstore.devices.confined_names import open_beneath, parent_beneath, rename_beneath
 from hpstore.devices.durable_names import MOST, DurableNames
 from hpstore.devices.local_counters import LocalCounters
 from hpstore.devices.local_io import gone, is_full, open_root, raise_local_error
 from hpstore.devices.sharing import Modes, make_directory, modes_on
 from hpstore.errors import DeviceError, DeviceMissing
-from hpstore.geometry import ALIGNMENT_BYTES
-from hpstore.keys import OBJECTS
+from hpstore.format.geometry import ALIGNMENT_BYTES
+from hpstore.format.keys import OBJECTS
 
 _log = logging.getLogger(__name__)
 _PUBLISH_TRIES = 16
@@ -57,7 +57,7 @@ class LocalFiles(LocalCounters):
         with contextlib.suppress(OSError):  # it does not work, or this user has no rights on it
             modes = modes_on(root, modes)
         self._file_mode, self._directory_mode = modes.file, modes.directory
-        self._ballast = Ballast(modes.file, modes.directory)
+        self._ballast = DeviceBallast(modes.file, modes.directory)
 
     def root_fd(self) -> int:
         """The root descriptor of this process; a forked child opens its own at first use.
@@ -182,11 +182,11 @@ class LocalFiles(LocalCounters):
             for _, fd in climbed:
                 os.close(fd)
 
-    def entries(self, path: str) -> list[Entry]:
+    def entries(self, path: str) -> list[DirectoryEntry]:
         with self._guard(f"list of {path}") as root:
             return self._scan(path, root)
 
-    def listings(self, paths: Sequence[str]) -> list[list[Entry]]:
+    def listings(self, paths: Sequence[str]) -> list[list[DirectoryEntry]]:
         found = []
         until = time.monotonic() + _LISTING_SECONDS
         with self._guard(f"list of {paths[0]} and others") as root:
@@ -196,7 +196,7 @@ class LocalFiles(LocalCounters):
                     break
         return found
 
-    def _scan(self, path: str, root: int) -> list[Entry]:
+    def _scan(self, path: str, root: int) -> list[DirectoryEntry]:
         try:
             fd = open_beneath(root, path or ".", os.O_RDONLY | os.O_DIRECTORY)
         except (FileNotFoundError, NotADirectoryError):
@@ -205,7 +205,7 @@ class LocalFiles(LocalCounters):
             return []
         try:
             with os.scandir(fd) as entries:
-                return [Entry(e.name, e.is_dir(follow_symlinks=False)) for e in entries]
+                return [DirectoryEntry(e.name, e.is_dir(follow_symlinks=False)) for e in entries]
         finally:
             os.close(fd)
 

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import NoReturn, Protocol
 
-from hpstore.buffers import aligned_array
 from hpstore.codec.galois import Bytes
 from hpstore.devices.base import TMP, raise_device_error
-from hpstore.devices.beneath import open_beneath
-from hpstore.devices.horizons import HorizonGuard
+from hpstore.devices.confined_names import open_beneath
+from hpstore.devices.horizon_guard import HorizonGuard
 from hpstore.errors import DeviceError, DeviceFull, DeviceMissing, ReadAbandoned
-from hpstore.geometry import ALIGNMENT_BYTES
-from hpstore.keys import OBJECTS
+from hpstore.format.geometry import ALIGNMENT_BYTES
+from hpstore.format.keys import OBJECTS
+from hpstore.runtime.buffers import aligned_array
 from hpstore.units import format_bytes, round_down, round_up
 
 _MAX_IOV = 256  # below Linux's UIO_MAXIOV of 1024

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from hpstore.codec.galois import Bytes
-from hpstore.devices.base import RECYCLE, RECYCLE_MIN_BYTES, TMP, Entry, Stamp, Usage
-from hpstore.devices.horizons import (
+from hpstore.devices.base import RECYCLE, RECYCLE_MIN_BYTES, TMP, DirectoryEntry, Stamp, Usage
+from hpstore.devices.horizon_guard import (
     HORIZON,
     HorizonGuard,
     decode_counter,
@@ -23,8 +23,8 @@ from hpstore.devices.horizons import (
 )
 from hpstore.devices.reserve import SPARE_BYTES, plan_spares
 from hpstore.errors import DeviceError, DeviceFull, DeviceMissing, DeviceReadOnly
-from hpstore.geometry import ALIGNMENT_BYTES
-from hpstore.pool_key import PoolKey
+from hpstore.format.geometry import ALIGNMENT_BYTES
+from hpstore.format.pool_key import PoolKey
 
 
 class _File:
@@ -153,7 +153,7 @@ class MemoryDevice:
             file.bytes, file.durable, file.locked = bytearray(data), bytes(data), False
             self.files[self._name(path)] = self._durable_names[self._name(path)] = file
 
-    def entries(self, path: str) -> list[Entry]:
+    def entries(self, path: str) -> list[DirectoryEntry]:
         self._check()
         prefix = f"{self._name(path).rstrip('/')}/" if path else ""
         with self._lock:
@@ -162,9 +162,9 @@ class MemoryDevice:
                 if name.startswith(prefix):
                     first, _, rest = name[len(prefix) :].partition("/")
                     found[first] = found.get(first, False) or bool(rest)
-            return [Entry(name, is_directory) for name, is_directory in found.items()]
+            return [DirectoryEntry(name, is_directory) for name, is_directory in found.items()]
 
-    def listings(self, paths: Sequence[str]) -> list[list[Entry]]:
+    def listings(self, paths: Sequence[str]) -> list[list[DirectoryEntry]]:
         return [self.entries(paths[0])]
 
     def counter(self, name: str, pool_key: PoolKey | None = None) -> int:

@@ -13,9 +13,8 @@ import fsspec
 import numpy as np
 
 from hpstore.codec.galois import Bytes
-from hpstore.device_urls import without_secrets, without_secrets_of
-from hpstore.devices.base import QUARANTINE, Entry, Hold, Stamp, Usage, raise_device_error
-from hpstore.devices.horizons import (
+from hpstore.devices.base import QUARANTINE, DirectoryEntry, Hold, Stamp, Usage, raise_device_error
+from hpstore.devices.horizon_guard import (
     COUNTER_BYTES,
     HORIZON,
     HorizonGuard,
@@ -24,7 +23,8 @@ from hpstore.devices.horizons import (
     risen,
 )
 from hpstore.errors import DeviceError, DeviceMissing
-from hpstore.pool_key import PoolKey
+from hpstore.format.device_urls import without_secrets, without_secrets_of
+from hpstore.format.pool_key import PoolKey
 from hpstore.units import MIB
 
 _SPOOL_BYTES = 64 * MIB  # a column larger than this waits for its PUT in a local temporary file
@@ -124,7 +124,7 @@ class RemoteDevice:
         """Taken for granted: a store does not say what it has left."""
         return True
 
-    def entries(self, path: str) -> list[Entry]:
+    def entries(self, path: str) -> list[DirectoryEntry]:
         try:
             rows = self._fs.ls(self._path(path), detail=True, refresh=True)
         except FileNotFoundError:
@@ -135,10 +135,10 @@ class RemoteDevice:
             raise_device_error(error, self.url, "list")
         return self._entries(path, rows)
 
-    def listings(self, paths: Sequence[str]) -> list[list[Entry]]:
+    def listings(self, paths: Sequence[str]) -> list[list[DirectoryEntry]]:
         return [self.entries(paths[0])]
 
-    def _list_plain(self, path: str) -> list[Entry]:
+    def _list_plain(self, path: str) -> list[DirectoryEntry]:
         try:
             return self._entries(path, self._fs.ls(self._path(path), detail=True))
         except FileNotFoundError:
@@ -146,11 +146,11 @@ class RemoteDevice:
         except OSError as error:
             raise_device_error(error, self.url, "list")
 
-    def _entries(self, path: str, rows: list[dict[str, Any]]) -> list[Entry]:
+    def _entries(self, path: str, rows: list[dict[str, Any]]) -> list[DirectoryEntry]:
         found = [(str(r["name"]).rstrip("/"), r["type"] == "directory") for r in rows]
         own = self._path(path).strip("/")
         return [
-            Entry(name.rsplit("/", 1)[-1], is_directory)
+            DirectoryEntry(name.rsplit("/", 1)[-1], is_directory)
             for name, is_directory in found
             if name.strip("/") != own
         ]

@@ -13,9 +13,15 @@ import os
 import stat
 from dataclasses import dataclass
 
-from hpstore.devices.beneath import SHARED, open_beneath, parent_beneath, rename_beneath, widen
+from hpstore.devices.confined_names import (
+    SHARED,
+    open_beneath,
+    parent_beneath,
+    rename_beneath,
+    widen,
+)
 from hpstore.devices.local_io import temporary_path
-from hpstore.keys import OBJECTS
+from hpstore.format.keys import OBJECTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

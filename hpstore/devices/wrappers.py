@@ -10,11 +10,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from hpstore.clock import Clock, SystemClock
 from hpstore.codec.galois import Bytes
 from hpstore.devices.base import (
     Device,
-    Entry,
+    DirectoryEntry,
     Hold,
     ReadHandle,
     Stamp,
@@ -22,8 +21,9 @@ from hpstore.devices.base import (
     WriteHandle,
     raise_device_error,
 )
-from hpstore.devices.horizons import HorizonGuard
-from hpstore.pool_key import PoolKey
+from hpstore.devices.horizon_guard import HorizonGuard
+from hpstore.format.pool_key import PoolKey
+from hpstore.runtime.clock import Clock, SystemClock
 
 T = TypeVar("T")
 
@@ -81,10 +81,10 @@ class DeviceWrapper:
     def takes_records(self) -> bool:
         return self.inner.takes_records()
 
-    def entries(self, path: str) -> list[Entry]:
+    def entries(self, path: str) -> list[DirectoryEntry]:
         return self.around("list", 0, lambda: self.inner.entries(path))
 
-    def listings(self, paths: Sequence[str]) -> list[list[Entry]]:
+    def listings(self, paths: Sequence[str]) -> list[list[DirectoryEntry]]:
         return [self.entries(paths[0])]
 
     def counter(self, name: str, pool_key: PoolKey | None = None) -> int:

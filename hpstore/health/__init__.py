@@ -3,8 +3,8 @@
 Detectors and policy are pure: time, evidence and facts are arguments.
 """
 
-from hpstore.health.signs import Media, Signs, Traits
-from hpstore.health.slow import SlowConfig, SlowDetector
-from hpstore.health.verdicts import HealthState, Verdict
+from hpstore.health.detect.evidence import Media, Signs, Traits
+from hpstore.health.detect.slow import SlowConfig, SlowDetector
+from hpstore.health.detect.verdicts import DeviceVerdict, HealthState
 
-__all__ = ["HealthState", "Media", "Signs", "SlowConfig", "SlowDetector", "Traits", "Verdict"]
+__all__ = ["HealthState", "Media", "Signs", "SlowConfig", "SlowDetector", "Traits", "DeviceVerdict"]

@@ -16,12 +16,12 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from hpstore.health.recorder import Operation
-from hpstore.health.states import Decision, Role
-from hpstore.health.telemetry import Tick
-from hpstore.health.verdicts import HealthState
-from hpstore.metrics import Metrics
-from hpstore.process_identity import this_process
+from hpstore.health.detect.io_recorder import Operation
+from hpstore.health.detect.telemetry import Tick
+from hpstore.health.detect.verdicts import HealthState
+from hpstore.health.policy.states import Decision, Role
+from hpstore.runtime.metrics import Metrics
+from hpstore.runtime.process_identity import this_process
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

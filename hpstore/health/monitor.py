@@ -22,19 +22,20 @@ from pathlib import Path
 from hpstore.config import Settings, private_directory
 from hpstore.devices.base import Device
 from hpstore.errors import ConfigError
-from hpstore.health.gathering import Gathering
+from hpstore.health.detect.evidence import Traits
+from hpstore.health.detect.io_recorder import Operation
+from hpstore.health.detect.media import traits_of
+from hpstore.health.detect.metered_device import DeviceMeter, MeteredDevice
+from hpstore.health.detect.slow import SlowDetector
+from hpstore.health.detect.stall_filter import Stalls
+from hpstore.health.detect.telemetry import Telemetry, Tick, size_class
+from hpstore.health.detect.tick_window import Gathering
+from hpstore.health.detect.verdicts import DeviceVerdict, HealthState
 from hpstore.health.history import History
-from hpstore.health.media import traits_of
-from hpstore.health.metered import DeviceMeter, MeteredDevice
-from hpstore.health.overrides import Command, command
-from hpstore.health.policy import decide
-from hpstore.health.recorder import Operation
-from hpstore.health.routes import no_new_columns, read_shares
-from hpstore.health.sight import DeviceSight, HealthSnapshot, Round
-from hpstore.health.signs import Traits
-from hpstore.health.slow import SlowDetector
-from hpstore.health.stalls import Stalls
-from hpstore.health.states import (
+from hpstore.health.policy.health_policy import decide
+from hpstore.health.policy.operator_commands import Command, command
+from hpstore.health.policy.read_shares import no_new_columns, read_shares
+from hpstore.health.policy.states import (
     Action,
     ActionKind,
     Decision,
@@ -43,9 +44,8 @@ from hpstore.health.states import (
     PolicyState,
     PoolFacts,
 )
-from hpstore.health.telemetry import Telemetry, Tick, size_class
-from hpstore.health.verdicts import HealthState, Verdict
-from hpstore.objects.store import Store
+from hpstore.health.snapshot import DeviceSight, HealthSnapshot, Round
+from hpstore.objects.context import PoolContext
 
 _log = logging.getLogger(__name__)
 TICK_SECONDS = 1.0
@@ -69,7 +69,7 @@ class Monitor:
     planned round any. `pause()` leaves ticks to the caller.
     """
 
-    def __init__(self, store: Store, *, enabled: bool) -> None:
+    def __init__(self, store: PoolContext, *, enabled: bool) -> None:
         self.enabled, self.telemetry = enabled, Telemetry()
         self._store, self._automatic = store, enabled
         self._listeners: list[Callable[[Round], None]] = []
@@ -97,7 +97,7 @@ class Monitor:
         self._probe_scores: dict[str, tuple[float, int]] = {}
         self._counts: dict[str, Counter[str]] = {}
         self._latencies: dict[str, deque[float]] = {}
-        self._verdicts: dict[str, Verdict] = {}
+        self._verdicts: dict[str, DeviceVerdict] = {}
         self._decisions: deque[Decision] = deque(maxlen=_DECISIONS)
         self._members: Set[str] | None = None  # at the last tick
         self._ticks, self._at_seconds, self._ticked = 0, 0.0, 0.0
@@ -246,7 +246,7 @@ class Monitor:
                 traits = asked.result()
                 self._detector.traits[device_id] = self._writes.traits[device_id] = traits
 
-    def _keep(self, tick: Tick, verdicts: Iterable[Verdict]) -> None:
+    def _keep(self, tick: Tick, verdicts: Iterable[DeviceVerdict]) -> None:
         """Remember what snapshots and the policy ask for."""
         self._verdicts = {verdict.device: verdict for verdict in verdicts}
         for device, mean in tick.means().items():

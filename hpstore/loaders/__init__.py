@@ -5,10 +5,20 @@ if not __name__.startswith("hpstore."):
 
 from typing import TYPE_CHECKING
 
-from hpstore.loaders.batch_values import Ragged
+from hpstore.loaders.batching.mixture import Mixture
 from hpstore.loaders.cache import Cache
-from hpstore.loaders.dataset import Dataset
-from hpstore.loaders.fields import Field
+from hpstore.loaders.dataset.batch_values import Ragged
+from hpstore.loaders.dataset.dataset import Dataset
+from hpstore.loaders.dataset.fields import Field
+from hpstore.loaders.dataset.publish_dataset import (
+    DatasetInfo,
+    delete_dataset,
+    list_datasets,
+    publish_parts,
+    remove_orphans,
+    written_parts,
+)
+from hpstore.loaders.dataset.verify_dataset import DatasetReport, verify_dataset
 from hpstore.loaders.ingestion import (
     IngestProgress,
     IngestReport,
@@ -17,23 +27,13 @@ from hpstore.loaders.ingestion import (
     unfinished_ingests,
 )
 from hpstore.loaders.loader import DataLoader
-from hpstore.loaders.mixture import Mixture
-from hpstore.loaders.order import Order
-from hpstore.loaders.publishing import (
-    DatasetInfo,
-    delete_dataset,
-    list_datasets,
-    publish_parts,
-    remove_orphans,
-    written_parts,
-)
-from hpstore.loaders.verifying import DatasetReport, verify_dataset
-from hpstore.loaders.weighted import WeightedOrder
-from hpstore.loaders.writer import DatasetWriter
+from hpstore.loaders.sampling.order import Order
+from hpstore.loaders.sampling.weighted import WeightedOrder
+from hpstore.loaders.writer.dataset_writer import DatasetWriter
 
 if TYPE_CHECKING:
-    from hpstore.loaders.zarr_arrays import ZarrDataset
-    from hpstore.loaders.zarr_view import DatasetStore
+    from hpstore.loaders.zarr_views.array_dataset import ZarrDataset
+    from hpstore.loaders.zarr_views.dataset_store import DatasetStore
 
 __all__ = ["Cache", "DataLoader", "Dataset", "DatasetInfo", "DatasetReport", "DatasetStore",
            "DatasetWriter", "Field", "IngestProgress", "IngestReport", "Mixture", "Order", "Ragged",
@@ -45,11 +45,11 @@ __all__ = ["Cache", "DataLoader", "Dataset", "DatasetInfo", "DatasetReport", "Da
 def __getattr__(name: str) -> object:
     """The two that need zarr, which is imported with the first of them."""
     if name == "DatasetStore":
-        from hpstore.loaders.zarr_view import DatasetStore
+        from hpstore.loaders.zarr_views.dataset_store import DatasetStore
 
         return DatasetStore
     if name == "ZarrDataset":
-        from hpstore.loaders.zarr_arrays import ZarrDataset
+        from hpstore.loaders.zarr_views.array_dataset import ZarrDataset
 
         return ZarrDataset
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,31 +11,42 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.utils.data
 
 from hpstore.errors import ConfigError
-from hpstore.loaders.arguments import T_co, require_one_order
+from hpstore.loaders.batching.batch_counters import Waits
+from hpstore.loaders.batching.batch_maker import PREFETCH_BYTES, Engine, cache_budget
+from hpstore.loaders.batching.mixture import AnyEngine, MixedEngine, Mixture, fingerprints
+from hpstore.loaders.batching.native_iterator import (
+    BatchRun,
+    EndIterator,
+    NativeIterator,
+    native_of,
+    order_for,
+)
+from hpstore.loaders.batching.postprocess import Finish
+from hpstore.loaders.batching.rank_sampler import RankSampler, agree_on_epoch, asked_epoch
+from hpstore.loaders.batching.torch_arguments import T_co, require_one_order
+from hpstore.loaders.batching.torch_iterator import (
+    PositionSampler,
+    begin,
+    described,
+    reference,
+    refuse_ours,
+)
+from hpstore.loaders.batching.torch_run_state import Companions, Skipping
+from hpstore.loaders.batching.worker_pool import Processes
 from hpstore.loaders.cache import Cache
-from hpstore.loaders.companions import Companions, Skipping
-from hpstore.loaders.counts import Waits
-from hpstore.loaders.engine import PREFETCH_BYTES, Engine, cache_budget
-from hpstore.loaders.finishing import Finish
-from hpstore.loaders.foreign import PositionSampler, begin, described, reference, refuse_ours
-from hpstore.loaders.gpu import Gpu
-from hpstore.loaders.mixture import AnyEngine, MixedEngine, Mixture, fingerprints
-from hpstore.loaders.native import EndIterator, NativeIterator, Run, native_of, order_for
-from hpstore.loaders.order import Order
-from hpstore.loaders.rank_sampler import RankSampler, agree_on_epoch, asked_epoch
-from hpstore.loaders.ranks import Shares
-from hpstore.loaders.slices import Even, Slices
-from hpstore.loaders.standing import Standing
-from hpstore.loaders.state import LoaderState, order_text
-from hpstore.loaders.workers import Processes
+from hpstore.loaders.gpu.gpu_device import Gpu
+from hpstore.loaders.sampling.data_parallel import RankShares
+from hpstore.loaders.sampling.loader_state import LoaderState, order_text
+from hpstore.loaders.sampling.order import Order
+from hpstore.loaders.sampling.position import LoaderPosition
+from hpstore.loaders.sampling.rank_slices import Even, Slices
 from hpstore.units import MIB, parse_bytes
 
 if TYPE_CHECKING:
-    from hpstore.loaders.direct.access import DirectAccess
+    from hpstore.loaders.gpu.direct_reader import DirectAccess
 
 DIRECT_BYTES = 256 * MIB  # two batches of 38 MB with the sources of half of their records
 _log = logging.getLogger(__name__)
@@ -155,13 +166,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if self.direct not in ("auto", "always", "off"):
             raise ConfigError(f'direct {self.direct!r} is none of "auto", "always", "off"')
         self.order: Order | None = None
-        self.shares: Shares | None = None
+        self.shares: RankShares | None = None
         self.positions: PositionSampler | None = None
         self.batch_memory_bytes = parse_bytes(self.prefetch_bytes)
         iterable = isinstance(dataset, torch.utils.data.IterableDataset)
         if not self._by_user and not iterable:
             self._make_order(dataset, batch_size, drop_last)
-        self._stands, self._companions = Standing(), Companions()
+        self._stands, self._companions = LoaderPosition(), Companions()
         self._others: Callable[[], Any] | None = None  # torch's iterator of the last loop
         self._told: int | None = None  # the epoch that the user's sampler was told
         self.to_skip = 0  # batches of the user's sampler, as the next loop begins
@@ -170,7 +181,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.waits, self._engine_stats = Waits(), dict[str, Any]()  # of the one that was closed
         self._engine: AnyEngine | None = None
         self._engine_end: weakref.finalize[..., Any] | None = None
-        self._ready: Run | None = None  # made ahead for the next epoch
+        self._ready: BatchRun | None = None  # made ahead for the next epoch
         self._forget_runs()
 
     def _make_order(self, dataset: Any, batch_size: int | None, drop_last: bool) -> None:
@@ -183,7 +194,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             length=self.order.length, batch_size=1 if batch_size is None else batch_size,
             drop_last=drop_last, even=self.even,
         )  # fmt: skip
-        self.shares = Shares(whole, self.rank, self.world_size, self.mesh, shard=self.shard)
+        self.shares = RankShares(whole, self.rank, self.world_size, self.mesh, shard=self.shard)
         if self.positions is not None:
             self.positions.renew(self.order, self.shares)
         elif self._native is None:
@@ -268,7 +279,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             return made
         run, self._ready = self._ready, None
         if run is None or stands.position or not run.begins_at(slices, stands.epoch):
-            run = Run(self, self._native, *self.standing())
+            run = BatchRun(self, self._native, *self.standing())
             self._runs.add(run)
             self._threads.update(run.threads)
         return NativeIterator(self, run, stands.epoch)
@@ -276,9 +287,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def __len__(self) -> int:
         """Batches of an epoch on this rank."""
         self.follow_growth()
-        if self.slices is not None:
-            return self.slices.own_steps()
-        return super().__len__()
+        return super().__len__() if self.slices is None else self.slices.own_steps()
 
     @property
     def _index_sampler(self) -> Any:
@@ -302,7 +311,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """An iterator has found the end of an epoch; other ranks may have had one batch more."""
         self._stands.ended(epoch)
 
-    def keep_ready(self, run: Run) -> None:
+    def keep_ready(self, run: BatchRun) -> None:
         """An iterator that has ended leaves what was made ahead of the next epoch."""
         self._ready = run
 
@@ -313,16 +322,16 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             data, order = self._native.data, self.order
             options: dict[str, Any] = {
                 "cache_bytes": cache_budget(self.cache), "prefetch_bytes": self.batch_memory_bytes,
-                "pin": self.finish.begin(self.pin_memory),
-                "batch_rows": self.batch_size or 1,
+                "pin": self.finish.begin(self.pin_memory), "batch_rows": self.batch_size or 1,
                 "cache": self.cache if isinstance(self.cache, Cache) else None,
             }  # fmt: skip
             if isinstance(data, Mixture):
                 self._engine = MixedEngine(data, order, **options)
             else:
                 self._engine = Engine(
-                    data, order, **options, direct=self._direct_access(), share=self._share()
-                )
+                    data, order, **options, direct=self._direct_access(),
+                    share=self._native.share(self.slices),
+                )  # fmt: skip
             self._let_engine_go()  # of a parent
             self._engine_end = weakref.finalize(self, self._engine.stop)
             self._engine_end.atexit = False
@@ -333,12 +342,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if self._engine_end is not None:
             self._engine_end.detach()
             self._engine_end = None
-
-    def _share(self) -> float:
-        """The part of the data set's samples that this rank reads in an epoch."""
-        assert self._native is not None
-        world = 1 if self.slices is None else self.slices.world_size
-        return len(self._native) / max(1, len(self._native.data)) / world
 
     def _no_direct(self) -> str:
         """Why no record may be read straight to the GPU, whatever the machine can; or ""."""
@@ -355,12 +358,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _direct_access(self) -> DirectAccess | None:
         if self.finish.gpu is None or self._no_direct():
             return None
-        from hpstore.loaders.direct.access import DirectAccess
+        from hpstore.loaders.gpu.direct_reader import DirectAccess
 
+        arena_bytes = parse_bytes(self.direct_bytes)
         return DirectAccess(
-            self.finish.gpu,
-            always=self.direct == "always",
-            arena_bytes=parse_bytes(self.direct_bytes),
+            self.finish.gpu, always=self.direct == "always", arena_bytes=arena_bytes
         )
 
     def read_as(self, rank: int, world_size: int) -> None:
@@ -423,10 +425,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _described(self) -> tuple[tuple[str, ...], str]:
         """Fingerprints of the data, and the order as text; made once."""
         if self._state_text is None:
-            if self._native is not None:
-                prints = fingerprints(self._native.data)
-            else:
-                prints = (described(self.dataset),)
+            native = self._native
+            prints = (described(self.dataset),) if native is None else fingerprints(native.data)
             text = order_text(self.order) if self.order is not None else '"the sampler\'s"'
             self._state_text = (prints, text)
         return self._state_text
@@ -473,7 +473,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _forget_runs(self) -> None:
         """None that this one must wait for when it is closed."""
-        self._runs: weakref.WeakSet[Run] = weakref.WeakSet()  # that somebody may still iterate over
+        self._runs: weakref.WeakSet[BatchRun] = weakref.WeakSet()  # somebody may iterate over them
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # of dropped ones, too
 
     def close(self) -> None:

@@ -6,21 +6,21 @@ import logging
 from collections.abc import Callable, Iterable
 
 from hpstore.devices.base import Device
-from hpstore.devices.horizons import HORIZON
+from hpstore.devices.horizon_guard import HORIZON
 from hpstore.errors import IntegrityError, MembershipError
-from hpstore.objects.store import Store
+from hpstore.objects.context import PoolContext
 
 _log = logging.getLogger(__name__)
 Ask = Callable[[Callable[[], int]], int]  # makes a call on a device that is no member, in time
 
 
-def read_horizons(store: Store) -> dict[str, int]:
+def read_horizons(store: PoolContext) -> dict[str, int]:
     """The horizon of every device that answers."""
     answers = _ask_horizons(store)
     return {d: answer for d, answer in answers.items() if not isinstance(answer, Exception)}
 
 
-def raise_horizons(store: Store, counter: int) -> bool:
+def raise_horizons(store: PoolContext, counter: int) -> bool:
     """Raise the horizon of every member to `counter` at least; False unless all of them did.
 
     From then on no version up to the counter gets a name on any of them, unless a repair looks
@@ -34,7 +34,7 @@ def raise_horizons(store: Store, counter: int) -> bool:
     return not failed and results.keys() >= {m.device_id for m in store.view.record.members}
 
 
-def mend_horizons(store: Store) -> None:
+def mend_horizons(store: PoolContext) -> None:
     """Give a device whose horizon is damaged that of the others: sweeps raise it on all."""
     answers = _ask_horizons(store)
     damaged = [d for d, answer in answers.items() if isinstance(answer, IntegrityError)]
@@ -45,17 +45,17 @@ def mend_horizons(store: Store) -> None:
         _raise_on(store, damaged, value)
 
 
-def _ask_horizons(store: Store) -> dict[str, int | Exception]:
+def _ask_horizons(store: PoolContext) -> dict[str, int | Exception]:
     key = store.pool_key
     return store.each(store.view.devices, lambda _, device: device.counter(HORIZON, key))
 
 
-def _raise_on(store: Store, devices: Iterable[str], value: int) -> dict[str, int | Exception]:
+def _raise_on(store: PoolContext, devices: Iterable[str], value: int) -> dict[str, int | Exception]:
     key = store.pool_key
     return store.each(devices, lambda _, device: device.raise_counter(HORIZON, value, key))
 
 
-def _own(store: Store, device: Device) -> int:
+def _own(store: PoolContext, device: Device) -> int:
     """The horizon of a device that comes back; damaged, it is taken for one that missed all
     sweeps, and written again with the members'."""
     try:
@@ -66,7 +66,7 @@ def _own(store: Store, device: Device) -> int:
         return 0
 
 
-def come_back_below(store: Store, device: Device, ask: Ask) -> int:
+def come_back_below(store: PoolContext, device: Device, ask: Ask) -> int:
     """Before a returning device is judged: the members' horizon, when a sweep was there since it
     left, else 0. Up to it a tombstone may be gone that would speak against a file.
 
@@ -88,7 +88,7 @@ def come_back_below(store: Store, device: Device, ask: Ask) -> int:
     return members
 
 
-def come_back_at(store: Store, device: Device, ask: Ask, swept: int | None) -> None:
+def come_back_at(store: PoolContext, device: Device, ask: Ask, swept: int | None) -> None:
     """Before a device becomes a member: give it the members' horizon. `swept`: what it was judged
     by; raises MembershipError when there was a sweep since."""
     members = max(read_horizons(store).values(), default=0)

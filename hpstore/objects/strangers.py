@@ -9,13 +9,13 @@ import logging
 from collections import defaultdict
 
 from hpstore.devices.base import Device
-from hpstore.objects.store import Store
-from hpstore.objects.survey import Found, Survey, path_on, stable_survey, with_tombstones
+from hpstore.objects.context import PoolContext
+from hpstore.objects.survey import ColumnFile, Survey, path_on, stable_survey, with_tombstones
 
 _log = logging.getLogger(__name__)
 
 
-def set_aside(store: Store, survey: Survey) -> int:
+def set_aside(store: PoolContext, survey: Survey) -> int:
     """Put what a survey has found to be none of the pool's into quarantine/; how many files went.
 
     That is names that no writer of the pool gave, and tombstones without their content. The latter
@@ -27,7 +27,7 @@ def set_aside(store: Store, survey: Survey) -> int:
     files = survey.strangers if unsure else (*survey.strangers, *survey.blanks)
     if not files:
         return 0
-    by_device: defaultdict[str, list[Found]] = defaultdict(list)
+    by_device: defaultdict[str, list[ColumnFile]] = defaultdict(list)
     for file in files:
         by_device[file.device].append(file)
 
@@ -44,7 +44,7 @@ def set_aside(store: Store, survey: Survey) -> int:
     return moved
 
 
-def cleared_survey(store: Store, key: str, verify: bool) -> tuple[Survey, int]:
+def cleared_survey(store: PoolContext, key: str, verify: bool) -> tuple[Survey, int]:
     """A survey to repair by, once what is none of the pool's is out of the way, and how many files
     that were. With `verify` the content of every tombstone is looked at."""
 

@@ -11,17 +11,17 @@ from typing import NamedTuple
 
 from hpstore.devices.base import DEBTS, Device, Usage
 from hpstore.errors import HpstoreError, TooFewDevices, TooManyErasures
-from hpstore.geometry import Code, Geometry
-from hpstore.keys import ColumnName, Kind, Version, object_directory, parse_column_name
-from hpstore.objects.store import Store, View
+from hpstore.format.geometry import Code, Geometry
+from hpstore.format.keys import ColumnName, Kind, Version, object_directory, parse_column_name
+from hpstore.format.records import Debt, DeviceState
+from hpstore.objects.context import PoolContext, View
 from hpstore.objects.tombstones import is_blank
-from hpstore.records import Debt, DeviceState
 
 BRIEF_KEYS = 4  # are listed on a device in less time than a thread takes to wake up
 SURVEY_TRIES = 4  # membership changes in a row while one key is looked up
 
 
-class Found(NamedTuple):
+class ColumnFile(NamedTuple):
     """One file of an object on one device. Made by the hundred thousand: a tuple."""
 
     device: str
@@ -36,7 +36,7 @@ class Layout:
     kind: Kind
     data: int
     parity: int
-    files: tuple[Found, ...]
+    files: tuple[ColumnFile, ...]
     owed: bool = True  # a debt may be recorded for it: it may have been acknowledged short
 
     @property
@@ -44,9 +44,9 @@ class Layout:
         return self.data + self.parity
 
     @property
-    def columns(self) -> dict[int, list[Found]]:
+    def columns(self) -> dict[int, list[ColumnFile]]:
         """Files by column; a column may be on two devices while it moves."""
-        found: defaultdict[int, list[Found]] = defaultdict(list)
+        found: defaultdict[int, list[ColumnFile]] = defaultdict(list)
         for file in self.files:
             found[file.name.column].append(file)
         return dict(found)
@@ -73,16 +73,16 @@ class Survey:
     """
 
     key: str
-    files: tuple[Found, ...]
+    files: tuple[ColumnFile, ...]
     unknown: frozenset[str]
     undebted: frozenset[Version] = frozenset()  # for which no debt is recorded, with certainty
     offered: Mapping[str, Usage | None] | None = None  # what Store.offer() said, if it was asked
-    strangers: tuple[Found, ...] = ()
-    blanks: tuple[Found, ...] = ()
+    strangers: tuple[ColumnFile, ...] = ()
+    blanks: tuple[ColumnFile, ...] = ()
 
     def layouts(self) -> list[Layout]:
         """Layouts, newest version first; of one version the fuller first."""
-        groups: defaultdict[tuple[Version, Kind, int, int], list[Found]] = defaultdict(list)
+        groups: defaultdict[tuple[Version, Kind, int, int], list[ColumnFile]] = defaultdict(list)
         for file in self.files:
             groups[file.name.layout].append(file)
         found = [
@@ -110,7 +110,7 @@ class Survey:
         return [file.name.version for file in self.files]
 
 
-class Verdict(Enum):
+class VersionVerdict(Enum):
     """What a version's columns say about it."""
 
     SERVES = "serves"  # enough columns to read
@@ -126,15 +126,15 @@ def may_be_acknowledged(layout: Layout, *, seen: int, unknown_devices: int) -> b
     return seen + min(layout.width - seen, unknown_devices) >= layout.floor
 
 
-def judge(layout: Layout, *, valid: int, corrupt: int, unknown_devices: int) -> Verdict:
+def judge(layout: Layout, *, valid: int, corrupt: int, unknown_devices: int) -> VersionVerdict:
     """PROTOCOL 7 for one layout: c = valid columns, u = columns not definitely absent.
 
     A corrupt one was there and counts as unknown.
     """
     if valid >= layout.data:
-        return Verdict.SERVES
+        return VersionVerdict.SERVES
     unclear = may_be_acknowledged(layout, seen=valid + corrupt, unknown_devices=unknown_devices)
-    return Verdict.UNCLEAR if unclear else Verdict.TORN
+    return VersionVerdict.UNCLEAR if unclear else VersionVerdict.TORN
 
 
 def unknown_devices(view: View, survey: Survey) -> int:
@@ -151,7 +151,7 @@ def newest_by_name(view: View, survey: Survey) -> Layout | None:
             return layout
         columns = len(layout.columns)
         verdict = judge(layout, valid=columns, corrupt=0, unknown_devices=unknown)
-        if verdict is not Verdict.TORN:
+        if verdict is not VersionVerdict.TORN:
             return layout
     return None
 
@@ -164,7 +164,7 @@ def spare_losses(view: View, layout: Layout) -> int:
     return held - (1 if layout.kind is not Kind.COLUMN else layout.data)
 
 
-def staying_first(view: View, files: list[Found]) -> deque[Found]:
+def staying_first(view: View, files: list[ColumnFile]) -> deque[ColumnFile]:
     """Files of one column; of a column on two devices the one that does not leave comes first.
 
     Of two that stay the order is that of their ids, in every process: a repair keeps the first that
@@ -230,7 +230,7 @@ def require_writable(view: View, survey: Survey) -> None:
 
 
 def stable_survey(
-    store: Store, key: str, *, absent: bool = True, patience: float | None = None,
+    store: PoolContext, key: str, *, absent: bool = True, patience: float | None = None,
     offers: bool = False,
 ) -> Survey:  # fmt: skip
     """A survey to act on: a listing of several devices is no snapshot. One that amounts to nothing
@@ -251,14 +251,14 @@ def stable_survey(
 
 
 def survey_key(
-    store: Store, key: str, *, patience: float | None = None, offers: bool = False
+    store: PoolContext, key: str, *, patience: float | None = None, offers: bool = False
 ) -> Survey:
     """List a key's directory on every member, of the newest membership that any of them knows."""
     return survey_keys(store, [key], patience=patience, offers=offers)[key]
 
 
 def survey_keys(
-    store: Store, keys: Sequence[str], *, patience: float | None = None, offers: bool = False
+    store: PoolContext, keys: Sequence[str], *, patience: float | None = None, offers: bool = False
 ) -> dict[str, Survey]:
     """As survey_key for many keys, with one call on each device for all of them.
 
@@ -279,7 +279,11 @@ def survey_keys(
 
 
 def with_tombstones(
-    store: Store, surveys: dict[str, Survey], *, patience: float | None = None, every: bool = False
+    store: PoolContext,
+    surveys: dict[str, Survey],
+    *,
+    patience: float | None = None,
+    every: bool = False,
 ) -> dict[str, Survey]:
     """The same surveys without files that are called tombstones and are none.
 
@@ -295,10 +299,12 @@ def with_tombstones(
     if not wanted:
         return surveys
 
-    def look(device_id: str, device: Device) -> set[Found]:
+    def look(device_id: str, device: Device) -> set[ColumnFile]:
         ours = store.view.record.pool_id, store.pool_key
         rows = wanted[device_id]
-        return {Found(device_id, name) for key, name in rows if is_blank(device, key, name, *ours)}
+        return {
+            ColumnFile(device_id, name) for key, name in rows if is_blank(device, key, name, *ours)
+        }
 
     answers = store.each(wanted, look, patience=patience)
     silent = {device for device in wanted if not isinstance(answers.get(device), set)}
@@ -312,7 +318,7 @@ def with_tombstones(
     }
 
 
-def _to_be_looked_at(view: View, survey: Survey, every: bool) -> list[Found]:
+def _to_be_looked_at(view: View, survey: Survey, every: bool) -> list[ColumnFile]:
     found = [file for file in survey.files if file.name.kind is Kind.TOMBSTONE]
     if not found or every:
         return found
@@ -323,7 +329,9 @@ def _to_be_looked_at(view: View, survey: Survey, every: bool) -> list[Found]:
     return [file for file in found if file.name.version in few]
 
 
-def _without_blanks(store: Store, survey: Survey, blank: Set[Found], silent: Set[str]) -> Survey:
+def _without_blanks(
+    store: PoolContext, survey: Survey, blank: Set[ColumnFile], silent: Set[str]
+) -> Survey:
     """`silent`: devices whose tombstones could not be read."""
     tombstones = {file for file in survey.files if file.name.kind is Kind.TOMBSTONE}
     blanks = sorted(tombstones & blank)
@@ -341,7 +349,7 @@ def _without_blanks(store: Store, survey: Survey, blank: Set[Found], silent: Set
 
 
 def with_debts(
-    store: Store, surveys: dict[str, Survey], *, patience: float | None = None
+    store: PoolContext, surveys: dict[str, Survey], *, patience: float | None = None
 ) -> dict[str, Survey]:
     """The same surveys, knowing of versions that are in doubt whether a debt is recorded for them.
 
@@ -387,15 +395,15 @@ def with_debts(
 def _in_doubt(view: View, survey: Survey, layout: Layout) -> bool:
     unknown = unknown_devices(view, survey)
     verdict = judge(layout, valid=len(layout.columns), corrupt=0, unknown_devices=unknown)
-    return verdict is Verdict.UNCLEAR
+    return verdict is VersionVerdict.UNCLEAR
 
 
 def _survey_once(
-    store: Store, keys: Sequence[str], patience: float | None, offers: bool = False
+    store: PoolContext, keys: Sequence[str], patience: float | None, offers: bool = False
 ) -> tuple[dict[str, Survey], int]:
     offered: dict[str, Usage | None] = {}
 
-    def look(device_id: str, device: Device) -> tuple[int, list[list[Found]]]:
+    def look(device_id: str, device: Device) -> tuple[int, list[list[ColumnFile]]]:
         # first the generation: a wiped device must not look merely empty
         generation = store.generation_on(device_id, device)
         found = [list_object(device_id, device, key) for key in keys]
@@ -424,13 +432,13 @@ def _survey_once(
 
 
 def make_survey(
-    store: Store, key: str, found: Iterable[Found], unknown: frozenset[str], *,
+    store: PoolContext, key: str, found: Iterable[ColumnFile], unknown: frozenset[str], *,
     offered: Mapping[str, Usage | None] | None = None,
 ) -> Survey:  # fmt: skip
     """A survey of what devices list under a key: names that no writer of the pool gave are put
     aside, counted, and queued for a repair, which takes them out of the way."""
-    files: list[Found] = []
-    strangers: list[Found] = []
+    files: list[ColumnFile] = []
+    strangers: list[ColumnFile] = []
     tags = store.name_tags(key)
     for file in found:
         (files if tags.admits(file.name) else strangers).append(file)
@@ -445,11 +453,11 @@ def make_survey(
     )
 
 
-def list_object(device_id: str, device: Device, key: str) -> list[Found]:
+def list_object(device_id: str, device: Device, key: str) -> list[ColumnFile]:
     """Files of a key on one device."""
     directory = object_directory(key, folding=device.folds_names)
     names = (parse_column_name(e.name) for e in device.entries(directory) if not e.is_directory)
-    return [Found(device_id, name) for name in names if name is not None]
+    return [ColumnFile(device_id, name) for name in names if name is not None]
 
 
 def path_on(device: Device, key: str, name: ColumnName) -> str:
@@ -472,29 +480,8 @@ def empty_geometry(parity: int) -> Geometry:
     return Geometry(data=1, parity=parity, unit_bytes=4096, size=0, code=Code.COPIES)
 
 
-__all__ = [
-    "Found",
-    "Layout",
-    "Survey",
-    "Verdict",
-    "empty_geometry",
-    "judge",
-    "list_object",
-    "make_survey",
-    "may_be_acknowledged",
-    "may_be_older",
-    "newest_by_name",
-    "path_on",
-    "require_known",
-    "require_newest",
-    "require_writable",
-    "spare_losses",
-    "stable_survey",
-    "staying_first",
-    "survey_key",
-    "survey_keys",
-    "too_many",
-    "unknown_devices",
-    "with_debts",
-    "with_tombstones",
-]
+__all__ = ["ColumnFile", "Layout", "Survey", "VersionVerdict", "empty_geometry", "judge",
+           "list_object", "make_survey", "may_be_acknowledged", "may_be_older", "newest_by_name",
+           "path_on", "require_known", "require_newest", "require_writable", "spare_losses",
+           "stable_survey", "staying_first", "survey_key", "survey_keys", "too_many",
+           "unknown_devices", "with_debts", "with_tombstones"]  # fmt: skip

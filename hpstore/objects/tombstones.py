@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from hpstore.buffers import aligned_array
 from hpstore.devices.base import Device
 from hpstore.errors import IntegrityError
-from hpstore.header import HEADER_BYTES, decode_header
-from hpstore.keys import ColumnName, object_directory
-from hpstore.pool_key import PoolKey
+from hpstore.format.column_header import HEADER_BYTES, decode_header
+from hpstore.format.keys import ColumnName, object_directory
+from hpstore.format.pool_key import PoolKey
+from hpstore.runtime.buffers import aligned_array
 
 
 def is_blank(

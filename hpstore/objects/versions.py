@@ -8,12 +8,12 @@ from enum import StrEnum
 from itertools import groupby
 
 from hpstore.errors import ConfigError
-from hpstore.keys import ContentId, Kind
-from hpstore.objects.info import version_token
-from hpstore.objects.store import PATIENCE, Store
+from hpstore.format.keys import ContentId, Kind
+from hpstore.objects.context import PATIENCE, PoolContext
+from hpstore.objects.object_info import version_token
 from hpstore.objects.survey import (
     Layout,
-    Verdict,
+    VersionVerdict,
     judge,
     may_be_older,
     require_known,
@@ -22,7 +22,7 @@ from hpstore.objects.survey import (
 )
 
 
-class Standing(StrEnum):
+class VersionStanding(StrEnum):
     """What can be said of a version, by the names of its files."""
 
     READABLE = "readable"
@@ -31,8 +31,11 @@ class Standing(StrEnum):
     DELETED = "deleted"  # a tombstone: what is older was deleted
 
 
-_STANDINGS = {Verdict.SERVES: Standing.READABLE, Verdict.UNCLEAR: Standing.UNCLEAR,
-              Verdict.TORN: Standing.TORN}  # fmt: skip
+_STANDINGS = {
+    VersionVerdict.SERVES: VersionStanding.READABLE,
+    VersionVerdict.UNCLEAR: VersionStanding.UNCLEAR,
+    VersionVerdict.TORN: VersionStanding.TORN,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +48,7 @@ class VersionInfo:
     """
 
     version: str
-    standing: Standing
+    standing: VersionStanding
     current: bool
     columns: int
     needed: int
@@ -56,7 +59,7 @@ class VersionInfo:
         return asdict(self)
 
 
-def key_versions(store: Store, key: str) -> list[VersionInfo]:
+def key_versions(store: PoolContext, key: str) -> list[VersionInfo]:
     """Versions of a key on the devices that answer, newest first.
 
     Raises TooManyErasures when none is found and one may be there.
@@ -71,9 +74,9 @@ def key_versions(store: Store, key: str) -> list[VersionInfo]:
         group = list(layouts)
         standing, best = max(
             ((_standing(layout, unknown), layout) for layout in group),
-            key=lambda item: (item[0] is not Standing.TORN, len(item[1].columns)),
+            key=lambda item: (item[0] is not VersionStanding.TORN, len(item[1].columns)),
         )
-        decides = current and standing is not Standing.TORN
+        decides = current and standing is not VersionStanding.TORN
         current = current and not decides
         found.append(
             VersionInfo(
@@ -85,9 +88,9 @@ def key_versions(store: Store, key: str) -> list[VersionInfo]:
     return found
 
 
-def _standing(layout: Layout, unknown: int) -> Standing:
+def _standing(layout: Layout, unknown: int) -> VersionStanding:
     if layout.kind is Kind.TOMBSTONE:
-        return Standing.DELETED
+        return VersionStanding.DELETED
     columns = len(layout.columns)
     return _STANDINGS[judge(layout, valid=columns, corrupt=0, unknown_devices=unknown)]
 
@@ -103,4 +106,4 @@ def parse_token(text: str) -> ContentId:
     return (int(match[1], 16), int(match[2], 16))
 
 
-__all__ = ["Standing", "VersionInfo", "key_versions", "parse_token"]
+__all__ = ["VersionStanding", "VersionInfo", "key_versions", "parse_token"]

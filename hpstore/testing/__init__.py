@@ -9,9 +9,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from hpstore.buffers import aligned_array
 from hpstore.codec.galois import Bytes
 from hpstore.devices.base import Device
+from hpstore.runtime.buffers import aligned_array
 from hpstore.units import KIB
 
 PAGE = 4 * KIB

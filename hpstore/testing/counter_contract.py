@@ -7,15 +7,9 @@ from abc import ABC, abstractmethod
 import pytest
 
 from hpstore.devices.base import TMP, Device
-from hpstore.devices.horizons import (
-    HORIZON,
-    MARK,
-    HorizonGuard,
-    HorizonPassed,
-    encode_counter,
-)
+from hpstore.devices.horizon_guard import HORIZON, MARK, HorizonGuard, HorizonPassed, encode_counter
 from hpstore.errors import IntegrityError, NotAuthentic
-from hpstore.pool_key import PoolKey
+from hpstore.format.pool_key import PoolKey
 from hpstore.testing import PAGE, all_files, fetch, in_threads, pattern, store
 
 _PATH = "objects/a/b/@guarded"

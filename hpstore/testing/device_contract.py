@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpstore.buffers import aligned_array
-from hpstore.devices.base import DIRECTORIES, QUARANTINE, TMP, Device, Entry
+from hpstore.devices.base import DIRECTORIES, QUARANTINE, TMP, Device, DirectoryEntry
 from hpstore.errors import DeviceError
-from hpstore.keys import object_directory
+from hpstore.format.keys import object_directory
+from hpstore.runtime.buffers import aligned_array
 from hpstore.testing import PAGE, all_files, fetch, in_threads, pattern, store
 from hpstore.testing.counter_contract import CounterContract
 from hpstore.testing.listing_contract import ListingContract
@@ -270,7 +270,7 @@ class DeviceContract(CounterContract, ListingContract, RegisterContract, RoomCon
         device.delete("objects/a/b/c/@1")
         assert all_files(device, "objects") == ["objects/a/@2"]
         if self.prunes_directories:
-            assert device.entries("objects/a") == [Entry("@2", False)]
+            assert device.entries("objects/a") == [DirectoryEntry("@2", False)]
         device.delete("objects/a/@2")
         assert all_files(device, "objects") == []
         if self.prunes_directories:
@@ -406,7 +406,7 @@ class DeviceContract(CounterContract, ListingContract, RegisterContract, RoomCon
                 device.write_small(f"debts/{number}.json", b"%d" % i)
                 assert fetch(device, path) == data.tobytes()
                 assert device.read_small(f"debts/{number}.json", 10) == b"%d" % i
-                assert device.entries(f"objects/t{number}") == [Entry("@1", False)]
+                assert device.entries(f"objects/t{number}") == [DirectoryEntry("@1", False)]
             device.retire(path)
             device.delete(f"debts/{number}.json")
 

@@ -11,9 +11,9 @@ import threading
 import numpy as np
 import torch
 
-from hpstore.buffers import HUGE_BYTES, aligned_array
 from hpstore.codec.galois import Bytes
 from hpstore.errors import DirectUnavailable
+from hpstore.runtime.buffers import HUGE_BYTES, aligned_array
 from hpstore.units import KIB
 
 FREED_BYTE = 0xDD  # what freed memory is overwritten with

@@ -20,7 +20,7 @@ import xxhash
 from hpstore.codec import ErasureCode, choose_backend
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError
-from hpstore.geometry import Code
+from hpstore.format.geometry import Code
 from hpstore.testing.fake_direct import FakeCuFile
 
 

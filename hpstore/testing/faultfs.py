@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpstore.closing import Closing
+from hpstore.runtime.closing import Closing
 from hpstore.testing import fuse
-from hpstore.testing.fuse import LOG_RECORD, Rule
-from hpstore.testing.leftovers import scratch_directory, unmounted
+from hpstore.testing.fuse import LOG_RECORD, FaultRule
+from hpstore.testing.scratch import scratch_directory, unmounted
 
 _READY_SECONDS = 30.0
 
@@ -68,7 +68,7 @@ class FaultFilesystem(Closing):
         """Whether the server runs."""
         return self._server is not None and self._server.poll() is None
 
-    def behave(self, *rules: Rule) -> int:
+    def behave(self, *rules: FaultRule) -> int:
         """Replace the faults, by none for a healthy directory; how often one has applied so far."""
         return self._tell([asdict(rule) for rule in rules])
 
@@ -157,4 +157,4 @@ def fuse_problem() -> str | None:
     return None
 
 
-__all__ = ["LOG_RECORD", "FaultFilesystem", "Logged", "Rule", "fuse_problem", "read_log"]
+__all__ = ["LOG_RECORD", "FaultFilesystem", "Logged", "FaultRule", "fuse_problem", "read_log"]

@@ -44,7 +44,7 @@ Handler = Callable[[int, memoryview], Reply]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class FaultRule:
     """What happens to some calls. The first rule that applies counts.
 
     `operations`: of lookup, getattr, setattr, mkdir, unlink, rmdir, rename, open, create, read,
@@ -64,7 +64,7 @@ class Rule:
     hang: bool = False
 
     @classmethod
-    def from_dict(cls, raw: dict[str, object]) -> Rule:
+    def from_dict(cls, raw: dict[str, object]) -> FaultRule:
         """From JSON. Raises ValueError for a field that there is not."""
         unknown = raw.keys() - {field.name for field in fields(cls)}
         if unknown:
@@ -91,18 +91,18 @@ class Faults:
 
     def __init__(self, seed: int = 0) -> None:
         self._changed = threading.Condition()  # guards everything here
-        self._rules: list[Rule] = []
+        self._rules: list[FaultRule] = []
         self._generation = 0
         self._rng = random.Random(seed)
         self.fired = 0
 
-    def replace(self, rules: list[Rule]) -> None:
+    def replace(self, rules: list[FaultRule]) -> None:
         """From now on; calls that hang go on."""
         with self._changed:
             self._rules, self._generation = rules, self._generation + 1
             self._changed.notify_all()
 
-    def meet(self, operation: str, path: Callable[[], str]) -> Rule | None:
+    def meet(self, operation: str, path: Callable[[], str]) -> FaultRule | None:
         """Wait or raise as the first rule that applies says; returns it for what is left to do."""
         with self._changed:
             rule = self._first(operation, path)
@@ -119,7 +119,7 @@ class Faults:
             raise OSError(rule.error, os.strerror(rule.error))
         return rule
 
-    def _first(self, operation: str, path: Callable[[], str]) -> Rule | None:
+    def _first(self, operation: str, path: Callable[[], str]) -> FaultRule | None:
         for rule in self._rules:
             if rule.operations and operation not in rule.operations:
                 continue
@@ -140,7 +140,7 @@ class Faults:
         return bytes(changed)
 
 
-class Server:
+class FuseServer:
     """Answers the kernel's requests on `fuse_fd` from the tree under `backing`."""
 
     def __init__(self, fuse_fd: int, backing: str, log: BinaryIO | None = None) -> None:
@@ -234,7 +234,7 @@ class Server:
                     del self._nodes[number], self._ids[found.key]
                     os.close(found.fd)
 
-    def _meet(self, operation: str, node: int) -> Rule | None:
+    def _meet(self, operation: str, node: int) -> FaultRule | None:
         return self.faults.meet(operation, lambda: os.readlink(self._node(node).link))
 
     def _record(self, kind: bytes, node: int, offset: int, data: bytes) -> None:
@@ -433,7 +433,7 @@ def main(arguments: list[str]) -> None:
     """Serve until standard input ends."""
     backing, mount, *log = arguments
     opened: BinaryIO | None = open(log[0], "wb") if log else None  # noqa: SIM115 (for good)
-    server = Server(_mount(mount), backing, opened)
+    server = FuseServer(_mount(mount), backing, opened)
     for number in range(_WORKERS):
         threading.Thread(target=server.run, name=f"fuse-{number}", daemon=True).start()
     sys.stdout.write("ready\n")
@@ -441,7 +441,7 @@ def main(arguments: list[str]) -> None:
     for line in sys.stdin:
         rules: list[dict[str, Any]] | None = json.loads(line)  # Any: of Rule, which checks them
         if rules is not None:
-            server.faults.replace([Rule.from_dict(rule) for rule in rules])
+            server.faults.replace([FaultRule.from_dict(rule) for rule in rules])
         sys.stdout.write(f"{server.faults.fired}\n")
         sys.stdout.flush()
     ctypes.CDLL(None).umount2(os.fsencode(mount), _MNT_DETACH)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpstore.devices.base import Device, Entry
+from hpstore.devices.base import Device, DirectoryEntry
 from hpstore.testing import PAGE, pattern, store
 
 
@@ -14,9 +14,12 @@ class ListingContract:
         for path in ("objects/a/@1", "objects/a/@2", "objects/a/b/@3", "objects/c/@4"):
             store(device, path, pattern(PAGE))
         assert set(device.entries("objects/a")) == {
-            Entry("@1", False), Entry("@2", False), Entry("b", True),
+            DirectoryEntry("@1", False), DirectoryEntry("@2", False), DirectoryEntry("b", True),
         }  # fmt: skip
-        assert set(device.entries("objects")) == {Entry("a", True), Entry("c", True)}
+        assert set(device.entries("objects")) == {
+            DirectoryEntry("a", True),
+            DirectoryEntry("c", True),
+        }
         assert device.entries("objects/none") == []
         assert device.entries("objects/none/deeper") == []
         assert device.entries("none") == []
@@ -27,7 +30,7 @@ class ListingContract:
         for number in range(70):
             store(device, f"objects/k{number}/@1", pattern(PAGE))
             paths += [f"objects/k{number}", f"objects/none{number}"]
-        found: list[list[Entry]] = []
+        found: list[list[DirectoryEntry]] = []
         while len(found) < len(paths):
             more = device.listings(paths[len(found) :])
             assert more
@@ -39,8 +42,8 @@ class ListingContract:
         device.write_small("hpstore.json", b"x")
         store(device, "objects/a/b/@file", pattern(PAGE))
         found = set(device.entries(""))
-        assert Entry("hpstore.json", False) in found
-        assert Entry("objects", True) in found
+        assert DirectoryEntry("hpstore.json", False) in found
+        assert DirectoryEntry("objects", True) in found
 
 
 __all__ = ["ListingContract"]

@@ -18,8 +18,8 @@ import tempfile
 from contextlib import ExitStack
 from typing import Literal
 
-from hpstore.closing import Closing
-from hpstore.testing.leftovers import (
+from hpstore.runtime.closing import Closing
+from hpstore.testing.scratch import (
     attach,
     fails,
     mount_points,

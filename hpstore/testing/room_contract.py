@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpstore.devices.base import TMP, Device
-from hpstore.devices.horizons import HORIZON, MARK, HorizonGuard
+from hpstore.devices.horizon_guard import HORIZON, MARK, HorizonGuard
 from hpstore.errors import DeviceFull
 from hpstore.testing import PAGE, all_files, fetch, pattern, store
 

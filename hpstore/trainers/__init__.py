@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hpstore.trainers.huggingface import HPAccelerate, HPLoader, HPTrainerCallback
     from hpstore.trainers.lightning import HPCheckpointIO, RequireUsedIO
-    from hpstore.trainers.pipelining.bubbles import BubbleReport
     from hpstore.trainers.pipelining.hooks import PipelineHooks
-    from hpstore.trainers.pipelining.records import StepRecord
+    from hpstore.trainers.pipelining.idle_time import BubbleReport
+    from hpstore.trainers.pipelining.step_record import StepRecord
     from hpstore.trainers.torch_checkpointing import HPStorage, HPStorageConfig
 
 _HOMES = {
-    "BubbleReport": "hpstore.trainers.pipelining.bubbles",
+    "BubbleReport": "hpstore.trainers.pipelining.idle_time",
     "HPAccelerate": "hpstore.trainers.huggingface",
     "HPCheckpointIO": "hpstore.trainers.lightning",
     "HPLoader": "hpstore.trainers.huggingface",
@@ -28,7 +28,7 @@ _HOMES = {
     "HPTrainerCallback": "hpstore.trainers.huggingface",
     "PipelineHooks": "hpstore.trainers.pipelining.hooks",
     "RequireUsedIO": "hpstore.trainers.lightning",
-    "StepRecord": "hpstore.trainers.pipelining.records",
+    "StepRecord": "hpstore.trainers.pipelining.step_record",
 }
 
 

@@ -17,9 +17,8 @@ import numpy as np
 import torch
 
 from hpstore.checkpoint import Checkpointer, Preempted
-from hpstore.checkpoint.ranks import Channel, Ranks
-from hpstore.checkpoint.training import rng_state, set_rng_state
-from hpstore.closing import Closing
+from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
+from hpstore.checkpoint.state.training_state import rng_state, set_rng_state
 from hpstore.errors import (
     CheckpointError,
     CheckpointMismatch,
@@ -28,10 +27,11 @@ from hpstore.errors import (
     RedundancyError,
 )
 from hpstore.loaders import DataLoader
-from hpstore.trainers.extras import PoolLike, as_pool, missing
-from hpstore.trainers.messages import of_bytes, to_bytes
-from hpstore.trainers.named import NamedCheckpoints, refuse_states
-from hpstore.trainers.paths import PathLike, name_of, path_of
+from hpstore.runtime.closing import Closing
+from hpstore.trainers.checkpoint_paths import PathLike, name_of, path_of
+from hpstore.trainers.named_checkpoints import NamedCheckpoints, refuse_states
+from hpstore.trainers.optional_import import PoolLike, as_pool, missing
+from hpstore.trainers.rank_messages import of_bytes, to_bytes
 
 try:
     from accelerate import Accelerator
@@ -267,7 +267,7 @@ class HPAccelerate(Closing):
         state = {**self._state(), "models": [dict(w) for w in weights]}
         if self._ranks.world > 1:
             own = to_bytes({"rng": state["rng"], "dataloaders": state["dataloaders"]})
-            state["ranks"] = list(map(of_bytes, self._ranks.all_gather(own, Channel.TRAINER)))
+            state["ranks"] = list(map(of_bytes, self._ranks.all_gather(own, RankChannel.TRAINER)))
         self._together(lambda: self.checkpoints.save(name, state))
         accelerator.project_configuration.iteration += 1
         return Path(path)
@@ -291,7 +291,7 @@ class HPAccelerate(Closing):
         except Exception as failed:  # noqa: BLE001 (told to the other ranks, then raised)
             error = failed
         said = "" if error is None else f"{type(error).__name__}: {error}"
-        votes = self._ranks.all_gather(said.encode(), Channel.TRAINER)
+        votes = self._ranks.all_gather(said.encode(), RankChannel.TRAINER)
         if error is not None:
             raise error
         others = [f"rank {n}: {vote.decode()}" for n, vote in enumerate(votes) if vote]
@@ -372,7 +372,7 @@ class HPAccelerate(Closing):
             found[0] = self.checkpoints.latest()
 
         self._together(look)
-        said = self._ranks.broadcast(json.dumps(found[0]).encode(), Channel.TRAINER)
+        said = self._ranks.broadcast(json.dumps(found[0]).encode(), RankChannel.TRAINER)
         name = json.loads(said)
         return None if name is None else path_of(name, self.root)
 

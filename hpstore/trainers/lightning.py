@@ -10,11 +10,11 @@ from typing import Any, BinaryIO
 
 import torch
 
-from hpstore.checkpoint.filling import map_tensors
+from hpstore.checkpoint.state.fill_objects import map_tensors
 from hpstore.errors import CheckpointError
-from hpstore.trainers.extras import PoolLike, as_pool, missing
-from hpstore.trainers.named import NamedCheckpoints
-from hpstore.trainers.paths import PathLike, name_of, path_of
+from hpstore.trainers.checkpoint_paths import PathLike, name_of, path_of
+from hpstore.trainers.named_checkpoints import NamedCheckpoints
+from hpstore.trainers.optional_import import PoolLike, as_pool, missing
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

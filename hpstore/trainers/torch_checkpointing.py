@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from hpstore.checkpoint.commit_checks import require_safe
+from hpstore.checkpoint.catalog.commit_checks import require_safe
 from hpstore.errors import InvalidKey, ObjectNotFound
-from hpstore.keys import check_key
-from hpstore.pool import PooledReader
-from hpstore.trainers.extras import PoolLike, as_pool, missing
-from hpstore.trainers.moves import TOP, Move, Moves, next_root, parse_move
+from hpstore.format.keys import check_key
+from hpstore.pool.pool import PooledReader
+from hpstore.trainers.optional_import import PoolLike, as_pool, missing
+from hpstore.trainers.rename_plan import TOP, EntryMove, RenamePlan, next_root, parse_move
 
 try:
     from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageConfig
@@ -86,7 +86,7 @@ class HPStorage(Storage):
         Held in memory until then. Left by an exception, or never closed, it does not appear.
         """
         self._check_writable(path)
-        return WriteStream(self, path)
+        return PoolWriteFile(self, path)
 
     def write(self, path: Path, data: Any) -> None:
         """Write a file; whole and durable on return. `data`: bytes-like."""
@@ -149,7 +149,7 @@ class HPStorage(Storage):
             _, root = moves.find(parts)
             if not parts or not self.isdir(path):
                 raise FileNotFoundError(errno.ENOENT, f"there is no directory {path} to remove")
-            self._record(Move(sequence=moves.next_sequence, root=root, place=None))
+            self._record(EntryMove(sequence=moves.next_sequence, root=root, place=None))
             self._sweep()
 
     def rename(
@@ -203,9 +203,9 @@ class HPStorage(Storage):
         if entries is not None:  # an empty directory gives way
             self._delete(f"{self._full(covered)}/{_MARK}")
             if covered in moves.places.values():
-                self._record(Move(sequence=moves.next_sequence, root=covered, place=None))
+                self._record(EntryMove(sequence=moves.next_sequence, root=covered, place=None))
                 moves = self._moves()
-        self._record(Move(sequence=moves.next_sequence, root=root, place=place))
+        self._record(EntryMove(sequence=moves.next_sequence, root=root, place=place))
 
     def _rename_file(self, source: Path, target: Path) -> None:
         if self.isdir(target):
@@ -219,7 +219,7 @@ class HPStorage(Storage):
         self.pool.put(to_key, content)
         self.pool.delete(from_key)
 
-    def _record(self, move: Move) -> None:
+    def _record(self, move: EntryMove) -> None:
         self.pool.put(f"{self.prefix}/moves/{move}", b"\n")
 
     def _sweep(self) -> None:
@@ -227,14 +227,14 @@ class HPStorage(Storage):
         moves = self._moves()
         while used := [root for root in moves.orphaned() if self._used(moves, root)]:
             for number, root in enumerate(used, moves.next_sequence):
-                self._record(Move(sequence=number, root=root, place=None))
+                self._record(EntryMove(sequence=number, root=root, place=None))
             moves = self._moves()
         for gone in moves.unswept():
             before = f"{self._full(gone.root)}/"
             for key in self.pool.list(before):
                 if moves.owns(gone.root, key.removeprefix(before)):
                     self._delete(key)
-            swept = Move(sequence=moves.next_sequence, root=gone.root, place=None, swept=True)
+            swept = EntryMove(sequence=moves.next_sequence, root=gone.root, place=None, swept=True)
             self._record(swept)
             moves = self._moves()
         for entry in moves.stale():
@@ -249,10 +249,10 @@ class HPStorage(Storage):
         except ObjectNotFound:
             _log.debug("%s is gone already", key)
 
-    def _moves(self) -> Moves:
+    def _moves(self) -> RenamePlan:
         before = f"{self.prefix}/moves/"
         found = (parse_move(key.removeprefix(before)) for key in self.pool.list(before))
-        return Moves(move for move in found if move is not None)
+        return RenamePlan(move for move in found if move is not None)
 
     def _full(self, root: str) -> str:
         return f"{self.prefix}/{root}"
@@ -260,7 +260,7 @@ class HPStorage(Storage):
     def _key(self, path: Path) -> str:
         return self._full(self._moves().find(components(path))[1])
 
-    def _used(self, moves: Moves, root: str) -> bool:
+    def _used(self, moves: RenamePlan, root: str) -> bool:
         """Whether a root holds a file, is one, or is a directory that was moved."""
         return (
             root in moves.places.values()
@@ -268,18 +268,18 @@ class HPStorage(Storage):
             or self.pool.exists(self._full(root))
         )
 
-    def _below(self, moves: Moves, root: str) -> dict[str, str]:
+    def _below(self, moves: RenamePlan, root: str) -> dict[str, str]:
         """What is seen under a root and lies elsewhere: place -> root."""
         found = {place: moves.root_of(place) for place in moves.below(root)}
         return {place: other for place, other in found.items() if self._used(moves, other)}
 
-    def _own(self, moves: Moves, root: str) -> list[str]:
+    def _own(self, moves: RenamePlan, root: str) -> list[str]:
         """What is seen under a root and lies there, relative to it."""
         before = f"{self._full(root)}/"
         found = (key.removeprefix(before) for key in self.pool.list(before))
         return [rest for rest in found if moves.visible(root, rest)]
 
-    def _objects(self, moves: Moves, root: str) -> list[str]:
+    def _objects(self, moves: RenamePlan, root: str) -> list[str]:
         """Keys of all files seen under a root."""
         keys = [f"{self._full(root)}/{rest}" for rest in self._own(moves, root)]
         for other in self._below(moves, root).values():
@@ -328,7 +328,7 @@ def occupied(source: Path, target: Path, number: int) -> OSError:
     )
 
 
-class WriteStream(io.BytesIO):
+class PoolWriteFile(io.BytesIO):
     """A file on its way to the pool; close() puts it."""
 
     def __init__(self, storage: HPStorage, path: Path) -> None:
@@ -400,4 +400,4 @@ class PooledStream(io.RawIOBase):
         super().close()
 
 
-__all__ = ["HPStorage", "HPStorageConfig", "PooledStream", "WriteStream", "components"]
+__all__ = ["HPStorage", "HPStorageConfig", "PooledStream", "PoolWriteFile", "components"]

@@ -10,17 +10,12 @@ import fsspec
 import pytest
 
 from hpstore.devices import Device, LocalDevice, MemoryDevice, RemoteDevice
-from hpstore.devices.wrappers import (
-    CrashCounter,
-    DeviceWrapper,
-    FaultyDevice,
-    ThrottledDevice,
-)
-from hpstore.health.metered import DeviceMeter, MeteredDevice
-from hpstore.health.recorder import Recorder
+from hpstore.devices.wrappers import CrashCounter, DeviceWrapper, FaultyDevice, ThrottledDevice
+from hpstore.health.detect.io_recorder import IoRecorder
+from hpstore.health.detect.metered_device import DeviceMeter, MeteredDevice
 from hpstore.testing import ManualClock
 from hpstore.testing.device_contract import DeviceContract
-from hpstore.testing.slowness import SlowableDevice
+from hpstore.testing.slow_device import SlowableDevice
 from hpstore.units import MIB
 from tests.full import no_room
 
@@ -104,7 +99,7 @@ class TestMemory(MemoryRaw):
 
 def metered(inner: Device) -> MeteredDevice:
     """With a recorder of its own that nobody drains."""
-    return MeteredDevice(inner, DeviceMeter(Recorder(), ManualClock().monotonic, lambda: None))
+    return MeteredDevice(inner, DeviceMeter(IoRecorder(), ManualClock().monotonic, lambda: None))
 
 
 class TestMetered(MemoryRaw):

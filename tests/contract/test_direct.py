@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpstore.errors import DeviceTimeout, DirectError, DirectUnavailable
-from hpstore.loaders.direct.engine import DirectArena, DirectEngine, DirectFile
+from hpstore.loaders.gpu.direct.cufile_queue import DirectArena, DirectEngine, DirectFile
 from hpstore.testing import PAGE, pattern
 from hpstore.testing.direct_contract import DirectContract
 from hpstore.testing.fake_direct import FREED_BYTE, FakeCuFile

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 
-from hpstore.buffers import aligned_array
 from hpstore.devices.memory import MemoryDevice
 from hpstore.devices.wrappers import (
     Bandwidth,
@@ -18,6 +17,7 @@ from hpstore.devices.wrappers import (
     ThrottledDevice,
 )
 from hpstore.errors import DeviceError, DeviceFull, DeviceMissing, DeviceReadOnly
+from hpstore.runtime.buffers import aligned_array
 from hpstore.testing import PAGE, ManualClock, fetch, pattern, store
 from hpstore.testing.device_contract import PATH
 

@@ -16,9 +16,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.nn.parallel import DistributedDataParallel
 
-from hpstore.trainers.pipelining import SCHEDULES, make_schedule, probes, stages_of
-from hpstore.trainers.pipelining.plan import Plan, idle_shares
-from hpstore.trainers.pipelining.wrappers import DDP, FSDP_NESTED, fault_of
+from hpstore.trainers.pipelining import SCHEDULES, make_schedule, stages_of, torch_internals
+from hpstore.trainers.pipelining.schedule_plan import SchedulePlan, idle_shares
+from hpstore.trainers.pipelining.schedule_wrappers import DDP, FSDP_NESTED, fault_of
 from tests.integration.ranks import launch
 from tests.thorough import LONG
 from tests.trainers.pipelines import LAYERS, WIDTH, Part, squared
@@ -52,7 +52,7 @@ def test_all_public_schedules_of_torch_have_a_short_name() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_stages_are_placed_where_torch_has_them(name: str, world: int) -> None:
     """By the plan that the schedule itself announces."""
-    plan = probes.plan_of(made(name, world, 8), world * len(stages_of(name, 0, world)))
+    plan = torch_internals.plan_of(made(name, world, 8), world * len(stages_of(name, 0, world)))
     assert plan is not None
     for rank, works in plan.orders.items():
         assert {work.stage for work in works} == set(stages_of(name, rank, world))
@@ -63,11 +63,11 @@ def test_every_schedule_announces_a_plan_and_can_be_fed_lazily(name: str) -> Non
     """Its number of micro-batches, its order of work for all ranks, the call that takes lists: all
     that the probes ask for is there, and the plan can be played to its end."""
     schedule = made(name, 2, 8)
-    assert probes.microbatches_of(schedule) == 8
-    assert probes.not_lazy(schedule) == ""
-    assert probes.options_of_step(schedule) == {"return_outputs": False}
+    assert torch_internals.microbatches_of(schedule) == 8
+    assert torch_internals.not_lazy(schedule) == ""
+    assert torch_internals.options_of_step(schedule) == {"return_outputs": False}
     stages = 2 if name in ("gpipe", "1f1b") else 4
-    plan = probes.plan_of(schedule, stages)
+    plan = torch_internals.plan_of(schedule, stages)
     assert plan is not None
     works = {work for orders in plan.orders.values() for work in orders}
     assert {(w.stage, w.microbatch) for w in works if w.kind == "F"} == {
@@ -84,8 +84,8 @@ def test_every_schedule_announces_a_plan_and_can_be_fed_lazily(name: str) -> Non
 def test_plans_of_gpipe_and_1f1b_have_the_known_bubble(world: int, microbatches: int) -> None:
     """(K - 1) / (M + K - 1) of the step on every rank."""
     for name in ("gpipe", "1f1b"):
-        plan = probes.plan_of(made(name, world, microbatches), world)
-        assert isinstance(plan, Plan)
+        plan = torch_internals.plan_of(made(name, world, microbatches), world)
+        assert isinstance(plan, SchedulePlan)
         for share in idle_shares(plan.timeline()).values():
             assert share == pytest.approx((world - 1) / (microbatches + world - 1))
 

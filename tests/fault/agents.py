@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import hpstore
-from hpstore.observed import STATUS_FILE, read_status
+from hpstore.membership.agent_observations import STATUS_FILE, read_status
 from tests.fault.common import poll
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,12 +18,12 @@ import pytest
 import hpstore
 from hpstore.config import PoolConfig, Settings, find_config
 from hpstore.devices.base import Device
-from hpstore.devices.ring import Ring
+from hpstore.devices.io_uring import Ring
+from hpstore.devices.opener import Opener, device_opener
 from hpstore.devices.wrappers import DeviceWrapper, FaultyDevice
 from hpstore.errors import HpstoreError, ObjectNotFound
-from hpstore.keys import parse_column_name
-from hpstore.opening import Opener, device_opener
-from hpstore.pool import Pool
+from hpstore.format.keys import parse_column_name
+from hpstore.pool.pool import Pool
 from hpstore.testing.loopfs import LoopFilesystem
 from hpstore.units import KIB, MIB
 

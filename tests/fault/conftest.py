@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpstore.testing.leftovers import sweep
 from hpstore.testing.loopfs import LoopFilesystem, loop_mounts_problem
+from hpstore.testing.scratch import sweep
 from hpstore.units import MIB
 from tests.fault.common import Bench, MakeDisks
 

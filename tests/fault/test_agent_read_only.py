@@ -7,8 +7,8 @@ import time
 import pytest
 
 from hpstore.agent import Agent, AgentConfig
-from hpstore.agent.foreground import Foreground
-from hpstore.health.states import PolicyConfig, Role
+from hpstore.agent.disk_load import Foreground
+from hpstore.health.policy.states import PolicyConfig, Role
 from hpstore.units import KIB, MIB
 from tests.fault.common import Bench, MakeDisks, payload, poll, tree
 from tests.thorough import LONG

@@ -9,14 +9,9 @@ from pathlib import Path
 import pytest
 
 from hpstore.errors import TooFewDevices
-from hpstore.testing.leftovers import loops, mount_points
 from hpstore.testing.loopfs import LoopFilesystem
-from tests.fault.common import (
-    Bench,
-    MakeDisks,
-    old_is_whole,
-    put_old,
-)
+from hpstore.testing.scratch import loops, mount_points
+from tests.fault.common import Bench, MakeDisks, old_is_whole, put_old
 
 pytestmark = [pytest.mark.fault, pytest.mark.root]
 

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 from hpstore.errors import ConfigError
-from hpstore.loaders.cache import Cache, SharedAttached, disk
-from hpstore.loaders.cache.core import Core
-from hpstore.loaders.cache.disk import DiskTier
+from hpstore.loaders.cache import Cache, SharedAttached, disk_tier
+from hpstore.loaders.cache.cache_core import Core
 from hpstore.loaders.cache.disk_file import DiskFile
-from hpstore.loaders.cache.memory import SharedMemory
-from hpstore.loaders.cache.wire import address
-from hpstore.loaders.layout import Int64s
+from hpstore.loaders.cache.disk_tier import DiskTier
+from hpstore.loaders.cache.memory_tier import SharedMemory
+from hpstore.loaders.cache.messages import address
+from hpstore.loaders.dataset.record_layout import Int64s
 from tests.fault.common import MakeDisks, exit_status, forked, poll
 from tests.integration.cache_sources import NumberedSource, read_checked, read_epoch
 
@@ -170,7 +170,7 @@ def test_a_disk_that_hangs_is_given_up_and_its_memory_left_to_it(
     run = Run(tmp_path)
     with run.cache:
         run.passes(2)
-        monkeypatch.setattr(disk, "DEADLINE_SECONDS", 0.1)
+        monkeypatch.setattr(disk_tier, "DEADLINE_SECONDS", 0.1)
         released = threading.Event()
         read = DiskFile.read
 

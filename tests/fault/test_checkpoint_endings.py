@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from hpstore.checkpoint import Checkpointer
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
 from tests.fault.common import Bench, exit_status, forked
 from tests.thorough import LONG
 

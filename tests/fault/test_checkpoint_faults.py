@@ -17,14 +17,15 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from hpstore.checkpoint import Checkpointer, after_commit
-from hpstore.checkpoint.manifest import manifest_key
+from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint.format.checkpoint_manifest import manifest_key
+from hpstore.checkpoint.save import after_commit
 from hpstore.devices.base import Device
 from hpstore.devices.wrappers import DeviceWrapper
 from hpstore.errors import HpstoreError, TooFewDevices, VersionConflict
-from hpstore.objects import stripes
-from hpstore.pool import Pool
-from hpstore.testing.harness import Harness
+from hpstore.objects.write import stripe_writer
+from hpstore.pool.pool import Pool
+from hpstore.testing.memory_pool import Harness
 from hpstore.units import KIB, MIB
 from tests.fault.common import Bench, MakeDisks, flip
 
@@ -110,7 +111,7 @@ def test_disks_that_fill_up_in_a_save_cost_that_save_alone(
         ckpt.save(2, state_of(2), overwrite=True).result()
         assert restored(pool) == 2
         # the note of the failed save could not be removed either, and this process lives
-        monkeypatch.setattr("hpstore.checkpoint.steps.attempt_lives", lambda *_: False)
+        monkeypatch.setattr("hpstore.checkpoint.catalog.steps.attempt_lives", lambda *_: False)
         ckpt.collect_garbage()
         assert len([key for key in pool.list("run") if "/segment-" in key]) == 2
         assert ckpt.verify(1).ok
@@ -288,7 +289,7 @@ def test_a_save_with_a_debt_keeps_the_step_before_until_it_is_repaired(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PROTOCOL 19: one of four devices of 2+2 goes during a save with keep_last=1."""
-    monkeypatch.setattr(stripes, "ONE_CALL_BYTES", 0)  # as a larger segment: it leaves a debt
+    monkeypatch.setattr(stripe_writer, "ONE_CALL_BYTES", 0)  # as a larger segment: it leaves a debt
     monkeypatch.setattr(after_commit, "LEFT_BYTES", 0)  # retention at each save
     harness = Harness(tmp_path, data=2, parity=2, devices=4)
     writes = [-1]

@@ -14,7 +14,7 @@ import hpstore
 from hpstore.devices.base import Device
 from hpstore.devices.wrappers import FaultyDevice
 from hpstore.errors import ConfigError, HpstoreError, TooFewDevices, TooManyErasures
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
 from hpstore.units import KIB, MIB
 from tests.fault.common import Bench, empty, flip, payload, tree, value
 

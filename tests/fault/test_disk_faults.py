@@ -14,9 +14,9 @@ import hpstore
 from hpstore.devices.base import Device
 from hpstore.devices.wrappers import DeviceWrapper
 from hpstore.errors import PoolFull, RedundancyError, TooFewDevices
-from hpstore.pool import Pool
-from hpstore.testing.leftovers import run
+from hpstore.pool.pool import Pool
 from hpstore.testing.loopfs import LoopFilesystem
+from hpstore.testing.scratch import run
 from hpstore.units import KIB, MIB
 from tests.fault.common import (
     OLD,

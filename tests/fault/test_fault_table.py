@@ -12,7 +12,7 @@ from typing import cast
 
 import pytest
 
-from hpstore.testing.faultfs import Rule
+from hpstore.testing.faultfs import FaultRule
 from tests.fault.common import forked
 from tests.fault.suite.faults import flap, hanging, misbehave, refused
 from tests.fault.suite.rig import Rig
@@ -69,7 +69,7 @@ def test_proof_of_a_hang_fails_where_a_call_ends() -> None:
 class _Untouched:
     """Of a FUSE server that no call reaches."""
 
-    def behave(self, *rules: Rule) -> int:
+    def behave(self, *rules: FaultRule) -> int:
         return 3
 
     def applied(self) -> int:
@@ -80,7 +80,9 @@ class _RigOfNothing:
     faulty = _Untouched()
 
 
-@pytest.mark.parametrize("script", [misbehave(Rule(error=errno.EIO)), flap], ids=["rules", "flap"])
+@pytest.mark.parametrize(
+    "script", [misbehave(FaultRule(error=errno.EIO)), flap], ids=["rules", "flap"]
+)
 def test_fault_that_no_call_meets_is_no_fault(script: Callable[[Rig], Iterator[None]]) -> None:
     """A rule that never applied fails the row."""
     steps = script(cast(Rig, _RigOfNothing()))

@@ -16,8 +16,9 @@ import pytest
 
 import hpstore
 from hpstore.config import Settings
-from hpstore.testing.faultfs import FaultFilesystem, Rule, fuse_problem, read_log
-from hpstore.testing.leftovers import (
+from hpstore.testing.faultfs import FaultFilesystem, FaultRule, fuse_problem, read_log
+from hpstore.testing.loopfs import HANGING, Kind, LoopFilesystem, loop_mounts_problem
+from hpstore.testing.scratch import (
     loops,
     mount_points,
     owner_is_dead,
@@ -26,7 +27,6 @@ from hpstore.testing.leftovers import (
     sweep,
     throttle_problem,
 )
-from hpstore.testing.loopfs import HANGING, Kind, LoopFilesystem, loop_mounts_problem
 from hpstore.units import KIB, MIB
 from tests.fault.common import Bench, Call, MakeDisks, exit_status, forked, payload, poll
 
@@ -92,22 +92,22 @@ def test_healthy_fuse_is_an_ordinary_file_system(faulty: FaultFilesystem) -> Non
 def test_each_rule_does_what_it_says(faulty: FaultFilesystem) -> None:
     """Errors, flips, drops, short writes; none where the rule is not about; all end with it."""
     path = Path(faulty.path, "file")
-    before = faulty.behave(Rule(operations=("read",), error=errno.EIO))
+    before = faulty.behave(FaultRule(operations=("read",), error=errno.EIO))
     assert faulty.applied() == before
     for times in (1, 2):  # to be asked how often changes nothing
         with pytest.raises(OSError, match="Input/output error"):
             path.read_bytes()
         assert faulty.applied() >= before + times
-    faulty.behave(Rule(operations=("read",), path="/elsewhere", error=errno.EIO))
+    faulty.behave(FaultRule(operations=("read",), path="/elsewhere", error=errno.EIO))
     assert path.read_bytes() == DATA
-    faulty.behave(Rule(operations=("read",), flip=True))
+    faulty.behave(FaultRule(operations=("read",), flip=True))
     found = path.read_bytes()
     wrong = [a ^ b for a, b in zip(found, DATA, strict=True) if a != b]
     assert wrong  # one a request of the kernel
     assert all(bits.bit_count() == 1 for bits in wrong)
-    faulty.behave(Rule(operations=("write",), drop=True))
+    faulty.behave(FaultRule(operations=("write",), drop=True))
     Path(faulty.path, "lost").write_bytes(b"x" * 100)
-    faulty.behave(Rule(operations=("write",), short=True))
+    faulty.behave(FaultRule(operations=("write",), short=True))
     fd = os.open(Path(faulty.path, "half"), os.O_WRONLY | os.O_CREAT)
     assert os.write(fd, b"x" * 100) == 50
     os.close(fd)
@@ -121,7 +121,7 @@ def test_hanging_calls_end_with_the_rule_and_a_killed_server_is_enotconn(
 ) -> None:
     """A read waits until other rules come; after a kill everything fails, a start mends it."""
     path = Path(faulty.path, "file")
-    faulty.behave(Rule(operations=("read",), hang=True))
+    faulty.behave(FaultRule(operations=("read",), hang=True))
     waiting = Call(path.read_bytes)
     assert not waiting.ended(0.2)
     faulty.behave()
@@ -157,7 +157,7 @@ def test_close_that_fails_costs_no_read_and_no_put(faulty: FaultFilesystem, benc
         try:
             for number in range(8):
                 pool.put(f"x/{number}", DATA)
-            faulty.behave(Rule(operations=("flush",), error=errno.ECONNABORTED))
+            faulty.behave(FaultRule(operations=("flush",), error=errno.ECONNABORTED))
             for number in range(8):
                 assert pool.get(f"x/{number}") == DATA
                 assert pool.put(f"y/{number}", DATA).losses_tolerated == 1

@@ -17,21 +17,12 @@ import pytest
 
 from hpstore.config import load_config
 from hpstore.errors import DeviceFull, MembershipError, PoolFull, TooFewDevices
+from hpstore.format.records import DeviceState
 from hpstore.loaders import ingest, remove_orphans, unfinished_ingests, verify_dataset
-from hpstore.pool import Pool
-from hpstore.records import DeviceState
+from hpstore.pool.pool import Pool
 from hpstore.testing.loopfs import LoopFilesystem
 from hpstore.units import KIB, MIB
-from tests.fault.common import (
-    Bench,
-    MakeDisks,
-    attempt,
-    exit_status,
-    forked,
-    payload,
-    poll,
-    value,
-)
+from tests.fault.common import Bench, MakeDisks, attempt, exit_status, forked, payload, poll, value
 
 pytestmark = [pytest.mark.fault, pytest.mark.root]
 SIZES = (8 * MIB, 1 * MIB, 256 * KIB, 4 * KIB)
@@ -154,7 +145,7 @@ def leftovers(bench: Bench) -> list[str]:
 def much_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sweeps take every tombstone for old."""
     monkeypatch.setattr(
-        "hpstore.objects.sweep.young_counter", lambda store: store.clock.wall_ms() + 60_000
+        "hpstore.maintenance.sweep.young_counter", lambda store: store.clock.wall_ms() + 60_000
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hpstore.testing.leftovers import loops, mount_points, sweep, throttle_problem
+from hpstore.testing.scratch import loops, mount_points, sweep, throttle_problem
 from tests.fault.common import poll
 from tests.thorough import LONG
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from hpstore.errors import HpstoreError
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
 from hpstore.units import KIB
 from tests.fault.common import Bench, Hangs, attempt, payload, poll, value, within
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpstore.header import HEADER_BYTES
-from hpstore.pool import Pool
+from hpstore.format.column_header import HEADER_BYTES
+from hpstore.pool.pool import Pool
 from hpstore.units import KIB
 from tests.fault.common import Bench, Gates, column_number, flip, payload, within
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
 from tests.fault.kills.runner import KillLoop
 from tests.fault.kills.victims import BODIES
 from tests.thorough import LONG

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from hpstore.buffers import Lease
 from hpstore.errors import IntegrityError, ObjectNotFound, TooManyErasures
-from hpstore.loaders import DataLoader, Dataset, DatasetWriter, parts
-from hpstore.loaders.slots import Slot, Slots
+from hpstore.loaders import DataLoader, Dataset, DatasetWriter
+from hpstore.loaders.batching.batch_buffers import BatchSlot, Slots
+from hpstore.loaders.dataset import large_records
+from hpstore.runtime.buffers import Lease
 from tests.fault.common import Bench, Hangs, column_number, flip, poll, within
 from tests.integration.data_sets import SMALL, sample
 from tests.integration.loader_cases import (
@@ -116,10 +117,10 @@ def test_a_hung_device_in_mid_epoch_delays_and_changes_nothing(
     The device is released when the epoch is over: its late reads then land somewhere that no
     batch is in.
     """
-    lost: list[Slot] = []
+    lost: list[BatchSlot] = []
     plain = Slots.forget
 
-    def forget(ring: Slots, slot: Slot) -> None:
+    def forget(ring: Slots, slot: BatchSlot) -> None:
         lost.append(slot)
         plain(ring, slot)
 
@@ -165,7 +166,7 @@ def test_memory_under_reads_of_large_records_that_hang_is_never_used_again(
     abandoned: list[Lease] = []
     mine = threading.local()  # what this thread reads into
     returned: list[Lease | None] = []
-    take, give, read = parts._memory, parts._release, Dataset.read_rows
+    take, give, read = large_records._memory, large_records._release, Dataset.read_rows
 
     def spy(pool: Any, nbytes: int) -> tuple[Lease | None, Any]:
         lease, memory = take(pool, nbytes)
@@ -188,8 +189,8 @@ def test_memory_under_reads_of_large_records_that_hang_is_never_used_again(
     def held() -> list[Lease]:
         return [one for one in taken if not any(one is other for other in returned)]
 
-    monkeypatch.setattr(parts, "_memory", spy)
-    monkeypatch.setattr(parts, "_release", note)
+    monkeypatch.setattr(large_records, "_memory", spy)
+    monkeypatch.setattr(large_records, "_release", note)
     monkeypatch.setattr(Dataset, "read_rows", reading)
     hangs = Hangs(bench)
     with bench.open(wrap=hangs.wrap) as pool:

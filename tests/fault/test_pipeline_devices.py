@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import hpstore
 from hpstore.config import Settings
-from hpstore.testing.leftovers import throttle_problem
 from hpstore.testing.loopfs import LoopFilesystem
+from hpstore.testing.scratch import throttle_problem
 from hpstore.units import MIB
 from tests.fault.common import Call, MakeDisks, poll
 from tests.fault.suite.faults import SLOW_BYTES_PER_SECOND, write_proof

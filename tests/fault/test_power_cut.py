@@ -15,7 +15,7 @@ import pytest
 from hpstore.devices.base import Device
 from hpstore.devices.wrappers import DeviceWrapper
 from hpstore.errors import HpstoreError
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
 from hpstore.testing.loopfs import JOURNAL_FLUSHED, POWER_CUT, LoopFilesystem
 from hpstore.units import KIB, MIB
 from tests.fault.common import Bench, MakeDisks, Wrap, attempt, exit_status, forked, payload, value

@@ -18,7 +18,7 @@ from hpstore.devices.base import Device
 from hpstore.devices.local import LocalDevice
 from hpstore.devices.wrappers import DeviceWrapper
 from hpstore.errors import HpstoreError, VersionConflict
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
 from hpstore.units import KIB, MIB
 from tests.fault.common import Bench, Call, exit_status, forked, payload, poll, value
 

@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 import hpstore
-from hpstore.cli.app import app
-from hpstore.replacing import replace_device, wait_released
-from hpstore.testing.leftovers import run
+from hpstore.cli.pool_commands import app
+from hpstore.pool.replace_device import replace_device, wait_released
 from hpstore.testing.loopfs import LoopFilesystem
+from hpstore.testing.scratch import run
 from hpstore.units import MIB
 from tests.fault.common import Bench, MakeDisks, payload
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpstore.rebuild import Progress
+from hpstore.maintenance.rebuild import Progress
 from hpstore.units import MIB
 from tests.fault.common import Bench, MakeDisks, payload
 

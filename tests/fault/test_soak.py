@@ -11,17 +11,12 @@ from typing import Any  # rows of journals
 
 import pytest
 
-from hpstore.health.states import Decision, Role
-from hpstore.health.verdicts import HealthState
-from hpstore.testing.leftovers import loops, mount_points, throttle_problem
+from hpstore.health.detect.verdicts import HealthState
+from hpstore.health.policy.states import Decision, Role
+from hpstore.testing.scratch import loops, mount_points, throttle_problem
 from tests.fault.common import poll
 from tests.fault.soak.crew import Life
-from tests.fault.soak.judge import (
-    judge_evaluator,
-    judge_evictions,
-    judge_ingest,
-    judge_trainer,
-)
+from tests.fault.soak.judge import judge_evaluator, judge_evictions, judge_ingest, judge_trainer
 from tests.fault.soak.load import SAMPLES, STEPS_AN_EPOCH, WORK_SECONDS, digest_of, new_state
 from tests.fault.soak.rig import Soak
 from tests.fault.soak.schedule import make_schedule

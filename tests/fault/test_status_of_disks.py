@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from hpstore.testing.leftovers import throttle_problem
 from hpstore.testing.loopfs import HANGING
+from hpstore.testing.scratch import throttle_problem
 from hpstore.units import MIB
 from tests.fault.agents import COMMAND_LINE
 from tests.fault.common import Bench, MakeDisks, payload

@@ -18,21 +18,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpstore.checkpoint.attempts import Attempt
-from hpstore.checkpoint.codecs import decode, encoder
-from hpstore.checkpoint.dcp_reading import checked_bytes
-from hpstore.checkpoint.dcp_records import torch_metadata
-from hpstore.checkpoint.items import FRAME_BYTES, Item, by_name, whole
-from hpstore.checkpoint.manifest import MAGIC, Manifest, needs_more, sort_out
-from hpstore.checkpoint.outline import leaves, of_rank, only_branch, paths, plain
-from hpstore.checkpoint.packing import Segment
-from hpstore.checkpoint.planning import chunks_of
-from hpstore.checkpoint.reading import Scatter, reads_for
-from hpstore.checkpoint.safetensors_files import read_safetensors
-from hpstore.checkpoint.steps import decode_protection
-from hpstore.checkpoint.torch_files import read_torch_file, tensors_in
-from hpstore.checkpoint.tree import (
-    Collected,
+from hpstore.checkpoint.catalog.steps import decode_protection
+from hpstore.checkpoint.catalog.writer_fence import SaveAttempt
+from hpstore.checkpoint.convert.safetensors_files import read_safetensors
+from hpstore.checkpoint.convert.torch_files import read_torch_file, tensors_in
+from hpstore.checkpoint.dcp.dcp_metadata import torch_metadata
+from hpstore.checkpoint.dcp.storage_reader import checked_bytes
+from hpstore.checkpoint.format.checkpoint_manifest import MAGIC, Manifest, needs_more, sort_out
+from hpstore.checkpoint.format.items import FRAME_BYTES, Item, by_name, whole
+from hpstore.checkpoint.format.pack import Segment
+from hpstore.checkpoint.format.segment_codecs import decode, encoder
+from hpstore.checkpoint.format.segment_plan import chunks_of
+from hpstore.checkpoint.restore.read_items import SegmentReads, reads_for
+from hpstore.checkpoint.state.state_tree import (
+    CollectedTensors,
     Decoding,
     PerRank,
     check_tree,
@@ -40,14 +39,15 @@ from hpstore.checkpoint.tree import (
     encode_tree,
     tensor_names,
 )
-from hpstore.checksum import digest128
+from hpstore.checkpoint.state.tree_paths import leaves, of_rank, only_branch, paths, plain
 from hpstore.errors import HpstoreError
-from hpstore.hostile import parsing
-from hpstore.loaders.state import LoaderState
-from hpstore.records import seal
-from hpstore.trainers.messages import of_bytes, to_bytes
-from hpstore.trainers.named import Named
-from hpstore.trainers.pipelining.ledger import Ledger, Vote
+from hpstore.format.checksum import digest128
+from hpstore.format.records import seal
+from hpstore.format.untrusted_bytes import parsing
+from hpstore.loaders.sampling.loader_state import LoaderState
+from hpstore.trainers.named_checkpoints import Named
+from hpstore.trainers.pipelining.consumed_samples import Ledger, Vote
+from hpstore.trainers.rank_messages import of_bytes, to_bytes
 from tests.fuzz.engine import Target
 from tests.fuzz.pool_targets import record, scratch
 
@@ -71,12 +71,14 @@ STATE: dict[str, Any] = {
 
 
 def tree_seeds() -> list[bytes]:
-    whole_state = json.dumps(encode_tree(STATE, "", Collected())).encode()
+    whole_state = json.dumps(encode_tree(STATE, "", CollectedTensors())).encode()
     small = {n: v for n, v in STATE.items() if n not in ("rng", "npr", "legacy", "gen")}
-    singles = [json.dumps(encode_tree({n: v}, "", Collected())).encode() for n, v in STATE.items()]
+    singles = [
+        json.dumps(encode_tree({n: v}, "", CollectedTensors())).encode() for n, v in STATE.items()
+    ]
     return [
         whole_state[:1] + whole_state[1:],
-        json.dumps(encode_tree(small, "", Collected())).encode(),
+        json.dumps(encode_tree(small, "", CollectedTensors())).encode(),
         *singles,
     ]
 
@@ -116,7 +118,7 @@ def look_at(node: Any) -> None:  # Any: JSON
 
 
 def manifest() -> Manifest:
-    found = Collected()
+    found = CollectedTensors()
     small = {n: STATE[n] for n in ("w", "n", "t", "k", "mine", "c")}
     tree = encode_tree(small, "", found)
     items, at = [], 0
@@ -146,7 +148,7 @@ def small_manifest() -> Manifest:
 
 def dcp_manifest() -> Manifest:
     base = manifest()
-    nothing = Collected()
+    nothing = CollectedTensors()
     names = [[name, "t"] for name in by_name(base.items)]
     extra = {"dcp": {"names": [*names[:-1], [names[-1][0], "b"]], "torch": "2.13",
                      "planner_data": encode_tree({"a": ("x", 0)}, "", nothing)}}  # fmt: skip
@@ -206,7 +208,7 @@ def take_reads(name: str, target: torch.Tensor, items: Sequence[Item]) -> None:
         reads = [read for chunk in chunks_of(name, target) for read in reads_for(chunk, items)]
     except HpstoreError:
         return
-    scatter = Scatter(reads)
+    scatter = SegmentReads(reads)
     rng = np.random.default_rng(0)
     try:
         for low, high in scatter.ranges[:8]:
@@ -300,7 +302,7 @@ def take_dcp_bytes(data: bytes) -> None:
 
 
 def attempt() -> bytes:
-    return Attempt(step=5, nonce="ab", host="h", boot="b", pid=4, namespace="n", started_ms=9,
+    return SaveAttempt(step=5, nonce="ab", host="h", boot="b", pid=4, namespace="n", started_ms=9,
                    references=("a/b",)).encode()  # fmt: skip
 
 
@@ -341,7 +343,7 @@ CHECKPOINT_TARGETS = [
     Target(name="checkpoint-names", run=take_listing, seeds=lambda: [
            b"r/step-000000000007/manifest\nr/step-000000000007/segment-0a-r00000-p0001\n"
            b"r/attempts/000000000007-0a\nr/condemned/000000000007-0a"]),
-    record("attempt", lambda: [attempt()], lambda data: Attempt.decode(data, where="x")),
+    record("attempt", lambda: [attempt()], lambda data: SaveAttempt.decode(data, where="x")),
     record("protection", lambda: [seal({"format": 1, "step": 5})],
            lambda data: decode_protection(data, where="x")),
     record("named", lambda: [Named(name="a", number=4).encode()],

@@ -20,25 +20,36 @@ from typing import Any
 import numpy as np
 
 from hpstore.errors import HpstoreError, ObjectNotFound
-from hpstore.loaders.cache.counts import Tally
-from hpstore.loaders.cache.disk import _holder
+from hpstore.loaders.cache.cache_counters import CacheTally
 from hpstore.loaders.cache.disk_file import DiskFile
-from hpstore.loaders.cache.learned import load_learned, save_learned
-from hpstore.loaders.cache.wire import Lost, receive
-from hpstore.loaders.fields import Field
-from hpstore.loaders.ingestion.arrays import numpy_files
-from hpstore.loaders.ingestion.arrow import ArrowTables
+from hpstore.loaders.cache.disk_tier import _holder
+from hpstore.loaders.cache.messages import Lost, receive
+from hpstore.loaders.cache.saved_policy import load_learned, save_learned
+from hpstore.loaders.dataset.dataset_manifest import (
+    DatasetManifest,
+    DatasetPart,
+    StreamShards,
+    dataset_of,
+    nonce_of,
+)
+from hpstore.loaders.dataset.fields import Field
+from hpstore.loaders.dataset.index_tables import (
+    SIDE_MAGIC,
+    decode_tables,
+    encode_tables,
+    side_dtypes,
+)
+from hpstore.loaders.dataset.record_layout import FixedPlan, Record, group_fields
+from hpstore.loaders.dataset.record_reader import StoredData
+from hpstore.loaders.ingestion.arrow_source import ArrowTables
 from hpstore.loaders.ingestion.image_checks import image_problem
-from hpstore.loaders.ingestion.journal import Progressed, Skipped
-from hpstore.loaders.ingestion.ordering import Place
-from hpstore.loaders.ingestion.source import BlockSource, IndexedSource, Source
-from hpstore.loaders.ingestion.tars import webdataset
-from hpstore.loaders.layout import FixedPlan, Record, group_fields
-from hpstore.loaders.manifest import DatasetManifest, Part, StreamShards, dataset_of, nonce_of
+from hpstore.loaders.ingestion.ingest_journal import Progressed, Skipped
+from hpstore.loaders.ingestion.numpy_source import numpy_files
+from hpstore.loaders.ingestion.sample_source import BlockwiseSource, IndexedSource, Source
+from hpstore.loaders.ingestion.webdataset_source import webdataset
+from hpstore.loaders.ingestion.write_order import IngestPosition
 from hpstore.loaders.policy import CachePolicy
-from hpstore.loaders.side import SIDE_MAGIC, decode_tables, encode_tables, side_dtypes
-from hpstore.loaders.stored import StoredData
-from hpstore.loaders.zarr_names import is_chunk, names_within
+from hpstore.loaders.zarr_views.dataset_views import is_chunk, names_within
 from tests.fuzz.checkpoint_targets import zip_body, zip_file
 from tests.fuzz.engine import Target
 from tests.fuzz.pool_targets import record, scratch
@@ -47,7 +58,7 @@ FIELDS = {"x": Field("float32", (64,)), "label": Field("int64"), "text": Field("
 _ROWS = 40
 
 
-def part(fields: dict[str, Field], rows: int, nonce: str) -> Part:
+def part(fields: dict[str, Field], rows: int, nonce: str) -> DatasetPart:
     streams = []
     for one in group_fields(fields, "rows")[1].values():
         payload = 9000 if one.ragged else FixedPlan.of(one, 1 << 20).payload_bytes(rows)
@@ -55,8 +66,9 @@ def part(fields: dict[str, Field], rows: int, nonce: str) -> Part:
                             side=("0" * 16,), pages="0" * 16 if one.ragged else "")  # fmt: skip
         streams.append(made)
     columns = {str(n): ("1" * 16,) for n, f in enumerate(fields.values()) if f.kind == "scalar"}
-    return Part(nonce=nonce, rows=rows, streams=tuple(streams), cuts=(rows,), columns=columns,
-                content="c")  # fmt: skip
+    return DatasetPart(
+        nonce=nonce, rows=rows, streams=tuple(streams), cuts=(rows,), columns=columns, content="c"
+    )
 
 
 def dataset(fields: dict[str, Field], compression: str = "") -> DatasetManifest:
@@ -75,7 +87,7 @@ def dataset_seeds() -> list[bytes]:
 
 def dataset_sealed(parts: Sequence[bytes]) -> bytes:
     """With the fingerprint that fits, too, where there can be one."""
-    from hpstore.records import seal
+    from hpstore.format.records import seal
 
     body = json.loads(parts[0])
     with contextlib.suppress(Exception):
@@ -98,7 +110,7 @@ class SimpleFingerprint:
         self._made, self._rows = made, rows
 
     def hex(self) -> str:
-        from hpstore.checksum import digest128
+        from hpstore.format.checksum import digest128
 
         facts = {**self._made.schema(), "rows": self._rows, "content": self._made.content}
         return digest128(json.dumps(facts, sort_keys=True).encode()).hex()
@@ -125,9 +137,14 @@ def take_dataset(data: bytes) -> None:
 
 def journal() -> bytes:
     return Progressed(
-        source="f", plan={"a": 1}, place=Place(position=5), parts=(part(FIELDS, _ROWS, "0" * 16),),
-        skipped=(Skipped(name="n", origin=4, problem="p"),), nbytes=5, writing=("2" * 16,),
-    ).encode()  # fmt: skip
+        source="f",
+        plan={"a": 1},
+        place=IngestPosition(position=5),
+        parts=(part(FIELDS, _ROWS, "0" * 16),),
+        skipped=(Skipped(name="n", origin=4, problem="p"),),
+        nbytes=5,
+        writing=("2" * 16,),
+    ).encode()
 
 
 def take_journal(data: bytes) -> None:
@@ -156,7 +173,7 @@ def take_source(source: Source) -> None:
         for index in range(min(source.length, 50)):
             source.name_of(index), source.bytes_of(index)
             source.load(index)
-    elif isinstance(source, BlockSource):
+    elif isinstance(source, BlockwiseSource):
         for block in range(min(source.blocks, 8)):
             for _ in itertools.islice(source.read_block(block, 0), 200):
                 pass
@@ -262,12 +279,12 @@ def policy() -> CachePolicy:
 
 def learned_seeds() -> list[bytes]:
     part = _part(b"")
-    save_learned(part, "id", policy().state_arrays(), Tally())
+    save_learned(part, "id", policy().state_arrays(), CacheTally())
     return [Path(f"{part.file.stem}.learned.npz").read_bytes()]
 
 
 def take_learned(data: bytes) -> None:
-    arrays = load_learned(_part(data), "id", Tally())
+    arrays = load_learned(_part(data), "id", CacheTally())
     if arrays is not None:
         made = policy()
         made.restore(arrays, residents=np.empty(0, np.int64))

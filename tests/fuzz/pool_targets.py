@@ -12,17 +12,25 @@ from pathlib import Path
 
 import numpy as np
 
-from hpstore import claims, compression, kept_holds
-from hpstore.agent.memory import Memory
-from hpstore.agent.orders import ORDERS_FILE, read_orders
-from hpstore.checksum import digest128
+from hpstore.agent.operator_requests import ORDERS_FILE, read_orders
+from hpstore.agent.saved_state import AgentState
+from hpstore.agreement import claims
+from hpstore.agreement.register_slots import (
+    COPY_BYTES,
+    SLOT_BYTES,
+    SlotEntry,
+    decode_entry,
+    encode_entry,
+    merge,
+)
+from hpstore.agreement.registers import Register
+from hpstore.codec import compression
 from hpstore.config import load_config
 from hpstore.devices.base import recycled_bytes
-from hpstore.devices.horizons import HORIZON, decode_counter, encode_counter, risen
+from hpstore.devices.horizon_guard import HORIZON, decode_counter, encode_counter, risen
 from hpstore.errors import HpstoreError
-from hpstore.expiry import Expiry
-from hpstore.geometry import Code, Geometry
-from hpstore.header import (
+from hpstore.format.checksum import digest128
+from hpstore.format.column_header import (
     HEADER_BYTES,
     MAGIC,
     ColumnHeader,
@@ -31,19 +39,20 @@ from hpstore.header import (
     encode_header,
     encode_table,
 )
+from hpstore.format.geometry import Code, Geometry
+from hpstore.format.keys import Kind, NameTags, Version, component_of, parse_column_name
+from hpstore.format.pool_key import PoolKey, Use
+from hpstore.format.records import Debt, Identity, Member, PoolRecord, seal, unseal
 from hpstore.health.forecast.drive_stats import BadRows, read_rows
-from hpstore.health.forecast.model import _digest, model_from_json
-from hpstore.health.smart import parse_diskstats, parse_nvme, parse_smartctl
-from hpstore.health.states import DeviceHealth, PolicyState
-from hpstore.keys import Kind, NameTags, Version, component_of, parse_column_name
-from hpstore.observed import STATUS_FILE, observed_devices
-from hpstore.pool_key import PoolKey, Use
-from hpstore.pool_names import read_table
-from hpstore.records import Debt, Identity, Member, PoolRecord, seal, unseal
-from hpstore.register_slots import COPY_BYTES, SLOT_BYTES, Entry, decode_entry, encode_entry, merge
-from hpstore.registers import Register
-from hpstore.run_registers import decode_place, decode_register
-from hpstore.scrub import decode_cursor
+from hpstore.health.forecast.forecast_model import _digest, model_from_json
+from hpstore.health.policy.states import DeviceHealth, PolicyState
+from hpstore.health.smart.readout import parse_diskstats, parse_nvme, parse_smartctl
+from hpstore.maintenance.deferred_repair import Expiry
+from hpstore.maintenance.scrub import decode_cursor
+from hpstore.membership import lasting_holds
+from hpstore.membership.agent_observations import STATUS_FILE, observed_devices
+from hpstore.membership.run_registers import decode_place, decode_register
+from hpstore.pool.pool_names import read_table
 from tests.fuzz.engine import Target
 
 FOLDER = Path(tempfile.gettempdir())
@@ -215,7 +224,7 @@ def register_seeds() -> list[bytes]:
         slot = bytearray(SLOT_BYTES)
         for copy in (0, 1):
             at, raw = encode_entry(
-                Entry(promised=3, order=(2, 7 + copy), value=value, copy=1 - copy)
+                SlotEntry(promised=3, order=(2, 7 + copy), value=value, copy=1 - copy)
             )
             slot[at : at + COPY_BYTES] = raw
         made.append(bytes(slot))
@@ -236,7 +245,7 @@ def take_register(data: bytes) -> None:
     for at in range(0, len(image), SLOT_BYTES):
         slot = image[at : at + SLOT_BYTES]
         entry = decode_entry(slot)
-        kept_holds._holder(_Held(slot))  # type: ignore[arg-type]
+        lasting_holds._holder(_Held(slot))  # type: ignore[arg-type]
         with contextlib.suppress(HpstoreError):  # not all hold claims
             claims._State.of(Register(order=entry.order, value=entry.value))
     for lacking in merge({"a": image, "b": image[::-1], "c": bytes(len(image))}).values():
@@ -400,8 +409,8 @@ POOL_TARGETS = [
     record("expiry", expiry_seeds, take_expiry),
     record("health-states", lambda: [state_seed().encode()],
            lambda data: PolicyState.decode(data, where="x")),
-    record("agent-memory", lambda: [Memory(policy=state_seed(), orders_done=4).encode()],
-           lambda data: Memory.decode(data, where="x")),
+    record("agent-memory", lambda: [AgentState(policy=state_seed(), orders_done=4).encode()],
+           lambda data: AgentState.decode(data, where="x")),
     record("agent-orders", lambda: [seal({"format": 1, "orders": [
            {"number": 1, "at_ms": 5, "word": "readmit", "device": "d0"}]})], take_orders),
     Target(name="agent-status", seeds=lambda: [

@@ -10,11 +10,10 @@ from typing import TypedDict
 import numpy as np
 import pytest
 
-from hpstore.checksum import bad_blocks, block_digests
 from hpstore.codec import BACKENDS, ErasureCode, open_backend
 from hpstore.codec.galois import Bytes
-from hpstore.geometry import BLOCK_BYTES, Code, Geometry
-from hpstore.header import (
+from hpstore.format.checksum import bad_blocks, block_digests
+from hpstore.format.column_header import (
     HEADER_BYTES,
     ColumnHeader,
     decode_header,
@@ -22,9 +21,10 @@ from hpstore.header import (
     encode_header,
     encode_table,
 )
-from hpstore.keys import Kind, NameTags, Version, object_directory, parse_column_name
-from hpstore.pool_key import PoolKey
-from hpstore.records import Debt, DeviceState, Identity, Member, PoolRecord
+from hpstore.format.geometry import BLOCK_BYTES, Code, Geometry
+from hpstore.format.keys import Kind, NameTags, Version, object_directory, parse_column_name
+from hpstore.format.pool_key import PoolKey
+from hpstore.format.records import Debt, DeviceState, Identity, Member, PoolRecord
 
 HERE = Path(__file__).parent
 FORMAT_V1 = HERE / "format-v1"

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from hpstore.loaders import Dataset, DatasetWriter, Field, verify_dataset
-from hpstore.pool import Pool
-from hpstore.testing.harness import Harness
+from hpstore.pool.pool import Pool
+from hpstore.testing.memory_pool import Harness
 from hpstore.units import KIB
 
 HERE = Path(__file__).parent / "dataset-v1"

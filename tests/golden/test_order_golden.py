@@ -17,11 +17,11 @@ from typing import TypedDict
 import numpy as np
 import pytest
 
-from hpstore.loaders.draws import derive_seed
-from hpstore.loaders.mixing import MixtureOrder
-from hpstore.loaders.order import GlobalOrder, Order, SubsetOrder, digest
-from hpstore.loaders.weighted import WeightedOrder
-from hpstore.loaders.windows import WindowOrder
+from hpstore.loaders.sampling.mixture_order import MixtureOrder
+from hpstore.loaders.sampling.order import GlobalOrder, Order, SubsetOrder, digest
+from hpstore.loaders.sampling.random_draws import derive_seed
+from hpstore.loaders.sampling.weighted import WeightedOrder
+from hpstore.loaders.sampling.window_shuffle import WindowOrder
 
 PATH = Path(__file__).parent / "order_v1.json"
 STRIPES = np.arange(0, 100_001, 100)

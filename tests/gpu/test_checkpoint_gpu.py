@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import hpstore
-from hpstore.buffers import aligned_array
 from hpstore.checkpoint import Checkpointer
-from hpstore.checkpoint.accelerator import Cuda
+from hpstore.checkpoint.save.accelerator import CudaStaging
+from hpstore.runtime.buffers import aligned_array
 from hpstore.units import MIB
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -112,7 +112,7 @@ def test_figures(pool: hpstore.Pool) -> None:
     """Prints stall, device-to-host rate against one raw pinned copy, and the step's disturbance."""
     run = Run()
     size = sum(t.nbytes for t in run.copy().values())
-    memory, cuda = aligned_array(256 * MIB, populate=True), Cuda()
+    memory, cuda = aligned_array(256 * MIB, populate=True), CudaStaging()
     cuda.pin(memory)
     raw = torch.from_numpy(memory)
     source = torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 import hpstore
-from hpstore.geometry import block_span
-from hpstore.loaders.direct.columns import DirectColumn
-from hpstore.loaders.direct.cufile import CuFile
-from hpstore.loaders.direct.decode import DecodeJobs, decode
-from hpstore.loaders.direct.detect import Detection, Route, process_detector
-from hpstore.loaders.direct.engine import DirectEngine
-from hpstore.loaders.direct.verify import verify
+from hpstore.format.geometry import block_span
+from hpstore.loaders.gpu.direct.cufile import CuFile
+from hpstore.loaders.gpu.direct.cufile_queue import DirectEngine
+from hpstore.loaders.gpu.direct.detect import Detection, Route, process_detector
+from hpstore.loaders.gpu.direct.device_columns import DirectColumn
+from hpstore.loaders.gpu.direct.gpu_checksums import verify
+from hpstore.loaders.gpu.direct.gpu_decode import DecodeJobs, decode
 from hpstore.testing import pattern
 from hpstore.testing.direct_contract import DirectContract
 from hpstore.units import KIB, MIB

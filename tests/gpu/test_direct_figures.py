@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpstore.benchmarks.gpu_stages import PLAN, Stage, Status, run_stage
+from hpstore.benchmarks.gpu.gpu_stages import PLAN, GpuStage, Status, run_stage
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 SLACK_SECONDS = 60  # for the child to be killed, and its files to be removed
@@ -30,7 +30,7 @@ SLACK_SECONDS = 60  # for the child to be killed, and its files to be removed
         if stage.run is not None
     ],
 )
-def test_stage(stage: Stage, tmp_path: Path) -> None:
+def test_stage(stage: GpuStage, tmp_path: Path) -> None:
     """It passes, or says why it cannot run here."""
     ended = run_stage(stage, tmp_path)
     for line in (*ended.figures, ended.verdict()):

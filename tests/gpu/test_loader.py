@@ -16,7 +16,7 @@ import torch
 
 import hpstore
 from hpstore.loaders import DataLoader, Dataset
-from hpstore.loaders.gpu import Cuda
+from hpstore.loaders.gpu.gpu_device import CudaGpu
 from hpstore.testing.fake_direct import FakeCuFile
 from tests.integration.direct_cases import KINDS, cpu_epoch, gpu_epoch, holders, write_direct
 from tests.integration.loader_cases import same
@@ -24,7 +24,7 @@ from tests.integration.loader_cases import same
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
-class Bouncing(Cuda):
+class Bouncing(CudaGpu):
     """A GPU on which every directory counts as direct: cuFile may bounce, the way is the same."""
 
     def obstacle(self, directory: str) -> str | None:

@@ -8,8 +8,8 @@ import numpy as np
 
 from hpstore.codec.galois import Bytes
 from hpstore.loaders.cache import Attached, SharedAttached
-from hpstore.loaders.cache.source import Sizes, Targets, sizes_of
-from hpstore.loaders.layout import Int64s
+from hpstore.loaders.cache.block_source import Sizes, Targets, sizes_of
+from hpstore.loaders.dataset.record_layout import Int64s
 
 
 class NumberedSource:

@@ -14,8 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hpstore.loaders.direct import kernels
-from hpstore.loaders.direct.decode import BLOCK_WORDS
+from hpstore.loaders.gpu.direct import kernels
+from hpstore.loaders.gpu.direct.gpu_decode import BLOCK_WORDS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 

@@ -10,7 +10,7 @@ import numpy as np
 import hpstore
 from hpstore.config import Settings
 from hpstore.loaders import Dataset, DatasetWriter, Field
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
 from hpstore.units import KIB, MIB
 
 FIELDS = {

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
-from hpstore.loaders.direct.access import DirectAccess
-from hpstore.loaders.engine import Engine
-from hpstore.pool import Pool
+from hpstore.loaders.batching.batch_maker import Engine
+from hpstore.loaders.gpu.direct_reader import DirectAccess
+from hpstore.pool.pool import Pool
 from hpstore.testing.fake_gpu import FakeGpu
 from hpstore.units import KIB
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hpstore.health.forecast.attributes import COUNTERS, INDEX
-from hpstore.health.forecast.drives import DriveHistory, Gathered, history
+from hpstore.health.forecast.drive_histories import DriveHistory, Gathered, history
+from hpstore.health.smart.counters import COUNTERS, INDEX
 
 FIRST = date(2024, 1, 1)
 HEADER = ("date", "serial_number", "model", "capacity_bytes", "failure", "smart_5_raw",

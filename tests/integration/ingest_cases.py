@@ -11,7 +11,7 @@ import pytest
 
 import hpstore
 from hpstore.loaders import Dataset, IngestProgress, ingest, unfinished_ingests
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
 
 SHARD: dict[str, Any] = {"shard_bytes": 1 << 16, "unit_bytes": 1 << 14}  # small ones: many parts
 

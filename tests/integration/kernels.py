@@ -22,11 +22,11 @@ import xxhash
 import hpstore
 from hpstore.codec import ErasureCode, choose_backend
 from hpstore.codec.galois import Bytes
-from hpstore.geometry import Code
+from hpstore.format.geometry import Code
 from hpstore.loaders import Dataset
-from hpstore.loaders.direct.decode import DecodeJobs, decode
-from hpstore.loaders.direct.verify import Blocks, verify
-from hpstore.loaders.gpu import Cuda
+from hpstore.loaders.gpu.direct.gpu_checksums import Blocks, verify
+from hpstore.loaders.gpu.direct.gpu_decode import DecodeJobs, decode
+from hpstore.loaders.gpu.gpu_device import CudaGpu
 from hpstore.testing.fake_gpu import FakeGpu
 from hpstore.units import KIB
 from tests.integration.direct_cases import cpu_epoch, gpu_epoch, holders, write_direct
@@ -188,7 +188,7 @@ def an_epoch() -> str:
             lost[0].rename(root / "away")
             with hpstore.open(config) as pool:
                 data = Dataset(pool, kind)
-                gpu: Any = Cuda(torch.device("cuda")) if DEVICE == "cuda" else KernelGpu()
+                gpu: Any = CudaGpu(torch.device("cuda")) if DEVICE == "cuda" else KernelGpu()
                 found, stats = gpu_epoch(data, gpu)
                 if not same(found, cpu_epoch(data)):
                     return f"an epoch of {kind} differs"

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, Ragged
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
 from hpstore.units import KIB
 from tests.integration.data_sets import FIELDS, sample
 

@@ -18,16 +18,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import hpstore
 from hpstore.config import Settings
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
 from hpstore.units import MIB
 
 PATIENCE = 100.0  # seconds until processes that do not end are a failure

@@ -10,10 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpstore.benchmarks.cache_end_to_end import LRU, NOTHING, Scale, measure_end_to_end, verdicts
-from hpstore.benchmarks.cache_lru import Lru
+from hpstore.benchmarks.cache.cache_end_to_end import (
+    LRU,
+    NOTHING,
+    CacheScale,
+    measure_end_to_end,
+    verdicts,
+)
+from hpstore.benchmarks.cache.lru_reference import Lru
 
-SMALL = Scale(rows=256, record_bytes=8192, bytes_per_second=1e9)
+SMALL = CacheScale(rows=256, record_bytes=8192, bytes_per_second=1e9)
 
 
 def test_all_contenders_hand_out_the_same_batches(tmp_path: Path) -> None:

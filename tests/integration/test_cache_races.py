@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpstore.buffers import aligned_array
 from hpstore.loaders.cache import Cache
-from hpstore.loaders.cache.ahead import _fetch, next_work
-from hpstore.loaders.cache.counts import Tally
-from hpstore.loaders.cache.disk import DiskTier
+from hpstore.loaders.cache.cache_counters import CacheTally
+from hpstore.loaders.cache.disk_tier import DiskTier
+from hpstore.loaders.cache.prefetch import _fetch, next_work
+from hpstore.runtime.buffers import aligned_array
 from hpstore.units import KIB
 from tests.integration.cache_sources import NumberedSource
 
@@ -20,7 +20,7 @@ from tests.integration.cache_sources import NumberedSource
 @pytest.mark.parametrize("action", ["offer", "trim"])
 def test_blocks_may_come_and_go_while_room_is_looked_for(tmp_path: Path, action: str) -> None:
     """numpy's nonzero refuses an array that changes under it; a trainer must not see that."""
-    tier = DiskTier(str(tmp_path), 1 << 30, Tally())
+    tier = DiskTier(str(tmp_path), 1 << 30, CacheTally())
     part = tier.part(NumberedSource(1 << 20, 64))
     assert part is not None
     part.limit_bytes = 1 << 30

@@ -10,9 +10,9 @@ import pytest
 from hpstore.errors import ConfigError
 from hpstore.loaders import Dataset, DatasetWriter, Field
 from hpstore.loaders.cache import Attached, Cache, MemoryLost, SharedAttached
-from hpstore.loaders.cache.records import RecordSource
-from hpstore.loaders.layout import Int64s
-from hpstore.pool import Pool
+from hpstore.loaders.cache.record_source import RecordSource
+from hpstore.loaders.dataset.record_layout import Int64s
+from hpstore.pool.pool import Pool
 from hpstore.units import KIB
 
 COUNT = 60

@@ -13,14 +13,15 @@ import pytest
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError
 from hpstore.loaders.cache import Attached, Cache, MemoryLost
-from hpstore.loaders.cache import core as core_module
-from hpstore.loaders.cache.ahead import MOST_WINDOW_SHARE, next_work
-from hpstore.loaders.cache.core import Core, Fetched
-from hpstore.loaders.cache.counts import Tally
-from hpstore.loaders.cache.deciding import Floats
-from hpstore.loaders.cache.disk import DiskTier
-from hpstore.loaders.cache.source import Targets
-from hpstore.loaders.layout import Int64s
+from hpstore.loaders.cache import cache_core as core_module
+from hpstore.loaders.cache.block_source import Targets
+from hpstore.loaders.cache.cache_core import Core
+from hpstore.loaders.cache.cache_counters import CacheTally
+from hpstore.loaders.cache.decisions import Floats
+from hpstore.loaders.cache.disk_tier import DiskTier
+from hpstore.loaders.cache.prefetch import MOST_WINDOW_SHARE, next_work
+from hpstore.loaders.cache.source_state import Fetched
+from hpstore.loaders.dataset.record_layout import Int64s
 from tests.fault.common import exit_status, forked, poll
 from tests.integration.cache_sources import NumberedSource, read_checked, read_epoch
 
@@ -366,7 +367,7 @@ def test_a_full_disk_gives_up_a_block_only_for_one_that_is_needed_sooner(
     source: NumberedSource, tmp_path: Path
 ) -> None:
     """Not for one that is needed later or never; what was given up is gone, also from the file."""
-    with DiskTier(str(tmp_path), 40 * 4096, Tally()) as tier:
+    with DiskTier(str(tmp_path), 40 * 4096, CacheTally()) as tier:
         part = tier.part(source)
         assert part is not None
 

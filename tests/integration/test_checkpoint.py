@@ -13,11 +13,16 @@ import torch
 
 import hpstore
 from hpstore.checkpoint import Checkpointer
-from hpstore.checkpoint.attempts import Attempt, attempt_lives, here
-from hpstore.checkpoint.manifest import Manifest, manifest_key, segment_key, sort_out
-from hpstore.checkpoint.planning import chunks_of, place
-from hpstore.checkpoint.retention import Best, Retention, orphans, steps_to_drop
-from hpstore.checkpoint.tree import Collected, Decoding, decode_tree, encode_tree
+from hpstore.checkpoint.catalog.retention import Best, Retention, orphans, steps_to_drop
+from hpstore.checkpoint.catalog.writer_fence import SaveAttempt, attempt_lives, here
+from hpstore.checkpoint.format.checkpoint_manifest import (
+    Manifest,
+    manifest_key,
+    segment_key,
+    sort_out,
+)
+from hpstore.checkpoint.format.segment_plan import chunks_of, place
+from hpstore.checkpoint.state.state_tree import CollectedTensors, Decoding, decode_tree, encode_tree
 from hpstore.devices.wrappers import SimulatedCrash
 from hpstore.errors import (
     CheckpointError,
@@ -27,7 +32,7 @@ from hpstore.errors import (
     TooFewDevices,
     VersionConflict,
 )
-from hpstore.testing.harness import Harness
+from hpstore.testing.memory_pool import Harness
 from tests.thorough import crash_points
 
 
@@ -98,7 +103,7 @@ TENSORS: dict[str, torch.Tensor] = {
 @pytest.mark.parametrize("name", list(VALUES))
 def test_values_of_every_type_come_back(name: str) -> None:
     """encode and decode are inverse, types included; no pickle anywhere."""
-    found = Collected()
+    found = CollectedTensors()
     tree = encode_tree(VALUES[name], name, found)
     back = decode_tree(tree, Decoding(tensor=found.tensors.__getitem__))
     assert type(back) is type(VALUES[name])
@@ -255,7 +260,7 @@ def test_background_errors_surface(pool: hpstore.Pool, monkeypatch: pytest.Monke
         def broken(*_: object, **__: object) -> None:
             raise CheckpointError("disk on fire")
 
-        monkeypatch.setattr("hpstore.checkpoint.saving.require_safe", broken)
+        monkeypatch.setattr("hpstore.checkpoint.save.save_job.require_safe", broken)
         ckpt.save(1, {"x": torch.ones(9)})
         with pytest.raises(CheckpointError, match="on fire"):
             ckpt.wait()
@@ -335,9 +340,9 @@ def test_orphans_of_dead_saves_are_collected(pool: hpstore.Pool) -> None:
     with pool:
         with Checkpointer(pool, "run") as ckpt:
             ckpt.save(1, {"x": torch.ones(9)}).result()
-        dead = Attempt(step=2, nonce="aa", host=host, boot=boot, pid=2**22 + 1,
+        dead = SaveAttempt(step=2, nonce="aa", host=host, boot=boot, pid=2**22 + 1,
                        namespace=space, started_ms=0)  # fmt: skip
-        alive = Attempt(
+        alive = SaveAttempt(
             step=2, nonce="bb", host=host, boot=boot, pid=1, namespace=space, started_ms=0
         )
         pool.put("run/attempts/000000000002-aa", dead.encode())
@@ -358,7 +363,8 @@ def test_garbage_collection_leaves_a_save_under_way_alone(
     pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PROTOCOL 18: a collector that runs between segment and manifest removes neither."""
-    from hpstore.checkpoint import commit_checks, saving
+    from hpstore.checkpoint.catalog import commit_checks
+    from hpstore.checkpoint.save import save_job
 
     original, removed = commit_checks.require_safe, []
 
@@ -367,7 +373,7 @@ def test_garbage_collection_leaves_a_save_under_way_alone(
             removed.append(other.collect_garbage())
         return original(where, key, **options)
 
-    monkeypatch.setattr(saving, "require_safe", collect_first)
+    monkeypatch.setattr(save_job, "require_safe", collect_first)
     with pool, Checkpointer(pool, "run") as ckpt:
         ckpt.save(1, {"x": torch.ones(90_000)}).result()
         assert removed == [0]

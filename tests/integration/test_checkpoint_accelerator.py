@@ -13,13 +13,13 @@ import torch
 
 import hpstore
 from hpstore.checkpoint import Checkpointer
-from hpstore.checkpoint.accelerator import Accelerator
-from hpstore.checkpoint.saving import SaveJob
-from hpstore.checkpoint.stager import Stage
+from hpstore.checkpoint.save.accelerator import Accelerator
+from hpstore.checkpoint.save.save_job import SaveJob
+from hpstore.checkpoint.save.stage import SaveStage
 from hpstore.config import Settings
 from hpstore.errors import CheckpointError, DeviceFull
 from hpstore.testing.fake_accelerator import FakeAccelerator
-from hpstore.testing.harness import Harness
+from hpstore.testing.memory_pool import Harness
 from hpstore.units import MIB
 
 
@@ -79,7 +79,7 @@ class Writer:
     def __init__(self, fake: FakeAccelerator, patch: pytest.MonkeyPatch) -> None:
         self.begin = threading.Event()
         self.outstanding: list[int] = []
-        stage, write = Stage.write, SaveJob.write
+        stage, write = SaveStage.write, SaveJob.write
 
         def held(*args: Any) -> None:
             if not self.begin.wait(20):
@@ -90,7 +90,7 @@ class Writer:
             self.outstanding.append(fake.pending)
             return write(job, *args, **options)
 
-        patch.setattr(Stage, "write", held)
+        patch.setattr(SaveStage, "write", held)
         patch.setattr(SaveJob, "write", noted)
 
 

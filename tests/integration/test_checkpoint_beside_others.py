@@ -12,31 +12,34 @@ import pytest
 import torch
 from torch.distributed.tensor import Partial
 
-from hpstore.checkpoint import (
-    Checkpointer,
-    after_commit,
-    restorer,
-    restoring,
+from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint.catalog import writer_fence as attempt_notes
+from hpstore.checkpoint.catalog.retention import Retention
+from hpstore.checkpoint.catalog.steps import Steps, newest_untried
+from hpstore.checkpoint.catalog.writer_fence import (
+    ATTEMPT_SECONDS,
+    NoteWatch,
+    SaveAttempt,
+    attempt_lives,
+    here,
 )
-from hpstore.checkpoint import attempts as attempt_notes
-from hpstore.checkpoint.attempts import ATTEMPT_SECONDS, Attempt, Watch, attempt_lives, here
-from hpstore.checkpoint.items import Box, Item, require_cover
-from hpstore.checkpoint.manifest import attempt_key, manifest_key, segment_key
-from hpstore.checkpoint.planning import chunks_of
-from hpstore.checkpoint.retention import Retention
-from hpstore.checkpoint.saving import SaveJob, Written
-from hpstore.checkpoint.steps import Steps, newest_untried
-from hpstore.clock import SystemClock
-from hpstore.devices.horizons import HorizonGuard
+from hpstore.checkpoint.format.checkpoint_manifest import attempt_key, manifest_key, segment_key
+from hpstore.checkpoint.format.items import Box, Item, require_cover
+from hpstore.checkpoint.format.segment_plan import chunks_of
+from hpstore.checkpoint.restore import collective_restore, fill_state
+from hpstore.checkpoint.save import after_commit
+from hpstore.checkpoint.save.save_job import SaveJob, Written
+from hpstore.devices.horizon_guard import HorizonGuard
 from hpstore.devices.memory import MemoryWriter
 from hpstore.errors import CheckpointError, RegistersUnavailable, TooFewDevices, VersionConflict
-from hpstore.objects.info import ObjectInfo
-from hpstore.pool import Pool
-from hpstore.testing.harness import Harness
+from hpstore.objects.object_info import ObjectInfo
+from hpstore.pool.pool import Pool
+from hpstore.runtime.clock import SystemClock
+from hpstore.testing.memory_pool import Harness
 
 pytestmark = pytest.mark.usefixtures("segments_apart")
 
-NOTE = Attempt(
+NOTE = SaveAttempt(
     step=1, nonce="n", host="another", boot="b", pid=1, namespace="pid:[1]", started_ms=0,
     beat_ms=0, session="s",
 )  # fmt: skip
@@ -78,13 +81,13 @@ def test_a_step_that_retention_takes_gives_way_to_a_newer_one(
 
         reader = Checkpointer(other, "run", rng=False)
         if how == "restore":
-            plain = restoring.restore_state
+            plain = fill_state.restore_state
 
             def late(*args: object) -> object:
                 go_on()
                 return plain(*args)  # type: ignore[arg-type]
 
-            monkeypatch.setattr(restorer, "restore_state", late)
+            monkeypatch.setattr(collective_restore, "restore_state", late)
         elif how == "manifest":
             settle = Steps.settle
 
@@ -221,7 +224,7 @@ def test_a_save_that_does_not_fit_frees_what_it_wrote(harness: Harness) -> None:
 def test_a_note_is_judged_by_how_long_it_stood_still() -> None:
     """r11: another machine's clock says nothing, however far ahead or behind it is."""
     now = [0.0]
-    watch = Watch(lambda: now[0])
+    watch = NoteWatch(lambda: now[0])
     assert watch.unchanged_seconds("k", "v1") == 0
     now[0] = ATTEMPT_SECONDS - 1
     assert watch.unchanged_seconds("k", "v1") == ATTEMPT_SECONDS - 1
@@ -271,7 +274,7 @@ def test_a_save_whose_segments_were_collected_is_not_acknowledged(
 
         def between(job: SaveJob, written: Sequence[Written]) -> bytes:
             with monkeypatch.context() as patch, harness.open() as other:
-                patch.setattr("hpstore.checkpoint.steps.attempt_lives", lambda *_: False)
+                patch.setattr("hpstore.checkpoint.catalog.steps.attempt_lives", lambda *_: False)
                 assert Steps(other, "run").collect_garbage() == 1
             return manifest(job, written)
 
@@ -288,7 +291,8 @@ def collect_between(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, broken: str | None = None
 ) -> None:
     """Another session begins to save and collects, after this one's fence check and before its
-    manifest. `broken`: what of hpstore.checkpoint.fates fails in it, as if it were killed there."""
+    manifest. `broken`: what of hpstore.checkpoint.catalog.dead_saves fails in it, as if
+    it were killed there."""
     manifest = SaveJob._manifest
 
     def fail(*_: object, **__: object) -> None:
@@ -297,7 +301,7 @@ def collect_between(
     def between(job: SaveJob, written: Sequence[Written]) -> bytes:
         with monkeypatch.context() as patch, harness.open() as other:
             if broken is not None:
-                patch.setattr(f"hpstore.checkpoint.{broken}", fail)
+                patch.setattr(f"hpstore.checkpoint.catalog.{broken}", fail)
             attempt_notes.take_fence(other, "run", "another session")
             Steps(other, "run").collect_garbage()
         return manifest(job, written)
@@ -325,7 +329,7 @@ def test_a_collector_that_is_killed_leaves_a_mark_that_the_next_one_goes_on_from
     did; the save that it is of is over."""
     with harness.open() as pool, Checkpointer(pool, "run", rng=False, warm=False) as ckpt:
         save(ckpt, 1)
-        collect_between(harness, monkeypatch, "fates._decide")
+        collect_between(harness, monkeypatch, "dead_saves._decide")
         remove = SaveJob._remove_own
         monkeypatch.setattr(SaveJob, "_remove_own", lambda job: None)  # it is killed, too
         with pytest.raises(CheckpointError, match="took this save for dead"):
@@ -398,14 +402,14 @@ def test_a_mark_is_gone_on_from_wherever_its_collector_was_killed(
 
         where = "_delete" if kills == "before the note goes" else "_decide"
         with monkeypatch.context() as patch:
-            patch.setattr(f"hpstore.checkpoint.fates.{where}", fail)
+            patch.setattr(f"hpstore.checkpoint.catalog.dead_saves.{where}", fail)
             assert steps.collect_garbage() == 0
         listing = steps.listing()
         assert len(listing.condemned) == 1
         assert len(listing.attempts) == (where == "_delete")
         assert segment in pool.list()
         with monkeypatch.context() as patch:  # and once more
-            patch.setattr("hpstore.checkpoint.fates._decide", fail)
+            patch.setattr("hpstore.checkpoint.catalog.dead_saves._decide", fail)
             assert steps.collect_garbage() == 0
         assert not steps.listing().attempts
         assert pool.list() == pool.list(f"{prefix}/")

@@ -13,7 +13,7 @@ import torch
 
 from hpstore.checkpoint import Checkpointer
 from hpstore.errors import CheckpointMismatch
-from hpstore.testing.harness import Harness
+from hpstore.testing.memory_pool import Harness
 
 
 @pytest.fixture

@@ -17,14 +17,14 @@ import pytest
 import torch
 
 from hpstore.checkpoint import Checkpointer
-from hpstore.checkpoint.attempts import Attempt
-from hpstore.checkpoint.items import ItemColumns
-from hpstore.checkpoint.saving import SaveJob
-from hpstore.checkpoint.steps import Steps
+from hpstore.checkpoint.catalog.steps import Steps
+from hpstore.checkpoint.catalog.writer_fence import SaveAttempt
+from hpstore.checkpoint.format.items import ItemColumns
+from hpstore.checkpoint.save.save_job import SaveJob
 from hpstore.devices.wrappers import CrashCounter, SimulatedCrash
 from hpstore.errors import CheckpointError, HpstoreError, RedundancyError
-from hpstore.pool import Pool
-from hpstore.testing.harness import Harness
+from hpstore.pool.pool import Pool
+from hpstore.testing.memory_pool import Harness
 from hpstore.units import KIB
 from tests.thorough import crash_points
 
@@ -51,11 +51,11 @@ def the_dead_are_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     def hook(args: threading.ExceptHookArgs) -> None:
         assert issubclass(args.exc_type, SimulatedCrash), args
 
-    def lives(attempt: Attempt, _now_ms: int) -> bool:
+    def lives(attempt: SaveAttempt, _now_ms: int) -> bool:
         return attempt.pid == 0
 
     monkeypatch.setattr(threading, "excepthook", hook)
-    monkeypatch.setattr("hpstore.checkpoint.steps.attempt_lives", lives)
+    monkeypatch.setattr("hpstore.checkpoint.catalog.steps.attempt_lives", lives)
     logging.getLogger("hpstore").setLevel(logging.ERROR)
 
 
@@ -285,7 +285,7 @@ def before_put(pool: Pool, word: str, act: Callable[[], object]) -> None:
 @pytest.fixture
 def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Harness:
     """A pool whose saves are all taken for alive."""
-    monkeypatch.setattr("hpstore.checkpoint.steps.attempt_lives", lambda *_: True)
+    monkeypatch.setattr("hpstore.checkpoint.catalog.steps.attempt_lives", lambda *_: True)
     return Harness(tmp_path, data=2, parity=1, devices=4, unit_bytes=16 * KIB)
 
 

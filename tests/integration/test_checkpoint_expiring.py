@@ -10,8 +10,8 @@ import torch
 import hpstore
 from hpstore.checkpoint import Best, Checkpointer
 from hpstore.errors import ObjectNotFound
-from hpstore.expiry import Expiry, note_key
-from hpstore.pool import Pool
+from hpstore.maintenance.deferred_repair import Expiry, note_key
+from hpstore.pool.pool import Pool
 
 pytestmark = pytest.mark.usefixtures("segments_apart")
 

@@ -13,12 +13,12 @@ import torch
 
 import hpstore
 from hpstore.checkpoint import Checkpointer
-from hpstore.checkpoint.codecs import decode, encoder
-from hpstore.checkpoint.items import FRAME_BYTES
-from hpstore.checkpoint.manifest import MAGIC, Manifest, manifest_key
-from hpstore.checksum import digest128
+from hpstore.checkpoint.format.checkpoint_manifest import MAGIC, Manifest, manifest_key
+from hpstore.checkpoint.format.items import FRAME_BYTES
+from hpstore.checkpoint.format.segment_codecs import decode, encoder
 from hpstore.config import Settings
 from hpstore.errors import IntegrityError
+from hpstore.format.checksum import digest128
 from hpstore.units import MIB
 
 pytestmark = pytest.mark.usefixtures("segments_apart")

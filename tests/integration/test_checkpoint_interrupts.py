@@ -14,13 +14,13 @@ import torch
 
 import hpstore
 from hpstore.checkpoint import Checkpointer
-from hpstore.checkpoint.handles import SaveHandle, SaveReport
-from hpstore.checkpoint.manifest import manifest_key
-from hpstore.checkpoint.planner import Planner
-from hpstore.checkpoint.ranks import Ranks
-from hpstore.checkpoint.saving import SaveJob, Written
-from hpstore.checkpoint.stager import Stage
-from hpstore.checkpoint.steps import Steps
+from hpstore.checkpoint.catalog.steps import Steps
+from hpstore.checkpoint.format.checkpoint_manifest import manifest_key
+from hpstore.checkpoint.ranks.collectives import Ranks
+from hpstore.checkpoint.save.rank_plan import Planner
+from hpstore.checkpoint.save.save_handle import SaveHandle, SaveReport
+from hpstore.checkpoint.save.save_job import SaveJob, Written
+from hpstore.checkpoint.save.stage import SaveStage
 from hpstore.config import Settings
 from hpstore.errors import CheckpointError, VersionConflict
 from hpstore.testing.fake_accelerator import FakeAccelerator
@@ -72,7 +72,7 @@ def test_the_error_of_a_save_is_raised_after_an_interrupted_wait(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("hpstore.checkpoint.underway.wait", interrupted)
+        patch.setattr("hpstore.checkpoint.save.save_underway.wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ckpt.wait()
     with pytest.raises(VersionConflict, match="committed already"):
@@ -95,7 +95,7 @@ def test_close_ends_after_an_interrupted_wait(
     monkeypatch.setattr(SaveJob, "_publish", held)
     ckpt.save(1, {"w": torch.ones(3)})
     with monkeypatch.context() as patch:
-        patch.setattr("hpstore.checkpoint.underway.wait", interrupted)
+        patch.setattr("hpstore.checkpoint.save.save_underway.wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ckpt.wait()
         with pytest.raises(KeyboardInterrupt):
@@ -155,7 +155,7 @@ def test_memory_is_given_back_after_the_copies_into_it() -> None:
     gpu, weights = FakeAccelerator(), torch.nn.Linear(200, 200)
     state = {"model": weights, "optimizer": torch.optim.SGD(weights.parameters(), lr=0.1)}
     gpu.take(weights.parameters())
-    stage = Stage("overlap", gpu)
+    stage = SaveStage("overlap", gpu)
     planner = Planner(Ranks(1.0, alone=True), None, rng=False, allow_pickle=False)
     counters = {"overlap_without_optimizer_total": 0}
     stage.begin(planner.prepare(1, state), state, counters, lambda part: None)

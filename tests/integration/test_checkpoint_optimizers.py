@@ -11,8 +11,8 @@ import torch
 
 import hpstore
 from hpstore.checkpoint import Checkpointer
-from hpstore.checkpoint.pruning import pruned
-from hpstore.checkpoint.tree import TAG, Decoding, decode_tree
+from hpstore.checkpoint.restore.rank_subset import pruned
+from hpstore.checkpoint.state.state_tree import TAG, Decoding, decode_tree
 from hpstore.errors import CheckpointError, CheckpointMismatch
 
 Made = tuple[torch.nn.Module, torch.optim.Optimizer]

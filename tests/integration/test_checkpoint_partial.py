@@ -15,7 +15,7 @@ import hpstore
 from hpstore.checkpoint import Checkpointer
 from hpstore.config import Settings
 from hpstore.errors import CheckpointError, CheckpointMismatch, HpstoreError
-from hpstore.testing.harness import Harness
+from hpstore.testing.memory_pool import Harness
 from hpstore.units import KIB, MIB
 
 pytestmark = pytest.mark.usefixtures("segments_apart")
@@ -260,7 +260,7 @@ LATER: dict[str, tuple[Callable[[], Any], str]] = {
     "key": (lambda: {"\ud800": 1}, r"'a/b' has the key '\\ud800'"),
     "key of a module": (lambda: torch.nn.ParameterDict({"\ud800": torch.ones(2)}), "surrogate"),
     # single.py `dtypes`: torch's own NotImplementedError, and bytes that no restore could take
-    "int4": (lambda: torch.zeros(4, dtype=torch.uint8).view(torch.int4),
+    "int4": (lambda: torch.zeros(4, dtype=torch.uint8).view(torch.int4),  # type: ignore[attr-defined]
              r"'a/b' is a tensor of torch\.int4.*x\.view\(torch\.uint8\)"),
     "quint8": (lambda: torch.zeros(4, dtype=torch.uint8).view(torch.quint8),
                r"'a/b' is a tensor of torch\.quint8.*x\.view\(torch\.uint8\)"),

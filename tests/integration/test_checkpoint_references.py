@@ -9,7 +9,7 @@ import torch
 
 import hpstore
 from hpstore.checkpoint import Checkpointer
-from hpstore.checkpoint.steps import Steps
+from hpstore.checkpoint.catalog.steps import Steps
 from tests.integration.nets import same
 
 pytestmark = pytest.mark.usefixtures("segments_apart")

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 import hpstore
-from hpstore.checkpoint import Checkpointer, after_commit
-from hpstore.checkpoint.attempts import Attempt, attempt_lives, began, here
-from hpstore.checkpoint.manifest import manifest_key
+from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint.catalog.writer_fence import SaveAttempt, attempt_lives, began, here
+from hpstore.checkpoint.format.checkpoint_manifest import manifest_key
+from hpstore.checkpoint.save import after_commit
 from hpstore.config import Settings
-from hpstore.testing.harness import Harness
+from hpstore.testing.memory_pool import Harness
 from hpstore.units import MIB
 
 pytestmark = pytest.mark.usefixtures("segments_apart")
@@ -109,9 +110,9 @@ def test_another_process_with_the_id_of_a_dead_save_is_not_it(sleeper: int) -> N
     host, boot, space = here()
     ticks = began(sleeper)
     assert ticks
-    note = Attempt(step=1, nonce="aa", host=host, boot=boot, pid=sleeper, namespace=space,
+    note = SaveAttempt(step=1, nonce="aa", host=host, boot=boot, pid=sleeper, namespace=space,
                    started_ms=0, ticks=ticks)  # fmt: skip
-    note = Attempt.decode(note.encode(), where="here")
+    note = SaveAttempt.decode(note.encode(), where="here")
     assert attempt_lives(note, 10**15)
     assert not attempt_lives(replace(note, ticks=ticks - 1), 10**15)
     assert attempt_lives(replace(note, ticks=0), 10**15)  # of a version that did not say
@@ -119,11 +120,11 @@ def test_another_process_with_the_id_of_a_dead_save_is_not_it(sleeper: int) -> N
 
 
 def test_a_save_notes_when_its_process_began(pool: hpstore.Pool) -> None:
-    found: list[Attempt] = []
+    found: list[SaveAttempt] = []
 
     def look(done: int, total: int) -> None:
         keys = pool.list("run/attempts/")
-        found.extend(Attempt.decode(pool.get(key), where=key) for key in keys)
+        found.extend(SaveAttempt.decode(pool.get(key), where=key) for key in keys)
 
     with Checkpointer(pool, "run") as ckpt:
         ckpt.save(1, {"x": torch.zeros(90_000)}, progress=look).result()

@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-import hpstore
-from hpstore.checkpoint import Checkpointer, after_commit
-from hpstore.checkpoint.after_commit import AfterCommits
-from hpstore.checkpoint.attempts import take_fence
-from hpstore.checkpoint.handles import SaveReport
-from hpstore.checkpoint.manifest import HEAD_BYTES, manifest_key
-from hpstore.checkpoint.saving import SaveJob
-from hpstore.checkpoint.steps import Steps
+from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint.catalog.retention import Retention
+from hpstore.checkpoint.catalog.steps import Steps
+from hpstore.checkpoint.catalog.writer_fence import take_fence
+from hpstore.checkpoint.format.checkpoint_manifest import HEAD_BYTES, manifest_key
+from hpstore.checkpoint.save import after_commit
+from hpstore.checkpoint.save.after_commit import AfterCommits
+from hpstore.checkpoint.save.save_handle import SaveReport
+from hpstore.checkpoint.save.save_job import SaveJob
 from hpstore.errors import VersionConflict
-from hpstore.pool import Pool
-from hpstore.testing.harness import Harness
+from hpstore.pool.pool import Pool
+from hpstore.testing.memory_pool import Harness
 
 
 @pytest.fixture
@@ -219,7 +220,7 @@ def test_retention_runs_once_a_minute_or_when_much_is_left(
 ) -> None:
     """At the first save; within a minute not again, unless a run goes back or saves are large."""
     now, steps = [0.0], Recording(pool, monkeypatch)
-    retention = hpstore.checkpoint.retention.Retention(keep_last=1)
+    retention = Retention(keep_last=1)
     after = AfterCommits(steps, retention, "mine", {}, clock=lambda: now[0])  # type: ignore[arg-type]
     after.committed(report(1))
     assert steps.retained == [1]
@@ -246,7 +247,7 @@ def test_a_session_that_lost_the_fence_removes_nothing(
 ) -> None:
     """What it left may be another run's by now: that one went back to an earlier step."""
     steps = Recording(pool, monkeypatch)
-    retention = hpstore.checkpoint.retention.Retention(keep_last=1)
+    retention = Retention(keep_last=1)
     after = AfterCommits(steps, retention, "mine", {}, clock=lambda: 0.0)  # type: ignore[arg-type]
     after.committed(report(1))
     after.committed(report(2))
@@ -260,7 +261,7 @@ def test_what_could_not_be_seen_to_is_seen_to_later(
 ) -> None:
     """While it is unclear who saves here, and after Ctrl-C in the middle."""
     steps: Any = Recording(pool, monkeypatch)
-    retention = hpstore.checkpoint.retention.Retention(keep_last=1)
+    retention = Retention(keep_last=1)
     after = AfterCommits(steps, retention, "mine", {}, clock=lambda: 0.0)
     steps.session = None
     after.committed(report(1))

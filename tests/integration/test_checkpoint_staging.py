@@ -16,13 +16,14 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import hpstore
-from hpstore.checkpoint import Checkpointer, staging
-from hpstore.checkpoint.gates import CopyGate
-from hpstore.checkpoint.samples import Samples
+from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint.save import staging_memory
+from hpstore.checkpoint.save.copy_gate import CopyGate
+from hpstore.checkpoint.save.copy_samples import Samples
 from hpstore.config import Settings
 from hpstore.errors import CheckpointError, DeviceFull
 from hpstore.testing.fake_accelerator import FakeAccelerator
-from hpstore.testing.harness import Harness
+from hpstore.testing.memory_pool import Harness
 from hpstore.units import MIB
 from tests.integration.nets import Net, adamw, backward, level, same, train, values
 
@@ -44,7 +45,7 @@ class Gate:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._open = threading.Event()
         self.bytes = 0
-        original = staging._plain_copy
+        original = staging_memory._plain_copy
 
         def gated(target: torch.Tensor, source: torch.Tensor, passing: CopyGate) -> None:
             if not self._open.wait(20):
@@ -52,7 +53,7 @@ class Gate:
             original(target, source, passing)
             self.bytes += source.nbytes
 
-        patch.setattr(staging, "_plain_copy", gated)
+        patch.setattr(staging_memory, "_plain_copy", gated)
 
     def go(self, *_: object) -> None:
         """Let copies pass from now on."""

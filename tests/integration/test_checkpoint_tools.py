@@ -20,28 +20,17 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import hpstore
-from hpstore.checkpoint import (
-    Checkpointer,
-    Manifest,
-    dcp_directories,
-    export_checkpoint,
-    import_checkpoint,
-    restoring,
-    streaming,
-)
-from hpstore.checkpoint.attempts import fence_key, here
-from hpstore.checkpoint.items import Box, Item, whole
-from hpstore.checkpoint.outline import leaves, only_branch, stripped, subtree
-from hpstore.checkpoint.safetensors_files import DTYPES, read_safetensors
-from hpstore.checkpoint.tree import Collected, encode_tree
-from hpstore.cli.describe import described
-from hpstore.errors import (
-    CheckpointError,
-    ConfigError,
-    IntegrityError,
-    VersionConflict,
-)
-from hpstore.records import FORMAT, seal
+from hpstore.checkpoint import Checkpointer, Manifest, export_checkpoint, import_checkpoint
+from hpstore.checkpoint.catalog.writer_fence import fence_key, here
+from hpstore.checkpoint.convert import dcp_directories
+from hpstore.checkpoint.convert.safetensors_files import DTYPES, read_safetensors
+from hpstore.checkpoint.format.items import Box, Item, whole
+from hpstore.checkpoint.restore import fill_state, tensor_stream
+from hpstore.checkpoint.state.state_tree import CollectedTensors, encode_tree
+from hpstore.checkpoint.state.tree_paths import leaves, only_branch, stripped, subtree
+from hpstore.cli.checkpoint_tables import described
+from hpstore.errors import CheckpointError, ConfigError, IntegrityError, VersionConflict
+from hpstore.format.records import FORMAT, seal
 
 RUN = "runs/a"
 FORMATS = ("safetensors", "torch", "dcp")
@@ -225,7 +214,7 @@ def test_compressed_and_small_groups_export_alike(
     wanted = {"a": torch.zeros(3000, 100), "b": torch.randn(1000), "c": torch.ones(7)}
     with Checkpointer(pool, RUN, compression="zstd") as checkpointer:
         checkpointer.save(1, {"m": dict(wanted)}).result()
-    monkeypatch.setattr(streaming, "GROUP_BYTES", 1)
+    monkeypatch.setattr(tensor_stream, "GROUP_BYTES", 1)
     seen: list[tuple[int, int]] = []
     export(pool, tmp_path / "m.safetensors", progress=lambda *step: seen.append(step))
     found = safetensors.torch.load_file(tmp_path / "m.safetensors")
@@ -254,15 +243,15 @@ def test_a_failed_export_leaves_what_was_there(
     if force:
         export(pool, place / "out", format=kind)
     before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
-    read = restoring.load_tensors
+    read = fill_state.load_tensors
 
     def failing(pool: Any, manifest: Any, names: Any, device: Any) -> Any:
         if "m/b" in names:
             raise IntegrityError("damaged")
         return read(pool, manifest, names, device)
 
-    monkeypatch.setattr(streaming, "GROUP_BYTES", 1)
-    monkeypatch.setattr(streaming, "load_tensors", failing)
+    monkeypatch.setattr(tensor_stream, "GROUP_BYTES", 1)
+    monkeypatch.setattr(tensor_stream, "load_tensors", failing)
     with pytest.raises(IntegrityError, match="damaged"):
         export(pool, place / "out", format=kind, force=force)
     assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
@@ -454,7 +443,7 @@ def test_inspect_shows_boxes_frames_and_values_kept_by_rank() -> None:
 def test_keys_choose_parts_of_a_tree() -> None:
     """Subtrees by path, in dicts of any keys; prefixes come off; lists stay whole."""
     state = {"m": {"a/b": torch.zeros(1), "c": 1}, "n": {5: {"d": 2}}, "l": [torch.ones(1), {}]}
-    tree = encode_tree(state, "", Collected())
+    tree = encode_tree(state, "", CollectedTensors())
     assert [leaf.path for leaf in leaves(tree)] == ["m/a/b", "m/c", "n/5/d", "l/0"]
     assert [leaf.path for leaf in leaves(subtree(tree, ["m/a/b", "n/5"]))] == ["m/a/b", "n/5/d"]
     assert [leaf.path for leaf in leaves(stripped(subtree(tree, ["m"]), "m/"))] == ["a/b", "c"]

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 import hpstore
-from hpstore.checkpoint.items import Item, ItemColumns, whole
-from hpstore.checkpoint.manifest import manifest_key
-from hpstore.checkpoint.packing import Segment
-from hpstore.checkpoint.ranks import Channel, Ranks
-from hpstore.checkpoint.saving import Earlier, SaveJob, SaveOptions, Written
-from hpstore.checkpoint.steps import Steps
-from hpstore.checkpoint.tree import tensor_names
+from hpstore.checkpoint.catalog.steps import Steps
+from hpstore.checkpoint.format.checkpoint_manifest import manifest_key
+from hpstore.checkpoint.format.items import Item, ItemColumns, whole
+from hpstore.checkpoint.format.pack import Segment
+from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
+from hpstore.checkpoint.save.save_job import Earlier, SaveJob, SaveOptions, Written
+from hpstore.checkpoint.state.state_tree import tensor_names
 from hpstore.errors import CheckpointError
 
 TENSOR = {"$": "tensor", "item": "x"}
@@ -27,10 +27,10 @@ class Two(Ranks):
         super().__init__(1.0, alone=True)
         self.world, self._other = 2, other
 
-    def all_gather(self, mine: bytes, channel: Channel) -> list[bytes]:
+    def all_gather(self, mine: bytes, channel: RankChannel) -> list[bytes]:
         return [mine, self._other().encode() if b'"tree"' in mine else mine]
 
-    def broadcast(self, message: bytes, channel: Channel) -> bytes:
+    def broadcast(self, message: bytes, channel: RankChannel) -> bytes:
         return message
 
 

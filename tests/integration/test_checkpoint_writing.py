@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 import hpstore
 from hpstore.checkpoint import Best, Checkpointer
-from hpstore.checkpoint.codecs import CODECS
+from hpstore.checkpoint.format.segment_codecs import CODECS
 from hpstore.errors import CheckpointError, VersionConflict
 from tests.integration.nets import Net, adamw, level, same, train, values
 

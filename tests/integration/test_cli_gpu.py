@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import hpstore
 from hpstore.cli import app
 from hpstore.errors import ConfigError
-from hpstore.loaders.direct.detect import Route
+from hpstore.loaders.gpu.direct.detect import Route
 
 
 def test_a_pools_devices_and_directories_are_told_of(tmp_path: Path) -> None:

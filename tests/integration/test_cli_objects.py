@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import hpstore
-from hpstore.objects.read import Changed, ObjectReader
+from hpstore.objects.read.object_reader import Changed, ObjectReader
 from tests.integration.cli_cases import Cli
 
-COMMANDS = importlib.import_module("hpstore.cli.app")  # hpstore.cli has another `app`
+COMMANDS = importlib.import_module("hpstore.cli.pool_commands")  # hpstore.cli has another `app`
 OLD, NEW = b"o" * 300_000, b"n" * 300_000
 
 

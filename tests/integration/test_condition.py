@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpstore.errors import TooFewDevices
-from hpstore.testing.harness import FakeClock, Harness
+from hpstore.testing.memory_pool import FakeClock, Harness
 
 
 class BusyClock(FakeClock):

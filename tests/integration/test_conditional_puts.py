@@ -19,9 +19,9 @@ from hpstore.errors import (
     TooManyErasures,
     VersionConflict,
 )
-from hpstore.objects.info import ObjectInfo
-from hpstore.pool import Pool
-from hpstore.testing.harness import FakeClock, Harness
+from hpstore.objects.object_info import ObjectInfo
+from hpstore.pool.pool import Pool
+from hpstore.testing.memory_pool import FakeClock, Harness
 from tests.turns import TurnProcess
 
 HOUR_MS = 3_600_000

@@ -10,8 +10,8 @@ import pytest
 
 from hpstore.devices.wrappers import SimulatedCrash
 from hpstore.errors import ObjectNotFound, TooManyErasures
-from hpstore.pool import Pool
-from hpstore.testing.harness import FakeClock, Harness
+from hpstore.pool.pool import Pool
+from hpstore.testing.memory_pool import FakeClock, Harness
 from tests.thorough import crash_points
 
 OLD, NEW = b"o" * 300_000, b"n" * 350_000

@@ -9,8 +9,8 @@ import pytest
 
 import hpstore
 from hpstore.config import Settings
-from hpstore.geometry import BLOCK_BYTES
-from hpstore.header import HEADER_BYTES
+from hpstore.format.column_header import HEADER_BYTES
+from hpstore.format.geometry import BLOCK_BYTES
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
 from hpstore.units import MIB
 

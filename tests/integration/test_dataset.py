@@ -13,9 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
 
-from hpstore.errors import (
-    ConfigError,
-)
+from hpstore.errors import ConfigError
 from hpstore.loaders import (
     Dataset,
     DatasetWriter,
@@ -24,8 +22,8 @@ from hpstore.loaders import (
     list_datasets,
     verify_dataset,
 )
-from hpstore.pool import Pool
-from hpstore.rebuild import Progress
+from hpstore.maintenance.rebuild import Progress
+from hpstore.pool.pool import Pool
 from tests.integration.data_sets import (
     FIELDS,
     SMALL,

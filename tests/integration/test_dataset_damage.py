@@ -18,23 +18,12 @@ import numpy as np
 import pytest
 
 import hpstore
-from hpstore.errors import (
-    ConfigError,
-    IntegrityError,
-    ObjectNotFound,
-    TooManyErasures,
-)
-from hpstore.keys import object_directory
-from hpstore.loaders import (
-    Dataset,
-    DatasetWriter,
-    list_datasets,
-    open_shards,
-    remove_orphans,
-    verify_dataset,
-)
-from hpstore.pool import Pool
-from hpstore.pooled import Readers
+from hpstore.errors import ConfigError, IntegrityError, ObjectNotFound, TooManyErasures
+from hpstore.format.keys import object_directory
+from hpstore.loaders import Dataset, DatasetWriter, list_datasets, remove_orphans, verify_dataset
+from hpstore.loaders.dataset import open_objects
+from hpstore.objects.read.range_reader import Readers
+from hpstore.pool.pool import Pool
 from tests.integration.data_sets import (
     FIELDS,
     SMALL,
@@ -227,8 +216,8 @@ def test_open_shards_are_few_and_closed_with_their_thread(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No more than the limit in each thread, and of those that are shared; none after close()."""
-    monkeypatch.setattr(open_shards, "LEAST_READERS", 2)
-    monkeypatch.setattr(open_shards, "FILES_SHARE", 1 << 40)
+    monkeypatch.setattr(open_objects, "LEAST_READERS", 2)
+    monkeypatch.setattr(open_objects, "FILES_SHARE", 1 << 40)
     data = write_samples(pool, "a", range(COUNT))
     stream = data.streams[0]
     assert stream.shard_count > 4

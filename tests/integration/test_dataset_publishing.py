@@ -11,13 +11,7 @@ import numpy as np
 import pytest
 
 from hpstore.devices.wrappers import SimulatedCrash
-from hpstore.errors import (
-    ConfigError,
-    HpstoreError,
-    ObjectNotFound,
-    TooFewDevices,
-    VersionConflict,
-)
+from hpstore.errors import ConfigError, HpstoreError, ObjectNotFound, TooFewDevices, VersionConflict
 from hpstore.loaders import (
     Dataset,
     DatasetWriter,
@@ -28,8 +22,8 @@ from hpstore.loaders import (
     verify_dataset,
     written_parts,
 )
-from hpstore.pool import Pool
-from hpstore.testing.harness import Harness
+from hpstore.pool.pool import Pool
+from hpstore.testing.memory_pool import Harness
 from hpstore.units import KIB
 from tests.integration.data_sets import (
     FIELDS,

@@ -15,27 +15,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import (
-    AsyncCheckpointerType,
-)
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 import hpstore
-from hpstore.checkpoint import (
-    Checkpointer,
-    SafeLoadPlanner,
-    Stager,
-    StorageReader,
-    StorageWriter,
-)
-from hpstore.checkpoint.attempts import Attempt
-from hpstore.checkpoint.manifest import Manifest
+from hpstore.checkpoint import Checkpointer, SafeLoadPlanner, Stager, StorageReader, StorageWriter
+from hpstore.checkpoint.catalog.writer_fence import SaveAttempt
+from hpstore.checkpoint.format.checkpoint_manifest import Manifest
 from hpstore.config import Settings
 from hpstore.errors import CheckpointError, IntegrityError
-from hpstore.testing.harness import Harness
+from hpstore.testing.memory_pool import Harness
 from hpstore.units import MIB
 
 PATH = "runs/gpt/step-100"
@@ -296,7 +288,7 @@ def test_a_staged_block_is_written_where_it_lies(
     """What our Stager staged is not copied again by the writer."""
     stager = Stager()
     with pool:
-        monkeypatch.setattr("hpstore.checkpoint.dcp_writing.place", None)  # the copying way
+        monkeypatch.setattr("hpstore.checkpoint.dcp.storage_writer.place", None)  # the copying way
         staged = stager.stage(state(1))
         dcp_save(staged, storage_writer=StorageWriter(pool, PATH), no_dist=True)
         monkeypatch.undo()
@@ -358,7 +350,7 @@ def notes(pool: hpstore.Pool) -> list[str]:
 
 def beat_of(pool: hpstore.Pool, key: str) -> int:
     """When a note was last renewed, in ms."""
-    return Attempt.decode(pool.get(key), where=key).beat_ms
+    return SaveAttempt.decode(pool.get(key), where=key).beat_ms
 
 
 def test_the_note_of_a_rank_is_renewed_until_it_is_removed(
@@ -366,7 +358,7 @@ def test_the_note_of_a_rank_is_renewed_until_it_is_removed(
 ) -> None:
     """PROTOCOL 18: a long save on another host stays alive; the commit ends every rank's note, also
     a rank's that hears nothing of it; a renewal that became visible though it failed ends none."""
-    monkeypatch.setattr("hpstore.checkpoint.attempts.BEAT_SECONDS", 0.01)
+    monkeypatch.setattr("hpstore.checkpoint.catalog.writer_fence.BEAT_SECONDS", 0.01)
     end = time.monotonic() + 60
     with pool:
         writer = StorageWriter(pool, PATH)

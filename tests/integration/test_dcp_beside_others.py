@@ -10,13 +10,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from hpstore.checkpoint import (
-    StorageReader,
-    StorageWriter,
-)
-from hpstore.checkpoint.manifest import Manifest
-from hpstore.pool import Pool
-from hpstore.testing.harness import Harness
+from hpstore.checkpoint import StorageReader, StorageWriter
+from hpstore.checkpoint.format.checkpoint_manifest import Manifest
+from hpstore.pool.pool import Pool
+from hpstore.testing.memory_pool import Harness
 
 
 @pytest.fixture
@@ -51,7 +48,7 @@ def collect_dead(pool: Pool) -> None:
     """As another rank's clean-up, by a judge who takes every save for dead."""
     writer = AsRank(pool, "c")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hpstore.checkpoint.dcp_writing.attempt_lives", lambda *_: False)
+        patch.setattr("hpstore.checkpoint.dcp.storage_writer.attempt_lives", lambda *_: False)
         writer._remove_dead_notes(set())
 
 

@@ -12,7 +12,7 @@ from hpstore.config import Settings
 from hpstore.devices.base import Device
 from hpstore.devices.wrappers import FaultyDevice
 from hpstore.errors import MembershipError, ObjectNotFound, TooFewDevices, TooManyErasures
-from hpstore.testing.harness import FakeClock, Harness, Wrap
+from hpstore.testing.memory_pool import FakeClock, Harness, Wrap
 from hpstore.units import KIB, MIB
 
 GEOMETRIES = [(k, m) for k in (1, 2, 3, 4, 6) for m in (1, 2, 3)]

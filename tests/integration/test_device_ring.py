@@ -17,7 +17,7 @@ import torch
 import hpstore
 from hpstore.errors import ConfigError
 from hpstore.loaders import DataLoader, Dataset, Ragged
-from hpstore.loaders.device_ring import DeviceRing
+from hpstore.loaders.gpu.device_ring import DeviceRing
 from hpstore.testing.fake_gpu import FakeGpu
 from hpstore.units import KIB, MIB
 from tests.integration.loader_cases import COUNT, KINDS, PLAIN, flat, write

@@ -18,11 +18,11 @@ import xxhash
 import hpstore
 from hpstore.config import load_config
 from hpstore.errors import DirectUnavailable, IntegrityError
-from hpstore.geometry import BLOCK_BYTES, block_span
-from hpstore.loaders.direct.columns import DirectColumn
-from hpstore.loaders.direct.decode import DecodeJobs, decode
-from hpstore.loaders.direct.engine import DirectEngine
-from hpstore.loaders.direct.verify import Blocks, verify
+from hpstore.format.geometry import BLOCK_BYTES, block_span
+from hpstore.loaders.gpu.direct.cufile_queue import DirectEngine
+from hpstore.loaders.gpu.direct.device_columns import DirectColumn
+from hpstore.loaders.gpu.direct.gpu_checksums import Blocks, verify
+from hpstore.loaders.gpu.direct.gpu_decode import DecodeJobs, decode
 from hpstore.testing import pattern
 from hpstore.testing.fake_direct import FakeCuFile
 from hpstore.units import KIB, MIB
@@ -206,6 +206,6 @@ def test_without_triton_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch, call
     import sys
 
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "hpstore.loaders.direct.kernels", raising=False)
+    monkeypatch.delitem(sys.modules, "hpstore.loaders.gpu.direct.kernels", raising=False)
     with pytest.raises(DirectUnavailable, match=r"hpstore\[gpu\]"):
         call(torch.zeros(4096, dtype=torch.uint8))  # type: ignore[operator]

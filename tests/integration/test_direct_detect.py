@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hpstore.loaders.direct import detect
-from hpstore.loaders.direct.detect import (
+from hpstore.loaders.gpu.direct import detect
+from hpstore.loaders.gpu.direct.detect import (
     ChildReport,
     Detector,
     Route,
@@ -21,8 +21,8 @@ from hpstore.loaders.direct.detect import (
     run_child,
     verdict,
 )
-from hpstore.loaders.direct.facts import MachineFacts, MountFacts
-from hpstore.loaders.direct.probe import probe
+from hpstore.loaders.gpu.direct.machine_facts import MachineFacts, MountFacts
+from hpstore.loaders.gpu.direct.probe_child import probe
 from hpstore.testing.fake_direct import FakeCuFile
 
 GOOD = MachineFacts(

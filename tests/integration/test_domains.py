@@ -10,9 +10,9 @@ import pytest
 
 from hpstore.config import PoolConfig, load_config, save_config
 from hpstore.errors import MembershipError, ObjectNotFound, TooFewDevices
-from hpstore.members import unlisted
-from hpstore.records import DeviceState, Member, PoolRecord
-from hpstore.testing.harness import Harness
+from hpstore.format.records import DeviceState, Member, PoolRecord
+from hpstore.membership.open_members import unlisted
+from hpstore.testing.memory_pool import Harness
 
 SHAPES = [(4, 4, 4, 2), (3, 6, 6, 3)]
 KEYS = range(12)

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpstore.buffers import aligned_array
 from hpstore.codec.galois import Bytes
-from hpstore.devices.ring import read_batch
-from hpstore.header import ColumnHeader
-from hpstore.objects import fill as fill_module
-from hpstore.objects.columns import ColumnReader
-from hpstore.pool import Pool
-from hpstore.pooled import Filled, PooledReader, UnitFill
+from hpstore.devices.io_uring import read_batch
+from hpstore.format.column_header import ColumnHeader
+from hpstore.objects.read import fill_units as fill_module
+from hpstore.objects.read.column_reader import ColumnReader
+from hpstore.objects.read.range_reader import Filled, PooledReader, UnitFill
+from hpstore.pool.pool import Pool
+from hpstore.runtime.buffers import aligned_array
 from hpstore.units import KIB
 from tests.fault.common import Bench, Hangs, column_number, flip, needs_ring, payload, poll, within
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hpstore.checksum import digest128
-from hpstore.devices.horizons import HORIZON, MARK, encode_counter
+from hpstore.devices.horizon_guard import HORIZON, MARK, encode_counter
 from hpstore.devices.memory import MemoryDevice
 from hpstore.errors import (
     FormatTooNew,
@@ -23,18 +22,19 @@ from hpstore.errors import (
     TooFewDevices,
     TooManyErasures,
 )
-from hpstore.header import (
+from hpstore.format.checksum import digest128
+from hpstore.format.column_header import (
     HEADER_BYTES,
     ColumnHeader,
     decode_header,
     encode_header,
     encode_table,
 )
-from hpstore.keys import MAX_COUNTER, ColumnName, Kind, NameTags, parse_column_name
-from hpstore.pool import Pool
-from hpstore.pool_key import PoolKey, Use
-from hpstore.records import IDENTITY_FILE, NEWEST_FORMAT, POOL_FILE, PoolRecord, seal
-from hpstore.testing.harness import FakeClock, Harness
+from hpstore.format.keys import MAX_COUNTER, ColumnName, Kind, NameTags, parse_column_name
+from hpstore.format.pool_key import PoolKey, Use
+from hpstore.format.records import IDENTITY_FILE, NEWEST_FORMAT, POOL_FILE, PoolRecord, seal
+from hpstore.pool.pool import Pool
+from hpstore.testing.memory_pool import FakeClock, Harness
 from hpstore.testing.simulation.forgeries import forged_copy
 
 SMALL, BIG = b"genuine" * 100, bytes(range(256)) * 4096

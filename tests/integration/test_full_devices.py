@@ -10,8 +10,8 @@ from hpstore.devices.base import TMP, Device
 from hpstore.devices.reserve import reserve_bytes
 from hpstore.devices.wrappers import DeviceWrapper
 from hpstore.errors import DeviceFull, MembershipError, PoolFull
-from hpstore.records import POOL_FILE, DeviceState
-from hpstore.testing.harness import Harness
+from hpstore.format.records import POOL_FILE, DeviceState
+from hpstore.testing.memory_pool import Harness
 from hpstore.units import KIB, MIB
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from hpstore.agent.serve import StatusServer
+from hpstore.agent.http_server import StatusServer
+from hpstore.agreement.registers import REPAIR
 from hpstore.config import private_directory
 from hpstore.errors import LockTimeout
 from hpstore.locks import file_lock
-from hpstore.registers import REPAIR
-from hpstore.testing.harness import FakeClock, Harness
+from hpstore.testing.memory_pool import FakeClock, Harness
 
 
 class BusyClock(FakeClock):

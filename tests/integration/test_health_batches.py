@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 
 from hpstore.codec.galois import Bytes
-from hpstore.devices.ring import LATE, UNTRIED, Batch, read_batch
+from hpstore.devices.io_uring import LATE, UNTRIED, RingBatch, read_batch
 from hpstore.health import monitor as monitor_module
+from hpstore.health.detect.io_recorder import IoOutcome, Operation
 from hpstore.health.monitor import history_path
-from hpstore.health.recorder import Operation, Outcome
-from hpstore.objects import scatter as scatter_module
-from hpstore.objects.metering import BatchMeter
-from hpstore.objects.scatter import Scatter, Scattered
-from hpstore.pool import Pool
-from hpstore.pooled import PooledReader
+from hpstore.objects.read import scatter as scatter_module
+from hpstore.objects.read.batch_timing import BatchMeter
+from hpstore.objects.read.range_reader import PooledReader
+from hpstore.objects.read.scatter import Scatter, Scattered
+from hpstore.pool.pool import Pool
 from hpstore.units import KIB
 from tests.fault.common import Bench, exit_status, forked, payload, poll, rings
 
@@ -76,7 +76,7 @@ def test_a_batch_is_noted_by_device_in_one_row(pool: Pool) -> None:
         for recorder in recorders.values():
             rows = recorder.drain()
             assert rows.operation.tolist() == [Operation.READ]
-            assert rows.outcome.tolist() == [Outcome.OK]
+            assert rows.outcome.tolist() == [IoOutcome.OK]
             assert rows.seconds[0] > 0
             assert RECORD <= rows.nbytes[0] <= RECORD + 4 * KIB
             assert rows.in_flight[0] == len(STARTS)
@@ -133,9 +133,9 @@ def test_a_batch_probes_the_device_that_it_keeps_off(pool: Pool) -> None:
         assert pool.metrics.value("read_probe_total") == 1  # not so soon again
 
 
-def batch(results: list[int], late: Future[None] | None = None) -> Batch:
+def batch(results: list[int], late: Future[None] | None = None) -> RingBatch:
     times = np.where(np.array(results) == LATE, 1e9, 0.25)
-    return Batch(np.array(results), late, times)
+    return RingBatch(np.array(results), late, times)
 
 
 def test_late_and_failed_reads_of_a_batch_are_noted(pool: Pool) -> None:
@@ -151,7 +151,7 @@ def test_late_and_failed_reads_of_a_batch_are_noted(pool: Pool) -> None:
     meter.end(batch([4096, LATE, 4096, -5, 4096, 4096], ended), np.full(6, 4096))
     assert recorders[well].drain().seconds.tolist() == [0.25]
     rows = recorders[failing].drain()
-    assert (rows.outcome.tolist(), rows.count.tolist()) == ([Outcome.ERROR], [1])
+    assert (rows.outcome.tolist(), rows.count.tolist()) == ([IoOutcome.ERROR], [1])
     assert [r.oldest_seconds(1e12) > 0 for r in recorders.values()] == [True, False, False]
     ended.set_result(None)
     assert recorders[late].oldest_seconds(1e12) == 0
@@ -289,7 +289,7 @@ def test_a_history_that_cannot_be_written_stops_nothing(
     device = next(iter(store.view.devices))
     recorder = pool.health.telemetry.recorder(device)
     for _ in range(10):
-        recorder.record(Operation.META, 0, 1, 0.0, Outcome.ERROR)
+        recorder.record(Operation.META, 0, 1, 0.0, IoOutcome.ERROR)
     pool.health.tick_now()
     assert pool.health.snapshot().devices[device].state.value == "faulted"
     assert pool.metrics.value("health_history_error_total") > 0

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from hpstore.config import Settings
+from hpstore.health.detect.verdicts import HealthState
 from hpstore.health.history import History
 from hpstore.health.monitor import history_path
-from hpstore.health.verdicts import HealthState
-from hpstore.metrics import Metrics
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
+from hpstore.runtime.metrics import Metrics
 from hpstore.testing import ManualClock
-from hpstore.testing.harness import Harness
-from hpstore.testing.slowness import Latencies
+from hpstore.testing.memory_pool import Harness
+from hpstore.testing.slow_device import Latencies
 from hpstore.units import KIB, MIB
 from tests.fault.common import Bench, payload, wrapping
 

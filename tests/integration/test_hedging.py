@@ -16,13 +16,13 @@ import pytest
 
 from hpstore.devices.base import Device
 from hpstore.devices.wrappers import FaultyDevice
-from hpstore.health.recorder import Outcome
-from hpstore.health.verdicts import HealthState
-from hpstore.objects import hedging
-from hpstore.objects import read as read_module
-from hpstore.patience import wait_awake
-from hpstore.pool import Pool
-from hpstore.pooled import PooledReader
+from hpstore.health.detect.io_recorder import IoOutcome
+from hpstore.health.detect.verdicts import HealthState
+from hpstore.objects.read import hedge
+from hpstore.objects.read import object_reader as read_module
+from hpstore.objects.read.range_reader import PooledReader
+from hpstore.pool.pool import Pool
+from hpstore.runtime.deadline_wait import wait_awake
 from hpstore.testing import ManualClock
 from hpstore.units import KIB
 from tests.fault.common import Bench, payload, poll, within, wrapping
@@ -135,7 +135,7 @@ def test_late_reads_of_a_file_that_was_closed_do_not_accuse_the_device(tmp_path:
         late.release()
         poll(LIMIT, lambda: late.pool._store.buffers.budget.used_bytes == 0)
         for recorder in recorders:
-            assert Outcome.ERROR not in recorder.drain().outcome
+            assert IoOutcome.ERROR not in recorder.drain().outcome
             assert recorder.oldest_seconds(1e12) == 0
 
 
@@ -151,15 +151,15 @@ def test_a_spare_that_was_opened_serves_the_next_reads(tmp_path: Path) -> None:
 
 def test_three_late_reads_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most two spares a window: what is later than that is not one device's fault."""
-    monkeypatch.setattr(hedging, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(hedge, "_LOOK_SECONDS", 0.001)
     looks: list[tuple[int, str]] = []
-    due = hedging._Race._due
+    due = hedge._Race._due
 
-    def look(race: hedging._Race, late: list[int]) -> str:
+    def look(race: hedge._Race, late: list[int]) -> str:
         looks.append((len(late), due(race, late)))
         return looks[-1][1]
 
-    monkeypatch.setattr(hedging._Race, "_due", look)
+    monkeypatch.setattr(hedge._Race, "_due", look)
     with late_pool(tmp_path) as late, ThreadPoolExecutor(1) as threads:
         late.hang(0, 1, 2)
         reading = threads.submit(late.read)
@@ -294,5 +294,5 @@ def test_damage_that_a_spare_meets_in_an_open_column_is_mended(tmp_path: Path) -
         late.release()
         assert reading.result(LIMIT) == BODY
         recorder = late.pool.health.telemetry.recorder(held.device_id)
-        assert Outcome.CHECKSUM in recorder.drain().outcome
+        assert IoOutcome.CHECKSUM in recorder.drain().outcome
         poll(LIMIT, lambda: late.count("read_repair_total") == 1)

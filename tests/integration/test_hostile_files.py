@@ -18,15 +18,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from hpstore.clock import SystemClock
 from hpstore.config import load_config
 from hpstore.errors import ConfigError, IngestError, IntegrityError, MalformedFile
-from hpstore.loaders.cache.wire import TURNS, address, listen
+from hpstore.loaders.cache.messages import TURNS, address, listen
 from hpstore.loaders.ingestion import open_source
-from hpstore.loaders.ingestion.arrays import numpy_files
-from hpstore.loaders.ingestion.arrow import ArrowTables
-from hpstore.loaders.ingestion.source import IndexedSource, Item, Source
-from hpstore.loaders.ingestion.tars import webdataset
+from hpstore.loaders.ingestion.arrow_source import ArrowTables
+from hpstore.loaders.ingestion.numpy_source import numpy_files
+from hpstore.loaders.ingestion.sample_source import IndexedSource, Source, SourceItem
+from hpstore.loaders.ingestion.webdataset_source import webdataset
+from hpstore.runtime.clock import SystemClock
 from tests.fuzz.engine import bounded
 
 
@@ -38,7 +38,7 @@ def header(name: str, size: bytes, kind: bytes = b"0") -> bytes:
     return bytes(block)
 
 
-def items_of(source: Source) -> list[Item]:
+def items_of(source: Source) -> list[SourceItem]:
     if isinstance(source, IndexedSource):
         return [source.load(index) for index in range(source.length)]
     return [item for block in range(source.blocks) for item in source.read_block(block, 0)]  # type: ignore[attr-defined]

@@ -14,11 +14,11 @@ import pytest
 
 import hpstore
 from hpstore.config import Settings
-from hpstore.devices import beneath
+from hpstore.devices import confined_names
 from hpstore.devices.base import TMP, recycled_path
-from hpstore.devices.beneath import open_beneath, parent_beneath
+from hpstore.devices.confined_names import open_beneath, parent_beneath
 from hpstore.devices.local import LocalDevice
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
 
 PRECIOUS = b"PRECIOUS" * 600_000  # as large as a column
 
@@ -163,7 +163,7 @@ def test_a_top_directory_that_is_a_link_leads_nowhere(
 @pytest.fixture(params=[True, False], ids=["openat2", "without"])
 def supported(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Kernels before 5.6 lack the call: the last component is looked at all the same."""
-    monkeypatch.setattr(beneath, "_supported", request.param)
+    monkeypatch.setattr(confined_names, "_supported", request.param)
     return bool(request.param)
 
 

@@ -18,8 +18,8 @@ import pytest
 from hpstore.config import load_config
 from hpstore.devices.local import LocalDevice
 from hpstore.errors import ConfigError
-from hpstore.pool import Pool
-from hpstore.scheduler import Scheduler
+from hpstore.pool.pool import Pool
+from hpstore.runtime.scheduler import Scheduler
 from hpstore.units import KIB, MIB
 from tests.fault.common import Bench, Gates, attempt, payload, poll, within, wrapping
 

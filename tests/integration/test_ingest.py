@@ -33,8 +33,8 @@ from hpstore.loaders import (
     unfinished_ingests,
     verify_dataset,
 )
-from hpstore.loaders.ingestion.journal import Journal, Progressed
-from hpstore.pool import Pool
+from hpstore.loaders.ingestion.ingest_journal import Journal, Progressed
+from hpstore.pool.pool import Pool
 from tests.integration.ingest_cases import (
     SHARD,
     cut_short,
@@ -221,7 +221,7 @@ def test_a_failed_publication_loses_nothing(
         raise TooFewDevices("just now")
 
     with monkeypatch.context() as patch:
-        patch.setattr("hpstore.loaders.ingestion.parts.publish", fail)
+        patch.setattr("hpstore.loaders.ingestion.part_committer.publish", fail)
         with pytest.raises(TooFewDevices, match="60 samples are kept"):
             ingest(pool, "train", root, **SHARD)
     assert ingest(pool, "train", root, **SHARD).resumed_samples == 60
@@ -255,7 +255,7 @@ def test_a_kill_right_after_publication_is_no_unfinished_ingest(
     """The journal that is still there names parts of the data set: they stay."""
     root = images(tmp_path / "in", 12)
     with monkeypatch.context() as patch:
-        patch.setattr("hpstore.loaders.ingestion.journal.Journal.remove", lambda _: None)
+        patch.setattr("hpstore.loaders.ingestion.ingest_journal.Journal.remove", lambda _: None)
         ingest(pool, "train", root, **SHARD)
     other = images(tmp_path / "other", 6)
     with pytest.raises(VersionConflict, match="exists"):
@@ -308,7 +308,7 @@ CHILD = """
 import os, signal, sys
 import hpstore
 from hpstore.loaders import ingest
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
 config, root, parts = sys.argv[1], sys.argv[2], int(sys.argv[3])
 put, count = Pool.put, 0
 def deadly(self, key, *args, **options):

@@ -14,9 +14,9 @@ import pytest
 import hpstore
 from hpstore.errors import ConfigError, IngestError
 from hpstore.loaders import Dataset, DatasetWriter, Field, ingest
-from hpstore.loaders.ingestion.infer import LOOKED_AT
+from hpstore.loaders.ingestion.infer_fields import LOOKED_AT
 from hpstore.loaders.ingestion.tar_index import MOST_ENDINGS
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
 from tests.unit.test_ingest_sources import write_tar
 
 pa = pytest.importorskip("pyarrow", reason="needs pyarrow (the extra `parquet`)")

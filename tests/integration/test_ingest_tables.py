@@ -12,8 +12,8 @@ import pytest
 import hpstore
 from hpstore.errors import ConfigError, IngestError
 from hpstore.loaders import Dataset, ingest, open_source
-from hpstore.loaders.ingestion.source import BlockSource
-from hpstore.pool import Pool
+from hpstore.loaders.ingestion.sample_source import BlockwiseSource
+from hpstore.pool.pool import Pool
 
 pa = pytest.importorskip("pyarrow", reason="needs pyarrow (the extra `parquet`)")
 pq = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow (the extra `parquet`)")
@@ -78,7 +78,7 @@ def test_every_kind_of_column_is_kept(pool: Pool, tmp_path: Path, name: str) -> 
 def test_blocks_are_read_from_any_row(tmp_path: Path) -> None:
     """A row group from record n on is the rest of it: what a resumed ingest asks for."""
     source = open_source(write(tmp_path / "t.parquet", columns()))
-    assert isinstance(source, BlockSource)
+    assert isinstance(source, BlockwiseSource)
     assert (source.blocks, source.length) == (4, ROWS)
     whole = [item.name for item in source.read_block(1, 0)]
     for start in (0, 1, 29, 30):

@@ -18,10 +18,10 @@ from hpstore.loaders import (
     unfinished_ingests,
     verify_dataset,
 )
-from hpstore.loaders.ingestion.journal import Journal, Progressed
-from hpstore.loaders.manifest import nonce_of
-from hpstore.loaders.publishing import joined_content
-from hpstore.pool import Pool
+from hpstore.loaders.dataset.dataset_manifest import nonce_of
+from hpstore.loaders.dataset.publish_dataset import joined_content
+from hpstore.loaders.ingestion.ingest_journal import Journal, Progressed
+from hpstore.pool.pool import Pool
 from tests.integration.ingest_cases import (
     SHARD,
     Stop,
@@ -142,7 +142,7 @@ def test_an_ingest_whose_parts_another_one_removes_publishes_nothing(
 ) -> None:
     """Another one begins anew when all is written but the manifest."""
     root = images(tmp_path / "in")
-    where = "hpstore.loaders.ingestion.parts.joined_content"
+    where = "hpstore.loaders.ingestion.part_committer.joined_content"
 
     def joined(*given: Any) -> Any:  # Any: passed on
         found = joined_content(*given)

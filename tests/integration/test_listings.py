@@ -14,7 +14,7 @@ from hpstore.config import Settings
 from hpstore.devices.base import Device
 from hpstore.devices.wrappers import DeviceWrapper
 from hpstore.errors import DeviceError, TooFewDevices
-from hpstore.testing.harness import Harness
+from hpstore.testing.memory_pool import Harness
 from hpstore.units import MIB
 
 T = TypeVar("T")

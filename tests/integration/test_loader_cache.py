@@ -13,8 +13,8 @@ from torch.utils.data import BatchSampler, RandomSampler, Sampler, Subset, Weigh
 
 import hpstore
 from hpstore.loaders import Cache, DataLoader, Dataset
-from hpstore.loaders.caching import CachedRun
-from hpstore.pool import Pool
+from hpstore.loaders.batching.cached_reads import CachedRun
+from hpstore.pool.pool import Pool
 from hpstore.units import MIB
 from tests.integration.loader_cases import COUNT, KINDS, flat, labels, ranks, write
 

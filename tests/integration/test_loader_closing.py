@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from hpstore.errors import AlreadyClosed
-from hpstore.loaders import DataLoader, Dataset, open_shards
-from hpstore.loaders.open_shards import OpenShards
-from hpstore.loaders.slab import Slab
+from hpstore.loaders import DataLoader, Dataset
+from hpstore.loaders.batching.page_memory import PageMemory
+from hpstore.loaders.dataset import open_objects
+from hpstore.loaders.dataset.open_objects import OpenShards
 from tests.fault.common import Bench, Call, Gates, poll
 from tests.integration.loader_cases import COUNT, MODES, PLAIN, flat, labels, write
 
@@ -116,7 +117,7 @@ def test_closing_a_pool_is_no_fault_of_the_pages_that_are_being_read(
     with bench.open() as pool, caplog.at_level(logging.INFO):
         data = Dataset(pool, "rows")
         (stream,) = data.streams
-        slab = Slab(data, stream, int(stream.page_starts[-1]))
+        slab = PageMemory(data, stream, int(stream.page_starts[-1]))
         pages = np.arange(2)
         places = slab.reserve(pages)
         assert places is not None
@@ -145,8 +146,8 @@ def test_a_file_that_nobody_uses_is_closed_while_others_are_opened(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a device that hangs close() may wait: not under the lock that every opening takes."""
-    monkeypatch.setattr(open_shards, "LEAST_READERS", 1)
-    monkeypatch.setattr(open_shards, "FILES_SHARE", 1 << 40)
+    monkeypatch.setattr(open_objects, "LEAST_READERS", 1)
+    monkeypatch.setattr(open_objects, "FILES_SHARE", 1 << 40)
     shards, free = OpenShards(1), list[bool]()
     for key in ("a", "b", "c"):
         shards.get(key, lambda keys: {k: _Opened(shards, free) for k in keys})  # type: ignore[misc]

@@ -11,8 +11,8 @@ import torch
 
 from hpstore.errors import ConfigError
 from hpstore.loaders import DataLoader, Dataset
-from hpstore.loaders.order import GlobalOrder
-from hpstore.pool import Pool
+from hpstore.loaders.sampling.order import GlobalOrder
+from hpstore.pool.pool import Pool
 from tests.integration.data_sets import make_pool
 from tests.integration.loader_cases import (
     COUNT,

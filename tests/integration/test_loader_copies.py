@@ -9,18 +9,19 @@ import numpy as np
 import pytest
 
 import hpstore
-from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, nontemporal
-from hpstore.loaders.batches import Assembler, _Move
-from hpstore.loaders.counts import Counts
-from hpstore.loaders.joining import How
-from hpstore.loaders.slab import NEVER, Slab
-from hpstore.loaders.slots import Slots
+from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
+from hpstore.loaders.batching import streaming_copy
+from hpstore.loaders.batching.assembler import Assembler, _Move
+from hpstore.loaders.batching.batch_buffers import Slots
+from hpstore.loaders.batching.batch_counters import Counts
+from hpstore.loaders.batching.gather_copy import How
+from hpstore.loaders.batching.page_memory import NEVER, PageMemory
 from hpstore.units import GIB, KIB, MIB
 from tests.fault.common import poll
 
 COUNT = 60
 built = pytest.mark.skipif(
-    nontemporal.past_the_cache(nontemporal.LARGE_BYTES, 1) is None,
+    streaming_copy.past_the_cache(streaming_copy.LARGE_BYTES, 1) is None,
     reason="no C compiler when hpstore was installed, or no AVX2",
 )
 FIELDS = {
@@ -45,8 +46,8 @@ def sample(fields: dict[str, Field], number: int) -> dict[str, Any]:
 
 def take_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if hpstore had been installed without a C compiler."""
-    monkeypatch.setattr(nontemporal, "_installed", lambda: None)
-    monkeypatch.setattr(nontemporal, "_library", lambda: None)
+    monkeypatch.setattr(streaming_copy, "_installed", lambda: None)
+    monkeypatch.setattr(streaming_copy, "_library", lambda: None)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
 
 
@@ -88,7 +89,7 @@ def test_every_way_hands_out_what_was_written(
     fields = FIELDS[kind]
     write(pool, fields)
     if way != "small":
-        monkeypatch.setattr(nontemporal, "LARGE_BYTES", 8 * 9 * KIB // 2)
+        monkeypatch.setattr(streaming_copy, "LARGE_BYTES", 8 * 9 * KIB // 2)
     if way == "through":
         take_away(monkeypatch)
     with Dataset(pool, "d") as data:
@@ -107,12 +108,12 @@ def test_each_copy_is_counted_once(
 ) -> None:
     """Of pages that stay, so that a table says where records lie, and of pages that may go."""
     write(pool, FIELDS[kind])
-    monkeypatch.setattr(nontemporal, "LARGE_BYTES", 8 * 9 * KIB // 2)
+    monkeypatch.setattr(streaming_copy, "LARGE_BYTES", 8 * 9 * KIB // 2)
     if not there:
         take_away(monkeypatch)
     with Dataset(pool, "d") as data:
         stream, counts = data.streams[0], Counts()
-        slab = Slab(data, stream, 1 << 10)
+        slab = PageMemory(data, stream, 1 << 10)
         slab.read(slab.reserve(np.arange(slab.capacity), NEVER if stay else 1) or {})
         made = Assembler(data, Slots(64 * MIB, None), {stream.number: slab}, counts)
         for _ in range(3):
@@ -128,7 +129,7 @@ def test_some_in_memory_and_some_not(
     pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Each comes to its own place in the batch; what is copied on at once stays in the cache."""
-    monkeypatch.setattr(nontemporal, "LARGE_BYTES", 8 * 9 * KIB // 2)
+    monkeypatch.setattr(streaming_copy, "LARGE_BYTES", 8 * 9 * KIB // 2)
     fields = FIELDS[kind]
     with DatasetWriter(
         pool, "d", {"i": Field("int64"), **fields}, unit_bytes=64 * KIB
@@ -137,7 +138,7 @@ def test_some_in_memory_and_some_not(
             writer.write(sample(fields, number))
     with Dataset(pool, "d") as data:
         stream, counts = data.streams[0], Counts()
-        slab = Slab(data, stream, 1 << 10)
+        slab = PageMemory(data, stream, 1 << 10)
         slab.read(slab.reserve(np.arange(0, slab.capacity, 2), NEVER) or {})
         made = Assembler(data, Slots(64 * MIB, None), {stream.number: slab}, counts)
         order = np.random.default_rng(3).permutation(COUNT)

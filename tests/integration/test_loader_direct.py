@@ -19,7 +19,7 @@ import hpstore
 from hpstore.config import Settings
 from hpstore.errors import AlreadyClosed
 from hpstore.loaders import Cache, DataLoader, Dataset, DatasetWriter, Field, Mixture
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
 from hpstore.testing.fake_direct import FakeCuFile
 from hpstore.testing.fake_gpu import FakeGpu
 from hpstore.units import KIB, MIB
@@ -303,7 +303,7 @@ def test_a_process_that_may_open_no_more_files_goes_on_pinned(
 
     with hpstore.open(place / "pool.toml") as pool:
         data = Dataset(pool, "records")
-        monkeypatch.setattr("hpstore.loaders.direct.files.os.dup", full)
+        monkeypatch.setattr("hpstore.loaders.gpu.direct.column_files.os.dup", full)
         found, stats = gpu_epoch(data, FakeGpu())
         assert same(found, cpu_epoch(data))
     assert (stats["state"], stats["records"]) == ("off", 0)

@@ -10,16 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.data
-from torch.utils.data import (
-    BatchSampler,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from hpstore.errors import ConfigError
 from hpstore.loaders import DataLoader
-from hpstore.loaders.worker_states import SAMPLER
+from hpstore.loaders.batching.worker_states import SAMPLER
 
 COUNT = 20
 

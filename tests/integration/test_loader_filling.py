@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 import hpstore
-from hpstore import buffers
 from hpstore.codec.galois import Bytes
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
-from hpstore.loaders import slab as slab_module
-from hpstore.loaders.filling import Filler, everything, everything_in_windows
-from hpstore.loaders.slab import NEVER, Places, Slab
-from hpstore.loaders.windows import WindowOrder
+from hpstore.loaders.batching import page_memory as slab_module
+from hpstore.loaders.batching.page_memory import NEVER, PageMemory, Places
+from hpstore.loaders.batching.page_prefetch import PagePrefetcher, everything, everything_in_windows
+from hpstore.loaders.sampling.window_shuffle import WindowOrder
+from hpstore.runtime import buffers
 from hpstore.units import KIB, MIB
 from tests.fault.common import Bench, Call, poll
 from tests.integration.loader_cases import MODES, PLAIN, value_of, write
@@ -37,7 +37,7 @@ def test_a_window_shuffle_fills_memory_in_its_own_order_and_all_of_it(tmp_path: 
         data = Dataset(pool, "a")
         order = WindowOrder(data.stripes(), 0, window_stripes=4)
         (stream,) = data.streams
-        slab = Slab(data, stream, int(stream.page_starts[-1]))
+        slab = PageMemory(data, stream, int(stream.page_starts[-1]))
         start = order.window_of(3, COUNT // 2)
         fills = list(everything_in_windows(data, order, {0: slab}, 3, start.start, batch_rows=1))
         assert all(fill.expire == NEVER for fill in fills)
@@ -73,7 +73,7 @@ def test_rows_are_known_once_all_pages_are_there_to_stay(tmp_path: Path) -> None
         assert len(stream.rows) > 2
         assert 0 < stream.rows[-1] < stream.rows[0]
         indices = np.random.default_rng(1).permutation(len(made))
-        slab, leaving = Slab(data, stream, count), Slab(data, stream, count)
+        slab, leaving = PageMemory(data, stream, count), PageMemory(data, stream, count)
         (fill,) = everything({0: slab})
         pages = np.random.default_rng(2).permutation(fill.pages[0])
         for part in np.array_split(pages, 3):
@@ -180,7 +180,7 @@ def several(tmp_path: Path) -> Iterator[Dataset]:
 def test_pages_wait_until_there_is_room_for_all_of_them(several: Dataset) -> None:
     """Half of the room comes first: nothing is taken or read before the rest does."""
     (stream,) = several.streams
-    slab = Slab(several, stream, 4)
+    slab = PageMemory(several, stream, 4)
     slab.read(slab.reserve(np.arange(2), 5) or {})
     slab.read(slab.reserve(np.arange(2, 4), 9) or {})
     found: list[Places | None] = []
@@ -212,11 +212,11 @@ def test_the_end_of_one_slab_is_the_end_of_all(
             for number in range(200):
                 writer.write({"x": np.zeros(4096, np.uint8), "raw": bytes(number)})
         data = Dataset(pool, "two")
-        slabs = {s.number: Slab(data, s, int(s.page_starts[-1])) for s in data.streams}
+        slabs = {s.number: PageMemory(data, s, int(s.page_starts[-1])) for s in data.streams}
         assert len(slabs) == 2
         closed, other = list(slabs.values())[:: -1 if which else 1]
         closed.close()
-        with closing(Filler(slabs, everything(slabs))):
+        with closing(PagePrefetcher(slabs, everything(slabs))):
             last = np.array([len(other.pages.start) - 1])
             assert Call(lambda: other.wait(last, lambda: False)).ended(10)
         assert caplog.text.count("filling ends with a slab") == 1

@@ -15,14 +15,14 @@ import torch
 import hpstore
 from hpstore.errors import TooManyErasures
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
-from hpstore.loaders.blocks import BlockTable, Runs, Table
-from hpstore.loaders.engine import Session
-from hpstore.loaders.pipeline import BatchTimeout, Pipeline
-from hpstore.loaders.progress import Piece
-from hpstore.loaders.slab import Slab
-from hpstore.loaders.windows import WindowOrder
-from hpstore.pool import Pool
-from hpstore.pooled import Readers
+from hpstore.loaders.batching.batch_maker import Session
+from hpstore.loaders.batching.batch_queue import BatchTimeout, Pipeline
+from hpstore.loaders.batching.page_memory import PageMemory
+from hpstore.loaders.dataset.block_table import BlockTable, Runs, Table
+from hpstore.loaders.sampling.batch_plan import BatchPiece
+from hpstore.loaders.sampling.window_shuffle import WindowOrder
+from hpstore.objects.read.range_reader import Readers
+from hpstore.pool.pool import Pool
 from hpstore.units import KIB, MIB
 from tests.fault.common import poll
 
@@ -115,13 +115,13 @@ def test_the_first_batch_is_made_alone() -> None:
     """Nobody begins another one before it is there; then all are made, in order."""
     others = threading.Event()
 
-    def make(piece: Piece) -> bool:
+    def make(piece: BatchPiece) -> bool:
         if piece.start:
             others.set()
             return True
         return not others.wait(0.2)
 
-    todo = [Piece(epoch=0, start=n, stop=n + 1, after=(0, n + 1)) for n in range(9)]
+    todo = [BatchPiece(epoch=0, start=n, stop=n + 1, after=(0, n + 1)) for n in range(9)]
     pipeline = Pipeline(iter(todo), make, depth=4, threads=3)
     taken = [pipeline.take() for _ in todo]
     assert all(alone for _, alone in taken)
@@ -129,8 +129,8 @@ def test_the_first_batch_is_made_alone() -> None:
     pipeline.close()
 
 
-def numbered(count: int) -> Iterator[Piece]:
-    return iter([Piece(epoch=0, start=n, stop=n + 1, after=(0, n + 1)) for n in range(count)])
+def numbered(count: int) -> Iterator[BatchPiece]:
+    return iter([BatchPiece(epoch=0, start=n, stop=n + 1, after=(0, n + 1)) for n in range(count)])
 
 
 def test_a_pipeline_is_filled_up_by_the_quarter() -> None:
@@ -151,17 +151,17 @@ def test_a_pipeline_is_filled_up_by_the_quarter() -> None:
     pipeline.close()
 
 
-def of_sizes(*sizes: int) -> Iterator[Piece]:
+def of_sizes(*sizes: int) -> Iterator[BatchPiece]:
     ends = list(itertools.accumulate(sizes, initial=0))
     places = enumerate(itertools.pairwise(ends))
-    return iter([Piece(epoch=0, start=a, stop=b, after=(0, n + 1)) for n, (a, b) in places])
+    return iter([BatchPiece(epoch=0, start=a, stop=b, after=(0, n + 1)) for n, (a, b) in places])
 
 
 def test_a_small_batch_takes_no_place_of_a_whole_one() -> None:
     """Who has made the last of an epoch goes on with the next, while that before it is made."""
     gate, begun = threading.Event(), list[int]()
 
-    def make(piece: Piece) -> None:
+    def make(piece: BatchPiece) -> None:
         begun.append(piece.samples)
         if len(begun) == 2:
             gate.wait(10)
@@ -177,7 +177,7 @@ def test_a_small_batch_takes_no_place_of_a_whole_one() -> None:
 @pytest.mark.parametrize(("sizes", "ahead"), [([8] * 9, 2), ([5] * 9, 3), ([1] * 9, 3)])
 def test_as_many_batches_are_ahead_as_there_is_memory_for(sizes: list[int], ahead: int) -> None:
     """Of batches of five one more than of eight; of the smallest not more than that."""
-    made = list[Piece]()
+    made = list[BatchPiece]()
     pipeline = Pipeline(of_sizes(*sizes), made.append, depth=2, threads=2, rows=8)
     for taken in range(len(sizes) - ahead):
         poll(10, lambda taken=taken: len(made) == taken + ahead)  # type: ignore[misc]
@@ -191,7 +191,7 @@ def test_what_is_ready_is_what_comes_next() -> None:
     """A later batch that is done does not count while one before it is not."""
     go, gate = threading.Event(), threading.Event()
 
-    def make(piece: Piece) -> None:
+    def make(piece: BatchPiece) -> None:
         if piece.start == 1:
             gate.wait(10)
         if piece.start == 3:
@@ -210,7 +210,7 @@ def test_what_is_ready_is_what_comes_next() -> None:
 def test_an_error_that_looks_like_a_timeout_is_the_makers() -> None:
     """It is raised as it is, each time, and what was made before it comes first."""
 
-    def make(piece: Piece) -> int:
+    def make(piece: BatchPiece) -> int:
         if piece.start == 2:
             raise TimeoutError("of the user's own")
         return piece.start
@@ -228,19 +228,19 @@ def test_a_run_that_begins_inside_a_window_fills_nothing_before_its_first_batch(
     pool: Pool, monkeypatch: pytest.MonkeyPatch, cache: int | None
 ) -> None:
     """It comes singly: pages that are read meanwhile only take its share of the devices."""
-    events, plain, make = list[str](), Slab.read, Session.make
+    events, plain, make = list[str](), PageMemory.read, Session.make
 
-    def read(self: Slab, *args: object) -> None:
+    def read(self: PageMemory, *args: object) -> None:
         events.append("page")
         plain(self, *args)  # type: ignore[arg-type]
 
-    def slow(self: Session, piece: Piece) -> object:
+    def slow(self: Session, piece: BatchPiece) -> object:
         time.sleep(0.1 if not events else 0)  # a filler that is not held would read now
         found = make(self, piece)
         events.append("batch")
         return found
 
-    monkeypatch.setattr(Slab, "read", read)
+    monkeypatch.setattr(PageMemory, "read", read)
     monkeypatch.setattr(Session, "make", slow)
     data = Dataset(pool, "a")
     loader = DataLoader(data, batch_size=BATCH, shuffle="window", seed=1, cache=cache)
@@ -294,13 +294,13 @@ def test_a_run_that_begins_inside_a_window_does_not_wait_for_all_of_it(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While pages cannot be read at all, the batch that the trainer waits for comes singly."""
-    plain, go = Slab.read, threading.Event()
+    plain, go = PageMemory.read, threading.Event()
 
-    def read(self: Slab, *args: object) -> None:
+    def read(self: PageMemory, *args: object) -> None:
         go.wait(60)
         plain(self, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Slab, "read", read)
+    monkeypatch.setattr(PageMemory, "read", read)
     data = Dataset(pool, "a")
     loader = DataLoader(data, batch_size=BATCH, shuffle="window", seed=1, timeout=10)
     loader.load_state_dict(loader.state_dict() | {"samples": COUNT // 2})

@@ -11,7 +11,7 @@ import pytest
 
 import hpstore
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
-from hpstore.testing.harness import Harness
+from hpstore.testing.memory_pool import Harness
 from hpstore.units import KIB, MIB
 
 BATCH = 44

@@ -16,11 +16,11 @@ import torch
 import hpstore
 from hpstore.errors import TooManyErasures
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, Mixture
-from hpstore.loaders.batches import Assembler
-from hpstore.loaders.blocks import GROUP_BLOCKS, BlockTable
-from hpstore.loaders.counts import Counts
-from hpstore.loaders.slab import Slab
-from hpstore.loaders.slots import Slots
+from hpstore.loaders.batching.assembler import Assembler
+from hpstore.loaders.batching.batch_buffers import Slots
+from hpstore.loaders.batching.batch_counters import Counts
+from hpstore.loaders.batching.page_memory import PageMemory
+from hpstore.loaders.dataset.block_table import GROUP_BLOCKS, BlockTable
 from hpstore.units import KIB, MIB
 from tests.fault.common import poll
 
@@ -51,7 +51,7 @@ def test_no_page_is_given_up_while_a_batch_is_copied_from_it(
 ) -> None:
     """A batch made long ahead finds pages there of an earlier window, which ends meanwhile."""
     stream = data.streams[0]
-    slab = Slab(data, stream, 2)
+    slab = PageMemory(data, stream, 2)
 
     def load(pages: list[int], expire: int) -> None:
         slab.read(slab.reserve(np.array(pages), expire) or {})
@@ -59,16 +59,16 @@ def test_no_page_is_given_up_while_a_batch_is_copied_from_it(
     load([0, 1], 1)
     fillers = [threading.Thread(target=load, args=([2, 3], 9))]
     for name in ("gather", "pieces"):
-        original = getattr(Slab, name)
+        original = getattr(PageMemory, name)
 
-        def slowly(slab: Slab, *args: Any, original: Any = original, **kwargs: Any) -> Any:
+        def slowly(slab: PageMemory, *args: Any, original: Any = original, **kwargs: Any) -> Any:
             found = original(slab, *args) if original.__name__ == "pieces" else None
             slab.advance(5)
             fillers[0].start()
             fillers[0].join(0.3)
             return original(slab, *args, **kwargs) if found is None else found
 
-        monkeypatch.setattr(Slab, name, slowly)
+        monkeypatch.setattr(PageMemory, name, slowly)
     made = Assembler(data, Slots(64 * MIB, None), {stream.number: slab}, Counts())
     batch = made.batch(np.arange(20), awaited=0, urgent=lambda: False)
     assert not wrong(batch)
@@ -78,7 +78,7 @@ def test_no_page_is_given_up_while_a_batch_is_copied_from_it(
 
 def test_room_comes_when_nobody_copies_any_more(data: Dataset) -> None:
     stream = data.streams[0]
-    slab = Slab(data, stream, 2)
+    slab = PageMemory(data, stream, 2)
     places = slab.reserve(np.array([0, 1]), expire=1)
     assert places
     slab.read(places)
@@ -99,7 +99,7 @@ def test_room_comes_when_nobody_copies_any_more(data: Dataset) -> None:
 
 def test_all_room_for_pages_is_used_before_any_is_used_again(data: Dataset) -> None:
     """Memory that is first used after many epochs would look like a leak."""
-    slab = Slab(data, data.streams[0], 4)
+    slab = PageMemory(data, data.streams[0], 4)
     first = slab.reserve(np.array([0, 1, 2]), expire=1)
     assert first
     slab.read(first)
@@ -113,7 +113,7 @@ def test_who_waits_for_pages_is_woken_by_the_last_of_them(
     data: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not by each: that costs the threads that read them the interpreter's lock."""
-    slab = Slab(data, data.streams[0], 5)
+    slab = PageMemory(data, data.streams[0], 5)
     tell, there = slab._moved.notify_all, list[int]()
 
     def notify_all() -> None:

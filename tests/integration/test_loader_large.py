@@ -16,17 +16,10 @@ import xxhash
 import hpstore
 from hpstore.config import Settings
 from hpstore.errors import IntegrityError
-from hpstore.loaders import (
-    DataLoader,
-    Dataset,
-    DatasetWriter,
-    Field,
-    batches,
-    large,
-    part_writer,
-    parts,
-    stored,
-)
+from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
+from hpstore.loaders.batching import assembler
+from hpstore.loaders.dataset import large_records, piecewise_read, record_reader
+from hpstore.loaders.writer import part_writer
 from hpstore.units import KIB, MIB
 from tests.fault.common import within
 
@@ -95,9 +88,9 @@ def test_samples_above_the_pools_memory_are_read(
 ) -> None:
     """r2_large_sample: they waited for a minute, and failed. With devices gone, too; the pool's
     memory is not exceeded, and a loader has no more batches than one ahead of the user's."""
-    for module in (batches, parts, stored):
+    for module in (assembler, large_records, record_reader):
         monkeypatch.setattr(module, "PART_BYTES", PART)
-    monkeypatch.setattr(stored, "LARGE_BYTES", PART)  # fixed ones piece by piece as well
+    monkeypatch.setattr(record_reader, "LARGE_BYTES", PART)  # fixed ones piece by piece as well
     shutil.copytree(
         home, tmp_path / "copy", ignore=shutil.ignore_patterns("run"), copy_function=os.link
     )
@@ -178,5 +171,5 @@ def test_a_record_read_again_from_its_first_byte_is_counted_once() -> None:
     reader: Any = Reader()
     stream: Any = Plain()
     place: Any = Place()
-    assert large.read_large(lambda _: reader, stream, lambda: out, place, [(3, out)])
+    assert piecewise_read.read_large(lambda _: reader, stream, lambda: out, place, [(3, out)])
     assert out.tolist() == [3, 4, 5, 6, 7]

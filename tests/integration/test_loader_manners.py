@@ -15,10 +15,10 @@ from torch.utils.data import IterableDataset, Subset, get_worker_info
 import hpstore
 from hpstore.errors import ConfigError
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, Mixture
-from hpstore.loaders.pipeline import Pipeline
-from hpstore.loaders.progress import Piece, pieces
-from hpstore.loaders.slices import Slices
-from hpstore.loaders.windows import WindowOrder
+from hpstore.loaders.batching.batch_queue import Pipeline
+from hpstore.loaders.sampling.batch_plan import BatchPiece, pieces
+from hpstore.loaders.sampling.rank_slices import Slices
+from hpstore.loaders.sampling.window_shuffle import WindowOrder
 from hpstore.units import KIB
 
 COUNT = 100
@@ -107,7 +107,7 @@ def test_an_interrupt_in_the_order_ends_no_epoch() -> None:
     """Nor is the batch lost in whose taking it came."""
     whole = Slices(length=100, batch_size=10, drop_last=False, even="uneven")
 
-    def todo() -> Iterator[Piece]:
+    def todo() -> Iterator[BatchPiece]:
         for number, piece in enumerate(pieces(whole, 0, 0, single=False)):
             if number == 4:
                 raise KeyboardInterrupt

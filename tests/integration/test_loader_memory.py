@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, Ragged
-from hpstore.loaders.native import HELD, LEAST_AHEAD, THREADS
-from hpstore.loaders.slots import Slot, Slots
-from hpstore.pool import Pool
+from hpstore.loaders.batching.batch_buffers import BatchSlot, Slots
+from hpstore.loaders.batching.native_iterator import HELD, LEAST_AHEAD, THREADS
+from hpstore.pool.pool import Pool
 from hpstore.units import KIB, MIB
 from tests.fault.common import poll
 from tests.integration.data_sets import make_pool
@@ -124,7 +124,7 @@ def test_a_list_of_the_loader_and_a_replay_buffer_of_all_epochs(
 ) -> None:
     """Every batch of many epochs is held: next() never waits for one, and says so once."""
     options = {"shuffle": True, **MODES[mode]}
-    with caplog.at_level(logging.WARNING, "hpstore.loaders.slots"):
+    with caplog.at_level(logging.WARNING, "hpstore.loaders.batching.batch_buffers"):
         loader = DataLoader(data, BATCH, prefetch_bytes="2MiB", **options)
         replay = [batch for _ in range(5) for batch in list(loader)]
     assert len(replay) == 5 * COUNT // BATCH
@@ -238,7 +238,7 @@ def test_of_equal_slots_the_last_to_come_back_is_taken_first() -> None:
 def test_memory_for_a_steady_run_is_made_at_its_start() -> None:
     """Each take makes a slot until there are so many, within the limit; then one is used again."""
     for limit, expected in ((8 * MIB, 3), (2 * MIB, 2)):
-        ring, taken = Slots(limit), list[Slot]()
+        ring, taken = Slots(limit), list[BatchSlot]()
         ring.steady = ring.least = 3
         for _ in range(5):
             taken.append(ring.take(MIB // 2))

@@ -25,9 +25,9 @@ from hpstore.loaders import (
     WeightedOrder,
     publish_parts,
 )
-from hpstore.loaders.slab import Slab
-from hpstore.loaders.stored import StoredData
-from hpstore.loaders.zarr_arrays import ZarrDataset
+from hpstore.loaders.batching.page_memory import PageMemory
+from hpstore.loaders.dataset.record_reader import StoredData
+from hpstore.loaders.zarr_views.array_dataset import ZarrDataset
 from tests.integration.loader_cases import COUNT, PLAIN, check, flat, labels, values_of, write
 
 
@@ -266,18 +266,18 @@ def test_loading_a_state_reads_nothing_and_nothing_before_it_is_read_first(
     state = loader.state_dict()
     loader.close()
     asked, plain = list[Any](), StoredData.read_rows
-    pages = Slab.read
+    pages = PageMemory.read
 
     def read_rows(self: StoredData, stream: Any, indices: Any, *args: Any, **kwargs: Any) -> bool:
         asked.append(indices.tolist())
         return plain(self, stream, indices, *args, **kwargs)
 
-    def read(self: Slab, places: Any) -> None:
+    def read(self: PageMemory, places: Any) -> None:
         asked.append("pages")
         pages(self, places)
 
     monkeypatch.setattr(StoredData, "read_rows", read_rows)
-    monkeypatch.setattr(Slab, "read", read)
+    monkeypatch.setattr(PageMemory, "read", read)
     again = DataLoader(data, 10, shuffle=True, seed=1, cache=cache)
     again.load_state_dict(state)
     assert asked == []

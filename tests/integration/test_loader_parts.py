@@ -14,12 +14,19 @@ from hypothesis import strategies as st
 
 import hpstore
 from hpstore.errors import AlreadyClosed, HpstoreError, IntegrityError
-from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, parts
-from hpstore.loaders.layout import Int64s
-from hpstore.loaders.parts import PART_BYTES, aligned_bytes, aligned_rows, part_bounds, read_parts
-from hpstore.loaders.stream import Stream
-from hpstore.objects import scatter as scatter_module
-from hpstore.pool import Pool
+from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
+from hpstore.loaders.dataset import large_records
+from hpstore.loaders.dataset.large_records import (
+    PART_BYTES,
+    aligned_bytes,
+    aligned_rows,
+    part_bounds,
+    read_parts,
+)
+from hpstore.loaders.dataset.record_layout import Int64s
+from hpstore.loaders.dataset.record_stream import Stream
+from hpstore.objects.read import scatter as scatter_module
+from hpstore.pool.pool import Pool
 from hpstore.units import KIB, MIB
 
 COUNT, BATCH = 300, 32
@@ -119,7 +126,7 @@ def test_batches_in_parts_are_whole(
     """With devices missing too; each record a part of its own, some, all of a batch. All of the
     pool's memory has come back.
     """
-    monkeypatch.setattr(parts, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(large_records, "PART_BYTES", part_bytes)
     for device in holders(home)[:lost]:
         shutil.rmtree(device)
     with hpstore.open(home / "pool.toml", read_only=True) as pool:
@@ -137,7 +144,7 @@ def test_batches_in_parts_are_whole_where_reads_are_made_one_by_one(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scatter_module, "read_batch", lambda *_, **__: None)
-    monkeypatch.setattr(parts, "PART_BYTES", 60_000)
+    monkeypatch.setattr(large_records, "PART_BYTES", 60_000)
     data = Dataset(pool, "a")
     loader = DataLoader(data, BATCH, shuffle=True, seed=1, cache=0)
     check(loader)
@@ -171,7 +178,7 @@ def test_a_part_whose_read_hangs_is_never_used_again(
         return len(given) > BATCH  # the first part alone
 
     monkeypatch.setattr(data, "read_rows", hangs)
-    monkeypatch.setattr(parts, "PART_BYTES", 2 * MIB)
+    monkeypatch.setattr(large_records, "PART_BYTES", 2 * MIB)
     wanted = np.arange(BATCH)
     lengths = data.locate(stream, wanted).length
     ((_, found),) = read_parts(data, stream, wanted, lengths)

@@ -20,8 +20,8 @@ import torch
 import hpstore
 from hpstore.errors import AlreadyClosed, ConfigError
 from hpstore.loaders import DataLoader, Dataset, Mixture, Ragged
-from hpstore.loaders.work import Task, Work
-from hpstore.loaders.workers import Processes, Workers
+from hpstore.loaders.batching.transforms import Task, UserTransforms
+from hpstore.loaders.batching.worker_pool import Processes, Workers
 from hpstore.testing.fake_gpu import FakeGpu
 from tests.fault.common import poll
 from tests.integration.data_sets import FIELDS
@@ -216,7 +216,7 @@ def test_processes_are_let_finish_when_they_are_ended(tmp_path: Path) -> None:
         time.sleep(0.5)  # what it has to do
         return batch
 
-    work = Work(
+    work = UserTransforms(
         collate_fn=None, transform=None, batch_transform=slow, seed=0, nested=False, skip=False
     )  # fmt: skip
     task = Task(

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import hpstore
 from hpstore.errors import ConfigError
 from hpstore.loaders import DataLoader, Dataset
-from hpstore.loaders.ranks import coordinates
+from hpstore.loaders.sampling.data_parallel import coordinates
 from tests.integration.loader_cases import COUNT, PLAIN, flat, write
 from tests.integration.ranks import launch, make_pool, open_pool
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hpstore.loaders import DataLoader, Dataset
-from hpstore.loaders.work import MOST_FAILURES
+from hpstore.loaders.batching.transforms import MOST_FAILURES
 from tests.integration.data_sets import make_pool
 from tests.integration.loader_cases import PLAIN, labels, write
 

@@ -13,9 +13,9 @@ from torch.utils.data import Subset
 
 from hpstore.errors import DeviceError
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
-from hpstore.loaders.mixedness import entropy, measure
-from hpstore.loaders.stored import StoredData
-from hpstore.pool import Pool
+from hpstore.loaders.dataset.record_reader import StoredData
+from hpstore.loaders.sampling.label_mix import entropy, measure
+from hpstore.pool.pool import Pool
 from hpstore.units import KIB
 from tests.integration.data_sets import make_pool
 

@@ -13,12 +13,14 @@ import pytest
 import torch
 
 import hpstore
-from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, Mixture, joining, pages
-from hpstore.loaders.direct.access import DirectAccess
-from hpstore.loaders.joining import LARGE_BYTES
-from hpstore.loaders.slab import Slab
-from hpstore.loaders.stored import StoredData
-from hpstore.stopwatch import Stopwatch
+from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, Mixture
+from hpstore.loaders.batching import gather_copy
+from hpstore.loaders.batching.gather_copy import LARGE_BYTES
+from hpstore.loaders.batching.page_memory import PageMemory
+from hpstore.loaders.dataset import pages
+from hpstore.loaders.dataset.record_reader import StoredData
+from hpstore.loaders.gpu.direct_reader import DirectAccess
+from hpstore.runtime.stopwatch import Stopwatch
 from hpstore.testing.fake_gpu import FakeGpu
 from hpstore.units import KIB
 from tests.fault.common import poll
@@ -106,9 +108,9 @@ def test_ragged_values_and_their_offsets_count(pool: hpstore.Pool) -> None:
     ("mode", "owner", "name", "row"),
     [
         ("records", StoredData, "read_rows", "device_seconds"),
-        ("window", Slab, "read", "device_seconds"),
-        ("resident", Slab, "read", "device_seconds"),
-        ("resident", Slab, "gather", "assemble_seconds"),
+        ("window", PageMemory, "read", "device_seconds"),
+        ("resident", PageMemory, "read", "device_seconds"),
+        ("resident", PageMemory, "gather", "assemble_seconds"),
     ],
 )
 def test_time_is_in_the_row_of_what_took_it(
@@ -129,7 +131,7 @@ def test_waiting_for_pages_is_told_from_work(
 ) -> None:
     """A batch whose pages come late is not being assembled all that time."""
     data = write(pool, "d", PLAIN, COUNT)
-    slowed(monkeypatch, Slab, "read", 10 * PAUSE)
+    slowed(monkeypatch, PageMemory, "read", 10 * PAUSE)
     stats, _ = run(data, **MODES["window"])
     assert stats["page_wait_seconds"] >= 5 * PAUSE
     assert stats["assemble_seconds"] < stats["page_wait_seconds"]
@@ -228,7 +230,7 @@ def test_what_numpy_had_to_join_is_counted(
             writer.write({"x": torch.full((2 * LARGE_BYTES + number,), number).to(torch.uint8)})
     stats, _ = run(Dataset(pool, "d"), batch_size=4, cache=1 << 30)
     assert stats["joined_by_numpy"] == 0
-    monkeypatch.setattr(joining, "_set_threads", None)
+    monkeypatch.setattr(gather_copy, "_set_threads", None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     stats, _ = run(Dataset(pool, "d"), batch_size=4, cache=1 << 30)
     assert stats["joined_by_numpy"] >= 2

@@ -19,7 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from hpstore.errors import ConfigError
 from hpstore.loaders import DataLoader, Dataset
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
 from tests.fault.common import exit_status, forked, poll, within
 from tests.integration.data_sets import FIELDS, check_sample, make_pool
 from tests.integration.loader_cases import COUNT, MODES, PLAIN, check, flat, labels, write

@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
-from hpstore.loaders.engine import worth_reading
-from hpstore.loaders.filling import page_bounds, stripes_kept
-from hpstore.loaders.layout import Int64s
-from hpstore.loaders.slab import NEVER, Places, Slab
-from hpstore.pool import Pool
+from hpstore.loaders.batching.batch_maker import worth_reading
+from hpstore.loaders.batching.page_memory import NEVER, PageMemory, Places
+from hpstore.loaders.batching.page_prefetch import page_bounds, stripes_kept
+from hpstore.loaders.dataset.record_layout import Int64s
+from hpstore.pool.pool import Pool
 from hpstore.units import KIB
 from tests.fault.common import within
 from tests.integration.data_sets import make_pool
@@ -102,14 +102,14 @@ def test_bytes_are_right_when_room_is_used_again(data: Dataset) -> None:
 def test_a_slow_user_bounds_the_room(data: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slab never has more pages than it was made for, however far the filler could go."""
     most: list[tuple[int, int]] = []
-    plain = Slab.reserve
+    plain = PageMemory.reserve
 
-    def reserve(slab: Slab, pages: Int64s, expire: int = NEVER) -> Places | None:
+    def reserve(slab: PageMemory, pages: Int64s, expire: int = NEVER) -> Places | None:
         found = plain(slab, pages, expire)
         most.append((len(slab._expiry), slab.capacity))
         return found
 
-    monkeypatch.setattr(Slab, "reserve", reserve)
+    monkeypatch.setattr(PageMemory, "reserve", reserve)
     loader = DataLoader(data, 2, prefetch_factor=1, num_workers=1, **WINDOW)
     assert len(flat(loader)) == COUNT
     assert all(pages <= capacity < 15 for pages, capacity in most)

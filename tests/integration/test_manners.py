@@ -13,10 +13,7 @@ from typer.testing import CliRunner
 import hpstore
 from hpstore.cli import app
 from hpstore.config import load_config
-from hpstore.errors import (
-    ConfigError,
-    DeviceInUse,
-)
+from hpstore.errors import ConfigError, DeviceInUse
 
 
 @pytest.fixture

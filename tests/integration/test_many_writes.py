@@ -17,10 +17,9 @@ from typing import TypeVar
 
 import pytest
 
-from hpstore.batches import BatchedPool, put_batches
 from hpstore.codec.galois import Bytes
 from hpstore.devices.base import Device
-from hpstore.devices.horizons import HORIZON
+from hpstore.devices.horizon_guard import HORIZON
 from hpstore.devices.wrappers import DeviceWrapper, SimulatedCrash
 from hpstore.errors import (
     ConfigError,
@@ -32,11 +31,12 @@ from hpstore.errors import (
     SomeFailed,
     TooFewDevices,
 )
-from hpstore.objects import many_writes
-from hpstore.objects.many_writes import MOST_KEYS, SMALL_BYTES, SmallPut
-from hpstore.objects.source import MemorySource
-from hpstore.pool import Pool
-from hpstore.testing.harness import FakeClock, Harness
+from hpstore.objects.write import many_writes
+from hpstore.objects.write.many_writes import MOST_KEYS, SMALL_BYTES, SmallPut
+from hpstore.objects.write.put_source import MemorySource
+from hpstore.pool.batches import BatchedPool, put_batches
+from hpstore.pool.pool import Pool
+from hpstore.testing.memory_pool import FakeClock, Harness
 from tests.fault.common import Bench, Hangs
 from tests.integration.test_crash_steps import loss_patterns
 from tests.thorough import crash_points

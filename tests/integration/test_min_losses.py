@@ -15,7 +15,7 @@ import hpstore
 from hpstore.checkpoint import Checkpointer
 from hpstore.config import Settings
 from hpstore.errors import ConfigError, HpstoreError, RedundancyWarning, TooFewDevices
-from hpstore.tolerance import require_stored
+from hpstore.pool.loss_tolerance import require_stored
 
 
 @pytest.fixture

@@ -9,17 +9,11 @@ from pathlib import Path
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hpstore.devices.wrappers import SimulatedCrash
 from hpstore.errors import MembershipError, ObjectNotFound, TooFewDevices
-from hpstore.testing.harness import FakeClock, Harness
+from hpstore.testing.memory_pool import FakeClock, Harness
 
 KEYS = st.sampled_from(["a", "a/b", "run/x", "run/y"])
 SIZES = st.sampled_from([0, 1, 5000, 131_072, 131_073, 300_000, 700_001])

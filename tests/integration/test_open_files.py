@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from hpstore.descriptors import may_open
-from hpstore.loaders import DataLoader, open_shards
-from hpstore.loaders.open_shards import FILES_SHARE
-from hpstore.pool import Pool
+from hpstore.loaders import DataLoader
+from hpstore.loaders.dataset import open_objects
+from hpstore.loaders.dataset.open_objects import FILES_SHARE
+from hpstore.pool.pool import Pool
+from hpstore.runtime.open_file_limit import may_open
 from tests.integration.data_sets import make_pool, write_samples
 
 COUNT = 60
@@ -91,7 +92,7 @@ def test_shards_that_are_opened_again_are_counted_and_told_once(
     pool: Pool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where the hard limit is too low for all of them."""
-    monkeypatch.setattr(open_shards, "may_open", lambda _: 0)
+    monkeypatch.setattr(open_objects, "may_open", lambda _: 0)
     with caplog.at_level(logging.WARNING, "hpstore"):
         assert epochs(pool, 3)["shards_reopened"] > COUNT
     said = [record.message for record in caplog.records if "opened again" in record.message]

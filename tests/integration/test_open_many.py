@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from hpstore.errors import AlreadyClosed, TooManyErasures
-from hpstore.objects import many
-from hpstore.objects.store import Store
+from hpstore.objects.context import PoolContext
+from hpstore.objects.read import open_many
+from hpstore.objects.read.range_reader import PooledReader
 from hpstore.objects.survey import Survey, survey_keys
-from hpstore.pool import Pool
-from hpstore.pooled import PooledReader
-from hpstore.testing.harness import Harness
+from hpstore.pool.pool import Pool
+from hpstore.testing.memory_pool import Harness
 from tests.fault.common import Bench, Hangs, column_number, flip, payload, poll, within
 
 KEYS = [f"objects/{i:02d}" for i in range(12)]
@@ -70,7 +70,9 @@ def submits(pool: Pool, call: Callable[[], object]) -> Counter[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler, "submit", submit)
-        patch.setattr("hpstore.tours.Tours.begin", lambda *_: None)  # all are made side by side
+        patch.setattr(
+            "hpstore.runtime.call_tours.Tours.begin", lambda *_: None
+        )  # all are made side by side
         call()
     return found
 
@@ -92,7 +94,7 @@ def test_many_are_looked_up_a_bounded_number_at_a_time(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call must end within its deadline: with five a call, twelve take three."""
-    monkeypatch.setattr("hpstore.pooled.MOST_KEYS", 5)
+    monkeypatch.setattr("hpstore.objects.read.range_reader.MOST_KEYS", 5)
     with bench.open() as pool:
         opened: dict[str, PooledReader | Exception] = {}
         calls = submits(pool, lambda: opened.update(pool.readers(KEYS)))
@@ -153,13 +155,13 @@ def test_a_column_that_goes_between_the_two_calls_is_looked_for_again(
     with bench.open() as pool:
 
         def survey(
-            store: Store, keys: Sequence[str], *, patience: float | None = None
+            store: PoolContext, keys: Sequence[str], *, patience: float | None = None
         ) -> dict[str, Survey]:
             found = survey_keys(store, keys, patience=patience)
             pool.put(KEYS[2], b"new" * 50_000)
             return found
 
-        monkeypatch.setattr(many, "survey_keys", survey)
+        monkeypatch.setattr(open_many, "survey_keys", survey)
         opened = pool.readers(KEYS)
         bodies = [said(opened[key]) for key in KEYS]
         assert bodies == [*BODIES[:2], b"new" * 50_000, *BODIES[3:]]

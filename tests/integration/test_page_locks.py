@@ -17,12 +17,12 @@ import pytest
 import torch
 
 import hpstore
-from hpstore.buffers import aligned_array, lock_for_life
-from hpstore.checkpoint.arena import Arena
+from hpstore.checkpoint.save.arena import Arena
 from hpstore.errors import ConfigError
 from hpstore.loaders import DataLoader, Dataset
-from hpstore.loaders.slots import Slots
-from hpstore.loaders.transfer import Transfer
+from hpstore.loaders.batching.batch_buffers import Slots
+from hpstore.loaders.gpu.upload import Transfer
+from hpstore.runtime.buffers import aligned_array, lock_for_life
 from hpstore.testing.fake_accelerator import FakeAccelerator
 from hpstore.testing.fake_gpu import FakeGpu, FakeMark
 from hpstore.units import MIB

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import hpstore
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
 
 DATA = bytes(range(256)) * 2000
 

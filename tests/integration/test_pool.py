@@ -23,9 +23,9 @@ from hpstore.errors import (
     TooFewDevices,
     VersionConflict,
 )
-from hpstore.pool_key import Use
-from hpstore.records import NEWEST_FORMAT, seal, unseal
-from hpstore.testing.harness import FakeClock, Harness
+from hpstore.format.pool_key import Use
+from hpstore.format.records import NEWEST_FORMAT, seal, unseal
+from hpstore.testing.memory_pool import FakeClock, Harness
 from hpstore.units import KIB, MIB
 
 UNIT = 64 * KIB

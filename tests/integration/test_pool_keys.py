@@ -17,13 +17,13 @@ import fsspec
 import pytest
 
 import hpstore
-from hpstore import pools
 from hpstore.config import Settings, load_config, save_config
 from hpstore.devices.local import LocalDevice
 from hpstore.errors import ConfigError, DeviceFull, DeviceReadOnly, PoolKeyError
-from hpstore.pool_key import new_pool_key
-from hpstore.records import POOL_FILE
-from hpstore.testing.harness import Harness
+from hpstore.format.pool_key import new_pool_key
+from hpstore.format.records import POOL_FILE
+from hpstore.pool import create_pool
+from hpstore.testing.memory_pool import Harness
 
 SMALL, BIG = b"small", bytes(range(256)) * 4096
 
@@ -213,7 +213,7 @@ def test_a_create_that_fails_late_leaves_no_devices_with_a_lost_key(
 
     with monkeypatch.context() as patch:
         if fails == "pool.toml":
-            patch.setattr(pools, "save_config", full)
+            patch.setattr(create_pool, "save_config", full)
         else:
             write = LocalDevice.write_small
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from hpstore.errors import ConfigError
-from hpstore.objects.resolve import open_object
-from hpstore.pool import Pool
-from hpstore.testing.harness import Harness
+from hpstore.objects.read.resolve import open_object
+from hpstore.pool.pool import Pool
+from hpstore.testing.memory_pool import Harness
 from hpstore.units import KIB, MIB
 
 

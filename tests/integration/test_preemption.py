@@ -16,11 +16,12 @@ import pytest
 import torch
 import torch.distributed as _distributed
 
-from hpstore.checkpoint import Checkpointer, Preempted, preemption
-from hpstore.checkpoint.preemption import Board
-from hpstore.checkpoint.sigterm import DOUBLE_SECONDS
+from hpstore.checkpoint import Checkpointer, Preempted
+from hpstore.checkpoint.ranks import stop_step
+from hpstore.checkpoint.ranks.sigterm import DOUBLE_SECONDS
+from hpstore.checkpoint.ranks.stop_step import Board
 from hpstore.errors import CheckpointError
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
 from tests.fault.common import exit_status, forked
 from tests.integration.ranks import launch, make_pool, open_pool
 
@@ -294,7 +295,7 @@ def differ(rank: int, world: int, directory: Path) -> None:
         with pytest.raises(CheckpointError, match="on all ranks without alone"):
             Checkpointer(pool, "run", on_sigterm="save", alone=True)
         if rank == 1:
-            preemption.__dict__["require_handling"] = _refuse
+            stop_step.__dict__["require_handling"] = _refuse
         with pytest.raises(CheckpointError, match="cannot"):
             Checkpointer(pool, "run", on_sigterm="save")
 

@@ -15,13 +15,14 @@ import pytest
 import torch
 
 import hpstore
-from hpstore.checkpoint import Checkpointer, preparing
-from hpstore.checkpoint.preparing import SpaceMaker
+from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint.save import prewrite_saves
+from hpstore.checkpoint.save.prewrite_saves import SpaceMaker
 from hpstore.config import Settings
 from hpstore.devices.base import Device, Usage, recycled_path
 from hpstore.devices.local import LocalDevice
+from hpstore.devices.opener import device_opener
 from hpstore.devices.wrappers import FaultyDevice
-from hpstore.opening import device_opener
 from hpstore.testing import PAGE, pattern
 from hpstore.units import GIB, MIB
 
@@ -269,7 +270,7 @@ Prepare = Callable[..., int]
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Preparing begins without the moment that it leaves to a restore."""
-    monkeypatch.setattr(preparing, "BEGIN_SECONDS", 0.0)
+    monkeypatch.setattr(prewrite_saves, "BEGIN_SECONDS", 0.0)
 
 
 def maker(prepare: Prepare, steps: Sequence[int] = (), keep_last: int = 2) -> SpaceMaker:

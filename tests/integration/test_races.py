@@ -17,8 +17,8 @@ from hpstore.devices.base import Device
 from hpstore.devices.local import LocalDevice
 from hpstore.devices.wrappers import DeviceWrapper
 from hpstore.errors import ObjectNotFound
-from hpstore.objects.read import Changed
-from hpstore.testing.harness import Harness
+from hpstore.objects.read.object_reader import Changed
+from hpstore.testing.memory_pool import Harness
 from hpstore.units import MIB
 from tests.thorough import crash_points
 

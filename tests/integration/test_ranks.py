@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from hpstore.checkpoint import Checkpointer
-from hpstore.checkpoint.steps import Steps
+from hpstore.checkpoint.catalog.steps import Steps
 from hpstore.errors import HpstoreError, TooFewDevices
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
 from tests.integration.ranks import (
     Values,
     assert_same,

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from hpstore.errors import TooManyErasures
-from hpstore.geometry import BLOCK_BYTES
-from hpstore.header import HEADER_BYTES
+from hpstore.format.column_header import HEADER_BYTES
+from hpstore.format.geometry import BLOCK_BYTES
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
-from hpstore.pool import Pool
-from hpstore.pooled import RETAKE_SECONDS
-from hpstore.testing.harness import FakeClock, Harness
+from hpstore.objects.read.range_reader import RETAKE_SECONDS
+from hpstore.pool.pool import Pool
+from hpstore.testing.memory_pool import FakeClock, Harness
 
 BODY = np.random.default_rng(0).bytes(900_000)
 

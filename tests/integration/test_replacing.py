@@ -11,12 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 import hpstore
-from hpstore.cli.app import app
+from hpstore.agreement.registers import AGENT
+from hpstore.cli.pool_commands import app
+from hpstore.devices.disk_location import locate, openers
 from hpstore.errors import MembershipError
-from hpstore.locating import locate, openers
-from hpstore.records import IDENTITY_FILE
-from hpstore.registers import AGENT
-from hpstore.replacing import replace_device
+from hpstore.format.records import IDENTITY_FILE
+from hpstore.pool.replace_device import replace_device
 
 
 def swap(pool: hpstore.Pool, tmp_path: Path) -> tuple[str, str]:

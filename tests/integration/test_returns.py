@@ -11,16 +11,17 @@ from typing import Any, TypeVar
 
 import pytest
 
-from hpstore.changes import reconcile
 from hpstore.devices.base import Device
-from hpstore.devices.horizons import HORIZON
+from hpstore.devices.horizon_guard import HORIZON
 from hpstore.devices.wrappers import DeviceWrapper
 from hpstore.errors import DeviceError, MembershipError
-from hpstore.objects import resolve, survey
-from hpstore.objects.store import Store
+from hpstore.membership.changes import reconcile
+from hpstore.objects import survey
+from hpstore.objects.context import PoolContext
+from hpstore.objects.read import resolve
 from hpstore.objects.survey import Survey
-from hpstore.pool import Pool
-from hpstore.testing.harness import FakeClock, Harness
+from hpstore.pool.pool import Pool
+from hpstore.testing.memory_pool import FakeClock, Harness
 from tests.fault.common import payload
 
 T = TypeVar("T")
@@ -159,7 +160,7 @@ def test_what_another_thread_has_found_meanwhile_counts(
         harness.lose(harness.urls[1:3])
         look = survey.survey_key
 
-        def refreshed(store: Store, key: str, **how: Any) -> Survey:
+        def refreshed(store: PoolContext, key: str, **how: Any) -> Survey:
             found = look(store, key, **how)
             if how["patience"] is None:
                 pool.refresh()

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpstore.buffers import Lease, aligned_array
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError, DeviceTimeout
-from hpstore.objects import scatter as scatter_module
-from hpstore.objects.columns import ColumnReader
-from hpstore.pool import Pool
-from hpstore.pooled import PooledReader, Scatter, Scattered
+from hpstore.objects.read import scatter as scatter_module
+from hpstore.objects.read.column_reader import ColumnReader
+from hpstore.objects.read.range_reader import PooledReader, Scatter, Scattered
+from hpstore.pool.pool import Pool
+from hpstore.runtime.buffers import Lease, aligned_array
 from hpstore.units import KIB
 from tests.fault.common import Bench, Hangs, column_number, flip, needs_ring, payload, within
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 import hpstore
+from hpstore.agreement.registers import REPAIR
 from hpstore.config import Settings
 from hpstore.errors import LockTimeout, VersionConflict
-from hpstore.registers import REPAIR
 from hpstore.units import MIB
 
 KEYS = 60

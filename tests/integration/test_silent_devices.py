@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpstore.errors import ObjectNotFound, TooManyErasures
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
 from hpstore.units import KIB
 from tests.fault.common import Bench, Call, Gates, payload, within
 

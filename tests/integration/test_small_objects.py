@@ -14,16 +14,16 @@ import pytest
 from hpstore.devices.base import Device
 from hpstore.devices.wrappers import DeviceWrapper
 from hpstore.errors import DeviceError
-from hpstore.geometry import ALIGNMENT_BYTES, SMALL_OBJECT_BYTES
-from hpstore.header import HEADER_BYTES
-from hpstore.loaders.spans import ObjectRanges
-from hpstore.objects.columns import WHOLE_OBJECT_BYTES
-from hpstore.objects.many import open_objects
-from hpstore.objects.stripes import ONE_CALL_BYTES
-from hpstore.objects.write import plan_columns
-from hpstore.pool import Pool
-from hpstore.pooled import MOST_KEYS, PooledReader, Readers
-from hpstore.testing.harness import Harness
+from hpstore.format.column_header import HEADER_BYTES
+from hpstore.format.geometry import ALIGNMENT_BYTES, SMALL_OBJECT_BYTES
+from hpstore.loaders.dataset.coalesce import ObjectRanges
+from hpstore.objects.read.column_reader import WHOLE_OBJECT_BYTES
+from hpstore.objects.read.open_many import open_objects
+from hpstore.objects.read.range_reader import MOST_KEYS, PooledReader, Readers
+from hpstore.objects.write.put import plan_columns
+from hpstore.objects.write.stripe_writer import ONE_CALL_BYTES
+from hpstore.pool.pool import Pool
+from hpstore.testing.memory_pool import Harness
 from hpstore.units import KIB
 from tests.fault.common import Bench
 from tests.integration.data_sets import write_samples

@@ -18,7 +18,7 @@ import hpstore
 from hpstore.checkpoint import Checkpointer
 from hpstore.config import Settings
 from hpstore.errors import DescriptorsExhausted
-from hpstore.lacks import lacks_total
+from hpstore.runtime.lacks import lacks_total
 
 
 @contextmanager

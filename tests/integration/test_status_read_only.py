@@ -13,15 +13,15 @@ import pytest
 import hpstore
 from hpstore.cli.output import show_status
 from hpstore.config import private_directory
-from hpstore.devices.looking import some_file, stopped_writing
+from hpstore.devices.probe_reads import some_file, stopped_writing
+from hpstore.health.detect.verdicts import HealthState
 from hpstore.health.history import History
 from hpstore.health.monitor import history_path
-from hpstore.health.states import Decision, Role
-from hpstore.health.verdicts import HealthState
-from hpstore.metrics import Metrics
-from hpstore.observed import STATUS_FILE
-from hpstore.process_identity import may_live, this_process
-from hpstore.status import DeviceStatus
+from hpstore.health.policy.states import Decision, Role
+from hpstore.membership.agent_observations import STATUS_FILE
+from hpstore.pool.status import DeviceStatus
+from hpstore.runtime.metrics import Metrics
+from hpstore.runtime.process_identity import may_live, this_process
 
 
 def leave_word(pool: hpstore.Pool, devices: list[dict[str, object]], age_seconds: float) -> None:

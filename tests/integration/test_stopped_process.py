@@ -23,7 +23,7 @@ def work():
     return "answered"
 
 def waits():
-    from hpstore.patience import wait_awake
+    from hpstore.runtime.deadline_wait import wait_awake
     with ThreadPoolExecutor(1) as threads:
         future = threads.submit(work)
         print("go", flush=True)
@@ -31,7 +31,7 @@ def waits():
         return future.done()
 
 def puts():
-    from hpstore.objects.columnset import ColumnWriter
+    from hpstore.objects.write.column_writer import ColumnWriter
     plain = ColumnWriter.seal
     def slow(self):
         work()

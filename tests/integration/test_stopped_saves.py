@@ -19,12 +19,13 @@ _CHILD = """
 import os, signal, sys, threading, time
 import torch
 import hpstore
-from hpstore.checkpoint import Checkpointer, planner
+from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint.save import rank_plan
 from hpstore.devices.local_io import LocalWriter
 
 named, begun, done, turn = int(sys.argv[1]), [0], [0], threading.Condition()
 if sys.argv[2] == "apart":  # as saves are that are too large for their manifest
-    planner.WITHIN_BYTES = -1
+    rank_plan.WITHIN_BYTES = -1
 
 def publish(self, path, guard=None, plain=LocalWriter.publish):
     if "manifest" not in path or "step-000000000002" not in path:

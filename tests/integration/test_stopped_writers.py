@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import hpstore
-from hpstore.clock import SystemClock
 from hpstore.config import Settings, load_config
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
+from hpstore.runtime.clock import SystemClock
 
 _CHILD = """
 import os, signal, sys, threading, time

@@ -16,14 +16,14 @@ from hpstore.codec import ErasureCode
 from hpstore.config import Settings
 from hpstore.devices.base import Device
 from hpstore.devices.wrappers import DeviceWrapper
-from hpstore.geometry import Geometry
-from hpstore.keys import Kind
-from hpstore.objects.columnset import ColumnSet, ColumnWriter
-from hpstore.objects.stripes import BATCHES_IN_FLIGHT
-from hpstore.objects.windows import run_bytes
-from hpstore.objects.write import Content, make_header, plan_columns
+from hpstore.format.geometry import Geometry
+from hpstore.format.keys import Kind
+from hpstore.objects.read.plan import run_bytes
+from hpstore.objects.write.column_writer import ColumnSet, ColumnWriter
+from hpstore.objects.write.put import PutContent, make_header, plan_columns
+from hpstore.objects.write.stripe_writer import BATCHES_IN_FLIGHT
 from hpstore.testing import in_threads, pattern
-from hpstore.testing.harness import Harness
+from hpstore.testing.memory_pool import Harness
 from hpstore.units import KIB, MIB
 
 T = TypeVar("T")
@@ -157,7 +157,7 @@ def void(_: object) -> None:
 
 def _columns(store: Any) -> ColumnSet:
     """The columns of a put that is about to begin. Any: the pool's own store."""
-    content = Content(
+    content = PutContent(
         key="x", version=store.new_version([]), kind=Kind.COLUMN, created_ms=0, metadata={}
     )
     geometry, devices = plan_columns(store, "x", len(BODY), exclude=set(), kind=Kind.COLUMN)

@@ -12,9 +12,9 @@ import pytest
 from hpstore.devices.base import DEBTS, Device, Stamp
 from hpstore.devices.wrappers import DeviceWrapper, SimulatedCrash
 from hpstore.errors import ObjectNotFound, TooManyErasures
-from hpstore.keys import Version
-from hpstore.records import Debt
-from hpstore.testing.harness import FakeClock, Harness
+from hpstore.format.keys import Version
+from hpstore.format.records import Debt
+from hpstore.testing.memory_pool import FakeClock, Harness
 
 T = TypeVar("T")
 OLD, NEW = (np.random.default_rng(n).bytes(300_000 + n) for n in (1, 2))

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from hpstore.errors import MembershipError, ObjectNotFound, TooFewDevices, TooManyErasures
-from hpstore.keys import ColumnName, Kind, Version
+from hpstore.format.keys import ColumnName, Kind, Version
 from hpstore.objects import survey as survey_module
-from hpstore.objects.columnset import ColumnSet, MembershipMoved
-from hpstore.testing.harness import FakeClock, Harness
+from hpstore.objects.write.column_writer import ColumnSet, MembershipMoved
+from hpstore.testing.memory_pool import FakeClock, Harness
 
 
 def payload(size: int, seed: int = 0) -> bytes:
@@ -137,7 +137,7 @@ def test_a_listing_that_straddles_an_overwrite_is_made_again(
         def survey_key(*asked: Any, **options: Any) -> object:
             return surveys.pop() if surveys else original(*asked, **options)
 
-        monkeypatch.setattr("hpstore.objects.resolve.survey_key", survey_key)
+        monkeypatch.setattr("hpstore.objects.read.resolve.survey_key", survey_key)
         assert pool.get("k") == payload(600_000, 2)
         assert not surveys
 

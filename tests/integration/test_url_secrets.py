@@ -14,8 +14,8 @@ import pytest
 
 import hpstore
 from hpstore.config import Settings, load_config
-from hpstore.device_urls import without_secrets, without_secrets_of
 from hpstore.errors import HpstoreError
+from hpstore.format.device_urls import without_secrets, without_secrets_of
 
 SECRET = "S3C:RET"
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hpstore.errors import ConfigError, ObjectNotFound, TooManyErasures
-from hpstore.objects.versions import Standing
-from hpstore.testing.harness import FakeClock, Harness
+from hpstore.objects.versions import VersionStanding
+from hpstore.testing.memory_pool import FakeClock, Harness
 from tests.integration.test_torn_or_short import torn_put
 
 OLD = np.random.default_rng(1).bytes(300_001)
@@ -28,7 +28,7 @@ def test_an_older_version_is_read_by_name_while_the_newest_is_unclear(harness: H
     away = sorted(set(harness.urls) - torn)[:2]
     with harness.open() as pool:  # one more goes while it is open: the new one may be whole
         harness.lose(away)
-        assert [v.standing for v in pool.versions("k")][-1] is Standing.READABLE
+        assert [v.standing for v in pool.versions("k")][-1] is VersionStanding.READABLE
         new, found = pool.versions("k")
         assert (found.version, found.columns, found.needed) == (old, 4, 4)
         assert new.version > old
@@ -53,12 +53,12 @@ def test_one_version_is_current_and_a_deleted_key_has_its_tombstone(harness: Har
         written = pool.put("k", OLD)
         (only,) = pool.versions("k")
         assert (only.version, only.current, only.standing) == (
-            written.version, True, Standing.READABLE,
+            written.version, True, VersionStanding.READABLE,
         )  # fmt: skip
         assert only.written == pytest.approx(written.created, abs=60)
         pool.delete("k")
         (tombstone,) = pool.versions("k")
-        assert (tombstone.standing, tombstone.current) == (Standing.DELETED, True)
+        assert (tombstone.standing, tombstone.current) == (VersionStanding.DELETED, True)
         assert pool.versions("never") == []
         with pytest.raises(ConfigError, match="is no version of an object"):
             pool.get("k", version="newest")

@@ -13,7 +13,7 @@ import pytest
 import hpstore
 from hpstore.config import Settings, register
 from hpstore.interop import HpstoreFileSystem
-from hpstore.testing.harness import Harness
+from hpstore.testing.memory_pool import Harness
 from hpstore.units import KIB, MIB
 
 
@@ -49,7 +49,7 @@ def harness(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Harn
     def open_pool(_: object, *, read_only: bool = False) -> hpstore.Pool:
         return made.open(threads=True, read_only=read_only)
 
-    monkeypatch.setattr("hpstore.interop.mounts.open_pool", open_pool)
+    monkeypatch.setattr("hpstore.interop.filesystem.open_pools.open_pool", open_pool)
     return made
 
 

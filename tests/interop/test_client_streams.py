@@ -21,8 +21,8 @@ import pytest
 import hpstore
 from hpstore.errors import ConfigError, TooFewDevices, VersionConflict
 from hpstore.interop import HpstoreFileSystem
-from hpstore.interop import forgotten as forgotten_module
-from hpstore.testing.harness import Harness
+from hpstore.interop.filesystem import unclosed_streams as forgotten_module
+from hpstore.testing.memory_pool import Harness
 from tests.fault.common import exit_status, forked, poll
 
 FORGOTTEN = "was stored when it was collected"

@@ -15,8 +15,8 @@ from zarr.core.buffer import default_buffer_prototype
 from zarr.storage import MemoryStore
 
 from hpstore.loaders import Dataset, DatasetWriter, Field
-from hpstore.loaders.stream import Stream
-from hpstore.pool import Pool
+from hpstore.loaders.dataset.record_stream import Stream
+from hpstore.pool.pool import Pool
 from hpstore.units import KIB
 from tests.integration.data_sets import make_pool
 

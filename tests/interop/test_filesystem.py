@@ -22,7 +22,7 @@ from hpstore.errors import (
     VersionConflict,
 )
 from hpstore.interop import HpstoreFileSystem
-from hpstore.testing.harness import Harness
+from hpstore.testing.memory_pool import Harness
 
 Tree = dict[str, bytes]
 CHECKPOINT: Tree = {"s/.metadata": b"m", "s/__0_0.distcp": b"0" * 200_000, "s/__1_0.distcp": b"1"}

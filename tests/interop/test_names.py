@@ -12,7 +12,7 @@ import hpstore
 from hpstore.cli import main
 from hpstore.config import PoolConfig, find_config, register, save_config
 from hpstore.errors import ConfigError
-from hpstore.pool_names import find_named, find_pool, pool_names
+from hpstore.pool.pool_names import find_named, find_pool, pool_names
 
 
 def make(path: Path, name: str) -> PoolConfig:

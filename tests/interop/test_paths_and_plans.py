@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpstore.interop.bulk import WORKERS, share_out, slice_bounds
-from hpstore.interop.moving import Selection, plan_move
-from hpstore.interop.tree import descend, metadata_first
+from hpstore.interop.filesystem.directory_tree import descend, metadata_first
+from hpstore.interop.filesystem.move_plan import Selection, plan_move
+from hpstore.interop.parallel_calls import WORKERS, share_out, slice_bounds
 
 KEYS = st.lists(st.sampled_from(["a", "b", "ab"]), min_size=1, max_size=4).map("/".join)
 

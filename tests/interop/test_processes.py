@@ -17,7 +17,7 @@ import pytest
 import hpstore
 from hpstore.errors import ConfigError
 from hpstore.interop import HpstoreFileSystem
-from hpstore.interop import mounts as mounts_module
+from hpstore.interop.filesystem import open_pools as mounts_module
 
 ROOT = Path(__file__).resolve().parents[2]
 

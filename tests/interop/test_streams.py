@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import hpstore
-from hpstore.budget import ByteBudget
 from hpstore.errors import TooFewDevices, VersionConflict
 from hpstore.interop import HpstoreFileSystem
-from hpstore.interop.spool import Spool
-from hpstore.interop.streams import ReadStream, WriteStream
-from hpstore.objects.resolve import open_object
-from hpstore.testing.harness import Harness
+from hpstore.interop.filesystem.file_streams import ReadStream, WriteStream
+from hpstore.interop.filesystem.write_buffer import Spool
+from hpstore.objects.read.resolve import open_object
+from hpstore.runtime.budget import ByteBudget
+from hpstore.testing.memory_pool import Harness
 from hpstore.units import KIB, MIB
 
 

@@ -18,9 +18,9 @@ import hpstore
 from hpstore.errors import ConfigError, IntegrityError, ObjectNotFound, VersionConflict
 from hpstore.interop.zarr import PoolStore
 from hpstore.loaders import DatasetWriter
-from hpstore.loaders.zarr_arrays import ZarrDataset
-from hpstore.loaders.zarr_view import DatasetStore
-from hpstore.testing.harness import Harness
+from hpstore.loaders.zarr_views.array_dataset import ZarrDataset
+from hpstore.loaders.zarr_views.dataset_store import DatasetStore
+from hpstore.testing.memory_pool import Harness
 from tests.interop.zarr_cases import (
     FIELDS,
     ROWS,

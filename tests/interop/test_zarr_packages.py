@@ -9,8 +9,7 @@ import pytest
 from zarr.core.buffer import cpu
 
 import hpstore
-from hpstore.interop import zarr_views
-from hpstore.interop.zarr import PoolStore
+from hpstore.interop.zarr import PoolStore, view_registry
 from tests.interop.zarr_cases import run_python
 
 
@@ -36,8 +35,8 @@ def test_loaders_name_both_without_importing_zarr() -> None:
         "import sys, hpstore.loaders as loaders\n"
         "assert 'zarr' not in sys.modules\n"
         "from hpstore.loaders import DatasetStore, ZarrDataset\n"
-        "from hpstore.loaders.zarr_view import DatasetStore as store\n"
-        "from hpstore.loaders.zarr_arrays import ZarrDataset as data\n"
+        "from hpstore.loaders.zarr_views.dataset_store import DatasetStore as store\n"
+        "from hpstore.loaders.zarr_views.array_dataset import ZarrDataset as data\n"
         "assert (DatasetStore, ZarrDataset) == (store, data)\n"
         "assert {'DatasetStore', 'ZarrDataset'} <= set(loaders.__all__)\n"
         "assert not hasattr(loaders, 'Nonsense')\n"
@@ -49,12 +48,12 @@ def test_an_installation_without_views_says_so_once(
     pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Data sets are objects then, as before: nothing falls back in silence."""
-    zarr_views._registered.cache_clear()
-    monkeypatch.setattr(zarr_views, "distributions", list)
+    view_registry._registered.cache_clear()
+    monkeypatch.setattr(view_registry, "distributions", list)
     try:
         with caplog.at_level(logging.WARNING, "hpstore"):
             for key in ("a", "b"):
                 asyncio.run(PoolStore(pool, "data/x").set(key, cpu.Buffer.from_bytes(b"new")))
     finally:
-        zarr_views._registered.cache_clear()
+        view_registry._registered.cache_clear()
     assert caplog.text.count("Install hpstore again") == 1

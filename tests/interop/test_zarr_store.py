@@ -23,12 +23,12 @@ from zarr.core.buffer import cpu, default_buffer_prototype
 import hpstore
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError, SomeFailed, TooFewDevices, TooManyErasures
-from hpstore.geometry import BLOCK_BYTES
-from hpstore.interop import mounts as mounts_module
-from hpstore.interop.bulk import MERGED_BYTES, Span, merge_parts, read_slice
+from hpstore.format.geometry import BLOCK_BYTES
+from hpstore.interop.filesystem import open_pools as mounts_module
+from hpstore.interop.parallel_calls import MERGED_BYTES, Span, merge_parts, read_slice
 from hpstore.interop.zarr import PoolStore
-from hpstore.interop.zarr_base import byte_span
-from hpstore.testing.harness import Harness
+from hpstore.interop.zarr.base_store import byte_span
+from hpstore.testing.memory_pool import Harness
 
 ROOT = Path(__file__).resolve().parents[2]
 PROTOTYPE = default_buffer_prototype()

@@ -16,7 +16,7 @@ from zarr.testing.store import StoreTests
 
 import hpstore
 from hpstore.interop.zarr import PoolStore
-from hpstore.testing.harness import Harness
+from hpstore.testing.memory_pool import Harness
 
 PREFIX = "a/zarr"
 STATEFUL = settings(

@@ -23,15 +23,9 @@ from zarr.core.buffer import cpu, default_buffer_prototype
 import hpstore
 from hpstore.errors import ConfigError, IntegrityError, VersionConflict
 from hpstore.interop.zarr import PoolStore
-from hpstore.loaders import (
-    Dataset,
-    DatasetStore,
-    DatasetWriter,
-    delete_dataset,
-    verify_dataset,
-    zarr_view,
-)
-from hpstore.testing.harness import Harness
+from hpstore.loaders import Dataset, DatasetStore, DatasetWriter, delete_dataset, verify_dataset
+from hpstore.loaders.zarr_views import dataset_store
+from hpstore.testing.memory_pool import Harness
 from hpstore.units import KIB
 from tests.interop.zarr_cases import (
     FIELDS,
@@ -226,7 +220,7 @@ def test_close_closes_the_data_sets_and_the_next_use_opens_them(
         opened.append(Dataset(where, name))
         return opened[-1]
 
-    monkeypatch.setattr(zarr_view, "Dataset", note)
+    monkeypatch.setattr(dataset_store, "Dataset", note)
     with PoolStore(pool, "data/train", read_only=True) as store:
         check_equal(store, data)
         assert not all(made._closed for made in opened)

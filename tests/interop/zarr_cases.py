@@ -16,7 +16,8 @@ import zarr
 from zarr.abc.store import Store
 
 import hpstore
-from hpstore.loaders import Dataset, DatasetWriter, Field, zarr_view
+from hpstore.loaders import Dataset, DatasetWriter, Field
+from hpstore.loaders.zarr_views import dataset_store
 from hpstore.units import KIB
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,9 +38,9 @@ FIELDS = {
 
 def make_chunks_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks of each array, and records read a few at a time."""
-    monkeypatch.setattr(zarr_view, "SHARD_ROWS", 16)
-    monkeypatch.setattr(zarr_view, "SCALAR_ROWS", 20)
-    monkeypatch.setattr(zarr_view, "BATCH_BYTES", 64 * KIB)
+    monkeypatch.setattr(dataset_store, "SHARD_ROWS", 16)
+    monkeypatch.setattr(dataset_store, "SCALAR_ROWS", 20)
+    monkeypatch.setattr(dataset_store, "BATCH_BYTES", 64 * KIB)
 
 
 def batch_of(rows: int, seed: int = 0) -> dict[str, Any]:

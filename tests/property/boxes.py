@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from hpstore.checkpoint.items import Box, Item, whole
-from hpstore.checkpoint.reading import Scatter, _Framed
+from hpstore.checkpoint.format.items import Box, Item, whole
+from hpstore.checkpoint.restore.read_items import SegmentReads, _Framed
 from hpstore.codec.galois import Bytes
 from hpstore.errors import IntegrityError
 
@@ -78,7 +78,7 @@ def deliver_all(segments: dict[int, Bytes], reads: Sequence[Any], draw: Any = No
         mine = [read for read in reads if read.segment == number]
         if not mine:
             continue
-        scatter = Scatter(mine)
+        scatter = SegmentReads(mine)
         pieces = []
         for low, high in scatter.ranges:
             cuts = sorted(draw(st.sets(st.integers(low, high), max_size=4))) if draw else []

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpstore.benchmarks.cache_traces import trace_named
+from hpstore.benchmarks.cache.cache_traces import trace_named
 from hpstore.errors import ConfigError
 from hpstore.loaders.policy import CachePolicy, simulate
-from hpstore.loaders.policy.drawn import Drawn
-from hpstore.loaders.policy.future import NEVER
-from hpstore.loaders.policy.plans import Int64s
+from hpstore.loaders.policy.cache_plan import Int64s
+from hpstore.loaders.policy.known_order import NEVER
+from hpstore.loaders.policy.sampler_lookahead import Drawn
 
 BLOCKS = 12
 batches = st.lists(st.lists(st.integers(0, BLOCKS - 1), max_size=6), max_size=25)

@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hpstore.loaders.policy import CachePolicy, SampledLog, belady, most_hits, simulate
-from hpstore.loaders.policy.future import NEVER, Future
-from hpstore.loaders.policy.plans import Int64s
+from hpstore.loaders.policy.cache_plan import Int64s
+from hpstore.loaders.policy.known_order import NEVER, Future
 
 BLOCKS = 12
 batches = st.lists(st.lists(st.integers(0, BLOCKS - 1), max_size=6), max_size=25)

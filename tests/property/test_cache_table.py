@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpstore.loaders.policy.distinct import distinct, in_order
-from hpstore.loaders.policy.table import Table
+from hpstore.loaders.policy.block_stats import Table
+from hpstore.loaders.policy.unique_blocks import distinct, in_order
 
 BLOCKS = 9
 some = st.lists(st.integers(0, BLOCKS - 1), unique=True, max_size=BLOCKS)

@@ -13,11 +13,17 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hpstore.buffers import aligned_array
-from hpstore.checkpoint.codecs import CODECS
-from hpstore.checkpoint.items import Box, Item, decode_items, encode_items, require_cover, whole
-from hpstore.checkpoint.packing import Known, Segment, digests_of, pack
-from hpstore.checkpoint.planning import (
+from hpstore.checkpoint.format.items import (
+    Box,
+    Item,
+    decode_items,
+    encode_items,
+    require_cover,
+    whole,
+)
+from hpstore.checkpoint.format.pack import Known, Segment, digests_of, pack
+from hpstore.checkpoint.format.segment_codecs import CODECS
+from hpstore.checkpoint.format.segment_plan import (
     SMALL_ALIGNMENT,
     SMALL_ITEM_BYTES,
     Chunk,
@@ -27,11 +33,12 @@ from hpstore.checkpoint.planning import (
     compacted,
     place,
 )
-from hpstore.checkpoint.reading import reads_for
-from hpstore.checksum import digest128
+from hpstore.checkpoint.restore.read_items import reads_for
 from hpstore.codec.galois import Bytes
 from hpstore.errors import CheckpointError
-from hpstore.geometry import ALIGNMENT_BYTES
+from hpstore.format.checksum import digest128
+from hpstore.format.geometry import ALIGNMENT_BYTES
+from hpstore.runtime.buffers import aligned_array
 from hpstore.units import round_up
 from tests.property.boxes import (
     DTYPES,

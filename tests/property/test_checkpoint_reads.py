@@ -12,28 +12,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpstore.buffers import aligned_array
-from hpstore.checkpoint.codecs import CODECS
-from hpstore.checkpoint.items import Item, whole
-from hpstore.checkpoint.merging import Merge
-from hpstore.checkpoint.packing import compress
-from hpstore.checkpoint.planning import (
-    Chunk,
-    chunks_of,
-)
-from hpstore.checkpoint.reading import Scatter, reads_for
-from hpstore.checkpoint.restoring import _box_of
-from hpstore.checkpoint.tree import (
-    Collected,
+from hpstore.checkpoint.format.items import Item, whole
+from hpstore.checkpoint.format.pack import compress
+from hpstore.checkpoint.format.segment_codecs import CODECS
+from hpstore.checkpoint.format.segment_plan import Chunk, chunks_of
+from hpstore.checkpoint.restore.fill_state import _box_of
+from hpstore.checkpoint.restore.read_items import SegmentReads, reads_for
+from hpstore.checkpoint.state.merge_trees import Merge
+from hpstore.checkpoint.state.state_tree import (
+    CollectedTensors,
     Decoding,
     PerRank,
     decode_tree,
     encode_tree,
     tensor_names,
 )
-from hpstore.checksum import digest128
 from hpstore.codec.galois import Bytes
 from hpstore.errors import CheckpointMismatch, IntegrityError
+from hpstore.format.checksum import digest128
+from hpstore.runtime.buffers import aligned_array
 from tests.property.boxes import (
     DTYPES,
     Draw,
@@ -108,8 +105,8 @@ def test_any_part_of_any_tensor_is_read_back(
     with pytest.MonkeyPatch.context() as patch:
         # small limits, so that small tensors have several ranges and several batches of rows
         gap, batch = data.draw(st.sampled_from([(0, 1), (8, 64), (2**16, 2**23)]))
-        patch.setattr("hpstore.checkpoint.reading.GAP_BYTES", gap)
-        patch.setattr("hpstore.checkpoint.reading.BATCH_BYTES", batch)
+        patch.setattr("hpstore.checkpoint.restore.read_items.GAP_BYTES", gap)
+        patch.setattr("hpstore.checkpoint.restore.read_items.BATCH_BYTES", batch)
         deliver_all(segments, reads_for(chunk, items) if box.count else [], data.draw)
     assert bits(target) == values[cells(box)].tobytes()
 
@@ -127,12 +124,12 @@ def test_any_part_of_a_compressed_tensor_is_read_back(
     box = data.draw(parts(shape))
     target = data.draw(targets(box.sizes, dtype))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hpstore.checkpoint.packing.SMALL_ITEM_BYTES", 1)
-        patch.setattr("hpstore.checkpoint.packing.FRAME_BYTES", 256)
-        patch.setattr("hpstore.checkpoint.reading.FRAME_BYTES", 256)
+        patch.setattr("hpstore.checkpoint.format.pack.SMALL_ITEM_BYTES", 1)
+        patch.setattr("hpstore.checkpoint.format.pack.FRAME_BYTES", 256)
+        patch.setattr("hpstore.checkpoint.restore.read_items.FRAME_BYTES", 256)
         gap, batch = data.draw(st.sampled_from([(0, 1), (8, 64), (2**16, 2**23)]))
-        patch.setattr("hpstore.checkpoint.reading.GAP_BYTES", gap)
-        patch.setattr("hpstore.checkpoint.reading.BATCH_BYTES", batch)
+        patch.setattr("hpstore.checkpoint.restore.read_items.GAP_BYTES", gap)
+        patch.setattr("hpstore.checkpoint.restore.read_items.BATCH_BYTES", batch)
         chunk = Chunk(name="t", dtype=name_of(dtype), shape=shape, box=box, tensor=target)
         raw = values.tobytes()
         memory = aligned_array(64 + len(raw))
@@ -177,8 +174,10 @@ def test_other_bytes_than_were_saved_are_noticed(data: st.DataObject, kind: str)
     damaged = memory.copy()
     damaged[data.draw(st.integers(0, len(memory) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hpstore.checkpoint.reading.BATCH_BYTES", data.draw(st.sampled_from([1, 99])))
-        scatter = Scatter(reads_for(chunk, [item]))
+        patch.setattr(
+            "hpstore.checkpoint.restore.read_items.BATCH_BYTES", data.draw(st.sampled_from([1, 99]))
+        )
+        scatter = SegmentReads(reads_for(chunk, [item]))
     assert scatter.hashed
     with pytest.raises(IntegrityError, match="'t'"):
         scatter.deliver(0, damaged)
@@ -263,7 +262,7 @@ def test_merged_trees_have_what_each_rank_recorded(data: st.DataObject, first: A
     second = data.draw(st.one_of(st.just(first), rank_states()))
     trees = []
     for rank, state in enumerate((first, second)):
-        trees.append(encode_tree(state, "", Collected(rank=rank)))
+        trees.append(encode_tree(state, "", CollectedTensors(rank=rank)))
     merged = Merge().trees(trees[0], trees[1])
     assert Merge().trees(trees[0], trees[0]) == trees[0]
     mine = [names_in(decode_tree(t, decoding(rank))) for rank, t in enumerate(trees)]

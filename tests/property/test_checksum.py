@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpstore.checksum import bad_blocks, block_digests, column_seed, digest128, table_root
-from hpstore.geometry import BLOCK_BYTES
+from hpstore.format.checksum import bad_blocks, block_digests, column_seed, digest128, table_root
+from hpstore.format.geometry import BLOCK_BYTES
 
 SEED = column_seed("pool", "key", "v1", "c4+2", 0)
 lengths = st.integers(1, 3 * BLOCK_BYTES + 1).map(

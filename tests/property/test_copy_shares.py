@@ -9,8 +9,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hpstore.checkpoint import copying
-from hpstore.checkpoint.copying import Copier, Pair, shares
+from hpstore.checkpoint.save import host_copy
+from hpstore.checkpoint.save.host_copy import Copier, Pair, shares
 from hpstore.units import KIB
 
 PIECE = 64 * KIB
@@ -20,8 +20,8 @@ PIECE = 64 * KIB
 def small_pieces() -> Iterator[None]:
     """Pieces of 64 KiB, shares of 1 MiB at most: small tensors show the same."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copying, "PIECE_BYTES", PIECE)
-        patch.setattr(copying, "MAX_SHARE_BYTES", 16 * PIECE)
+        patch.setattr(host_copy, "PIECE_BYTES", PIECE)
+        patch.setattr(host_copy, "MAX_SHARE_BYTES", 16 * PIECE)
         yield
 
 
@@ -47,12 +47,12 @@ def test_shares_are_all_pieces_in_order_and_the_last_is_small(
     wanted = [
         min(PIECE, size - at)
         for size in sizes
-        if size >= copying.SMALL_BYTES
+        if size >= host_copy.SMALL_BYTES
         for at in range(0, size, PIECE)
     ]
     assert [length for share in found for length in share] == wanted
-    assert all(sum(share) < copying.MAX_SHARE_BYTES + PIECE for share in found)
-    if found and all(size >= copying.SMALL_BYTES for size in sizes):
+    assert all(sum(share) < host_copy.MAX_SHARE_BYTES + PIECE for share in found)
+    if found and all(size >= host_copy.SMALL_BYTES for size in sizes):
         assert sum(found[-1]) <= 1.5 * PIECE
 
 

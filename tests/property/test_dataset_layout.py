@@ -12,13 +12,20 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hpstore.loaders.blocks import BlockTable, Runs, Table
-from hpstore.loaders.fields import Field, FieldKind
-from hpstore.loaders.layout import (
+from hpstore.loaders.dataset.block_table import BlockTable, Runs, Table
+from hpstore.loaders.dataset.coalesce import plan_spans
+from hpstore.loaders.dataset.fields import Field, FieldKind
+from hpstore.loaders.dataset.index_tables import (
+    SIDE_MAGIC,
+    decode_tables,
+    encode_tables,
+    table_starts,
+)
+from hpstore.loaders.dataset.record_layout import (
     LARGE_RECORD_BYTES,
     UNIT_CHOICES,
+    FieldLayout,
     FixedPlan,
-    Layout,
     Record,
     choose_unit,
     choose_unit_for_mean,
@@ -28,9 +35,7 @@ from hpstore.loaders.layout import (
     shard_capacity,
     stride_of,
 )
-from hpstore.loaders.shards import index_bytes, zarr_index
-from hpstore.loaders.side import SIDE_MAGIC, decode_tables, encode_tables, table_starts
-from hpstore.loaders.spans import plan_spans
+from hpstore.loaders.dataset.shard_layout import index_bytes, zarr_index
 from hpstore.units import KIB, MIB
 
 units = st.sampled_from([4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB])
@@ -157,7 +162,7 @@ def test_fields_of_a_record_follow_each_other_aligned(record: Record, data: st.D
     assert found[-1] == at
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=12), st.sampled_from(["auto", *Layout]))
+@given(st.lists(st.booleans(), min_size=1, max_size=12), st.sampled_from(["auto", *FieldLayout]))
 def test_every_large_field_is_in_one_stream(large: list[bool], layout: str) -> None:
     """Scalars are in none; "auto" keeps up to four together."""
     fields = {f"f{i}": Field("uint8", (100,) if big else ()) for i, big in enumerate(large)}
@@ -165,8 +170,8 @@ def test_every_large_field_is_in_one_stream(large: list[bool], layout: str) -> N
     inside = [name for record in streams.values() for name in record.fields]
     assert inside == [n for n, f in fields.items() if f.kind is not FieldKind.SCALAR]
     if layout == "auto":
-        assert found == (Layout.ROWS if sum(large) <= 4 else Layout.COLUMNS)
-    if found is Layout.ROWS:
+        assert found == (FieldLayout.ROWS if sum(large) <= 4 else FieldLayout.COLUMNS)
+    if found is FieldLayout.ROWS:
         assert len(streams) == min(1, sum(large))
 
 

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpstore.loaders import Dataset, DatasetWriter, Field, verify_dataset
-from hpstore.loaders.fields import DTYPES, FieldKind
-from hpstore.pool import Pool
-from hpstore.testing.harness import Harness
+from hpstore.loaders.dataset.fields import DTYPES, FieldKind
+from hpstore.pool.pool import Pool
+from hpstore.testing.memory_pool import Harness
 from hpstore.units import KIB
 
 FIELDS = st.builds(

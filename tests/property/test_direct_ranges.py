@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpstore.loaders.direct.ranges import Ranges
+from hpstore.loaders.gpu.direct.arena_allocator import Ranges
 
 PAGE = 4096
 TOTAL = 64 * PAGE

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpstore.errors import TooManyErasures
-from hpstore.geometry import BLOCK_BYTES, Geometry
-from hpstore.header import HEADER_BYTES
-from hpstore.keys import parse_column_name
-from hpstore.objects.erasures import Erasures, rows_of, split_window
-from hpstore.pool import Pool
-from hpstore.testing.harness import Harness
+from hpstore.format.column_header import HEADER_BYTES
+from hpstore.format.geometry import BLOCK_BYTES, Geometry
+from hpstore.format.keys import parse_column_name
+from hpstore.objects.read.erasures import Erasures, rows_of, split_window
+from hpstore.pool.pool import Pool
+from hpstore.testing.memory_pool import Harness
 from hpstore.units import KIB
 
 WIDTHS = [(2, 1), (4, 2), (8, 3)]

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpstore.loaders.filling import fills_of
-from hpstore.loaders.windows import WindowOrder
+from hpstore.loaders.batching.page_prefetch import fills_of
+from hpstore.loaders.sampling.window_shuffle import WindowOrder
 
 
 @given(

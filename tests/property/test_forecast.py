@@ -6,12 +6,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpstore.health.forecast.attributes import COUNTERS, INDEX
-from hpstore.health.forecast.drives import DriveHistory
+from hpstore.health.forecast.alarm_scores import FailedDrive, outcome, threshold_at
+from hpstore.health.forecast.counter_series import increases, rises
+from hpstore.health.forecast.drive_histories import DriveHistory
 from hpstore.health.forecast.features import MODEL_COUNTERS, compute, feature_names
 from hpstore.health.forecast.labels import labels, thinned
-from hpstore.health.forecast.scoring import FailedDrive, outcome, threshold_at
-from hpstore.health.forecast.series import increases, rises
+from hpstore.health.smart.counters import COUNTERS, INDEX
 
 NAMES = feature_names(MODEL_COUNTERS)
 

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpstore.errors import IntegrityError
-from hpstore.geometry import ALIGNMENT_BYTES, Code, Geometry
-from hpstore.header import ColumnHeader, decode_header, encode_header
-from hpstore.keys import Kind, Version
-from hpstore.records import Debt, DeviceState, Identity, Member, PoolRecord, unseal
+from hpstore.format.column_header import ColumnHeader, decode_header, encode_header
+from hpstore.format.geometry import ALIGNMENT_BYTES, Code, Geometry
+from hpstore.format.keys import Kind, Version
+from hpstore.format.records import Debt, DeviceState, Identity, Member, PoolRecord, unseal
 
 numbers = st.integers(0, 2**63)
 texts = st.text(st.characters(codec="utf-8"), max_size=20)

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hpstore.errors import ConfigError
-from hpstore.geometry import (
+from hpstore.format.geometry import (
     ALIGNMENT_BYTES,
     BLOCK_BYTES,
     MAX_UNIT_BYTES,
@@ -19,8 +19,8 @@ from hpstore.geometry import (
     block_span,
     plan_geometry,
 )
-from hpstore.objects.stripes import plan_batches
-from hpstore.objects.windows import plan_rebuild, plan_window, run_bytes, windows
+from hpstore.objects.read.plan import plan_rebuild, plan_window, run_bytes, windows
+from hpstore.objects.write.stripe_writer import plan_batches
 from hpstore.units import KIB, MIB
 
 # small units and sizes make every border case; real sizes make the arithmetic large

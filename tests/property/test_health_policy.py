@@ -10,20 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpstore.errors import IntegrityError, MembershipError
-from hpstore.health import HealthState, Verdict
-from hpstore.health.overrides import Command, command
-from hpstore.health.policy import decide
-from hpstore.health.states import (
+from hpstore.format.records import DeviceState, seal, unseal
+from hpstore.health import DeviceVerdict, HealthState
+from hpstore.health.policy.health_policy import decide
+from hpstore.health.policy.operator_commands import Command, command
+from hpstore.health.policy.states import (
     ActionKind,
     DeviceFacts,
-    Outcome,
-    Outlook,
+    ForecastOutlook,
     PolicyConfig,
+    PolicyOutcome,
     PolicyState,
     PoolFacts,
     Role,
 )
-from hpstore.records import DeviceState, seal, unseal
 
 S = HealthState
 LOST = (S.FAULTED, S.REMOVED, S.EVICTED, S.REBUILDING)
@@ -37,7 +37,7 @@ facts_of_a_device = st.builds(
                                                           DeviceState.EVICTED]),
     probes=st.sampled_from([0, 64]),
     writes_slow=st.booleans(),
-    forecast=st.sampled_from(Outlook),
+    forecast=st.sampled_from(ForecastOutlook),
     empty=st.booleans(),
     evictable=st.booleans(),
     reconciled=st.booleans(),
@@ -58,7 +58,7 @@ class Round:
     """What is told to the policy in one round."""
 
     after: float
-    verdicts: list[Verdict]
+    verdicts: list[DeviceVerdict]
     facts: PoolFacts
     word: tuple[Command, str] | None
 
@@ -69,9 +69,12 @@ def stories(draw: st.DrawFn) -> list[Round]:
     names = [f"d{i}" for i in range(draw(st.integers(1, 9)))]
     parity = draw(st.integers(1, 4))
     verdict = st.builds(
-        Verdict, device=st.sampled_from(names), score=st.floats(0, 40), reason=st.just("because"),
+        DeviceVerdict,
+        device=st.sampled_from(names),
+        score=st.floats(0, 40),
+        reason=st.just("because"),
         state=st.sampled_from([S.SUSPECT, S.SITOUT, S.SITOUT, S.FAULTED]),
-    )  # fmt: skip
+    )
     facts = st.builds(
         PoolFacts,
         parity=st.just(parity),
@@ -90,7 +93,9 @@ def stories(draw: st.DrawFn) -> list[Round]:
     return draw(st.lists(one, max_size=12))
 
 
-def play(story: list[Round], config: PolicyConfig, *, words: bool) -> list[tuple[Round, Outcome]]:
+def play(
+    story: list[Round], config: PolicyConfig, *, words: bool
+) -> list[tuple[Round, PolicyOutcome]]:
     """All rounds, with the operator's words before them if `words`."""
     state, now, found = PolicyState(), 1e6, []
     for one in story:
@@ -104,7 +109,7 @@ def play(story: list[Round], config: PolicyConfig, *, words: bool) -> list[tuple
     return found
 
 
-def counts(one: Round, outcome: Outcome) -> tuple[int, int, int]:
+def counts(one: Round, outcome: PolicyOutcome) -> tuple[int, int, int]:
     """Devices lost, kept off by the policy, kept off by somebody's word."""
     lost = off = manual = 0
     for device, fact in one.facts.devices.items():

@@ -7,8 +7,18 @@ from collections.abc import Iterator, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpstore.loaders.ingestion.ordering import BlockRecords, NumberedRecords, Place, Records
-from hpstore.loaders.ingestion.source import BLOCK_SHIFT, BlockSource, IndexedSource, Item
+from hpstore.loaders.ingestion.sample_source import (
+    BLOCK_SHIFT,
+    BlockwiseSource,
+    IndexedSource,
+    SourceItem,
+)
+from hpstore.loaders.ingestion.write_order import (
+    BlockRecords,
+    IngestPosition,
+    NumberedRecords,
+    Records,
+)
 
 
 class Numbers(IndexedSource):
@@ -25,11 +35,11 @@ class Numbers(IndexedSource):
     def name_of(self, index: int) -> str:
         return str(index)
 
-    def load(self, index: int) -> Item:
-        return Item(name=str(index), origin=index, sample={"i": index})
+    def load(self, index: int) -> SourceItem:
+        return SourceItem(name=str(index), origin=index, sample={"i": index})
 
 
-class Blocks(BlockSource):
+class Blocks(BlockwiseSource):
     """Blocks of these many records; some are bad."""
 
     kind = where = "blocks"
@@ -41,10 +51,10 @@ class Blocks(BlockSource):
     def fingerprint(self) -> str:
         return ""
 
-    def read_block(self, block: int, start: int) -> Iterator[Item]:
+    def read_block(self, block: int, start: int) -> Iterator[SourceItem]:
         for number in range(start, self._counts[block]):
             bad = number % 5 == 4
-            yield Item(
+            yield SourceItem(
                 name=f"{block}/{number}", origin=block << BLOCK_SHIFT | number,
                 sample=None if bad else {"b": bytes(100 * number)}, problem="bad" if bad else "",
             )  # fmt: skip
@@ -52,16 +62,16 @@ class Blocks(BlockSource):
 
 def check_cut_anywhere(records: Records, cuts: Sequence[int], wanted: Sequence[int]) -> None:
     """Whole: each wanted origin once. Cut at `cuts`: the same row of records."""
-    whole = [(p.item.origin, p.after.position) for p in records.read(Place())]
+    whole = [(p.item.origin, p.after.position) for p in records.read(IngestPosition())]
     assert sorted(origin for origin, _ in whole) == sorted(wanted)
     assert [position for _, position in whole] == list(range(1, len(whole) + 1))
-    place, found = Place(), list[tuple[int, int]]()
+    place, found = IngestPosition(), list[tuple[int, int]]()
     for cut in [*cuts, len(whole)]:
         for placed in records.read(place):
             if len(found) >= cut:
                 break
             found.append((placed.item.origin, placed.after.position))
-            place = Place(**placed.after.to_json())
+            place = IngestPosition(**placed.after.to_json())
     assert found == whole
 
 
@@ -95,7 +105,9 @@ def test_a_seed_mixes_and_none_keeps_the_order() -> None:
     for seed in (None, 0, 1):
         numbered = NumberedRecords(Numbers(50), seed, 1)
         blocks = BlockRecords(Blocks([10] * 5), seed)
-        orders[seed] = [[p.item.origin for p in r.read(Place())] for r in (numbered, blocks)]
+        orders[seed] = [
+            [p.item.origin for p in r.read(IngestPosition())] for r in (numbered, blocks)
+        ]
     for kept, first, second in zip(*orders.values(), strict=True):
         assert kept == sorted(kept)
         assert len({tuple(kept), tuple(first), tuple(second)}) == 3
@@ -104,7 +116,7 @@ def test_a_seed_mixes_and_none_keeps_the_order() -> None:
 def test_windows_are_mixed_each_in_its_own_way() -> None:
     """Windows of ten records that are blocks: not the same permutation again and again."""
     records = BlockRecords(Blocks([10] * 5), 0, window_bytes=8320)  # what ten of them take
-    numbers = [p.item.origin & 0xFF for p in records.read(Place())]
+    numbers = [p.item.origin & 0xFF for p in records.read(IngestPosition())]
     windows = {tuple(numbers[at : at + 10]) for at in range(0, 50, 10)}
     assert all(sorted(window) == list(range(10)) for window in windows)
     assert len(windows) > 1

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpstore.errors import InvalidKey
-from hpstore.keys import (
+from hpstore.format.keys import (
     MAX_COUNTER,
     MAX_NAME_BYTES,
     ColumnName,

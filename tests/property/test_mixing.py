@@ -12,13 +12,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hpstore.errors import ConfigError
-from hpstore.loaders.draws import Indices
-from hpstore.loaders.mixing import (
-    MIX_BLOCK_POSITIONS,
-    MixtureOrder,
-    Shares,
-)
-from hpstore.loaders.order import GlobalOrder, Order, SequentialOrder
+from hpstore.loaders.sampling.mixture_order import MIX_BLOCK_POSITIONS, MixtureOrder, MixtureShares
+from hpstore.loaders.sampling.order import GlobalOrder, Order, SequentialOrder
+from hpstore.loaders.sampling.random_draws import Indices
 
 weights = st.lists(
     st.integers(1, 20).map(float) | st.floats(0.05, 20), min_size=1, max_size=6
@@ -35,7 +31,7 @@ def mixtures(draw: st.DrawFn) -> MixtureOrder:
         else SequentialOrder(draw(st.integers(1, 90)))
         for source in range(len(values))
     ]
-    needed = Shares.of(values).needed_positions()
+    needed = MixtureShares.of(values).needed_positions()
     assume(needed < 500)
     block = needed + draw(st.integers(0, 40))
     length = draw(st.integers(needed, 5 * block))
@@ -59,7 +55,7 @@ def counts_of(mixture: MixtureOrder, indices: Indices) -> list[int]:
 def test_blocks_and_epochs_keep_the_weights(mixture: MixtureOrder, epoch: int) -> None:
     """Counted from the first epoch, every source is within one of its share at the end of every
     block; so each block is within two, each epoch within two, and no block misses a source."""
-    exact = Shares.of(mixture.weights)
+    exact = MixtureShares.of(mixture.weights)
     found = mixture.indices(epoch, 0, mixture.length)
     ends = [*range(mixture.block, mixture.length - mixture.block + 1, mixture.block)]
     start = 0
@@ -104,7 +100,7 @@ def test_any_range_is_a_part_of_the_whole(
        st.integers(0, 10**15))  # fmt: skip
 def test_a_total_is_split_without_a_rest(values: list[float], total: int) -> None:
     """Exactly, within one of each share, nothing for a weight of 0."""
-    split, share = Shares.of(values).split(total), fractions_of(values, total)
+    split, share = MixtureShares.of(values).split(total), fractions_of(values, total)
     assert sum(split) == total
     assert all(abs(a - b) < 1 for a, b in zip(split, share, strict=True))
     assert all(not a for a, b in zip(split, share, strict=True) if not b)
@@ -112,8 +108,8 @@ def test_a_total_is_split_without_a_rest(values: list[float], total: int) -> Non
 
 def test_largest_remainders_get_the_rest() -> None:
     """And the earlier of equal ones."""
-    assert Shares.of([5, 3, 2]).split(4) == [2, 1, 1]
-    assert Shares.of([1, 1, 1]).split(4) == [2, 1, 1]
+    assert MixtureShares.of([5, 3, 2]).split(4) == [2, 1, 1]
+    assert MixtureShares.of([1, 1, 1]).split(4) == [2, 1, 1]
 
 
 class Counting(SequentialOrder):

@@ -10,23 +10,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpstore.loaders.order import GlobalOrder
-from hpstore.trainers.pipelining.bubbles import Tally, mean_idle, report_of
-from hpstore.trainers.pipelining.events import Event
-from hpstore.trainers.pipelining.ledger import Ledger, Span
-from hpstore.trainers.pipelining.plan import Plan, Work, idle_shares
-from hpstore.trainers.pipelining.records import StepRecord, slack_of
+from hpstore.loaders.sampling.order import GlobalOrder
+from hpstore.trainers.pipelining.consumed_samples import Ledger, Span
+from hpstore.trainers.pipelining.events import ComputeEvent
+from hpstore.trainers.pipelining.idle_time import IdleTally, mean_idle, report_of
+from hpstore.trainers.pipelining.schedule_plan import ScheduledWork, SchedulePlan, idle_shares
+from hpstore.trainers.pipelining.step_record import StepRecord, slack_of
 
 stages, microbatches = st.integers(1, 6), st.integers(1, 12)
 
 
-def gpipe(count: int, mbs: int) -> Plan:
+def gpipe(count: int, mbs: int) -> SchedulePlan:
     """All forwards, then all backwards."""
     orders = {
-        rank: tuple(Work(rank, kind, mb) for kind in "FB" for mb in range(mbs))
+        rank: tuple(ScheduledWork(rank, kind, mb) for kind in "FB" for mb in range(mbs))
         for rank in range(count)
     }
-    return Plan(orders=orders, num_stages=count)
+    return SchedulePlan(orders=orders, num_stages=count)
 
 
 @given(stages, microbatches, st.floats(0.1, 5), st.floats(0.1, 5))
@@ -56,12 +56,12 @@ def test_a_timeline_does_everything_once_and_nothing_too_soon(count: int, mbs: i
     slots = {slot.work: slot for slot in plan.timeline()}
     assert len(slots) == 2 * count * mbs
     for work, slot in slots.items():
-        before = Work(work.stage - 1, "F", work.microbatch)
-        after = Work(work.stage + 1, "B", work.microbatch)
+        before = ScheduledWork(work.stage - 1, "F", work.microbatch)
+        after = ScheduledWork(work.stage + 1, "B", work.microbatch)
         if work.kind == "F" and work.stage:
             assert slots[before].end <= slot.begin
         if work.kind == "B":
-            assert slots[Work(work.stage, "F", work.microbatch)].end <= slot.begin
+            assert slots[ScheduledWork(work.stage, "F", work.microbatch)].end <= slot.begin
             assert work.stage == count - 1 or slots[after].end <= slot.begin
     for rank in plan.orders:
         mine = sorted((s.begin, s.end) for s in slots.values() if s.rank == rank)
@@ -70,7 +70,9 @@ def test_a_timeline_does_everything_once_and_nothing_too_soon(count: int, mbs: i
 
 def test_a_plan_that_waits_for_itself_is_refused() -> None:
     """A backward before the forward that it belongs to."""
-    plan = Plan(orders={0: (Work(0, "B", 0), Work(0, "F", 0))}, num_stages=1)
+    plan = SchedulePlan(
+        orders={0: (ScheduledWork(0, "B", 0), ScheduledWork(0, "F", 0))}, num_stages=1
+    )
     with pytest.raises(ValueError, match="nobody does"):
         plan.timeline()
 
@@ -126,17 +128,17 @@ def test_a_report_of_a_perfect_run_shows_the_theory(count: int, mbs: int, unit: 
     """Events exactly as planned: idle, theory and model are one number."""
     plan = gpipe(count, mbs)
     slots = plan.timeline(lambda w: unit if w.kind == "F" else 2 * unit)
-    tallies = {rank: Tally() for rank in plan.orders}
+    tallies = {rank: IdleTally() for rank in plan.orders}
     span = max(slot.end for slot in slots)
     for rank, tally in tallies.items():
         events = tuple(
-            Event(stage=s.work.stage, kind=s.work.kind, microbatch=s.work.microbatch,
+            ComputeEvent(stage=s.work.stage, kind=s.work.kind, microbatch=s.work.microbatch,
                   begin=s.begin, end=s.end)
             for s in slots if s.rank == rank
         )  # fmt: skip
         for _ in range(3):
             tally.add(record(events, span))
-        assert Tally.from_dict(tally.to_dict()) == tally
+        assert IdleTally.from_dict(tally.to_dict()) == tally
     found = report_of(tallies, plan)
     assert found.steps == 3
     assert found.step_seconds == pytest.approx(span)
@@ -144,7 +146,7 @@ def test_a_report_of_a_perfect_run_shows_the_theory(count: int, mbs: int, unit: 
         assert value == pytest.approx(found.theory, abs=1e-6)
 
 
-def record(events: tuple[Event, ...], seconds: float) -> StepRecord:
+def record(events: tuple[ComputeEvent, ...], seconds: float) -> StepRecord:
     """A step with these events."""
     return StepRecord(
         step=0, losses=(), events=events, microbatches=1, schedule_seconds=seconds,
@@ -155,7 +157,7 @@ def record(events: tuple[Event, ...], seconds: float) -> StepRecord:
 
 def test_hashes_of_samples_spread() -> None:
     """Neighbouring samples and epochs differ in about half of the bits."""
-    from hpstore.trainers.pipelining.ledger import hashes
+    from hpstore.trainers.pipelining.consumed_samples import hashes
 
     words = hashes(0, np.arange(1000, dtype=np.int64))
     flips = [int(a ^ b).bit_count() for a, b in itertools.pairwise(words.tolist())]

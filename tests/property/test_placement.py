@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpstore.placement import (
+from hpstore.format.placement import (
     Candidate,
     bound_spread,
     choose,
@@ -17,7 +17,7 @@ from hpstore.placement import (
     rank,
     score,
 )
-from hpstore.records import Member, PoolRecord
+from hpstore.format.records import Member, PoolRecord
 
 pools = st.lists(
     st.tuples(st.integers(0, 30), st.integers(0, 6), st.sampled_from([0.5, 1.0, 1.0, 3.0])),

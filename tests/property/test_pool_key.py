@@ -12,19 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpstore.checksum import digest128
 from hpstore.errors import ConfigError, HpstoreError, IntegrityError, NotAuthentic
-from hpstore.geometry import BLOCK_BYTES, Code, Geometry
-from hpstore.header import (
+from hpstore.format.checksum import digest128
+from hpstore.format.column_header import (
     ColumnHeader,
     decode_header,
     decode_table,
     encode_header,
     encode_table,
 )
-from hpstore.keys import ColumnName, Kind, NameTags, Version, parse_column_name
-from hpstore.pool_key import PoolKey, Use, new_pool_key, parse_pool_key
-from hpstore.records import Member, PoolRecord, seal
+from hpstore.format.geometry import BLOCK_BYTES, Code, Geometry
+from hpstore.format.keys import ColumnName, Kind, NameTags, Version, parse_column_name
+from hpstore.format.pool_key import PoolKey, Use, new_pool_key, parse_pool_key
+from hpstore.format.records import Member, PoolRecord, seal
 
 KEY, OTHER, LOST = PoolKey(b"k" * 32), PoolKey(b"o" * 32), PoolKey(b"")
 keys = st.text("abcdé/", min_size=1, max_size=8).filter(lambda key: all(key.split("/")))

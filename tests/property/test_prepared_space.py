@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hpstore.devices.base import Usage
 from hpstore.devices.reserve import reserve_bytes
-from hpstore.objects.space import Kept, plan_files
+from hpstore.objects.write.prewrite_files import Kept, plan_files
 
 sizes = st.lists(st.integers(1, 100), max_size=8)
 

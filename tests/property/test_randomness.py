@@ -12,10 +12,10 @@ import math
 import numpy as np
 import pytest
 
-from hpstore.loaders.draws import Indices
-from hpstore.loaders.feistel import ROUNDS, Feistel
-from hpstore.loaders.order import PERMUTATION_SAMPLES, GlobalOrder, SequentialOrder
-from hpstore.loaders.windows import WindowOrder, design_effect
+from hpstore.loaders.sampling.feistel import ROUNDS, Feistel
+from hpstore.loaders.sampling.order import PERMUTATION_SAMPLES, GlobalOrder, SequentialOrder
+from hpstore.loaders.sampling.random_draws import Indices
+from hpstore.loaders.sampling.window_shuffle import WindowOrder, design_effect
 
 CLASSES, BATCH = 10, 256
 SAMPLES, STRIPE = 204_800, 320

@@ -12,16 +12,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpstore.errors import ConfigError
-from hpstore.loaders import order as order_module
-from hpstore.loaders.ahead import BLOCK_POSITIONS, NEAR_POSITIONS, Recent
-from hpstore.loaders.draws import Indices, Purpose, below, derive_seed, shuffled, words
-from hpstore.loaders.feistel import ROUNDS, Feistel
-from hpstore.loaders.order import (
+from hpstore.loaders.sampling import order as order_module
+from hpstore.loaders.sampling.feistel import ROUNDS, Feistel
+from hpstore.loaders.sampling.order import (
     PERMUTATION_SAMPLES,
     GlobalOrder,
     Order,
     SequentialOrder,
     SubsetOrder,
+)
+from hpstore.loaders.sampling.order_cache import BLOCK_POSITIONS, NEAR_POSITIONS, Recent
+from hpstore.loaders.sampling.random_draws import (
+    Indices,
+    Purpose,
+    below,
+    derive_seed,
+    shuffled,
+    words,
 )
 
 LARGE = 2_000_003  # a prime above the limit of tables

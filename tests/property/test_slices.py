@@ -12,12 +12,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hpstore.errors import ConfigError
-from hpstore.loaders.mixing import MixtureOrder
-from hpstore.loaders.order import GlobalOrder, Order, SequentialOrder, SubsetOrder
-from hpstore.loaders.slices import Even, Slices, wrapped
-from hpstore.loaders.state import LoaderState, order_text
-from hpstore.loaders.weighted import WeightedOrder
-from hpstore.loaders.windows import WindowOrder
+from hpstore.loaders.sampling.loader_state import LoaderState, order_text
+from hpstore.loaders.sampling.mixture_order import MixtureOrder
+from hpstore.loaders.sampling.order import GlobalOrder, Order, SequentialOrder, SubsetOrder
+from hpstore.loaders.sampling.rank_slices import Even, Slices, wrapped
+from hpstore.loaders.sampling.weighted import WeightedOrder
+from hpstore.loaders.sampling.window_shuffle import WindowOrder
 
 lengths = st.integers(0, 120)
 worlds = st.integers(1, 9)

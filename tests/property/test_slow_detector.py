@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpstore.health import HealthState, SlowConfig, SlowDetector, Verdict
+from hpstore.health import DeviceVerdict, HealthState, SlowConfig, SlowDetector
 
 Ticks = list[dict[str, float]]
 
@@ -32,7 +32,7 @@ def pool_ticks(seed: int, count: int, number: int, noise: float = 0.1) -> Ticks:
     return [{f"d{i}": float(m) for i, m in enumerate(row)} for row in means]
 
 
-def run(given_ticks: Ticks, detector: SlowDetector | None = None) -> list[list[Verdict]]:
+def run(given_ticks: Ticks, detector: SlowDetector | None = None) -> list[list[DeviceVerdict]]:
     """Verdicts tick by tick, two seconds apart."""
     judge = detector or SlowDetector()
     return [judge.tick(2.0 * number, tick) for number, tick in enumerate(given_ticks)]

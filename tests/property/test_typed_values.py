@@ -25,9 +25,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpstore.checkpoint.outline import leaves, plain
-from hpstore.checkpoint.scalars import Classes, StandIn
-from hpstore.checkpoint.tree import Collected, Decoding, decode_tree, encode_tree, tensor_names
+from hpstore.checkpoint.state.scalars import Classes, StandIn
+from hpstore.checkpoint.state.state_tree import (
+    CollectedTensors,
+    Decoding,
+    decode_tree,
+    encode_tree,
+    tensor_names,
+)
+from hpstore.checkpoint.state.tree_paths import leaves, plain
 from hpstore.errors import CheckpointError, IntegrityError
 
 Pair = namedtuple("Pair", "first second")
@@ -71,7 +77,7 @@ class Frozen:
 
 def there_and_back(value: Any, classes: Classes | None = None) -> Any:
     """By way of the JSON text of a manifest."""
-    found = Collected()
+    found = CollectedTensors()
     tree = json.loads(json.dumps(encode_tree({"v": value}, "", found)))
     assert set(tensor_names(tree)) == set(found.tensors)
     how = Decoding(tensor=found.tensors.__getitem__, classes=classes or Classes())
@@ -184,7 +190,7 @@ nested = st.recursive(
 @given(nested)
 def test_whatever_is_nested_comes_back(value: Any) -> None:
     """Also shown, listed and exported by those who only look at a checkpoint."""
-    found = Collected()
+    found = CollectedTensors()
     tree = json.loads(json.dumps(encode_tree({"v": value}, "", found)))
     assert same(decode_tree(tree, Decoding(tensor=found.tensors.__getitem__))["v"], value)
     assert all(isinstance(leaf.shown(), str) for leaf in leaves(tree))
@@ -198,12 +204,12 @@ def test_elements_of_a_set_are_in_one_order() -> None:
         one.add(number)
         other.add(16 - number)
     assert list(one) != list(other)
-    assert encode_tree(one, "", Collected()) == encode_tree(other, "", Collected())
+    assert encode_tree(one, "", CollectedTensors()) == encode_tree(other, "", CollectedTensors())
 
 
 def test_a_class_that_is_not_loaded_is_not_imported() -> None:
     """An error that names it, or a stand-in; never an import, nor a class of another kind."""
-    tree = encode_tree(Frozen("x", (1,)), "", Collected())
+    tree = encode_tree(Frozen("x", (1,)), "", CollectedTensors())
     tree["class"] = "antigravity:Thing"
     nothing = Decoding(tensor=dict[str, torch.Tensor]().__getitem__)
     with pytest.raises(CheckpointError, match="Import its module first"):
@@ -249,15 +255,15 @@ def test_what_no_restore_would_find_is_refused_when_it_is_saved() -> None:
         (datetime.datetime(2026, 1, 1, tzinfo=Zone()), "whose rules no checkpoint can hold"),
     ):  # fmt: skip
         with pytest.raises(CheckpointError, match=says):
-            encode_tree({"v": value}, "", Collected())
+            encode_tree({"v": value}, "", CollectedTensors())
     del globals()["Failure"]
-    found = encode_tree({"v": with_more}, "", Collected(allow_pickle=True))
+    found = encode_tree({"v": with_more}, "", CollectedTensors(allow_pickle=True))
     assert found["v"]["$"] == "pickle"
 
 
 def test_a_field_that_was_added_since_gets_its_default() -> None:
     """And one that is gone is an error: nothing saved is dropped."""
-    tree = encode_tree(Settings(1.0, pathlib.Path("x")), "", Collected())
+    tree = encode_tree(Settings(1.0, pathlib.Path("x")), "", CollectedTensors())
     rows = dict(map(tuple, tree["v"]))
     nothing = Decoding(tensor=dict[str, torch.Tensor]().__getitem__)
     less = {**tree, "v": [[k, v] for k, v in rows.items() if k != "extra"]}

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpstore.errors import ConfigError
-from hpstore.loaders.weighted import WeightedOrder, natural_log
+from hpstore.loaders.sampling.weighted import WeightedOrder, natural_log
 
 weights = st.lists(
     st.sampled_from([0.0, 0.5, 1.0, 3.0, 1e-9, 1e9]) | st.floats(1e-250, 10),
@@ -90,7 +90,7 @@ def test_the_smallest_and_the_largest_word_draw_samples_with_a_weight() -> None:
         order = WeightedOrder([0, 0.1, 0.1, 0, 0.1, 0], 4, 0)
         order._table[-1] *= inflated
         extremes = np.array([0, 1, 2**64 - 2, 2**64 - 1], np.uint64)
-        with patch("hpstore.loaders.weighted.words", return_value=extremes):
+        with patch("hpstore.loaders.sampling.weighted.words", return_value=extremes):
             assert order.indices(0, 0, 4).tolist() == [1, 1, 4, 4]
 
 

@@ -11,10 +11,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hpstore.errors import ConfigError
-from hpstore.loaders import draws, windows
-from hpstore.loaders.draws import Indices
-from hpstore.loaders.order import GlobalOrder, SubsetOrder
-from hpstore.loaders.windows import Window, WindowOrder, subset_stripes, window_edges
+from hpstore.loaders.sampling import random_draws
+from hpstore.loaders.sampling import window_shuffle as windows
+from hpstore.loaders.sampling.order import GlobalOrder, SubsetOrder
+from hpstore.loaders.sampling.random_draws import Indices
+from hpstore.loaders.sampling.window_shuffle import (
+    ShuffleWindow,
+    WindowOrder,
+    subset_stripes,
+    window_edges,
+)
 
 counts = st.lists(st.integers(0, 30) | st.just(0), max_size=60)
 sizes = st.tuples(st.integers(1, 20), st.integers(1, 8))
@@ -25,7 +31,7 @@ def stripes_of(samples: list[int]) -> Indices:
     return np.cumsum([0, *samples], dtype=np.int64)
 
 
-def all_windows(order: WindowOrder, epoch: int) -> list[Window]:
+def all_windows(order: WindowOrder, epoch: int) -> list[ShuffleWindow]:
     """Window by window through an epoch."""
     found, at = [], 0
     while at < order.length:
@@ -120,7 +126,7 @@ def test_the_first_batches_of_an_epoch_are_drawn_in_the_one_before(
 
     def counted(*words: object, **key: int) -> Indices:
         drawn.append(key["epoch"])
-        return draws.shuffled(*words, **key)  # type: ignore[arg-type]
+        return random_draws.shuffled(*words, **key)  # type: ignore[arg-type]
 
     monkeypatch.setattr(windows, "shuffled", counted)
     stripes = np.arange(0, 16 * stripe_count + 1, 16)

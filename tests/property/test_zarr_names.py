@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpstore.loaders import manifest as keys
-from hpstore.loaders.zarr_names import is_chunk, names_within
+from hpstore.loaders.dataset import dataset_manifest as keys
+from hpstore.loaders.zarr_views.dataset_views import is_chunk, names_within
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpstore.devices.horizons import HorizonGuard
+from hpstore.devices.horizon_guard import HorizonGuard
 from hpstore.testing.simulation import Schedule, draw, installed, run
 from hpstore.testing.simulation.mutations import MUTATIONS, describe, mutated
 from hpstore.testing.simulation.oracle import ABSENT, OPEN, KeyHistory, Write, linearizable

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hpstore.checkpoint.saving import SaveJob
-from hpstore.trainers.pipelining import Event
+from hpstore.checkpoint.save.save_job import SaveJob
+from hpstore.trainers.pipelining import ComputeEvent
 from tests.trainers.pipelines import Trainer
 
 POINTS = ("updated", "voted", "staged", "written", "planned", "published")
@@ -42,7 +42,7 @@ def arm(trainer: Trainer, death: str) -> None:
 def _behind(trainer: Trainer, step: int, stage: int, kinds: str, microbatch: int) -> None:
     hooks = trainer.hooks
 
-    def observe(event: Event) -> None:
+    def observe(event: ComputeEvent) -> None:
         here = event.stage == stage and event.microbatch == microbatch and event.kind in kinds
         if here and hooks.completed == step:
             die()

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 import hpstore
 from hpstore.checkpoint import Checkpointer
-from hpstore.loaders.order import GlobalOrder
-from hpstore.trainers.pipelining.ledger import Ledger, hashes
+from hpstore.loaders.sampling.order import GlobalOrder
+from hpstore.trainers.pipelining.consumed_samples import Ledger, hashes
 from tests.integration.ranks import launch, open_pool
 from tests.trainers.deaths import arm
 from tests.trainers.pipelines import LAYERS, SAMPLES, Part, Trainer, build

@@ -14,7 +14,7 @@ import torch
 import hpstore
 from hpstore.checkpoint import Preempted
 from hpstore.errors import CheckpointError, CheckpointMismatch, TooFewDevices
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
 
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")

@@ -21,8 +21,8 @@ import torch
 
 import hpstore
 from hpstore.errors import CheckpointError, TooFewDevices
-from hpstore.pool import Pool
-from hpstore.trainers.paths import name_of, path_of
+from hpstore.pool.pool import Pool
+from hpstore.trainers.checkpoint_paths import name_of, path_of
 from tests.integration.cli_cases import Cli
 from tests.property.test_typed_values import Colour, Frozen
 from tests.property.test_typed_values import same as typed

@@ -15,12 +15,12 @@ import torch
 
 import hpstore
 import hpstore.trainers
-from hpstore.checkpoint.tree import MAX_DEPTH
+from hpstore.checkpoint.state.state_tree import MAX_DEPTH
 from hpstore.devices.wrappers import SimulatedCrash
 from hpstore.errors import CheckpointError, IntegrityError, TooFewDevices
-from hpstore.objects.info import ObjectInfo
-from hpstore.pool import Pool
-from hpstore.trainers.named import Named, NamedCheckpoints, refuse_states
+from hpstore.objects.object_info import ObjectInfo
+from hpstore.pool.pool import Pool
+from hpstore.trainers.named_checkpoints import Named, NamedCheckpoints, refuse_states
 from tests.thorough import crash_points
 
 

@@ -14,19 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 import hpstore
-from hpstore.checkpoint.gates import CopyGate
+from hpstore.checkpoint.save.copy_gate import CopyGate
 from hpstore.errors import CheckpointError, ConfigError
-from hpstore.trainers.pipelining import SCHEDULES, Event
-from hpstore.trainers.pipelining.plan import Work
-from hpstore.trainers.pipelining.probes import plan_of
+from hpstore.trainers.pipelining import SCHEDULES, ComputeEvent
+from hpstore.trainers.pipelining.schedule_plan import ScheduledWork
+from hpstore.trainers.pipelining.torch_internals import plan_of
 from tests.integration.ranks import launch, open_pool
-from tests.trainers.pipelines import (
-    ROWS,
-    WIDTH,
-    Part,
-    Trainer,
-    build,
-)
+from tests.trainers.pipelines import ROWS, WIDTH, Part, Trainer, build
 
 # --- every schedule -----------------------------------------------------------------------------
 
@@ -41,7 +35,9 @@ def run_all(rank: int, world: int, directory: Path) -> None:
         record = trainer.hooks.step(trainer.schedule, trainer.optimizer)
         plan = plan_of(trainer.schedule, trainer.hooks.num_stages)
         assert plan is not None
-        seen = [Work(e.stage, e.kind, e.microbatch) for e in record.events if e.kind != "R"]
+        seen = [
+            ScheduledWork(e.stage, e.kind, e.microbatch) for e in record.events if e.kind != "R"
+        ]
         assert seen == list(plan.orders[rank]), name
         reduced = [e.stage for e in record.events if e.kind == "R"]
         assert sorted(reduced) == sorted(trainer.hooks.stages), name
@@ -308,9 +304,9 @@ def replicas(rank: int, world: int, directory: Path) -> None:
     )
     optimizer = torch.optim.SGD(stage.submod.parameters(), lr=0.0)
     schedule = ScheduleGPipe(stage, 2, loss_fn=squared)
-    events: list[Event] = []
+    events: list[ComputeEvent] = []
 
-    def fails(event: Event) -> None:
+    def fails(event: ComputeEvent) -> None:
         events.append(event)
         raise RuntimeError("not the schedule's business")
 

@@ -15,10 +15,10 @@ from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
 from hpstore.checkpoint import Checkpointer
 from hpstore.errors import CheckpointError, ConfigError, FormatTooNew
 from hpstore.loaders import DataLoader, Dataset
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
 from hpstore.trainers.pipelining import PipelineHooks, make_schedule
-from hpstore.trainers.pipelining.ledger import Ledger
-from hpstore.trainers.pipelining.position import RunPosition
+from hpstore.trainers.pipelining.consumed_samples import Ledger
+from hpstore.trainers.pipelining.run_position import RunPosition
 from tests.integration.ranks import launch, open_pool
 from tests.thorough import LONG
 from tests.trainers.pipelines import LAYERS, WIDTH, Part, Trainer, build, squared

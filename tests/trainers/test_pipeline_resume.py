@@ -13,12 +13,7 @@ from tests.integration.ranks import make_pool, open_pool
 from tests.thorough import LONG
 from tests.trainers.deaths import POINTS
 from tests.trainers.pipelines import write_samples
-from tests.trainers.runs import (
-    Run,
-    order_of,
-    require_each_sample_once,
-    require_same_losses,
-)
+from tests.trainers.runs import Run, order_of, require_each_sample_once, require_same_losses
 
 STEPS = 14  # an epoch and a bit more
 SAVED = 3  # the step behind which the second save begins, counted from 0

@@ -16,18 +16,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpstore.errors import ConfigError, StepBroken, StepVoid
 from hpstore.loaders import DataLoader, Dataset
-from hpstore.trainers.pipelining import SCHEDULES, agreement
-from hpstore.trainers.pipelining.joint import Optimizers
-from hpstore.trainers.pipelining.plan import Plan, Work
-from hpstore.trainers.pipelining.records import Arrivals
-from hpstore.trainers.pipelining.scaling import Scaling
-from hpstore.trainers.pipelining.wrappers import (
+from hpstore.trainers.pipelining import SCHEDULES, step_agreement
+from hpstore.trainers.pipelining.joint_optimizers import Optimizers
+from hpstore.trainers.pipelining.schedule_plan import ScheduledWork, SchedulePlan
+from hpstore.trainers.pipelining.schedule_wrappers import (
     DDP,
     FSDP_NESTED,
     GOOD_IN_DDP,
     fault_of,
     wrappers_of,
 )
+from hpstore.trainers.pipelining.stage_scaler import Scaling
+from hpstore.trainers.pipelining.step_record import Arrivals
 from tests.integration.ranks import launch, open_pool
 from tests.trainers.pipelines import LAYERS, WIDTH, Part, build, squared
 
@@ -119,7 +119,7 @@ def test_an_error_before_the_clipping_is_raised_on_all_ranks(directory: Path) ->
 
 def left(rank: int, world: int, directory: Path) -> None:
     """Ahead of a collective of the user's own, of which hooks know nothing."""
-    agreement.PATIENCE_SECONDS = 1.0
+    step_agreement.PATIENCE_SECONDS = 1.0
     trainer = build(open_pool(directory), "gpipe", prefix=None, before_optimizer=lambda: both())
 
     def both() -> None:
@@ -298,8 +298,8 @@ def test_the_plan_is_not_played_by_a_step_and_once_by_its_record() -> None:
             asked.append(kind)
             return super().get(kind, default)
 
-    works = tuple(Work(0, kind, n) for n in range(3) for kind in "FB")
-    plan = Plan(orders={0: works}, num_stages=1)
+    works = tuple(ScheduledWork(0, kind, n) for n in range(3) for kind in "FB")
+    plan = SchedulePlan(orders={0: works}, num_stages=1)
     arrivals = Arrivals(ready=(0.0, 1.0, 5.5), began=1.0, first=True, lazy=True, plan=plan,
                         seconds=Counted(F=1.0, B=2.0))  # fmt: skip
     assert not asked

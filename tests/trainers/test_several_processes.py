@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hpstore.errors import CheckpointError
-from hpstore.trainers.messages import of_bytes, to_bytes
+from hpstore.trainers.rank_messages import of_bytes, to_bytes
 from tests.integration.ranks import launch, make_pool, open_pool
 from tests.thorough import LONG
 
@@ -180,7 +180,7 @@ def test_what_fails_on_one_rank_of_accelerate_is_raised_on_all(tmp_path: Path) -
 
 def test_states_travel_between_ranks_bit_by_bit() -> None:
     """RNG states of Python, numpy and torch, and tensors of odd kinds."""
-    from hpstore.checkpoint.training import rng_state
+    from hpstore.checkpoint.state.training_state import rng_state
 
     state: dict[str, Any] = {
         "rng": rng_state(), "half": torch.ones(2, 3, dtype=torch.bfloat16), "no": None,

@@ -12,8 +12,8 @@ import torch
 
 from hpstore.devices.wrappers import SimulatedCrash
 from hpstore.errors import CheckpointError, InvalidKey
-from hpstore.pool import Pool
-from hpstore.trainers.moves import TOP, Move, Moves, next_root, parse_move
+from hpstore.pool.pool import Pool
+from hpstore.trainers.rename_plan import TOP, EntryMove, RenamePlan, next_root, parse_move
 
 package = pytest.importorskip("torch_checkpointing")
 from torch_checkpointing.storage.base_storage import ReadArgs, Storage  # noqa: E402
@@ -164,7 +164,7 @@ def test_a_renamed_away_directory_begins_anew(pool: Pool) -> None:
 
 def test_entries_of_old_removals_are_dropped(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many checkpoints made and removed: entries stay few, but those still needed stay."""
-    monkeypatch.setattr("hpstore.trainers.moves.OLD", 12)
+    monkeypatch.setattr("hpstore.trainers.rename_plan.OLD", 12)
     ours = HPStorage(pool, "tc")
     ours.write(Path("c/f"), b"first")
     ours.rmdir(Path("c"))
@@ -291,15 +291,15 @@ def test_what_cannot_be_is_refused(pool: Pool) -> None:
 def test_moves_are_read_back_from_their_names() -> None:
     """Every kind of entry; other texts are nobody's."""
     for move in (
-        Move(sequence=3, root="tree/a", place="tree/b/c"),
-        Move(sequence=3, root="again/1/tree/a", place=None),
-        Move(sequence=3, root="tree/a", place=None, swept=True),
+        EntryMove(sequence=3, root="tree/a", place="tree/b/c"),
+        EntryMove(sequence=3, root="again/1/tree/a", place=None),
+        EntryMove(sequence=3, root="tree/a", place=None, swept=True),
     ):
         assert parse_move(str(move)) == move
     for text in ("", "x", "000000000003-9/tree/a", "000000000003-1s/tree/a/b", "3-1/tree"):
         assert parse_move(text) is None
-    assert Moves([]).find(("a", "b")) == ("tree/a/b", "tree/a/b")
-    assert Moves([]).find(()) == (TOP, TOP)
+    assert RenamePlan([]).find(("a", "b")) == ("tree/a/b", "tree/a/b")
+    assert RenamePlan([]).find(()) == (TOP, TOP)
     assert next_root("tree/a") == "again/1/tree/a"
     assert next_root("again/9/tree/a") == "again/10/tree/a"
 

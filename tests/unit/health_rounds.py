@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from hpstore.health import HealthState, Verdict
-from hpstore.health.policy import decide
-from hpstore.health.states import (
+from hpstore.health import DeviceVerdict, HealthState
+from hpstore.health.policy.health_policy import decide
+from hpstore.health.policy.states import (
     Action,
     ActionKind,
     Decision,
@@ -43,7 +43,7 @@ class Policy:
         """One round; earlier actions and decisions are forgotten."""
         self.now += after
         verdicts = [
-            Verdict(device=device, state=state, score=score, reason=f"{device} is {state}")
+            DeviceVerdict(device=device, state=state, score=score, reason=f"{device} is {state}")
             for state, score, devices in (
                 (S.SUSPECT, 12.0, suspect), (S.SITOUT, 25.0, slow), (S.FAULTED, 0.0, faulted),
             )

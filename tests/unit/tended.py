@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpstore.agent import Agent, AgentConfig
-from hpstore.agent.foreground import Foreground
-from hpstore.agent.status import AgentStatus
+from hpstore.agent.agent_status import AgentStatus
+from hpstore.agent.disk_load import Foreground
 from hpstore.config import Settings
 from hpstore.health import HealthState
-from hpstore.health.states import PolicyConfig, Role
-from hpstore.pool import Pool
-from hpstore.testing.harness import FakeClock, Harness, Wrap
+from hpstore.health.policy.states import PolicyConfig, Role
+from hpstore.pool.pool import Pool
+from hpstore.testing.memory_pool import FakeClock, Harness, Wrap
 from hpstore.units import KIB, MIB
 
 SIZES = {"small": 3_000, "large": 900_000, "a/b": 400_001}

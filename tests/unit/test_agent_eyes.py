@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from hpstore.agent.slot import Slot
-from hpstore.condition import Condition
+from hpstore.agent.background_call import CallSlot
+from hpstore.maintenance.survey_condition import Condition
 from tests.unit.tended import Tended
 
 
-class Slow(Slot[Condition]):
+class Slow(CallSlot[Condition]):
     """Its calls end at the tenth look."""
 
     def __init__(self) -> None:

@@ -8,13 +8,13 @@ from typing import TypeVar
 
 import pytest
 
-from hpstore.agent.exported import exposition
-from hpstore.agent.page import render
-from hpstore.agent.slot import Slot
-from hpstore.condition import Condition
+from hpstore.agent.background_call import CallSlot
+from hpstore.agent.prometheus import exposition
+from hpstore.agent.status_page import render
 from hpstore.devices.base import Device
 from hpstore.devices.wrappers import DeviceWrapper
 from hpstore.errors import DeviceError
+from hpstore.maintenance.survey_condition import Condition
 from tests.unit.tended import Tended
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ def test_a_dead_disk_counts_as_lost_while_its_return_is_waited_for(
     tended.stop()
 
 
-class Endless(Slot[Condition]):
+class Endless(CallSlot[Condition]):
     """A walk that does not end."""
 
     def take(self) -> object:  # type: ignore[override]  # of any slot

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpstore.agent import AgentConfig
-from hpstore.agent.jobs import JobKind
+from hpstore.agent.background_jobs import JobKind
+from hpstore.format.records import DeviceState
 from hpstore.health import HealthState
-from hpstore.records import DeviceState
 from tests.unit.tended import Tended
 
 S = HealthState

@@ -18,29 +18,29 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
-from hpstore.agent import orders
-from hpstore.agent.disks import DiskWatch, outlook_of
-from hpstore.agent.exported import exposition
-from hpstore.agent.facts import answers
-from hpstore.agent.foreground import Foreground, disks_below
-from hpstore.agent.jobs import Effort, Job, JobKind, Jobs
-from hpstore.agent.orders import ORDERS_FILE, give_order, read_orders
-from hpstore.agent.pace import SharedPace, pause_seconds, scrub_rate
-from hpstore.agent.page import render, sparkline
-from hpstore.agent.serve import StatusServer, parse_listen
-from hpstore.agent.slot import Slot
-from hpstore.cli.watching import agent_view, bars, pool_view
+from hpstore.agent import operator_requests
+from hpstore.agent.background_call import CallSlot
+from hpstore.agent.background_jobs import BackgroundJob, Effort, JobKind, Jobs
+from hpstore.agent.background_rate import SharedPace, pause_seconds, scrub_rate
+from hpstore.agent.disk_load import Foreground, disks_below
+from hpstore.agent.http_server import StatusServer, parse_listen
+from hpstore.agent.operator_requests import ORDERS_FILE, give_order, read_orders
+from hpstore.agent.policy_facts import answers
+from hpstore.agent.prometheus import exposition
+from hpstore.agent.smart_watch import DiskWatch, outlook_of
+from hpstore.agent.status_page import render, sparkline
+from hpstore.cli.status_watch import agent_view, bars, pool_view
 from hpstore.devices.wrappers import FaultyDevice
 from hpstore.errors import ConfigError, IntegrityError
 from hpstore.health import HealthState
-from hpstore.health.forecast.attributes import INDEX
 from hpstore.health.forecast.forecaster import FailureForecaster, Forecast, Risk
-from hpstore.health.overrides import Command
-from hpstore.health.smart import DiskActivity, Readout, SmartReading
-from hpstore.health.states import Outlook
-from hpstore.observed import STATUS_FILE, read_status
-from hpstore.rebuild import Pace, RateLimit, RebuildReport
-from hpstore.testing.harness import FakeClock
+from hpstore.health.policy.operator_commands import Command
+from hpstore.health.policy.states import ForecastOutlook
+from hpstore.health.smart.counters import INDEX
+from hpstore.health.smart.readout import DiskActivity, Readout, SmartReading
+from hpstore.maintenance.rebuild import RateLimit, RebuildReport, WorkPace
+from hpstore.membership.agent_observations import STATUS_FILE, read_status
+from hpstore.testing.memory_pool import FakeClock
 from tests.unit.tended import Tended
 
 T = TypeVar("T")
@@ -117,7 +117,7 @@ def test_a_further_limit_holds_too_and_a_stop_ends_the_wait() -> None:
     lambda clock: SharedPace(clock, lambda: 1.0, stop=lambda: False, bytes_per_second=1000.0),
 ])  # fmt: skip
 def test_a_rate_is_reached_by_work_that_takes_most_of_the_time(
-    made: Callable[[FakeClock], Pace],
+    made: Callable[[FakeClock], WorkPace],
 ) -> None:
     """Steps of 1,000 bytes take 0.8 s each; with 1,000 bytes a second allowed there is one a
     second, not one in 1.8. After a stall of a minute two seconds are made up for, not sixty.
@@ -191,11 +191,11 @@ def forecast(day: str, risk: Risk) -> Forecast:
 def test_an_alarm_counts_on_two_of_three_days_and_a_flag_at_once() -> None:
     """Two looks on one day are one day; an alarm that is over is none."""
     warned = [forecast("2026-01-01", Risk.WARN)]
-    assert outlook_of(forecast("2026-01-01", Risk.WARN), warned) is Outlook.NONE
-    assert outlook_of(forecast("2026-01-03", Risk.WARN), warned) is Outlook.ALARM
-    assert outlook_of(forecast("2026-01-03", Risk.WATCH), warned) is Outlook.NONE
-    assert outlook_of(forecast("2026-01-03", Risk.FAILING), []) is Outlook.FATAL
-    assert outlook_of(None, warned) is Outlook.NONE
+    assert outlook_of(forecast("2026-01-01", Risk.WARN), warned) is ForecastOutlook.NONE
+    assert outlook_of(forecast("2026-01-03", Risk.WARN), warned) is ForecastOutlook.ALARM
+    assert outlook_of(forecast("2026-01-03", Risk.WATCH), warned) is ForecastOutlook.NONE
+    assert outlook_of(forecast("2026-01-03", Risk.FAILING), []) is ForecastOutlook.FATAL
+    assert outlook_of(None, warned) is ForecastOutlook.NONE
 
 
 def test_disks_are_judged_by_what_was_recorded_of_them_before(tmp_path: Path) -> None:
@@ -217,13 +217,13 @@ def test_disks_are_judged_by_what_was_recorded_of_them_before(tmp_path: Path) ->
     )  # fmt: skip
     places = {"A": "/a", "B": "/b", "C": "s3://bucket"}
     first = watch.look(places, 740_000)
-    assert (first["A"][0].outlook, first["B"][0].readout) == (Outlook.NONE, "asleep")
+    assert (first["A"][0].outlook, first["B"][0].readout) == (ForecastOutlook.NONE, "asleep")
     assert "C" not in first
     errors[0] = 400.0
-    assert watch.look(places, 740_001)["A"][0].outlook is Outlook.NONE
-    assert watch.look(places, 740_001)["A"][0].outlook is Outlook.NONE
+    assert watch.look(places, 740_001)["A"][0].outlook is ForecastOutlook.NONE
+    assert watch.look(places, 740_001)["A"][0].outlook is ForecastOutlook.NONE
     second = watch.look(places, 740_002)["A"][0]
-    assert (second.outlook, second.risk) == (Outlook.ALARM, Risk.WARN)
+    assert (second.outlook, second.risk) == (ForecastOutlook.ALARM, Risk.WARN)
     assert any("rose" in reason for reason in second.reasons)
 
 
@@ -308,13 +308,13 @@ def jobs_of(tended: Tended) -> tuple[Jobs, list[str]]:
 def test_the_most_urgent_job_comes_first_and_waits_for_no_scrub(tended: Tended) -> None:
     """A scrub stops between two objects for a rebuild, and is taken up after it."""
     jobs, ran = jobs_of(tended)
-    jobs.submit(Job(kind=JobKind.SCRUB))
+    jobs.submit(BackgroundJob(kind=JobKind.SCRUB))
     scrub, calls = tended.pool.scrub, [0]
 
     def scrubbed(**words: object) -> RebuildReport:
         if not calls[0]:
             calls[0] = 1
-            jobs.submit(Job(kind=JobKind.REBUILD))
+            jobs.submit(BackgroundJob(kind=JobKind.REBUILD))
         return scrub(**words)  # type: ignore[arg-type]
 
     tended.pool.scrub = scrubbed  # type: ignore[method-assign]
@@ -375,18 +375,18 @@ def test_the_terminal_shows_what_the_agent_left(tended: Tended) -> None:
 def test_a_job_like_one_that_waits_is_not_queued_twice(tended: Tended) -> None:
     """But a rebuild that waits for nobody takes the place of one that would."""
     jobs, _ = jobs_of(tended)
-    assert jobs.submit(Job(kind=JobKind.REBUILD))
-    assert not jobs.submit(Job(kind=JobKind.REBUILD))
-    assert jobs.submit(Job(kind=JobKind.REBUILD, include_missing=True))
+    assert jobs.submit(BackgroundJob(kind=JobKind.REBUILD))
+    assert not jobs.submit(BackgroundJob(kind=JobKind.REBUILD))
+    assert jobs.submit(BackgroundJob(kind=JobKind.REBUILD, include_missing=True))
     assert [job.include_missing for job in jobs.waiting()] == [True]
-    assert not jobs.submit(Job(kind=JobKind.REBUILD))
+    assert not jobs.submit(BackgroundJob(kind=JobKind.REBUILD))
 
 
 def test_a_job_that_fails_is_told_and_does_not_end_the_others(tended: Tended) -> None:
     """An eviction of a device that nobody knows; then a rebuild."""
     jobs, ran = jobs_of(tended)
-    jobs.submit(Job(kind=JobKind.READMIT, device="nobody"))
-    jobs.submit(Job(kind=JobKind.REBUILD))
+    jobs.submit(BackgroundJob(kind=JobKind.READMIT, device="nobody"))
+    jobs.submit(BackgroundJob(kind=JobKind.REBUILD))
     jobs.run_all()
     assert ran[-1] == "end rebuild"
     assert "was not done" in next(event.text for event in jobs.events() if not event.ok)
@@ -395,7 +395,7 @@ def test_a_job_that_fails_is_told_and_does_not_end_the_others(tended: Tended) ->
 def test_a_call_that_hangs_keeps_neither_the_slot_nor_the_process() -> None:
     """It is under way, nothing else is started, and its thread dies with the process."""
     released = threading.Event()
-    slot: Slot[bool] = Slot("test", threads=True)
+    slot: CallSlot[bool] = CallSlot("test", threads=True)
     slot.start(released.wait)
     assert not slot.free
     assert slot.take() is None
@@ -412,7 +412,7 @@ def test_orders_are_numbered_bounded_and_checked(
 ) -> None:
     """The last few are kept; a damaged file is refused."""
     clock = FakeClock()
-    monkeypatch.setattr(orders, "_KEPT", 5)
+    monkeypatch.setattr(operator_requests, "_KEPT", 5)
     for number in range(8):
         assert give_order(tmp_path, Command.IGNORE, "d", clock).number == number + 1
     kept = read_orders(tmp_path)
@@ -446,7 +446,7 @@ def test_a_status_from_another_time_is_none(tmp_path: Path) -> None:
 
 def test_a_device_that_was_asked_and_has_not_answered_yet_is_there(tended: Tended) -> None:
     """What is not known is not gone; a member that is not open is."""
-    from hpstore.agent.facts import Sighting
+    from hpstore.agent.policy_facts import Sighting
 
     record = tended.pool.record
     sighting = Sighting(denied=(),

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from hpstore.agent import Agent, AgentConfig
-from hpstore.agent.jobs import Job, JobKind
-from hpstore.agent.memory import MEMORY_FILE, load_memory
-from hpstore.agent.status import AgentStatus
+from hpstore.agent.agent_status import AgentStatus
+from hpstore.agent.background_jobs import BackgroundJob, JobKind
+from hpstore.agent.saved_state import MEMORY_FILE, load_memory
+from hpstore.agreement.registers import REPAIR, WAITING
 from hpstore.errors import ConfigError, LockTimeout, TooManyErasures
+from hpstore.format.records import DeviceState
 from hpstore.health import HealthState
-from hpstore.observed import read_status
-from hpstore.rebuild import Progress
-from hpstore.records import DeviceState
-from hpstore.registers import REPAIR, WAITING
+from hpstore.maintenance.rebuild import Progress
+from hpstore.membership.agent_observations import read_status
 from tests.unit.tended import Tended
 
 S = HealthState
@@ -124,7 +124,7 @@ def test_a_rebuild_that_could_do_nothing_holds_up_no_other_object(tended: Tended
 def test_what_came_while_a_rebuild_ran_was_not_looked_at_by_it(tended: Tended) -> None:
     """It wrote nothing, and what was short at its end counted as what it could do nothing about."""
     tended.rounds(700, step=20)
-    job = Job(kind=JobKind.REBUILD, reason="by hand")
+    job = BackgroundJob(kind=JobKind.REBUILD, reason="by hand")
     tended.agent._started(job)
     nothing = tended.pool.rebuild()
     lose_columns(tended, "a/b", 1)
@@ -244,7 +244,7 @@ def test_the_state_is_durable_before_it_is_acted_on(
     directory, submit = tended.pool.state_directory, tended.agent.jobs.submit
     seen = []
 
-    def submitted(job: Job) -> bool:
+    def submitted(job: BackgroundJob) -> bool:
         if job.kind is JobKind.HEAL:
             seen.append(load_memory(directory).policy.health(job.device).lapsed)
         return submit(job)
@@ -408,12 +408,12 @@ def test_a_faulty_device_that_answers_is_a_source_until_all_is_whole(tmp_path: P
     tended.rounds(10)
     device = tended.device(1)
     jobs = tended.agent.jobs
-    jobs.submit(Job(kind=JobKind.HEAL, device=device, reason="ten errors"))
+    jobs.submit(BackgroundJob(kind=JobKind.HEAL, device=device, reason="ten errors"))
     jobs._do(jobs.waiting()[0])
     member = tended.pool.record.member(device)
     assert member is not None
     assert member.state is DeviceState.DRAINING
-    jobs._do(Job(kind=JobKind.HEAL, device=device, reason="ten errors"))
+    jobs._do(BackgroundJob(kind=JobKind.HEAL, device=device, reason="ten errors"))
     assert tended.pool.record.member(device) is not None
     tended.rounds(120)
     assert 1 not in tended.members()
@@ -474,11 +474,11 @@ def test_a_job_that_crashes_is_counted_and_does_not_end_the_others(
     tended.rounds(10)
     monkeypatch.setattr(tended.pool, "scrub", iter_of(ZeroDivisionError("a bug")))
     jobs = tended.agent.jobs
-    jobs.submit(Job(kind=JobKind.SCRUB))
-    jobs.submit(Job(kind=JobKind.REBUILD))
+    jobs.submit(BackgroundJob(kind=JobKind.SCRUB))
+    jobs.submit(BackgroundJob(kind=JobKind.REBUILD))
     jobs.run_all()
     monkeypatch.undo()
-    jobs.submit(Job(kind=JobKind.SCRUB))
+    jobs.submit(BackgroundJob(kind=JobKind.SCRUB))
     jobs.run_all()
     assert tended.pool.metrics.value("agent_job_crash_total") == 1
     assert any("crashed" in event.text for event in jobs.events())

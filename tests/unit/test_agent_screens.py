@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpstore.agent import AgentConfig
-from hpstore.agent.jobs import Job, JobKind
-from hpstore.records import DeviceState, shown_members
-from hpstore.registers import WAITING
+from hpstore.agent.background_jobs import BackgroundJob, JobKind
+from hpstore.agreement.registers import WAITING
+from hpstore.format.records import DeviceState, shown_members
 from tests.unit.tended import Tended
 
 
@@ -35,7 +35,7 @@ def test_a_scrub_by_another_process_is_the_last_scrub(tmp_path: Path) -> None:
 def test_a_rebuild_of_the_agent_gives_way_to_an_operator(tended: Tended) -> None:
     """It held the pool to its end, for hours; scrubs and rebalances gave way already."""
     tended.rounds(10)
-    tended.agent.jobs.submit(Job(kind=JobKind.REBUILD, reason="of the agent"))
+    tended.agent.jobs.submit(BackgroundJob(kind=JobKind.REBUILD, reason="of the agent"))
     with tended.pool.registers.hold(WAITING, "an operator's scrub"):
         tended.agent.jobs.run_all(limit=1)
     texts = [event.text for event in tended.agent.jobs.events()]

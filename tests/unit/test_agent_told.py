@@ -12,19 +12,19 @@ import pytest
 from rich.console import Console
 
 from hpstore.agent import agent_config
-from hpstore.agent.jobs import Job, JobKind
-from hpstore.agent.orders import ORDERS_FILE, give_order
-from hpstore.agent.page import render
-from hpstore.cli.watching import agent_view, shared_directory
+from hpstore.agent.background_jobs import BackgroundJob, JobKind
+from hpstore.agent.operator_requests import ORDERS_FILE, give_order
+from hpstore.agent.status_page import render
+from hpstore.cli.status_watch import agent_view, shared_directory
 from hpstore.errors import ConfigError
+from hpstore.format.records import DeviceState, seal
 from hpstore.health import HealthState
 from hpstore.health.history import History
 from hpstore.health.monitor import history_path
-from hpstore.health.overrides import Command
-from hpstore.health.states import Decision, Role
-from hpstore.metrics import Metrics
-from hpstore.observed import read_status
-from hpstore.records import DeviceState, seal
+from hpstore.health.policy.operator_commands import Command
+from hpstore.health.policy.states import Decision, Role
+from hpstore.membership.agent_observations import read_status
+from hpstore.runtime.metrics import Metrics
 from tests.unit.tended import Tended
 
 S = HealthState
@@ -210,7 +210,7 @@ def test_a_drain_that_was_called_off_is_not_ended(tended: Tended) -> None:
     assert tended.pool.rebuild().whole
     tended.pool.readmit(device)
     jobs = tended.agent.jobs
-    jobs.submit(Job(kind=JobKind.EVICT, device=device, reason="it is drained"))
+    jobs.submit(BackgroundJob(kind=JobKind.EVICT, device=device, reason="it is drained"))
     tended.agent.finish_jobs()
     member = tended.pool.record.member(device)
     assert member is not None
@@ -225,7 +225,9 @@ def test_what_cannot_be_drained_is_not_evicted_instead_rule_16(tmp_path: Path) -
     tended.rounds(10)
     device = tended.device(1)
     tended.pool.begin_drain(device)
-    tended.agent.jobs.submit(Job(kind=JobKind.EVICT, device=device, reason="it is drained"))
+    tended.agent.jobs.submit(
+        BackgroundJob(kind=JobKind.EVICT, device=device, reason="it is drained")
+    )
     tended.agent.finish_jobs()
     assert tended.pool.record.member(device) is not None
     assert any("cannot leave" in event.text for event in tended.agent.jobs.events())

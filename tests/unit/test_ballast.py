@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from hpstore.buffers import aligned_array
-from hpstore.devices import beneath
+from hpstore.devices import confined_names
 from hpstore.devices.base import TMP
-from hpstore.devices.horizons import HORIZON, MARK
+from hpstore.devices.horizon_guard import HORIZON, MARK
 from hpstore.devices.local import LocalDevice
 from hpstore.devices.reserve import SPARE_BYTES, plan_spares
 from hpstore.errors import DeviceFull
+from hpstore.runtime.buffers import aligned_array
 from hpstore.testing import PAGE, all_files, fetch, pattern, store
 from tests.full import no_room
 
@@ -194,7 +194,7 @@ def test_a_quota_counts_as_full(
             raise OSError(number, os.strerror(number))
         return plain(path, flags, *args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(beneath, "_supported", False)  # then it is os.open() that opens
+    monkeypatch.setattr(confined_names, "_supported", False)  # then it is os.open() that opens
     monkeypatch.setattr(os, "open", refused)
     with pytest.raises(DeviceFull, match=os.strerror(number)):
         device.create(PAGE)

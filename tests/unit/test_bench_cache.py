@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpstore.benchmarks.cache import bench_cache
-from hpstore.benchmarks.cache_bars import BARS, CAPACITIES, share_of_min, to_best_peer
-from hpstore.benchmarks.cache_cost import measure_cost
-from hpstore.benchmarks.cache_peers import PACKAGES, SCRIPT, PeerRun, missing, packages_named
-from hpstore.benchmarks.cache_traces import TRACES, trace_named
-from hpstore.benchmarks.measure import Options, unmet
+from hpstore.benchmarks.cache.cache_bars import BARS, CAPACITIES, share_of_min, to_best_peer
+from hpstore.benchmarks.cache.cache_bench import bench_cache
+from hpstore.benchmarks.cache.cache_cost import measure_cost
+from hpstore.benchmarks.cache.cache_peers import PACKAGES, SCRIPT, PeerRun, missing, packages_named
+from hpstore.benchmarks.cache.cache_traces import TRACES, trace_named
+from hpstore.benchmarks.harness.measure import Options, unmet
 from hpstore.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,8 +43,8 @@ def test_results_are_handed_on_after_each_workload_with_all_verdicts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cut run leaves what it has, pictures too; MIN is beaten by nothing."""
-    monkeypatch.setattr("hpstore.benchmarks.cache.QUICK_BLOCKS", 800)
-    monkeypatch.setattr("hpstore.benchmarks.cache_traces.EPOCHS", 4)
+    monkeypatch.setattr("hpstore.benchmarks.cache.cache_bench.QUICK_BLOCKS", 800)
+    monkeypatch.setattr("hpstore.benchmarks.cache.cache_traces.EPOCHS", 4)
     reports: list[list[str]] = []
 
     def keep(results: dict[str, object]) -> None:
@@ -122,7 +122,7 @@ def test_no_module_of_the_package_imports_a_peer() -> None:
 
 def test_costs_have_bars_and_the_index_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes a block do not depend on the machine."""
-    monkeypatch.setattr("hpstore.benchmarks.cache_cost.BATCHES", 20)
+    monkeypatch.setattr("hpstore.benchmarks.cache.cache_cost.BATCHES", 20)
     said: list[str] = []
     kept: list[dict[str, object]] = []
     found = measure_cost(

@@ -15,34 +15,43 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpstore.benchmarks import checkpoint, checkpoint_compression, checkpoint_special
-from hpstore.benchmarks.ballast import Ballast, ballast_bytes
-from hpstore.benchmarks.checkpoint_bars import floor_verdicts, special_verdicts, to_best, verdict
-from hpstore.benchmarks.checkpoint_contenders import PEERS, not_installed, peers_named
-from hpstore.benchmarks.checkpoint_library_peers import LIBRARY_PEERS
-from hpstore.benchmarks.checkpoint_ours import Copy, Ours
-from hpstore.benchmarks.checkpoint_peers import Peer
-from hpstore.benchmarks.checkpoint_sessions import (
-    Spec,
+from hpstore.benchmarks.checkpoint import (
+    checkpoint_bench,
+    checkpoint_compression,
+    checkpoint_special,
+)
+from hpstore.benchmarks.checkpoint.checkpoint_bars import (
+    floor_verdicts,
+    special_verdicts,
+    to_best,
+    verdict,
+)
+from hpstore.benchmarks.checkpoint.checkpoint_contenders import PEERS, not_installed, peers_named
+from hpstore.benchmarks.checkpoint.checkpoint_library_peers import LIBRARY_PEERS
+from hpstore.benchmarks.checkpoint.checkpoint_ours import Copy, HpstoreSaver
+from hpstore.benchmarks.checkpoint.checkpoint_peers import SaverPeer
+from hpstore.benchmarks.checkpoint.checkpoint_sessions import (
+    CheckpointSpec,
     contender,
     drop_cache,
     load_session,
     resident_bytes,
     save_session,
 )
-from hpstore.benchmarks.checkpoint_state import (
+from hpstore.benchmarks.checkpoint.checkpoint_state import (
     FULL_BYTES,
-    Content,
     SharedState,
+    TensorContents,
     empty_state,
     leaves,
     map_state,
     shapes,
     state_bytes,
 )
-from hpstore.benchmarks.measure import Options
-from hpstore.benchmarks.sessions import Found, Sections, Session, SessionFailed, Sessions
-from hpstore.checkpoint.codecs import CODECS
+from hpstore.benchmarks.harness.measure import Options
+from hpstore.benchmarks.harness.memory_ballast import MemoryBallast, ballast_bytes
+from hpstore.benchmarks.harness.sessions import Found, Sections, Session, SessionFailed, Sessions
+from hpstore.checkpoint.format.segment_codecs import CODECS
 from hpstore.errors import ConfigError
 from hpstore.units import GIB, MIB
 from tests.thorough import LONG
@@ -62,11 +71,11 @@ class NoBallast(Sections):
 
 
 @pytest.fixture
-def spec(tmp_path: Path) -> Iterator[Spec]:
+def spec(tmp_path: Path) -> Iterator[CheckpointSpec]:
     """A tiny state, filled, and what it is loaded into."""
     state, target = SharedState("state", SIZE), SharedState("target", SIZE)
-    Content().fill(map_state(state.path, SIZE), 0)
-    yield Spec(
+    TensorContents().fill(map_state(state.path, SIZE), 0)
+    yield CheckpointSpec(
         contender="", directory=tmp_path, size_bytes=SIZE, state=state.path, target=target.path
     )
     state.close()
@@ -90,7 +99,7 @@ def test_small_state_keeps_all_tensors_and_scales() -> None:
 
 def test_content_check_sees_one_changed_number() -> None:
     """A single element, or a step of another save, is noticed."""
-    state, content = empty_state(SIZE), Content()
+    state, content = empty_state(SIZE), TensorContents()
     content.fill(state, 3)
     content.check(state, 3, "nobody")
     with pytest.raises(RuntimeError, match="other values"):
@@ -100,35 +109,35 @@ def test_content_check_sees_one_changed_number() -> None:
         content.check(state, 3, "nobody")
 
 
-def test_shared_state_is_seen_by_every_mapping(spec: Spec) -> None:
+def test_shared_state_is_seen_by_every_mapping(spec: CheckpointSpec) -> None:
     """What one mapping writes, another reads; tensors have storages of their own."""
     one, other = map_state(spec.state, SIZE), map_state(spec.state, SIZE)
-    Content().fill(one, 9)
-    Content().check(other, 9, "the other mapping")
+    TensorContents().fill(one, 9)
+    TensorContents().check(other, 9, "the other mapping")
     sizes = [tensor.untyped_storage().nbytes() for _, tensor in leaves(one)]
     assert sizes == [tensor.nbytes for _, tensor in leaves(one)]
 
 
-def run(session: Session, spec: Spec) -> Found:
+def run(session: Session, spec: CheckpointSpec) -> Found:
     """As the benchmark does, in a process of its own, what may leave processes or groups behind."""
     if PEERS.get(spec.contender) in LIBRARY_PEERS:
-        return Sessions(Ballast(0)).run(session, spec)
+        return Sessions(MemoryBallast(0)).run(session, spec)
     return session(NoBallast(), spec)
 
 
-@pytest.mark.parametrize("name", [*PEERS, Ours.name])
-def test_every_contender_gives_back_what_it_saved(spec: Spec, name: str) -> None:
+@pytest.mark.parametrize("name", [*PEERS, HpstoreSaver.name])
+def test_every_contender_gives_back_what_it_saved(spec: CheckpointSpec, name: str) -> None:
     """Sessions check every byte after each load, in the process that saved and from new."""
-    if name != Ours.name and (why := not_installed(name)):
+    if name != HpstoreSaver.name and (why := not_installed(name)):
         pytest.skip(why)
     spec = replace(spec, contender=name)
     saved, loaded = run(save_session, spec), run(load_session, spec)
     assert saved["load_warm_seconds"].keys() == loaded["load_cold_seconds"].keys()
     assert saved["steady"]["durable_seconds"] >= saved["steady"]["blocked_seconds"] > 0
-    assert ("load_degraded_seconds" in loaded) == (name == Ours.name)
+    assert ("load_degraded_seconds" in loaded) == (name == HpstoreSaver.name)
 
 
-def _loads_another_state(_: Sections, spec: Spec) -> Found:
+def _loads_another_state(_: Sections, spec: CheckpointSpec) -> Found:
     """Saves zeros, then loads as if it had been the usual state."""
     who, other = contender(spec), empty_state(SIZE)
     who.prepare(other)
@@ -138,7 +147,7 @@ def _loads_another_state(_: Sections, spec: Spec) -> Found:
 
 
 @pytest.mark.parametrize("name", [name for name in PEERS if "loads" in vars(PEERS[name])])
-def test_a_load_of_other_values_is_an_error(spec: Spec, name: str) -> None:
+def test_a_load_of_other_values_is_an_error(spec: CheckpointSpec, name: str) -> None:
     """A contender whose file holds another state does not get a figure."""
     if why := not_installed(name):
         pytest.skip(why)
@@ -149,17 +158,17 @@ def test_a_load_of_other_values_is_an_error(spec: Spec, name: str) -> None:
 
 
 def test_degraded_load_lacks_m_devices_with_data(
-    spec: Spec, monkeypatch: pytest.MonkeyPatch
+    spec: CheckpointSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the load session exactly two directories are away, and the load before them worked."""
-    spec = replace(spec, contender=Ours.name)
+    spec = replace(spec, contender=HpstoreSaver.name)
     save_session(NoBallast(), spec)
     load_session(NoBallast(), spec)
-    assert len(list((spec.directory / Ours.name).glob("gone-d*"))) == 2
-    assert len(list((spec.directory / Ours.name).glob("d[0-9]"))) == 4
+    assert len(list((spec.directory / HpstoreSaver.name).glob("gone-d*"))) == 2
+    assert len(list((spec.directory / HpstoreSaver.name).glob("d[0-9]"))) == 4
 
 
-def test_copy_ends_with_equal_bytes(spec: Spec) -> None:
+def test_copy_ends_with_equal_bytes(spec: CheckpointSpec) -> None:
     """The reference copy moves every tensor."""
     state = map_state(spec.state, SIZE)
     copy = Copy(state)
@@ -178,14 +187,14 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in checkpoint.SPECIAL if name != "overlap"])
+@pytest.mark.parametrize("name", [name for name in checkpoint_bench.SPECIAL if name != "overlap"])
 def test_figures_without_peers_are_found_or_skipped_with_a_reason(
-    spec: Spec, name: str, monkeypatch: pytest.MonkeyPatch
+    spec: CheckpointSpec, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each session runs on small numbers and gives a ratio; a skip says why."""
     for constant, value in SMALL.items():
         monkeypatch.setattr(checkpoint_special, constant, value)
-    found = checkpoint.SPECIAL[name](NoBallast(), replace(spec, contender=name))
+    found = checkpoint_bench.SPECIAL[name](NoBallast(), replace(spec, contender=name))
     rows = special_verdicts(defaultdict(list, {name: [found]}))
     assert [row for row in rows.values() if "median" in row] or found["skipped"]
 
@@ -194,9 +203,9 @@ def test_run_names_every_ratio_with_its_bar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One repetition in processes of their own; what cannot be had says why."""
-    monkeypatch.setattr(checkpoint, "SPECIAL", {"slice": checkpoint_special.slice_session})
+    monkeypatch.setattr(checkpoint_bench, "SPECIAL", {"slice": checkpoint_special.slice_session})
     options = Options(directory=tmp_path, size_bytes=SIZE, repeats=1, peers="safetensors")
-    found = json.loads(json.dumps(checkpoint.bench_checkpoint(options)))
+    found = json.loads(json.dumps(checkpoint_bench.bench_checkpoint(options)))
     assert set(found["contenders"]) == {"hpstore", "safetensors"}
     assert found["failed"] == {}
     ratios = found["ratios"]
@@ -220,18 +229,20 @@ class Scripted(Sessions):
         self.asked: list[str] = []
 
     def run(self, session: Session, spec: object) -> Found:
-        assert isinstance(spec, Spec)
+        assert isinstance(spec, CheckpointSpec)
         self.asked.append(spec.contender)
         if spec.contender == self._fails:
             raise SessionFailed("ValueError: no such option\nTraceback ...")
         return {}
 
 
-def test_peer_that_fails_is_reported_with_its_reason_and_not_asked_again(spec: Spec) -> None:
+def test_peer_that_fails_is_reported_with_its_reason_and_not_asked_again(
+    spec: CheckpointSpec,
+) -> None:
     """The others go on; one that fails later loses the figures that it had."""
     sessions = Scripted("dcp")
-    with checkpoint.progress(1) as bar:
-        runner = checkpoint.Runner(spec, sessions, bar)
+    with checkpoint_bench.progress(1) as bar:
+        runner = checkpoint_bench.CheckpointRunner(spec, sessions, bar)
         runner.repetition(["safetensors", "dcp"])
         runner.repetition(["safetensors", "dcp"])
     assert runner.found.failed == {"dcp": "ValueError: no such option"}
@@ -241,10 +252,12 @@ def test_peer_that_fails_is_reported_with_its_reason_and_not_asked_again(spec: S
     }  # fmt: skip
 
 
-def test_failure_of_hpstore_itself_ends_the_benchmark(spec: Spec) -> None:
+def test_failure_of_hpstore_itself_ends_the_benchmark(spec: CheckpointSpec) -> None:
     """It is not reported as one peer among others."""
-    with checkpoint.progress(1) as bar, pytest.raises(SessionFailed, match="no such option"):
-        checkpoint.Runner(spec, Scripted("hpstore"), bar).repetition(["safetensors"])
+    with checkpoint_bench.progress(1) as bar, pytest.raises(SessionFailed, match="no such option"):
+        checkpoint_bench.CheckpointRunner(spec, Scripted("hpstore"), bar).repetition(
+            ["safetensors"]
+        )
 
 
 def test_a_file_that_goes_while_caches_are_dropped_is_no_error(
@@ -272,13 +285,13 @@ def test_peer_that_is_not_installed_is_reported_with_what_to_install(
 ) -> None:
     """The run goes on without it and says so."""
 
-    class Absent(Peer):
+    class Absent(SaverPeer):
         name, package = "absent", "no-such-package"
 
     monkeypatch.setitem(PEERS, "absent", Absent)
-    monkeypatch.setattr(checkpoint, "SPECIAL", {})
+    monkeypatch.setattr(checkpoint_bench, "SPECIAL", {})
     options = Options(directory=tmp_path, size_bytes=SIZE, repeats=1, peers="absent")
-    found = checkpoint.bench_checkpoint(options)
+    found = checkpoint_bench.bench_checkpoint(options)
     assert found["failed"] == {"absent": "no-such-package is not installed here: "
                                          "pip install no-such-package"}  # fmt: skip
 
@@ -308,7 +321,7 @@ def test_floor_says_whether_the_devices_can_meet_the_bar() -> None:
 
 
 def test_compression_is_measured_with_every_codec_and_says_what_it_stored(
-    spec: Spec, monkeypatch: pytest.MonkeyPatch
+    spec: CheckpointSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow sine becomes smaller by zstd; each figure stands beside the one without a codec."""
     monkeypatch.setattr(checkpoint_compression, "SAMPLES", 1)
@@ -326,7 +339,7 @@ def test_every_content_is_checked_by_step() -> None:
     """Regular values, too, are others for every step, and finite in both dtypes."""
     state = empty_state(SIZE)
     for _, values in checkpoint_compression.CONTENTS.values():
-        content = Content(values())
+        content = TensorContents(values())
         content.fill(state, 1)
         content.check(state, 1, "nobody")
         assert all(bool(tensor.isfinite().all()) for _, tensor in leaves(state))
@@ -373,7 +386,7 @@ def test_ballast_leaves_half_of_the_memory() -> None:
 def test_ballast_gives_what_is_asked_and_takes_back_what_is_free() -> None:
     """Only what is free beyond what was free while all was held is taken: the rest is cold."""
     free = [100 * MIB]
-    with closing(Ballast(16 * MIB, lambda: free[0])) as ballast:
+    with closing(MemoryBallast(16 * MIB, lambda: free[0])) as ballast:
         assert (ballast.held_bytes, ballast.problem) == (16 * MIB, "")
         ballast.release(8 * MIB)
         assert ballast.held_bytes == 8 * MIB
@@ -401,4 +414,4 @@ def _dies(_: Sections, spec: Callable[[], None]) -> Found:
 def test_session_that_raises_is_an_error_with_its_words() -> None:
     """The message crosses the process border."""
     with pytest.raises(SessionFailed, match="told something"):
-        Sessions(Ballast(0)).run(_dies, "something")
+        Sessions(MemoryBallast(0)).run(_dies, "something")

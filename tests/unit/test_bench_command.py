@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpstore.benchmarks.suite import BENCHMARKS, Options
-from hpstore.cli.bench import interrupted_by, measured
+from hpstore.cli.bench_command import interrupted_by, measured
 
 OPTIONS = Options(directory=None, size_bytes=1, repeats=3)
 

@@ -12,30 +12,31 @@ import numpy as np
 import pytest
 import torch
 
-from hpstore.benchmarks import gpu_figures, gpu_stages, loader
-from hpstore.benchmarks.gpu_figures import NotHere, WrongBytes, check_checksums, check_decoding
-from hpstore.benchmarks.gpu_stages import (
+from hpstore.benchmarks.gpu import gpu_figures, gpu_stages
+from hpstore.benchmarks.gpu.gpu_figures import NotHere, WrongBytes, check_checksums, check_decoding
+from hpstore.benchmarks.gpu.gpu_stages import (
     PLAN,
     Command,
-    Outcome,
-    Stage,
+    GpuStage,
+    StageOutcome,
     Status,
     environment_for,
     outcome,
     run_stage,
 )
-from hpstore.benchmarks.loader_sessions import Spec
-from hpstore.benchmarks.measure import Options, unmet
-from hpstore.benchmarks.report import describe
-from hpstore.benchmarks.sessions import Found
+from hpstore.benchmarks.harness.bench_report import describe
+from hpstore.benchmarks.harness.measure import Options, unmet
+from hpstore.benchmarks.harness.sessions import Found
+from hpstore.benchmarks.loader import loader_bench
+from hpstore.benchmarks.loader.loader_sessions import LoaderSpec
 from hpstore.benchmarks.suite import BENCHMARKS
-from hpstore.checksum import block_digests, block_seeds
 from hpstore.cli import main
 from hpstore.codec import ErasureCode, choose_backend
 from hpstore.errors import ConfigError
-from hpstore.geometry import BLOCK_BYTES, Code
-from hpstore.loaders.direct.decode import DecodeJobs
-from hpstore.loaders.direct.verify import Blocks
+from hpstore.format.checksum import block_digests, block_seeds
+from hpstore.format.geometry import BLOCK_BYTES, Code
+from hpstore.loaders.gpu.direct.gpu_checksums import Blocks
+from hpstore.loaders.gpu.direct.gpu_decode import DecodeJobs
 
 OURS = [stage for stage in PLAN if stage.run is not None]
 # a stage of the plan that has not long to live
@@ -63,7 +64,7 @@ def test_the_plan_has_every_stage_once_and_names_who_runs_the_others() -> None:
 
 @pytest.mark.parametrize("stage", OURS, ids=lambda stage: stage.what)
 def test_without_cuda_a_stage_says_skip_and_ends_with_0(
-    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    stage: GpuStage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """One line: its verdict."""
@@ -311,8 +312,8 @@ def test_kernels_are_checked_before_they_are_measured(
 class NoRunner:
     """Epochs that take no GPU."""
 
-    def __init__(self, spec: Spec, *_: object) -> None:
-        self.found, self._spec = loader.Collected(), spec
+    def __init__(self, spec: LoaderSpec, *_: object) -> None:
+        self.found, self._spec = loader_bench.LoaderFindings(), spec
 
     def write(self) -> None:
         self._spec.directory.mkdir()
@@ -327,7 +328,7 @@ STAGES = (
 )  # fmt: skip
 
 
-def scripted(stage: Stage, directory: Path) -> Sequence[str]:
+def scripted(stage: GpuStage, directory: Path) -> Sequence[str]:
     """2 hangs, 4 dies, 5 passes, 6 cannot run."""
     passed = {"stage": 5, "status": "pass", "reason": ""}
     skipped = {"stage": 6, "status": "skip", "reason": "no CUDA"}
@@ -344,16 +345,16 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """A machine with two GPUs whose stages are children that hang, die, pass; who was asked."""
     asked: list[tuple[int, int]] = []
 
-    def run(stage: Stage, directory: Path, gpu: int) -> Outcome:
+    def run(stage: GpuStage, directory: Path, gpu: int) -> StageOutcome:
         asked.append((stage.number, gpu))
         return run_stage(stage, directory, gpu, scripted)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(loader, "PLAN", STAGES)
-    monkeypatch.setattr(loader, "run_stage", run)
-    monkeypatch.setattr(loader, "Runner", NoRunner)
-    monkeypatch.setattr(loader, "report", lambda *_: {"ratios": {}})
+    monkeypatch.setattr(loader_bench, "PLAN", STAGES)
+    monkeypatch.setattr(loader_bench, "run_stage", run)
+    monkeypatch.setattr(loader_bench, "LoaderRunner", NoRunner)
+    monkeypatch.setattr(loader_bench, "report", lambda *_: {"ratios": {}})
     return asked
 
 
@@ -372,7 +373,7 @@ def test_the_report_has_the_stages_and_each_that_fails_misses_its_bar(
     def keep(so_far: Found) -> None:
         kept.append(len(so_far["stages"]))
 
-    found = loader.bench_loader(options(tmp_path, device="cuda:1", keep=keep))
+    found = loader_bench.bench_loader(options(tmp_path, device="cuda:1", keep=keep))
     assert list(found) == ["stages", "A", "B"]
     assert a_gpu == [(stage.number, 1) for stage in STAGES]
     assert kept[:6] == [1, 2, 3, 4, 5, 5]
@@ -394,7 +395,7 @@ def test_no_stages_where_none_are_wanted_or_there_is_no_gpu(
     tmp_path: Path, a_gpu: list[tuple[int, int]], told: dict[str, object]
 ) -> None:
     """--no-stages, and the processor by default."""
-    assert set(loader.bench_loader(options(tmp_path, **told))) == {"A", "B"}
+    assert set(loader_bench.bench_loader(options(tmp_path, **told))) == {"A", "B"}
     assert a_gpu == []
 
 
@@ -403,7 +404,7 @@ def test_stages_are_refused_without_a_gpu(
 ) -> None:
     """By the command, before anything is made."""
     with pytest.raises(ConfigError, match="--device cuda"):
-        loader.bench_loader(options(tmp_path / "new", stages=True))
+        loader_bench.bench_loader(options(tmp_path / "new", stages=True))
     assert not (tmp_path / "new").exists()
     words = ["hpstore", "bench", "loader", "--stages", "--size", "small"]
     monkeypatch.setattr(sys, "argv", [*words, "--directory", str(tmp_path / "new")])
@@ -419,9 +420,9 @@ def test_devices_that_are_not_here_are_refused_with_those_that_are(
 ) -> None:
     """Two GPUs."""
     for here in ("cpu", "cuda", "cuda:0", "cuda:1"):
-        loader.check_device(here)
+        loader_bench.check_device(here)
     with pytest.raises(ConfigError, match="give cpu or cuda or cuda:0 or cuda:1"):
-        loader.check_device(device)
+        loader_bench.check_device(device)
 
 
 @pytest.mark.parametrize(
@@ -436,8 +437,8 @@ def test_the_command_shows_a_table_of_the_stages(
     def bench(options: Options) -> dict[str, object]:
         assert (options.stages, options.device) == (told, "cuda")
         ended = [
-            Outcome(stage=PLAN[1], status=Status.ELSEWHERE, reason=PLAN[1].elsewhere),
-            Outcome(stage=PLAN[4], status=Status.FAIL, reason="[Errno 22] Invalid: [/tmp]",
+            StageOutcome(stage=PLAN[1], status=Status.ELSEWHERE, reason=PLAN[1].elsewhere),
+            StageOutcome(stage=PLAN[4], status=Status.FAIL, reason="[Errno 22] Invalid: [/tmp]",
                     figures=(FIGURE, {**FIGURE, "sets": 129})),
         ]  # fmt: skip
         return {"stages": {str(one.stage.number): one.as_dict() for one in ended}}

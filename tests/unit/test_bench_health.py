@@ -7,43 +7,49 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from hpstore.benchmarks import health_detector as health
-from hpstore.benchmarks.health import bench_health
-from hpstore.benchmarks.health_detector import first_found, hang, load, telemetry
-from hpstore.benchmarks.health_peers import RULES, Autosit, FiveInARow, Hadoop, Ours
-from hpstore.benchmarks.health_traces import (
+from hpstore.benchmarks.harness.measure import Options
+from hpstore.benchmarks.health import health_detector as health
+from hpstore.benchmarks.health.health_bench import bench_health
+from hpstore.benchmarks.health.health_detector import first_found, hang, load, telemetry
+from hpstore.benchmarks.health.health_peers import (
+    RULES,
+    Autosit,
+    FiveInARow,
+    Hadoop,
+    HpstoreDetector,
+)
+from hpstore.benchmarks.health.health_traces import (
     DEVICES,
     HEALTHY,
     ONSET,
     SHAPES,
     TICK_SECONDS,
-    Trace,
+    HealthTrace,
     healthy_trace,
     slow_trace,
 )
-from hpstore.benchmarks.measure import Options
 from hpstore.errors import ConfigError
 from hpstore.health import Traits
 
 Row = Mapping[str, object]
 
 
-def steady(factors: Mapping[int, float], ticks: int = 120) -> Trace:
+def steady(factors: Mapping[int, float], ticks: int = 120) -> HealthTrace:
     """No noise; devices slow from ONSET on by their factors."""
     means = np.full((ticks, DEVICES), 2e-3) * (1 + 0.01 * np.arange(DEVICES))
     for device, factor in factors.items():
         means[ONSET:, device] *= factor
-    return Trace(means=means)
+    return HealthTrace(means=means)
 
 
 @pytest.mark.parametrize(
     ("rule", "factor", "tick"),
-    [(Ours, 3.0, ONSET + 2), (FiveInARow, 3.0, ONSET + 4), (FiveInARow, 1.9, None),
+    [(HpstoreDetector, 3.0, ONSET + 2), (FiveInARow, 3.0, ONSET + 4), (FiveInARow, 1.9, None),
      (Hadoop, 3.5, ONSET), (Hadoop, 2.5, None), (Autosit, 10.0, None),
      (Autosit, 200.0, ONSET + 5)],
 )  # fmt: skip
 def test_each_rule_finds_what_it_says(
-    rule: type[Ours | FiveInARow | Hadoop | Autosit], factor: float, tick: int | None
+    rule: type[HpstoreDetector | FiveInARow | Hadoop | Autosit], factor: float, tick: int | None
 ) -> None:
     """The tick of the first verdict, on the slow device alone."""
     found, _ = first_found(rule({}), steady({0: factor}))
@@ -68,7 +74,7 @@ def test_recall_and_delay_are_counted_and_a_bar_can_be_missed(
     traces = {0: steady({0: 3.0}), 1: steady({1: 3.0})}
     monkeypatch.setattr(health, "slow_trace", lambda shape, sigma, seed: traces[seed])
     monkeypatch.setattr(health, "SHAPES", {"x3": SHAPES["x3"]})
-    rows = health.slow_devices(2, {"hpstore": Ours})
+    rows = health.slow_devices(2, {"hpstore": HpstoreDetector})
     row = rows["x3, sigma 0.3"]["hpstore"]  # type: ignore[index]  # rows of rows
     assert row == {
         "runs": 2, "recall": 0.5, "ticks_median": 3, "ticks_most": None, "sitout_recall": 0.5,
@@ -82,7 +88,7 @@ def test_false_alarms_are_counted_by_device_day(monkeypatch: pytest.MonkeyPatch)
     traces = {0: steady({}), 1: steady({3: 5.0})}
     monkeypatch.setattr(health, "healthy_trace", lambda name, sigma, seed, ticks: traces[seed])
     monkeypatch.setattr(health, "HEALTHY", {"plain noise": None, "single stalls of 50 ms": None})
-    rows = health.healthy_devices(2, {"hpstore": Ours}, 120)
+    rows = health.healthy_devices(2, {"hpstore": HpstoreDetector}, 120)
     row = rows["plain noise, sigma 0.3"]["hpstore"]  # type: ignore[index]  # rows of rows
     days = 2 * 120 * DEVICES * TICK_SECONDS / 86400
     assert (row["alarms"], row["sitouts"], row["met"]) == (1, 1, False)

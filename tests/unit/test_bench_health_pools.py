@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from hpstore.benchmarks import health_cost, health_slow
-from hpstore.benchmarks.health import CASES, QUICK, bench_health, cases_named
-from hpstore.benchmarks.health_forecast import NOT_RUN, forecast_case, forecast_verdicts
-from hpstore.benchmarks.health_reads import Objects, Reads
-from hpstore.benchmarks.health_rebuild import Healed, HealingFailed, Rebuild, _verdicts
-from hpstore.benchmarks.health_rig import (
+from hpstore.benchmarks.harness.measure import Options
+from hpstore.benchmarks.health import health_cost, health_slow
+from hpstore.benchmarks.health.health_bench import CASES, QUICK, bench_health, cases_named
+from hpstore.benchmarks.health.health_forecast import NOT_RUN, forecast_case, forecast_verdicts
+from hpstore.benchmarks.health.health_reads import ForegroundReads, Objects
+from hpstore.benchmarks.health.health_rebuild import Healed, HealingFailed, Rebuild, _verdicts
+from hpstore.benchmarks.health.health_rig import (
     DEVICES,
     WRAPPED,
     Rig,
@@ -23,13 +24,12 @@ from hpstore.benchmarks.health_rig import (
     quantile,
     real_devices_problem,
 )
-from hpstore.benchmarks.health_slow import seconds_until, spoken, take
-from hpstore.benchmarks.measure import Options
+from hpstore.benchmarks.health.health_slow import seconds_until, spoken, take
 from hpstore.errors import ConfigError
-from hpstore.health.forecast.evaluation import Evaluation, ScoreResult
-from hpstore.health.forecast.scoring import Interval, Outcome
+from hpstore.health.forecast.alarm_scores import AlarmOutcome, Interval
+from hpstore.health.forecast.evaluate_model import ForecastEvaluation, ScoreResult
 from hpstore.testing import ManualClock
-from hpstore.testing.leftovers import loops
+from hpstore.testing.scratch import loops
 from hpstore.units import KIB, MIB
 from tests.thorough import LONG
 
@@ -41,7 +41,7 @@ def test_a_rate_is_from_the_last_batch_before_to_the_last_one(
 ) -> None:
     """Ten samples a second; a batch that comes after the time is over counts with its time."""
     clock = ManualClock()
-    monkeypatch.setattr("hpstore.benchmarks.health_slow.time.monotonic", clock.monotonic)
+    monkeypatch.setattr("hpstore.benchmarks.health.health_slow.time.monotonic", clock.monotonic)
 
     def batches() -> Iterator[int]:
         while True:
@@ -125,13 +125,13 @@ def test_foreground_reads_are_timed_and_their_errors_raised(tmp_path: Path) -> N
         rig.create("p")
         with rig.open("p", monitor=False) as pool:
             objects.write(pool)
-            with Reads(pool, objects, seed=1) as reads:
+            with ForegroundReads(pool, objects, seed=1) as reads:
                 while len({read.kind for read in reads.ended}) < 2:
                     reads._stop.wait(0.01)
             assert all(0 < value < 1e5 for value in reads.p99(0.0, 1e18).values())
             assert all(value != value for value in reads.p99(0.0, 0.0).values())  # NaN: none
             pool.delete(objects.keys[0])
-            failing = Reads(pool, objects, seed=2)
+            failing = ForegroundReads(pool, objects, seed=2)
             with pytest.raises(Exception, match="was deleted"):
                 failing.close()
 
@@ -154,10 +154,10 @@ def test_bandwidth_is_held_against_what_was_allowed() -> None:
     assert _verdicts([]) == {"skipped": "not asked for"}
 
 
-def evaluation(**fdr: float) -> Evaluation:
-    def outcome(value: float) -> Outcome:
+def evaluation(**fdr: float) -> ForecastEvaluation:
+    def outcome(value: float) -> AlarmOutcome:
         interval = Interval(low=0.0, high=1.0)
-        return Outcome(
+        return AlarmOutcome(
             threshold=1.0, fdr=value, fdr_interval=interval, far=0.01, far_interval=interval,
             precision=None, precision_interval=None, precision_rescaled=None, lead_days=None,
             failed=10, detected=5, earlier=0, healthy=100, false_alarms=1,
@@ -169,7 +169,7 @@ def evaluation(**fdr: float) -> Evaluation:
                           over_sum_interval=Interval(low=-0.1, high=0.1))
         for name, value in fdr.items()
     }  # fmt: skip
-    return Evaluation(
+    return ForecastEvaluation(
         far=0.01, horizon_days=14, after="", until="", healthy_drives=100, failed_drives=10,
         no_signal=0, failed_too_early=0, not_looked_at=0, refused={}, scores=scores,
         flags=outcome(0.0), healthy_share=1.0, seed=0,
@@ -201,7 +201,7 @@ def test_without_files_no_forecast_is_made() -> None:
 
 @only_long
 def test_an_agent_that_cannot_open_the_pool_is_an_error_not_a_figure(tmp_path: Path) -> None:
-    from hpstore.benchmarks import health_rebuild
+    from hpstore.benchmarks.health import health_rebuild
 
     with (
         pytest.raises(HealingFailed, match="ConfigError"),
@@ -212,7 +212,7 @@ def test_an_agent_that_cannot_open_the_pool_is_an_error_not_a_figure(tmp_path: P
 
 SMALL = replace(
     QUICK, data_bytes=24 * MIB, objects=Objects(count=2, stripes=1),
-    phases=health_slow.Phases(warm=0.1, healthy=0.3, found=0.5, found_off=0.1, counted=0.3),
+    phases=health_slow.RunPhases(warm=0.1, healthy=0.3, found=0.5, found_off=0.1, counted=0.3),
     pattern=replace(QUICK.pattern, state_bytes=4 * MIB, every_seconds=0.1, found_seconds=0.5,
                     objects=Objects(count=1, stripes=1)),
     plan=replace(QUICK.plan, objects=Objects(count=2, stripes=1), quiet_seconds=0.3),
@@ -227,14 +227,14 @@ def test_all_cases_have_figures_and_leave_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, real: bool
 ) -> None:
     """On loop devices where they can be had, and on directories; no bar is looked at."""
-    from hpstore.benchmarks import health, health_rig
+    from hpstore.benchmarks.health import health_bench, health_rig
 
     problem = real_devices_problem(tmp_path)
     if real and problem:
         pytest.skip(problem)
     if not real:
         monkeypatch.setattr(health_rig, "real_devices_problem", lambda root: "not wanted")
-    monkeypatch.setattr(health, "QUICK", SMALL)
+    monkeypatch.setattr(health_bench, "QUICK", SMALL)
     before = loops()
     kept: list[object] = []
     found = bench_health(
@@ -268,10 +268,10 @@ def test_a_cost_is_of_turns_that_change_their_order(monkeypatch: pytest.MonkeyPa
 
 def test_a_rebuild_that_leaves_something_is_an_error(tmp_path: Path) -> None:
     """Columns of a device that nobody has made again."""
-    from hpstore.benchmarks.health_rebuild import Plan
+    from hpstore.benchmarks.health.health_rebuild import RebuildPlan
 
     with Rig(tmp_path, device_bytes=MIB, problem="x") as rig:
-        healing = Rebuild(rig, Plan(objects=Objects(count=1, stripes=1)))
+        healing = Rebuild(rig, RebuildPlan(objects=Objects(count=1, stripes=1)))
         assert healing._lose_columns() > MIB
         with pytest.raises(HealingFailed, match="1 objects are degraded"):
             healing._require_whole()

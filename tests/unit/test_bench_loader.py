@@ -15,41 +15,46 @@ import numpy as np
 import pytest
 import torch
 
-from hpstore.benchmarks import (
-    loader,
+from hpstore.benchmarks.checkpoint.checkpoint_bench import progress
+from hpstore.benchmarks.harness.measure import Options
+from hpstore.benchmarks.harness.memory_ballast import MemoryBallast
+from hpstore.benchmarks.harness.raw_devices import DATA
+from hpstore.benchmarks.harness.sessions import Found, Sections, Session, SessionFailed, Sessions
+from hpstore.benchmarks.loader import (
     loader_bars,
+    loader_bench,
     loader_ours,
     loader_raw,
     loader_sessions,
     loader_special,
 )
-from hpstore.benchmarks.ballast import Ballast
-from hpstore.benchmarks.checkpoint import progress
-from hpstore.benchmarks.devices import DATA
-from hpstore.benchmarks.loader_contenders import (
+from hpstore.benchmarks.loader.loader_contenders import (
     GROUPS,
     PEERS,
     kind_of,
     not_installed,
     peers_named,
 )
-from hpstore.benchmarks.loader_data import BATCH, Batch, Data
-from hpstore.benchmarks.loader_library_peers import LIBRARY_PEERS
-from hpstore.benchmarks.loader_limits import MemoryLimit, enter
-from hpstore.benchmarks.loader_ours import LOST, OURS, Ours, lost_share, share_on
-from hpstore.benchmarks.loader_peers import TORCH_PEERS, Memmap, Peer
-from hpstore.benchmarks.loader_raw import Raw
-from hpstore.benchmarks.loader_sessions import Spec, epoch_session, timed_epoch, write_session
-from hpstore.benchmarks.measure import Options
-from hpstore.benchmarks.sessions import Found, Sections, Session, SessionFailed, Sessions
+from hpstore.benchmarks.loader.loader_data import BATCH, Batch, Data
+from hpstore.benchmarks.loader.loader_library_peers import LIBRARY_PEERS
+from hpstore.benchmarks.loader.loader_limits import MemoryLimit, enter
+from hpstore.benchmarks.loader.loader_ours import LOST, OURS, HpstoreLoader, lost_share, share_on
+from hpstore.benchmarks.loader.loader_peers import TORCH_PEERS, LoaderPeer, Memmap
+from hpstore.benchmarks.loader.loader_raw import Raw
+from hpstore.benchmarks.loader.loader_sessions import (
+    LoaderSpec,
+    epoch_session,
+    timed_epoch,
+    write_session,
+)
 from hpstore.benchmarks.suite import size_named
 from hpstore.errors import ConfigError
-from hpstore.loaders.slab import Places, Slab
+from hpstore.loaders.batching.page_memory import PageMemory, Places
 from hpstore.units import KIB, MIB
 from tests.thorough import LONG
 
 SIZE = 4 * BATCH * 12 * KIB
-LOADER = "hpstore.benchmarks.loader_sessions"
+LOADER = "hpstore.benchmarks.loader.loader_sessions"
 
 
 class NoBallast(Sections):
@@ -63,9 +68,9 @@ class NoBallast(Sections):
 
 
 @pytest.fixture(params=["A", "B"])
-def spec(request: pytest.FixtureRequest, tmp_path: Path) -> Spec:
+def spec(request: pytest.FixtureRequest, tmp_path: Path) -> LoaderSpec:
     """Tiny data of both kinds."""
-    return Spec(contender="", directory=tmp_path, data=Data(request.param, SIZE))
+    return LoaderSpec(contender="", directory=tmp_path, data=Data(request.param, SIZE))
 
 
 def test_full_data_are_200_000_and_20_000_records() -> None:
@@ -103,7 +108,7 @@ class Wrong(Memmap):
 def test_epoch_with_a_lost_sample_is_an_error_and_no_figure(tmp_path: Path) -> None:
     """Complete epochs pass."""
     data = Data("A", SIZE)
-    spec = Spec(contender="", directory=tmp_path, data=data)
+    spec = LoaderSpec(contender="", directory=tmp_path, data=data)
     who = Wrong(tmp_path, data)
     assert timed_epoch(who, 0, spec)["batches"] == 1
     who.drop = (17,)
@@ -114,22 +119,22 @@ def test_epoch_with_a_lost_sample_is_an_error_and_no_figure(tmp_path: Path) -> N
 def test_epoch_that_takes_too_long_is_cut_and_says_so(tmp_path: Path) -> None:
     """Its rate counts what it read."""
     data = Data("A", SIZE)
-    spec = Spec(contender="", directory=tmp_path, data=data, epoch_seconds=0.0)
+    spec = LoaderSpec(contender="", directory=tmp_path, data=data, epoch_seconds=0.0)
     who = Wrong(tmp_path, data)
     who.drop = (1, 2)
     assert timed_epoch(who, 0, spec)["cut"]
 
 
-def run(session: Session, spec: Spec) -> Found:
+def run(session: Session, spec: LoaderSpec) -> Found:
     """In a process of its own, as the benchmark does it, what may leave processes behind."""
     kind = kind_of(spec.contender)
     if kind in LIBRARY_PEERS or getattr(kind, "workers", False):
-        return Sessions(Ballast(0), preload=LOADER).run(session, spec)
+        return Sessions(MemoryBallast(0), preload=LOADER).run(session, spec)
     return session(NoBallast(), spec)
 
 
 @pytest.mark.parametrize("name", [*PEERS, *(kind.name for kind in OURS)])
-def test_every_contender_reads_each_sample_once_an_epoch(spec: Spec, name: str) -> None:
+def test_every_contender_reads_each_sample_once_an_epoch(spec: LoaderSpec, name: str) -> None:
     """Bytes and labels are checked by the session; two epochs."""
     if name in PEERS and (why := not_installed(name)):
         pytest.skip(why)
@@ -145,26 +150,26 @@ def test_every_contender_reads_each_sample_once_an_epoch(spec: Spec, name: str) 
 
 
 def test_a_warm_epoch_begins_with_all_pages_in_memory(
-    spec: Spec, monkeypatch: pytest.MonkeyPatch
+    spec: LoaderSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Peers find all of their files in the page cache; here filling outlasts the first epoch."""
-    spec = replace(spec, contender=Ours.name, cold=False)
+    spec = replace(spec, contender=HpstoreLoader.name, cold=False)
     write_session(NoBallast(), spec)
     over = threading.Event()
-    read, epoch, seen = Slab.read, loader_sessions.timed_epoch, list[int]()
+    read, epoch, seen = PageMemory.read, loader_sessions.timed_epoch, list[int]()
 
-    def late(slab: Slab, places: Places) -> None:
+    def late(slab: PageMemory, places: Places) -> None:
         over.wait(30)
         read(slab, places)
 
-    def watched(who: Peer, number: int, spec: Spec) -> Found:
-        assert isinstance(who, Ours)
+    def watched(who: LoaderPeer, number: int, spec: LoaderSpec) -> Found:
+        assert isinstance(who, HpstoreLoader)
         found = epoch(who, number, spec)
         seen.append(who.stats()["pages_in_memory"])
         threading.Timer(0.2, over.set).start()
         return found
 
-    monkeypatch.setattr(Slab, "read", late)
+    monkeypatch.setattr(PageMemory, "read", late)
     monkeypatch.setattr(loader_sessions, "timed_epoch", watched)
     found = epoch_session(NoBallast(), spec)
     assert found["settle_seconds"] >= 0.1
@@ -172,9 +177,9 @@ def test_a_warm_epoch_begins_with_all_pages_in_memory(
     assert seen[1] > 0
 
 
-def test_pages_that_never_come_are_an_error_and_no_figure(spec: Spec) -> None:
+def test_pages_that_never_come_are_an_error_and_no_figure(spec: LoaderSpec) -> None:
     """The session fails; it does not measure something else."""
-    who = Ours(spec.directory / Ours.store, spec.data)
+    who = HpstoreLoader(spec.directory / HpstoreLoader.store, spec.data)
     who.directory.mkdir()
     who.write()
     stats = {"pages_in_memory": 3, "pages_to_keep": 4}
@@ -187,14 +192,14 @@ def test_pages_that_never_come_are_an_error_and_no_figure(spec: Spec) -> None:
 
 @pytest.mark.parametrize("lost", [1, 2])
 def test_degraded_sessions_read_without_devices(
-    spec: Spec, lost: int, monkeypatch: pytest.MonkeyPatch
+    spec: LoaderSpec, lost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The data are whole; what the missing devices hold of the data columns is known."""
     monkeypatch.setattr(loader_ours, "_shard_bytes", lambda _: MIB)
-    spec = replace(spec, contender=Ours.name, lost=lost)
+    spec = replace(spec, contender=HpstoreLoader.name, lost=lost)
     write_session(NoBallast(), spec)
     who = spec.peer()
-    assert isinstance(who, Ours)
+    assert isinstance(who, HpstoreLoader)
     states = [device.state for device in who.open().pool.status().devices]
     assert states.count("missing") == lost
     assert timed_epoch(who, 0, spec)["batches"] == len(who.open()) // BATCH
@@ -226,7 +231,7 @@ def test_every_shuffle_is_another_one(tmp_path: Path) -> None:
 
 
 def test_raw_figures_are_rates_of_the_same_bytes(
-    spec: Spec, monkeypatch: pytest.MonkeyPatch
+    spec: LoaderSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """fio is used where it is there, and its absence is explained."""
     raw = Raw(spec.directory / "flat" / "flat", spec.data)
@@ -268,7 +273,7 @@ def test_figures_without_peers_have_bars(tmp_path: Path, monkeypatch: pytest.Mon
     """Each session gives a ratio for every mode, or says why not."""
     for constant, value in SMALL.items():
         monkeypatch.setattr(loader_special, constant, value)
-    spec = Spec(contender=Ours.name, directory=tmp_path, data=Data("A", SIZE))
+    spec = LoaderSpec(contender=HpstoreLoader.name, directory=tmp_path, data=Data("A", SIZE))
     write_session(NoBallast(), spec)
     found = {name: run(NoBallast(), spec) for name, run in loader_special.SPECIAL.items()}
     rows = loader_bars.special_verdicts(found)
@@ -280,7 +285,7 @@ def test_figures_without_peers_have_bars(tmp_path: Path, monkeypatch: pytest.Mon
     assert rows["names_in_shared_memory_after_kill"]["median"] == 0
 
 
-def test_special_figures_of_few_moments_are_medians_of_several_processes(spec: Spec) -> None:
+def test_special_figures_of_few_moments_are_medians_of_several_processes(spec: LoaderSpec) -> None:
     """One of them that the machine held up decides nothing."""
     asked: list[Session] = []
 
@@ -296,7 +301,7 @@ def test_special_figures_of_few_moments_are_medians_of_several_processes(spec: S
             return {"hpstore": {named[session]: [slow]}} if session in named else {}
 
     with progress(1) as bar:
-        runner = loader.Runner(spec, Held(), bar, [], ["special"])
+        runner = loader_bench.LoaderRunner(spec, Held(), bar, [], ["special"])
         runner.special()
     rows = loader_bars.special_verdicts(runner.found.special)
     assert [row["median"] for row in rows.values()] == [100.0, 0.1]
@@ -315,7 +320,7 @@ def test_first_batches_are_joined_by_mode_and_position() -> None:
 
 def test_too_few_batches_to_wait_for_are_no_figure_and_no_error(tmp_path: Path) -> None:
     """Of large records `--size small` makes less than three."""
-    spec = Spec(contender=Ours.name, directory=tmp_path, data=Data("B", SIZE))
+    spec = LoaderSpec(contender=HpstoreLoader.name, directory=tmp_path, data=Data("B", SIZE))
     assert spec.data.rows < 3 * BATCH
     write_session(NoBallast(), spec)
     found = loader_special.ready_session(NoBallast(), spec)
@@ -326,7 +331,7 @@ def test_too_few_batches_to_wait_for_are_no_figure_and_no_error(tmp_path: Path) 
 
 def test_a_state_is_timed_at_a_billion_samples(tmp_path: Path) -> None:
     """And over the data set; each saved state, the first too, against 50 us."""
-    spec = Spec(contender=Ours.name, directory=tmp_path, data=Data("B", SIZE))
+    spec = LoaderSpec(contender=HpstoreLoader.name, directory=tmp_path, data=Data("B", SIZE))
     write_session(NoBallast(), spec)
     found = loader_special.state_session(NoBallast(), spec)
     assert len(found["1e+09 samples"]["seconds"]) == loader_special.STATES
@@ -350,12 +355,12 @@ def test_run_reports_both_data_sets_with_verdicts(tmp_path: Path) -> None:
     """One repetition; what was not measured says so, and nothing is left behind."""
     options = Options(directory=tmp_path, size_bytes=SIZE, repeats=1, peers="",
                       cases="warm,limited")  # fmt: skip
-    found = json.loads(json.dumps(loader.bench_loader(options)))
+    found = json.loads(json.dumps(loader_bench.bench_loader(options)))
     assert set(found) == {"A", "B"}
     assert "not three times larger" in found["A"]["failed"]["limited"]
     for kind in found.values():
         assert isinstance(kind["ratios"]["warm_to_best_peer"]["skipped"], str)
-        assert set(kind["contenders"]) == {Ours.name}
+        assert set(kind["contenders"]) == {HpstoreLoader.name}
         assert kind["raw"]["random_reads"]["median"] > 0
     assert list(tmp_path.iterdir()) == []
 
@@ -368,7 +373,7 @@ class Scripted(Sessions):
         self.asked: list[str] = []
 
     def run(self, session: Session, spec: object) -> Found:
-        assert isinstance(spec, Spec)
+        assert isinstance(spec, LoaderSpec)
         self.asked.append(spec.contender)
         if spec.contender == self._fails:
             raise SessionFailed("OSError: no space\nTraceback ...")
@@ -376,12 +381,12 @@ class Scripted(Sessions):
         return {"cut": spec.contender == self._slow, "rate": rate}
 
 
-def test_who_does_not_finish_or_is_far_behind_is_measured_once(spec: Spec) -> None:
+def test_who_does_not_finish_or_is_far_behind_is_measured_once(spec: LoaderSpec) -> None:
     """Others in every repetition; ratios are of the repetitions that both have."""
     with progress(1) as bar:
         sessions = Scripted("", slow="torch files", far="torch memmap getitems")
         peers = ["torch files", "torch memmap", "torch memmap getitems"]
-        runner = loader.Runner(spec, sessions, bar, peers, ["cold"])
+        runner = loader_bench.LoaderRunner(spec, sessions, bar, peers, ["cold"])
         for _ in range(3):
             runner._case("cold", spec)
     assert sessions.asked.count("torch files") == 1
@@ -394,12 +399,12 @@ def test_who_does_not_finish_or_is_far_behind_is_measured_once(spec: Spec) -> No
     assert (row["median"], row["cut"], row["met"]) == (2.0, True, True)
 
 
-def test_another_contender_comes_first_in_each_repetition(spec: Spec) -> None:
+def test_another_contender_comes_first_in_each_repetition(spec: LoaderSpec) -> None:
     """Behind the raw figures, which empty the page cache; neighbours stay neighbours."""
     ours, memmap, files = "hpstore", "torch memmap", "torch files"
     with progress(1) as bar:
         sessions = Scripted("nobody")
-        runner = loader.Runner(spec, sessions, bar, [memmap, files], ["warm"])
+        runner = loader_bench.LoaderRunner(spec, sessions, bar, [memmap, files], ["warm"])
         for _ in range(4):
             runner.repetition()
     raw = ""
@@ -409,21 +414,25 @@ def test_another_contender_comes_first_in_each_repetition(spec: Spec) -> None:
     ]  # fmt: skip
 
 
-def test_turns_are_of_those_who_are_still_measured(spec: Spec) -> None:
+def test_turns_are_of_those_who_are_still_measured(spec: LoaderSpec) -> None:
     """One that is far behind is not the first one of a repetition that it has no part in."""
     with progress(1) as bar:
         sessions = Scripted("nobody", far="torch files")
-        runner = loader.Runner(spec, sessions, bar, ["torch memmap", "torch files"], ["warm"])
+        runner = loader_bench.LoaderRunner(
+            spec, sessions, bar, ["torch memmap", "torch files"], ["warm"]
+        )
         for _ in range(3):
             runner.repetition()
     assert sessions.asked[4:] == ["", "torch memmap", "hpstore", "", "hpstore", "torch memmap"]
 
 
-def test_peer_that_fails_is_left_out_with_its_reason_and_ours_ends_the_run(spec: Spec) -> None:
+def test_peer_that_fails_is_left_out_with_its_reason_and_ours_ends_the_run(
+    spec: LoaderSpec,
+) -> None:
     """The others go on."""
     with progress(1) as bar:
         sessions = Scripted("litdata")
-        runner = loader.Runner(spec, sessions, bar, ["torch memmap"], ["cold"])
+        runner = loader_bench.LoaderRunner(spec, sessions, bar, ["torch memmap"], ["cold"])
         runner._peers.append("litdata")  # whether it is installed here or not
         for _ in range(2):
             runner._case("cold", spec)
@@ -431,7 +440,9 @@ def test_peer_that_fails_is_left_out_with_its_reason_and_ours_ends_the_run(spec:
         assert sessions.asked.count("litdata") == 1
         assert len(runner.found.cases["cold"]["torch memmap"]) == 2
         with pytest.raises(SessionFailed):
-            loader.Runner(spec, Scripted(Ours.name), bar, [], ["cold"])._case("cold", spec)
+            loader_bench.LoaderRunner(spec, Scripted(HpstoreLoader.name), bar, [], ["cold"])._case(
+                "cold", spec
+            )
 
 
 def test_unknown_names_are_named() -> None:
@@ -439,9 +450,9 @@ def test_unknown_names_are_named() -> None:
     with pytest.raises(ConfigError, match=r"no peer is called 'tourch'.*torch"):
         peers_named("tourch")
     with pytest.raises(ConfigError, match=r"no case is called 'hot'.*cold"):
-        loader.cases_named("hot")
+        loader_bench.cases_named("hot")
     with pytest.raises(ConfigError, match="'warp' is not here"):
-        loader.check_device("warp")
+        loader_bench.check_device("warp")
 
 
 def test_groups_name_their_peers_and_absent_ones_say_what_to_install(
@@ -491,5 +502,5 @@ def test_degraded_random_reads_are_held_against_arithmetic() -> None:
 def test_every_contender_says_how_it_is_set_up() -> None:
     """The report shows it beside the figures."""
     for name in (*PEERS, *(kind.name for kind in OURS)):
-        kind: type[Peer] = kind_of(name)
+        kind: type[LoaderPeer] = kind_of(name)
         assert len(kind.configuration) > 20

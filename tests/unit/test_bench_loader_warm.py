@@ -6,11 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from hpstore.benchmarks import loader_sessions
-from hpstore.benchmarks.loader_data import Data
-from hpstore.benchmarks.loader_peers import Memmap, Peer
-from hpstore.benchmarks.loader_sessions import WARM_EPOCHS, WARM_SECONDS, Spec, warm_epochs
-from hpstore.benchmarks.sessions import Found
+from hpstore.benchmarks.harness.sessions import Found
+from hpstore.benchmarks.loader import loader_sessions
+from hpstore.benchmarks.loader.loader_data import Data
+from hpstore.benchmarks.loader.loader_peers import LoaderPeer, Memmap
+from hpstore.benchmarks.loader.loader_sessions import (
+    WARM_EPOCHS,
+    WARM_SECONDS,
+    LoaderSpec,
+    warm_epochs,
+)
 from hpstore.units import MIB
 
 
@@ -29,7 +34,7 @@ def test_a_warm_figure_is_all_samples_over_all_seconds(
     """Whole epochs from the second on: enough for a second, at most five; none after a cut one."""
     asked: list[int] = []
 
-    def scripted(who: Peer, number: int, spec: Spec) -> Found:
+    def scripted(who: LoaderPeer, number: int, spec: LoaderSpec) -> Found:
         asked.append(number)
         took = seconds[number - 1]
         rate = 1000 / took
@@ -37,7 +42,7 @@ def test_a_warm_figure_is_all_samples_over_all_seconds(
 
     monkeypatch.setattr(loader_sessions, "timed_epoch", scripted)
     data = Data("A", MIB)
-    spec = Spec(contender="", directory=tmp_path, data=data)
+    spec = LoaderSpec(contender="", directory=tmp_path, data=data)
     found = warm_epochs(Memmap(tmp_path, data), spec)
     assert asked == list(range(1, epochs + 1))
     assert found["rate"] == pytest.approx(1000 * epochs / sum(seconds))

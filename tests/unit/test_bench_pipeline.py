@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpstore.benchmarks import pipeline, pipeline_bars
+from hpstore.benchmarks.pipeline import pipeline_bars, pipeline_bench
 from tests.thorough import LONG
 
 # Any below: JSON
@@ -98,18 +98,18 @@ def test_a_checkpoint_costs_what_its_steps_take_beyond_those_of_the_same_round()
 
 def test_rounds_that_would_not_hold_equally_many_saves_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rounds would differ"):
-        pipeline.cost_table(tmp_path, steps=7, every=5)
+        pipeline_bench.cost_table(tmp_path, steps=7, every=5)
 
 
 def test_what_hooks_add_to_a_call_is_measured() -> None:
     """Something, and far from a millisecond on any machine."""
-    assert all(0 < value < 1000 for value in pipeline.hook_us(1))
+    assert all(0 < value < 1000 for value in pipeline_bench.hook_us(1))
 
 
 @pytest.mark.skipif(not LONG, reason="half a minute: HPSTORE_LONG_TESTS=1")
 def test_all_figures_can_be_had(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Short: real ranks, every way of saving, all bars, machine and load."""
-    assert pipeline.main(["--quick", "--json", str(tmp_path / "found.json")]) == 0
+    assert pipeline_bench.main(["--quick", "--json", str(tmp_path / "found.json")]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
     assert list(found["idle"]) == ["M=4", "M=8", "M=16"]
     assert list(found["checkpoints"]) == ["none", "free", "bubbles", "inline", "torch.save"]

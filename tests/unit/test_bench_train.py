@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hpstore.benchmarks import train
-from hpstore.benchmarks.measure import Options
+from hpstore.benchmarks import train_bench
+from hpstore.benchmarks.harness.measure import Options
 from hpstore.errors import ConfigError
 
 ROW = {"row": "ddp", "world_size": 2, "params_digest": "abcdef" * 10,
@@ -29,8 +29,10 @@ def scripts(directory: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None
     (home / "analyze.py").write_text(
         HEAD + "(Path(sys.argv[1]) / 'verdict.json').write_text('{\"agree\": true}')\n"
     )
-    monkeypatch.setattr(train, "SCRIPTS", home)
-    monkeypatch.setattr(train, "measured_pipelines", lambda folder, _: {"measured in": folder})
+    monkeypatch.setattr(train_bench, "SCRIPTS", home)
+    monkeypatch.setattr(
+        train_bench, "measured_pipelines", lambda folder, _: {"measured in": folder}
+    )
 
 
 def options(directory: Path, kept: list[dict[str, Any]], **more: Any) -> Options:
@@ -59,7 +61,7 @@ def test_rows_are_kept_as_they_are_finished(
         kept.append(found)
         (tmp_path / "out" / "kept").touch()
 
-    found = train.bench_train(replace(options(tmp_path, []), keep=keep))
+    found = train_bench.bench_train(replace(options(tmp_path, []), keep=keep))
     assert list(kept[0]["rows"]) == ["ddp"]
     assert list(kept[-1]["rows"]) == ["ddp", "fsdp2"]
     assert found["pipeline"] == {"measured in": tmp_path / "out"}
@@ -71,16 +73,16 @@ def test_pipelines_are_measured_where_they_are_among_the_methods(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripts(tmp_path, monkeypatch, writing("ddp"))
-    assert "pipeline" not in train.bench_train(options(tmp_path, [], cases="ddp,ps"))
+    assert "pipeline" not in train_bench.bench_train(options(tmp_path, [], cases="ddp,ps"))
     (tmp_path / "out" / "results_ddp.json").unlink()
-    assert "pipeline" in train.bench_train(options(tmp_path, [], cases="ddp,f1b"))
+    assert "pipeline" in train_bench.bench_train(options(tmp_path, [], cases="ddp,f1b"))
 
 
 def test_figures_of_pipelines_are_written_with_met_and_not_met(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At least three rounds, as asked; without matplotlib no picture, and it says so."""
-    from hpstore.benchmarks import pipeline
+    from hpstore.benchmarks.pipeline import pipeline_bench
 
     asked: list[Any] = []
 
@@ -89,9 +91,9 @@ def test_figures_of_pipelines_are_written_with_met_and_not_met(
         row = {"median": 0.04, "lowest": 0.03, "highest": 0.05, "bar": 0.03, "met": False}
         return {"bars": {"data_wait": row | {"bar": 0.05, "met": True}, "idle": row}}
 
-    monkeypatch.setattr(pipeline, "tables", tables)
+    monkeypatch.setattr(pipeline_bench, "tables", tables)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    found = train.measured_pipelines(
+    found = train_bench.measured_pipelines(
         tmp_path, replace(options(tmp_path, [], quick=True), repeats=1)
     )
     assert asked == [{"rounds": 3, "quick": True}]
@@ -105,7 +107,7 @@ def test_figures_of_pipelines_are_written_with_met_and_not_met(
 
 def test_what_was_asked_for_is_handed_on(tmp_path: Path) -> None:
     asked = options(tmp_path, [], quick=True, cases="ddp,ps", device="cuda:1")
-    words = " ".join(train.command(Path("run_all.py"), Path("out"), asked))
+    words = " ".join(train_bench.command(Path("run_all.py"), Path("out"), asked))
     assert words.endswith(
         "run_all.py --out out --repeats 3 --quick --methods ddp,ps --device cuda"
     )  # fmt: skip
@@ -132,7 +134,7 @@ def test_an_interrupted_comparison_ends_its_job_and_keeps_rows_and_report(
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background
     try:  # was started with SIGINT ignored
         with pytest.raises(KeyboardInterrupt):
-            train.bench_train(asked)
+            train_bench.bench_train(asked)
     finally:
         signal.signal(signal.SIGINT, before)
     assert (tmp_path / "out" / "ended").exists()
@@ -144,8 +146,8 @@ def test_a_mismatch_is_an_error_with_the_last_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripts(tmp_path, monkeypatch, writing("ddp") + "print('MISMATCH: ps')\nsys.exit(1)\n")
-    with pytest.raises(train.ComparisonFailed, match="MISMATCH: ps"):
-        train.bench_train(options(tmp_path, []))
+    with pytest.raises(train_bench.ComparisonFailed, match="MISMATCH: ps"):
+        train_bench.bench_train(options(tmp_path, []))
 
 
 def test_old_results_and_an_installed_package_are_refused(
@@ -155,10 +157,10 @@ def test_old_results_and_an_installed_package_are_refused(
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "results_ddp.json").write_text("{}")
     with pytest.raises(ConfigError, match="holds results already"):
-        train.bench_train(options(tmp_path, []))
-    monkeypatch.setattr(train, "SCRIPTS", tmp_path)
+        train_bench.bench_train(options(tmp_path, []))
+    monkeypatch.setattr(train_bench, "SCRIPTS", tmp_path)
     with pytest.raises(ConfigError, match="from a checkout"):
-        train.bench_train(options(tmp_path, []))
+        train_bench.bench_train(options(tmp_path, []))
 
 
 def test_bars_are_those_of_the_pipeline_with_and_without_checkpoints() -> None:
@@ -166,9 +168,9 @@ def test_bars_are_those_of_the_pipeline_with_and_without_checkpoints() -> None:
         return {"summary": {"avg_throughput": rate, "data_wait_share": 0.03}}
 
     rows = {"gpipe": row(102.0), "gpipe.hpstore": row(100.0), "gpipe.torch_save": row(51.0)}
-    found = train.ratios(rows)
+    found = train_bench.ratios(rows)
     assert found["checkpoints_to_none_hpstore"] == {"median": 1.02, "bar": 1.03, "met": True}
     assert found["checkpoints_to_none_torch_save"] == {"median": 2.0}
     assert found["data_wait_share"]["met"] is False
     rows["gpipe.hpstore"]["repeats"] = {"avg_throughput": {"median": 98.0}}
-    assert train.ratios(rows)["checkpoints_to_none_hpstore"]["met"] is False
+    assert train_bench.ratios(rows)["checkpoints_to_none_hpstore"]["met"] is False

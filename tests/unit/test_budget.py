@@ -11,9 +11,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from hpstore import budget
-from hpstore.budget import ByteBudget, available_bytes
 from hpstore.errors import BudgetExceeded
+from hpstore.runtime import budget
+from hpstore.runtime.budget import ByteBudget, available_bytes
 
 LIMIT_SECONDS = 20.0
 

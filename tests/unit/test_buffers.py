@@ -12,11 +12,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from hpstore import buffers
-from hpstore.budget import ByteBudget
-from hpstore.buffers import BufferPool, aligned_array, touch
 from hpstore.codec.galois import Bytes
 from hpstore.errors import BudgetExceeded
+from hpstore.runtime import buffers
+from hpstore.runtime.budget import ByteBudget
+from hpstore.runtime.buffers import BufferPool, aligned_array, touch
 from hpstore.units import KIB, MIB
 
 

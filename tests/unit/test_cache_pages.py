@@ -5,9 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpstore.loaders.cache.counts import shares
-from hpstore.loaders.cache.pages import NO_PAGE, Found, FreePages, Pages, choose_page_bytes
-from hpstore.loaders.cache.stock import Job, Pace, Turn
+from hpstore.loaders.cache.cache_counters import shares
+from hpstore.loaders.cache.page_allocator import (
+    NO_PAGE,
+    FoundPages,
+    FreePages,
+    Pages,
+    choose_page_bytes,
+)
+from hpstore.loaders.cache.source_state import FetchTurn, ReaderJob, SourcePace
 
 
 def test_blocks_of_one_size_waste_no_page() -> None:
@@ -101,7 +107,7 @@ def test_pages_rest_until_older_copies_are_over() -> None:
 def test_absent_blocks_are_never_good() -> None:
     """Page -1 is the last one for numpy: its stamp must not speak for a block that is not there."""
     pages, _, _ = stored([64], 64)
-    found = Found(
+    found = FoundPages(
         np.array([NO_PAGE], np.int32), pages.find(np.array([0], np.int32), np.array([0])).stamps
     )
     assert not pages.copy(found, np.array([64]), np.zeros((1, 64), np.uint8)).any()
@@ -109,7 +115,7 @@ def test_absent_blocks_are_never_good() -> None:
 
 def test_a_batch_that_comes_early_knows_its_turn() -> None:
     """By what was foretold, over the end of an epoch; a stranger has none."""
-    job = Job(0, "train", None)
+    job = ReaderJob(0, "train", None)
     job.tell(np.arange(10))
     job.tell(np.arange(9, -1, -1))
     assert job.turn_of(np.array([0, 1, 2])) == 0
@@ -125,19 +131,19 @@ def test_a_batch_that_comes_early_knows_its_turn() -> None:
 
 def test_a_block_that_is_first_in_many_batches_does_not_hide_their_turns() -> None:
     """All of twelve batches begin alike."""
-    job = Job(0, "train", None)
+    job = ReaderJob(0, "train", None)
     job.tell(np.array([(0, number + 1, 0) for number in range(12)]).reshape(-1))
     assert job.turn_of(np.array([0, 12, 0])) == 33
 
 
 def test_of_batches_told_one_by_one_a_short_one_is_no_part_of_another() -> None:
     """Nor do two equal ones take the same turn: who finds it taken waits for the next."""
-    job = Job(0, "train", None)
+    job = ReaderJob(0, "train", None)
     for batch in ([3, 5, 5], [7, 5, 3], [5], [7, 5, 3]):
         job.tell(np.array(batch), batch=True)
     assert job.turn_of(np.array([5])) == 6
     assert job.turn_of(np.array([5, 7])) is None
-    first, second = (Turn(job, np.array([7, 5, 3])) for _ in range(2))
+    first, second = (FetchTurn(job, np.array([7, 5, 3])) for _ in range(2))
     assert not first.has_come()
     job.moved(3, 0.0)
     assert first.has_come()
@@ -149,7 +155,7 @@ def test_of_batches_told_one_by_one_a_short_one_is_no_part_of_another() -> None:
 
 def test_prefetch_calls_follow_the_measured_bandwidth() -> None:
     """A slow source gets small calls, a fast one large ones, within limits."""
-    slow, fast = Pace(), Pace()
+    slow, fast = SourcePace(), SourcePace()
     for _ in range(50):
         slow.add(1 << 20, 0.1)
         fast.add(1 << 20, 0.01)

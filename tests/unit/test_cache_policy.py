@@ -9,11 +9,11 @@ import pytest
 
 from hpstore.errors import ConfigError
 from hpstore.loaders.policy import CachePolicy, SampledLog, belady, simulate
-from hpstore.loaders.policy.learner import HALF_LIVES, Learner
-from hpstore.loaders.policy.phases import Phases
-from hpstore.loaders.policy.plans import Int64s
-from hpstore.loaders.policy.residents import Residents
-from hpstore.loaders.policy.table import Table
+from hpstore.loaders.policy.block_stats import Table
+from hpstore.loaders.policy.cache_plan import Int64s
+from hpstore.loaders.policy.epoch_bits import EpochBits
+from hpstore.loaders.policy.frequency import HALF_LIVES, Learner
+from hpstore.loaders.policy.resident_set import Residents
 
 
 def array(*values: int) -> Int64s:
@@ -21,7 +21,7 @@ def array(*values: int) -> Int64s:
     return np.array(values, np.int64)
 
 
-def seen(phases: Phases, table: Table, job: int, blocks: Int64s) -> None:
+def seen(phases: EpochBits, table: Table, job: int, blocks: Int64s) -> None:
     """A job has asked for blocks."""
     rows = table.take(blocks)
     phases.touch(job, blocks, rows, len(blocks))
@@ -37,7 +37,7 @@ def shuffles(count: int, blocks: int, seed: int = 0) -> Int64s:
 def test_unseen_blocks_are_expected_within_the_epoch_and_seen_ones_in_the_next() -> None:
     """One job, a quarter of the way: half of the rest, or the rest and half of an epoch."""
     table = Table(100)
-    phases = Phases(table)
+    phases = EpochBits(table)
     phases.begin(0, 100)
     seen(phases, table, 0, np.arange(25))
     waits = np.exp(phases.waits(array(0, 99), (0,), [1.0]))
@@ -47,7 +47,7 @@ def test_unseen_blocks_are_expected_within_the_epoch_and_seen_ones_in_the_next()
 def test_of_two_jobs_a_block_that_both_need_comes_first() -> None:
     """Bits of each by themselves; a new epoch of one clears only its own."""
     table = Table(4)
-    phases = Phases(table)
+    phases = EpochBits(table)
     for job in (0, 1):
         phases.begin(job, 4)
     seen(phases, table, 0, array(0, 1))

@@ -15,19 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpstore.loaders import Ragged
-from hpstore.loaders.channel import UNSENDABLE, Channel
+from hpstore.loaders.batching.worker_channel import UNSENDABLE, WorkerChannel
 
 DTYPES = (torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float32, torch.complex64)
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Channel, Channel, socket.socket]]:
+def ends() -> Iterator[tuple[WorkerChannel, WorkerChannel, socket.socket]]:
     one, other = socket.socketpair()
     with one, other:
-        yield Channel(one.fileno()), Channel(other.fileno()), one
+        yield WorkerChannel(one.fileno()), WorkerChannel(other.fileno()), one
 
 
-def through(sender: Channel, receiver: Channel, value: Any) -> Any:
+def through(sender: WorkerChannel, receiver: WorkerChannel, value: Any) -> Any:
     thread = threading.Thread(target=sender.send, args=(value,))
     thread.start()
     try:
@@ -36,7 +36,7 @@ def through(sender: Channel, receiver: Channel, value: Any) -> Any:
         thread.join()
 
 
-def test_values_arrive_as_they_were(ends: tuple[Channel, Channel, Any]) -> None:
+def test_values_arrive_as_they_were(ends: tuple[WorkerChannel, WorkerChannel, Any]) -> None:
     """Large and small, of every kind that a batch has, with gaps between rows, empty."""
     rng = np.random.default_rng(0)
     for dtype in DTYPES:
@@ -61,7 +61,9 @@ def test_values_arrive_as_they_were(ends: tuple[Channel, Channel, Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_what_is_no_plain_tensor_goes_as_torch_has_it(ends: tuple[Channel, Channel, Any]) -> None:
+def test_what_is_no_plain_tensor_goes_as_torch_has_it(
+    ends: tuple[WorkerChannel, WorkerChannel, Any],
+) -> None:
     """Gradients wanted, parameters, sparse, conjugated, nested."""
     wanted = torch.ones(3, requires_grad=True)
     assert through(*ends[:2], wanted).requires_grad
@@ -82,18 +84,18 @@ def test_any_number_of_arrays_in_pieces_of_any_size(sizes: list[int], room: int)
     with one, other:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, room)
         arrays = [np.full(size, number % 256, np.uint8) for number, size in enumerate(sizes)]
-        found = through(Channel(one.fileno()), Channel(other.fileno()), arrays)
+        found = through(WorkerChannel(one.fileno()), WorkerChannel(other.fileno()), arrays)
         assert [a.tobytes() for a in found] == [a.tobytes() for a in arrays]
 
 
-def test_more_arrays_than_one_call_takes(ends: tuple[Channel, Channel, Any]) -> None:
+def test_more_arrays_than_one_call_takes(ends: tuple[WorkerChannel, WorkerChannel, Any]) -> None:
     arrays = [np.full(20_000, number % 256, np.uint8) for number in range(1300)]
     found = through(*ends[:2], arrays)
     assert [int(a[0]) for a in found] == [n % 256 for n in range(1300)]
     assert all((a == a[0]).all() for a in found)
 
 
-def test_ends_are_told(ends: tuple[Channel, Channel, socket.socket]) -> None:
+def test_ends_are_told(ends: tuple[WorkerChannel, WorkerChannel, socket.socket]) -> None:
     """Stopped, gone within a value; nothing is sent of what does not pickle."""
     one, other, held = ends
     with pytest.raises(UNSENDABLE):

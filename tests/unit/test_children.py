@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpstore.children import output_of
+from hpstore.runtime.subprocesses import output_of
 
 ENVIRONMENT = {"PATH": os.environ["PATH"]}
 POPEN = subprocess.Popen

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hpstore.claims import ClaimLost, Claims
-from hpstore.clock import HybridCounter
+from hpstore.agreement.claims import ClaimLost, Claims
+from hpstore.agreement.registers import LocalRegisters, Register
 from hpstore.errors import LockTimeout, RegistersUnavailable
-from hpstore.registers import LocalRegisters, Register
-from hpstore.testing.harness import FakeClock
+from hpstore.runtime.clock import HybridCounter
+from hpstore.testing.memory_pool import FakeClock
 
 HOUR_MS = 3_600_000
 

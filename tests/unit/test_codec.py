@@ -16,7 +16,7 @@ from hpstore import codec
 from hpstore.codec import BACKENDS, Backend, Coder, ErasureCode, choose_backend, open_backend
 from hpstore.codec.backends import Columns, NumpyBackend, row_at, self_test
 from hpstore.codec.galois import Bytes, cauchy_matrix, inverse, invert, matmul, multiply
-from hpstore.geometry import Code
+from hpstore.format.geometry import Code
 from tests.thorough import LONG
 
 FAST = "isal-pyeclib"  # bundled with pyeclib's wheel: must be there

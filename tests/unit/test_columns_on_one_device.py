@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpstore.testing.harness import FakeClock, Harness
+from hpstore.testing.memory_pool import FakeClock, Harness
 from hpstore.units import KIB
 
 

@@ -10,12 +10,12 @@ from typing import TypeVar
 import pytest
 
 from hpstore.devices.base import Device
-from hpstore.devices.horizons import MARK
+from hpstore.devices.horizon_guard import MARK
 from hpstore.devices.wrappers import DeviceWrapper, SimulatedCrash
 from hpstore.errors import DeviceError, ObjectNotFound, TooFewDevices
-from hpstore.objects.store import MARK_STEP_MS
-from hpstore.pool import Pool
-from hpstore.testing.harness import FakeClock, Harness
+from hpstore.objects.context import MARK_STEP_MS
+from hpstore.pool.pool import Pool
+from hpstore.testing.memory_pool import FakeClock, Harness
 
 T = TypeVar("T")
 YEAR = 366 * 86400

@@ -11,21 +11,12 @@ import pytest
 import torch
 
 from hpstore.errors import ConfigError, FormatTooNew, IntegrityError, InvalidKey
-from hpstore.keys import MAX_KEY_BYTES
+from hpstore.format.keys import MAX_KEY_BYTES
+from hpstore.format.records import seal
 from hpstore.loaders import Field
-from hpstore.loaders.fields import (
-    FieldKind,
-    check_field_name,
-    check_fields,
-    check_names,
-    fixed_rows,
-    fixed_value,
-    ragged_rows,
-    ragged_value,
-)
-from hpstore.loaders.manifest import (
+from hpstore.loaders.dataset.dataset_manifest import (
     DatasetManifest,
-    Part,
+    DatasetPart,
     StreamShards,
     check_dataset_name,
     check_new_name,
@@ -37,7 +28,16 @@ from hpstore.loaders.manifest import (
     shard_key,
     side_key,
 )
-from hpstore.records import seal
+from hpstore.loaders.dataset.fields import (
+    FieldKind,
+    check_field_name,
+    check_fields,
+    check_names,
+    fixed_rows,
+    fixed_value,
+    ragged_rows,
+    ragged_value,
+)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ SHARDS = StreamShards(unit_bytes=64 * 1024, rows=(3,), payload=(300,), side=("ee
 MANIFEST = DatasetManifest(
     fields={"z": Field("int64"), "a": Field("bytes")}, layout="rows", data=2, compression="",
     shuffle_seed=None, metadata={"k": [1, None]}, content="00",
-    parts=(Part(nonce="n", rows=3, streams=(SHARDS,), cuts=(3,), columns={"0": ("ff",)},
+    parts=(DatasetPart(nonce="n", rows=3, streams=(SHARDS,), cuts=(3,), columns={"0": ("ff",)},
                 content="00"),),
 )  # fmt: skip
 

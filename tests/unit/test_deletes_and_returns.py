@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from hpstore import scrub
 from hpstore.devices.wrappers import SimulatedCrash
 from hpstore.errors import LockTimeout, ObjectNotFound
-from hpstore.objects.repair import Repair, Throttle, repair_object
-from hpstore.objects.store import Store
-from hpstore.rebuild import Progress
-from hpstore.testing.harness import FakeClock, Harness
+from hpstore.maintenance import scrub
+from hpstore.maintenance.rebuild import Progress
+from hpstore.maintenance.repair_object import Repair, Throttle, repair_object
+from hpstore.objects.context import PoolContext
+from hpstore.testing.memory_pool import FakeClock, Harness
 
 HORIZON = 3600.0  # Settings.tombstone_seconds
 
@@ -117,7 +117,7 @@ def test_a_scrub_goes_on_past_an_object_that_cannot_be_repaired(
             pool.put(f"k/{number}", b"x" * 1000)
         real = repair_object
 
-        def busy(store: Store, key: str, *, verify: bool, throttle: Throttle) -> Repair:
+        def busy(store: PoolContext, key: str, *, verify: bool, throttle: Throttle) -> Repair:
             if key == "k/1":
                 raise LockTimeout("repair of 'k/1'")
             return real(store, key, verify=verify, throttle=throttle)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import hpstore
-from hpstore import device_places
-from hpstore.device_places import disk_of, require_mounted, sharing_a_disk, sharing_note
 from hpstore.errors import ConfigError, DeviceInUse
+from hpstore.membership import device_places
+from hpstore.membership.device_places import disk_of, require_mounted, sharing_a_disk, sharing_note
 
 ROOT = 1
 

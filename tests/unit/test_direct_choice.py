@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpstore.errors import ConfigError
-from hpstore.loaders.direct.choice import ChoiceConfig, PathChoice, Way
+from hpstore.loaders.gpu.direct.path_choice import ChoiceConfig, PathChoice, Way
 
 CONFIG = ChoiceConfig(trial_batches=4, again_batches=20, window=4, margin=0.1, failures=3)
 Rate = Callable[[int], float]

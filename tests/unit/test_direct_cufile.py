@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hpstore.errors import DirectUnavailable
-from hpstore.loaders.direct.cufile import (
+from hpstore.loaders.gpu.direct.cufile import (
     CONFIG_VARIABLE,
     LOG_VARIABLE,
     CuFile,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpstore.loaders.direct.facts import (
+from hpstore.loaders.gpu.direct.machine_facts import (
     MachineFacts,
     MountFacts,
     doubts,

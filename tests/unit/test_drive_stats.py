@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from hpstore.errors import ForecastError
-from hpstore.health.forecast.attributes import INDEX, SPEC_FLAG, family_of
+from hpstore.health.forecast.drive_histories import ROW_BYTES, choose, load_histories, survey
 from hpstore.health.forecast.drive_stats import BadRows, read_rows
-from hpstore.health.forecast.drives import ROW_BYTES, choose, load_histories, survey
+from hpstore.health.smart.counters import INDEX, SPEC_FLAG, family_of
 from tests.integration.fleets import fleet, histories, write_csv
 
 MIB = 1 << 20

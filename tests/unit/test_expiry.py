@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from hpstore.agent import AgentConfig
-from hpstore.agent.page import render
+from hpstore.agent.status_page import render
 from hpstore.errors import DeviceError, IntegrityError
-from hpstore.expiry import Expiry, note_key
-from hpstore.objects.repair import Repair, repair_object
-from hpstore.objects.store import Store
-from hpstore.pool import Pool
-from hpstore.rebuild import Progress, RebuildReport, put_last
-from hpstore.records import seal, unseal
-from hpstore.testing.harness import FakeClock, Harness
+from hpstore.format.records import seal, unseal
+from hpstore.maintenance.deferred_repair import Expiry, note_key
+from hpstore.maintenance.rebuild import Progress, RebuildReport, put_last
+from hpstore.maintenance.repair_object import Repair, repair_object
+from hpstore.objects.context import PoolContext
+from hpstore.pool.pool import Pool
+from hpstore.testing.memory_pool import FakeClock, Harness
 from tests.unit.tended import Tended
 
 OLD, NEW, DATA = "run/step-1/segment", "run/step-2/segment", "x/data"
@@ -156,12 +156,12 @@ def test_nothing_is_put_off_while_what_replaces_it_is_not_whole(
     expiring.without(1)
     real = repair_object
 
-    def failing(store: Store, key: str, **words: Any) -> Repair:
+    def failing(store: PoolContext, key: str, **words: Any) -> Repair:
         if key == NEW:
             raise DeviceError("not now")
         return real(store, key, **words)
 
-    monkeypatch.setattr("hpstore.rebuild.repair_object", failing)
+    monkeypatch.setattr("hpstore.maintenance.rebuild.repair_object", failing)
     report, order = expiring.rebuild()
     assert set(report.failed) == {NEW}
     assert order[-1] == OLD

@@ -14,9 +14,9 @@ from threadpoolctl import threadpool_limits
 
 from hpstore.errors import ForecastError, FormatTooNew
 from hpstore.health.forecast.features import compute
+from hpstore.health.forecast.forecast_model import ForecastModel, _digest, model_from_json
 from hpstore.health.forecast.labels import fold_of
-from hpstore.health.forecast.model import ForecastModel, _digest, model_from_json
-from hpstore.health.forecast.training import TrainOptions, train
+from hpstore.health.forecast.train_model import TrainOptions, train
 from hpstore.health.forecast.trees import booster_from_dict, booster_from_sklearn
 from tests.integration.fleets import FIRST, fleet, histories
 

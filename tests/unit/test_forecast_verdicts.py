@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from hpstore.errors import ForecastError, ForecastRefused
-from hpstore.health.forecast.attributes import COUNTERS, INDEX, SPEC_FLAG
-from hpstore.health.forecast.drives import DriveHistory
-from hpstore.health.forecast.evaluation import Evaluation, evaluate
+from hpstore.health.forecast.drive_histories import DriveHistory
+from hpstore.health.forecast.evaluate_model import ForecastEvaluation, evaluate
+from hpstore.health.forecast.forecast_model import ForecastModel, Tail
 from hpstore.health.forecast.forecaster import FailureForecaster, Risk
 from hpstore.health.forecast.labels import fold_of
-from hpstore.health.forecast.model import ForecastModel, Tail
 from hpstore.health.forecast.rules import evidence, plain_sum, rule_scores
-from hpstore.health.forecast.training import TrainOptions, train, window_numbers
+from hpstore.health.forecast.train_model import TrainOptions, train, window_numbers
+from hpstore.health.smart.counters import COUNTERS, INDEX, SPEC_FLAG
 from tests.integration.fleets import FIRST, MadeDrive, fleet, histories
 
 FLEET = fleet(240, 120)
@@ -113,12 +113,12 @@ def test_a_model_speaks_only_of_what_its_card_covers(model: ForecastModel) -> No
 
 
 @pytest.fixture(scope="module")
-def evaluation(model: ForecastModel) -> Evaluation:
+def evaluation(model: ForecastModel) -> ForecastEvaluation:
     return evaluate(model, histories(FLEET), far=0.05, resamples=50)
 
 
 def test_an_evaluation_looks_at_later_days_of_known_outcome_only(
-    model: ForecastModel, evaluation: Evaluation
+    model: ForecastModel, evaluation: ForecastEvaluation
 ) -> None:
     """Drives by hand: failed after the horizon of the first day; healthy ones; the rest named."""
     since = UNTIL - FIRST.toordinal()

@@ -9,10 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hpstore.checksum import digest128
 from hpstore.errors import ConfigError, FormatTooNew, IntegrityError
-from hpstore.geometry import Code, Geometry
-from hpstore.header import (
+from hpstore.format.checksum import digest128
+from hpstore.format.column_header import (
     FORMAT,
     HEADER_BYTES,
     KEYED_FORMAT,
@@ -24,7 +23,8 @@ from hpstore.header import (
     encode_metadata,
     encode_table,
 )
-from hpstore.keys import Kind, Version
+from hpstore.format.geometry import Code, Geometry
+from hpstore.format.keys import Kind, Version
 from hpstore.units import MIB
 
 HEADER = ColumnHeader(

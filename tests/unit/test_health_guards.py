@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from hpstore.errors import MembershipError
+from hpstore.format.records import DeviceState
 from hpstore.health import HealthState
-from hpstore.health.overrides import Command, command
-from hpstore.health.states import ActionKind, PolicyConfig, PolicyState, Role
-from hpstore.records import DeviceState
+from hpstore.health.policy.operator_commands import Command, command
+from hpstore.health.policy.states import ActionKind, PolicyConfig, PolicyState, Role
 from tests.unit.health_rounds import WELL, Policy
 
 S = HealthState

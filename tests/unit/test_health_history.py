@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 
 from hpstore.health import HealthState
+from hpstore.health.detect.io_recorder import Operation
+from hpstore.health.detect.telemetry import Sample, Tick
 from hpstore.health.history import SCHEMA, History, PastSample
-from hpstore.health.recorder import Operation
-from hpstore.health.states import Decision, Role
-from hpstore.health.telemetry import Sample, Tick
-from hpstore.metrics import Metrics
-from hpstore.process_identity import this_process
+from hpstore.health.policy.states import Decision, Role
+from hpstore.runtime.metrics import Metrics
+from hpstore.runtime.process_identity import this_process
 
 ERRORS = "health_history_error_total"
 

@@ -13,10 +13,10 @@ from hpstore.devices.local import LocalDevice
 from hpstore.devices.memory import MemoryDevice
 from hpstore.devices.wrappers import FaultyDevice, ThrottledDevice
 from hpstore.errors import DeviceError, DeviceFull, DeviceReadOnly
-from hpstore.health.media import traits_of
-from hpstore.health.metered import DeviceMeter, MeteredDevice
-from hpstore.health.recorder import Operation, Outcome, Recorder
-from hpstore.health.signs import Media, Traits
+from hpstore.health.detect.evidence import Media, Traits
+from hpstore.health.detect.io_recorder import IoOutcome, IoRecorder, Operation
+from hpstore.health.detect.media import traits_of
+from hpstore.health.detect.metered_device import DeviceMeter, MeteredDevice
 from hpstore.testing import PAGE, ManualClock, fetch, pattern, store
 from tests.fault.common import poll
 
@@ -24,8 +24,8 @@ PATH = "objects/a/@0"
 READ, WRITE, SYNC, META = Operation.READ, Operation.WRITE, Operation.SYNC, Operation.META
 
 
-def metered(inner: Device, clock: ManualClock | None = None) -> tuple[MeteredDevice, Recorder]:
-    recorder = Recorder()
+def metered(inner: Device, clock: ManualClock | None = None) -> tuple[MeteredDevice, IoRecorder]:
+    recorder = IoRecorder()
     now = (clock or ManualClock()).monotonic
     return MeteredDevice(inner, DeviceMeter(recorder, now, lambda: None)), recorder
 
@@ -40,7 +40,7 @@ def test_every_call_is_noted_with_its_operation_and_bytes() -> None:
     assert found == [
         (META, size), (WRITE, size), (SYNC, 0), (META, 0), (SYNC, 0), (META, 0), (READ, size)
     ]  # fmt: skip
-    assert set(rows.outcome) == {Outcome.OK}
+    assert set(rows.outcome) == {IoOutcome.OK}
     assert set(rows.in_flight) == {1}
 
 
@@ -65,7 +65,7 @@ def test_errors_count_but_a_full_or_read_only_device_is_no_failing_one(
     device, recorder = metered(inner)
     with pytest.raises(kind):
         device.stamp(PATH)
-    assert recorder.drain().outcome.tolist() == [Outcome.ERROR if counts else Outcome.OK]
+    assert recorder.drain().outcome.tolist() == [IoOutcome.ERROR if counts else IoOutcome.OK]
     assert recorder.oldest_seconds(1e9) == 0
 
 
@@ -73,7 +73,7 @@ def test_a_name_that_is_not_there_is_no_error() -> None:
     device, recorder = metered(MemoryDevice())
     with pytest.raises(FileNotFoundError):
         device.open("objects/none")
-    assert recorder.drain().outcome.tolist() == [Outcome.OK]
+    assert recorder.drain().outcome.tolist() == [IoOutcome.OK]
 
 
 def test_a_late_call_is_seen_in_flight_and_timed_when_it_ends() -> None:

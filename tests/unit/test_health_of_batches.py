@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpstore.devices.ring import Batch
-from hpstore.health.metered import DeviceMeter
-from hpstore.health.recorder import Operation
-from hpstore.health.telemetry import Telemetry
-from hpstore.objects.metering import BatchMeter
+from hpstore.devices.io_uring import RingBatch
+from hpstore.health.detect.io_recorder import Operation
+from hpstore.health.detect.metered_device import DeviceMeter
+from hpstore.health.detect.telemetry import Telemetry
+from hpstore.objects.read.batch_timing import BatchMeter
 from hpstore.units import KIB, MIB
 
 DEVICES = [f"d{index}" for index in range(6)]
@@ -43,7 +43,7 @@ class Batches:
         sizes = np.full(sum(counts), nbytes)
         found = np.repeat([(results or {}).get(device, nbytes) for device in reads], counts)
         times = np.repeat([float(seconds[device]) for device in reads], counts)
-        meter.end(Batch(found, None, times), sizes)
+        meter.end(RingBatch(found, None, times), sizes)
 
     def calls(self, seconds: float, *, in_flight: int, nbytes: int = MIB, count: int = 20) -> None:
         """Calls of each device that were made one by one."""
@@ -143,7 +143,7 @@ def _read_sizes(
     counts = list(reads.values())
     flat = np.repeat([sizes[device] for device in reads], counts)
     times = np.repeat([seconds[device] for device in reads], counts)
-    BatchMeter(batches._store, reads).end(Batch(flat, None, times), flat)
+    BatchMeter(batches._store, reads).end(RingBatch(flat, None, times), flat)
 
 
 def test_a_batch_of_two_devices_is_measured_as_calls_are() -> None:

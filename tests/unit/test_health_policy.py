@@ -7,14 +7,9 @@ from dataclasses import replace
 import pytest
 
 from hpstore.errors import ConfigError
+from hpstore.format.records import DeviceState
 from hpstore.health import HealthState
-from hpstore.health.states import (
-    ActionKind,
-    Outlook,
-    PolicyConfig,
-    Role,
-)
-from hpstore.records import DeviceState
+from hpstore.health.policy.states import ActionKind, ForecastOutlook, PolicyConfig, Role
 from tests.unit.health_rounds import PROCESS, WELL, Policy
 
 S = HealthState
@@ -317,16 +312,16 @@ def test_a_process_heals_nothing_and_an_eviction_is_healed_at_once() -> None:
 def test_a_forecast_warns_and_drains_only_if_that_is_wanted() -> None:
     """Once a day. Two of one failure domain are not drained together, nor without room."""
     policy = Policy(AGENT)
-    policy.fact("d0", forecast=Outlook.ALARM)
+    policy.fact("d0", forecast=ForecastOutlook.ALARM)
     assert policy.round().asked() == [(ActionKind.WARN, "d0")]
     assert policy.round().asked() == []
     assert policy.round(after=86400).asked() == [(ActionKind.WARN, "d0")]
     assert policy.states() == {}
     policy = Policy(replace(AGENT, forecast_drains=True, removal_seconds=1, bad_ratio_most=1.0,
                             removals_per_hour_ratio=1.0))  # fmt: skip
-    policy.fact("d0", forecast=Outlook.FATAL, domain="h")
-    policy.fact("d1", forecast=Outlook.ALARM, domain="h")
-    policy.fact("d2", forecast=Outlook.ALARM)
+    policy.fact("d0", forecast=ForecastOutlook.FATAL, domain="h")
+    policy.fact("d1", forecast=ForecastOutlook.ALARM, domain="h")
+    policy.fact("d2", forecast=ForecastOutlook.ALARM)
     policy.facts = replace(policy.facts, spare_capacity=False)
     assert policy.round().states() == {}
     assert "there is no room for it" in policy.decisions[0].reason

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hpstore.format.records import DeviceState
 from hpstore.health import HealthState
-from hpstore.health.states import ActionKind, PolicyConfig, Role
-from hpstore.records import DeviceState
+from hpstore.health.policy.states import ActionKind, PolicyConfig, Role
 from tests.unit.health_rounds import Policy
 
 S = HealthState

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpstore.health.routes import no_new_columns, read_shares
-from hpstore.health.signs import Signs
-from hpstore.health.stalls import Stalls
-from hpstore.health.states import DeviceHealth, PolicyConfig, PolicyState
-from hpstore.health.verdicts import HealthState
-from hpstore.objects.routing import HedgeBudget, Routing, well_placed
+from hpstore.health.detect.evidence import Signs
+from hpstore.health.detect.stall_filter import Stalls
+from hpstore.health.detect.verdicts import HealthState
+from hpstore.health.policy.read_shares import no_new_columns, read_shares
+from hpstore.health.policy.states import DeviceHealth, PolicyConfig, PolicyState
+from hpstore.objects.read_routing import HedgeBudget, Routing, well_placed
 
 SHARES = PolicyConfig().probation_shares
 MIB = 1 << 20

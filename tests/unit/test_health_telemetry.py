@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from hpstore.health import recorder as recorder_module
-from hpstore.health.gathering import Gathering
-from hpstore.health.histogram import BUCKETS, LOWEST_SECONDS, FloatArray, LogHistogram
-from hpstore.health.recorder import OPERATIONS, Operation, Outcome, Recorder
-from hpstore.health.telemetry import Sample, Telemetry, Tick, TickConfig, size_class
+from hpstore.health.detect import io_recorder as recorder_module
+from hpstore.health.detect.histogram import BUCKETS, LOWEST_SECONDS, FloatArray, LogHistogram
+from hpstore.health.detect.io_recorder import OPERATIONS, IoOutcome, IoRecorder, Operation
+from hpstore.health.detect.telemetry import Sample, Telemetry, Tick, TickConfig, size_class
+from hpstore.health.detect.tick_window import Gathering
 from hpstore.units import KIB, MIB
 
 READ, WRITE, SYNC, META = Operation.READ, Operation.WRITE, Operation.SYNC, Operation.META
@@ -61,12 +61,12 @@ def test_a_quantile_is_at_most_a_bucket_above_the_true_one(
 
 def test_rows_come_back_as_they_were_recorded() -> None:
     """Once; the second drain is empty."""
-    recorder = Recorder()
-    recorder.record(READ, 4096, 2, 0.5, Outcome.OK)
-    recorder.record(SYNC, 0, 1, 0.25, Outcome.ERROR)
+    recorder = IoRecorder()
+    recorder.record(READ, 4096, 2, 0.5, IoOutcome.OK)
+    recorder.record(SYNC, 0, 1, 0.25, IoOutcome.ERROR)
     rows = recorder.drain()
     assert rows.operation.tolist() == [READ, SYNC]
-    assert rows.outcome.tolist() == [Outcome.OK, Outcome.ERROR]
+    assert rows.outcome.tolist() == [IoOutcome.OK, IoOutcome.ERROR]
     assert rows.nbytes.tolist() == [4096, 0]
     assert rows.in_flight.tolist() == [2, 1]
     assert rows.seconds.tolist() == [0.5, 0.25]
@@ -75,7 +75,7 @@ def test_rows_come_back_as_they_were_recorded() -> None:
 
 def test_nothing_is_lost_between_many_threads_and_a_drain() -> None:
     """Eight threads record while another drains all the time: each I/O comes out once."""
-    recorder, count, taken = Recorder(), 3000, []
+    recorder, count, taken = IoRecorder(), 3000, []
     done = threading.Event()
 
     def work(thread: int) -> None:
@@ -114,7 +114,7 @@ def test_rows_beyond_the_limit_are_counted(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_calls_in_flight_are_counted_and_the_oldest_is_known() -> None:
     """At submit, this one included; those of before a fork do not end here."""
-    recorder = Recorder()
+    recorder = IoRecorder()
     first, second = recorder.begin(1.0), recorder.begin(2.0)
     assert recorder.oldest_seconds(4.0) == 3.0
     recorder.end(second, READ, 10, 4.0)
@@ -144,7 +144,7 @@ class Load:
 
     def ios(
         self, device: str, count: int, *, operation: Operation = READ, nbytes: int = 64 * KIB,
-        depth: int = 1, factor: float = 1.0, outcome: Outcome = Outcome.OK,
+        depth: int = 1, factor: float = 1.0, outcome: IoOutcome = IoOutcome.OK,
     ) -> None:  # fmt: skip
         """Calls of one device; those of a deep queue wait for each other."""
         usual = {READ: 1e-4, WRITE: 3e-4, SYNC: 1e-2, META: 5e-3}[operation]
@@ -228,8 +228,8 @@ def test_names_are_not_judged_and_errors_tell_nothing_of_speed() -> None:
     """A call that fails at once is no fast one. Errors are signs."""
     load = Load()
     load.ios("d0", 20, operation=META)
-    load.ios("d0", 20, factor=1e-3, outcome=Outcome.ERROR)
-    load.ios("d0", 3, outcome=Outcome.CHECKSUM)
+    load.ios("d0", 20, factor=1e-3, outcome=IoOutcome.ERROR)
+    load.ios("d0", 3, outcome=IoOutcome.CHECKSUM)
     tick = load.tick()
     assert "d0" not in tick.samples
     assert (tick.signs["d0"].io_errors, tick.signs["d0"].checksum_errors) == (20, 3)
@@ -274,7 +274,7 @@ def test_calls_that_fail_are_no_fast_ones() -> None:
     load = Load()
     load.ios("d0", 20)
     recorder = load.telemetry.recorder("d0")
-    recorder.record(READ, 0, 1, 0.0, Outcome.ERROR, 1000)
+    recorder.record(READ, 0, 1, 0.0, IoOutcome.ERROR, 1000)
     assert load.tick().signs["d0"].io_errors == 1000
     assert load.telemetry.histogram("d0", READ).total == 20
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from hpstore.devices.base import Device
-from hpstore.devices.horizons import HORIZON
+from hpstore.devices.horizon_guard import HORIZON
 from hpstore.devices.wrappers import DeviceWrapper, SimulatedCrash
 from hpstore.errors import DeviceError, MembershipError, ObjectNotFound
-from hpstore.keys import Version
-from hpstore.objects.catalog import walk
-from hpstore.objects.sweep import DUE_DELETES, sweep_surveyed
-from hpstore.pool import Pool
-from hpstore.testing.harness import FakeClock, Harness
+from hpstore.format.keys import Version
+from hpstore.maintenance.sweep import DUE_DELETES, sweep_surveyed
+from hpstore.objects.key_listing import walk
+from hpstore.pool.pool import Pool
+from hpstore.testing.memory_pool import FakeClock, Harness
 
 T = TypeVar("T")
 HOUR = 3600.0  # Settings.tombstone_seconds

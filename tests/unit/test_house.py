@@ -1,76 +1,18 @@
-"""The house: imports go one way between files."""
+"""The house: imports go one way between files and between folders, and a name is given once."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping
-from functools import cache
-from pathlib import Path
+import importlib
+import re
+from collections import defaultdict
 
-ROOT = Path(__file__).resolve().parents[2]
+import pytest
 
+from tests.house_graph import PICTURE, ROOT, arrows, circles, imports, modules, picture
 
-def module_of(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-@cache
-def modules() -> dict[str, Path]:
-    """Every module of the package by its dotted name."""
-    return {module_of(path): path for path in sorted((ROOT / "hpstore").rglob("*.py"))}
-
-
-@cache
-def imports() -> dict[str, set[str]]:
-    """What each module imports of the package, wherever in it: at its top, late, or for types."""
-    known = modules()
-    found: dict[str, set[str]] = {}
-    for name, path in known.items():
-        of = set()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                for alias in node.names:
-                    full = f"{node.module}.{alias.name}"
-                    of.add(full if full in known else node.module)
-            elif isinstance(node, ast.Import):
-                of.update(alias.name for alias in node.names)
-        found[name] = (of & known.keys()) - {name}
-    return found
-
-
-def circles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
-    """Groups of which each member reaches every other (Tarjan 1972, without recursion)."""
-    order: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
-    for start in graph:
-        if start in order:
-            continue
-        work = [(start, iter(graph.get(start, ())))]
-        order[start] = low[start] = len(order)
-        stack.append(start)
-        while work:
-            node, rest = work[-1]
-            for other in rest:
-                if other not in order:
-                    order[other] = low[other] = len(order)
-                    stack.append(other)
-                    work.append((other, iter(graph.get(other, ()))))
-                    break
-                if other in stack:
-                    low[node] = min(low[node], order[other])
-            else:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
-                if low[node] == order[node]:
-                    at = stack.index(node)
-                    if len(stack) - at > 1:
-                        found.append(sorted(stack[at:]))
-                    del stack[at:]
-    return found
+RENAMES = ROOT / "docs" / "decisions" / "renames.tsv"
+MAP = ROOT / "CONTRIBUTING.md"
 
 
 def test_circles_are_found() -> None:
@@ -81,5 +23,50 @@ def test_circles_are_found() -> None:
 
 
 def test_no_file_imports_itself_through_others() -> None:
-    """Late imports and those for types count: an arrow is an arrow."""
     assert circles(imports()) == []
+
+
+def test_no_folder_imports_itself_through_others() -> None:
+    """Late imports and those for types count: an arrow is an arrow."""
+    assert circles(arrows()) == []
+    assert circles(arrows(1)) == []
+
+
+def test_the_picture_is_of_this_house() -> None:
+    """`python -m tests.house_graph` draws it anew."""
+    assert PICTURE.read_text() == picture()
+
+
+def test_the_map_names_files_that_are_there() -> None:
+    """CONTRIBUTING.md: who looks for a file by it finds it."""
+    named = re.findall(r"`((?:\w+/)+\w+\.py)`", MAP.read_text())
+    assert len(named) > 40
+    assert [name for name in named if not (ROOT / "hpstore" / name).is_file()] == []
+
+
+def test_no_file_name_is_given_twice() -> None:
+    """But for those that Python names."""
+    found = defaultdict(list)
+    for module, path in modules().items():
+        if not path.stem.startswith("__"):
+            found[path.stem].append(module)
+    assert {name: where for name, where in found.items() if len(where) > 1} == {}
+
+
+def test_no_public_class_name_is_given_twice() -> None:
+    found = defaultdict(list)
+    for module, path in modules().items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append(module)
+    assert {name: where for name, where in found.items() if len(where) > 1} == {}
+
+
+@pytest.mark.parametrize("line", RENAMES.read_text().splitlines()[1:])
+def test_what_was_renamed_is_there_under_its_new_name(line: str) -> None:
+    """docs/decisions/renames.tsv: scripts outside the tree follow it."""
+    _, new = line.split("\t")
+    module, _, name = new.rpartition(".")
+    if new in modules():
+        return
+    assert hasattr(importlib.import_module(module), name)

@@ -11,7 +11,7 @@ import pytest
 
 from hpstore.errors import ConfigError
 from hpstore.loaders.ingestion.image_checks import image_problem
-from hpstore.loaders.ingestion.images import ImageFolder
+from hpstore.loaders.ingestion.image_source import ImageFolder
 
 
 def jpeg(body: bytes = b"\x01\x02") -> bytes:

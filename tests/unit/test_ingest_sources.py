@@ -15,15 +15,20 @@ import zarr
 
 from hpstore.errors import ConfigError
 from hpstore.loaders import Field, open_source
-from hpstore.loaders.ingestion.infer import infer_fields
-from hpstore.loaders.ingestion.source import BlockSource, IndexedSource, Item, Source
+from hpstore.loaders.ingestion.infer_fields import infer_fields
+from hpstore.loaders.ingestion.sample_source import (
+    BlockwiseSource,
+    IndexedSource,
+    Source,
+    SourceItem,
+)
 
 
-def items_of(source: Source) -> list[Item]:
+def items_of(source: Source) -> list[SourceItem]:
     """All records in the order of the source."""
     if isinstance(source, IndexedSource):
         return list(source.read(range(source.length), 1))
-    assert isinstance(source, BlockSource)
+    assert isinstance(source, BlockwiseSource)
     return [item for block in range(source.blocks) for item in source.read_block(block, 0)]
 
 
@@ -36,7 +41,7 @@ def plain(sample: Mapping[str, object] | None) -> dict[str, object]:
 
 def check_restart(source: Source) -> None:
     """Reading a block from any record on gives the rest of it."""
-    assert isinstance(source, BlockSource)
+    assert isinstance(source, BlockwiseSource)
     for block in range(source.blocks):
         whole = list(source.read_block(block, 0))
         for start in range(len(whole) + 1):
@@ -72,7 +77,7 @@ def test_tars_are_samples_by_basename(tmp_path: Path, ending: str, mode: str) ->
         {"cls": n, "txt": f"né {n}", "seg.bin": bytes([n]) * (n + 1)} for n in range(10)
     ]
     assert items[7].name == f"s-001{ending}: d/0007"
-    if isinstance(source, BlockSource):
+    if isinstance(source, BlockwiseSource):
         check_restart(source)
     else:
         assert (source.length, source.ignored) == (10, 4)
@@ -179,7 +184,7 @@ def test_zarr_arrays_and_groups(tmp_path: Path) -> None:
     group.create_array("z", data=values, chunks=(4, 6))
     source = open_source(tmp_path / "g.zarr")
     source.restrict(["x", "z"], {})
-    assert isinstance(source, BlockSource)
+    assert isinstance(source, BlockwiseSource)
     assert source.blocks == 3
     assert [plain(i.sample) for i in items_of(source)] == [
         {"x": row.tolist(), "z": row.tolist()} for row in values

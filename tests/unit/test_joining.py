@@ -13,9 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hpstore.codec.galois import Bytes
-from hpstore.loaders import joining, nontemporal
-from hpstore.loaders.joining import LARGE_BYTES, How, Pieces, join
-from hpstore.loaders.nontemporal import PIECE_BYTES
+from hpstore.loaders.batching import gather_copy, streaming_copy
+from hpstore.loaders.batching.gather_copy import LARGE_BYTES, How, Pieces, join
+from hpstore.loaders.batching.streaming_copy import PIECE_BYTES
 
 MIXED = [3 * LARGE_BYTES + 1, 0, 5, 2 * LARGE_BYTES]
 
@@ -62,10 +62,10 @@ def test_what_is_joined_is_what_the_pieces_hold(
         pieces[0].base.flags.writeable = writable  # type: ignore[union-attr]
     with pytest.MonkeyPatch.context() as patch:
         if not openmp:
-            patch.setattr(joining, "_set_threads", None)
+            patch.setattr(gather_copy, "_set_threads", None)
         if large:
-            patch.setattr(nontemporal, "LARGE_BYTES", 0)
-            patch.setattr(nontemporal, "PIECE_BYTES", 0)
+            patch.setattr(streaming_copy, "LARGE_BYTES", 0)
+            patch.setattr(streaming_copy, "PIECE_BYTES", 0)
         join(ranges_of(pieces) if ranges else pieces, out[1:-1])
     assert out[1:-1].tobytes() == joined_plainly(pieces)
     assert out[0] == out[-1] == 0
@@ -82,14 +82,14 @@ def test_how_a_large_batch_was_joined_is_told(
     def past(addresses: Any, lengths: Any, out: Bytes) -> None:
         called.append(len(out))
 
-    monkeypatch.setattr(nontemporal, "_installed", lambda: past if there else None)
-    monkeypatch.setattr(nontemporal, "_library", lambda: None)
+    monkeypatch.setattr(streaming_copy, "_installed", lambda: past if there else None)
+    monkeypatch.setattr(streaming_copy, "_library", lambda: None)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     views = pieces_of([LARGE_BYTES] * 4)
     pieces = ranges_of(views) if ranges else views
     out = np.empty(4 * LARGE_BYTES, np.uint8)
     assert join(pieces, out) is How.USUALLY
-    monkeypatch.setattr(nontemporal, "LARGE_BYTES", len(out))
+    monkeypatch.setattr(streaming_copy, "LARGE_BYTES", len(out))
     assert join(pieces, out) is (How.PAST_THE_CACHE if there else How.THROUGH_THE_CACHE)
     assert called == [len(out)] * there
     small = pieces_of([PIECE_BYTES - 1] * 5)  # by their mean: whatever they are in all
@@ -161,9 +161,9 @@ def test_that_numpy_joins_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where torch's OpenMP is not to be found."""
-    monkeypatch.setattr(joining, "_set_threads", None)
+    monkeypatch.setattr(gather_copy, "_set_threads", None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    joining._say_that_numpy_joins.cache_clear()
+    gather_copy._say_that_numpy_joins.cache_clear()
     for _ in range(2):
         join(pieces_of([LARGE_BYTES]), np.empty(LARGE_BYTES, np.uint8))
     assert [r.message for r in caplog.records if "joined by numpy" in r.message] != []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpstore.errors import InvalidKey
-from hpstore.keys import (
+from hpstore.format.keys import (
     MAX_KEY_BYTES,
     MAX_NAME_BYTES,
     ColumnName,

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpstore.devices.wrappers import SimulatedCrash
-from hpstore.testing.harness import Harness
+from hpstore.testing.memory_pool import Harness
 from tests.fault.kills.ledger import ABSENT, Objects, digest
 
 OLD, NEW = b"o" * 200_000, b"n" * 200_000

@@ -19,11 +19,11 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from hpstore.loaders.draws import Indices
-from hpstore.loaders.known import Watched, foretell, foretell_own
-from hpstore.loaders.order import GlobalOrder
 from hpstore.loaders.policy import CachePolicy
-from hpstore.loaders.slices import Slices
+from hpstore.loaders.sampling.order import GlobalOrder
+from hpstore.loaders.sampling.random_draws import Indices
+from hpstore.loaders.sampling.rank_slices import Slices
+from hpstore.loaders.sampling.sampler_replay import WatchedSampler, foretell, foretell_own
 
 DATA: Any = list(range(103))
 WEIGHTS = [1 + n % 7 for n in DATA]
@@ -113,7 +113,7 @@ def test_a_watched_sampler_foretells_each_pass_of_torchs_loader(own: bool) -> No
     told: list[list[Indices] | None] = []
     generator = seeded() if own else None
     sampler = RandomSampler(DATA, generator=generator)
-    watched = Watched(sampler, told.append, 2, draws_between=1)
+    watched = WatchedSampler(sampler, told.append, 2, draws_between=1)
     loader = DataLoader(DATA, batch_size=10, sampler=watched, generator=generator)
     passes = [torch.cat(list(loader)).tolist() for _ in range(3)]
     for number, orders in enumerate(told):

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from hpstore.errors import ConfigError, FormatTooNew
-from hpstore.loaders.mixing import MixtureOrder
-from hpstore.loaders.order import GlobalOrder, SequentialOrder
-from hpstore.loaders.state import LoaderState, order_text
+from hpstore.loaders.sampling.loader_state import LoaderState, order_text
+from hpstore.loaders.sampling.mixture_order import MixtureOrder
+from hpstore.loaders.sampling.order import GlobalOrder, SequentialOrder
 
 ORDER = order_text(GlobalOrder(10**9, 7))
 

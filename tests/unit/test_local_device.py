@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from hpstore.devices import beneath
+from hpstore.devices import confined_names
 from hpstore.devices.base import RECYCLE, TMP
-from hpstore.devices.horizons import MARK, HorizonGuard
+from hpstore.devices.horizon_guard import MARK, HorizonGuard
 from hpstore.devices.local import LocalDevice
 from hpstore.errors import (
     ConfigError,
@@ -212,7 +212,7 @@ def no_direct(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return real(path, flags, mode, dir_fd=dir_fd)
 
-    monkeypatch.setattr(beneath, "_supported", False)  # then it is os.open() that opens
+    monkeypatch.setattr(confined_names, "_supported", False)  # then it is os.open() that opens
     monkeypatch.setattr(os, "open", refuse)
 
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from hpstore.buffers import aligned_array
 from hpstore.devices.base import DIRECTORIES, ORPHAN_SECONDS, RECYCLE, TMP
 from hpstore.devices.durable_names import DurableNames
 from hpstore.devices.local import LocalDevice
 from hpstore.errors import DeviceError, DeviceMissing, ReadAbandoned
+from hpstore.runtime.buffers import aligned_array
 from hpstore.testing import PAGE, all_files, fetch, pattern, store
 from hpstore.testing.device_contract import PATH
 from hpstore.units import MIB

@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 
-from hpstore.devices.base import TMP, Entry
+from hpstore.devices.base import TMP, DirectoryEntry
 from hpstore.devices.memory import MemoryDevice
 from hpstore.devices.reserve import SPARE_BYTES, SPARES_LEAST
 from hpstore.errors import DeviceFull, DeviceMissing
@@ -126,7 +126,7 @@ def test_folding_device_folds() -> None:
     device = MemoryDevice(folds_names=True)
     store(device, "objects/A/@1", pattern(PAGE, 1))
     store(device, "objects/a/@1", pattern(PAGE, 2))
-    assert device.entries("objects") == [Entry("a", True)]
+    assert device.entries("objects") == [DirectoryEntry("a", True)]
     assert fetch(device, "objects/A/@1") == pattern(PAGE, 2).tobytes()
 
 

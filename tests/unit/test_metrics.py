@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from hpstore.clock import HybridCounter, SystemClock
-from hpstore.metrics import Histogram, Metrics
+from hpstore.runtime.clock import HybridCounter, SystemClock
+from hpstore.runtime.metrics import Histogram, Metrics
 from hpstore.testing import ManualClock
 
 

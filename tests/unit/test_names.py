@@ -12,7 +12,7 @@ import pytest
 
 import hpstore
 from hpstore.config import Settings
-from hpstore.devices import beneath, local_io
+from hpstore.devices import confined_names, local_io
 from hpstore.devices.local import LocalDevice
 from hpstore.units import MIB
 
@@ -22,7 +22,7 @@ COMPOSED, DECOMPOSED = "caf\u00e9/model", "cafe\u0301/model"
 @pytest.fixture
 def normalising(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names that are looked up take one Unicode form, as on ZFS with normalization=formD."""
-    monkeypatch.setattr(beneath, "_supported", False)  # then it is os.open() that opens
+    monkeypatch.setattr(confined_names, "_supported", False)  # then it is os.open() that opens
     for name in ("open", "stat", "mkdir", "unlink", "rename", "rmdir", "scandir"):
         plain = getattr(os, name)
 

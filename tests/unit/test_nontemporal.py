@@ -18,8 +18,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hpstore.codec import address_of
-from hpstore.loaders import nontemporal
-from hpstore.loaders.nontemporal import LARGE_BYTES, PIECE_BYTES, Join, past_the_cache, tried
+from hpstore.loaders.batching import streaming_copy
+from hpstore.loaders.batching.streaming_copy import (
+    LARGE_BYTES,
+    PIECE_BYTES,
+    Join,
+    past_the_cache,
+    tried,
+)
 from tests.fault.common import poll
 
 SPEC = importlib.util.find_spec("hpstore._nontemporal")
@@ -30,11 +36,11 @@ EDGE = 64  # bytes on both sides that nobody is to write
 
 @pytest.fixture(autouse=True)
 def asked_anew() -> Iterator[None]:
-    nontemporal._installed.cache_clear()
-    nontemporal._library.cache_clear()
+    streaming_copy._installed.cache_clear()
+    streaming_copy._library.cache_clear()
     yield
-    nontemporal._installed.cache_clear()
-    nontemporal._library.cache_clear()
+    streaming_copy._installed.cache_clear()
+    streaming_copy._library.cache_clear()
 
 
 def function() -> Any:
@@ -160,7 +166,7 @@ def test_what_is_small_is_left_in_the_cache(nbytes: int, pieces: int, past: bool
 @built
 def test_much_goes_past_the_cache_where_it_can(caplog: pytest.LogCaptureFixture) -> None:
     assert much() is not None
-    assert not nontemporal.missed(LARGE_BYTES, 1)
+    assert not streaming_copy.missed(LARGE_BYTES, 1)
     assert not caplog.records
 
 
@@ -172,8 +178,8 @@ def test_what_was_not_built_is_said_once(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(platform, "machine", lambda: machine)
     assert [much() for _ in range(3)] == [None] * 3
-    assert nontemporal.missed(LARGE_BYTES, 1) == warned
-    assert not nontemporal.missed(LARGE_BYTES - 1, 1)
+    assert streaming_copy.missed(LARGE_BYTES, 1) == warned
+    assert not streaming_copy.missed(LARGE_BYTES - 1, 1)
     assert len(caplog.records) == warned
     assert ("install it anew" in caplog.text) == warned
 
@@ -190,7 +196,7 @@ def test_a_processor_that_cannot_is_no_fault(
 
     monkeypatch.setattr(ctypes, "CDLL", lambda path: Old())
     assert much() is None
-    assert not nontemporal.missed(LARGE_BYTES, 1)
+    assert not streaming_copy.missed(LARGE_BYTES, 1)
     assert not caplog.records
 
 
@@ -208,7 +214,7 @@ def test_a_library_that_does_not_work_is_passed_over(
     assert much() is None
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     assert where in caplog.text
-    assert nontemporal.missed(LARGE_BYTES, 1)  # counted, too
+    assert streaming_copy.missed(LARGE_BYTES, 1)  # counted, too
 
 
 @built
@@ -225,7 +231,7 @@ def test_a_library_that_copies_wrongly_is_passed_over(
         real.argtypes, real.restype = [ctypes.c_void_p] * 3 + [ctypes.c_int64, ctypes.c_int], None
         return tried(call, width)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(nontemporal, "tried", careless)
+    monkeypatch.setattr(streaming_copy, "tried", careless)
     assert much() is None
     assert "self-test" in caplog.text
-    assert nontemporal.missed(LARGE_BYTES, 1)
+    assert streaming_copy.missed(LARGE_BYTES, 1)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpstore.errors import CheckpointError, ConfigError, StepVoid
-from hpstore.trainers.pipelining.agreement import Agreement, Votes, broken_off
+from hpstore.trainers.pipelining.step_agreement import Agreement, Votes, broken_off
 
 
 class Said:

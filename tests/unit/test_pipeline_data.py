@@ -11,10 +11,10 @@ import torch.utils.data
 
 from hpstore.errors import ConfigError
 from hpstore.loaders import DataLoader
-from hpstore.trainers.pipelining.feed import Feed, as_arguments, joined, picked
-from hpstore.trainers.pipelining.ledger import Span
-from hpstore.trainers.pipelining.probes import Lazily, not_lazy
-from hpstore.trainers.pipelining.supply import Supply
+from hpstore.trainers.pipelining.consumed_samples import Span
+from hpstore.trainers.pipelining.micro_batch_feed import Feed, as_arguments, joined, picked
+from hpstore.trainers.pipelining.stage_inputs import Supply
+from hpstore.trainers.pipelining.torch_internals import Lazily, not_lazy
 
 
 class Numbers(torch.utils.data.Dataset[Any]):
@@ -182,7 +182,7 @@ def test_a_loader_that_hangs_is_not_read_by_two(monkeypatch: pytest.MonkeyPatch)
             answer.wait(60)
             return super().__getitem__(index)
 
-    monkeypatch.setattr("hpstore.trainers.pipelining.feed.CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr("hpstore.trainers.pipelining.micro_batch_feed.CLOSE_SECONDS", 0.01)
     loader = DataLoader(Hanging(), batch_size=1)
     state = loader.state_dict()
     both = Supply(loader, first=True, last=True, inputs="x", target="y")

@@ -7,10 +7,10 @@ import threading
 import pytest
 import torch
 
-from hpstore.checkpoint.copying import PIECE_BYTES
-from hpstore.checkpoint.gates import CopyGate
-from hpstore.checkpoint.staging import _plain_copy
-from hpstore.trainers.pipelining.events import Recorder
+from hpstore.checkpoint.save.copy_gate import CopyGate
+from hpstore.checkpoint.save.host_copy import PIECE_BYTES
+from hpstore.checkpoint.save.staging_memory import _plain_copy
+from hpstore.trainers.pipelining.events import EventRecorder
 
 
 def noting_waits(gate: CopyGate) -> threading.Event:
@@ -54,7 +54,7 @@ def test_a_gate_that_stays_shut_is_passed_in_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of a trainer that died while it computed: counted each time, logged once."""
-    monkeypatch.setattr("hpstore.checkpoint.gates.PATIENCE_SECONDS", 0.001)
+    monkeypatch.setattr("hpstore.checkpoint.save.copy_gate.PATIENCE_SECONDS", 0.001)
     gate = CopyGate(blocks=True)
     gate.shut()
     for _ in range(2):
@@ -69,7 +69,7 @@ def test_a_gate_that_opens_while_a_copy_arrives_lets_it_through(
     moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind its first look and before its second, or behind that: no lock keeps them apart."""
-    monkeypatch.setattr("hpstore.checkpoint.gates.PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr("hpstore.checkpoint.save.copy_gate.PATIENCE_SECONDS", 0.01)
     gate = CopyGate(blocks=True)
 
     class Opening(threading.Event):
@@ -116,7 +116,7 @@ def test_a_recorder_opens_the_gate_whatever_happens() -> None:
     """Shut in a call, open between calls and behind a step that broke off; events outside a step
     are counted, not kept."""
     gate = CopyGate(blocks=True)
-    recorder = Recorder(gate)
+    recorder = EventRecorder(gate)
     recorder.end(0, "F", 0, recorder.begin())
     assert recorder.events_outside == 1
     recorder.begin_step()

@@ -13,22 +13,27 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpstore.checkpoint.modules import module_state
+from hpstore.checkpoint.state.module_state import module_state
 from hpstore.errors import CheckpointError, ConfigError
+from hpstore.trainers.pipelining.consumed_samples import Ledger, Vote, agreed
 from hpstore.trainers.pipelining.gradients import share_overflow
-from hpstore.trainers.pipelining.ledger import Ledger, Vote, agreed
-from hpstore.trainers.pipelining.places import Place, Standing, placed, require_told
-from hpstore.trainers.pipelining.plan import Work
-from hpstore.trainers.pipelining.probes import plan_of
+from hpstore.trainers.pipelining.rank_coordinates import (
+    RankPlace,
+    RankStanding,
+    placed,
+    require_told,
+)
+from hpstore.trainers.pipelining.schedule_plan import ScheduledWork
 from hpstore.trainers.pipelining.stages import (
     Buffers,
-    Held,
+    HeldStages,
     counted_elsewhere,
     merged,
     require_free_names,
     require_own_names,
 )
-from hpstore.trainers.pipelining.tied import Tied, marks_of
+from hpstore.trainers.pipelining.tied_tensors import Tied, marks_of
+from hpstore.trainers.pipelining.torch_internals import plan_of
 
 LEDGER = Ledger(samples=8, digest=77)
 VOTES = [
@@ -76,8 +81,8 @@ def test_a_ledger_that_is_none_is_refused() -> None:
 # --- places -------------------------------------------------------------------------------------
 
 
-def standing(stages: tuple[int, ...], count: int, group: tuple[int, ...] = ()) -> Standing:
-    return Standing(stages=stages, num_stages=count, group=group)
+def standing(stages: tuple[int, ...], count: int, group: tuple[int, ...] = ()) -> RankStanding:
+    return RankStanding(stages=stages, num_stages=count, group=group)
 
 
 def test_all_stages_of_a_replica_have_its_number() -> None:
@@ -99,16 +104,18 @@ def test_all_stages_of_a_replica_have_its_number() -> None:
         [standing((0,), 2), standing((1,), 3)],
     ],
 )
-def test_ranks_that_are_no_pipeline_are_refused(said: list[Standing]) -> None:
+def test_ranks_that_are_no_pipeline_are_refused(said: list[RankStanding]) -> None:
     """A stage twice or missing, replicas without a group, groups that contradict each other."""
     with pytest.raises(ConfigError, match="each stage once"):
         placed(said, 0)
 
 
-def tensor_parallel(data: tuple[int, int] | None, reads: tuple[int, int] | None) -> list[Standing]:
+def tensor_parallel(
+    data: tuple[int, int] | None, reads: tuple[int, int] | None
+) -> list[RankStanding]:
     """2 stages x 2 tensor-parallel ranks; `reads`: what loaders of the first stage were told."""
     return [
-        Standing(stages=(n // 2,), num_stages=2, group=(n % 2, n % 2 + 2), data=data,
+        RankStanding(stages=(n // 2,), num_stages=2, group=(n % 2, n % 2 + 2), data=data,
                  reads=reads if n < 2 else None)
         for n in range(4)
     ]  # fmt: skip
@@ -128,7 +135,7 @@ def test_pipelines_with_one_data_parallel_rank_are_one_replica(
 def test_data_and_tensor_parallel_pipelines_are_told_apart() -> None:
     """Three dimensions: pp 2, dp 2, tp 2. Replicas are the data-parallel ranks."""
     said = [
-        Standing(stages=(n // 4,), num_stages=2, group=(n % 4, n % 4 + 4), data=(n // 2 % 2, 2))
+        RankStanding(stages=(n // 4,), num_stages=2, group=(n % 4, n % 4 + 4), data=(n // 2 % 2, 2))
         for n in range(8)
     ]
     assert [placed(said, n).replica for n in range(8)] == [0, 0, 1, 1] * 2
@@ -143,19 +150,21 @@ def test_data_and_tensor_parallel_pipelines_are_told_apart() -> None:
         ([*tensor_parallel((0, 1), None)[:3], standing((1,), 2, (1, 3))], ""),
         ([*tensor_parallel((0, 2), None)], "as many pipelines"),
         (
-            [Standing(stages=(0,), num_stages=2, data=(0, 2)),
-             Standing(stages=(1,), num_stages=2, data=(1, 2))],
+            [RankStanding(stages=(0,), num_stages=2, data=(0, 2)),
+             RankStanding(stages=(1,), num_stages=2, data=(1, 2))],
             "different samples",
         ),
         (
-            [Standing(stages=(0,), num_stages=1, group=(0,), data=(0, 1)),
+            [RankStanding(stages=(0,), num_stages=1, group=(0,), data=(0, 1)),
              standing((0,), 1, (1,))],
             "does not know",
         ),
-        ([Standing(stages=(0,), num_stages=1, hungry=True)], "need a loader"),
+        ([RankStanding(stages=(0,), num_stages=1, hungry=True)], "need a loader"),
     ],
 )  # fmt: skip
-def test_ranks_that_would_read_other_samples_are_refused(said: list[Standing], text: str) -> None:
+def test_ranks_that_would_read_other_samples_are_refused(
+    said: list[RankStanding], text: str
+) -> None:
     """u_pp_tp, torchtitan#596: on all ranks alike, and with what to do."""
     if not text:
         assert placed(said, 0).told  # one rank of a pipeline is enough
@@ -167,25 +176,25 @@ def test_ranks_that_would_read_other_samples_are_refused(said: list[Standing], t
 
 def test_what_ranks_say_of_themselves_arrives() -> None:
     """As JSON and back."""
-    one = Standing(stages=(0, 3), num_stages=4, group=(1, 2), data=(1, 2), reads=None)
-    assert Standing.of_json(one.to_json()) == one
-    held = Held(stages=(0,), names=("a", "b"), split=True, fault="why")
-    assert Held.of_json(held.to_json()) == held
+    one = RankStanding(stages=(0, 3), num_stages=4, group=(1, 2), data=(1, 2), reads=None)
+    assert RankStanding.of_json(one.to_json()) == one
+    held = HeldStages(stages=(0,), names=("a", "b"), split=True, fault="why")
+    assert HeldStages.of_json(held.to_json()) == held
 
 
 def test_split_tensors_need_a_mesh_where_there_are_several_pipelines() -> None:
     """u_pp_tp without a mesh: silently other samples before. One pipeline, or a told one, may."""
-    two = Place(replica=0, replicas=2, members=(0, 1))
+    two = RankPlace(replica=0, replicas=2, members=(0, 1))
     with pytest.raises(ConfigError, match="mesh="):
         require_told(two, [False, True])
     require_told(two, [False, False])
-    require_told(Place(replica=0, replicas=2, members=(0,), told=True), [True])
-    require_told(Place(replica=0, replicas=1, members=(0, 1)), [True])
+    require_told(RankPlace(replica=0, replicas=2, members=(0,), told=True), [True])
+    require_told(RankPlace(replica=0, replicas=1, members=(0, 1)), [True])
 
 
 def test_a_tied_tensor_counts_on_its_first_rank() -> None:
     """c_tied_clip: the norm had it twice."""
-    held = [Held(stages=(n,), names=("emb", f"layer{n}")) for n in range(3)]
+    held = [HeldStages(stages=(n,), names=("emb", f"layer{n}")) for n in range(3)]
     tied = Tied(names=("emb",))
     assert counted_elsewhere((2, 0, 1), 2, held, tied) == frozenset()
     assert counted_elsewhere((2, 0, 1), 1, held, tied) == {"emb"}
@@ -244,7 +253,7 @@ def test_plans_of_older_torch_are_read_and_those_of_a_newer_one_are_left(
     ]
     plan = plan_of(schedule_with(*old, None), 1)
     assert plan is not None
-    assert plan.orders == {0: (Work(0, "F", 0), Work(0, "B", 0))}
+    assert plan.orders == {0: (ScheduledWork(0, "F", 0), ScheduledWork(0, "B", 0))}
     assert plan_of(SimpleNamespace(), 1) is None
     assert caplog.text == ""
     for strange in (schedule_with(SimpleNamespace(verb="forward")), schedule_with(old[1])):
@@ -351,8 +360,8 @@ def test_names_that_two_stages_have_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"layers\.0\.(weight|bias)"):
         merged([Piece(0), Piece(0)])
 
-    def held(stage: int, *names: str) -> Held:
-        return Held(stages=(stage,), names=names)
+    def held(stage: int, *names: str) -> HeldStages:
+        return HeldStages(stages=(stage,), names=names)
 
     require_own_names([held(0, "a"), held(1, "b"), held(0, "a")], Tied())
     with pytest.raises(ConfigError, match="'a'"):

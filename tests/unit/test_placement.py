@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from hpstore.placement import Candidate, choose, domain_cap, rank, score, tolerated_domains
+from hpstore.format.placement import Candidate, choose, domain_cap, rank, score, tolerated_domains
 
 KEYS = [f"key/{i}" for i in range(3000)]
 

@@ -9,18 +9,18 @@ from typing import TypeVar
 
 import pytest
 
-from hpstore.dependence import depends_on
 from hpstore.devices.base import Device, Usage
 from hpstore.devices.local import LocalDevice
 from hpstore.devices.wrappers import DeviceWrapper
 from hpstore.errors import DeviceReadOnly, MembershipError, ObjectNotFound, TooFewDevices
+from hpstore.format.keys import ColumnName, Kind, Version
+from hpstore.format.records import DeviceState
 from hpstore.health import HealthState
-from hpstore.health.states import ActionKind, PolicyConfig, Role
-from hpstore.keys import ColumnName, Kind, Version
-from hpstore.objects.survey import Found, Survey
-from hpstore.pool import Pool
-from hpstore.records import DeviceState
-from hpstore.testing.harness import FakeClock, Harness
+from hpstore.health.policy.states import ActionKind, PolicyConfig, Role
+from hpstore.maintenance.dependents import depends_on
+from hpstore.objects.survey import ColumnFile, Survey
+from hpstore.pool.pool import Pool
+from hpstore.testing.memory_pool import FakeClock, Harness
 from hpstore.units import KIB
 from tests.unit.health_rounds import Policy
 from tests.unit.tended import Tended
@@ -260,7 +260,9 @@ OLD, NEW = Version(1, 1), Version(2, 1)
 def survey(*rows: tuple[Version, int, str], kind: Kind = Kind.COLUMN, data: int = 4) -> Survey:
     """Files of one key: version, column, device."""
     files = tuple(
-        Found(device, ColumnName(version=version, kind=kind, column=column, data=data, parity=2))
+        ColumnFile(
+            device, ColumnName(version=version, kind=kind, column=column, data=data, parity=2)
+        )
         for version, column, device in rows
     )
     return Survey(key="k", files=files, unknown=frozenset())

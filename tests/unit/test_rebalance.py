@@ -12,19 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpstore.agent import AgentConfig
-from hpstore.agent.jobs import JobKind
+from hpstore.agent.background_jobs import JobKind
 from hpstore.devices.base import Device
 from hpstore.devices.wrappers import DeviceWrapper, SimulatedCrash
 from hpstore.errors import ConfigError
-from hpstore.keys import ColumnName, Kind, Version, parse_column_name
-from hpstore.objects.moving import move_column
-from hpstore.objects.repair import rebuild_columns
-from hpstore.objects.survey import Found, Layout
-from hpstore.placement import domain_cap
-from hpstore.pool import Pool
-from hpstore.rebalance import Fill, evens_out, fills_of, plan_move, spread_of
-from hpstore.rebuild import Progress
-from hpstore.testing.harness import FakeClock, Harness
+from hpstore.format.keys import ColumnName, Kind, Version, parse_column_name
+from hpstore.format.placement import domain_cap
+from hpstore.maintenance.move_column import move_column
+from hpstore.maintenance.rebalance import DeviceFill, evens_out, fills_of, plan_move, spread_of
+from hpstore.maintenance.rebuild import Progress
+from hpstore.maintenance.repair_object import rebuild_columns
+from hpstore.objects.survey import ColumnFile, Layout
+from hpstore.pool.pool import Pool
+from hpstore.testing.memory_pool import FakeClock, Harness
 from hpstore.units import KIB, MIB
 from tests.thorough import LONG
 from tests.unit.tended import Tended
@@ -33,8 +33,10 @@ T = TypeVar("T")
 VERSION = Version(1, 1)
 
 
-def fill(device: str, used: int, *, domain: str = "", total: int = 100, takes: bool = True) -> Fill:
-    return Fill(device=device, domain=domain or device, total_bytes=total, used_bytes=used,
+def fill(
+    device: str, used: int, *, domain: str = "", total: int = 100, takes: bool = True
+) -> DeviceFill:
+    return DeviceFill(device=device, domain=domain or device, total_bytes=total, used_bytes=used,
                 takes=takes)  # fmt: skip
 
 
@@ -42,7 +44,9 @@ def layout(devices: list[str], *, data: int) -> Layout:
     """One column on each device."""
     parity = len(devices) - data
     files = tuple(
-        Found(d, ColumnName(version=VERSION, kind=Kind.COLUMN, column=i, data=data, parity=parity))
+        ColumnFile(
+            d, ColumnName(version=VERSION, kind=Kind.COLUMN, column=i, data=data, parity=parity)
+        )
         for i, d in enumerate(devices)
     )
     return Layout(version=VERSION, kind=Kind.COLUMN, data=data, parity=parity, files=files)
@@ -344,7 +348,7 @@ def test_with_a_newer_membership_both_copies_stay_rule_4(
             with filled.harness.open() as other:
                 other.begin_drain("memory://d3" if source != "memory://d3" else "memory://d2")
 
-        monkeypatch.setattr("hpstore.objects.moving.rebuild_columns", then_change)
+        monkeypatch.setattr("hpstore.maintenance.move_column.rebuild_columns", then_change)
         move_column(store, "k/0", ids[source], ids["memory://d4"], lambda _: None,
                     worth=lambda _: True)  # fmt: skip
         assert len(filled.harness.columns("k/0")) == 4
@@ -412,14 +416,14 @@ def test_agent_evens_nothing_out_while_a_device_is_away_or_it_is_not_wanted(tmp_
 
 def test_a_rebalance_stops_for_a_rebuild_and_holds_no_removal_up(tmp_path: Path) -> None:
     """It is less urgent than any healing; the guards do not take it for one."""
-    from hpstore.agent.jobs import Job
+    from hpstore.agent.background_jobs import BackgroundJob
 
     tended = emptied(tmp_path)
     jobs = tended.agent.jobs
-    jobs.submit(Job(kind=JobKind.REBALANCE))
+    jobs.submit(BackgroundJob(kind=JobKind.REBALANCE))
     assert jobs.busy() == ""
-    jobs.submit(Job(kind=JobKind.SCRUB))
-    jobs.submit(Job(kind=JobKind.REBUILD))
+    jobs.submit(BackgroundJob(kind=JobKind.SCRUB))
+    jobs.submit(BackgroundJob(kind=JobKind.REBUILD))
     assert [job.kind for job in jobs.waiting()] == [
         JobKind.REBUILD, JobKind.REBALANCE, JobKind.SCRUB,
     ]  # fmt: skip

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from hpstore import records
-from hpstore.checksum import digest128
 from hpstore.errors import FormatTooNew, IntegrityError
-from hpstore.keys import Version
-from hpstore.records import (
+from hpstore.format import records
+from hpstore.format.checksum import digest128
+from hpstore.format.keys import Version
+from hpstore.format.records import (
     FORMAT,
     NEWEST_FORMAT,
     Debt,

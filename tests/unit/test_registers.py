@@ -12,15 +12,16 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from hpstore import changes, dependence, membership
+from hpstore.agreement.register_slots import SlotEntry, decode_entry, encode_entry, merge, range_of
+from hpstore.agreement.registers import AGENT, HOLDS, MEMBERSHIP, REPAIR, Register, key_register
 from hpstore.devices.base import REGISTERS_BYTES, Device
 from hpstore.devices.wrappers import DeviceWrapper, FaultyDevice, SimulatedCrash
 from hpstore.errors import LockTimeout, MembershipError, RegistersUnavailable
-from hpstore.pool import Pool
-from hpstore.records import DeviceState
-from hpstore.register_slots import Entry, decode_entry, encode_entry, merge, range_of
-from hpstore.registers import AGENT, HOLDS, MEMBERSHIP, REPAIR, Register, key_register
-from hpstore.testing.harness import FakeClock, Harness
+from hpstore.format.records import DeviceState
+from hpstore.maintenance import dependents
+from hpstore.membership import changes, members
+from hpstore.pool.pool import Pool
+from hpstore.testing.memory_pool import FakeClock, Harness
 
 T = TypeVar("T")
 NAME = "key-0007"
@@ -67,9 +68,9 @@ def test_every_record_has_its_place_and_comes_back_whole() -> None:
     assert len(places) == len(HOLDS) + 3
     assert all(range_of(name)[0] + 512 <= REGISTERS_BYTES for name in (*HOLDS, "key-4095"))
     assert key_register("a") != key_register("b")
-    slot, entry = bytearray(512), Entry()
+    slot, entry = bytearray(512), SlotEntry()
     for number in range(1, 6):
-        made = Entry(promised=1, order=(1, number), value=b"v%d" % number, copy=entry.copy)
+        made = SlotEntry(promised=1, order=(1, number), value=b"v%d" % number, copy=entry.copy)
         offset, copy = encode_entry(made)
         torn = bytearray(slot)
         torn[offset : offset + 40] = copy[:40]
@@ -198,7 +199,7 @@ def test_two_processes_never_store_two_successors_of_one_generation_rule_14(
     and another one has evicted: the first is refused, and its eviction has not happened."""
     a, b = harness.open(), harness.open()
     a.put("k", bytes(300_000))
-    plain = membership.commit_record
+    plain = members.commit_record
 
     def stopped(store: object, new: object, extra: object, *, force: bool) -> None:
         monkeypatch.undo()
@@ -207,7 +208,7 @@ def test_two_processes_never_store_two_successors_of_one_generation_rule_14(
         b.evict("memory://d1")
         plain(store, new, extra, force=force)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("hpstore.changes.commit_record", stopped)
+    monkeypatch.setattr("hpstore.membership.changes.commit_record", stopped)
     with pytest.raises(MembershipError, match="another process has changed it"):
         a.evict("memory://d0")
     a.refresh()
@@ -223,7 +224,7 @@ def test_an_eviction_judged_on_an_older_membership_is_refused_rule_16(
 ) -> None:
     """The other process evicts while the first looks at what would be lost."""
     a, b = harness.open(), harness.open()
-    plain = dependence.endangered
+    plain = dependents.endangered
 
     def slow(*arguments: object, **options: object) -> list[str]:
         found = plain(*arguments, **options)  # type: ignore[arg-type]
@@ -348,7 +349,9 @@ def test_merging_takes_the_newest_of_each_record() -> None:
     """And says what each device lacks, no more."""
     images = {"a": bytearray(1024), "b": bytearray(1024), "c": bytearray(1024)}
     for device, slot, order in (("a", 0, (0, 3)), ("b", 0, (1, 1)), ("a", 1, (0, 1))):
-        offset, copy = encode_entry(Entry(promised=order[0], order=order, value=device.encode()))
+        offset, copy = encode_entry(
+            SlotEntry(promised=order[0], order=order, value=device.encode())
+        )
         images[device][512 * slot + offset : 512 * slot + offset + 256] = copy
     lacking = merge({d: bytes(image) for d, image in images.items()})
     assert {d: {o: e.value for o, e in found.items()} for d, found in lacking.items()} == {

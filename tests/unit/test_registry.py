@@ -6,14 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpstore.config import (
-    PoolConfig,
-    Settings,
-    find_config,
-    register,
-    registry_path,
-    save_config,
-)
+from hpstore.config import PoolConfig, Settings, find_config, register, registry_path, save_config
 from hpstore.errors import ConfigError
 
 

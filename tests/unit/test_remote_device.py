@@ -14,10 +14,10 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from hpstore.buffers import aligned_array
-from hpstore.devices.base import Entry
+from hpstore.devices.base import DirectoryEntry
 from hpstore.devices.remote import RemoteDevice
 from hpstore.errors import DeviceError, DeviceMissing
+from hpstore.runtime.buffers import aligned_array
 from hpstore.testing import PAGE, all_files, fetch, pattern, store
 from hpstore.testing.device_contract import PATH
 from hpstore.units import MIB
@@ -45,7 +45,7 @@ def test_another_writer_is_seen_at_once(device: RemoteDevice) -> None:
     assert device.entries("objects") == []
     other = RemoteDevice(device.url)
     store(other, "objects/a/@1", pattern(PAGE))
-    assert device.entries("objects") == [Entry("a", True)]
+    assert device.entries("objects") == [DirectoryEntry("a", True)]
     assert fetch(device, "objects/a/@1") == pattern(PAGE).tobytes()
     other.delete("objects/a/@1")
     assert all_files(device, "objects") == []
@@ -130,9 +130,12 @@ def test_listing_caches_of_a_store_are_switched_off(device: RemoteDevice) -> Non
     fsspec.register_implementation("caching-memory", _Caching, clobber=True)
     cached = RemoteDevice(device.url.replace("memory://", "caching-memory://"))
     store(device, "objects/a/@1", pattern(PAGE))
-    assert cached.entries("objects/a") == [Entry("@1", False)]
+    assert cached.entries("objects/a") == [DirectoryEntry("@1", False)]
     store(device, "objects/a/@2", pattern(PAGE))
-    assert set(cached.entries("objects/a")) == {Entry("@1", False), Entry("@2", False)}
+    assert set(cached.entries("objects/a")) == {
+        DirectoryEntry("@1", False),
+        DirectoryEntry("@2", False),
+    }
 
 
 def test_a_put_that_fails_leaves_no_object_and_no_part_of_one(

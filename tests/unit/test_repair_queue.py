@@ -9,7 +9,7 @@ import pytest
 
 import hpstore
 from hpstore.errors import TooManyErasures
-from hpstore.runtime import RepairQueue
+from hpstore.pool.process_resources import RepairQueue
 
 MINUTE = 60.0
 

@@ -7,15 +7,15 @@ from functools import partial
 
 import pytest
 
-from hpstore import changes
-from hpstore.dependence import lost_without
 from hpstore.devices.memory import MemoryDevice
-from hpstore.keys import ColumnName, Kind, Version
-from hpstore.objects.catalog import Catalog
-from hpstore.objects.store import View
-from hpstore.objects.survey import Found, Layout, Survey, spare_losses
-from hpstore.rebuild import needs_work, plan_rebuild
-from hpstore.records import DeviceState, Member, PoolRecord
+from hpstore.format.keys import ColumnName, Kind, Version
+from hpstore.format.records import DeviceState, Member, PoolRecord
+from hpstore.maintenance.dependents import lost_without
+from hpstore.maintenance.rebuild import needs_work, plan_rebuild
+from hpstore.membership import changes
+from hpstore.objects.context import View
+from hpstore.objects.key_listing import Catalog
+from hpstore.objects.survey import ColumnFile, Layout, Survey, spare_losses
 
 judge_return = partial(
     changes.judge_return, fellows=(), recent=False, silent=0, unhealed=0
@@ -26,10 +26,10 @@ OLD, NEW, NEWER = Version(1, 1), Version(2, 1), Version(3, 1)
 
 def file(
     version: Version, column: int, *, device: str = "", kind: Kind = Kind.COLUMN, data: int = 4
-) -> Found:
+) -> ColumnFile:
     """A column of data + 2, on the device of its own number."""
     name = ColumnName(version=version, kind=kind, column=column, data=data, parity=2)
-    return Found(device or str(column), name)
+    return ColumnFile(device or str(column), name)
 
 
 def layout(
@@ -100,7 +100,7 @@ def test_a_version_newer_than_all_others_is_quarantined() -> None:
         file(Version(NEW.counter, NEW.nonce + 1), 5),
     ],
 )
-def test_another_layout_never_joins(mine: Found) -> None:
+def test_another_layout_never_joins(mine: ColumnFile) -> None:
     """Columns of another shape, revision or writer do not fill a gap in this one."""
     assert judge_return(mine, layout(NEW, range(5))) == "quarantine"
 
@@ -144,11 +144,11 @@ def test_an_eviction_that_would_lose_an_object_is_seen(
 # --- needs_work, plan_rebuild --------------------------------------------------------------------
 
 
-def survey(*files: Found, key: str = "a") -> Survey:
+def survey(*files: ColumnFile, key: str = "a") -> Survey:
     return Survey(key=key, files=files, unknown=frozenset())
 
 
-def whole(version: Version = NEW, **shape: object) -> tuple[Found, ...]:
+def whole(version: Version = NEW, **shape: object) -> tuple[ColumnFile, ...]:
     return layout(version, range(6), **shape).files  # type: ignore[arg-type]  # kind, data by name
 
 

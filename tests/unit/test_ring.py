@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpstore.buffers import aligned_array
 from hpstore.codec import address_of
-from hpstore.devices import ring
-from hpstore.devices.ring import LATE, UNTRIED, Ring, read_batch
+from hpstore.devices import io_uring
+from hpstore.devices.io_uring import LATE, UNTRIED, Ring, read_batch
+from hpstore.runtime.buffers import aligned_array
 from tests.fault.common import exit_status, forked, needs_ring
 from tests.unit.ring_cases import BODY, SIZE, open_body
 
@@ -171,14 +171,14 @@ def test_where_there_is_none_it_says_why_once(
     def refuse(*_: object) -> int:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
-    monkeypatch.setattr(ring, "_problem", [])
-    monkeypatch.setattr(ring, "_own", ring._Own())
+    monkeypatch.setattr(io_uring, "_problem", [])
+    monkeypatch.setattr(io_uring, "_own", io_uring._Own())
     monkeypatch.setattr(Ring, "_call", refuse)
     nothing = np.zeros(0, np.int64)
     with caplog.at_level(logging.WARNING):
         assert read_batch(nothing, nothing, nothing, nothing, seconds=1.0, keep=None) is None
         assert read_batch(nothing, nothing, nothing, nothing, seconds=1.0, keep=None) is None
-    assert ring.problem() == "io_uring: Operation not permitted"
+    assert io_uring.problem() == "io_uring: Operation not permitted"
     assert len(caplog.records) == 1
 
 
@@ -198,7 +198,7 @@ def test_a_ring_that_fails_is_used_no_more_and_nothing_stays_in_flight(
             raise OSError(errno.EBADF, "gone")
         return plain(number, *arguments)
 
-    monkeypatch.setattr(ring, "_problem", [])
+    monkeypatch.setattr(io_uring, "_problem", [])
     monkeypatch.setattr(used, "_call", fail_second)
     memory = aligned_array(20 * 64)
     places = np.arange(20) * 64
@@ -213,7 +213,7 @@ def test_a_ring_that_fails_is_used_no_more_and_nothing_stays_in_flight(
     found.late.result(20)
     assert not used._in_flight()
     assert set(found.results[found.results != 64].tolist()) == {UNTRIED}
-    assert ring.problem() == "io_uring: gone"
+    assert io_uring.problem() == "io_uring: gone"
 
 
 def test_a_file_that_is_read_directly(tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from hpstore.buffers import aligned_array
 from hpstore.codec import address_of
-from hpstore.devices import ring
-from hpstore.devices.ring import LATE, UNTRIED, Batch, Ring
+from hpstore.devices import io_uring
+from hpstore.devices.io_uring import LATE, UNTRIED, Ring, RingBatch
+from hpstore.runtime.buffers import aligned_array
 from tests.fault.common import needs_ring, poll, within
 from tests.unit.ring_cases import BODY, open_body
 
@@ -49,7 +49,7 @@ def silent() -> Iterator[tuple[int, int]]:
         os.close(end)
 
 
-def wait_for_pipe(silent: tuple[int, int], file: int, used: Ring, kept: Kept) -> Batch:
+def wait_for_pipe(silent: tuple[int, int], file: int, used: Ring, kept: Kept) -> RingBatch:
     """A read that does not end, and one that does."""
     at = address_of(kept.memory)
     return used.read(
@@ -99,7 +99,7 @@ def test_an_error_of_who_is_told_is_theirs_and_no_fault_of_the_ring(
     file: int, silent: tuple[int, int], monkeypatch: pytest.MonkeyPatch, kind: type[OSError]
 ) -> None:
     """PROTOCOL 21: it goes up, the memory lives until nothing is in flight, rings stay in use."""
-    monkeypatch.setattr(ring, "_problem", [])
+    monkeypatch.setattr(io_uring, "_problem", [])
     kept, asked = Kept(), []
     alive, at = weakref.ref(kept), address_of(kept.memory)
 
@@ -113,7 +113,7 @@ def test_an_error_of_who_is_told_is_theirs_and_no_fault_of_the_ring(
             np.full(2, 64), seconds=20.0, keep=kept, landed=landed,
         )  # fmt: skip
     assert len(asked) == 1
-    assert ring.problem() == ""
+    assert io_uring.problem() == ""
     del kept
     gc.collect()
     assert alive() is not None
@@ -197,7 +197,7 @@ def test_a_hopeless_batch_is_given_up_before_its_deadline(
     file: int, silent: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Asked after a silent while, with what has come so far; it is told nothing that was not so."""
-    monkeypatch.setattr(ring, "_SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(io_uring, "_SILENT_SECONDS", 0.01)
     seen: list[list[int]] = []
 
     def hopeless(results: npt.NDArray[np.int64]) -> bool:
@@ -231,7 +231,7 @@ def test_signals_do_not_lengthen_the_patience_with_a_read_that_hangs(
         threading.Event().wait(0.01)
         raise InterruptedError(errno.EINTR, "a signal")
 
-    monkeypatch.setattr(ring, "_SILENT_SECONDS", 0.02)
+    monkeypatch.setattr(io_uring, "_SILENT_SECONDS", 0.02)
     monkeypatch.setattr(used, "_call", interrupted)
     found = within(LIMIT, lambda: wait_for_pipe(silent, file, used, kept))
     assert found.results.tolist() == [LATE, 64]
@@ -246,7 +246,7 @@ def test_time_in_which_the_process_was_stopped_is_no_silence(
 ) -> None:
     """Each look at the clock is an hour later: a step counts for what it may take at most."""
     used, kept, hours = Ring(4), Kept(), itertools.count()
-    monkeypatch.setattr(ring, "_SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(io_uring, "_SILENT_SECONDS", 0.01)
     monkeypatch.setattr(time, "monotonic", lambda: 3600.0 * next(hours))
     enter, entered = used._enter, []
 

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from hpstore.devices.base import Device
-from hpstore.devices.horizons import HORIZON
+from hpstore.devices.horizon_guard import HORIZON
 from hpstore.devices.wrappers import DeviceWrapper, SimulatedCrash
 from hpstore.errors import DeviceError, HpstoreError, ObjectNotFound, TooFewDevices
-from hpstore.objects.moving import move_column
-from hpstore.objects.repair import no_throttle
-from hpstore.pool import Pool
-from hpstore.testing.harness import Harness
+from hpstore.maintenance.move_column import move_column
+from hpstore.maintenance.repair_object import no_throttle
+from hpstore.pool.pool import Pool
+from hpstore.testing.memory_pool import Harness
 
 T = TypeVar("T")
 OLD, NEW = (np.random.default_rng(seed).bytes(300_000 + seed) for seed in (1, 2))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpstore.agent import Agent, AgentConfig
+from hpstore.agreement.registers import REPAIR
 from hpstore.config import (
     PoolConfig,
     Settings,
@@ -19,15 +20,14 @@ from hpstore.config import (
     write_atomically,
 )
 from hpstore.devices import RemoteDevice
+from hpstore.devices.opener import device_opener
 from hpstore.errors import ConfigError, LockTimeout, RegistersForeign, VersionConflict
-from hpstore.membership import create_members
-from hpstore.observed import STATUS_FILE, read_status
-from hpstore.opening import device_opener
-from hpstore.pool import Pool
-from hpstore.records import unseal
-from hpstore.registers import REPAIR
-from hpstore.run_registers import TOKEN_FILE
-from hpstore.testing.harness import FakeClock, Harness
+from hpstore.format.records import unseal
+from hpstore.membership.agent_observations import STATUS_FILE, read_status
+from hpstore.membership.members import create_members
+from hpstore.membership.run_registers import TOKEN_FILE
+from hpstore.pool.pool import Pool
+from hpstore.testing.memory_pool import FakeClock, Harness
 from hpstore.units import MIB
 
 _NUMBERS = itertools.count(1)  # memory:// is one store for the whole process
@@ -101,7 +101,9 @@ def test_after_a_restart_of_the_machine_the_run_directory_may_be_gone(
     with Pool(stores) as pool:
         with pytest.raises(RegistersForeign):
             pool.put("k2", b"a", if_absent=True)
-        monkeypatch.setattr("hpstore.run_registers._machine", lambda: (machine(pool), "next boot"))
+        monkeypatch.setattr(
+            "hpstore.membership.run_registers._machine", lambda: (machine(pool), "next boot")
+        )
         pool.put("k2", b"a", if_absent=True)
 
 

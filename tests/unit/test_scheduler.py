@@ -14,8 +14,8 @@ import pytest
 
 from hpstore.devices.wrappers import SimulatedCrash
 from hpstore.errors import AlreadyClosed, DeviceError, DeviceTimeout
-from hpstore.patience import Patience
-from hpstore.scheduler import Scheduler, outcome
+from hpstore.runtime.deadline_wait import Patience
+from hpstore.runtime.scheduler import Scheduler, outcome
 
 LIMIT_SECONDS = 20.0
 SHORT_SECONDS = 0.1
@@ -256,7 +256,7 @@ def test_close_waits_no_longer_than_its_limit(
     """A thread hung on a device is left behind, and a log line says so."""
     scheduler = make()
     scheduler.submit("sick", released.wait)
-    with caplog.at_level(logging.WARNING, "hpstore.scheduler"):
+    with caplog.at_level(logging.WARNING, "hpstore.runtime.scheduler"):
         scheduler.close(limit_seconds=0.05)
     assert "sick" in caplog.text
 

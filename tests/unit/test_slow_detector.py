@@ -10,7 +10,7 @@ import pytest
 
 from hpstore.errors import ConfigError
 from hpstore.health import HealthState, Media, Signs, SlowConfig, SlowDetector, Traits
-from hpstore.health.fence import fence_of, points
+from hpstore.health.detect.outlier_fence import fence_of, points
 
 SUSPECT, SITOUT, FAULTED = HealthState.SUSPECT, HealthState.SITOUT, HealthState.FAULTED
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpstore.health.forecast.attributes import INDEX, SPEC_FLAG
-from hpstore.health.smart import (
+from hpstore.health.smart.counters import INDEX, SPEC_FLAG
+from hpstore.health.smart.readout import (
     Readout,
     SmartReading,
     disks,

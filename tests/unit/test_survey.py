@@ -8,29 +8,29 @@ from dataclasses import replace
 import pytest
 
 from hpstore.devices.memory import MemoryDevice
-from hpstore.keys import ColumnName, Kind, Version
-from hpstore.objects.store import View
+from hpstore.format.keys import ColumnName, Kind, Version
+from hpstore.format.records import DeviceState, Member, PoolRecord
+from hpstore.objects.context import View
 from hpstore.objects.survey import (
-    Found,
+    ColumnFile,
     Layout,
     Survey,
-    Verdict,
+    VersionVerdict,
     judge,
     newest_by_name,
     unknown_devices,
 )
-from hpstore.records import DeviceState, Member, PoolRecord
 
 OLD, NEW = Version(1, 1), Version(2, 1)
-SERVES, UNCLEAR, TORN = Verdict.SERVES, Verdict.UNCLEAR, Verdict.TORN
+SERVES, UNCLEAR, TORN = VersionVerdict.SERVES, VersionVerdict.UNCLEAR, VersionVerdict.TORN
 
 
 def files(
     version: Version, columns: Iterable[int], *, kind: Kind = Kind.COLUMN, data: int = 4
-) -> tuple[Found, ...]:
+) -> tuple[ColumnFile, ...]:
     """Column i on device "i", of data + 2."""
     return tuple(
-        Found(str(i), ColumnName(version=version, kind=kind, column=i, data=data, parity=2))
+        ColumnFile(str(i), ColumnName(version=version, kind=kind, column=i, data=data, parity=2))
         for i in columns
     )
 
@@ -48,7 +48,7 @@ def view(members: int = 6, evicted: Iterable[str] = (), answering: int = 6) -> V
     return View(record=record, devices={str(i): MemoryDevice() for i in range(answering)})
 
 
-def survey(*found: tuple[Found, ...], unknown: Iterable[str] = ()) -> Survey:
+def survey(*found: tuple[ColumnFile, ...], unknown: Iterable[str] = ()) -> Survey:
     return Survey(key="a", files=tuple(f for some in found for f in some),
                   unknown=frozenset(unknown))  # fmt: skip
 
@@ -74,7 +74,9 @@ def survey(*found: tuple[Found, ...], unknown: Iterable[str] = ()) -> Survey:
         (1, 0, 9, UNCLEAR),
     ],
 )
-def test_protocol_7_for_columns(valid: int, corrupt: int, unknown: int, verdict: Verdict) -> None:
+def test_protocol_7_for_columns(
+    valid: int, corrupt: int, unknown: int, verdict: VersionVerdict
+) -> None:
     """c >= k' serves; else c + u >= floor may have been acknowledged; else it is torn."""
     assert judge(layout(), valid=valid, corrupt=corrupt, unknown_devices=unknown) is verdict
 
@@ -94,7 +96,7 @@ def test_protocol_7_for_columns(valid: int, corrupt: int, unknown: int, verdict:
     ],
 )
 def test_protocol_7_for_copies(
-    kind: Kind, valid: int, corrupt: int, unknown: int, verdict: Verdict
+    kind: Kind, valid: int, corrupt: int, unknown: int, verdict: VersionVerdict
 ) -> None:
     """One whole copy serves; all three must be possible for it to have been acknowledged."""
     found = judge(layout(kind, 1), valid=valid, corrupt=corrupt, unknown_devices=unknown)
@@ -215,7 +217,7 @@ def test_one_tombstone_hides_what_is_older() -> None:
 
 def test_a_column_on_two_devices_counts_once() -> None:
     """Columns 0, 1, 2 and 2 again are three columns."""
-    double = Found("5", ColumnName(version=NEW, kind=Kind.COLUMN, column=2, data=4, parity=2))
+    double = ColumnFile("5", ColumnName(version=NEW, kind=Kind.COLUMN, column=2, data=4, parity=2))
     assert newest(survey(files(OLD, range(6)), files(NEW, range(3)), (double,))) == OLD
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from hpstore.devices.wrappers import SimulatedCrash
 from hpstore.errors import AlreadyClosed, DeviceError, DeviceTimeout
-from hpstore.patience import Patience
-from hpstore.scheduler import Scheduler
-from hpstore.tours import _TRY_EVERY, WORKERS, Tour, _Quicker
+from hpstore.runtime.call_tours import _TRY_EVERY, WORKERS, Tour, _Quicker
+from hpstore.runtime.deadline_wait import Patience
+from hpstore.runtime.scheduler import Scheduler
 
 LIMIT_SECONDS = 20.0
 SHORT_SECONDS = 0.1
@@ -34,7 +34,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tours are made whatever is quicker, and left only when they hang: on a busy machine a worker
     may not run for some milliseconds."""
     monkeypatch.setattr(_Quicker, "in_turn", lambda _: True)
-    monkeypatch.setattr("hpstore.tours.STILL_SECONDS", 0.3)
+    monkeypatch.setattr("hpstore.runtime.call_tours.STILL_SECONDS", 0.3)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpstore.status import DeviceStatus, usable_bytes
+from hpstore.pool.status import DeviceStatus, usable_bytes
 
 
 def device(number: int, free: int) -> DeviceStatus:

@@ -10,14 +10,14 @@ from typing import TypeVar
 
 import pytest
 
-from hpstore.devices.base import Device, Entry
+from hpstore.devices.base import Device, DirectoryEntry
 from hpstore.devices.wrappers import DeviceWrapper
 from hpstore.errors import MembershipError, ObjectNotFound, VersionConflict
-from hpstore.keys import object_directory
-from hpstore.pool import Pool
-from hpstore.rebuild import Progress
-from hpstore.records import POOL_FILE, DeviceState
-from hpstore.testing.harness import FakeClock, Harness
+from hpstore.format.keys import object_directory
+from hpstore.format.records import POOL_FILE, DeviceState
+from hpstore.maintenance.rebuild import Progress
+from hpstore.pool.pool import Pool
+from hpstore.testing.memory_pool import FakeClock, Harness
 
 T = TypeVar("T")
 HORIZON = 3600.0  # Settings.tombstone_seconds
@@ -44,7 +44,7 @@ class NothingOnce(DeviceWrapper):
         super().__init__(inner)
         self._asked = asked
 
-    def entries(self, path: str) -> list[Entry]:
+    def entries(self, path: str) -> list[DirectoryEntry]:
         if path == object_directory("k") and self.url not in self._asked:
             self._asked.add(self.url)
             return []

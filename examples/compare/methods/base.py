@@ -17,7 +17,7 @@ from nets import Chain
 from savers import Saver
 from torch.nn import functional
 
-from hpstore.loaders.ranks import Coordinates
+from hpstore.loaders.sampling.data_parallel import Coordinates
 
 LEARNING_RATE, MOMENTUM = 2.0**-5, 0.875
 """The rate is a power of two: its product with a gradient is exact, so fused and separate

@@ -18,7 +18,7 @@ from savers import Saver
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn import functional
 
-from hpstore.loaders.ranks import Coordinates
+from hpstore.loaders.sampling.data_parallel import Coordinates
 from hpstore.trainers import PipelineHooks
 from methods.base import Batch, Method, Outcome, Setup, Step, prepared
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpstore.loaders.ranks import Coordinates
+from hpstore.loaders.sampling.data_parallel import Coordinates
 from methods.base import Batch, Method, Outcome, forward_backward
 from methods.replicas import flattened, scatter
 

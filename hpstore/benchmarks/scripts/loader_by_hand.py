@@ -24,12 +24,13 @@ import numpy as np
 import torch
 
 import hpstore
-from hpstore.benchmarks import loader_special
-from hpstore.benchmarks.loader_data import Data
-from hpstore.benchmarks.loader_ours import Ours
-from hpstore.benchmarks.loader_sessions import Spec
-from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, nontemporal
-from hpstore.loaders.batch_values import Ragged
+from hpstore.benchmarks.loader import loader_special
+from hpstore.benchmarks.loader.loader_data import Data
+from hpstore.benchmarks.loader.loader_ours import HpstoreLoader
+from hpstore.benchmarks.loader.loader_sessions import LoaderSpec
+from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
+from hpstore.loaders.batching import streaming_copy
+from hpstore.loaders.dataset.batch_values import Ragged
 from hpstore.units import GIB, MIB
 
 SIZE_BYTES = 200_000 * 12_288
@@ -96,7 +97,7 @@ def growth(directory: Path, modes: Sequence[str]) -> None:
     """Bytes by mode."""
     logging.basicConfig(level=logging.INFO)
     loader_special.MODES = tuple(modes or loader_special.MODES)
-    spec = Spec(contender="hpstore", directory=directory, data=Data("B", SIZE_BYTES))
+    spec = LoaderSpec(contender="hpstore", directory=directory, data=Data("B", SIZE_BYTES))
     sections: Any = NoSections()
     for mode, row in loader_special.growth_session(sections, spec).items():
         say({"mode": mode, **row})
@@ -107,10 +108,10 @@ def copies(directory: Path, kind: str, batch_sizes: Sequence[int]) -> None:
     data = Data(kind, SIZE_BYTES)
     if not (directory / "pool").exists():
         (directory / "pool").mkdir()
-        Ours(directory / "pool", data).write()
-    records = Ours(directory / "pool", data).open()
+        HpstoreLoader(directory / "pool", data).write()
+    records = HpstoreLoader(directory / "pool", data).open()
     sink = torch.zeros(256 * MIB, dtype=torch.uint8)
-    nontemporal.LARGE_BYTES = 0
+    streaming_copy.LARGE_BYTES = 0
     for size in batch_sizes:
         loader = DataLoader(records, size, shuffle=True, cache=6 * GIB)
         for _ in loader:
@@ -130,9 +131,9 @@ def copies(directory: Path, kind: str, batch_sizes: Sequence[int]) -> None:
 
 def copied(loader: DataLoader, past: bool, onto: torch.Tensor | None) -> float:
     """Samples a second of an epoch."""
-    installed = nontemporal._installed
+    installed = streaming_copy._installed
     if not past:
-        nontemporal._installed = functools.cache(lambda: None)
+        streaming_copy._installed = functools.cache(lambda: None)
     began, samples = time.perf_counter(), 0
     try:
         for batch in loader:
@@ -142,7 +143,7 @@ def copied(loader: DataLoader, past: bool, onto: torch.Tensor | None) -> float:
                 flat = (value.values if isinstance(value, Ragged) else value).reshape(-1)
                 onto[: len(flat)].copy_(flat)
     finally:
-        nontemporal._installed = installed
+        streaming_copy._installed = installed
     return samples / (time.perf_counter() - began)
 
 

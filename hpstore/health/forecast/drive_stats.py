@@ -22,7 +22,9 @@ from datetime import date
 from typing import IO, BinaryIO, NamedTuple, cast
 
 from hpstore.errors import ForecastError
-from hpstore.health.forecast.attributes import (
+from hpstore.format.untrusted_bytes import MALFORMED
+from hpstore.format.xz_files import open_xz
+from hpstore.health.smart.counters import (
     COUNTERS,
     FLAG_COLUMNS,
     INDEX,
@@ -34,8 +36,6 @@ from hpstore.health.forecast.attributes import (
     family_of,
     flagged,
 )
-from hpstore.hostile import MALFORMED
-from hpstore.xz_files import open_xz
 
 REQUIRED_COLUMNS = ("date", "serial_number", "failure")
 _MAX_LINE = 1 << 20

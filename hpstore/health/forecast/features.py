@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from hpstore.errors import ForecastError
-from hpstore.health.forecast.attributes import INDEX, RULE_COUNTERS
-from hpstore.health.forecast.drives import FloatArray, IntArray
+from hpstore.health.forecast.counter_series import increases, rises
+from hpstore.health.forecast.drive_histories import FloatArray, IntArray
 from hpstore.health.forecast.rules import plain_sum, rule_scores
-from hpstore.health.forecast.series import increases, rises
+from hpstore.health.smart.counters import INDEX, RULE_COUNTERS
 
 WINDOWS = (7, 14, 30)
 MIN_SAMPLES = 7  # daily rows before a model says anything

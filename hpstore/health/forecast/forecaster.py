@@ -12,10 +12,10 @@ from enum import StrEnum
 
 import numpy as np
 
-from hpstore.health.forecast.attributes import INDEX, RULE_COUNTERS
-from hpstore.health.forecast.drives import DriveHistory
-from hpstore.health.forecast.model import MODEL, RULE, ForecastModel
+from hpstore.health.forecast.drive_histories import DriveHistory
+from hpstore.health.forecast.forecast_model import MODEL, RULE, ForecastModel
 from hpstore.health.forecast.rules import ALARM_SCORE, Evidence, evidence, rule_scores, spec_flags
+from hpstore.health.smart.counters import INDEX, RULE_COUNTERS
 
 _SHOWN = 4
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpstore.errors import ConfigError
-from hpstore.health.forecast.drives import DriveHistory, drive_hash
+from hpstore.health.forecast.drive_histories import DriveHistory, drive_hash
 
 BoolArray = NDArray[np.bool_]
 

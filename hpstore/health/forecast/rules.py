@@ -12,14 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpstore.health.forecast.attributes import (
-    COUNTERS,
-    INDEX,
-    RULE_COUNTERS,
-    SUM_COUNTERS,
-)
-from hpstore.health.forecast.drives import FloatArray, IntArray, has_flag
-from hpstore.health.forecast.series import begins, held_values, increases
+from hpstore.health.forecast.counter_series import begins, held_values, increases
+from hpstore.health.forecast.drive_histories import FloatArray, IntArray, has_flag
+from hpstore.health.smart.counters import COUNTERS, INDEX, RULE_COUNTERS, SUM_COUNTERS
 
 WINDOW_DAYS = 14
 LEVEL_WEIGHT = 0.25

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpstore.errors import ForecastError
-from hpstore.health.forecast.card import damaged
-from hpstore.health.forecast.drives import FloatArray
+from hpstore.health.forecast.drive_histories import FloatArray
+from hpstore.health.forecast.model_card import damaged
 
 MAX_NODES = 1 << 20
 MAX_DEPTH = 64

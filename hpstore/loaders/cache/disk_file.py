@@ -18,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from hpstore.buffers import aligned_array
-from hpstore.closing import Closing
 from hpstore.codec.galois import Bytes
-from hpstore.devices.direct import set_direct
-from hpstore.loaders.cache.source import BlockSource, Sizes, sizes_of
-from hpstore.loaders.layout import Int64s
+from hpstore.devices.o_direct import set_direct
+from hpstore.loaders.cache.block_source import BlockSource, Sizes, sizes_of
+from hpstore.loaders.dataset.record_layout import Int64s
+from hpstore.runtime.buffers import aligned_array
+from hpstore.runtime.closing import Closing
 from hpstore.units import round_up
 
 PLACE_BYTES = 4096  # places begin at multiples of it, for O_DIRECT

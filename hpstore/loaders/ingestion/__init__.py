@@ -1,8 +1,8 @@
 """Turning what others wrote into data sets: sources of samples, and `ingest`."""
 
-from hpstore.loaders.ingestion.journal import unfinished_ingests
-from hpstore.loaders.ingestion.opening import open_source
-from hpstore.loaders.ingestion.report import IngestProgress, IngestReport
-from hpstore.loaders.ingestion.run import ingest
+from hpstore.loaders.ingestion.ingest_journal import unfinished_ingests
+from hpstore.loaders.ingestion.ingest_report import IngestProgress, IngestReport
+from hpstore.loaders.ingestion.open_source import open_source
+from hpstore.loaders.ingestion.runner import ingest
 
 __all__ = ["IngestProgress", "IngestReport", "ingest", "open_source", "unfinished_ingests"]

@@ -23,7 +23,7 @@ MOST_ENDINGS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class SampleFile:
     """One file of a tar: its sample, its field, its bytes."""
 
     key: str
@@ -40,7 +40,7 @@ def split_name(name: str) -> tuple[str, str] | None:
     return found.group(1), found.group(2).lower()
 
 
-def members(tar: TarHeaders) -> Iterator[tuple[Member | None, TarMember]]:
+def members(tar: TarHeaders) -> Iterator[tuple[SampleFile | None, TarMember]]:
     """Files of a tar in order, with None for what is no record."""
     for found in tar:
         if found.is_folder:
@@ -49,7 +49,7 @@ def members(tar: TarHeaders) -> Iterator[tuple[Member | None, TarMember]]:
         if names is None:
             yield None, found
         else:
-            yield Member(*names, found.data_offset, found.nbytes), found
+            yield SampleFile(*names, found.data_offset, found.nbytes), found
 
 
 def too_many_endings(ending: str) -> IngestError:
@@ -114,7 +114,7 @@ class TarIndex:
         self._keys += key.encode(errors="surrogateescape")
         self._key_ends.append(len(self._keys))
 
-    def _add(self, member: Member, tar_bytes: int) -> None:
+    def _add(self, member: SampleFile, tar_bytes: int) -> None:
         sample = len(self) - 1
         number = self._numbers.setdefault(member.extension, len(self._numbers))
         if number == len(self.extensions):
@@ -140,10 +140,10 @@ class TarIndex:
         raw = self._keys[self._key_ends[sample] : self._key_ends[sample + 1]]
         return raw.decode(errors="surrogateescape")
 
-    def members(self, sample: int) -> list[Member]:
+    def members(self, sample: int) -> list[SampleFile]:
         """Where the files of a sample are."""
         return [
-            Member("", self.extensions[self._extension[i]], self._offsets[i], self._sizes[i])
+            SampleFile("", self.extensions[self._extension[i]], self._offsets[i], self._sizes[i])
             for i in range(self._first[sample], self._first[sample + 1])
         ]
 
@@ -156,5 +156,5 @@ class TarIndex:
         return sum(self._sizes)
 
 
-__all__ = ["APART", "MOST_ENDINGS", "Member", "TarIndex", "members", "split_name",
+__all__ = ["APART", "MOST_ENDINGS", "SampleFile", "TarIndex", "members", "split_name",
            "too_many_endings"]  # fmt: skip

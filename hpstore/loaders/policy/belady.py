@@ -7,7 +7,7 @@ import heapq
 import numpy as np
 import numpy.typing as npt
 
-from hpstore.loaders.policy.plans import Bools, Int64s
+from hpstore.loaders.policy.cache_plan import Bools, Int64s
 
 
 def next_uses(requests: Int64s) -> Int64s:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hpstore.loaders.policy.learner import HALF_LIVES
-from hpstore.loaders.policy.plans import Floats, Int64s
+from hpstore.loaders.policy.cache_plan import Floats, Int64s
+from hpstore.loaders.policy.frequency import HALF_LIVES
 
 MARGIN = 0.3 * 0.6931471805599453
 """By how much, ln of requests, a newcomer must be better than what it displaces."""

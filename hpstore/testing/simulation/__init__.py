@@ -7,6 +7,6 @@ need. See docs/protocol.md, "The simulator".
 from hpstore.testing.simulation.draw import draw
 from hpstore.testing.simulation.machinery import installed
 from hpstore.testing.simulation.schedule import Schedule
-from hpstore.testing.simulation.simulator import Outcome, run
+from hpstore.testing.simulation.simulator import SimulationOutcome, run
 
-__all__ = ["Outcome", "Schedule", "draw", "installed", "run"]
+__all__ = ["SimulationOutcome", "Schedule", "draw", "installed", "run"]

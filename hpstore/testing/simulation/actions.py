@@ -10,7 +10,7 @@ from hpstore.config import PoolConfig, Settings, load_config
 from hpstore.devices.base import Device
 from hpstore.devices.wrappers import SimulatedCrash
 from hpstore.errors import HpstoreError, MembershipError, ObjectNotFound, VersionConflict
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
 from hpstore.testing.simulation.machinery import SimulatedDevice
 from hpstore.testing.simulation.oracle import ABSENT, OPEN, KeyHistory, Write
 from hpstore.testing.simulation.run_history import RunHistory
@@ -49,7 +49,7 @@ class Finding:
         return f"{self.kind}: {self.text}"
 
 
-class Scene:
+class ActionScene:
     """What all actions of a simulation share."""
 
     def __init__(self, world: World, config: PoolConfig, directory: Path, parity: int) -> None:
@@ -154,7 +154,11 @@ class Client:
     """One process of the simulation and its pool."""
 
     def __init__(
-        self, scene: Scene, process: Process, place: str, train: Callable[[Client, Turn], None]
+        self,
+        scene: ActionScene,
+        process: Process,
+        place: str,
+        train: Callable[[Client, Turn], None],
     ) -> None:
         """`train`: the actions that are none of the pool's."""
         self.scene, self.process, self.place, self._train = scene, process, place, train
@@ -455,4 +459,4 @@ ACTIONS: dict[str, Callable[[Client, Turn], None]] = {
                  "rebalance", "reopen", "refresh")
 }  # fmt: skip
 
-__all__ = ["ACTIONS", "EXPECTED", "Client", "Finding", "Scene", "content", "settings_of"]
+__all__ = ["ACTIONS", "EXPECTED", "Client", "Finding", "ActionScene", "content", "settings_of"]

@@ -21,7 +21,7 @@ from hpstore.testing.simulation.machinery import installed
 from hpstore.testing.simulation.mutations import MUTATIONS, mutated
 from hpstore.testing.simulation.schedule import Schedule
 from hpstore.testing.simulation.shrink import shrink
-from hpstore.testing.simulation.simulator import Outcome, run
+from hpstore.testing.simulation.simulator import SimulationOutcome, run
 
 COLLECT = 10  # seeds between two collections of garbage
 BATCH = 50  # seeds that a worker takes at a time
@@ -29,7 +29,7 @@ SHRUNK = 6  # findings that are made small; others are named only
 
 
 @dataclass(slots=True)
-class Found:
+class CampaignResult:
     """What some seeds gave."""
 
     seeds: int = 0
@@ -37,7 +37,7 @@ class Found:
     findings: list[tuple[int, str, str]] = field(default_factory=list)  # seed, kind, text
     pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    def add(self, other: Found) -> None:
+    def add(self, other: CampaignResult) -> None:
         """Sum up."""
         self.seeds += other.seeds
         self.steps += other.steps
@@ -45,9 +45,9 @@ class Found:
         self.pairs += other.pairs
 
 
-def run_batch(first: int, last: int, mutation: str, processes: int) -> Found:
+def run_batch(first: int, last: int, mutation: str, processes: int) -> CampaignResult:
     """Run seeds [first, last). In a worker."""
-    found = Found()
+    found = CampaignResult()
     with installed(), mutated(mutation):
         gc.collect()
         gc.freeze()  # modules, torch's too: a collection then looks at simulations only
@@ -65,12 +65,12 @@ def run_batch(first: int, last: int, mutation: str, processes: int) -> Found:
     return found
 
 
-def search(options: argparse.Namespace) -> Found:
+def search(options: argparse.Namespace) -> CampaignResult:
     """Run batches side by side until the seeds, the minutes or the patience end."""
-    total, began, told = Found(), time.monotonic(), time.monotonic()
+    total, began, told = CampaignResult(), time.monotonic(), time.monotonic()
     batches = _batches(options)
     with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as workers:
-        running: set[Future[Found]] = set()
+        running: set[Future[CampaignResult]] = set()
         more = True
         try:
             while more or running:
@@ -104,7 +104,7 @@ def _batches(options: argparse.Namespace) -> Iterator[tuple[int, int]]:
         yield first, first + BATCH if end is None else min(first + BATCH, end)
 
 
-def _progress(found: Found, seconds: float) -> str:
+def _progress(found: CampaignResult, seconds: float) -> str:
     rate = found.seeds / max(seconds, 1e-9)
     return (f"{found.seeds} seeds, {rate:.1f} seeds/s, {found.steps} device operations, "
             f"{len(found.findings)} findings")  # fmt: skip
@@ -122,13 +122,13 @@ def table(pairs: Counter[tuple[str, str]]) -> str:
     return "\n".join([*lines, "", "environment: " + ", ".join(f"{f} {n}" for f, n in events)])
 
 
-def small(outcome: Outcome) -> Outcome:
+def small(outcome: SimulationOutcome) -> SimulationOutcome:
     """The smallest schedule that gives the same kind of finding. Within installed()."""
     kind = outcome.findings[0].kind
     return run(shrink(outcome.schedule, lambda s: any(f.kind == kind for f in run(s).findings)))
 
 
-def _explain(options: argparse.Namespace, found: Found) -> None:
+def _explain(options: argparse.Namespace, found: CampaignResult) -> None:
     """Print findings, the first of them made small."""
     for seed, kind, text in sorted(found.findings):
         _say(f"seed {seed}: {kind}: {text[:300]}")
@@ -203,4 +203,4 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if found.findings else 0
 
 
-__all__ = ["Found", "main", "search", "small", "table"]
+__all__ = ["CampaignResult", "main", "search", "small", "table"]

@@ -12,8 +12,8 @@ Exchange = Callable[[Any, str, object], None]  # module or class, name, what it 
 
 def _retains_early(exchange: Exchange) -> None:
     """Rule 19: retention removes older steps before the manifest of the new one is there."""
-    from hpstore.checkpoint.retention import Retention, steps_to_drop
-    from hpstore.checkpoint.saving import SaveJob
+    from hpstore.checkpoint.catalog.retention import Retention, steps_to_drop
+    from hpstore.checkpoint.save.save_job import SaveJob
 
     before = SaveJob._publish
 
@@ -31,30 +31,30 @@ def _retains_early(exchange: Exchange) -> None:
 
 def _ignores_notes(exchange: Exchange) -> None:
     """Rule 18: a collector does not look for notes of saves under way."""
-    from hpstore.checkpoint.steps import Steps
+    from hpstore.checkpoint.catalog.steps import Steps
 
     exchange(Steps, "_attempts", lambda steps, listing, *, all_live=False: ({}, {}))
 
 
 def _no_look_at_notes(exchange: Exchange) -> None:
     """Rule 18: a save does not look whether its note is still there."""
-    from hpstore.checkpoint.saving import SaveJob
+    from hpstore.checkpoint.save.save_job import SaveJob
 
     exchange(SaveJob, "_require_noted", lambda job: None)
 
 
 def _no_bar(exchange: Exchange) -> None:
     """Rule 18: the note of a dead save goes, its manifest's put is left to itself."""
-    from hpstore.checkpoint import fates
+    from hpstore.checkpoint.catalog import dead_saves
 
-    exchange(fates, "_decide", lambda pool, manifest, *, replaces: None)
+    exchange(dead_saves, "_decide", lambda pool, manifest, *, replaces: None)
 
 
 def _withdraws(exchange: Exchange) -> None:
     """Rule 18, as it was: the note is looked at after the put, and without it the step goes."""
-    from hpstore.checkpoint import fates
-    from hpstore.checkpoint.manifest import manifest_key
-    from hpstore.checkpoint.saving import SaveJob
+    from hpstore.checkpoint.catalog import dead_saves
+    from hpstore.checkpoint.format.checkpoint_manifest import manifest_key
+    from hpstore.checkpoint.save.save_job import SaveJob
 
     publish, look = SaveJob._publish, SaveJob._require_noted
 
@@ -67,16 +67,17 @@ def _withdraws(exchange: Exchange) -> None:
             raise
         return report
 
-    exchange(fates, "_decide", lambda pool, manifest, *, replaces: None)
+    exchange(dead_saves, "_decide", lambda pool, manifest, *, replaces: None)
     exchange(SaveJob, "_require_noted", lambda job: None)
     exchange(SaveJob, "_publish", withdraw)
 
 
 def _lists_once(exchange: Exchange) -> None:
     """Rule 19: a restore goes by the steps that it has listed first."""
-    from hpstore.checkpoint import checkpointer, restorer
+    from hpstore.checkpoint import checkpointer
+    from hpstore.checkpoint.restore import collective_restore
 
-    before = restorer.restore_together
+    before = collective_restore.restore_together
 
     class Once:
         """Steps that are listed once."""
@@ -97,25 +98,25 @@ def _lists_once(exchange: Exchange) -> None:
 
 def _stops_at_gone_steps(exchange: Exchange) -> None:
     """Rule 19: a restore fails where retention has taken the manifest of the step that it tries."""
-    from hpstore.checkpoint import restorer
+    from hpstore.checkpoint.restore import collective_restore
 
-    exchange(restorer, "_manifest", lambda steps, step, *, listed: steps.manifest(step))
+    exchange(collective_restore, "_manifest", lambda steps, step, *, listed: steps.manifest(step))
 
 
 def _restores_older(exchange: Exchange) -> None:
     """A restore takes the step before the newest."""
-    from hpstore.checkpoint import restorer
+    from hpstore.checkpoint.restore import collective_restore
 
     def untried(steps: Sequence[int], tried: Collection[int]) -> int | None:
         left = sorted(step for step in steps if step not in tried)
         return left[-2] if len(left) > 1 else left[-1] if left else None
 
-    exchange(restorer, "newest_untried", untried)
+    exchange(collective_restore, "newest_untried", untried)
 
 
 def _segments_first(exchange: Exchange) -> None:
     """A step is deleted segments first, its manifest last."""
-    from hpstore.checkpoint.steps import Steps
+    from hpstore.checkpoint.catalog.steps import Steps
 
     before = Steps.delete
 
@@ -130,14 +131,14 @@ def _segments_first(exchange: Exchange) -> None:
 
 def _refers_blindly(exchange: Exchange) -> None:
     """Rule 18: a save refers to segments of an earlier step without looking whether they stay."""
-    from hpstore.checkpoint.saving import SaveJob
+    from hpstore.checkpoint.save.save_job import SaveJob
 
     exchange(SaveJob, "_referable", lambda job, references: set(references))
 
 
 def _unsafe_segments(exchange: Exchange) -> None:
     """Rule 19: segments are not looked at before the manifest is put."""
-    from hpstore.checkpoint.saving import SaveJob
+    from hpstore.checkpoint.save.save_job import SaveJob
 
     exchange(SaveJob, "_require_safe", lambda job: None)
 

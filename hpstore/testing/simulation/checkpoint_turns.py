@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from hpstore.checkpoint import attempts, checkpointer
-from hpstore.checkpoint.attempts import Watch
+from hpstore.checkpoint import checkpointer
+from hpstore.checkpoint.catalog import writer_fence
+from hpstore.checkpoint.catalog.writer_fence import NoteWatch
 from hpstore.checkpoint.checkpointer import Checkpointer
 from hpstore.errors import HpstoreError
-from hpstore.pool import Pool
-from hpstore.testing.simulation.actions import EXPECTED, Client, Scene, content
+from hpstore.pool.pool import Pool
+from hpstore.testing.simulation.actions import EXPECTED, ActionScene, Client, content
 from hpstore.testing.simulation.machinery import STAGE
 from hpstore.testing.simulation.run_history import PREFIX, Save
 from hpstore.testing.simulation.schedule import Turn
@@ -76,10 +77,10 @@ def exchanged() -> list[tuple[Any, str, object]]:
     locks = {name: getattr(threading, name) for name in ("Event", "Lock", "RLock")}
     return [
         (checkpointer, "threading", SimpleNamespace(Thread=LaterThread, **locks)),
-        (attempts, "threading", SimpleNamespace(Thread=NoThread, **locks)),
+        (writer_fence, "threading", SimpleNamespace(Thread=NoThread, **locks)),
         (checkpointer, "Draining", NoDraining),
-        (attempts, "here", _here),
-        (attempts, "began", _began),
+        (writer_fence, "here", _here),
+        (writer_fence, "began", _began),
     ]
 
 
@@ -90,7 +91,7 @@ def open_checkpointer(
     enough to be all in their manifests; else they are saved as large ones are."""
     made = Checkpointer(pool, PREFIX, keep_last=keep_last, rng=False, staging_bytes=1 << 20,
                         warm=False, alone=True, prepare=False)  # fmt: skip
-    made._steps._watch = Watch(process.clock.monotonic)
+    made._steps._watch = NoteWatch(process.clock.monotonic)
     if not within:
         made._planner.within_bytes = -1
     return made
@@ -145,7 +146,7 @@ def _refused(error: Exception) -> bool:
     return "is not committed" in text or "saves no more there" in text or "was not staged" in text
 
 
-def _committed(scene: Scene, made: Save, future: Future[Any]) -> None:
+def _committed(scene: ActionScene, made: Save, future: Future[Any]) -> None:
     if future.exception() is None:
         problem = scene.run_history.acknowledge(
             made, scene.event(), future.result().losses_tolerated
@@ -182,7 +183,7 @@ def _sound(client: Client, turn: Turn) -> bool:
 
 
 def judge(
-    scene: Scene, state: dict[str, torch.Tensor], step: int | None, began: int, *, sound: bool
+    scene: ActionScene, state: dict[str, torch.Tensor], step: int | None, began: int, *, sound: bool
 ) -> None:
     """Hold what was restored against the history."""
     problem = ""
@@ -203,7 +204,7 @@ def collect(client: Client, turn: Turn) -> None:
     checkpointer_of(client).collect_garbage()
 
 
-def check_at_end(scene: Scene, pool: Pool, when: str) -> None:
+def check_at_end(scene: ActionScene, pool: Pool, when: str) -> None:
     """All steps that must be there are, and can be restored; the newest is what a restart gets."""
     history, began = scene.run_history, scene.event()
     if not history.saves:
@@ -226,13 +227,13 @@ def check_at_end(scene: Scene, pool: Pool, when: str) -> None:
             scene.find("not restored", f"{when}: {type(error).__name__}: {error}")
 
 
-def check_nothing_left(scene: Scene, pool: Pool) -> None:
+def check_nothing_left(scene: ActionScene, pool: Pool) -> None:
     """Once notes have stood still for long enough, nothing is left that no step names."""
     if not scene.run_history.saves:
         return
     maker = open_checkpointer(pool, scene.world.observer, None)
     maker.collect_garbage()  # sees the notes
-    scene.world.now += attempts.ATTEMPT_SECONDS + 1.0
+    scene.world.now += writer_fence.ATTEMPT_SECONDS + 1.0
     maker.collect_garbage()
     listing = maker._steps.listing()
     named = {s.key for step in listing.steps for s in maker._steps.facts(step).objects}

@@ -15,7 +15,7 @@ from hpstore.testing.simulation.plots import PLOTS, Plot
 from hpstore.testing.simulation.schedule import ENVIRONMENT, NEVER, Fault, Schedule, Setup, Turn
 
 # whether processes with run directories of their own exclude each other
-SHARED_LOCKS = find_spec("hpstore.registers") is not None
+SHARED_LOCKS = find_spec("hpstore.agreement.registers") is not None
 GEOMETRIES = ((1, 1), (2, 1), (2, 2), (4, 2), (1, 2), (3, 1))
 _HOUR = 3600.0
 _CALM = {"put": 8, "get": 4, "delete": 2, "settle": 2, "rebuild": 4, "scrub": 2, "list": 1,

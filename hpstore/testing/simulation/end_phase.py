@@ -12,10 +12,10 @@ from functools import partial
 
 from hpstore.devices.wrappers import SimulatedCrash
 from hpstore.errors import HpstoreError, MembershipError, ObjectNotFound
-from hpstore.placement import placeable
-from hpstore.pool import Pool
-from hpstore.records import DeviceState
-from hpstore.testing.simulation.actions import EXPECTED, Scene
+from hpstore.format.placement import placeable
+from hpstore.format.records import DeviceState
+from hpstore.pool.pool import Pool
+from hpstore.testing.simulation.actions import EXPECTED, ActionScene
 from hpstore.testing.simulation.oracle import ABSENT, OPEN, linearizable
 from hpstore.testing.simulation.run_history import PREFIX
 from hpstore.testing.simulation.schedule import Schedule, Turn
@@ -26,7 +26,7 @@ REBUILDS = 4  # in a row, until all is whole
 SKEW_SECONDS = 4 * 3600.0  # by which clocks were ahead at most: no version is younger then
 
 
-def end(scene: Scene, world: World, schedule: Schedule) -> None:
+def end(scene: ActionScene, world: World, schedule: Schedule) -> None:
     """Heal and look. Notes findings in the scene."""
     world.note("THE END: all devices that live answer")
     world.held.clear()  # what hangs until now never ends
@@ -48,7 +48,7 @@ def end(scene: Scene, world: World, schedule: Schedule) -> None:
         scene.find("unexpected error", f"at the end: {type(error).__name__}: {error}")
 
 
-def _heal_and_look(scene: Scene, world: World, schedule: Schedule) -> None:
+def _heal_and_look(scene: ActionScene, world: World, schedule: Schedule) -> None:
     try:
         pool = scene.open(world.observer, "run")
     except EXPECTED as error:
@@ -78,7 +78,7 @@ def _heal_and_look(scene: Scene, world: World, schedule: Schedule) -> None:
         _lose_some(scene, world, values, chance, torn=False)
 
 
-def _replace_dead(scene: Scene, world: World, pool: Pool) -> None:
+def _replace_dead(scene: ActionScene, world: World, pool: Pool) -> None:
     """What is gone for good is evicted, and other devices come in its place."""
     view = pool._store.view
     gone = [m for m in pool.record.members if m.device_id in view.missing]
@@ -111,7 +111,7 @@ def _forced(world: World, change: Callable[..., object]) -> None:
         change(force=True)
 
 
-def _rebuild(scene: Scene, pool: Pool) -> bool:
+def _rebuild(scene: ActionScene, pool: Pool) -> bool:
     """Whether all is whole after some rebuilds."""
     if scene.flipped:
         pool.scrub(resume=False)
@@ -132,7 +132,7 @@ def _rebuild(scene: Scene, pool: Pool) -> bool:
     return False
 
 
-def _read_all(scene: Scene, pool: Pool, when: str, *, torn: bool = False) -> dict[str, int]:
+def _read_all(scene: ActionScene, pool: Pool, when: str, *, torn: bool = False) -> dict[str, int]:
     """The value of every key; each must be readable, and right. `torn`: but for those that have
     writes which failed."""
     values = {}
@@ -153,7 +153,7 @@ def _read_all(scene: Scene, pool: Pool, when: str, *, torn: bool = False) -> dic
     return values
 
 
-def _check_conditional(scene: Scene, values: dict[str, int]) -> None:
+def _check_conditional(scene: ActionScene, values: dict[str, int]) -> None:
     for key, history in scene.histories.items():
         writes = [w for w in history.writes if w.value != ABSENT or w.expected is not None]
         if (
@@ -165,14 +165,16 @@ def _check_conditional(scene: Scene, values: dict[str, int]) -> None:
             scene.find("not linearizable", f"{key} ends as {values.get(key)}: {told}")
 
 
-def _check_list(scene: Scene, pool: Pool, values: dict[str, int]) -> None:
+def _check_list(scene: ActionScene, pool: Pool, values: dict[str, int]) -> None:
     found = [key for key in pool.list(certain=True) if not key.startswith(f"{PREFIX}/")]
     there = sorted(key for key, value in values.items() if value != ABSENT)
     if found != there:
         scene.find("wrong list", f"{found}, and {there} can be read")
 
 
-def _check_redundancy(scene: Scene, pool: Pool, values: dict[str, int], *, whole: bool) -> None:
+def _check_redundancy(
+    scene: ActionScene, pool: Pool, values: dict[str, int], *, whole: bool
+) -> None:
     for key, value in values.items():
         if value == ABSENT or not whole:
             continue
@@ -182,7 +184,7 @@ def _check_redundancy(scene: Scene, pool: Pool, values: dict[str, int], *, whole
 
 
 def _lose_some(
-    scene: Scene, world: World, values: dict[str, int], chance: random.Random, *, torn: bool
+    scene: ActionScene, world: World, values: dict[str, int], chance: random.Random, *, torn: bool
 ) -> None:
     """m devices go: all must be read. With `torn`, columns of torn puts may lie around, which with
     m devices gone may have been acknowledged for all a read can see: it may refuse (rule 7)."""
@@ -219,7 +221,7 @@ def _domains_lost(world: World, chance: random.Random) -> list[str]:
     return gone
 
 
-def _checkpoints(scene: Scene, pool: Pool, when: str, *, garbage: bool = False) -> None:
+def _checkpoints(scene: ActionScene, pool: Pool, when: str, *, garbage: bool = False) -> None:
     if not scene.run_history.saves or scene.findings:
         return
     from hpstore.testing.simulation import checkpoint_turns  # which needs torch
@@ -229,7 +231,7 @@ def _checkpoints(scene: Scene, pool: Pool, when: str, *, garbage: bool = False) 
         checkpoint_turns.check_nothing_left(scene, pool)
 
 
-def _same(scene: Scene, found: dict[str, int], values: dict[str, int], after: str) -> None:
+def _same(scene: ActionScene, found: dict[str, int], values: dict[str, int], after: str) -> None:
     for key, value in values.items():
         if key in scene.spoiled:
             continue

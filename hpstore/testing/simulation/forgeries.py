@@ -7,11 +7,11 @@ import json
 
 from hpstore.devices.memory import MemoryDevice
 from hpstore.errors import DeviceError
-from hpstore.geometry import Code, Geometry
-from hpstore.header import ColumnHeader, encode_header, encode_table
-from hpstore.keys import ColumnName, Kind, Version, parse_column_name, unescape
-from hpstore.pool_key import PoolKey
-from hpstore.records import POOL_FILE, PoolRecord
+from hpstore.format.column_header import ColumnHeader, encode_header, encode_table
+from hpstore.format.geometry import Code, Geometry
+from hpstore.format.keys import ColumnName, Kind, Version, parse_column_name, unescape
+from hpstore.format.pool_key import PoolKey
+from hpstore.format.records import POOL_FILE, PoolRecord
 
 POOL_KEY = PoolKey(bytes(range(32)))
 FORGED_NONCE = 0xF0F0_F0F0_F0F0_F0F0  # by which an oracle knows them

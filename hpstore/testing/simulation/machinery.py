@@ -20,14 +20,14 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
-from hpstore import handle
 from hpstore.config import Settings
 from hpstore.devices.base import Device, Hold, ReadHandle, WriteHandle
 from hpstore.devices.wrappers import DeviceWrapper, WrappedHold, WrappedReader, WrappedWriter
 from hpstore.errors import DeviceTimeout
-from hpstore.objects import stripes
-from hpstore.patience import Patience
-from hpstore.scheduler import Scheduler
+from hpstore.objects.write import stripe_writer
+from hpstore.pool import session
+from hpstore.runtime.deadline_wait import Patience
+from hpstore.runtime.scheduler import Scheduler
 from hpstore.testing.simulation.fibers import Fiber
 from hpstore.testing.simulation.world import BASE_MS, Process, World
 from hpstore.units import KIB
@@ -37,7 +37,7 @@ SMALL_ITEM = 4 * KIB  # tensors below are saved again with every step
 SMALL_BYTES = 8 * KIB  # objects up to here are copies: larger ones stay quick to write
 
 
-class Stage:
+class SimulationStage:
     """The world that code under test runs in now."""
 
     def __init__(self) -> None:
@@ -50,13 +50,13 @@ class Stage:
         return self.world
 
 
-STAGE = Stage()  # what is installed in modules asks here; one simulation at a time
+STAGE = SimulationStage()  # what is installed in modules asks here; one simulation at a time
 
 
 # --- calls on devices --------------------------------------------------------------------------
 
 
-class Job(Future[Any]):
+class SimulatedCall(Future[Any]):
     """A call that is made when it is waited for, or when its turn comes."""
 
     def __init__(self, process: Process, device: str, call: Callable[[], object]) -> None:
@@ -125,7 +125,7 @@ class SimulatedScheduler(Scheduler):
     def submit(self, device: str, call: Callable[[], T], *, bulk: bool = False) -> Future[T]:
         self._require_open()
         process = STAGE.now.process()
-        job = Job(process, device, call)
+        job = SimulatedCall(process, device, call)
         if process.stuck[device] >= self.LANE:
             text = f"device {device} has not answered for {self._stuck_seconds:.0f} s"
             job.set_exception(DeviceTimeout(text, device=device))
@@ -385,9 +385,9 @@ def installed(*, checkpoints: bool = True) -> Iterator[None]:
                 exchange(module, name, SMALL_NAMES[name])
             elif id(value) in ours:
                 exchange(module, name, ours[id(value)])
-    exchange(handle, "make_scheduler", _make_scheduler)
-    exchange(handle, "_forget_at_fork", lambda pool: None)  # hooks are never taken back
-    exchange(stripes, "IN_ORDER_SECONDS", 0.0)
+    exchange(session, "make_scheduler", _make_scheduler)
+    exchange(session, "_forget_at_fork", lambda pool: None)  # hooks are never taken back
+    exchange(stripe_writer, "IN_ORDER_SECONDS", 0.0)
     for place, name, new in more:
         exchange(place, name, new)
     try:
@@ -397,5 +397,14 @@ def installed(*, checkpoints: bool = True) -> Iterator[None]:
             setattr(module, name, old)
 
 
-__all__ = ["BASE_MS", "STAGE", "InlineExecutor", "Job", "SimulatedDevice", "SimulatedScheduler",
-           "installed", "sim_wait", "start_one"]  # fmt: skip
+__all__ = [
+    "BASE_MS",
+    "STAGE",
+    "InlineExecutor",
+    "SimulatedCall",
+    "SimulatedDevice",
+    "SimulatedScheduler",
+    "installed",
+    "sim_wait",
+    "start_one",
+]

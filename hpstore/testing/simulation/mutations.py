@@ -10,15 +10,20 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hpstore import changes, membership, pool, scrub
-from hpstore.devices.horizons import HorizonGuard
-from hpstore.kept_holds import KeptHold
-from hpstore.keys import NameTags
-from hpstore.objects import conditional, horizon, remove, repair, resolve, survey, sweep, write
-from hpstore.objects.columnset import ColumnSet, ColumnWriter
-from hpstore.objects.store import Store
-from hpstore.objects.survey import Verdict
-from hpstore.records import PoolRecord
+from hpstore.devices.horizon_guard import HorizonGuard
+from hpstore.format.keys import NameTags
+from hpstore.format.records import PoolRecord
+from hpstore.maintenance import repair_object as repair
+from hpstore.maintenance import scrub, sweep
+from hpstore.membership import changes, members
+from hpstore.membership.lasting_holds import KeptHold
+from hpstore.objects import horizon, survey
+from hpstore.objects.context import PoolContext
+from hpstore.objects.read import resolve
+from hpstore.objects.survey import VersionVerdict
+from hpstore.objects.write import conditional_put, delete_files, put
+from hpstore.objects.write.column_writer import ColumnSet, ColumnWriter
+from hpstore.pool import pool
 from hpstore.testing.simulation import machinery
 from hpstore.testing.simulation.checkpoint_mutations import CHECKPOINT_MUTATIONS, Exchange
 
@@ -46,13 +51,13 @@ def _sweeps_without_raising(exchange: Exchange) -> None:
 
 def _no_mark(exchange: Exchange) -> None:
     """r03: a counter is the machine's idea of now."""
-    exchange(Store, "_note_mark", _nothing)
-    exchange(Store, "_raise_mark", lambda store, limit: [limit])
+    exchange(PoolContext, "_note_mark", _nothing)
+    exchange(PoolContext, "_raise_mark", lambda store, limit: [limit])
 
 
 def _own_clock_only(exchange: Exchange) -> None:
     """Rule 1: a clock that is behind the mark goes by "highest seen + 1" alone."""
-    exchange(Store, "_behind", lambda store: 0)
+    exchange(PoolContext, "_behind", lambda store: 0)
 
 
 def _returns_unjudged(exchange: Exchange) -> None:
@@ -65,7 +70,7 @@ def _returns_unjudged(exchange: Exchange) -> None:
 
 def _no_fence(exchange: Exchange) -> None:
     """r05, pauses: a conditional put is acknowledged though another process took its claim."""
-    exchange(conditional, "_acknowledge", _nothing)
+    exchange(conditional_put, "_acknowledge", _nothing)
 
 
 def _no_holds(exchange: Exchange) -> None:
@@ -73,14 +78,14 @@ def _no_holds(exchange: Exchange) -> None:
     newest membership, whatever it was judged on."""
     exchange(KeptHold, "take", _nothing)
     exchange(KeptHold, "keep", _nothing)
-    before = membership.commit_record
+    before = members.commit_record
 
-    def commit_record(store: Store, new: PoolRecord, *rest: Any, **named: Any) -> None:
+    def commit_record(store: PoolContext, new: PoolRecord, *rest: Any, **named: Any) -> None:
         known = {gone.device_id for gone in store.view.record.evicted}
         leaving = [gone for gone in new.evicted if gone.device_id not in known]
         store.refresh()
         for gone in leaving:
-            new = membership.without_member(
+            new = members.without_member(
                 store.view.record, gone.device_id, gone.state, gone.since_ms
             )
         before(store, new, *rest, **named)
@@ -117,16 +122,16 @@ def _believes_names(exchange: Exchange) -> None:
 
 def _no_debt(exchange: Exchange) -> None:
     """Rule 5: a put short of its full stripe leaves no note, and nothing repairs it."""
-    exchange(write, "record_debt", _nothing)
+    exchange(put, "record_debt", _nothing)
 
 
 def _falls_back(exchange: Exchange) -> None:
     """Rule 7: a newer version that cannot be read is passed over for an older one."""
     before = survey.judge
 
-    def judge(*args: Any, **named: Any) -> Verdict:
+    def judge(*args: Any, **named: Any) -> VersionVerdict:
         verdict = before(*args, **named)
-        return Verdict.TORN if verdict is Verdict.UNCLEAR else verdict
+        return VersionVerdict.TORN if verdict is VersionVerdict.UNCLEAR else verdict
 
     for module in (survey, resolve, sweep):
         exchange(module, "judge", judge)
@@ -134,7 +139,7 @@ def _falls_back(exchange: Exchange) -> None:
 
 def _absent_unseen(exchange: Exchange) -> None:
     """Rule 7: a key is absent where no device that answers has it."""
-    for module in (resolve, write):
+    for module in (resolve, put):
         exchange(module, "require_known", _nothing)
 
 
@@ -146,7 +151,7 @@ def _removes_early(exchange: Exchange) -> None:
         store, header = columns._store, next(iter(columns.columns.values())).header
         found = survey.survey_key(store, header.key)
         older = [f for f in found.files if f.name.version < header.version]
-        remove.remove_files(store, header.key, older)
+        delete_files.remove_files(store, header.key, older)
         before(columns)
 
     exchange(ColumnSet, "finish", finish)
@@ -154,11 +159,11 @@ def _removes_early(exchange: Exchange) -> None:
 
 def _one_tombstone(exchange: Exchange) -> None:
     """Rule 12: a delete is acknowledged with one tombstone."""
-    before = write.delete_object
+    before = put.delete_object
 
-    def delete_object(store: Store, key: str) -> None:
+    def delete_object(store: PoolContext, key: str) -> None:
         before(store, key)
-        remove.remove_files(store, key, survey.survey_key(store, key).files[1:])
+        delete_files.remove_files(store, key, survey.survey_key(store, key).files[1:])
 
     exchange(pool, "delete_object", delete_object)
 
@@ -177,7 +182,7 @@ def _repairs_names_only(exchange: Exchange) -> None:
     """A scrub does not read the blocks."""
     before = repair.repair_object
 
-    def repair_object(store: Store, key: str, **named: Any) -> object:
+    def repair_object(store: PoolContext, key: str, **named: Any) -> object:
         return before(store, key, **{**named, "verify": False})
 
     exchange(scrub, "repair_object", repair_object)

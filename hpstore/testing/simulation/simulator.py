@@ -14,8 +14,8 @@ from pathlib import Path
 from hpstore.config import PoolConfig, save_config
 from hpstore.devices.base import Device
 from hpstore.devices.memory import MemoryDevice
-from hpstore.membership import create_members
-from hpstore.testing.simulation.actions import Client, Finding, Scene, settings_of
+from hpstore.membership.members import create_members
+from hpstore.testing.simulation.actions import ActionScene, Client, Finding, settings_of
 from hpstore.testing.simulation.end_phase import end
 from hpstore.testing.simulation.fibers import Fiber
 from hpstore.testing.simulation.forgeries import POOL_KEY, forge_files
@@ -36,7 +36,7 @@ def train(client: Client, turn: Turn) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SimulationOutcome:
     """What came of a simulation."""
 
     schedule: Schedule
@@ -51,7 +51,7 @@ class Outcome:
         return hashlib.blake2b("\n".join(self.trace).encode(), digest_size=16).hexdigest()
 
 
-def run(schedule: Schedule) -> Outcome:
+def run(schedule: Schedule) -> SimulationOutcome:
     """Run it. Within machinery.installed(); one at a time in a process."""
     parent = "/dev/shm" if Path("/dev/shm").is_dir() else None
     directory = Path(tempfile.mkdtemp(prefix="hpstore-simulation-", dir=parent))
@@ -71,7 +71,7 @@ def run(schedule: Schedule) -> Outcome:
         logging.disable(logging.NOTSET)
         quiet.setLevel(level)
         shutil.rmtree(directory, ignore_errors=True)
-    return Outcome(
+    return SimulationOutcome(
         schedule=schedule, findings=findings, trace=tuple(world.trace), pairs=world.pairs,
         steps=world.steps,
     )  # fmt: skip
@@ -95,7 +95,7 @@ class _Simulation:
             urls, domains, self._plain, config, data=setup.data, parity=setup.parity,
             unit_bytes=UNIT_BYTES,
         )  # fmt: skip
-        self.scene = Scene(world, config, directory, setup.parity)
+        self.scene = ActionScene(world, config, directory, setup.parity)
         self._clients: list[Client] = []
         for number in range(setup.processes):
             process = self._process(number)
@@ -258,4 +258,4 @@ ENVIRONMENTS: dict[str, Callable[[_Simulation, Turn], None]] = {
                  "sleep", "clock", "power", "kill", "snapshot", "restore", "forge")
 }  # fmt: skip
 
-__all__ = ["ENVIRONMENTS", "Outcome", "run"]
+__all__ = ["ENVIRONMENTS", "SimulationOutcome", "run"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpstore.devices.base import TMP
-from hpstore.devices.horizons import HORIZON
+from hpstore.devices.horizon_guard import HORIZON
 from hpstore.devices.memory import MemoryDevice, _File
 
 

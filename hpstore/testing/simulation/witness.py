@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 
 from hpstore.devices.memory import MemoryDevice
-from hpstore.keys import ColumnName, Kind, Version, object_directory, parse_column_name
-from hpstore.objects.info import ObjectInfo, version_token
-from hpstore.records import PoolRecord
+from hpstore.format.keys import ColumnName, Kind, Version, object_directory, parse_column_name
+from hpstore.format.records import PoolRecord
+from hpstore.objects.object_info import ObjectInfo, version_token
 from hpstore.testing.simulation.forgeries import is_forged, read_record
 
 Devices = Mapping[str, MemoryDevice]

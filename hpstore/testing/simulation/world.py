@@ -54,7 +54,7 @@ class ProcessClock:
 
 
 @dataclass(slots=True)
-class Held:
+class HeldFiber:
     """A fiber that is held up: a process that is suspended, or a call that hangs."""
 
     fiber: Fiber
@@ -199,7 +199,7 @@ class World:
         self.hidden = ""  # differs from run to run, and is left out of the trace
         self.trace: list[str] = []
         self.pairs: Counter[tuple[str, str]] = Counter()  # (action, fault)
-        self.held: list[Held] = []
+        self.held: list[HeldFiber] = []
         self.trouble: set[str] = set()  # devices with any, since all was whole
         self.devices: dict[str, MemoryDevice] = {}
         self.owners: dict[Fiber, Process] = {}
@@ -259,7 +259,7 @@ class World:
         self.now += max(STEP_SECONDS, seconds)
         process.alive()
 
-    def _may_run(self, held: Held) -> bool:
+    def _may_run(self, held: HeldFiber) -> bool:
         """Not a fiber that waits for the one that runs."""
         fiber: Fiber | None = self.crew.running
         while fiber is not None:
@@ -268,7 +268,7 @@ class World:
             fiber = fiber.parent
         return held in self.held
 
-    def let_go(self, held: Held) -> None:
+    def let_go(self, held: HeldFiber) -> None:
         """Let something go on that is held up."""
         if not self._may_run(held):
             return
@@ -306,7 +306,7 @@ class World:
 
     def _hold(self, fiber: Fiber, process: Process, fault: Fault, *, call: bool) -> None:
         at_step = self.steps + fault.steps if fault.steps else NEVER
-        self.held.append(Held(fiber, process, fault.until, at_step, fault.firm, call))
+        self.held.append(HeldFiber(fiber, process, fault.until, at_step, fault.firm, call))
 
     def hang(
         self, process: Process, fault: Fault, url: str, operation: str, call: Callable[[], object]
@@ -392,4 +392,4 @@ def torn_crash(device: MemoryDevice, chance: random.Random) -> None:
         file.durable = bytes(file.bytes)
 
 
-__all__ = ["BASE_MS", "Endless", "Held", "Process", "ProcessClock", "World", "torn_crash"]
+__all__ = ["BASE_MS", "Endless", "HeldFiber", "Process", "ProcessClock", "World", "torn_crash"]

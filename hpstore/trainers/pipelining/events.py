@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from hpstore.checkpoint.gates import CopyGate
+from hpstore.checkpoint.save.copy_gate import CopyGate
 
 _log = logging.getLogger(__name__)
 KINDS = ("F", "B", "I", "W", "R")
@@ -20,7 +20,7 @@ NO_MICROBATCH = -1  # of R
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class ComputeEvent:
     """One call. Seconds of time.perf_counter(): alike for the processes of one host.
 
     On a GPU it spans the launch of the work, not the work.
@@ -33,7 +33,7 @@ class Event:
     end: float
 
 
-class Recorder:
+class EventRecorder:
     """Notes the events of one step and shuts the gate of background copies meanwhile.
 
     For the training thread. Never raises into the schedule: what an observer raises is counted and
@@ -45,7 +45,7 @@ class Recorder:
         self.hook_seconds = 0.0  # spent here, in this step
         self.observer_errors_total = 0
         self.before_first: Callable[[], None] | None = None  # called once, before the next event
-        self.observers: list[Callable[[Event], None]] = []
+        self.observers: list[Callable[[ComputeEvent], None]] = []
         self.recording = False  # between begin_step() and end_step()
         self.events_outside = 0  # seen while not recording: an evaluation, a loop of the user's
         self._seen: list[tuple[int, str, int, float, float]] = []
@@ -54,7 +54,7 @@ class Recorder:
         """Forget the step before."""
         self._seen, self.hook_seconds, self.recording = [], 0.0, True
 
-    def end_step(self) -> tuple[Event, ...]:
+    def end_step(self) -> tuple[ComputeEvent, ...]:
         """The events of the step, in order. Also after an error in it: copies may go on."""
         began = time.perf_counter()
         self.recording = False
@@ -97,8 +97,8 @@ class Recorder:
                 _log.exception("a hook of the pipeline failed, the step goes on: %s", error)
 
 
-def _event(stage: int, kind: str, microbatch: int, begin: float, end: float) -> Event:
-    return Event(stage=stage, kind=kind, microbatch=microbatch, begin=begin, end=end)
+def _event(stage: int, kind: str, microbatch: int, begin: float, end: float) -> ComputeEvent:
+    return ComputeEvent(stage=stage, kind=kind, microbatch=microbatch, begin=begin, end=end)
 
 
-__all__ = ["KINDS", "NO_MICROBATCH", "Event", "Recorder"]
+__all__ = ["KINDS", "NO_MICROBATCH", "ComputeEvent", "EventRecorder"]

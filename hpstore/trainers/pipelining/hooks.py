@@ -12,37 +12,29 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 
 from hpstore.checkpoint import Checkpointer, SaveHandle
-from hpstore.checkpoint.gates import CopyGate
-from hpstore.checkpoint.preemption import checked_on_sigterm
-from hpstore.checkpoint.ranks import Channel, Ranks
-from hpstore.checkpoint.training import rng_state, set_rng_state
-from hpstore.closing import Closing
+from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
+from hpstore.checkpoint.ranks.stop_step import checked_on_sigterm
+from hpstore.checkpoint.save.copy_gate import CopyGate
+from hpstore.checkpoint.state.training_state import rng_state, set_rng_state
 from hpstore.errors import ConfigError, StepBroken
 from hpstore.loaders import DataLoader
-from hpstore.trainers.pipelining.agreement import Agreement, Votes, broken_off, preempted_after
-from hpstore.trainers.pipelining.bubbles import BubbleReport, Tally, report_of
-from hpstore.trainers.pipelining.evaluation import Evaluation
-from hpstore.trainers.pipelining.events import Event, Recorder
-from hpstore.trainers.pipelining.feed import Keywords, Pick
-from hpstore.trainers.pipelining.ledger import Ledger, Vote, agreed
+from hpstore.runtime.closing import Closing
+from hpstore.trainers.pipelining.agreed_parts import agreed_parts
+from hpstore.trainers.pipelining.consumed_samples import Ledger, Vote, agreed
+from hpstore.trainers.pipelining.events import ComputeEvent, EventRecorder
+from hpstore.trainers.pipelining.idle_time import BubbleReport, IdleTally, report_of
+from hpstore.trainers.pipelining.micro_batch_feed import Keywords, Pick
 from hpstore.trainers.pipelining.older_states import restore_run
-from hpstore.trainers.pipelining.parts import agreed_parts
-from hpstore.trainers.pipelining.places import (
-    Standing,
+from hpstore.trainers.pipelining.rank_coordinates import (
+    RankStanding,
     pipeline_group,
     placed,
     standing,
 )
-from hpstore.trainers.pipelining.plan import Plan
-from hpstore.trainers.pipelining.position import RunPosition
-from hpstore.trainers.pipelining.probes import (
-    can_be_lazy,
-    microbatches_of,
-    plan_of,
-    require_keywords,
-    run_schedule,
-)
-from hpstore.trainers.pipelining.records import Arrivals, Run, StepRecord
+from hpstore.trainers.pipelining.run_position import RunPosition
+from hpstore.trainers.pipelining.schedule_plan import SchedulePlan
+from hpstore.trainers.pipelining.schedule_wrappers import require_trainable
+from hpstore.trainers.pipelining.stage_inputs import StepInputs, Supply
 from hpstore.trainers.pipelining.stages import (
     Buffers,
     require_free_names,
@@ -50,10 +42,18 @@ from hpstore.trainers.pipelining.stages import (
     watch,
     watched,
 )
-from hpstore.trainers.pipelining.supply import Given, Supply
-from hpstore.trainers.pipelining.tied import Tied
-from hpstore.trainers.pipelining.updates import Updates
-from hpstore.trainers.pipelining.wrappers import require_trainable
+from hpstore.trainers.pipelining.step_agreement import Agreement, Votes, broken_off, preempted_after
+from hpstore.trainers.pipelining.step_record import Arrivals, ScheduleRun, StepRecord
+from hpstore.trainers.pipelining.step_update import Updates
+from hpstore.trainers.pipelining.tied_tensors import Tied
+from hpstore.trainers.pipelining.torch_internals import (
+    can_be_lazy,
+    microbatches_of,
+    plan_of,
+    require_keywords,
+    run_schedule,
+)
+from hpstore.trainers.pipelining.validation import ValidationEpoch
 
 _log = logging.getLogger(__name__)
 SNAPSHOTS = {"free": "overlap", "bubbles": "overlap", "inline": "copy"}  # how saves are staged
@@ -119,13 +119,13 @@ class PipelineHooks(Closing):
             ckpt.stage_by(SNAPSHOTS[snapshot], self.gate)
             if checked_on_sigterm(on_sigterm) == "save" and not ckpt.pool.read_only:
                 ckpt.expect_preemption(required=False)
-        self._recorder = Recorder(self.gate)
+        self._recorder = EventRecorder(self.gate)
         self._ranks = Ranks(commit_seconds)
         said = standing(
             self.stages, num_stages, self._group, mesh, loader, everywhere=keywords is not None
         ).to_json()  # fmt: skip
-        heard = self._ranks.all_gather(said, Channel.TRAINER)
-        self.place = placed([Standing.of_json(text) for text in heard], self._ranks.rank)
+        heard = self._ranks.all_gather(said, RankChannel.TRAINER)
+        self.place = placed([RankStanding.of_json(text) for text in heard], self._ranks.rank)
         first, last = 0 in self.stages, num_stages - 1 in self.stages
         self._supply = Supply(
             loader, first=first, last=last, inputs=inputs, target=target, keywords=keywords
@@ -142,8 +142,8 @@ class PipelineHooks(Closing):
         self._position.loader = self._supply.position()
         self._broken = ""  # why no step can follow
         self._copied = (0, 0)  # bytes, as of the step before
-        self._tally = Tally()
-        self._plan: Plan | None = None
+        self._tally = IdleTally()
+        self._plan: SchedulePlan | None = None
         self._seen: Any = None  # the schedule whose shapes torch has tried out
         self._counters = dict.fromkeys(COUNTERS, 0)
 
@@ -158,7 +158,7 @@ class PipelineHooks(Closing):
         same stage."""
         return watch(stage, self._recorder)
 
-    def observe(self, observer: Callable[[Event], None]) -> None:
+    def observe(self, observer: Callable[[ComputeEvent], None]) -> None:
         """Call `observer` after each compute call of a step, on the training thread. What it
         raises is counted and logged once; its time is hook_seconds."""
         self._recorder.observers.append(observer)
@@ -285,9 +285,9 @@ class PipelineHooks(Closing):
         ckpt.wait()
         raise preempted_after(self.completed)
 
-    def _begin(self, schedule: Any, count: int, keywords: Mapping[str, Any]) -> Given:
+    def _begin(self, schedule: Any, count: int, keywords: Mapping[str, Any]) -> StepInputs:
         """The data of a step, once all ranks are at it and have theirs."""
-        given, fault = Given(), None
+        given, fault = StepInputs(), None
         try:
             lazy = self.lazy and can_be_lazy(schedule, self._counters)
             self._supply.begin(count)
@@ -301,16 +301,16 @@ class PipelineHooks(Closing):
         self._updates.scaling.forget()
         return given
 
-    def _run(self, schedule: Any, given: Given, keywords: Mapping[str, Any]) -> Run:
+    def _run(self, schedule: Any, given: StepInputs, keywords: Mapping[str, Any]) -> ScheduleRun:
         """The schedule."""
         losses: list[torch.Tensor] | None = [] if self._supply.last else None
         before, began = self._supply.wait_seconds, time.perf_counter()
         run_schedule(schedule, self._stages, given, losses, keywords)
         waited = self._supply.wait_seconds - before
         seconds = time.perf_counter() - began - waited
-        return Run(began=began, seconds=seconds, losses=losses or [], lazy=given.lazy)
+        return ScheduleRun(began=began, seconds=seconds, losses=losses or [], lazy=given.lazy)
 
-    def _arrivals(self, run: Run, ready: tuple[float, ...]) -> Arrivals | None:
+    def _arrivals(self, run: ScheduleRun, ready: tuple[float, ...]) -> Arrivals | None:
         """Of the micro-batches; their deadlines follow from what was measured before this step."""
         if not self._supply.first and not self._supply.last:
             return None
@@ -348,7 +348,7 @@ class PipelineHooks(Closing):
     def step_scheduler(self, metric: float | None) -> float:
         """For schedulers that wait for a metric (ReduceLROnPlateau), which step() only saves: step
         them with the mean of what ranks give, None where one has nothing; the mean. Collective."""
-        said = self._ranks.all_gather(json.dumps(metric).encode(), Channel.TRAINER)
+        said = self._ranks.all_gather(json.dumps(metric).encode(), RankChannel.TRAINER)
         known = [float(value) for text in said if (value := json.loads(text)) is not None]
         if not known:
             raise ConfigError("step_scheduler(): no rank has a metric. Nothing was changed.")
@@ -373,7 +373,7 @@ class PipelineHooks(Closing):
         if self._supply.fed and loader is not None:
             loader.read_as(self.place.replica, self.place.replicas)
         count = self.microbatches or microbatches_of(schedule)
-        found = Evaluation(self._ranks, self._agreement, self._supply, loader, count)
+        found = ValidationEpoch(self._ranks, self._agreement, self._supply, loader, count)
         self._guard_buffers(schedule)
         return found.losses(schedule, self._stages, self._updates.scaling, self.completed)
 
@@ -400,7 +400,7 @@ class PipelineHooks(Closing):
             raise ConfigError("nothing to save with: give a checkpointer, and call restore() first")
         mine = self._position.vote(self.stages, fed=self._supply.fed)
         said = json.dumps(mine.to_dict(), sort_keys=True).encode()
-        heard = self._ranks.all_gather(said, Channel.TRAINER)
+        heard = self._ranks.all_gather(said, RankChannel.TRAINER)
         self._position.agree(agreed([Vote.from_dict(json.loads(text)) for text in heard]))
         return self._ckpt.save(self.completed, self._state)
 
@@ -446,9 +446,11 @@ class PipelineHooks(Closing):
     def bubbles(self) -> BubbleReport:
         """Idle shares of the ranks of this pipeline since the last report. Collective."""
         said = json.dumps(self._tally.to_dict()).encode()
-        heard = self._ranks.all_gather(said, Channel.TRAINER)
-        self._tally = Tally()
-        tallies = {rank: Tally.from_dict(json.loads(heard[rank])) for rank in self.place.members}
+        heard = self._ranks.all_gather(said, RankChannel.TRAINER)
+        self._tally = IdleTally()
+        tallies = {
+            rank: IdleTally.from_dict(json.loads(heard[rank])) for rank in self.place.members
+        }
         return report_of(tallies, self._plan)
 
     def close(self) -> None:

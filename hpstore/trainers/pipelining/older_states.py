@@ -6,9 +6,9 @@ import logging
 from typing import Any
 
 from hpstore.checkpoint import Checkpointer
-from hpstore.checkpoint.ranks import Channel, Ranks
+from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
 from hpstore.errors import HpstoreError
-from hpstore.trainers.pipelining.position import OWN
+from hpstore.trainers.pipelining.run_position import OWN
 
 _log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ def restore_run(
     """Fill `state`; the step. Its value `data_name` is looked for under the name that an older
     hpstore gave it, too. Collective. Raises what Checkpointer.restore does."""
     old = ranks.broadcast(b"1" if ranks.leads and _is_old(ckpt, data_name, step) else b"0",
-                          Channel.TRAINER) == b"1"  # fmt: skip
+                          RankChannel.TRAINER) == b"1"  # fmt: skip
     if not old:
         return ckpt.restore(state, step, strict=strict)
     state[OWN] = state.pop(data_name)

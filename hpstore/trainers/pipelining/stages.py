@@ -12,10 +12,10 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
 from hpstore.errors import ConfigError
-from hpstore.trainers.pipelining.agreement import NONE, Votes
-from hpstore.trainers.pipelining.events import NO_MICROBATCH, Recorder
-from hpstore.trainers.pipelining.joint import Optimizers
-from hpstore.trainers.pipelining.tied import Mark, Tied
+from hpstore.trainers.pipelining.events import NO_MICROBATCH, EventRecorder
+from hpstore.trainers.pipelining.joint_optimizers import Optimizers
+from hpstore.trainers.pipelining.step_agreement import NONE, Votes
+from hpstore.trainers.pipelining.tied_tensors import Mark, Tied
 
 S = TypeVar("S", bound=PipelineStage)
 RESERVED = (
@@ -32,7 +32,7 @@ MEANT = {"lr_scheduler": "scheduler", "schedulers": "scheduler", "lr_schedulers"
 
 
 # Any below: torch's own signatures, which differ from version to version and are passed on
-def watched(kind: type[S], recorder: Recorder) -> type[S]:
+def watched(kind: type[S], recorder: EventRecorder) -> type[S]:
     """A subclass of a stage class whose compute calls are noted. It computes what `kind` does.
 
     Only methods that every schedule calls are overridden: forward_one_chunk, backward_one_chunk,
@@ -78,7 +78,7 @@ def watched(kind: type[S], recorder: Recorder) -> type[S]:
     return Watched
 
 
-def watch(stage: Any, recorder: Recorder) -> Any:
+def watch(stage: Any, recorder: EventRecorder) -> Any:
     """Let a stage that is built already note when it computes; the same stage."""
     if getattr(stage, "hpstore_recorder", None) is not recorder:
         stage.__class__ = watched(type(stage), recorder)
@@ -192,7 +192,10 @@ def twice(name: str) -> str:
 
 
 def require_own_stages(
-    built: Sequence[PipelineStage], recorder: Recorder, stages: tuple[int, ...], num_stages: int
+    built: Sequence[PipelineStage],
+    recorder: EventRecorder,
+    stages: tuple[int, ...],
+    num_stages: int,
 ) -> None:
     """Raise ConfigError for stages that were not wrapped, or are not those that were told."""
     if any(getattr(stage, "hpstore_recorder", None) is not recorder for stage in built):
@@ -226,7 +229,7 @@ def require_own_parameters(model: torch.nn.Module, optimizers: Optimizers) -> No
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class HeldStages:
     """What a rank tells of its stages. `split`: other ranks hold parts of their tensors; `fault`:
     why they cannot be used; `votes`: that it needs in each step; `optimizers`: their kinds, where
     there are several."""
@@ -244,7 +247,7 @@ class Held:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def of_json(cls, text: bytes) -> Held:
+    def of_json(cls, text: bytes) -> HeldStages:
         """Inverse of to_json()."""
         raw = json.loads(text)
         return cls(stages=tuple(raw["stages"]), names=tuple(raw["names"]), split=raw["split"],
@@ -254,7 +257,7 @@ class Held:
                    )  # fmt: skip
 
 
-def require_own_names(held: Sequence[Held], tied: Tied) -> None:
+def require_own_names(held: Sequence[HeldStages], tied: Tied) -> None:
     """Raise ConfigError when a rank's stages cannot be used, or when ranks with different stages
     have one name for two tensors. Pure; alike on all ranks.
 
@@ -280,7 +283,7 @@ def require_own_names(held: Sequence[Held], tied: Tied) -> None:
 
 
 def counted_elsewhere(
-    members: Sequence[int], rank: int, held: Sequence[Held], tied: Tied
+    members: Sequence[int], rank: int, held: Sequence[HeldStages], tied: Tied
 ) -> frozenset[str]:
     """Tied tensors of this rank that an earlier rank of its pipeline holds, too: in a sum over the
     pipeline that one has them. Pure. `held`: by rank; `members`: in the order of their stages."""

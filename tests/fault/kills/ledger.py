@@ -12,7 +12,7 @@ import torch
 
 from hpstore.checkpoint import Checkpointer
 from hpstore.errors import HpstoreError, ObjectNotFound
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
 from tests.fault.common import value
 
 ABSENT = "absent"

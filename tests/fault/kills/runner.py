@@ -19,8 +19,8 @@ from pathlib import Path
 import hpstore
 from hpstore.config import Settings
 from hpstore.errors import HpstoreError
-from hpstore.observed import read_status
-from hpstore.pool import Pool
+from hpstore.membership.agent_observations import read_status
+from hpstore.pool.pool import Pool
 from hpstore.units import KIB, MIB
 from tests.fault.common import column_number, flip, poll
 from tests.fault.kills.ledger import Objects, Steps, data_of, digest

@@ -21,7 +21,7 @@ import torch
 from hpstore.agent import Agent, agent_config
 from hpstore.checkpoint import Checkpointer
 from hpstore.errors import ObjectNotFound
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
 from hpstore.units import KIB, MIB
 from tests.fault.common import end_with
 from tests.fault.kills.ledger import ABSENT, KEEP_LAST, PREFIX, data_of, digest, state_of

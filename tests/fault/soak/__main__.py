@@ -12,8 +12,8 @@ import threading
 import time
 from pathlib import Path
 
-from hpstore.testing.leftovers import scratch_directory, sweep, throttle_problem
 from hpstore.testing.loopfs import loop_mounts_problem
+from hpstore.testing.scratch import scratch_directory, sweep, throttle_problem
 from tests.fault.soak.rig import HEAL_SECONDS, Soak
 from tests.fault.soak.schedule import make_schedule
 

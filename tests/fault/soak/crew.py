@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpstore.closing import Closing
+from hpstore.runtime.closing import Closing
 from tests.fault.soak.schedule import PROCESSES
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -11,8 +11,8 @@ from itertools import pairwise
 # Any: JSON rows of journals
 from typing import Any
 
-from hpstore.health.states import Decision, Role
-from hpstore.health.verdicts import HealthState
+from hpstore.health.detect.verdicts import HealthState
+from hpstore.health.policy.states import Decision, Role
 from tests.fault.kills.ledger import ABSENT
 from tests.fault.soak.crew import Life
 from tests.fault.soak.load import SAMPLES, STEPS_AN_EPOCH, WORK_SECONDS, digest_of, new_state

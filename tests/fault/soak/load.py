@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from hpstore.loaders import DatasetWriter, Field
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
 from hpstore.units import MIB
 
 DATA_SET, PREFIX = "soak", "runs/soak"

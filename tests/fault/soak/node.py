@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import hpstore
-from hpstore.closing import Closing
 from hpstore.config import Settings
+from hpstore.runtime.closing import Closing
 from hpstore.testing.loopfs import HANGING, LoopFilesystem
 from hpstore.units import KIB, MIB
 from tests.fault.soak.load import write_data_set

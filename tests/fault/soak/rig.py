@@ -14,8 +14,8 @@ from hpstore.errors import HpstoreError
 from hpstore.health.history import History
 from hpstore.health.monitor import history_path
 from hpstore.loaders import verify_dataset
-from hpstore.metrics import Metrics
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
+from hpstore.runtime.metrics import Metrics
 from tests.fault.kills.ledger import ABSENT, digest
 from tests.fault.soak.crew import Crew
 from tests.fault.soak.journal import read_journal

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import hpstore
-from hpstore.closing import Closing
 from hpstore.errors import HpstoreError
+from hpstore.runtime.closing import Closing
 from tests.fault.soak.node import PARITY
 
 PAUSE_SECONDS = 1.0

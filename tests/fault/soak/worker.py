@@ -17,7 +17,7 @@ from pathlib import Path
 
 import hpstore
 from hpstore.errors import HpstoreError, ObjectNotFound
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
 from hpstore.units import KIB, MIB
 from tests.fault.kills.ledger import ABSENT, data_of, digest
 from tests.fault.soak.journal import Journal, read_journal

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-from hpstore.testing.faultfs import Rule
+from hpstore.testing.faultfs import FaultRule
 from tests.fault.agents import Agents
 from tests.fault.common import poll
 from tests.fault.suite.faults import refused
@@ -53,7 +53,7 @@ def kill_agent(
 
 def lose(rig: Rig) -> None:
     """Device 0 fails every call, until the rig is relieved."""
-    rig.faulty.behave(Rule(error=errno.EIO))
+    rig.faulty.behave(FaultRule(error=errno.EIO))
     refused(rig.paths[0], errno.EIO)
 
 

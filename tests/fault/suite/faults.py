@@ -14,11 +14,11 @@ import pytest
 
 import hpstore
 from hpstore.config import Settings
-from hpstore.pool import Pool
-from hpstore.rebuild import RebuildReport
-from hpstore.testing.faultfs import Rule, fuse_problem
-from hpstore.testing.leftovers import run, throttle_problem
+from hpstore.maintenance.rebuild import RebuildReport
+from hpstore.pool.pool import Pool
+from hpstore.testing.faultfs import FaultRule, fuse_problem
 from hpstore.testing.loopfs import HANGING, Kind, loop_mounts_problem
+from hpstore.testing.scratch import run, throttle_problem
 from hpstore.units import MIB
 from tests.fault.common import Call, poll, tree
 from tests.fault.suite.rig import Healed, Rig, heal
@@ -190,7 +190,7 @@ def flip_columns(rig: Rig) -> Iterator[None]:
     yield
 
 
-def misbehave(*rules: Rule) -> Callable[[Rig], Iterator[None]]:
+def misbehave(*rules: FaultRule) -> Callable[[Rig], Iterator[None]]:
     """Faults by FUSE, of device 0."""
 
     def script(rig: Rig) -> Iterator[None]:
@@ -203,7 +203,7 @@ def misbehave(*rules: Rule) -> Callable[[Rig], Iterator[None]]:
 
 def flap(rig: Rig) -> Iterator[None]:
     for _ in range(FLAPS):
-        before = rig.faulty.behave(Rule(error=errno.EIO))
+        before = rig.faulty.behave(FaultRule(error=errno.EIO))
         yield
         assert rig.faulty.behave() > before, "no call met the fault"
         yield
@@ -211,7 +211,7 @@ def flap(rig: Rig) -> Iterator[None]:
 
 def hang_calls(rig: Rig) -> Iterator[None]:
     rig.silent.add(rig.paths[0])
-    rig.faulty.behave(Rule(operations=IO, hang=True))
+    rig.faulty.behave(FaultRule(operations=IO, hang=True))
     with hanging(lambda: write_proof(rig.paths[0], MIB)):
         yield
 
@@ -295,55 +295,158 @@ def add_wiped(rig: Rig, healed: Healed) -> None:
 
 
 FAULTS = (
-    Fault(name="shutdown", method="ioctl 0x8004587d, power cut", script=shutdown(0), evict=(0,),
-          back=readmit(0, after=remount_all)),
-    Fault(name="shutdown, XFS", method="the same on XFS", script=shutdown(0), evict=(0,),
-          back=readmit(0, after=remount_all), kind="xfs"),
-    Fault(name="two shut down", method="the same, m devices at once", script=shutdown(0, 1),
-          evict=(0, 1), back=readmit(0, 1, after=remount_all)),
-    Fault(name="backing vanished", method="truncate, losetup -c", script=yank, evict=(0,),
-          back=replace),
-    Fault(name="backing vanished, XFS", method="the same on XFS", script=yank, evict=(0,),
-          back=replace, kind="xfs"),
-    Fault(name="server killed", method="SIGKILL of the FUSE server: ENOTCONN", script=kill_server,
-          evict=(0,), back=readmit(0, after=restart_server), fuse=True),
+    Fault(
+        name="shutdown",
+        method="ioctl 0x8004587d, power cut",
+        script=shutdown(0),
+        evict=(0,),
+        back=readmit(0, after=remount_all),
+    ),
+    Fault(
+        name="shutdown, XFS",
+        method="the same on XFS",
+        script=shutdown(0),
+        evict=(0,),
+        back=readmit(0, after=remount_all),
+        kind="xfs",
+    ),
+    Fault(
+        name="two shut down",
+        method="the same, m devices at once",
+        script=shutdown(0, 1),
+        evict=(0, 1),
+        back=readmit(0, 1, after=remount_all),
+    ),
+    Fault(
+        name="backing vanished",
+        method="truncate, losetup -c",
+        script=yank,
+        evict=(0,),
+        back=replace,
+    ),
+    Fault(
+        name="backing vanished, XFS",
+        method="the same on XFS",
+        script=yank,
+        evict=(0,),
+        back=replace,
+        kind="xfs",
+    ),
+    Fault(
+        name="server killed",
+        method="SIGKILL of the FUSE server: ENOTCONN",
+        script=kill_server,
+        evict=(0,),
+        back=readmit(0, after=restart_server),
+        fuse=True,
+    ),
     Fault(name="lazy unmount", method="umount -l", script=lazy_unmount, back=remount),
-    Fault(name="wiped", method="rm -r of all that is on it", script=wipe, evict=(0,),
-          back=add_wiped),
-    Fault(name="foreign", method="a device of another pool mounted in its place", script=foreign,
-          prepare=make_other_pool, back=remount),
+    Fault(
+        name="wiped", method="rm -r of all that is on it", script=wipe, evict=(0,), back=add_wiped
+    ),
+    Fault(
+        name="foreign",
+        method="a device of another pool mounted in its place",
+        script=foreign,
+        prepare=make_other_pool,
+        back=remount,
+    ),
     Fault(name="read-only", method="trigger_fs_error", script=read_only, back=remount),
     Fault(name="full", method="fallocate until ENOSPC", script=full, lift=release),
     Fault(name="full, XFS", method="the same on XFS", script=full, lift=release, kind="xfs"),
-    Fault(name="no space for writes", method="FUSE: ENOSPC where statfs tells of room", fuse=True,
-          script=misbehave(Rule(operations=("write", "fallocate"), error=errno.ENOSPC)),
-          lift=Rig.relieve),
-    Fault(name="EIO, 1 in 5", method="FUSE: reads, writes and fsyncs", fuse=True, lift=Rig.relieve,
-          script=misbehave(Rule(operations=IO, error=errno.EIO, probability=0.2))),
-    Fault(name="flipped at rest", method="a bit of each column, on the device below ext4",
-          script=flip_columns, scrub=True),
-    Fault(name="flipped at rest, XFS", method="the same below XFS", script=flip_columns, scrub=True,
-          kind="xfs"),
-    Fault(name="flipped on read", method="FUSE: a bit of 1 in 5 reads", fuse=True, lift=Rig.relieve,
-          script=misbehave(Rule(operations=("read",), path=COLUMNS, flip=True, probability=0.2)),
-          scrub=True),
-    Fault(name="flipped on write", method="FUSE: a bit of 3 in 10 writes", fuse=True, seen=False,
-          lift=Rig.relieve, scrub=True,
-          script=misbehave(Rule(operations=("write",), flip=True, probability=0.3))),
-    Fault(name="dropped writes", method="FUSE: 3 in 10 say done, are not", fuse=True, seen=False,
-          lift=Rig.relieve, scrub=True,
-          script=misbehave(Rule(operations=("write",), drop=True, probability=0.3))),
-    Fault(name="slow", method="blkio throttle, 1 MiB/s", throttles=True,
-          script=throttled(SLOW_BYTES_PER_SECOND), lift=Rig.relieve),
-    Fault(name="slow calls", method="FUSE: 50 ms a read, write or fsync", fuse=True,
-          script=misbehave(Rule(operations=IO, delay_seconds=DELAY_SECONDS)), lift=Rig.relieve),
-    Fault(name="hang", method="blkio throttle, 1 byte/s", throttles=True, script=hang, hangs=True,
-          evict=(0,), lift=Rig.relieve, back=readmit(0)),
-    Fault(name="hanging calls", method="FUSE: reads, writes and fsyncs never end", fuse=True,
-          script=hang_calls, hangs=True, evict=(0,),
-          lift=Rig.relieve, back=readmit(0)),
-    Fault(name="flapping", method="FUSE: EIO on everything, four times on and off", fuse=True,
-          script=flap),
-)  # fmt: skip
+    Fault(
+        name="no space for writes",
+        method="FUSE: ENOSPC where statfs tells of room",
+        fuse=True,
+        script=misbehave(FaultRule(operations=("write", "fallocate"), error=errno.ENOSPC)),
+        lift=Rig.relieve,
+    ),
+    Fault(
+        name="EIO, 1 in 5",
+        method="FUSE: reads, writes and fsyncs",
+        fuse=True,
+        lift=Rig.relieve,
+        script=misbehave(FaultRule(operations=IO, error=errno.EIO, probability=0.2)),
+    ),
+    Fault(
+        name="flipped at rest",
+        method="a bit of each column, on the device below ext4",
+        script=flip_columns,
+        scrub=True,
+    ),
+    Fault(
+        name="flipped at rest, XFS",
+        method="the same below XFS",
+        script=flip_columns,
+        scrub=True,
+        kind="xfs",
+    ),
+    Fault(
+        name="flipped on read",
+        method="FUSE: a bit of 1 in 5 reads",
+        fuse=True,
+        lift=Rig.relieve,
+        script=misbehave(FaultRule(operations=("read",), path=COLUMNS, flip=True, probability=0.2)),
+        scrub=True,
+    ),
+    Fault(
+        name="flipped on write",
+        method="FUSE: a bit of 3 in 10 writes",
+        fuse=True,
+        seen=False,
+        lift=Rig.relieve,
+        scrub=True,
+        script=misbehave(FaultRule(operations=("write",), flip=True, probability=0.3)),
+    ),
+    Fault(
+        name="dropped writes",
+        method="FUSE: 3 in 10 say done, are not",
+        fuse=True,
+        seen=False,
+        lift=Rig.relieve,
+        scrub=True,
+        script=misbehave(FaultRule(operations=("write",), drop=True, probability=0.3)),
+    ),
+    Fault(
+        name="slow",
+        method="blkio throttle, 1 MiB/s",
+        throttles=True,
+        script=throttled(SLOW_BYTES_PER_SECOND),
+        lift=Rig.relieve,
+    ),
+    Fault(
+        name="slow calls",
+        method="FUSE: 50 ms a read, write or fsync",
+        fuse=True,
+        script=misbehave(FaultRule(operations=IO, delay_seconds=DELAY_SECONDS)),
+        lift=Rig.relieve,
+    ),
+    Fault(
+        name="hang",
+        method="blkio throttle, 1 byte/s",
+        throttles=True,
+        script=hang,
+        hangs=True,
+        evict=(0,),
+        lift=Rig.relieve,
+        back=readmit(0),
+    ),
+    Fault(
+        name="hanging calls",
+        method="FUSE: reads, writes and fsyncs never end",
+        fuse=True,
+        script=hang_calls,
+        hangs=True,
+        evict=(0,),
+        lift=Rig.relieve,
+        back=readmit(0),
+    ),
+    Fault(
+        name="flapping",
+        method="FUSE: EIO on everything, four times on and off",
+        fuse=True,
+        script=flap,
+    ),
+)
 
 __all__ = ["FAULTS", "Fault"]

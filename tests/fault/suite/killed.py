@@ -24,7 +24,7 @@ class Phase:
     """
 
     function: str
-    owner: str = "hpstore.pool:Pool"
+    owner: str = "hpstore.pool.pool:Pool"
     word: str = ""
     after: bool = False
     times: int = 1
@@ -45,13 +45,13 @@ AGENT_AWAY = {
     "before it notes what it does": Phase(owner="hpstore.agent.loop", function="save_memory"),
     "before an eviction": Phase(function="evict"),
     "after an eviction": Phase(function="evict", after=True),
-    "in a rebuild": Phase(owner="hpstore.rebuild", function=REPAIR, times=5),
+    "in a rebuild": Phase(owner="hpstore.maintenance.rebuild", function=REPAIR, times=5),
     "after a rebuild": Phase(function="rebuild", after=True),
 }  # while a device does not answer
 AGENT_BACK = {
     "before a readmission": Phase(function="readmit"),
     "after a readmission": Phase(function="readmit", after=True),
-    "in a scrub": Phase(owner="hpstore.scrub", function=REPAIR, times=5),
+    "in a scrub": Phase(owner="hpstore.maintenance.scrub", function=REPAIR, times=5),
 }  # when it answers again
 PHASES = {**TRAINER, **AGENT_AWAY, **AGENT_BACK}
 

@@ -17,12 +17,12 @@ import torch
 
 import hpstore
 from hpstore.checkpoint import Checkpointer
-from hpstore.closing import Closing
 from hpstore.config import Settings
 from hpstore.errors import HpstoreError
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
+from hpstore.runtime.closing import Closing
 from hpstore.testing.faultfs import FaultFilesystem, Logged, read_log
-from hpstore.testing.leftovers import attach, fails, run, scratch_directory, unmounted
+from hpstore.testing.scratch import attach, fails, run, scratch_directory, unmounted
 from hpstore.units import MIB
 from tests.fault.suite.table import Row
 

@@ -30,7 +30,7 @@ from hpstore.loaders import (
     remove_orphans,
     verify_dataset,
 )
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
 from tests.fault.common import exit_status, flip, forked, payload, poll, wrapping
 from tests.fault.suite.agents import kill_agent
 from tests.fault.suite.killed import AGENT_AWAY, AGENT_BACK, TRAINER, reached
@@ -44,14 +44,7 @@ from tests.fault.suite.runner import (
     watched_reads,
 )
 from tests.fault.suite.table import Row
-from tests.fault.suite.workload import (
-    OBJECT_BYTES,
-    OBJECTS,
-    PROBE,
-    STILL,
-    ExampleTrainer,
-    Plan,
-)
+from tests.fault.suite.workload import OBJECT_BYTES, OBJECTS, PROBE, STILL, ExampleTrainer, Plan
 
 T = TypeVar("T")
 SEED, PATIENCE = 20261122, 60.0

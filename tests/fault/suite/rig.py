@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import hpstore
-from hpstore.closing import Closing
 from hpstore.config import Settings
-from hpstore.pool import Pool
-from hpstore.rebuild import RebuildReport
+from hpstore.maintenance.rebuild import RebuildReport
+from hpstore.pool.pool import Pool
+from hpstore.runtime.closing import Closing
 from hpstore.testing.faultfs import FaultFilesystem
 from hpstore.testing.loopfs import Kind, LoopFilesystem
 from hpstore.units import KIB, MIB

@@ -11,7 +11,7 @@ from pathlib import Path
 import hpstore
 from hpstore.checkpoint import Checkpointer
 from hpstore.errors import HpstoreError
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
 from tests.fault.common import poll
 from tests.fault.suite.faults import Fault
 from tests.fault.suite.rig import (

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from hpstore.config import write_atomically
-from hpstore.health.fence import quantile
+from hpstore.health.detect.outlier_fence import quantile
 from hpstore.units import format_bytes
 from tests.fault.suite.workload import Read
 

@@ -22,11 +22,11 @@ import torch
 
 import hpstore
 from hpstore.checkpoint import Checkpointer
-from hpstore.clock import SystemClock
 from hpstore.errors import HpstoreError
-from hpstore.health.verdicts import HealthState
+from hpstore.health.detect.verdicts import HealthState
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
-from hpstore.pool import Pool
+from hpstore.pool.pool import Pool
+from hpstore.runtime.clock import SystemClock
 from hpstore.units import KIB
 from tests.fault.common import forked, payload, poll
 

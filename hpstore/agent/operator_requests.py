@@ -1,0 +1,77 @@
+"""An operator's words to the agent of this node: a small file that commands write and it reads.
+
+Orders are numbered. The agent obeys each once, in their order, and says in its status what became
+of it. Without an agent they wait for one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpstore.agent.saved_state import load_memory
+from hpstore.config import write_atomically
+from hpstore.errors import IntegrityError
+from hpstore.format.records import FORMAT, seal, unseal
+from hpstore.format.untrusted_bytes import MALFORMED, brief
+from hpstore.health.policy.operator_commands import Command
+from hpstore.locks import file_lock
+from hpstore.runtime.clock import Clock
+
+ORDERS_FILE = "orders.json"
+_KEPT = 256
+_DEADLINE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorRequest:
+    """One of them. `device` is an id."""
+
+    number: int
+    at_ms: int
+    word: Command
+    device: str
+
+
+def read_orders(directory: Path) -> list[OperatorRequest]:
+    """All that are kept, oldest first. Raises IntegrityError."""
+    path = directory / ORDERS_FILE
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    rows = unseal(data, where=str(path)).get("orders")
+    try:
+        if not isinstance(rows, list):
+            raise ValueError("orders is not a list")
+        return [
+            OperatorRequest(
+                number=int(row["number"]),
+                at_ms=int(row["at_ms"]),
+                word=Command(row["word"]),
+                device=str(row["device"]),
+            )
+            for row in rows
+        ]
+    except MALFORMED as error:
+        raise IntegrityError(f"{path}: orders are malformed: {brief(error)}") from error
+
+
+def give_order(directory: Path, word: Command, device: str, clock: Clock) -> OperatorRequest:
+    """Add an order. Durable on return. Raises LockTimeout, IntegrityError, ConfigError."""
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with file_lock(directory, "orders.lock", clock, _DEADLINE_SECONDS, "order"):
+        known = read_orders(directory)
+        # also where the file was moved away: a number that was obeyed once is never obeyed again
+        number = 1 + max(load_memory(directory).orders_done, known[-1].number if known else 0)
+        order = OperatorRequest(number=number, at_ms=clock.wall_ms(), word=word, device=device)
+        rows = [
+            {"number": o.number, "at_ms": o.at_ms, "word": o.word, "device": o.device}
+            for o in [*known, order][-_KEPT:]
+        ]
+        text = seal({"format": FORMAT, "orders": rows}).decode()
+        write_atomically(directory / ORDERS_FILE, text)
+    return order
+
+
+__all__ = ["ORDERS_FILE", "OperatorRequest", "give_order", "read_orders"]

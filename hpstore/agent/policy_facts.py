@@ -1,0 +1,133 @@
+"""From what was seen of a pool to the facts that the policy decides on. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from hpstore.agent.device_probes import Seen
+from hpstore.agent.monitor_watch import WatchedDevice
+from hpstore.format.records import DeviceState, Member, PoolRecord
+from hpstore.health.decision_notes import verdicts_of_processes
+from hpstore.health.detect.verdicts import HealthState
+from hpstore.health.policy.states import (
+    Decision,
+    DeviceFacts,
+    ForecastOutlook,
+    PolicyConfig,
+    PolicyState,
+    PoolFacts,
+    Role,
+)
+from hpstore.maintenance.survey_condition import Condition
+
+REPORT = "report: "  # how the reason of a process' report to the agent begins
+_REPORT_SECONDS = 900.0  # a process repeats it each 600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sighting:
+    """All that was seen. `condition` None: not known, or not of the devices that are there now."""
+
+    record: PoolRecord
+    open: Collection[str]  # members that are open
+    seen: Mapping[str, Seen]
+    back: Collection[str]  # devices at places where no member answers
+    denied: Collection[str]  # places that this agent's user has no rights on
+    reconciled: Collection[str]
+    condition: Condition | None
+    outlooks: Mapping[str, ForecastOutlook]
+    watched: Mapping[str, WatchedDevice]
+    reports: Mapping[str, str]
+    busy: str
+
+
+def pool_facts(sighting: Sighting, config: PolicyConfig) -> PoolFacts:
+    """Facts of all members and evicted devices."""
+    record = sighting.record
+    everyone = (*record.members, *record.evicted)
+    condition = sighting.condition
+    return PoolFacts(
+        parity=record.parity,
+        devices={m.device_id: _device(sighting, m, config) for m in everyone},
+        losses_tolerated=None if condition is None else condition.spare,
+        busy=sighting.busy,
+        spare_capacity=_spare_capacity(sighting),
+    )
+
+
+def answers(sighting: Sighting, member: Member) -> bool:
+    """Whether a device is there. One that was asked and has not answered yet is: who knows better?
+
+    A member at a place where it was seen but is not open is not: its record may be old. One that
+    this user has no rights on was not asked, so it has not left.
+    """
+    if member.left:
+        return member.device_id in sighting.back
+    seen = sighting.seen.get(member.device_id)
+    if member.device_id not in sighting.open:
+        return member.url in sighting.denied
+    return seen is None or seen.answers
+
+
+def _device(sighting: Sighting, member: Member, config: PolicyConfig) -> DeviceFacts:
+    device, condition = member.device_id, sighting.condition
+    watched = sighting.watched.get(device)
+    # a process ends its own sit-out by its own probes; so it is well where that one is over
+    well = watched is None or watched.state is not HealthState.SITOUT
+    known = condition is not None and device not in condition.silent
+    seen = sighting.seen.get(device)
+    return DeviceFacts(
+        present=answers(sighting, member), domain=member.domain, pool_state=member.state,
+        reported=sighting.reports.get(device, ""), probes=config.probes_least if well else 0,
+        read_only=seen is not None and seen.read_only,
+        forecast=sighting.outlooks.get(device, ForecastOutlook.NONE),
+        empty=known and condition is not None and device not in condition.holding
+        and member.state is DeviceState.DRAINING,
+        evictable=condition is not None and device not in condition.needed,
+        reconciled=device in sighting.reconciled,
+    )  # fmt: skip
+
+
+def _spare_capacity(sighting: Sighting) -> bool:
+    """Whether what the fullest member holds fits on the others."""
+    rows = [seen for seen in sighting.seen.values() if seen.answers and seen.total_bytes]
+    if len(rows) < 2:
+        return False
+    fullest = max(rows, key=lambda seen: seen.total_bytes - seen.free_bytes)
+    free = sum(seen.free_bytes for seen in rows) - fullest.free_bytes
+    return free > fullest.total_bytes - fullest.free_bytes
+
+
+def reports_in(
+    decisions: Collection[Decision], state: PolicyState, now_seconds: float
+) -> dict[str, str]:
+    """What processes of this node ask the agent to drain, and why; the newest of each device.
+
+    A report from before a device was taken back counts no more.
+    """
+    found: dict[str, str] = {}
+    for said in sorted(decisions, key=lambda decision: decision.at_seconds):
+        fresh = now_seconds - said.at_seconds <= _REPORT_SECONDS
+        pardoned = said.at_seconds <= state.health(said.device).pardoned_seconds
+        if said.role is Role.PROCESS and said.reason.startswith(REPORT) and fresh and not pardoned:
+            found[said.device] = f"a process reports: {said.reason.removeprefix(REPORT)}"
+    return found
+
+
+def told_by_processes(
+    decisions: Collection[Decision], state: PolicyState, now_seconds: float
+) -> dict[str, Decision]:
+    """What a process of this node decided last about each device that is not well for it.
+
+    For people: nothing is decided by it (PROTOCOL 16). What is older than the device's last return
+    counts no more.
+    """
+    told = verdicts_of_processes(decisions, now_seconds)
+    return {
+        device: said for device, said in told.items()
+        if said.at_seconds > state.health(device).pardoned_seconds
+    }  # fmt: skip
+
+
+__all__ = ["REPORT", "Sighting", "answers", "pool_facts", "reports_in", "told_by_processes"]

@@ -1,0 +1,1 @@
+"""Benchmarks of checkpoints: stall, time until durable, load, beside other savers."""

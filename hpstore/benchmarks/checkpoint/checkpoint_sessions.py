@@ -1,0 +1,249 @@
+"""What one repetition of one contender does in its own process: saves, or loads.
+
+Saves: the first one into new files, more that warm everything up (the second is watched for its
+memory), then the measured one: the third, or the fourth where files are recycled (Peer.last_step).
+Warm loads follow in the same process with nothing dropped: peers
+find their file in the page cache, hpstore whatever it kept. Cold loads have a process to
+themselves, the page cache dropped before each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hpstore.benchmarks.checkpoint.checkpoint_contenders import kind_of
+from hpstore.benchmarks.checkpoint.checkpoint_ours import Copy, HpstoreSaver
+from hpstore.benchmarks.checkpoint.checkpoint_peers import SaverPeer
+from hpstore.benchmarks.checkpoint.checkpoint_state import (
+    State,
+    TensorContents,
+    leaves,
+    map_state,
+    state_bytes,
+)
+from hpstore.benchmarks.harness.measure import seconds
+from hpstore.benchmarks.harness.raw_devices import BLOCK_BYTES, DATA, PARITY, RawFiles
+from hpstore.benchmarks.harness.sessions import Found, Sections
+from hpstore.runtime.buffers import aligned_array
+from hpstore.units import MIB, div_ceil, round_up
+
+_SAMPLE_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSpec:
+    """What a session is to do. `state` (filled) and `target` are paths of shared states."""
+
+    contender: str
+    directory: Path
+    size_bytes: int
+    state: str
+    target: str
+
+    @property
+    def copies(self) -> int:
+        """Bytes that a save or a load may take: one copy in memory, one in the page cache."""
+        return int(2.1 * self.size_bytes) + 64 * MIB
+
+    @property
+    def copy(self) -> int:
+        """Bytes of one copy: what a save takes when its staging is there."""
+        return int(1.05 * self.size_bytes) + 64 * MIB
+
+
+def contender(spec: CheckpointSpec) -> SaverPeer:
+    """The one that a spec names."""
+    return kind_of(spec.contender)(spec.directory / spec.contender)
+
+
+def resident_bytes() -> int:
+    """Memory of this process, exactly (statm is off by megabytes), and what processes that it
+    started have to themselves: what they share with it is counted here.
+    """
+    own = _rollup("self", "Rss:")
+    return own + sum(_rollup(pid, "Private_Clean:", "Private_Dirty:") for pid in _descendants())
+
+
+def _rollup(pid: str, *names: str) -> int:
+    """Bytes in these lines of a process's smaps_rollup; 0 when it is gone."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(names))
+    return 0
+
+
+def _descendants() -> list[str]:
+    """Processes that this one started, and those that they started."""
+    found, front = [], [str(os.getpid())]
+    while front:
+        children: list[str] = []
+        for pid in front:
+            for listing in Path(f"/proc/{pid}/task").glob("*/children"):
+                with contextlib.suppress(OSError):
+                    children += listing.read_text().split()
+        found += children
+        front = children
+    return found
+
+
+class PeakMemory:
+    """Highest resident memory while it is entered, sampled by a thread."""
+
+    def __enter__(self) -> PeakMemory:
+        self.bytes = resident_bytes()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="peak-memory")
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_SAMPLE_SECONDS):
+            self.bytes = max(self.bytes, resident_bytes())
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def drop_cache(directory: Path) -> None:
+    """Nothing under a directory is in the page cache afterwards; all of it was synced before.
+
+    A file that goes meanwhile, as a pool recycles those of deleted objects, takes its pages along.
+    """
+    for path in directory.rglob("*"):
+        if not path.is_file():
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+
+
+def save_session(sections: Sections, spec: CheckpointSpec) -> Found:
+    """First save, steady save, memory, and warm loads."""
+    content, state = TensorContents(), map_state(spec.state, spec.size_bytes)
+    content.fill(state, 1)
+    base = resident_bytes()
+    who = contender(spec)
+    sections.warm(spec.copy)
+    who.prepare(state)
+    sections.warm(spec.copies)
+    first = who.save(state, 1)
+    sections.warm(0)
+    peak = _warm_up(spec, who, content, state)
+    sections.warm(spec.copy)
+    copy = Copy(state).seconds() if isinstance(who, HpstoreSaver) else 0.0
+    gc.collect()
+    sections.warm(spec.copy)
+    steady = who.save(state, who.last_step)
+    warm = _warm_loads(sections, spec, who, content)
+    who.close()
+    drop_cache(spec.directory / spec.contender)  # these pages are warm: the ballast takes them
+    return {
+        "first": asdict(first),
+        "steady": asdict(steady),
+        "copy_seconds": copy,
+        "load_warm_seconds": warm,
+        "memory_bytes": peak - base,
+        "state_bytes": state_bytes(state),
+        "tensors": len(list(leaves(state))),
+    }
+
+
+def _warm_up(spec: CheckpointSpec, who: SaverPeer, content: TensorContents, state: State) -> int:
+    """The saves that are not timed; the highest resident memory during the first of them."""
+    highest = 0
+    for step in range(2, who.last_step):
+        drop_cache(spec.directory / spec.contender)  # copies that nobody reads any more
+        content.fill(state, step)
+        if step == 2:
+            with PeakMemory() as peak:
+                who.save(state, step)
+            highest = peak.bytes
+        else:
+            who.save(state, step)
+    drop_cache(spec.directory / spec.contender)
+    content.fill(state, who.last_step)
+    return highest
+
+
+def _warm_loads(
+    sections: Sections, spec: CheckpointSpec, who: SaverPeer, content: TensorContents
+) -> dict[str, float]:  # fmt: skip
+    """Seconds of the second load after a save, by way to load."""
+    target, found = map_state(spec.target, spec.size_bytes), {}
+    for name, load in who.loads.items():
+        sections.warm(spec.copy)
+        load(target, who.last_step)
+        gc.collect()
+        sections.warm(spec.copy)  # what is loaded is in the page cache, or in hpstore's arena
+        found[name] = seconds(lambda load=load: load(target, who.last_step))  # type: ignore[misc]
+        content.check(target, who.last_step, f"{spec.contender} ({name}, warm)")
+    return found
+
+
+def load_session(sections: Sections, spec: CheckpointSpec) -> Found:
+    """Cold loads, and hpstore's with m devices gone."""
+    content, target, who = (
+        TensorContents(),
+        map_state(spec.target, spec.size_bytes),
+        contender(spec),
+    )
+
+    def cold(name: str) -> float:
+        load = who.loads[name]
+        for _, tensor in leaves(target):
+            tensor.zero_()  # so that a load of nothing is seen
+        drop_cache(spec.directory / spec.contender)
+        gc.collect()  # else a full collection falls into one load or another
+        sections.warm(spec.copies)
+        taken = seconds(lambda: load(target, who.last_step))
+        content.check(target, who.last_step, f"{spec.contender} ({name}, cold)")
+        who.close()
+        drop_cache(spec.directory / spec.contender)
+        return taken
+
+    found: Found = {"load_cold_seconds": {name: cold(name) for name in who.loads}}
+    if isinstance(who, HpstoreSaver):
+        logging.getLogger("hpstore").setLevel(logging.ERROR)  # that they are gone is known
+        who.lose_devices()
+        found["load_degraded_seconds"] = cold(next(iter(who.loads)))
+    return found
+
+
+def raw_session(sections: Sections, spec: CheckpointSpec) -> Found:
+    """The directories without hpstore: one copy, k + m raw files written new and over, k read."""
+    state = map_state(spec.state, spec.size_bytes)
+    sections.warm(spec.copy)
+    copy = Copy(state).seconds()
+    size = state_bytes(state)
+    places = [spec.directory / spec.contender / f"d{i}" for i in range(DATA + PARITY)]
+    for place in places:
+        place.mkdir(parents=True, exist_ok=True)
+    sections.warm(spec.copy)
+    memory = aligned_array(max(size, 2 * BLOCK_BYTES), populate=True)
+    raw = RawFiles(places, round_up(div_ceil(size, DATA), 4096), 2 * (DATA + PARITY))
+    found: Found = {"copy_seconds": copy, "state_bytes": size}
+    for name, new in (("write_new_seconds", True), ("write_over_seconds", False)):
+        found[name] = raw.write(memory, new=new)
+    found["read_seconds"] = raw.read(memory, DATA)
+    raw.remove()
+    return found
+
+
+__all__ = [
+    "CheckpointSpec",
+    "drop_cache",
+    "load_session",
+    "raw_session",
+    "resident_bytes",
+    "save_session",
+]

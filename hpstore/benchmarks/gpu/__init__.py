@@ -1,0 +1,1 @@
+"""Benchmarks of reads into GPU memory, stage by stage."""

@@ -1,0 +1,1 @@
+"""Benchmarks of device health: detector, forecast, degraded reads, rebuild."""

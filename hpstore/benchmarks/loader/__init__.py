@@ -1,0 +1,1 @@
+"""Benchmarks of the DataLoader beside other loaders."""

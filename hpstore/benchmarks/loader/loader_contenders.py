@@ -1,0 +1,35 @@
+"""Who can be measured, by name and by group."""
+
+from __future__ import annotations
+
+from hpstore.benchmarks.loader.loader_library_peers import LIBRARY_PEERS
+from hpstore.benchmarks.loader.loader_ours import OURS
+from hpstore.benchmarks.loader.loader_peers import TORCH_PEERS, LoaderPeer, installed
+from hpstore.errors import ConfigError
+
+PEERS: dict[str, type[LoaderPeer]] = {peer.name: peer for peer in (*TORCH_PEERS, *LIBRARY_PEERS)}
+GROUPS = tuple(dict.fromkeys(peer.group for peer in PEERS.values()))
+_KINDS: dict[str, type[LoaderPeer]] = {**PEERS, **{peer.name: peer for peer in OURS}}
+
+
+def kind_of(name: str) -> type[LoaderPeer]:
+    """A contender, hpstore among them."""
+    return _KINDS[name]
+
+
+def peers_named(names: str) -> list[str]:
+    """The peers of a comma-separated list of groups. Raises ConfigError for an unknown one."""
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    for name in wanted:
+        if name not in GROUPS:
+            raise ConfigError(f"no peer is called {name!r}; there are {', '.join(GROUPS)}")
+    return [name for name, peer in PEERS.items() if peer.group in wanted]
+
+
+def not_installed(name: str) -> str:
+    """Why a peer cannot be measured here; "" when its package is there."""
+    package = PEERS[name].package
+    return "" if installed(package) else f"{package} is not installed here: pip install {package}"
+
+
+__all__ = ["GROUPS", "PEERS", "kind_of", "not_installed", "peers_named"]

@@ -1,0 +1,1 @@
+"""Benchmarks of pipeline-parallel training with and without saves."""

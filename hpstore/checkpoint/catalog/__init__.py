@@ -1,0 +1,1 @@
+"""The steps of a run: which there are, which go, who may write."""

@@ -1,0 +1,82 @@
+"""The end of saves that are taken for dead: the manifest is there for good, or never comes.
+
+PROTOCOL 18. A save looks for its note under the claim of its manifest's put; who collects removes
+the note before it takes that claim. So either the save finds its note gone and puts nothing, or the
+collector sees what it has put, or bars it. Nothing that could be read is ever withdrawn.
+"""
+
+from __future__ import annotations
+
+from hpstore.checkpoint.catalog.commit_checks import require_safe
+from hpstore.checkpoint.catalog.writer_fence import ATTEMPT_SECONDS
+from hpstore.errors import CheckpointError, HpstoreError, ObjectNotFound, VersionConflict
+from hpstore.pool.pool import Pool
+
+_TRIES = 4  # notes, manifests that come and go under the collector, in a row
+_UNREADABLE = b"the note of this save could not be read"
+
+
+def taken_for_dead() -> CheckpointError:
+    """The error of a save that finds its note gone."""
+    return CheckpointError(
+        "another process took this save for dead: another session has begun to save here, or this "
+        f"machine was stopped for more than {ATTEMPT_SECONDS / 60:.0f} minutes. Nothing of it can "
+        "be read, what was committed before is untouched. Save it again."
+    )
+
+
+def end_save(pool: Pool, key: str, *, manifest: str, replaces: bool) -> None:
+    """End a save that is taken for dead. On return its manifest is there to stay or never comes.
+
+    `key`: of its note, or of the mark that a collector has left which was killed at this; the mark
+    protects what the note did. `replaces`: its manifest may take the place of another one. Raises
+    what the pool raises, CheckpointError: then it is not decided, and the note or mark is left.
+    """
+    before, kind, name = key.rsplit("/", 2)
+    note, mark = f"{before}/attempts/{name}", f"{before}/condemned/{name}"
+    if kind == "attempts":
+        try:
+            data = pool.get(note)
+        except ObjectNotFound:
+            return  # its process has ended it
+        except (HpstoreError, OSError):
+            data = _UNREADABLE
+        pool.put(mark, data)
+    _end_note(pool, note)
+    _decide(pool, manifest, replaces=replaces)
+    _delete(pool, mark)
+
+
+def _end_note(pool: Pool, note: str) -> None:
+    """Remove it for good: a renewal that was stopped half-way does not bring it back."""
+    for _ in range(_TRIES):
+        _delete(pool, note)
+        if pool.bar(note):
+            return
+    raise CheckpointError(f"{note} was put again and again while it was removed")
+
+
+def _decide(pool: Pool, manifest: str, *, replaces: bool) -> None:
+    for _ in range(_TRIES):
+        if pool.bar(manifest):
+            return
+        try:
+            if replaces:  # what is under way replaces a version that is there no more
+                version = pool.stat(manifest).version
+                pool.put(manifest, pool.get(manifest), if_version=version)
+            else:
+                require_safe(pool, manifest)
+        except (ObjectNotFound, VersionConflict):
+            continue
+        return
+    raise CheckpointError(f"{manifest} was replaced again and again while it was looked at")
+
+
+def _delete(pool: Pool, key: str) -> None:
+    try:
+        pool.delete(key)
+    except ObjectNotFound:
+        return
+
+
+__all__ = ["end_save", "taken_for_dead"]

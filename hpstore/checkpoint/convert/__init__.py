@@ -1,0 +1,1 @@
+"""Checkpoints of other formats: import and export."""

@@ -1,0 +1,271 @@
+"""A committed step as files that others read: safetensors, torch.save, DCP."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpstore.checkpoint.catalog.steps import Steps
+from hpstore.checkpoint.convert import dcp_directories, safetensors_files
+from hpstore.checkpoint.convert.atomic_files import published
+from hpstore.checkpoint.convert.safetensors_files import INDEX, NAMES, TensorEntry
+from hpstore.checkpoint.convert.torch_files import write_torch_file
+from hpstore.checkpoint.format.checkpoint_manifest import Manifest
+from hpstore.checkpoint.restore.tensor_stream import ByteProgress, TensorStream
+from hpstore.checkpoint.state.scalars import dtype_named
+from hpstore.checkpoint.state.targets import RNG_KEY
+from hpstore.checkpoint.state.tree_paths import (
+    leaves,
+    of_rank,
+    only_branch,
+    plain,
+    stripped,
+    subtree,
+)
+from hpstore.errors import CheckpointError, ConfigError
+from hpstore.pool.pool import Pool
+from hpstore.units import GIB
+
+FORMATS = ("safetensors", "torch", "dcp")
+_SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch",
+             ".ckpt": "torch"}  # fmt: skip
+SHARD_BYTES = 5 * GIB  # as Hugging Face cuts by default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportReport:
+    """What an export wrote. `left_out`: paths of entries that are not in it."""
+
+    step: int
+    format: str
+    path: str
+    files: tuple[str, ...]
+    tensors: int
+    bytes: int  # of tensors
+    left_out: tuple[str, ...]
+    seconds: float
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chosen:
+    """The part of a step that is exported."""
+
+    manifest: Manifest
+    tree: Any  # Any: JSON, see outline.py
+    prefix: str  # stripped from names
+    left_out: tuple[str, ...]
+
+    @property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(leaf.item for leaf in leaves(self.tree) if leaf.item))
+
+
+def guessed_format(path: Path) -> str | None:
+    """The format that a file's suffix says; None for other names."""
+    return _SUFFIXES.get(path.suffix)
+
+
+def export_checkpoint(
+    pool: Pool,
+    prefix: str,
+    step: int,
+    target: str | Path,
+    *,
+    format: str | None = None,  # noqa: A002 (the word that users look for)
+    keys: Collection[str] | None = None,
+    strip: str | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+    rank: int = 0,
+    force: bool = False,
+    progress: ByteProgress | None = None,
+) -> ExportReport:
+    """Write a step, or its parts at `keys`, as `format`: "safetensors", "torch" or "dcp".
+
+    The format is by default the suffix' (.safetensors, .pt, .pth, .bin, .ckpt). A folder (no
+    suffix, one that is there, or a slash at the end) is by default safetensors, with Hugging Face's
+    names and files of at most `max_shard_bytes`; any other suffix is refused. Names lose the path
+    `strip`; by default safetensors lose that of the one subtree which holds all tensors
+    ("model/0.weight" becomes "0.weight"), slashes that are left become dots, values that are no
+    tensors and the RNG states are left out. "torch": nested dicts as load_state() gives them, but
+    numpy arrays as tensors, so that torch.load reads them with weights_only=True. Of values kept by
+    rank those of `rank` are exported.
+
+    Every byte is verified. Durable on return; before that nothing has the name `target`, and an
+    existing one is not touched unless `force`. Memory: 256 MiB or the largest tensor, whichever is
+    more, dcp twice that. Raises ConfigError for the target, CheckpointError, IntegrityError,
+    RedundancyError.
+    """
+    began = time.perf_counter()
+    path = Path(target).absolute()
+    kind = format or guessed_format(path) or _folder_format(target)
+    if kind not in FORMATS:
+        raise ConfigError(f"format {kind!r} is not one of {', '.join(FORMATS)}")
+    manifest = Steps(pool, prefix).manifest(step)
+    chosen = _choose(manifest, kind, keys, strip, rank)
+    stream = TensorStream(pool, manifest, _order(kind, chosen, max_shard_bytes, path), progress)
+    if kind == "torch":
+        files = _to_torch(path, chosen, stream, force)
+    elif kind == "dcp":
+        files = _to_dcp(path, chosen, stream, force)
+    elif path.suffix == ".safetensors":
+        files = _to_one_file(path, chosen, stream, force)
+    else:
+        files = _to_folder(path, chosen, stream, force, max_shard_bytes)
+    return ExportReport(
+        step=step, format=kind, path=str(path), files=tuple(files), tensors=len(chosen.names),
+        bytes=stream.total_bytes, left_out=chosen.left_out, seconds=time.perf_counter() - began,
+    )  # fmt: skip
+
+
+def _folder_format(target: str | Path) -> str:
+    """The format of what is no file of a known suffix. Raises ConfigError unless it is a folder."""
+    path = Path(target)
+    if path.suffix and not str(target).endswith("/") and not path.is_dir():
+        raise ConfigError(
+            f"the suffix of {path.name!r} says no format: it is none of {', '.join(_SUFFIXES)}. "
+            f"Nothing was written. Say --format ({', '.join(FORMATS)}), or end the name of a "
+            "folder with a slash"
+        )
+    return "safetensors"
+
+
+def _choose(
+    manifest: Manifest, kind: str, keys: Collection[str] | None, strip: str | None, rank: int
+) -> _Chosen:
+    everything = manifest.tree
+    tree = subtree(everything, list(keys) if keys is not None else None)
+    if kind == "safetensors" and keys is None and isinstance(tree, dict):
+        tree = {name: child for name, child in tree.items() if name != RNG_KEY}
+    before = {leaf.path for leaf in leaves(tree)}
+    tree = of_rank(tree, rank)
+    left = before - {leaf.path for leaf in leaves(tree)}
+    if kind == "safetensors":
+        left |= {leaf.path for leaf in leaves(tree) if not leaf.item}
+        if keys is None and isinstance(everything, dict) and RNG_KEY in everything:
+            left |= {leaf.path for leaf in leaves(everything[RNG_KEY], RNG_KEY)}
+        tree = _tensors_only(tree)
+        strip = only_branch(tree) if strip is None else strip
+    if strip:
+        tree = stripped(tree, strip)
+    return _Chosen(manifest=manifest, tree=tree, prefix=(strip or "").strip("/"),
+                   left_out=tuple(sorted(left)))  # fmt: skip
+
+
+def _tensors_only(tree: Any) -> Any:
+    """A tree without the plain values of its dicts; lists are kept as they are."""
+    if not isinstance(tree, dict) or "$" in tree:
+        return tree
+    kept = {name: _tensors_only(child) for name, child in tree.items()}
+    return {n: child for n, child in kept.items() if any(leaf.item for leaf in leaves(child))}
+
+
+def _order(kind: str, chosen: _Chosen, max_shard_bytes: int, path: Path) -> list[str]:
+    """Names of tensors in the order in which they will be written."""
+    if kind != "safetensors":
+        return chosen.names
+    limit = 1 << 62 if path.suffix == ".safetensors" else max_shard_bytes
+    return [e.source for shard in _shards(chosen, limit) for e in shard]
+
+
+def _entries(chosen: _Chosen) -> list[TensorEntry]:
+    """What goes into safetensors files. Raises CheckpointError for what they cannot hold."""
+    items = {item.name: item for item in chosen.manifest.items}
+    found: dict[str, TensorEntry] = {}
+    for name in chosen.names:
+        item = items[name]
+        if item.dtype not in NAMES:
+            raise CheckpointError(
+                f"{name!r} is {item.dtype}, which safetensors cannot hold; export it as torch or "
+                "dcp, or choose other parts with keys"
+            )
+        short = name.removeprefix(f"{chosen.prefix}/").replace("/", ".")
+        if short in found:
+            raise CheckpointError(
+                f"{name!r} and {found[short].source!r} would both be called {short!r}; choose one "
+                "with keys"
+            )
+        size = torch.Size(item.shape).numel() * dtype_named(item.dtype).itemsize
+        found[short] = TensorEntry(
+            name=short, source=name, dtype=item.dtype, shape=item.shape, nbytes=size
+        )
+    if not found:
+        raise CheckpointError(f"nothing chosen of step {chosen.manifest.step} is a tensor")
+    return list(found.values())
+
+
+def _shards(chosen: _Chosen, limit: int) -> list[list[TensorEntry]]:
+    return safetensors_files.sharded(_entries(chosen), limit)
+
+
+def _to_folder(
+    path: Path, chosen: _Chosen, stream: TensorStream, force: bool, limit: int
+) -> list[str]:
+    shards = _shards(chosen, limit)
+    names = safetensors_files.shard_names(len(shards))
+    with published(path, directory=True, force=force, ours=safetensors_files.is_ours) as part:
+        for name, shard in zip(names, shards, strict=True):
+            _write_shard(part / name, shard, stream, chosen.manifest.step)
+        if len(shards) > 1:
+            index = safetensors_files.index_of(shards, names)
+            (part / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            return [*names, INDEX]
+    return names
+
+
+def _to_one_file(path: Path, chosen: _Chosen, stream: TensorStream, force: bool) -> list[str]:
+    with published(path, directory=False, force=force, ours=_any_name) as part:
+        _write_shard(part, _shards(chosen, 1 << 62)[0], stream, chosen.manifest.step)
+    return [path.name]
+
+
+def _write_shard(path: Path, shard: list[TensorEntry], stream: TensorStream, step: int) -> None:
+    with path.open("wb") as out:
+        out.write(safetensors_files.header(shard, {"format": "pt", "hpstore_step": str(step)}))
+        for entry in shard:
+            safetensors_files.write_tensor(out, stream.take(entry.source))
+
+
+def _to_torch(path: Path, chosen: _Chosen, stream: TensorStream, force: bool) -> list[str]:
+    names: list[str] = []
+
+    def placeholder(name: str) -> torch.Tensor:
+        names.append(name)
+        item = stream.item(name)
+        return torch.empty(item.shape, dtype=dtype_named(item.dtype))
+
+    state = plain(chosen.tree, placeholder)
+    with published(path, directory=False, force=force, ours=_any_name) as part:
+        write_torch_file(part, state, lambda number: stream.take(names[number]))
+    return [path.name]
+
+
+def _to_dcp(path: Path, chosen: _Chosen, stream: TensorStream, force: bool) -> list[str]:
+    names: dict[int, str] = {}
+
+    def placeholder(name: str) -> torch.Tensor:
+        item = stream.item(name)
+        made = torch.empty(item.shape, dtype=dtype_named(item.dtype), device="meta")
+        names[id(made)] = name
+        return made
+
+    state = plain(chosen.tree, placeholder)
+    with published(path, directory=True, force=force, ours=dcp_directories.is_ours) as part:
+        dcp_directories.write_dcp(part, state, lambda made: stream.take(names[id(made)]))
+    return sorted(entry.name for entry in path.iterdir())
+
+
+def _any_name(name: str) -> bool:
+    return True
+
+
+__all__ = ["FORMATS", "SHARD_BYTES", "ExportReport", "export_checkpoint", "guessed_format"]

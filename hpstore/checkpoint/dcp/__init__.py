@@ -1,0 +1,1 @@
+"""torch.distributed.checkpoint on a pool: storage writer, reader and stager."""

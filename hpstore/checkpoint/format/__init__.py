@@ -1,0 +1,1 @@
+"""What a checkpoint is on a pool: manifest, items, segments."""

@@ -1,0 +1,1 @@
+"""The ranks of a job: collectives, an agreed stop, signals, forks."""

@@ -1,0 +1,1 @@
+"""From a committed step into a training state."""

@@ -1,0 +1,174 @@
+"""A restore by all ranks of a job: the same step everywhere, or a word why not (PROTOCOL 20)."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection
+from typing import Any
+
+from hpstore.checkpoint.catalog.steps import Steps, newest_untried
+from hpstore.checkpoint.format.checkpoint_manifest import Manifest
+from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
+from hpstore.checkpoint.restore.fill_state import RestoreOptions, RestoreReport, restore_state
+from hpstore.checkpoint.restore.rank_subset import pruned
+from hpstore.checkpoint.state.targets import State
+from hpstore.errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    HpstoreError,
+    IntegrityError,
+    ObjectNotFound,
+    RedundancyError,
+)
+from hpstore.runtime.lacks import blamed, lacks_total
+
+_log = logging.getLogger(__name__)
+_PASSABLE = (IntegrityError, RedundancyError, ObjectNotFound)  # an older step may be readable
+
+
+def restore_together(
+    ranks: Ranks, steps: Steps, state: State, step: int | None, how: RestoreOptions
+) -> tuple[Manifest, RestoreReport] | None:
+    """Restore `step`, or the newest that all ranks can read; None when there is no checkpoint.
+
+    Collective. Raises what no older step would mend, such as a mismatch, on all ranks.
+    """
+    touched: set[str] = set()
+    tried: set[int] = set()
+    while (candidate := _next(ranks, steps, step, tried)) is not None:
+        tried.add(candidate)
+        found = _try(ranks, steps, state, candidate, how, touched, listed=step is None)
+        if not isinstance(found, Exception):
+            _warn_of_parts(found[1])
+            return found
+        if step is not None:
+            raise steps.placed(found, step, _parts(touched))
+        _log.warning("checkpoint step %d is passed over: %s", candidate, found)
+    if tried:
+        raise CheckpointError(
+            f"none of the {len(tried)} checkpoints under {steps.prefix!r} can be read now. "
+            f"Nothing was deleted; bring missing devices back and try again.{_parts(touched)}"
+        )
+    return None
+
+
+def _next(ranks: Ranks, steps: Steps, step: int | None, tried: Collection[int]) -> int | None:
+    """The step to try now, the same on all ranks. Steps are listed before each try: beside a
+    process that saves, the newest of an older list may be gone, and a newer one there."""
+    if step is not None:
+        return None if tried else step
+    return newest_untried(_agreed_steps(ranks, steps), tried)
+
+
+def _parts(touched: set[str]) -> str:
+    """For an error: what a read that failed in the middle leaves in the caller's tensors."""
+    if not touched:
+        return " Nothing in the state was changed."
+    return (
+        f" {len(touched)} tensors of the state, such as {min(touched)!r}, may hold parts of it: "
+        "restore another step into them, or build them anew, before they are used."
+    )
+
+
+def _warn_of_parts(report: RestoreReport) -> None:
+    """With strict=False an older step may lack what a damaged one was read into."""
+    names = report.half_written
+    if names:
+        _log.warning(
+            "step %d was restored, but %d tensors that it lacks, such as %r, may hold parts of a "
+            "damaged later step: last_restore.half_written lists them. Build them anew.",
+            report.step, len(names), names[0],
+        )  # fmt: skip
+
+
+def _agreed_steps(ranks: Ranks, steps: Steps) -> list[int]:
+    """Rank 0 lists; all restore the same steps."""
+    if ranks.world == 1:
+        return steps.all()
+    try:
+        mine = json.dumps(steps.all() if ranks.leads else []).encode()
+    except (HpstoreError, OSError) as error:
+        ranks.broadcast(json.dumps(str(error)).encode(), RankChannel.TRAINER)
+        raise
+    found: list[int] | str = json.loads(ranks.broadcast(mine, RankChannel.TRAINER))
+    if isinstance(found, str):
+        raise CheckpointError(f"rank 0 cannot list the steps: {found}")
+    return found
+
+
+def _try(
+    ranks: Ranks, steps: Steps, state: State, step: int, how: RestoreOptions, touched: set[str],
+    *, listed: bool,
+) -> tuple[Manifest, RestoreReport] | Exception:  # fmt: skip
+    """Restore one step; what went wrong on any rank, when it can be passed over."""
+    error: Exception | None = None
+    before = lacks_total()
+    tree: Any = None
+    left: list[str] = []
+    try:
+        if ranks.leads:
+            steps.settle(step)
+        manifest = _manifest(steps, step, listed=listed)
+        tree = manifest.tree
+        if ranks.world > 1:
+            tree, left = pruned(tree, state)
+    except Exception as found:  # noqa: BLE001 (told to the other ranks, then raised)
+        error = blamed(found, before)
+    if ranks.world > 1:  # what no rank takes is found before anything is filled
+        outcome = _agree(ranks, step, error, left, strict=how.strict)
+        if outcome is not None:
+            return outcome
+    done: RestoreReport | None = None
+    if error is None:
+        try:
+            done = restore_state(steps.pool, manifest, tree, state, how, touched)
+        except Exception as found:  # noqa: BLE001 (as above)
+            error = blamed(found, before)
+    outcome = _agree(ranks, step, error, [], strict=False)
+    if outcome is not None or done is None:
+        return outcome or IntegrityError(f"step {step} was not restored")
+    return manifest, done
+
+
+def _manifest(steps: Steps, step: int, *, listed: bool) -> Manifest:
+    """A step's manifest. Raises ObjectNotFound, which can be passed over, for one that was `listed`
+    and is gone: retention of another process took it for a newer step (PROTOCOL 19)."""
+    try:
+        return steps.manifest(step)
+    except CheckpointError as error:
+        if listed and isinstance(error.__cause__, ObjectNotFound):
+            raise error.__cause__ from error
+        raise
+
+
+def _agree(
+    ranks: Ranks, step: int, error: Exception | None, left: list[str], *, strict: bool
+) -> Exception | None:
+    """Tell each other how it went; an error that can be passed over is returned, on all ranks.
+
+    Raises one that cannot. `left`: names that this rank does not take.
+    """
+    said = "" if error is None else f"rank {ranks.rank}: {error}"
+    fatal = error is not None and not isinstance(error, _PASSABLE)
+    mine = json.dumps([said, fatal, left]).encode()
+    votes = [json.loads(vote) for vote in ranks.all_gather(mine, RankChannel.TRAINER)]
+    if fatal and error is not None:
+        raise error
+    others = "; ".join(text for text, _, _ in votes if text)
+    if any(worst for _, worst, _ in votes):
+        raise CheckpointError(f"step {step} could not be restored: {others}")
+    if error is not None:
+        return error
+    if others:
+        return IntegrityError(f"step {step} cannot be read on all ranks: {others}")
+    nobodys = sorted(set[str].intersection(*(set(names) for _, _, names in votes)))
+    if strict and nobodys:
+        raise CheckpointMismatch(
+            f"step {step} holds what no rank takes: {nobodys[:8]}. Nothing was changed; pass "
+            "strict=False to load what fits."
+        )
+    return None
+
+
+__all__ = ["restore_together"]

@@ -1,0 +1,305 @@
+"""From a committed step back to values: into a training state, or by name without a model."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpstore.checkpoint.format.backed_bytes import LARGE_BYTES, Backed
+from hpstore.checkpoint.format.checkpoint_manifest import Manifest
+from hpstore.checkpoint.format.items import Item, by_name, whole
+from hpstore.checkpoint.format.segment_plan import Chunk, chunks_of
+from hpstore.checkpoint.restore.read_items import Warm, fill_chunks
+from hpstore.checkpoint.state.fill_objects import require_shape
+from hpstore.checkpoint.state.scalars import Classes, dtype_name, dtype_named
+from hpstore.checkpoint.state.state_tree import Decoding, decode_tree
+from hpstore.checkpoint.state.targets import State, destinations
+from hpstore.checkpoint.state.training_state import apply, check
+from hpstore.checkpoint.state.tree_paths import leaf_paths, of_rank, paths
+from hpstore.checkpoint.state.typed_objects import classes_in
+from hpstore.errors import CheckpointError, CheckpointMismatch, IntegrityError
+from hpstore.pool.pool import Pool
+from hpstore.runtime.buffers import HUGE_BYTES, aligned_array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreReport:
+    """What a restore did."""
+
+    step: int
+    tensors: int
+    read_bytes: int  # asked of the pool; less than the state when it was still in memory
+    seconds: float
+    missing: tuple[str, ...]  # tensors and values wanted, not recorded (strict=False)
+    unexpected: tuple[str, ...]  # recorded, not taken (strict=False)
+    half_written: tuple[str, ...] = ()  # missing, and holding parts of a damaged later step
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return asdict(self)
+
+
+def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
+    """Memory for a tensor. On the host large ones get huge pages, touched at once: faults of
+    4 KiB pages would cost more than the read."""
+    count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    if (device is not None and device.type != "cpu") or count < HUGE_BYTES:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    return torch.from_numpy(aligned_array(count, populate=True)).view(dtype).view(tuple(shape))
+
+
+class _Filling:
+    """Hands out a tensor for each item that a tree names, and remembers what to read into it."""
+
+    def __init__(self, pool: Pool, manifest: Manifest, state: State, rank: int) -> None:
+        self._backed = Backed(pool, manifest.segments)
+        self._items = by_name(manifest.items)
+        self.filled = destinations(state, rank, self._items.keys())
+        self.wanted: dict[str, list[Chunk]] = {}
+        self._given: dict[str, torch.Tensor] = {}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The place to fill: the state's own tensor when there is one."""
+        if name not in self._given:
+            if name not in self._items:
+                raise IntegrityError(f"the manifest refers to {name!r} but holds no such item")
+            self._given[name] = self._make(name, self._items[name])
+            self.wanted[name] = chunks_of(name, self._given[name])
+        return self._given[name]
+
+    def require_own_memory(self) -> None:
+        """Raise CheckpointMismatch when names of other values are one memory: which of them it
+        would hold in the end, or that it holds parts of both, would be chance."""
+        first: dict[tuple[Any, ...], str] = {}
+        for name, chunks in self.wanted.items():
+            for chunk in chunks:
+                at = chunk.tensor
+                if not at.numel():
+                    continue
+                other = first.setdefault((at.device, at.data_ptr(), at.shape, at.stride()), name)
+                if other != name and self._content(other) != self._content(name):
+                    raise CheckpointMismatch(
+                        f"{other!r} and {name!r} are one tensor in the state, but two with other "
+                        "values were saved. Nothing was changed."
+                    )
+
+    def _content(self, name: str) -> set[tuple[object, ...]]:
+        return {(item.box, item.digest) for item in self._items[name]}
+
+    def _make(self, name: str, items: Sequence[Item]) -> torch.Tensor:
+        item = items[0]
+        dtype = dtype_named(item.dtype)
+        there = self.filled.places.get(name)
+        if there is not None:
+            require_shape(name, there)
+        if there is not None and there.device.type != "meta":
+            differs = there.dtype != dtype or tuple(there.shape) != item.shape
+            if differs and name in self.filled.free:
+                self._backed.require(name, items)
+                return fresh(item.shape, dtype, None)
+            if differs:
+                raise CheckpointMismatch(
+                    f"{name!r}: {item.dtype} {item.shape} was saved, {dtype_name(there.dtype)} "
+                    f"{tuple(there.shape)} is wanted. Nothing was changed."
+                )
+            return there
+        like = self.filled.like(name)
+        if like is not None and tuple(like.shape) == item.shape and hasattr(like, "to_local"):
+            return torch.empty_like(like, dtype=dtype)  # a moment is sharded as its parameter
+        device = like.device if like is not None and item.shape else None
+        self._backed.require(name, items)
+        return fresh(item.shape, dtype, device)
+
+
+def restore_state(
+    pool: Pool, manifest: Manifest, tree: Any, state: State, how: RestoreOptions, touched: set[str]
+) -> RestoreReport:
+    """Fill `state` from a step. Names, shapes and dtypes are compared before anything changes, and
+    every segment is opened: one that is gone changes nothing.
+
+    `tree`: the manifest's, or the part of it that this rank takes. `touched`: tensors of the state
+    that steps before this one were read into; its own are added before the first is filled.
+    """
+    began = time.perf_counter()
+    filling = _Filling(pool, manifest, state, how.rank)
+    decoding = Decoding(
+        tensor=filling.tensor, rank=how.rank, allow_pickle=how.allow_pickle,
+        classes=Classes(lambda: classes_in(state), strict=how.strict),
+    )  # fmt: skip
+    loaded: dict[str, Any] = decode_tree(tree, decoding)
+    if not isinstance(loaded, dict):
+        raise IntegrityError(f"what step {manifest.step} recorded is no state")
+    check(state, loaded, strict=how.strict)
+    filling.require_own_memory()
+    wanted = [chunk for chunks in filling.wanted.values() for chunk in chunks]
+
+    def filling_begins() -> None:
+        touched.update(filling.wanted.keys() & filling.filled.places.keys())
+
+    try:
+        count = fill_chunks(
+            pool, manifest.segments, manifest.items, wanted, how.warm, begins=filling_begins
+        )
+    except RuntimeError as error:
+        raise CheckpointMismatch(f"a tensor cannot be filled in place: {error}") from error
+    for chunk in wanted:
+        if not chunk.tensor.is_inference():
+            torch.autograd.graph.increment_version(chunk.tensor)
+    mine = of_rank(tree, how.rank)
+    missing = tuple(filling.filled.lacking(set(paths(mine))))
+    apply(state, loaded, filled=filling.filled, strict=how.strict, rng=how.rng)
+    filling.filled.take_loaded()
+    unexpected = _untaken(filling, mine)
+    return RestoreReport(
+        step=manifest.step,
+        tensors=len(filling.wanted),
+        read_bytes=count,
+        seconds=time.perf_counter() - began,
+        missing=missing,
+        unexpected=unexpected,
+        half_written=tuple(sorted(touched - filling.wanted.keys())),
+    )
+
+
+def _untaken(filling: _Filling, tree: Any) -> tuple[str, ...]:
+    """Names of tensors and values that only the checkpoint has."""
+    left = set(leaf_paths(tree)) - filling.filled.taken  # at once: there may be very many
+    return tuple(sorted(path for path in left if not filling.filled.takes(path)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreOptions:
+    """How a restore is made."""
+
+    strict: bool
+    rng: bool
+    rank: int = 0
+    allow_pickle: bool = False
+    warm: Warm | None = None
+
+
+def chosen(names: Collection[str], keys: Collection[str] | None, step: int) -> list[str]:
+    """Names that `keys` ask for: themselves, or what is under them. Raises CheckpointError."""
+    if keys is None:
+        return list(names)
+    found = [n for n in names if any(n == k or n.startswith(f"{k}/") for k in keys)]
+    absent = [k for k in keys if not any(n == k or n.startswith(f"{k}/") for n in found)]
+    if absent:
+        raise CheckpointError(f"step {step} holds no {absent}")
+    return found
+
+
+def load_tensors(
+    pool: Pool,
+    manifest: Manifest,
+    names: Collection[str],
+    device: torch.device | None,
+    warm: Warm | None = None,
+) -> dict[str, torch.Tensor]:
+    """Whole tensors by name, in fresh memory that the caller owns."""
+    stored = by_name(manifest.items)
+    found, wanted = {}, []
+    backed = Backed(pool, manifest.segments)
+    for name in names:
+        backed.require(name, stored[name])
+        item = stored[name][0]
+        tensor = fresh(item.shape, dtype_named(item.dtype), device)
+        found[name] = tensor
+        wanted += chunks_of(name, tensor)
+    fill_chunks(pool, manifest.segments, manifest.items, wanted, warm)
+    return found
+
+
+class SavedTensor:
+    """One tensor of a committed step, read when it is indexed. Thread-safe."""
+
+    def __init__(self, pool: Pool, manifest: Manifest, name: str, items: Sequence[Item]) -> None:
+        self._pool, self._manifest, self._items = pool, manifest, items
+        self.name, self.shape = name, torch.Size(items[0].shape)
+        self.dtype = dtype_named(items[0].dtype)
+
+    def __getitem__(self, index: object) -> torch.Tensor:
+        """A part, as of a tensor: whole numbers, slices, `...`. Only its bytes are read.
+
+        A step in a slice is applied after reading what it spans.
+        """
+        cut, rest = _box_of(index, self.shape)
+        if prod(n for _, n in cut) * self.dtype.itemsize >= LARGE_BYTES:
+            Backed(self._pool, self._manifest.segments).require(self.name, self._items)
+        tensor = fresh([n for _, n in cut], self.dtype, None)
+        chunk = Chunk(
+            name=self.name,
+            dtype=str(self.dtype).removeprefix("torch."),
+            shape=tuple(self.shape),
+            box=whole([n for _, n in cut]).moved([at for at, _ in cut]),
+            tensor=tensor,
+        )
+        fill_chunks(self._pool, self._manifest.segments, self._items, [chunk])
+        return tensor[tuple(rest)]
+
+    def tensor(self) -> torch.Tensor:
+        """All of it."""
+        return self[...]
+
+    def __repr__(self) -> str:
+        return f"<saved {self.name} {self.dtype} {tuple(self.shape)}>"
+
+
+def _box_of(
+    index: object, shape: Sequence[int]
+) -> tuple[list[tuple[int, int]], list[int | slice]]:  # fmt: skip
+    """(start, count) by axis of what an index spans, and the index that is left to apply to it."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if parts.count(Ellipsis) > 1 or len([p for p in parts if p is not Ellipsis]) > len(shape):
+        raise IndexError(f"index {index!r} does not fit shape {tuple(shape)}")
+    if Ellipsis in parts:
+        at = parts.index(Ellipsis)
+        parts[at : at + 1] = [slice(None)] * (len(shape) - len(parts) + 1)
+    parts += [slice(None)] * (len(shape) - len(parts))
+    cut: list[tuple[int, int]] = []
+    rest: list[int | slice] = []
+    for part, size in zip(parts, shape, strict=True):
+        if isinstance(part, slice):
+            start, stop, step = part.indices(size)
+            if step < 0:
+                raise IndexError("a saved tensor cannot be read backwards")
+            cut.append((start, max(0, stop - start)))
+            rest.append(slice(None, None, step))
+        elif type(part) is int and -size <= part < size:  # not a bool: that would be a mask
+            cut.append((part % size, 1))
+            rest.append(0)
+        else:
+            raise IndexError(f"index {part!r} does not fit an axis of {size}")
+    return cut, rest
+
+
+class SavedStep(Mapping[str, SavedTensor]):
+    """The tensors of a committed step by name. Nothing is read before a tensor is indexed."""
+
+    def __init__(self, pool: Pool, manifest: Manifest) -> None:
+        self._pool, self.manifest = pool, manifest
+        self._items = by_name(manifest.items)
+
+    def __getitem__(self, name: str) -> SavedTensor:
+        items = self._items.get(name)
+        if items is None:
+            near = difflib.get_close_matches(str(name), self._items, 3, 0.0)
+            raise KeyError(f"step {self.manifest.step} holds no {name!r}; it has {near} and others")
+        return SavedTensor(self._pool, self.manifest, name, items)
+
+    def __iter__(self) -> Any:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+__all__ = ["RestoreOptions", "RestoreReport", "SavedStep", "SavedTensor", "chosen", "fresh",
+           "load_tensors", "restore_state"]  # fmt: skip

@@ -1,0 +1,491 @@
+"""Read the bytes that tensors want from the segments of a checkpoint, and nothing else.
+
+A plan says for each wanted box of a tensor which stored ranges it needs; ranges are coalesced, read
+ahead over all devices, verified block by block below, and copied straight to where they belong.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+import numpy as np
+import torch
+import xxhash
+
+from hpstore.checkpoint.format.items import FRAME_BYTES, Box, Item, by_name
+from hpstore.checkpoint.format.pack import Segment
+from hpstore.checkpoint.format.segment_codecs import decode
+from hpstore.checkpoint.format.segment_plan import Chunk
+from hpstore.checkpoint.state.scalars import dtype_named
+from hpstore.codec.galois import Bytes
+from hpstore.errors import CheckpointMismatch, IntegrityError
+from hpstore.pool.pool import Pool, PooledReader
+from hpstore.units import KIB, MIB
+
+_log = logging.getLogger(__name__)
+GAP_BYTES = 64 * KIB  # ranges nearer than a checksummed block are read as one
+BATCH_BYTES = 8 * MIB  # memory that a strided read gathers rows in
+_READERS = 4
+_WARM_BYTES = 512 * KIB  # hashed while it is still in the processor's cache
+
+
+class TensorTarget(Protocol):
+    """Takes the bytes of one stored range, in order, beginning anew when they come again."""
+
+    def take(self, at: int, data: Bytes) -> None:
+        """Bytes at `at` of the range; good until the return."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RangeRead:
+    """One range of a segment that somebody wants."""
+
+    segment: int
+    start: int
+    end: int
+    landing: TensorTarget
+    item: Item
+    hashed: bool  # compared with the item's hash once it is complete
+
+
+class _Digest:
+    """Hash of an item over all its reads, which come in order."""
+
+    def __init__(self, item: Item) -> None:
+        self._item, self._hash, self._at = item, xxhash.xxh3_128(), 0
+
+    def take(self, at: int, data: Bytes, total: int) -> None:
+        if at == 0:
+            self._hash.reset()
+            self._at = 0
+        if at != self._at:
+            raise IntegrityError(f"item {self._item.name!r} was read out of order")
+        self._hash.update(data.data)
+        self._at += len(data)
+        if self._at == total and self._hash.hexdigest() != self._item.digest:
+            raise IntegrityError(
+                f"item {self._item.name!r} does not match the hash it was saved with"
+            )
+
+
+class _Into:
+    """Into memory that lies as the stored bytes do."""
+
+    def __init__(self, target: Bytes, digest: _Digest | None) -> None:
+        self._target, self._digest = target, digest
+
+    def take(self, at: int, data: Bytes) -> None:
+        if self._digest is not None:  # first: the copy then finds it in the processor's cache
+            self._digest.take(at, data, len(self._target))
+        self._target[at : at + len(data)] = data
+
+
+class _Gather:
+    """Into a buffer, and from there, strided, cast or over a bus, into a tensor."""
+
+    def __init__(
+        self, target: torch.Tensor, dtype: torch.dtype, strides: Sequence[int], length: int,
+        digest: tuple[_Digest, int, int] | None,
+    ) -> None:  # fmt: skip
+        self._target, self._dtype, self._strides = target, dtype, strides
+        self._length, self._digest = length, digest
+        self._buffer: Bytes | None = None
+
+    def take(self, at: int, data: Bytes) -> None:
+        if self._buffer is None:
+            self._buffer = np.empty(self._length, np.uint8)
+        self._buffer[at : at + len(data)] = data
+        if self._digest is not None:
+            digest, base, total = self._digest
+            digest.take(base + at, data, total)
+        if at + len(data) == self._length:
+            flat = torch.from_numpy(self._buffer).view(self._dtype)
+            with torch.no_grad():
+                self._target.copy_(flat.as_strided(self._target.shape, self._strides))
+            self._buffer = None
+
+
+class _Check:
+    """Hashes an item, keeps nothing; notes it when it is not what was saved."""
+
+    def __init__(self, item: Item, damaged: list[str], seen: Callable[[int], None] | None) -> None:
+        self._item, self._damaged, self._digest, self._seen = item, damaged, _Digest(item), seen
+
+    def take(self, at: int, data: Bytes) -> None:
+        if self._seen is not None:
+            self._seen(len(data))
+        try:
+            self._digest.take(at, data, _raw_bytes(self._item))
+        except IntegrityError:
+            self._damaged.append(self._item.name)
+
+
+class _Framed:
+    """Decompresses frames; hands on the raw bytes that are wanted of them."""
+
+    def __init__(
+        self,
+        codec: str,
+        lengths: Sequence[int],
+        raw: Sequence[int],
+        skip: int,
+        inner: TensorTarget,
+        length: int,
+    ) -> None:
+        self._codec, self._raw, self._inner = codec, raw, inner
+        self._ends = list(itertools.accumulate(lengths))
+        self._starts = [0, *self._ends[:-1]]
+        self._skip, self._length = skip, length
+        self._buffer: Bytes = np.empty(max(lengths), np.uint8)
+        self._frame = 0
+        self._given = 0
+
+    def take(self, at: int, data: Bytes) -> None:
+        if at == 0:
+            self._frame = self._given = 0
+        while len(data):
+            start, end = self._starts[self._frame], self._ends[self._frame]
+            count = min(len(data), end - at)
+            self._buffer[at - start : at - start + count] = data[:count]
+            at, data = at + count, data[count:]
+            if at == end:
+                self._finish(end - start)
+
+    def _finish(self, stored: int) -> None:
+        out: Bytes = np.empty(self._raw[self._frame], np.uint8)
+        decode(self._codec, self._buffer[:stored], out)
+        first = self._skip if self._frame == 0 else 0
+        wanted = out[first : first + self._length - self._given]
+        self._inner.take(self._given, wanted)
+        self._given += len(wanted)
+        self._frame += 1
+
+
+def _raw_bytes(item: Item) -> int:
+    return item.box.count * dtype_named(item.dtype).itemsize
+
+
+def _stored_read(
+    item: Item, low: int, high: int, landing: TensorTarget, *, hashed: bool
+) -> RangeRead:
+    """The read that gives raw bytes [low, high) of an item."""
+    if not item.codec:
+        return RangeRead(segment=item.segment, start=item.offset + low, end=item.offset + high,
+                    landing=landing, item=item, hashed=hashed)  # fmt: skip
+    first, last = low // FRAME_BYTES, -(-high // FRAME_BYTES)
+    total = _raw_bytes(item)
+    raw = [min(FRAME_BYTES, total - n * FRAME_BYTES) for n in range(first, last)]
+    start = item.offset + sum(item.frames[:first])
+    lengths = item.frames[first:last]
+    framed = _Framed(
+        item.codec, lengths, raw, low - first * FRAME_BYTES, landing, high - low
+    )  # fmt: skip
+    return RangeRead(segment=item.segment, start=start, end=start + sum(lengths), landing=framed,
+                item=item, hashed=hashed)  # fmt: skip
+
+
+def _row_major(sizes: Sequence[int]) -> list[int]:
+    strides = [1] * len(sizes)
+    for axis in range(len(sizes) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * sizes[axis + 1]
+    return strides
+
+
+def reads_for(wanted: Chunk, items: Sequence[Item]) -> list[RangeRead]:
+    """What must be read to fill a box from the stored boxes of its tensor. Pure.
+
+    Raises CheckpointMismatch when they do not cover it.
+    """
+    found: list[RangeRead] = []
+    covered = 0
+    for item in items:
+        common = wanted.box.overlap(item.box)
+        if common is not None:
+            covered += common.count
+            found += _reads_of(wanted, item, common)
+    if covered != wanted.box.count:
+        raise CheckpointMismatch(
+            f"{wanted.name!r}: the checkpoint holds {covered} of the {wanted.box.count} elements "
+            f"wanted at {wanted.box.offsets}"
+        )
+    return found
+
+
+def _reads_of(wanted: Chunk, item: Item, common: Box) -> list[RangeRead]:
+    """Reads for what one stored box gives to a wanted one."""
+    width = dtype_named(item.dtype).itemsize
+    target = wanted.tensor
+    is_all = common == item.box
+    digest = _Digest(item) if is_all and item.digest else None
+    if is_all and common == wanted.box and _plain(target, item.dtype):  # most of all reads
+        return [_plain_read(target, item, 0, common.count * width, digest)]
+    for axis, (low, origin, size) in enumerate(
+        zip(common.offsets, wanted.box.offsets, common.sizes, strict=True)
+    ):
+        target = target.narrow(axis, low - origin, size)
+    strides = _row_major(item.box.sizes)
+    inner = [a - b for a, b in zip(common.offsets, item.box.offsets, strict=True)]
+    first = sum(map(lambda at, stride: at * stride, inner, strides)) * width
+    last = (
+        first + width + width * sum((n - 1) * s for n, s in zip(common.sizes, strides, strict=True))
+    )
+    if (last - first) == common.count * width and _plain(target, item.dtype):
+        return [_plain_read(target, item, first, last, digest)]
+    return _gathered(target, item, (first, last), strides, digest)
+
+
+def _plain_read(
+    target: torch.Tensor, item: Item, low: int, high: int, digest: _Digest | None
+) -> RangeRead:  # fmt: skip
+    """The read of raw bytes [low, high) straight into a tensor that lies as they do."""
+    # not reshape(-1): that keeps the stride of a single element, which has any
+    flat = target.detach().as_strided((target.numel(),), (1,)).view(torch.uint8).numpy()
+    return _stored_read(item, low, high, _Into(flat, digest), hashed=digest is not None)
+
+
+def _plain(target: torch.Tensor, dtype: str) -> bool:
+    return (
+        target.device.type == "cpu"
+        and target.is_contiguous()
+        and target.dtype == dtype_named(dtype)
+        and not target.is_conj()
+        and not target.is_neg()
+    )
+
+
+def _gathered(
+    target: torch.Tensor, item: Item, span: tuple[int, int], strides: list[int],
+    digest: _Digest | None,
+) -> list[RangeRead]:  # fmt: skip
+    """Row batches: neighbouring rows as one range, far ones each for itself."""
+    dtype = dtype_named(item.dtype)
+    width, total = dtype.itemsize, _raw_bytes(item)
+    if target.dim() == 0:
+        where = (digest, 0, total) if digest else None
+        landing = _Gather(target, dtype, (), width, where)
+        return [_stored_read(item, *span, landing, hashed=digest is not None)]
+    row = strides[0] * width
+    tail = width * (
+        1 + sum((n - 1) * s for n, s in zip(target.shape[1:], strides[1:], strict=True))
+    )
+    rows = max(1, BATCH_BYTES // row) if row - tail < GAP_BYTES else 1
+    found = []
+    for first in range(0, target.shape[0], rows):
+        count = min(rows, target.shape[0] - first)
+        low = span[0] + first * row
+        length = (count - 1) * row + tail
+        where = (digest, low, total) if digest else None
+        landing = _Gather(target.narrow(0, first, count), dtype, strides, length, where)
+        found.append(_stored_read(item, low, low + length, landing, hashed=digest is not None))
+    return found
+
+
+def coalesced(reads: Iterable[RangeRead]) -> list[tuple[int, int]]:
+    """Ranges that cover sorted reads of one segment, near ones joined. Pure."""
+    ranges: list[tuple[int, int]] = []
+    for read in reads:
+        if ranges and read.start - ranges[-1][1] <= GAP_BYTES:
+            ranges[-1] = (ranges[-1][0], max(ranges[-1][1], read.end))
+        elif read.end > read.start:
+            ranges.append((read.start, read.end))
+    return ranges
+
+
+class SegmentReads:
+    """Gives the bytes of a segment, which come in order, to the reads that want them."""
+
+    def __init__(self, reads: Sequence[RangeRead]) -> None:
+        self._reads = sorted(reads, key=lambda r: (r.start, r.end))
+        self.hashed = all(read.hashed for read in reads)
+        self.ranges = coalesced(self._reads)
+        self._active: list[RangeRead] = []
+        self._next = self._at = 0
+
+    def split(self) -> list[SegmentReads]:
+        """Two halves of about the same size for two threads; one when no border lies between."""
+        wanted = sum(high - low for low, high in self.ranges) // 2
+        seen = end = 0
+        for n, read in enumerate(self._reads):
+            apart = n and read.start >= end and read.item is not self._reads[n - 1].item
+            if seen >= wanted and apart:
+                return [SegmentReads(self._reads[:n]), SegmentReads(self._reads[n:])]
+            seen += read.end - max(read.start, end) if read.end > end else 0
+            end = max(end, read.end)
+        return [self]
+
+    def deliver(self, offset: int, data: Bytes) -> None:
+        """Bytes of the segment at `offset`. When they begin anew, so does everything."""
+        if offset < self._at:
+            self._active, self._next = [], 0
+        end = self._at = offset + len(data)
+        while self._next < len(self._reads) and self._reads[self._next].start < end:
+            self._active.append(self._reads[self._next])
+            self._next += 1
+        still = []
+        for read in self._active:
+            low, high = max(read.start, offset), min(read.end, end)
+            if low < high:
+                read.landing.take(low - read.start, data[low - offset : high - offset])
+            if read.end > end:
+                still.append(read)
+        self._active = still
+
+
+Warm = Callable[[Segment], Bytes | None]  # memory that still holds a segment, as it was written
+
+
+def run_reads(
+    pool: Pool, segments: Sequence[Segment], reads: Iterable[RangeRead], warm: Warm | None = None
+) -> int:
+    """Fill everything that `reads` want; returns the bytes asked of the pool.
+
+    Segments are read several at a time. Raises IntegrityError, TooManyErasures, ObjectNotFound;
+    targets are then partly filled.
+    """
+    by_segment: dict[int, list[RangeRead]] = {}
+    for read in reads:
+        by_segment.setdefault(read.segment, []).append(read)
+
+    def one(number: int) -> int:
+        return _read_segment(pool, segments[number], SegmentReads(by_segment[number]), warm)
+
+    if len(by_segment) <= 1:
+        return sum(map(one, by_segment))
+    with ThreadPoolExecutor(_READERS, "hpstore-restore") as threads:
+        return sum(threads.map(one, by_segment))
+
+
+def _read_segment(pool: Pool, segment: Segment, scatter: SegmentReads, warm: Warm | None) -> int:
+    if not scatter.ranges:
+        return 0
+    if segment.data is not None:  # it came with the manifest
+        _give(scatter, segment.data)
+        return sum(high - low for low, high in scatter.ranges)
+    memory = warm(segment) if warm is not None and scatter.hashed else None
+    if memory is not None and _from_memory(segment, memory, scatter.split()):
+        return 0
+    with _opened(pool, segment) as reader:
+        reader.read_ranges(scatter.ranges, scatter.deliver)
+    return sum(high - low for low, high in scatter.ranges)
+
+
+@contextmanager
+def _opened(pool: Pool, segment: Segment) -> Iterator[PooledReader]:
+    """A segment as the manifest names it. Raises IntegrityError when it is another version."""
+    with pool.reader(segment.key) as reader:
+        if reader.version != segment.version or reader.size != segment.size:
+            raise IntegrityError(
+                f"segment {segment.key} is version {reader.version} of {reader.size} bytes; the "
+                f"manifest names version {segment.version} of {segment.size}"
+            )
+        yield reader
+
+
+def _require_there(pool: Pool, segments: Sequence[Segment], warm: Warm | None) -> None:
+    """Open and close segments that are not in memory. Raises what reading them would raise when
+    too much of one is lost; damage in the middle shows when it is read."""
+
+    def look(segment: Segment) -> None:
+        if segment.data is None and (warm is None or warm(segment) is None):
+            with _opened(pool, segment):
+                return
+
+    with ThreadPoolExecutor(_READERS, "hpstore-restore") as threads:
+        list(threads.map(look, segments))
+
+
+def _from_memory(segment: Segment, memory: Bytes, parts: Sequence[SegmentReads]) -> bool:
+    """Take a segment from the staging buffer, hashes compared; False when they do not match."""
+    try:
+        with ThreadPoolExecutor(len(parts), "hpstore-restore") as threads:
+            list(threads.map(_give, parts, itertools.repeat(memory)))  # one hashes, another copies
+    except IntegrityError as error:
+        _log.warning("segment %s is read from the pool, memory does not serve: %s",
+                     segment.key, error)  # fmt: skip
+        return False
+    return True
+
+
+def _give(scatter: SegmentReads, memory: Bytes) -> None:
+    for low, high in scatter.ranges:
+        for at in range(low, high, _WARM_BYTES):
+            scatter.deliver(at, memory[at : min(high, at + _WARM_BYTES)])
+
+
+def bytes_read(item: Item, target: bytearray) -> list[RangeRead]:
+    """The reads that give all of an item's bytes."""
+    if not item.length:
+        return []
+    flat: Bytes = np.frombuffer(target, np.uint8)
+    return [_stored_read(item, 0, len(target), _Into(flat, _Digest(item)), hashed=True)]
+
+
+def check_items(
+    pool: Pool,
+    segments: Sequence[Segment],
+    items: Sequence[Item],
+    seen: Callable[[int], None] | None = None,
+) -> list[str]:
+    """Read all items and compare them with their hashes; the names of those that differ.
+
+    `seen` is told how many raw bytes were looked at, again when they are read again. Takes no
+    memory beyond the pool's own. Raises as run_reads().
+    """
+    damaged: list[str] = []
+    for number in range(len(segments)):
+        mine = [item for item in items if item.segment == number and item.length]
+        reads = [
+            _stored_read(item, 0, _raw_bytes(item), _Check(item, damaged, seen), hashed=True)
+            for item in mine
+        ]
+        try:
+            run_reads(pool, segments, reads)
+        except IntegrityError as error:
+            _log.warning("%s", error)
+            damaged += [item.name for item in mine]
+    return sorted(set(damaged))
+
+
+def fill_chunks(
+    pool: Pool,
+    segments: Sequence[Segment],
+    items: Iterable[Item],
+    wanted: Iterable[Chunk],
+    warm: Warm | None = None,
+    *,
+    begins: Callable[[], None] | None = None,
+) -> int:
+    """Fill wanted boxes from a checkpoint's items; returns the bytes asked of the pool.
+
+    With `begins` all segments are opened first, and it is called before the first byte is written:
+    what is raised before that has changed nothing.
+    """
+    stored: Mapping[str, Sequence[Item]] = by_name(items)
+    reads: list[RangeRead] = []
+    for chunk in wanted:
+        if prod(chunk.box.sizes):
+            reads += reads_for(chunk, stored[chunk.name])
+    if begins is not None:
+        _require_there(pool, [segments[n] for n in sorted({r.segment for r in reads})], warm)
+        begins()
+    return run_reads(pool, segments, reads, warm)
+
+
+__all__ = [
+    "RangeRead",
+    "SegmentReads",
+    "Warm",
+    "bytes_read",
+    "check_items",
+    "coalesced",
+    "fill_chunks",
+    "reads_for",
+    "run_reads",
+]

@@ -1,0 +1,1 @@
+"""From a training state into a committed step."""

@@ -1,0 +1,63 @@
+"""Finish the save under way when the process is told to end: SIGTERM, exit, an uncaught exception.
+
+A save that is not finished within the limit is abandoned: the step before it stays current.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import weakref
+from typing import Protocol
+
+from hpstore.checkpoint.ranks.sigterm import handler_if_free
+
+_log = logging.getLogger(__name__)
+
+
+class Saving(Protocol):
+    """Something with a save under way."""
+
+    def wait_at_most(self, seconds: float) -> bool:
+        """Wait for it; False when it takes longer."""
+
+
+class Draining:
+    """Waits for a checkpointer's save at the end of the process, at most `seconds`.
+
+    SIGTERM is taken only when nothing else handles it, from the main thread.
+    """
+
+    def __init__(self, owner: Saving, seconds: float) -> None:
+        self._owner = weakref.ref(owner)
+        self._seconds = seconds
+        # before concurrent.futures forbids new work, which the atexit functions come after
+        register = getattr(threading, "_register_atexit", atexit.register)
+        me = weakref.ref(self)
+        register(lambda: _drain(me))
+        self._handler = handler_if_free()
+        if self._handler is not None:
+            self._handler.add_drain(self)
+
+    def drain(self) -> None:
+        """Wait for the save under way, within the limit. Raises nothing."""
+        owner = self._owner()
+        if owner is not None and not owner.wait_at_most(self._seconds):
+            _log.warning("the save under way is given up after %.0f s; the step before it is "
+                         "still current", self._seconds)  # fmt: skip
+
+    def forget(self) -> None:
+        """The checkpointer is closed."""
+        if self._handler is not None:
+            self._handler.remove(self)
+        self._owner = lambda: None  # type: ignore[assignment]  # a reference to nothing
+
+
+def _drain(reference: weakref.ref[Draining]) -> None:
+    draining = reference()
+    if draining is not None:
+        draining.drain()
+
+
+__all__ = ["Draining"]

@@ -1,0 +1,1 @@
+"""A training state as a tree of values and tensors, and back."""

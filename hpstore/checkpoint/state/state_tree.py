@@ -1,0 +1,454 @@
+"""State as a typed JSON tree plus named tensors. No pickle, unless it is asked for.
+
+Tensors and numpy arrays become items with a path ("optimizer/state/head.weight/exp_avg"); what is
+left (numbers, strings, containers) is JSON with a tag `$` where JSON has no type of its own
+(scalars.py, typed.py, random_sources.py). An object of any other type is refused with the path at
+which it stands.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from hpstore.checkpoint.state import pickled
+from hpstore.checkpoint.state.plain_tensors import is_plain_tensor, require_plain
+from hpstore.checkpoint.state.random_state import SOURCES, decode_source, encode_source, kind_of
+from hpstore.checkpoint.state.scalars import (
+    TAG,
+    Classes,
+    Unrestorable,
+    decode_scalar,
+    encode_scalar,
+)
+from hpstore.checkpoint.state.typed_objects import (
+    mapping_type,
+    object_parts,
+    of_mapping,
+    of_sequence,
+    sequence_parts,
+)
+from hpstore.errors import CheckpointError, IntegrityError
+from hpstore.format.untrusted_bytes import MALFORMED, brief
+
+MOST_BITS = 14_000  # of an int: Python reads and writes 4,300 digits
+MAX_DEPTH = 64
+_MOST_LEVELS = 4 * MAX_DEPTH  # of JSON: a dict with keys that are no texts takes three
+_FEW = 8  # values that are cheaper to look at one by one
+_LONG = 1 << 63
+
+# Any below: trees hold whatever a training state holds; every leaf is checked by its type
+Tree = Any
+Json = Any
+
+
+class PerRank:
+    """A value that every rank keeps for itself: recorded by rank, given back to the same rank."""
+
+    def __init__(self, value: Tree) -> None:
+        self.value = value
+
+
+class NamedValues(tuple[Any, ...]):
+    """What a namedtuple was saved as: a tuple that knows its fields. A state that has a namedtuple
+    with the same fields in its place gets one of its class back (see fill)."""
+
+    _fields: tuple[str, ...]
+
+    @classmethod
+    def of(cls, values: Iterable[Any], fields: Iterable[str]) -> NamedValues:
+        """Values by the names of their fields."""
+        made = cls(values)
+        made._fields = tuple(map(str, fields))
+        if len(made) != len(made._fields):
+            raise ValueError(f"{len(made)} values for the fields {made._fields}")
+        return made
+
+
+def field_names(value: Tree) -> tuple[str, ...]:
+    """Fields of a namedtuple, () for anything else."""
+    names = getattr(value, "_fields", ()) if isinstance(value, tuple) else ()
+    return tuple(names) if all(type(name) is str for name in names) else ()
+
+
+class Absent:
+    """Stands for what a rank keeps for itself and the checkpoint has not for this rank."""
+
+
+ABSENT = Absent()
+
+
+class CollectedTensors:
+    """Tensors met while encoding, by path, in order."""
+
+    def __init__(self, *, rank: int = 0, allow_pickle: bool = False) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.rank, self.allow_pickle = rank, allow_pickle
+
+
+def join(path: str, name: object) -> str:
+    """Path of a child."""
+    text = str(name)
+    return f"{path}/{text}" if path else text
+
+
+def encode_tree(value: Tree, path: str, found: CollectedTensors, depth: int = 0) -> Json:
+    """JSON for `value`; its tensors go into `found`. Raises CheckpointError naming the path."""
+    if depth > MAX_DEPTH:
+        raise CheckpointError(f"state {path!r} is nested deeper than {MAX_DEPTH}")
+    if isinstance(value, torch.Tensor):
+        return _encode_tensor(value, path, found)
+    kind = type(value)
+    if kind is dict and TAG not in value and all(map(_is_plain_key, value)):
+        if _all_json(value.values()):
+            return dict(value)
+        start = f"{path}/" if path else ""  # the common case, without a call more a leaf
+        return {k: encode_tree(v, start + k, found, depth + 1) for k, v in value.items()}
+    if kind in JSON_TYPES:
+        return _encode_plain(value, path)
+    if kind is list:
+        return _encode_list(value, path, found, depth)
+    if kind is tuple:
+        return {TAG: "tuple", "v": _encode_list(value, path, found, depth)}
+    try:
+        return _encode_typed(value, path, found, depth)
+    except Unrestorable:
+        if not found.allow_pickle:
+            raise
+        return _refused(value, path, found)
+
+
+_ROWS = {tuple, list}
+JSON_TYPES = frozenset({int, float, str, bool, type(None)})  # of leaves
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether a value is a number, text or None of JSON's own types."""
+    return type(value) in JSON_TYPES
+
+
+def holds_leaves(node: Mapping[Any, Any]) -> bool:
+    """Whether a dict holds numbers, text and None alone, of which there may be very many: looked at
+    without a call for each."""
+    return set(map(type, node.values())) <= JSON_TYPES
+
+
+def is_plain(values: Collection[Any]) -> bool:
+    """Whether all are numbers, text or None, or tuples or lists of these: nothing else is in
+    them. Millions are looked at without a call for each."""
+    kinds = set(map(type, values))
+    if kinds and kinds <= _ROWS:
+        kinds = set(map(type, chain.from_iterable(values)))
+    return kinds <= JSON_TYPES
+
+
+def _is_json(value: Any) -> bool:
+    kind = type(value)
+    if kind is int:
+        return bool(-_LONG < value < _LONG)
+    if kind is float:
+        return math.isfinite(value)
+    return (kind is str and _is_unicode(value)) or value is None or kind is bool
+
+
+def _all_json(values: Collection[Any]) -> bool:
+    """Whether values are JSON as they are. Millions are looked at without a call for each."""
+    if len(values) < _FEW:
+        return all(map(_is_json, values))
+    kinds = set(map(type, values))
+    if not kinds <= JSON_TYPES:
+        return False
+    alone = len(kinds) == 1
+    if float in kinds:
+        some = values if alone else [v for v in values if type(v) is float]
+        if not all(map(math.isfinite, some)):
+            return False
+    if int in kinds:
+        whole = values if alone else [v for v in values if type(v) is int]
+        if max(max(whole), -min(whole)).bit_length() > MOST_BITS:
+            return False
+    if str in kinds:
+        return all(map(_is_unicode, values if alone else [v for v in values if type(v) is str]))
+    return True
+
+
+def _encode_plain(value: Tree, path: str) -> Json:
+    """A number, text or None."""
+    kind = type(value)
+    if kind is str and not _is_unicode(value):
+        raise CheckpointError(f"state {path!r} is text with half a surrogate pair")
+    if kind is int and value.bit_length() > MOST_BITS:
+        raise CheckpointError(f"state {path!r} is a number of {value.bit_length()} bits")
+    if kind is float and not math.isfinite(value):
+        return {TAG: "float", "v": repr(value)}
+    return value
+
+
+def _encode_list(
+    value: Sequence[Any], path: str, found: CollectedTensors, depth: int
+) -> list[Json]:
+    if _all_json(value):
+        return list(value)
+    kinds = set(map(type, value))
+    if kinds <= _ROWS and len(kinds) == 1 and _all_json(list(chain.from_iterable(value))):
+        return [list(row) if kinds == {list} else {TAG: "tuple", "v": list(row)} for row in value]
+    start = f"{path}/" if path else ""
+    return [encode_tree(v, f"{start}{i}", found, depth + 1) for i, v in enumerate(value)]
+
+
+def _encode_typed(value: Tree, path: str, found: CollectedTensors, depth: int) -> Json:
+    """What is more than a number, text, list, tuple or dict."""
+    if isinstance(value, PerRank):
+        mine = encode_tree(value.value, f"{path}@{found.rank}", found, depth + 1)
+        return {TAG: "ranks", "v": {str(found.rank): mine}}
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return {TAG: "ndarray", "item": _array_item(value, path, found)}
+    scalar = encode_scalar(value, path)
+    if scalar is not None:
+        return scalar
+    if isinstance(value, str):
+        return _encode_plain(str.__str__(value), path)
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, mapping_type(value, path), path, found, depth)
+    if isinstance(value, torch.Size):
+        return {TAG: "size", "v": list(value)}
+    if isinstance(value, tuple):
+        inner = _encode_list(value, path, found, depth)
+        names = field_names(value)
+        return {TAG: "tuple", "v": inner} | ({"fields": list(names)} if names else {})
+    sequence = sequence_parts(value)
+    if sequence is not None:
+        return {TAG: "tuple", "v": _encode_list(sequence[1], path, found, depth), **sequence[0]}
+    source = kind_of(value)
+    if source is not None:
+        return {TAG: source, **(encode_source(value) or {})}
+    parts = object_parts(value, path)
+    if parts is not None:
+        return _encode_mapping(parts[1], parts[0], path, found, depth)
+    return _refused(value, path, found)
+
+
+def _is_plain_key(key: object) -> bool:
+    return type(key) is str and key.isascii()
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+def _has_chunks(value: torch.Tensor) -> bool:
+    return hasattr(value, "__create_chunk_list__")
+
+
+def _encode_tensor(value: torch.Tensor, path: str, found: CollectedTensors) -> Json:
+    plain = type(value) in _PLAIN_TYPES
+    if not plain and is_lazy(value):
+        raise CheckpointError(
+            f"state {path!r} is a parameter without a shape yet, of a lazy module: nothing was "
+            "written. Run the module once, or save what has run alone"
+        )
+    if not is_plain_tensor(value):
+        require_plain(value, f"state {path!r}")
+    if value.is_meta:
+        raise CheckpointError(f"state {path!r} is a meta tensor: it holds no values to save")
+    if not plain and is_traceable_wrapper_subclass(value) and not _has_chunks(value):
+        raise CheckpointError(
+            f"state {path!r} is a {type(value).__qualname__}, made of several tensors: it would "
+            "not be saved as it is. Save these, or what it stands for, instead."
+        )
+    if path in found.tensors:
+        raise CheckpointError(
+            f"state: two tensors have the path {path!r}, as those of {{'a/b': x}} and {{'a': "
+            "{'b': y}} have one: rename one of them. Nothing was written."
+        )
+    found.tensors[path] = value
+    return {TAG: "tensor", "item": path}
+
+
+def _array_item(value: np.ndarray[Any, Any], path: str, found: CollectedTensors) -> str:
+    if isinstance(value, np.ma.MaskedArray):
+        raise CheckpointError(
+            f"state {path!r} is a masked array: save its .data and .mask, the mask would be lost"
+        )
+    if value.dtype.fields is not None:
+        raise CheckpointError(f"state {path!r}: numpy arrays of {value.dtype} cannot be saved")
+    if not value.dtype.isnative:
+        value = value.astype(value.dtype.newbyteorder("="))
+    try:
+        found.tensors[path] = torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
+    except TypeError as error:
+        raise CheckpointError(f"state {path!r}: {error}") from error
+    return path
+
+
+def _encode_mapping(
+    value: Mapping[Any, Any], extra: Json, path: str, found: CollectedTensors, depth: int
+) -> Json:
+    """`extra`: what is recorded beside the entries, {} for a plain dict."""
+    if not extra and all(type(k) is str and k != TAG for k in value):
+        for key in value:
+            if not _is_unicode(key):
+                raise CheckpointError(
+                    f"state {path!r} has the key {key!r}, text with half a surrogate pair"
+                )
+        return {k: encode_tree(v, join(path, k), found, depth + 1) for k, v in value.items()}
+    rows = [
+        [encode_tree(k, f"{path} (key)", found, depth + 1),
+         encode_tree(v, join(path, k), found, depth + 1)]
+        for k, v in value.items()
+    ]  # fmt: skip
+    return {TAG: "dict", "v": rows, **extra}
+
+
+def _refused(value: Tree, path: str, found: CollectedTensors) -> Json:
+    if found.allow_pickle:
+        return {TAG: "pickle", "v": base64.b64encode(pickled.dumps(value, path)).decode()}
+    raise CheckpointError(
+        f"state {path!r} is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint "
+        "holds tensors, numpy arrays, numbers, strings, bytes, lists, tuples, dicts, sets, enums, "
+        "dataclasses, paths, times, random generators, and objects with state_dict() and "
+        "load_state_dict(). Nothing was written. Checkpointer(allow_pickle=True) saves such "
+        "objects as pickles, which only a trusted pool may give back."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoding:
+    """How a tree is turned back into values: `tensor(name)` gives items."""
+
+    tensor: Callable[[str], torch.Tensor]
+    rank: int = 0
+    allow_pickle: bool = False
+    classes: Classes = field(default_factory=Classes)
+
+
+def decode_tree(node: Json, how: Decoding) -> Tree:
+    """Inverse of encode_tree. Raises CheckpointError, IntegrityError for what is no such tree."""
+    try:
+        return _decode(node, how)
+    except MALFORMED as error:
+        raise IntegrityError(f"the recorded state is malformed: {brief(error)}") from error
+
+
+def _decode(node: Json, how: Decoding) -> Tree:
+    if isinstance(node, list):
+        if set(map(type, node)) <= JSON_TYPES:
+            return list(node)
+        return [_decode(child, how) for child in node]
+    if not isinstance(node, dict):
+        return node
+    if TAG not in node:
+        if holds_leaves(node):
+            return dict(node)
+        return {name: _decode(child, how) for name, child in node.items()}
+    kind = node[TAG]
+    if kind == "tensor":
+        return how.tensor(node["item"])
+    if kind == "ndarray":
+        return how.tensor(node["item"]).numpy()
+    if kind == "dict":
+        parts = {_decode(k, how): _decode(v, how) for k, v in node["v"]}
+        return of_mapping(node, parts, how.classes) if "type" in node else parts
+    if kind == "tuple":
+        return _decode_tuple(node, [_decode(child, how) for child in node["v"]])
+    if kind == "ranks":
+        mine = node["v"].get(str(how.rank), ABSENT)
+        return ABSENT if mine is ABSENT else _decode(mine, how)
+    if kind == "pickle":
+        if not how.allow_pickle:
+            raise CheckpointError(
+                "this checkpoint holds pickled objects; they run code when they are loaded. "
+                "Checkpointer(allow_pickle=True) loads them, from a pool that you trust."
+            )
+        return pickled.loads(base64.b64decode(node["v"]))
+    if kind in SOURCES:
+        return decode_source(kind, node)
+    return decode_scalar(kind, node, how.classes)
+
+
+def _decode_tuple(node: Mapping[str, Any], parts: list[Any]) -> Tree:
+    if "type" in node:
+        return of_sequence(node, parts)
+    return NamedValues.of(parts, node["fields"]) if "fields" in node else tuple(parts)
+
+
+def check_tree(node: Json) -> None:
+    """Raise ValueError for a recorded tree whose nodes lack what those who walk it take for
+    granted. One pass; long lists of plain values are not looked into."""
+    todo = [(node, 0)]
+    while todo:
+        here, depth = todo.pop()
+        if depth > _MOST_LEVELS:
+            raise ValueError(f"the state is nested deeper than {_MOST_LEVELS} levels")
+        if isinstance(here, list):
+            inside: Iterable[Json] = () if is_plain(here) else here
+        elif TAG in here:
+            inside = _checked_parts(here)
+        else:
+            inside = here.values()
+        todo += [(child, depth + 1) for child in inside if type(child) in (list, dict)]
+
+
+def _checked_parts(node: Mapping[str, Json]) -> Iterable[Json]:
+    """What is to be looked at in a tagged node. Raises ValueError."""
+    kind = node[TAG]
+    value = node.get("item" if kind in ("tensor", "ndarray") else "v")
+    inside: Iterable[Json] = ()
+    if kind == "dcp":
+        return inside
+    if kind in ("tensor", "ndarray"):
+        good = type(value) is str
+    elif kind == "dict":
+        good = isinstance(value, list) and all(isinstance(r, list) and len(r) == 2 for r in value)
+        inside = chain.from_iterable(value or ()) if good else ()
+    elif kind == "ranks":
+        good = isinstance(value, dict)
+        inside = value.values() if isinstance(value, dict) else ()
+    else:
+        good = isinstance(kind, str) and (value is not None or kind == "float")
+        good = good and (kind != "tuple" or isinstance(value, list))
+        inside = (value,)
+    if not good:
+        raise ValueError(f"a value of kind {str(kind)[:40]!r} is malformed")
+    return inside
+
+
+def tensor_names(node: Json, *, rank: int | None = None) -> list[str]:
+    """Names of the items that a tree refers to; with `rank` only that rank's own and the common."""
+    found: list[str] = []
+    todo = [node]
+    while todo:
+        here = todo.pop()
+        if isinstance(here, list):
+            todo += reversed(here)
+        elif isinstance(here, dict):
+            kind = here.get(TAG)
+            if kind in ("tensor", "ndarray"):
+                found.append(here["item"])
+            elif kind == "ranks":
+                todo += [c for name, c in here["v"].items() if rank is None or name == str(rank)]
+            elif kind in ("dict", "tuple"):
+                todo.append(here["v"])
+            elif kind is None:
+                todo += reversed(here.values())
+    return found
+
+
+__all__ = ["MAX_DEPTH", "TAG", "Absent", "CollectedTensors", "Decoding", "NamedValues", "PerRank",
+           "check_tree", "decode_tree", "encode_tree", "field_names", "is_leaf", "is_plain", "join",
+           "tensor_names"]  # fmt: skip

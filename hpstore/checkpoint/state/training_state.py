@@ -1,0 +1,286 @@
+"""Models and optimizers by names that do not depend on how they are wrapped.
+
+Names are those of torch.distributed.checkpoint.state_dict: no `module.`, no `_orig_mod.`, optimizer
+state by parameter name. RNG states are collected and set here, too.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+
+from hpstore.checkpoint.state.fill_objects import (
+    check_fields,
+    check_leaf,
+    check_names,
+    check_source,
+    fill,
+    remade,
+    require_memory,
+)
+from hpstore.checkpoint.state.module_state import load_module, loads_its_own_way, module_state
+from hpstore.checkpoint.state.optimizers import check_optimizer, load_optimizer, saved_optimizer
+from hpstore.checkpoint.state.random_state import kind_of
+from hpstore.checkpoint.state.state_tree import (
+    JSON_TYPES,
+    MAX_DEPTH,
+    Absent,
+    PerRank,
+    field_names,
+    holds_leaves,
+    is_leaf,
+    is_plain,
+    join,
+)
+from hpstore.checkpoint.state.targets import RNG_KEY, Destinations, Names, State
+from hpstore.checkpoint.state.typed_objects import children_of, grows, is_stateful, same_dict
+from hpstore.errors import CheckpointError, CheckpointMismatch
+
+# Any below: a training state holds whatever its owner puts there
+
+
+_NOTHING = object()  # where a name is not there
+
+
+def require_state(state: object) -> None:
+    """Raise CheckpointError for what is no state at all."""
+    if not isinstance(state, Mapping) or not all(type(name) is str for name in state):
+        raise CheckpointError(
+            f"a state is a dict with str names, such as {{'model': model}}, not a "
+            f"{type(state).__name__}. Nothing was changed."
+        )
+
+
+def collect(state: State, *, rng: bool) -> dict[str, Any]:
+    """Plain nested values of a state: modules and optimizers by name, Stateful by state_dict()."""
+    require_state(state)
+    if rng and RNG_KEY in state:
+        raise CheckpointError(f"the name {RNG_KEY!r} is taken by the RNG states")
+    names = Names(state)
+    found = {name: _collect_value(name, value, names) for name, value in state.items()}
+    if rng:
+        found[RNG_KEY] = PerRank(rng_state())
+    return found
+
+
+def _collect_value(path: str, value: Any, names: Names, depth: int = 0) -> Any:
+    if type(value) in (tuple, list) and is_plain(value):  # spared a look at each of millions
+        return value
+    if isinstance(value, torch.Tensor):
+        return value
+    if depth > MAX_DEPTH:
+        raise CheckpointError(f"state {path[:80]!r}... is nested deeper than {MAX_DEPTH}")
+    if isinstance(value, torch.nn.Module):
+        return module_state(value)
+    if isinstance(value, Optimizer):
+        return saved_optimizer(value, names.of(value), path)
+    if isinstance(value, PerRank):
+        return PerRank(_collect_value(path, value.value, names, depth + 1))
+    if is_stateful(value):
+        return value.state_dict()
+    if isinstance(value, dict):
+        if is_plain(value.values()):
+            return value
+        entries = (
+            (k, _collect_value(join(path, k), v, names, depth + 1)) for k, v in value.items()
+        )
+        return same_dict(value, dict(entries))
+    if type(value) in (list, tuple, deque):
+        parts = [_collect_value(join(path, i), v, names, depth + 1) for i, v in enumerate(value)]
+        return deque(parts, value.maxlen) if isinstance(value, deque) else type(value)(parts)
+    return value
+
+
+def check(state: State, loaded: Mapping[str, Any], *, strict: bool) -> None:
+    """Raise CheckpointMismatch when recorded and wanted names differ, before anything is filled."""
+    recorded = {name: value for name, value in loaded.items() if name != RNG_KEY}
+    check_names(state, recorded, "", strict=strict)
+    names = Names(state)
+    for name, value in state.items():
+        if name in recorded:
+            _check_value(name, value, recorded[name], names, strict=strict)
+
+
+def _check_value(path: str, target: Any, loaded: Any, names: Names, *, strict: bool) -> None:
+    """What _apply_value() and fill() would refuse, while nothing is changed."""
+    if is_leaf(target) and is_leaf(loaded):
+        return
+    if isinstance(target, PerRank):
+        if not isinstance(loaded, Absent):
+            _check_value(path, target.value, loaded, names, strict=strict)
+    elif isinstance(loaded, Absent):
+        raise CheckpointMismatch(f"{path!r} was recorded by rank, and not for this one")
+    elif isinstance(target, torch.nn.Module):
+        _check_model(path, target, loaded, strict=strict)
+    elif isinstance(target, Optimizer):
+        check_optimizer(path, target, names.of(target), loaded, strict=strict)
+    elif isinstance(target, (torch.Tensor, np.ndarray)):
+        check_leaf(path, target, loaded)
+    elif kind_of(target) is not None:
+        check_source(path, target, loaded)
+    elif not is_stateful(target):  # such a one knows itself what it takes
+        _check_parts(path, target, loaded, names, strict=strict)
+
+
+def _check_parts(path: str, target: Any, loaded: Any, names: Names, *, strict: bool) -> None:
+    """As _check_value, of what is in a container or object."""
+    if isinstance(target, dict) and isinstance(loaded, Mapping):
+        if not grows(target):
+            check_names(target, loaded, path, strict=strict)
+        if holds_leaves(target) and holds_leaves(loaded):
+            return
+        for name, value in loaded.items():
+            mine = target.get(name, _NOTHING)
+            if mine is _NOTHING or (type(value) in JSON_TYPES and type(mine) in JSON_TYPES):
+                continue  # of which there may be very many
+            _check_value(join(path, name), mine, value, names, strict=strict)
+    else:
+        if isinstance(target, tuple) and field_names(target):
+            check_fields(path, target, loaded)
+        for name, mine, value in _pairs(target, loaded):
+            _check_value(join(path, name), mine, value, names, strict=strict)
+
+
+def _pairs(target: Any, loaded: Any) -> list[tuple[Any, Any, Any]]:
+    """Names, wanted and loaded values in two sequences of one length, or objects of one class; []
+    for what is replaced as a whole."""
+    sequence = type(target) in (list, tuple, deque) or (
+        isinstance(target, tuple) and bool(field_names(target))
+    )
+    rows = isinstance(loaded, (list, tuple, deque))
+    if type(target) is type(loaded) and rows and is_plain(target) and is_plain(loaded):
+        return []
+    if sequence and rows and len(target) == len(loaded):
+        return [(n, a, b) for n, (a, b) in enumerate(zip(target, loaded, strict=True))]
+    if type(target) is not type(loaded) or isinstance(target, (list, tuple, deque, Mapping)):
+        return []
+    mine, saved = children_of(target), dict(children_of(loaded) or ())
+    return [(name, a, saved[name]) for name, a in mine or () if name in saved]
+
+
+def _check_model(path: str, model: torch.nn.Module, loaded: Any, *, strict: bool) -> None:
+    if not isinstance(loaded, Mapping):
+        raise CheckpointMismatch(f"{path!r}: what was saved is not the state of a module")
+    mine = module_state(model)
+    check_names(mine, loaded, path, strict=strict)
+    for name, tensor in mine.items():
+        if isinstance(tensor, torch.Tensor):
+            require_memory(join(path, name), tensor)
+
+
+def apply(
+    state: State, loaded: dict[str, Any], *, filled: Destinations, strict: bool, rng: bool
+) -> None:
+    """Hand loaded values to the objects of a state. Raises CheckpointMismatch.
+
+    `filled`: what holds its values already. Call check() first: a mismatch there changes nothing.
+    """
+    states = loaded.pop(RNG_KEY, None)
+    names = Names(state)
+    for name, value in state.items():  # modules first: optimizers refer to their parameters
+        if name in loaded and isinstance(value, torch.nn.Module):
+            _apply_model(name, value, loaded[name], filled, strict=strict)
+    for name, value in state.items():
+        if name in loaded and not isinstance(value, torch.nn.Module):
+            replaced = _apply_value(name, value, loaded[name], names, strict=strict)
+            if replaced is not value:
+                _replace(state, name, replaced)
+    if rng and states is not None and not isinstance(states, Absent):
+        set_rng_state(states)
+
+
+def _replace(state: State, name: str, value: Any) -> None:
+    if not isinstance(state, dict):
+        raise CheckpointMismatch(f"{name!r} is a plain value in a state that cannot be changed")
+    state[name] = value
+
+
+def _apply_model(
+    name: str, model: torch.nn.Module, loaded: dict[str, Any], filled: Destinations, *, strict: bool
+) -> None:
+    """Give a module its state, unless the read has put all of it where it belongs."""
+    in_place = all(filled.places.get(join(name, key)) is value for key, value in loaded.items())
+    if not in_place or any(map(loads_its_own_way, model.modules())):
+        load_module(name, model, loaded, strict=strict)
+
+
+def _apply_value(path: str, target: Any, loaded: Any, names: Names, *, strict: bool) -> Any:
+    """Give what was loaded to what is there; returns what takes its place in the state."""
+    if is_leaf(target) and is_leaf(loaded):
+        return loaded
+    if isinstance(target, Optimizer):
+        load_optimizer(path, target, names.of(target), loaded, strict=strict)
+        return target
+    if isinstance(target, torch.nn.Module):
+        load_module(path, target, loaded, strict=strict)
+        return target
+    if isinstance(target, PerRank) and not isinstance(loaded, Absent):
+        target.value = _apply_value(path, target.value, loaded, names, strict=strict)
+        return target
+    if is_stateful(target) or isinstance(target, (torch.Tensor, np.ndarray)):
+        return fill(target, loaded, path)
+    if isinstance(target, dict) and isinstance(loaded, Mapping):
+        _apply_dict(path, target, loaded, names, strict=strict)
+        return target
+    parts = [
+        (name, _apply_value(join(path, name), mine, value, names, strict=strict))
+        for name, mine, value in _pairs(target, loaded)
+    ]
+    return remade(target, parts, loaded) if parts else fill(target, loaded, path)
+
+
+def _apply_dict(
+    path: str, target: dict[Any, Any], loaded: Mapping[Any, Any], names: Names, *, strict: bool
+) -> None:
+    if grows(target):
+        for name in target.keys() - loaded.keys():
+            del target[name]
+    else:
+        check_names(target, loaded, path, strict=strict)
+    if (
+        type(target) is dict
+        and target.keys() == loaded.keys()
+        and (holds_leaves(target) and holds_leaves(loaded))
+    ):
+        target.update(loaded)
+        return
+    for name, value in loaded.items():
+        mine = target.get(name, _NOTHING)
+        if type(value) in JSON_TYPES and type(mine) in JSON_TYPES:  # there may be very many
+            target[name] = value
+        elif mine is not _NOTHING:
+            where = join(path, name)
+            target[name] = _apply_value(where, mine, value, names, strict=strict)
+        elif grows(target):
+            target[name] = value
+
+
+def rng_state() -> dict[str, Any]:
+    """RNG states of Python, torch, CUDA when it is in use, and numpy's legacy generator."""
+    found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found["cuda"] = torch.cuda.get_rng_state_all()
+    if "numpy.random" in sys.modules:
+        numpy_random = sys.modules["numpy.random"]
+        found["numpy"] = numpy_random.get_state(legacy=False)
+    return found
+
+
+def set_rng_state(states: Mapping[str, Any]) -> None:
+    """Inverse of rng_state()."""
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states["cuda"])
+    if "numpy" in states and "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].set_state(states["numpy"])
+
+
+__all__ = ["apply", "check", "collect", "require_state", "rng_state", "set_rng_state"]

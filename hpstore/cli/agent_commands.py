@@ -1,0 +1,141 @@
+"""`hpstore agent`: look after a pool on this node."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpstore.cli.output import emit_json, json_text, table
+from hpstore.config import PoolConfig, find_config
+from hpstore.pool.pool import Pool
+from hpstore.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from hpstore.agent import Agent, AgentConfig
+    from hpstore.agent.agent_status import AgentStatus
+
+_LISTEN = "127.0.0.1:9640"
+_STOPPING = (signal.SIGTERM, signal.SIGINT)
+
+
+def run(
+    pool: Annotated[str, typer.Argument(help="pool.toml, or the name of a registered pool")],
+    listen: Annotated[
+        str, typer.Option(help="HOST:PORT of the status page and of /metrics; none for neither")
+    ] = _LISTEN,
+    once: Annotated[
+        bool, typer.Option("--once", help="one round with all its work, then end")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="decide and tell, change nothing")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="a line of JSON a round on standard output")
+    ] = False,
+) -> None:
+    """Look after a pool: drain, heal, take back, scrub; serve a status page and metrics.
+
+    hpstore agent pool.toml --listen 127.0.0.1:9640
+    """
+    from hpstore.agent import Agent
+    from hpstore.agent.http_server import StatusServer
+
+    logging.getLogger("hpstore").setLevel(logging.INFO)
+    for handler in logging.getLogger().handlers:  # it runs for months: when matters
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    config = find_config(pool)
+    with ExitStack() as stack:
+        opened = stack.enter_context(Pool(config, read_only=dry_run))
+        agent = stack.enter_context(
+            Agent(opened, _settings(config, once=once, dry_run=dry_run), threads=not once)
+        )
+        if once:
+            _once(agent, as_json=as_json)
+            return
+        server = None if listen == "none" else stack.enter_context(StatusServer(listen))
+        stop = stack.enter_context(_stopped_by_signals())
+        if server is not None:
+            sys.stderr.write(f"hpstore: status page and metrics at {server.url}\n")
+
+        def each(status: AgentStatus) -> None:
+            if server is not None:
+                server.show(status)
+            if as_json:
+                emit_line(status)
+
+        agent.run(stop, each)
+
+
+def _settings(config: PoolConfig, *, once: bool, dry_run: bool) -> AgentConfig:
+    from hpstore.agent import agent_config
+
+    made = agent_config(config, dry_run=dry_run)
+    return replace(made, scrub_days=0.0) if once else made  # a scrub takes days
+
+
+def emit_line(status: AgentStatus) -> None:
+    """A status in one line, for a program that reads along."""
+    sys.stdout.write(json_text(status.as_dict()) + "\n")
+    sys.stdout.flush()
+
+
+def _once(agent: Agent, *, as_json: bool) -> None:
+    """A round, the work that it asks for, and a look at what came of it."""
+    agent.tick()
+    agent.finish_jobs()
+    status = agent.tick()
+    if as_json:
+        emit_json(status.as_dict())
+    else:
+        show_agent(status)
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[threading.Event]:
+    """An event that SIGTERM and SIGINT set; the handlers from before are back at the end."""
+    stop = threading.Event()
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in _STOPPING}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def show_agent(status: AgentStatus) -> None:
+    """A status for people."""
+    rows = [
+        (d.device[:8], d.url, d.state, "" if d.pool_state == d.state else d.pool_state,
+         format_seconds(d.probe_seconds[-1]) if d.probe_seconds else "",
+         format_bytes(d.free_bytes) if d.total_bytes else "", d.problem or d.refused)
+        for d in status.devices
+    ]  # fmt: skip
+    from hpstore.agent.agent_status import LOOKING_AGAIN
+
+    table("", ("device", "url", "state", "pool says", "probe", "free", "why"), rows)
+    found = status.condition
+    if found is not None:
+        sys.stdout.write(
+            f"{found.objects} objects: {found.degraded} degraded, {found.unreadable} unreadable "
+            f"now; {found.losses_tolerated} more devices may be lost\n"
+            + ("" if status.condition_current else f"{LOOKING_AGAIN}\n")
+        )
+    for why, count in status.put_off.items():
+        sys.stdout.write(f"put off: {count} objects: {why}\n")
+    for warning in status.warnings:
+        sys.stdout.write(f"WARNING {warning}\n")
+    for event in status.events[:10]:
+        at = datetime.fromtimestamp(event.at_ms / 1000, UTC).strftime("%H:%M:%S")
+        sys.stdout.write(f"{at} {event.text}\n")
+
+
+__all__ = ["emit_line", "run", "show_agent"]

@@ -1,0 +1,197 @@
+"""Data set commands: ingest, list, show, verify, remove. torch is imported when one runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import hpstore
+from hpstore.cli.confirm import Yes, agree
+from hpstore.cli.output import (
+    UNMENDED_EXIT_CODE,
+    emit_json,
+    object_progress,
+    sample_progress,
+    say,
+    table,
+)
+from hpstore.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from hpstore.loaders import DatasetReport, IngestReport
+
+datasets = typer.Typer(no_args_is_help=True, help="Ingest, list, show, verify, remove data sets.")
+
+PoolName = Annotated[str, typer.Argument(help="pool.toml, or the name of a registered pool")]
+Name = Annotated[str, typer.Argument(help="name of the data set, such as train")]
+Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
+_SHOWN = 20
+
+
+@datasets.command()
+def ingest(
+    pool: PoolName,
+    name: Name,
+    source: Annotated[str, typer.Argument(help="folder, file, pattern or URL to read")],
+    kind: Annotated[
+        str, typer.Option("--format", help="auto, images, webdataset, parquet, numpy, zarr")
+    ] = "auto",
+    field: Annotated[
+        list[str] | None, typer.Option(help="only this field of each sample; repeatable")
+    ] = None,
+    shuffle: Annotated[bool, typer.Option(help="mix the samples, or keep their order")] = True,
+    seed: Annotated[int, typer.Option(min=0, help="of the shuffle; recorded")] = 0,
+    on_error: Annotated[str, typer.Option(help="bad records: raise or skip")] = "raise",
+    max_skipped: Annotated[int, typer.Option(min=0, help="bad records to skip at most")] = 10_000,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="files or records to read at a time")
+    ] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="throw away what an unfinished ingest stored")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace a data set")] = False,
+    layout: Annotated[str, typer.Option(help="rows, columns or auto")] = "auto",
+    shard: Annotated[str, typer.Option(help="bytes of an object")] = "256MiB",
+    unit: Annotated[str, typer.Option(help="page, such as 1MiB (default: by the records)")] = "",
+    compression: Annotated[str, typer.Option(help="lz4, zstd or blosc")] = "",
+    check_images: Annotated[bool, typer.Option(help="find images that are cut short")] = True,
+    as_json: Json = False,
+) -> None:
+    """Write a folder, tars, tables or arrays as a data set; run again, an interrupted one goes on.
+
+    hpstore dataset ingest pool.toml train /data/imagenet/train
+    """
+    from hpstore.loaders import ingest as run
+
+    with hpstore.open(pool) as opened, sample_progress("ingest") as progress:
+        report = run(
+            opened, name, source, format=kind, fields=field or None, shuffle=shuffle, seed=seed,
+            on_error=on_error, max_skipped=max_skipped, workers=workers, resume=not restart,
+            overwrite=overwrite, layout=layout, shard_bytes=parse_bytes(shard),
+            unit_bytes=parse_bytes(unit) if unit else None, compression=compression or None,
+            check_images=check_images, progress=progress,
+        )  # fmt: skip
+    if as_json:
+        emit_json(report.as_dict())
+    else:
+        _show_ingest(report)
+
+
+def _show_ingest(report: IngestReport) -> None:
+    order = f"order {report.order['kind']}"
+    if "seed" in report.order:
+        order += f" with seed {report.order['seed']}"
+    went_on = f", {report.resumed_samples} of them before" if report.resumed_samples else ""
+    sys.stdout.write(
+        f"{report.name}: {report.samples} samples{went_on}, {format_bytes(report.bytes)} from "
+        f"{report.source} ({report.format}) in {report.seconds:.1f} s; fields "
+        f"{', '.join(report.fields)}; {order}; {len(report.skipped)} bad records left out, "
+        f"{report.ignored} other entries ignored\n"
+    )
+    for skipped in report.skipped[:_SHOWN]:
+        sys.stdout.write(f"LEFT OUT {skipped.name}: {skipped.problem}\n")
+    if len(report.skipped) > _SHOWN:
+        sys.stdout.write(f"and {len(report.skipped) - _SHOWN} more (all of them: --json)\n")
+
+
+@datasets.command()
+def ls(pool: PoolName, as_json: Json = False) -> None:
+    """List data sets, and ingests that were cut short.  hpstore dataset ls pool.toml"""
+    from hpstore.loaders import list_datasets, unfinished_ingests
+
+    with hpstore.open(pool, read_only=True) as opened:
+        found, unfinished = list_datasets(opened), unfinished_ingests(opened)
+    if as_json:
+        rows: list[object] = [
+            {"name": d.name, "state": "damaged" if d.problem else "published", "samples": d.rows,
+             "bytes": d.record_bytes, "fields": list(d.fields or ()), "layout": d.layout,
+             "compression": d.compression, "fingerprint": d.fingerprint, "problem": d.problem}
+            for d in found
+        ]  # fmt: skip
+        cut = [{"name": name, "state": "unfinished", "samples": p.rows, "bytes": p.nbytes,
+                "skipped": len(p.skipped)} for name, p in unfinished.items()]  # fmt: skip
+        emit_json(rows + cut)
+        return
+    published = [
+        (d.name, f"damaged: {d.problem}" if d.problem else "published", d.rows,
+         format_bytes(d.record_bytes), ", ".join(d.fields or ()))
+        for d in found
+    ]  # fmt: skip
+    cut_short = [(name, "unfinished ingest", p.rows, format_bytes(p.nbytes), "")
+                 for name, p in unfinished.items()]  # fmt: skip
+    table("", ("data set", "state", "samples", "size", "fields"), published + cut_short)
+
+
+@datasets.command()
+def info(pool: PoolName, name: Name, as_json: Json = False) -> None:
+    """Show what a data set holds and where it came from.  hpstore dataset info pool.toml train"""
+    from hpstore.loaders import Dataset
+
+    with hpstore.open(pool, read_only=True) as opened, Dataset(opened, name) as found:
+        keys = [found.shard_key(stream, shard) for stream in found.streams
+                for shard in range(stream.shard_count)]  # fmt: skip
+        tolerated = min((opened.stat(key).losses_tolerated for key in keys), default=None)
+        manifest, streams = found.manifest, found.streams
+    facts = {
+        "name": name, "samples": manifest.rows, "layout": manifest.layout,
+        "compression": manifest.compression, "shards": len(keys), "parts": len(manifest.parts),
+        "unit_bytes": {s.name: s.unit_bytes for s in streams},
+        "bytes": sum(int(s.payload_bytes.sum()) for s in streams),
+        "losses_tolerated": tolerated, "shuffle_seed": manifest.shuffle_seed,
+        "fingerprint": manifest.fingerprint,
+    }  # fmt: skip
+    fields = {n: {"dtype": f.dtype, "shape": list(f.shape), "kind": str(f.kind)}
+              for n, f in manifest.fields.items()}  # fmt: skip
+    if as_json:
+        emit_json({**facts, "fields": fields, "metadata": manifest.metadata})
+        return
+    table("", ("fact", "value"), list(facts.items()))
+    table("", ("field", "dtype", "shape", "kind"), [(n, *f.values()) for n, f in fields.items()])
+    for key, value in manifest.metadata.items():
+        sys.stdout.write(f"{key}: {value}\n")
+
+
+datasets.command("inspect", help="The same as info.")(info)
+
+
+@datasets.command()
+def verify(pool: PoolName, name: Name, as_json: Json = False) -> None:
+    """Read every byte and compare every checksum.  hpstore dataset verify pool.toml train"""
+    from hpstore.loaders import verify_dataset
+
+    with hpstore.open(pool, read_only=True) as opened, object_progress("verify") as progress:
+        report = verify_dataset(opened, name, progress=progress)
+    if as_json:
+        emit_json(report.as_dict())
+    else:
+        _show_verified(report)
+    if not report.clean:
+        raise typer.Exit(UNMENDED_EXIT_CODE)
+
+
+def _show_verified(report: DatasetReport) -> None:
+    sys.stdout.write(
+        f"{report.name}: {report.samples} samples, {format_bytes(report.bytes)} read: "
+        + ("clean\n" if report.clean else
+           f"{report.bad_count} bad samples, {report.problem_count} other problems\n")
+    )  # fmt: skip
+    for sample in report.bad_samples[:_SHOWN]:
+        sys.stdout.write(f"BAD sample {sample}\n")
+    for problem in report.problems[:_SHOWN]:
+        sys.stdout.write(f"PROBLEM {problem}\n")
+
+
+@datasets.command()
+def rm(pool: PoolName, name: Name, yes: Yes = False, as_json: Json = False) -> None:
+    """Delete a data set, or an unfinished ingest.  hpstore dataset rm pool.toml train --yes"""
+    from hpstore.loaders import delete_dataset
+
+    agree(f"delete data set {name} of {pool}", yes=yes)
+    with hpstore.open(pool) as opened:
+        delete_dataset(opened, name)
+    say({"deleted": name}, f"data set {name} is deleted", as_json=as_json)
+
+
+__all__ = ["datasets"]

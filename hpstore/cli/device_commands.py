@@ -1,0 +1,198 @@
+"""Device commands: add, evict, drain, readmit, sit out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+import hpstore
+from hpstore.cli import agent_requests
+from hpstore.cli.confirm import Yes, agree
+from hpstore.cli.output import UNMENDED_EXIT_CODE, object_progress, say
+from hpstore.config import Settings
+from hpstore.errors import ConfigError
+from hpstore.health.policy.operator_commands import Command
+from hpstore.membership.device_places import sharing_note
+from hpstore.units import parse_bytes
+
+PoolName = Annotated[str, typer.Argument(help="pool.toml, or the name of a registered pool")]
+DeviceName = Annotated[str, typer.Argument(help="path, URL, or the beginning of a device id")]
+Force = Annotated[bool, typer.Option("--force", help="without the usual safety checks")]
+Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
+AllowRootDisk = Annotated[
+    bool, typer.Option("--allow-root-disk", help="also where a mount seems to be missing")
+]
+Rate = Annotated[str, typer.Option(help="limit in bytes a second, such as 200MB")]
+
+
+def add(
+    pool: PoolName,
+    device: Annotated[str, typer.Argument(help="directory or URL")],
+    domain: Annotated[str | None, typer.Option(help="failure domain")] = None,
+    force: Force = False,
+    allow_root_disk: AllowRootDisk = False,
+    as_json: Json = False,
+) -> None:
+    """Add a device; `rebuild` then widens objects over it.  hpstore add pool.toml /mnt/g"""
+    with hpstore.open(pool) as opened:
+        found = opened.find(
+            opened.add_device(device, domain, force=force, allow_root_disk=allow_root_disk)
+        )
+        note_shared_disks(opened.answering())
+    facts = {"device": found.device_id, "url": found.url, "domain": found.domain, "state": "online"}
+    say(facts, f"{device} is device {found.device_id[:8]}", as_json=as_json)
+
+
+def evict(
+    pool: PoolName, device: DeviceName, force: Force = False, yes: Yes = False,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Take a device out at once; what it held counts as lost.  hpstore evict pool.toml /mnt/b
+
+    `drain` moves what it holds first.
+    """
+    with hpstore.open(pool) as opened:
+        found = opened.find(device)
+        agree(f"evict {found.url}: what it holds counts as lost", yes=yes, named=True)
+        opened.evict(found.device_id, force=force)
+    say({"device": found.device_id, "url": found.url, "state": "evicted"},
+        f"{device} is evicted; `hpstore rebuild` heals what it held", as_json=as_json)  # fmt: skip
+
+
+def drain(
+    pool: PoolName, device: DeviceName, rate: Rate = "", as_json: Json = False
+) -> None:  # fmt: skip
+    """Move everything off a device, then evict it.  hpstore drain pool.toml /mnt/b --rate 200MB"""
+    limit = rate_of(rate)
+    with hpstore.open(pool) as opened, object_progress("drain") as progress:
+        found = opened.find(device)
+        moved = opened.drain(found.device_id, progress=progress, rate_bytes_per_second=limit)
+    say({"device": found.device_id, "url": found.url, "state": "evicted", "objects_moved": moved},
+        f"{device} is drained and evicted; {moved} objects moved", as_json=as_json)  # fmt: skip
+
+
+def readmit(pool: PoolName, device: DeviceName, as_json: Json = False) -> None:
+    """Take an evicted device back, or a draining one online.  hpstore readmit pool.toml /mnt/b"""
+    with hpstore.open(pool) as opened:
+        found = opened.find(device, returning=True)
+        files = opened.readmit(found.device_id)
+        looked_after = agent_requests.looked_after(opened)
+    given = agent_requests.order(pool, found.device_id, Command.READMIT) if looked_after else None
+    detail = "" if files is None else (
+        f": {files.kept} files kept, {files.removed} removed, {files.quarantined} in quarantine"
+    )  # fmt: skip
+    facts = {
+        "device": found.device_id, "url": found.url, "state": "online",
+        "files": None if files is None else asdict(files),
+        "agent": None if given is None else given.outcome,
+    }  # fmt: skip
+    say(facts, ("" if given is None else f"{given}\n") + f"{device} is online{detail}",
+        as_json=as_json)  # fmt: skip
+
+
+def replace(
+    pool: PoolName,
+    old: DeviceName,
+    new: Annotated[str, typer.Argument(help="directory or URL of the new device")],
+    domain: Annotated[str | None, typer.Option(help="failure domain; else the old one's")] = None,
+    rate: Rate = "",
+    allow_root_disk: AllowRootDisk = False,
+    as_json: Json = False,
+) -> None:
+    """Put a new disk in an old one's place, dead or alive.  hpstore replace pool.toml /mnt/b /mnt/g
+
+    The old one is drained if it answers, else evicted and made up for. Killed, run it again.
+    """
+    from hpstore.pool.replace_device import replace_device
+
+    with hpstore.open(pool) as opened, object_progress("replace") as progress:
+        done = replace_device(
+            opened, old, new, domain=domain, rate_bytes_per_second=rate_of(rate), progress=progress,
+            allow_root_disk=allow_root_disk,
+        )  # fmt: skip
+        note_shared_disks(opened.answering())
+    facts = {
+        "old": done.old.device_id, "new": done.new, "url": done.old.url, "moved": done.moved,
+        "disk": done.location.disk, "serial": done.location.serial, "by_id": done.location.by_id,
+        "report": None if done.report is None else done.report.as_dict(),
+    }  # fmt: skip
+    made = f"{done.moved} objects moved" if done.report is None else (
+        f"it did not answer, {done.report.rebuilt + done.report.relaid} objects rebuilt"
+    )  # fmt: skip
+    say(facts, f"{new} is device {done.new[:8]} in the place of {done.old.device_id[:8]}: {made}\n"
+        f"the old disk: {done.location}\n"
+        f"`hpstore release` says when it can be taken out", as_json=as_json)  # fmt: skip
+    report = done.report
+    if report is not None and (report.unreadable or report.failed or report.stuck):
+        raise typer.Exit(UNMENDED_EXIT_CODE)
+
+
+def release(
+    pool: PoolName,
+    device: DeviceName,
+    wait: Annotated[float, typer.Option(help="seconds that processes have to let it go")] = 30.0,
+    as_json: Json = False,
+) -> None:
+    """Let go of a disk that is evicted or in maintenance; see who has it open, and which it is.
+
+    hpstore release pool.toml /mnt/b
+    """
+    from hpstore.devices.disk_location import locate
+    from hpstore.pool.replace_device import wait_released
+
+    with hpstore.open(pool, read_only=True) as opened:
+        member = opened.find(device, returning=True)
+        if not member.left and agent_requests.in_maintenance(opened, member.device_id):
+            with hpstore.open(pool) as writer:
+                writer.begin_release(member.device_id)
+        holders, location = wait_released(opened, member, wait), locate(member.url)
+    facts = {
+        "device": member.device_id, "url": member.url, "free": not holders, "disk": location.disk,
+        "serial": location.serial, "by_id": location.by_id,
+        "open_in": [{"pid": h.pid, "command": h.command, "files": h.files} for h in holders],
+    }  # fmt: skip
+    left = "has left the pool" if member.left else "is released, until `hpstore readmit`"
+    lines = [f"{member.url} {left}: {location}"]
+    lines += [f"process {h.pid} ({h.command}) has {h.files} files open there" for h in holders]
+    lines.append("end these or let them close their readers, then unmount it" if holders else
+                 "nothing that this user may see has it open: unmount it")  # fmt: skip
+    say(facts, "\n".join(lines), as_json=as_json)
+    if holders:
+        raise typer.Exit(UNMENDED_EXIT_CODE)
+
+
+def sit_out(pool: PoolName, device: DeviceName, as_json: Json = False) -> None:
+    """Keep the agent from using a device until readmit.  hpstore sit-out pool.toml /mnt/b"""
+    agent_requests.tell(pool, device, Command.SIT_OUT, as_json=as_json)
+
+
+def note_shared_disks(urls: Collection[str]) -> None:
+    """Say it once, where devices share a disk."""
+    if note := sharing_note(urls):
+        sys.stderr.write(f"hpstore: note: {note}\n")
+
+
+def sharing(group: str, mode: str | None) -> Settings:
+    """Settings of a new pool for users of a `group`. Raises ConfigError for a mode that is none."""
+    if not group and mode is None:
+        return Settings()
+    try:
+        directory = int(mode or "0770", 8)
+    except ValueError as error:
+        raise ConfigError(f"--mode {mode!r} is no octal mode, such as 0770") from error
+    if group and not directory & 0o070:
+        raise ConfigError(f"--mode {mode} gives the group {group} no rights; 0770 gives it all")
+    return Settings(group=group, directory_mode=directory, file_mode=directory & 0o666)
+
+
+def rate_of(text: str) -> float | None:
+    """Bytes a second of a --rate; None where no limit is wanted. Raises ConfigError."""
+    return float(parse_bytes(text)) if text else None
+
+
+__all__ = ["AllowRootDisk", "add", "drain", "evict", "note_shared_disks", "rate_of", "readmit",
+           "release", "replace", "sharing", "sit_out"]  # fmt: skip

@@ -1,0 +1,282 @@
+"""Health commands: train a failure forecast, evaluate it, report on disks; an operator's words."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpstore.cli.agent_requests import tell
+from hpstore.cli.output import (
+    byte_progress,
+    emit_json,
+    object_progress,
+    output_file,
+    require_place,
+    table,
+)
+from hpstore.errors import ConfigError, ForecastError
+from hpstore.health.policy.operator_commands import Command
+from hpstore.maintenance.rebuild import Progress as Step
+from hpstore.units import parse_bytes
+
+if TYPE_CHECKING:
+    from hpstore.health.forecast.alarm_scores import AlarmOutcome
+    from hpstore.health.forecast.drive_histories import Gathered
+    from hpstore.health.forecast.drive_stats import BadRows
+    from hpstore.health.forecast.evaluate_model import ForecastEvaluation
+    from hpstore.health.forecast.forecast_model import ForecastModel
+
+health = typer.Typer(
+    no_args_is_help=True,
+    help="Forecast failures of disks; look at them; have a say in a device's health.",
+)
+
+Files = Annotated[list[Path], typer.Argument(help="drive-stats files: .csv, .csv.xz, .gz, .zip")]
+Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
+Family = Annotated[
+    str | None, typer.Option(help="drive model of the files, for those without a model column")
+]
+Memory = Annotated[str, typer.Option(help="for rows; healthy drives are sampled to fit")]
+_SALT = "memory"
+PoolName = Annotated[str, typer.Argument(help="pool.toml, or the name of a registered pool")]
+DeviceName = Annotated[str, typer.Argument(help="path, URL, or the beginning of a device id")]
+
+
+@health.command()
+def train(
+    files: Files,
+    out: Annotated[Path, typer.Option(help="the model to write")],
+    horizon_days: Annotated[int, typer.Option(min=1, max=365, help="days ahead")] = 14,
+    until: Annotated[
+        str, typer.Option(help="learn from days up to this date, or last (default: two thirds)")
+    ] = "",
+    family: Family = None,
+    folds: Annotated[int, typer.Option(min=2, max=64, help="parts; each spares its drives")] = 5,
+    trees: Annotated[int, typer.Option(min=1, max=2000, help="of each part")] = 100,
+    min_failures: Annotated[
+        int, typer.Option(min=1, help="failed drives that a family needs to be covered")
+    ] = 10,
+    memory: Memory = "1GiB",
+    seed: Annotated[int, typer.Option(min=0, help="of folds and samples; recorded")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Learn to forecast failures from drive-stats files, and evaluate on the days left over.
+
+    hpstore health train data_Q1_2025.zip data_Q2_2025.zip --horizon-days 14 --out model.json
+    """
+    from hpstore.health.forecast.drive_stats import BadRows
+    from hpstore.health.forecast.evaluate_model import evaluate as judge
+    from hpstore.health.forecast.labels import split_day
+    from hpstore.health.forecast.train_model import TrainOptions
+    from hpstore.health.forecast.train_model import train as learn
+
+    require_place(out)  # it takes hours
+    bad = BadRows()
+    gathered = _load(files, bad, family, memory)
+    first = min(int(h.days[0]) for h in gathered.histories)
+    last = max(int(h.days[-1]) for h in gathered.histories)
+    options = TrainOptions(horizon_days=horizon_days, folds=folds, trees=trees, seed=seed,
+                           min_failures=min_failures)  # fmt: skip
+    with object_progress("train") as progress:
+        model = learn(
+            gathered, until=split_day(first, last, until), files=[path.name for path in files],
+            options=options,
+            step=lambda done, total: progress(Step(done=done, total=total, bytes=0, key="")),
+        )  # fmt: skip
+    evaluation, unevaluated = None, ""
+    try:
+        evaluation = judge(model, gathered, far=0.01, seed=seed)
+    except ForecastError as error:
+        unevaluated = str(error)
+    card = (
+        model.card if evaluation is None else replace(model.card, evaluation=evaluation.as_dict())
+    )
+    with output_file(out) as target:
+        target.write(replace(model, card=card).to_json().encode())
+    if as_json:
+        emit_json({"model": str(out), "card": card.as_dict(), "bad_rows": bad.as_dict(),
+                   "not_evaluated": unevaluated})  # fmt: skip
+        return
+    _show_bad(bad)
+    _show_card(model, str(out))
+    if evaluation is not None:
+        _show_evaluation(evaluation)
+    else:
+        sys.stdout.write(f"not evaluated: {unevaluated}\n")
+
+
+@health.command()
+def evaluate(
+    files: Files,
+    model: Annotated[Path, typer.Option(help="the model to judge with")],
+    far: Annotated[
+        float, typer.Option(min=0.0, max=0.5, help="share of healthy drives alarmed at most")
+    ] = 0.01,
+    healthy_share: Annotated[
+        float,
+        typer.Option(min=1e-6, max=1.0, help="of all healthy drives, those in the files"),
+    ] = 1.0,
+    family: Family = None,
+    resamples: Annotated[int, typer.Option(min=10, max=100_000, help="for the intervals")] = 1000,
+    memory: Memory = "1GiB",
+    seed: Annotated[int, typer.Option(min=0, help="of the resamples")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Find out what a model forecasts: by drive, after the days and without the drives it knows.
+
+    hpstore health evaluate data_Q3_2025.zip --model model.json --far 0.01
+    """
+    from hpstore.health.forecast.drive_stats import BadRows
+    from hpstore.health.forecast.evaluate_model import evaluate as judge
+    from hpstore.health.forecast.forecast_model import load_model
+
+    bad, loaded = BadRows(), load_model(str(model))
+    gathered = _load(files, bad, family, memory)
+    found = judge(loaded, gathered, far=far, resamples=resamples, healthy_share=healthy_share,
+                  seed=seed)  # fmt: skip
+    if as_json:
+        emit_json({**found.as_dict(), "bad_rows": bad.as_dict()})
+        return
+    _show_bad(bad)
+    _show_evaluation(found)
+
+
+@health.command()
+def report(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(help="drive-stats files; without any, the disks of this machine"),
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="a trained model")] = None,
+    far: Annotated[float, typer.Option(min=0.0, max=0.5, help="of healthy drives")] = 0.01,
+    record: Annotated[
+        Path | None, typer.Option(help="add today's counters to this file, and look back in it")
+    ] = None,
+    timeout_seconds: Annotated[
+        float, typer.Option("--timeout", min=0.1, help="seconds for each disk")
+    ] = 20.0,
+    everything: Annotated[bool, typer.Option("--all", help="drives without a sign, too")] = False,
+    family: Family = None,
+    memory: Memory = "1GiB",
+    as_json: Json = False,
+) -> None:
+    """Flags, rule score and forecast of disks, with reasons.
+
+    hpstore health report --record /var/lib/hpstore/disks.csv --model model.json
+    """
+    from hpstore.cli.health_report import report_files, report_machine
+    from hpstore.health.forecast.forecast_model import load_model
+    from hpstore.health.forecast.forecaster import FailureForecaster
+
+    forecaster = FailureForecaster(load_model(str(model)) if model else None, far=far)
+    if not files:
+        report_machine(forecaster, record, timeout_seconds, as_json=as_json)
+        return
+    if record is not None:
+        raise ConfigError("--record is for the disks of this machine: give it, or files")
+    from hpstore.health.forecast.drive_stats import BadRows
+
+    bad = BadRows()
+    gathered = _load(files, bad, family, memory)
+    if not as_json:
+        _show_bad(bad)
+    report_files(forecaster, gathered, bad, everything=everything, as_json=as_json)
+
+
+@health.command()
+def ignore(pool: PoolName, device: DeviceName, as_json: Json = False) -> None:
+    """Never act on a device's slowness, until readmit.  hpstore health ignore pool.toml /mnt/b"""
+    tell(pool, device, Command.IGNORE, as_json=as_json)
+
+
+@health.command()
+def accept(pool: PoolName, device: DeviceName, as_json: Json = False) -> None:
+    """Take what a device does now as normal for it.  hpstore health accept pool.toml /mnt/b"""
+    tell(pool, device, Command.ACCEPT, as_json=as_json)
+
+
+@health.command()
+def maintenance(pool: PoolName, device: DeviceName, as_json: Json = False) -> None:
+    """Leave a device to an operator until readmit.  hpstore health maintenance pool.toml /mnt/b"""
+    tell(pool, device, Command.MAINTENANCE, as_json=as_json)
+
+
+def _load(files: list[Path], bad: BadRows, family: str | None, memory: str) -> Gathered:
+    from hpstore.health.forecast.drive_histories import load_histories, stored_bytes
+
+    paths = [str(path) for path in files]
+    with byte_progress("read", 2 * stored_bytes(paths)) as bar:
+        gathered = load_histories(
+            paths, bad=bad, salt=_SALT, memory_bytes=parse_bytes(memory), family=family,
+            progress=lambda count: bar.advance(bar.task_ids[0], count),
+        )  # fmt: skip
+    if gathered.healthy_share < 1:
+        sys.stderr.write(
+            f"hpstore: note: {100 * gathered.healthy_share:.1f} % of the healthy drives fit into "
+            f"{memory} of memory; the others were left out\n"
+        )
+    if gathered.repeated:
+        sys.stderr.write(f"hpstore: note: {gathered.repeated} rows repeat a drive and day\n")
+    return gathered
+
+
+def _show_bad(bad: BadRows) -> None:
+    for line in bad.named:
+        sys.stderr.write(f"LEFT OUT {line}\n")
+    if bad.count > len(bad.named):
+        sys.stderr.write(f"and {bad.count - len(bad.named)} more bad rows\n")
+
+
+def _show_card(model: ForecastModel, path: str) -> None:
+    card = model.card
+    rows = [(name, facts.drives, facts.failed, "covered") for name, facts in card.families.items()]
+    rows += [(name, facts.drives, facts.failed, "left out: too few failures")
+             for name, facts in card.left_out.items()]  # fmt: skip
+    table("", ("family", "drives", "failed", ""), rows)
+    sys.stdout.write(
+        f"{path}: failures within {card.horizon_days} days, learned from {card.known_from} to "
+        f"{card.known_until}: {card.positive_rows} days before failures, {card.negative_rows} of "
+        f"healthy drives, {len(model.parts)} parts\n"
+    )
+
+
+def _show_evaluation(found: ForecastEvaluation) -> None:
+    from hpstore.health.forecast.evaluate_model import LEAK_FDR
+
+    rows = []
+    for name, result in found.scores.items():
+        rows.append((name, *_cells(result.at_far), f"{result.over_sum:+.3f}"))
+        rows.append((f"{name}, fitted threshold", *_cells(result.fitted), ""))
+    rows.append(("spec flags", *_cells(found.flags), ""))
+    table(
+        f"FDR at FAR <= {found.far:g}, by drive",
+        ("score", "FDR", "95 %", "FAR", "lead days (quartiles)", "precision", "FDR over sum"), rows,
+    )  # fmt: skip
+    sys.stdout.write(
+        f"{found.failed_drives} drives that failed and {found.healthy_drives} that lived, "
+        f"{found.after} to {found.until}; {found.no_signal} of the failed ones never had a sign. A "
+        f"failure counts as seen within {found.horizon_days} days\n"
+    )
+    if found.refused:
+        shown = ", ".join(f"{name} ({count})" for name, count in list(found.refused.items())[:8])
+        sys.stdout.write(f"refused, not in the model's card: {shown}\n")
+    if max(result.at_far.fdr for result in found.scores.values()) > LEAK_FDR:
+        sys.stdout.write(f"an FDR above {LEAK_FDR} is a leak until proven otherwise\n")
+
+
+def _cells(found: AlarmOutcome) -> tuple[str, ...]:
+    lead = found.lead_days
+    return (
+        f"{found.fdr:.3f}", f"{found.fdr_interval.low:.3f}-{found.fdr_interval.high:.3f}",
+        f"{found.far:.4f}",
+        "" if lead is None else
+        f"{lead.quartile_1:.1f} / {lead.median:.1f} / {lead.quartile_3:.1f}",
+        "" if found.precision_rescaled is None else f"{found.precision_rescaled:.3f}",
+    )  # fmt: skip
+
+
+__all__ = ["health"]

@@ -1,0 +1,95 @@
+"""Counters of a device that only rise, and what a new name is compared with (PROTOCOL 1, 12).
+
+`HORIZON`: versions up to it may have been swept. `MARK`: those up to it may have been given out.
+Each is a file of one sector in the device's root, written over in place; in a pool with a key, any
+but 0 carries its MAC: a device that made one up would stop all puts. Pure, but for errors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from functools import lru_cache
+from hmac import compare_digest
+
+from hpstore.errors import HpstoreError, IntegrityError, NotAuthentic
+from hpstore.format.pool_key import PoolKey, Use
+from hpstore.format.records import FORMAT, seal, unseal
+from hpstore.format.untrusted_bytes import MALFORMED, parsing
+
+HORIZON, MARK = "horizon.json", "mark.json"
+COUNTER_BYTES = 512  # one sector: a power cut leaves the old number or the new one
+
+
+class HorizonPassed(HpstoreError):
+    """A sweep, or a clock that is ahead, has passed a version while it was written: it must be
+    planned again, above `horizon`."""
+
+    def __init__(self, text: str = "", *, horizon: int = 0) -> None:
+        super().__init__(text)
+        self.horizon = horizon
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HorizonGuard:
+    """When a file may have its name. A new version's counter must be above the horizon. A repair
+    publishes old counters: the horizon must be what it was, `seen`, before the repair looked.
+    `pool_key`: what the horizon must carry the MAC of."""
+
+    counter: int
+    seen: int | None = None
+    pool_key: PoolKey | None = None
+
+    def check(self, horizon: int, url: str) -> None:
+        """Raise HorizonPassed unless the device's horizon allows the name."""
+        if self.counter > horizon or self.seen == horizon:
+            return
+        raise HorizonPassed(
+            f"device {url}: a sweep has passed counter {self.counter} (its horizon is {horizon}); "
+            "the write is planned again",
+            horizon=horizon,
+        )
+
+
+def encode_counter(name: str, value: int, pool_key: PoolKey | None = None) -> bytes:
+    """The sector of a counter. `name`: HORIZON or MARK."""
+    mac = {"mac": _mac(name, value, pool_key)} if pool_key is not None and value else {}
+    return seal({"format": FORMAT, "counter": value, **mac}).ljust(COUNTER_BYTES)
+
+
+def decode_counter(name: str, data: bytes, *, where: str, pool_key: PoolKey | None = None) -> int:
+    """Its value; 0 for an empty file. Raises IntegrityError; NotAuthentic, one of them, for a
+    counter without the key's MAC."""
+    if not data:
+        return 0
+    with contextlib.suppress(IntegrityError, *MALFORMED):  # raised below, with the place
+        return _decoded(name, data, pool_key, "")
+    with parsing(f"{where}: counter"):
+        return _decoded(name, data, pool_key, where)
+
+
+@lru_cache(maxsize=64)
+def _decoded(name: str, data: bytes, pool_key: PoolKey | None, where: str) -> int:
+    body = unseal(data, where=where)
+    value = int(str(body["counter"]))
+    if value and pool_key is not None and not pool_key.lost:
+        mac = str(body.get("mac", "")).encode(errors="surrogatepass")
+        if not compare_digest(mac, _mac(name, value, pool_key).encode()):
+            raise NotAuthentic(f"{where}: counter {value} does not match its MAC: it was forged")
+    return value
+
+
+def _mac(name: str, value: int, pool_key: PoolKey) -> str:
+    return pool_key.mac(Use.COUNTER, f"{name}:{value}".encode()).hex()
+
+
+def risen(name: str, data: bytes, value: int, pool_key: PoolKey | None = None) -> int:
+    """The higher one of a counter's sector and `value`; a damaged sector counts for nothing."""
+    try:
+        return max(decode_counter(name, data, where="", pool_key=pool_key), value)
+    except IntegrityError:
+        return value
+
+
+__all__ = ["COUNTER_BYTES", "HORIZON", "MARK", "HorizonGuard", "HorizonPassed", "decode_counter",
+           "encode_counter", "risen"]  # fmt: skip

@@ -1,0 +1,302 @@
+"""From URLs to devices: make, open, identify. What is a member is decided elsewhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+from hpstore.config import Settings
+from hpstore.devices.ballast import BALLAST
+from hpstore.devices.base import DIRECTORIES, READABLE, REGISTERS, RELEASED, Device, denied
+from hpstore.devices.horizon_guard import HORIZON, MARK
+from hpstore.devices.local import LocalDevice
+from hpstore.devices.local_io import ESCAPED_NAMES
+from hpstore.devices.remote import RemoteDevice
+from hpstore.errors import (
+    ConfigError,
+    DeviceDenied,
+    DeviceError,
+    DeviceInUse,
+    DeviceMissing,
+    DeviceReadOnly,
+    IntegrityError,
+    NotAuthentic,
+)
+from hpstore.format.device_urls import has_secrets, without_secrets
+from hpstore.format.pool_key import PoolKey
+from hpstore.format.records import IDENTITY_FILE, MAX_RECORD_BYTES, POOL_FILE, Identity, PoolRecord
+from hpstore.runtime.deadline_wait import Patience
+from hpstore.runtime.scheduler import Scheduler
+
+Opener = Callable[[str], Device]
+_OURS = {*DIRECTORIES, BALLAST, ESCAPED_NAMES, HORIZON, MARK, POOL_FILE, REGISTERS, RELEASED}
+_HARMLESS = {"lost+found", ".snapshot", ".zfs", "System Volume Information"}
+_TRASH = ".Trash-"  # and a user's number: a desktop makes it on each disk
+OPEN_PATIENCE = 2.0  # seconds that a device is waited for without which the pool opens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedDevice:
+    """A device that answered, what it says of itself and what it knows of the pool, or why not."""
+
+    device: Device
+    identity: Identity
+    record: PoolRecord | None
+    lacks: str = ""
+    other_key: bool = False  # it lacks a record that pool.toml has the key of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """How probes of devices ended, by URL.
+
+    `failed` ones do not work. `read_only` ones refuse writes: what they hold can be read.
+    """
+
+    failed: Mapping[str, Exception]
+    read_only: Mapping[str, DeviceReadOnly]
+
+    @property
+    def denied(self) -> frozenset[str]:
+        """Those on which this user has no rights, or may not write."""
+        errors = {**self.failed, **self.read_only}
+        return frozenset(url for url, error in errors.items() if is_denied(error))
+
+
+def device_opener(
+    settings: Settings, listed: Callable[[], Collection[str]] = tuple
+) -> Opener:  # fmt: skip
+    """How URLs become devices: a path or file:// is local, any other URL goes through fsspec.
+
+    `listed`: URLs of the settings, with the passwords that are shown nowhere else.
+    """
+
+    def open_url(url: str) -> Device:
+        if "://" in url and not url.startswith("file://"):
+            whole = {without_secrets(known): known for known in listed()}
+            return RemoteDevice(url if has_secrets(url) else whole.get(url, url))
+        path = url.removeprefix("file://")
+        if os.path.exists(path) and not os.path.isdir(path):
+            raise ConfigError(f"device {path} is not a directory")
+        return LocalDevice(
+            path,
+            direct=settings.direct,
+            file_mode=settings.file_mode,
+            directory_mode=settings.directory_mode,
+            recycle_bytes=settings.recycle_bytes,
+            group=settings.group,
+        )
+
+    return open_url
+
+
+def identify(url: str, opener: Opener, pool_key: PoolKey | None) -> OpenedDevice:
+    """Open a formatted device and read what it says; nothing is written, see prove().
+
+    Raises DeviceMissing when nothing of ours is there (not mounted, wiped), IntegrityError or
+    FormatTooNew for a record that cannot be used.
+    """
+    device = opener(url)
+    try:
+        return _identify(without_secrets(url), device, pool_key)
+    except BaseException:  # Ctrl-C too: the descriptor would keep its lock
+        device.close()
+        raise
+
+
+def _identify(url: str, device: Device, pool_key: PoolKey | None) -> OpenedDevice:
+    try:
+        identity = Identity.decode(
+            device.read_small(IDENTITY_FILE, MAX_RECORD_BYTES), where=f"{url}/{IDENTITY_FILE}"
+        )
+    except FileNotFoundError as error:
+        raise DeviceMissing(
+            f"device {url} has no {IDENTITY_FILE}: not mounted, wiped, or never part of a pool. "
+            "Nothing was written there.",
+            device=url,
+        ) from error
+    if is_released(device):
+        raise DeviceMissing(
+            f"device {url} was released for maintenance; `hpstore readmit` takes it back.",
+            device=url,
+        )
+    try:
+        record = PoolRecord.decode(
+            device.read_small(POOL_FILE, MAX_RECORD_BYTES), where=f"{url}/{POOL_FILE}",
+            pool_key=pool_key,
+        )  # fmt: skip
+    except (FileNotFoundError, IntegrityError) as error:
+        # the other devices know; this one is brought up to date
+        lacks = f"{url} has no {POOL_FILE}" if isinstance(error, FileNotFoundError) else str(error)
+        return OpenedDevice(device=device, identity=identity, record=None, lacks=lacks,
+                            other_key=isinstance(error, NotAuthentic))  # fmt: skip
+    return OpenedDevice(device=device, identity=identity, record=record)
+
+
+def is_released(device: Device) -> bool:
+    """Whether an operator wants all processes to close a device, so that it can be unmounted. Never
+    of a store."""
+    return device.mode != "remote" and device.stamp(RELEASED) is not None
+
+
+def identify_all(
+    urls: Iterable[str], opener: Opener, scheduler: Scheduler, deadline_seconds: float,
+    pool_key: PoolKey | None,
+    enough: Callable[[Mapping[str, OpenedDevice]], bool] = lambda opened: False,
+) -> tuple[dict[str, OpenedDevice], dict[str, Exception]]:  # fmt: skip
+    """Identify devices side by side; those that answered and what went wrong, both by URL as it may
+    be shown.
+
+    A device that hangs costs the deadline once, not its neighbours' time, and no more than
+    OPEN_PATIENCE where those that answered are `enough`; it is not asked again before it has
+    answered, and is closed then. Raises FormatTooNew.
+    """
+    answered: dict[str, OpenedDevice] = {}
+
+    def ask(url: str) -> OpenedDevice:
+        found = identify(url, opener, pool_key)
+        answered[without_secrets(url)] = found
+        return found
+
+    def late(_: str, future: Future[OpenedDevice]) -> None:
+        if future.exception() is None:
+            future.result().device.close()
+
+    calls = {without_secrets(url): partial(ask, url) for url in urls}
+    patience = Patience(OPEN_PATIENCE, lambda _: enough(dict(answered)))
+    opened: dict[str, OpenedDevice] = {}
+    failed: dict[str, Exception] = {}
+    fatal: Exception | None = None
+    results = scheduler.gather_once(calls, deadline_seconds, late, patience=patience)
+    for url, result in results.items():
+        if not isinstance(result, Exception):
+            opened[url] = result
+            continue
+        failed[url] = result
+        if not isinstance(result, (DeviceError, IntegrityError, ConfigError)):
+            fatal = result
+    if fatal is not None:
+        for found in opened.values():
+            found.device.close()
+        raise fatal
+    return opened, failed
+
+
+def prove(
+    opened: Mapping[str, OpenedDevice], scheduler: Scheduler, *, write: bool,
+    deadline_seconds: float, enough: Callable[[Collection[str]], bool],
+) -> Proof:  # fmt: skip
+    """Probe devices of this pool side by side: write, sync, read back. No longer than OPEN_PATIENCE
+    is waited for those that do not answer where the others, by device id, are `enough`.
+
+    Those that failed are closed; one that hangs, when its call has ended. A full or read-only one
+    has not failed: it can be read, and takes no new columns.
+    """
+    devices = {url: found.device for url, found in opened.items()}
+
+    def late(url: str, _: Future[None]) -> None:
+        devices[url].close()
+
+    calls = {url: partial(_probe, device, write) for url, device in devices.items()}
+    ids = {url: found.identity.device_id for url, found in opened.items()}
+
+    def spare(silent: set[str]) -> bool:
+        return enough({ids[url] for url in ids.keys() - silent})
+
+    patience = Patience(OPEN_PATIENCE, spare)
+    results = scheduler.gather_once(calls, deadline_seconds, late, patience=patience)
+    errors = {url: result for url, result in results.items() if isinstance(result, Exception)}
+    failed = {url: error for url, error in errors.items() if not isinstance(error, READABLE)}
+    read_only = {url: error for url, error in errors.items() if isinstance(error, DeviceReadOnly)}
+    return Proof(failed=failed, read_only=read_only)
+
+
+def _probe(device: Device, write: bool) -> None:
+    """Probe it; it is closed when it fails."""
+    try:
+        device.probe(write=write)
+    except READABLE:
+        raise
+    except BaseException:  # Ctrl-C too: the descriptor would keep its lock
+        device.close()
+        raise
+
+
+def require_unused(device: Device) -> None:
+    """Raise DeviceInUse unless a place can become a device: nothing is there, or what a claim that
+    failed has left."""
+    if device.stamp(IDENTITY_FILE) is not None:
+        raise DeviceInUse(
+            f"device {device.url} already belongs to a pool ({IDENTITY_FILE} is there). If that "
+            "pool is of no use any more, delete its files there first.",
+            device=device.url,
+        )
+    names = {entry.name for entry in device.entries("")}
+    strange = sorted(n for n in names - _OURS - _HARMLESS if not n.startswith(_TRASH))
+    if strange:
+        more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
+        raise DeviceInUse(
+            f"device {device.url} holds {', '.join(strange[:3])}{more}, which hpstore did not "
+            "make. Nothing was changed there. Give an empty directory, such as "
+            f"{device.url.rstrip('/')}/hpstore.",
+            device=device.url,
+        )
+    taken = [name for name in DIRECTORIES if name in names and device.entries(name)]
+    if taken:
+        raise DeviceInUse(
+            f"device {device.url} holds {', '.join(sorted(taken))} but no {IDENTITY_FILE}: "
+            "leftovers of a pool? Choose an empty directory.",
+            device=device.url,
+        )
+
+
+def claim(device: Device, identity: Identity) -> None:
+    """Make an unused place into a device of a pool. Durable on return.
+
+    Raises DeviceInUse when it belongs to some pool already, or holds files that are not hpstore's,
+    DeviceError when it does not work.
+    """
+    require_unused(device)
+    if isinstance(device, LocalDevice):
+        device.prepare()
+    device.probe(write=True)
+    device.write_small(IDENTITY_FILE, identity.encode())
+
+
+def make_place(url: str, settings: Settings) -> None:
+    """Create the directory of a new local device when only its last component is missing."""
+    if "://" in url and not url.startswith("file://"):
+        return
+    path = url.removeprefix("file://")
+    if os.path.lexists(path) and not os.path.isdir(path):
+        raise ConfigError(f"device {path} is not a directory")
+    if os.path.isdir(path):
+        return
+    try:
+        os.mkdir(path, settings.directory_mode)
+    except PermissionError as error:
+        raise denied(error, path, "making of the directory") from error
+    except OSError as error:
+        raise DeviceMissing(
+            f"device {path} cannot be made: {error.strerror}. Only the last directory of a path is "
+            "made, so that a mistyped mount does not end up on another disk.",
+            device=path,
+        ) from error
+
+
+def is_denied(error: Exception) -> bool:
+    """Whether a device did not open, or takes no writes, for want of this user's rights."""
+    return isinstance(error, DeviceDenied) or isinstance(error.__cause__, DeviceDenied)
+
+
+def same_form(url: str) -> str:
+    """A URL without its secrets, a path made absolute: equal for equal places."""
+    return without_secrets(url) if "://" in url else os.path.abspath(url)
+
+
+__all__ = ["OpenedDevice", "Opener", "Proof", "claim", "device_opener",
+           "identify", "identify_all", "is_denied", "is_released", "make_place", "prove",
+           "require_unused", "same_form"]  # fmt: skip

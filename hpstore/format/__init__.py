@@ -1,0 +1,1 @@
+"""Bytes of hpstore: keys, headers, records, checksums, geometry. No I/O."""

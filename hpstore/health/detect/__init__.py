@@ -1,0 +1,1 @@
+"""From timings and errors of reads to evidence about devices."""

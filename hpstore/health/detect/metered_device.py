@@ -1,0 +1,109 @@
+"""A device whose calls are noted: operation, bytes, calls in flight, service time, outcome.
+
+What is timed is the device call alone: no queue, no checksum, no codec. A late call is timed as any
+other, when it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from hpstore.codec.galois import Bytes
+from hpstore.devices.base import BLAMELESS, READABLE, Device, DirectoryEntry, ReadHandle
+from hpstore.devices.wrappers import DeviceWrapper, WrappedReader
+from hpstore.health.detect.io_recorder import OPERATIONS, IoOutcome, IoRecorder, Operation
+
+T = TypeVar("T")
+_HARMLESS = (FileNotFoundError, *READABLE)  # say nothing of a device's strength
+_READ, _META = int(Operation.READ), int(Operation.META)
+_ERROR, _CHECKSUM = int(IoOutcome.ERROR), int(IoOutcome.CHECKSUM)
+
+
+class DeviceMeter:
+    """The recorder of one device, with the clock, and what wakes whoever drains it.
+
+    For any thread. It is an `objects.routing.Meter`.
+    """
+
+    def __init__(
+        self, recorder: IoRecorder, now: Callable[[], float], wake: Callable[[], None]
+    ) -> None:
+        self.recorder, self.now, self._wake = recorder, now, wake
+        self.asleep = True  # until whoever drains has been woken, in each process
+
+    def begin(self, now_seconds: float) -> int:
+        """A call starts; returns its ticket."""
+        if self.asleep:
+            self._wake()
+        return self.recorder.begin(now_seconds)
+
+    def leave(self, ticket: int) -> None:
+        """A batch is over."""
+        self.recorder.leave(ticket)
+
+    def note_batch(
+        self, *, count: int, nbytes: float, in_flight: int, seconds: float, usual: float = 0.0
+    ) -> None:
+        """So many reads of a batch are done: their mean bytes and seconds, and what such reads of
+        its other devices took, 0 where those are too few."""
+        self.recorder.record(_READ, nbytes, in_flight, seconds, count=count, usual=usual)
+
+    def note_errors(self, count: int) -> None:
+        """So many reads of a batch failed."""
+        self.recorder.record(_READ, 0, 1, 0.0, _ERROR, count)
+
+    def note_damage(self) -> None:
+        """A read brought other bytes than were written; the read itself was noted as it ended."""
+        self.recorder.record(_META, 0, 1, 0.0, _CHECKSUM)
+
+    def call(self, operation: int, nbytes: int, act: Callable[[], T]) -> T:
+        """Make a call and note it."""
+        recorder, now, outcome = self.recorder, self.now, _ERROR
+        if self.asleep:
+            self._wake()
+        ticket = recorder.begin(now())
+        try:
+            result = act()
+            outcome = 0
+        except BLAMELESS:  # neither an error nor a quick read
+            recorder.leave(ticket)
+            raise
+        except _HARMLESS:
+            outcome = 0
+            raise
+        finally:
+            recorder.end(ticket, operation, nbytes, now(), outcome)
+        return result
+
+
+class MeteredDevice(DeviceWrapper):
+    """Passes everything on, and notes it. Reads of open files can still be made in batches."""
+
+    def __init__(self, inner: Device, meter: DeviceMeter) -> None:
+        super().__init__(inner)
+        self.meter = meter
+
+    def around(self, operation: str, nbytes: int, call: Callable[[], T]) -> T:
+        return self.meter.call(OPERATIONS.get(operation, _META), nbytes, call)
+
+    def listings(self, paths: Sequence[str]) -> list[list[DirectoryEntry]]:
+        return self.around("list", 0, lambda: self.inner.listings(paths))
+
+    def open(self, path: str) -> ReadHandle:
+        return _Reader(self, self.around("open", 0, lambda: self.inner.open(path)))
+
+
+class _Reader(WrappedReader):
+    _device: MeteredDevice
+
+    def read_into(self, offset: int, target: Bytes) -> None:
+        inner = self._inner
+        self._device.meter.call(_READ, len(target), lambda: inner.read_into(offset, target))
+
+    @property
+    def descriptor(self) -> int:  # type: ignore[override]  # a constant in the parent
+        return self._inner.descriptor
+
+
+__all__ = ["DeviceMeter", "MeteredDevice"]

@@ -1,0 +1,1 @@
+"""From evidence to states of devices, and what reads make of them."""

@@ -1,0 +1,277 @@
+"""What the policy knows, is told and decides. Plain data; JSON for the state that persists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from enum import StrEnum
+
+from hpstore.errors import ConfigError, IntegrityError
+from hpstore.format.records import FORMAT, DeviceState, seal, unseal
+from hpstore.format.untrusted_bytes import MALFORMED, brief
+from hpstore.health.detect.verdicts import HealthState
+
+
+class Role(StrEnum):
+    """Who decides (PROTOCOL 16)."""
+
+    PROCESS = "process"  # about its own reads: suspect, sit-out, probation
+    AGENT = "agent"  # about the pool, too: drain, evict, heal
+
+
+class ActionKind(StrEnum):
+    """What the caller is to do; routing of reads follows from the states alone."""
+
+    FORGIVE = "forgive"  # SlowDetector.forgive: the device starts anew
+    ACCEPT = "accept"  # SlowDetector.accept: what it does is normal for it
+    REPORT = "report"  # a process tells the agent that a device should be drained
+    DRAIN = "drain"
+    EVICT = "evict"  # what was drained and holds nothing
+    READMIT = "readmit"
+    HEAL = "heal"  # rebuild what the device held onto others
+    RECONCILE = "reconcile"  # judge a returned device's columns before it serves (PROTOCOL 12)
+    WARN = "warn"
+    ALARM = "alarm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """One thing to do. With `dry_run` it is only told."""
+
+    kind: ActionKind
+    device: str
+    reason: str
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """A line of the log: a change of state, or a refusal (`becomes` is then `was`)."""
+
+    at_seconds: float
+    device: str
+    was: HealthState
+    becomes: HealthState
+    reason: str
+    role: Role
+    dry_run: bool = False
+    process: str = ""  # that decided it, as process_identity names it; "": not known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceHealth:
+    """What is remembered of one device. Times are seconds since 1970."""
+
+    state: HealthState = HealthState.ONLINE
+    since_seconds: float = 0.0
+    until_seconds: float = 0.0  # of a sit-out
+    score: float = 0.0
+    level: int = 0  # the sit-out lasts base * 2**level
+    level_since_seconds: float = 0.0
+    stage: int = 0  # of the probation
+    sitouts: tuple[float, ...] = ()  # when each of the last day began
+    sat_out: tuple[float, ...] = ()  # how long each of them lasted, but for the running one
+    changes: tuple[float, ...] = ()  # of the last hour
+    quiet_since_seconds: float | None = None  # no verdict since
+    gone_since_seconds: float | None = None  # does not answer since
+    pinned: bool = False  # changed too often; until an operator's word
+    manual: bool = False  # an operator's sit-out
+    ignored: bool = False  # an operator's word: its slowness is known
+    confirmed: bool = False  # the pool has been seen to drain it
+    asked_seconds: float = 0.0  # when an action of this state was last asked for
+    asked: str = ""  # why
+    warned_seconds: float = 0.0
+    refused: str = ""  # why the last wish was refused
+    pardoned_seconds: float = 0.0  # reports from before count no more
+    lapsed: bool = False  # healed while it was away: it may come back by itself
+    here_since_seconds: float | None = None  # answers since
+
+    def read_share(self, shares: tuple[float, ...]) -> float:
+        """Share of its ordinary reads that it gets: 0 sitting out, then `shares` by stage."""
+        if self.state is HealthState.PROBATION:
+            return shares[min(self.stage, len(shares) - 1)]
+        serves = (HealthState.ONLINE, HealthState.SUSPECT, HealthState.READ_ONLY,
+                  HealthState.DRAINING)  # fmt: skip
+        return 1.0 if self.state in serves else 0.0
+
+    @property
+    def takes_columns(self) -> bool:
+        """Whether new columns may go there (PROTOCOL 3)."""
+        return self.state is HealthState.ONLINE
+
+
+_TIMES = tuple(
+    field.name for field in fields(DeviceHealth) if field.name.endswith("_seconds")
+)  # and the tuples but sat_out, which are durations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyState:
+    """Everything that must survive a restart: guards are not reset by one."""
+
+    now_seconds: float = 0.0
+    devices: Mapping[str, DeviceHealth] = field(default_factory=dict)
+    removals: tuple[float, ...] = ()  # voluntary ones of the last hour
+    alarm: str = ""
+
+    def health(self, device: str) -> DeviceHealth:
+        """A device's; that of an unknown one is ONLINE."""
+        return self.devices.get(device, DeviceHealth())
+
+    def as_of(self, now_seconds: float) -> PolicyState:
+        """The same, remembered by a clock that was ahead and has been set right: what lay so long
+        back then lies so long back now. Nothing would be due until the old time came again."""
+        ahead = self.now_seconds - now_seconds
+
+        def then(at: float) -> float:
+            return at - ahead if at > now_seconds else at
+
+        def moved(health: DeviceHealth) -> DeviceHealth:
+            known = {name: at for name in _TIMES if (at := getattr(health, name)) is not None}
+            return replace(
+                health, sitouts=tuple(map(then, health.sitouts)),
+                changes=tuple(map(then, health.changes)),
+                **{name: then(at) for name, at in known.items()},  # type: ignore[arg-type]
+            )  # fmt: skip
+
+        devices = {device: moved(health) for device, health in self.devices.items()}
+        removals = tuple(map(then, self.removals))
+        return replace(self, now_seconds=now_seconds, devices=devices, removals=removals)
+
+    def encode(self) -> bytes:
+        """JSON with a digest."""
+        return seal({"format": FORMAT, **asdict(self)})
+
+    @classmethod
+    def decode(cls, data: bytes, *, where: str) -> PolicyState:
+        """Raises IntegrityError or FormatTooNew."""
+        body = unseal(data, where=where)
+        try:
+            devices, removals = body["devices"], body["removals"]
+            if not isinstance(devices, dict) or not isinstance(removals, list):
+                raise ValueError("devices or removals are of another kind")
+            return cls(
+                now_seconds=float(str(body["now_seconds"])),
+                devices={str(name): _health(row) for name, row in devices.items()},
+                removals=tuple(float(at) for at in removals),
+                alarm=str(body["alarm"]),
+            )
+        except MALFORMED as error:
+            raise IntegrityError(f"{where}: health states are malformed: {brief(error)}") from error
+
+
+def _health(row: Mapping[str, object]) -> DeviceHealth:
+    """A device's health from JSON; every field must be there and of its kind."""
+    values: dict[str, object] = {}
+    example = DeviceHealth()
+    for entry in fields(DeviceHealth):
+        value, usual = row[entry.name], getattr(example, entry.name)
+        if entry.name == "state":
+            value = HealthState(str(value))
+        elif isinstance(usual, tuple):
+            if not isinstance(value, list):
+                raise ValueError(f"{entry.name} is not a list")
+            value = tuple(float(at) for at in value)
+        elif usual is None or isinstance(usual, float):
+            value = None if usual is None and value is None else float(str(value))
+        elif type(value) is not type(usual):
+            raise ValueError(f"{entry.name} is {value!r}")
+        values[entry.name] = value
+    return DeviceHealth(**values)  # type: ignore[arg-type]  # kinds were checked one by one
+
+
+class ForecastOutlook(StrEnum):
+    """What the failure forecast says of a device."""
+
+    NONE = "none"
+    ALARM = "alarm"  # on two of the last three days
+    FATAL = "fatal"  # the device itself says that it fails
+
+
+EXPECTED = {
+    ForecastOutlook.ALARM: "it is expected to fail within 14 days",
+    ForecastOutlook.FATAL: "the device reports its own failure",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFacts:
+    """One member of the pool, as it is now, or one that was evicted."""
+
+    present: bool = True  # answers
+    domain: str = ""
+    pool_state: DeviceState = DeviceState.ONLINE
+    read_only: bool = False  # refuses writes; what it holds can be read
+    reported: str = ""  # why it should be drained, as another process says
+    probes: int = 0  # reads of a device that sits out, since the sit-out began
+    probe_ratio: float = 1.0  # their mean time to that of the peers
+    writes_slow: bool = False
+    forecast: ForecastOutlook = ForecastOutlook.NONE
+    empty: bool = False  # drained: holds no column of any object
+    evictable: bool = True  # no object would drop below k', and it holds no last copy
+    reconciled: bool = False  # its columns have been judged since it came back
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolFacts:
+    """The pool as it is now. `devices`: members and evicted ones; of the latter those that have
+    been made up for (HEALED) count for nothing, but may come back."""
+
+    parity: int
+    devices: Mapping[str, DeviceFacts]
+    losses_tolerated: int | None = None  # further ones, by the weakest object; None: not known
+    busy: str = ""  # a rebuild, upgrade or maintenance that is running
+    spare_capacity: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyConfig:
+    """Limits of the policy. Defaults are those of docs/decisions/0016."""
+
+    role: Role = Role.PROCESS
+    dry_run: bool = False
+    release_seconds: float = 60.0  # without a verdict, until a suspect is online
+    sitout_seconds: float = 600.0  # ZFS's figure
+    sitout_most_seconds: float = 240 * 60.0
+    probes_least: int = 64
+    probe_ratio_most: float = 1.3
+    probation_shares: tuple[float, ...] = (0.05, 0.25, 1.0)
+    probation_seconds: float = 120.0  # a stage
+    strikes: int = 3  # sit-outs in a day, then the device is drained
+    sat_out_most_seconds: float = 3600.0  # in a day
+    removed_seconds: float = 15.0  # until an absence is one
+    grace_seconds: float = 900.0  # for a return, before healing (PROTOCOL 17)
+    fault_quiet_seconds: float = 600.0  # after which a faulted device is tried again
+    return_seconds: float = 60.0  # that a device healed while away answers, until it is readmitted
+    retry_seconds: float = 600.0  # until an action is asked for again
+    reserve: int = 1  # parity that voluntary removals leave; at least 1
+    removal_seconds: float = 600.0  # between two voluntary removals
+    removals_per_hour_ratio: float = 0.1  # of the devices; one is always allowed
+    bad_ratio_most: float = 0.25  # above it no voluntary removals
+    changes_per_hour: int = 6  # of one device, then it is pinned
+    forecast_drains: bool = False  # warn only
+
+    def __post_init__(self) -> None:
+        for limit in fields(self):
+            value = getattr(self, limit.name)
+            if isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
+                raise ConfigError(f"{limit.name} of the health policy must be above 0")
+        if list(self.probation_shares) != sorted(self.probation_shares):
+            raise ConfigError("probation_shares must ascend")
+        if not self.probation_shares or self.probation_shares[-1] != 1.0:
+            raise ConfigError("the last of probation_shares must be 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyOutcome:
+    """The new state, what to do, and why: one line a change or a refusal."""
+
+    state: PolicyState
+    actions: tuple[Action, ...] = ()
+    decisions: tuple[Decision, ...] = ()
+
+
+__all__ = [
+    "EXPECTED", "Action", "ActionKind", "Decision", "DeviceFacts", "DeviceHealth", "PolicyOutcome",
+    "ForecastOutlook", "PolicyConfig", "PolicyState", "PoolFacts", "Role",
+]  # fmt: skip

@@ -1,0 +1,1 @@
+"""SMART counters of disks."""

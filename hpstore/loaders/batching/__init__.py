@@ -1,0 +1,1 @@
+"""From positions to batches: threads, memory, copies, transforms."""

@@ -1,0 +1,1 @@
+"""Datasets on a pool: manifest, layout, records."""

@@ -1,0 +1,97 @@
+"""What is in a batch: tensors, ragged fields, texts; and the room that batches take."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from hpstore.loaders.dataset.fields import Field
+from hpstore.units import MIB, round_up
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Values of a ragged field of a batch: row i is values[offsets[i]:offsets[i + 1]].
+
+    `values` (total, *inner shape), `offsets` int64 (rows + 1). For bytes, values are uint8.
+    """
+
+    values: torch.Tensor
+    offsets: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        """The value of one row, a view."""
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        row %= len(self)
+        return self.values[int(self.offsets[row]) : int(self.offsets[row + 1])]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        bounds = self.offsets.tolist()
+        return (self.values[a:b] for a, b in itertools.pairwise(bounds))
+
+    def nested(self) -> torch.Tensor:
+        """As torch's jagged nested tensor, over the same memory."""
+        return jagged(self.values, self.offsets, self.offsets)
+
+    def to(self, *args: Any, **kwargs: Any) -> Ragged:
+        """Both tensors moved, as Tensor.to; a dtype is for the values alone."""
+        values = self.values.to(*args, **kwargs)
+        return Ragged(values, self.offsets.to(values.device))
+
+    def pin_memory(self) -> Ragged:
+        """Both tensors in page-locked memory."""
+        return Ragged(self.values.pin_memory(), self.offsets.pin_memory())
+
+
+def jagged(values: torch.Tensor, offsets: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """A nested tensor. `known`: the offsets once more; on the host they tell the longest row, up to
+    which torch pads, and nobody waits for a GPU.
+    """
+    bounds: dict[str, Any] = {}
+    if known.device.type == "cpu" and len(known) > 1:
+        lengths = known.diff()
+        bounds = {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())}
+    made: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, offsets, **bounds)
+    return made
+
+
+BatchValue: TypeAlias = torch.Tensor | Ragged | list[str]
+Batch = dict[str, BatchValue]
+
+
+def nbytes_of(batch: Batch) -> int:
+    """Bytes of its values; of text as many as it has characters."""
+    total = 0
+    for value in batch.values():
+        if isinstance(value, Ragged):
+            total += value.values.nbytes + value.offsets.nbytes
+        else:
+            total += sum(map(len, value)) if isinstance(value, list) else value.nbytes
+    return total
+
+
+def samples_of(batch: Batch, fields: Mapping[str, Field], count: int) -> list[dict[str, Any]]:
+    """The samples of a batch as Dataset.__getitem__ has them: views, bytes and str as objects."""
+    columns: dict[str, list[Any]] = {}
+    for name, value in batch.items():
+        if isinstance(value, Ragged) and fields[name].dtype == "bytes":
+            columns[name] = [one.numpy().tobytes() for one in value]
+        else:
+            columns[name] = list(value)
+    return [{name: columns[name][row] for name in columns} for row in range(count)]
+
+
+def slot_bytes(nbytes: int) -> int:
+    """Of the slot for so many: room for batches that are a little larger, as of many sizes."""
+    return round_up(nbytes + nbytes // 16, MIB) if nbytes >= MIB else MIB
+
+
+__all__ = ["Batch", "BatchValue", "Ragged", "jagged", "nbytes_of", "samples_of", "slot_bytes"]

@@ -1,0 +1,115 @@
+"""A data set in a pool as a torch map-style data set."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.data
+
+from hpstore.errors import ConfigError, ObjectNotFound
+from hpstore.loaders.dataset.assemble_fields import field_bytes
+from hpstore.loaders.dataset.dataset_manifest import (
+    DatasetManifest,
+    check_dataset_name,
+    manifest_key,
+)
+from hpstore.loaders.dataset.fields import FieldKind, Value
+from hpstore.loaders.dataset.publish_dataset import require_pool
+from hpstore.loaders.dataset.record_reader import StoredData
+from hpstore.pool.pool import Pool
+
+Sample = dict[str, Value]
+
+
+class Dataset(StoredData, torch.utils.data.Dataset[Sample]):
+    """A published data set. Thread-safe; survives fork and spawn (it pickles as pool and name).
+
+    `fields`: the ones to read, all unless given; each sample is a dict of them in that order.
+    Raises ObjectNotFound, ConfigError for what is no data set or has no such field.
+    """
+
+    def __init__(self, pool: Pool, name: str, *, fields: Sequence[str] | None = None) -> None:
+        pool = require_pool(pool, "a Dataset")
+        super().__init__(pool, name, read_manifest(pool, name), fields)
+        self._wanted = None if fields is None else tuple(fields)
+        _renew_at_fork(self)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for the same samples in the same order with the same fields and layout."""
+        return self.manifest.fingerprint
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What the writer recorded."""
+        return self.manifest.metadata
+
+    def __getitem__(self, index: int) -> Sample:
+        """One sample: tensors (scalars 0-d or of their shape), bytes and str. Raises IndexError."""
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
+        """Samples in the order of `indices`; tensors are views of one buffer of this call.
+
+        A negative index counts from the end. Raises IndexError, IntegrityError naming the sample.
+        """
+        rows = np.array(indices, np.int64).reshape(-1)
+        rows = np.where((rows < 0) & (rows >= -len(self)), rows + len(self), rows)
+        self._check_range(rows)
+        columns: dict[str, Sequence[Value]] = {}
+        for name, made in self.fields.items():
+            if made.kind is FieldKind.SCALAR:
+                columns[name] = made.as_tensor(self.scalars(name, rows)).unbind(0)
+        for stream in self.streams:
+            records, ragged = self.read_direct(stream, rows), self.locate(stream, rows).ragged
+            for name, raw in field_bytes(stream.record, records, ragged).items():
+                if name in self.fields:
+                    columns[name] = [self.fields[name].as_value(value) for value in raw]
+        return [{name: columns[name][row] for name in self.fields} for row in range(len(rows))]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_reopen, (self.pool, self.name, self._wanted, self.fingerprint))
+
+    def __repr__(self) -> str:
+        return f"<hpstore data set {self.name!r}, {len(self)} samples, fields {list(self.fields)}>"
+
+
+def read_manifest(pool: Pool, name: str) -> DatasetManifest:
+    """The manifest of a published data set. Raises ObjectNotFound, ConfigError, IntegrityError."""
+    key = manifest_key(check_dataset_name(name))
+    try:
+        data = pool.get(key)
+    except ObjectNotFound as error:
+        raise ObjectNotFound(
+            f"no data set {name!r} in this pool (parts show after publish_parts)", key=key
+        ) from error
+    return DatasetManifest.decode(data, where=f"data set {name!r}")
+
+
+def _reopen(pool: Pool, name: str, fields: tuple[str, ...] | None, fingerprint: str) -> Dataset:
+    made = Dataset(pool, name, fields=fields)
+    if made.fingerprint != fingerprint:
+        raise ConfigError(
+            f"data set {name!r} was replaced: its fingerprint is {made.fingerprint} now, "
+            f"{fingerprint} was opened. Open it again."
+        )
+    return made
+
+
+def _renew_at_fork(made: Dataset) -> None:
+    reference = weakref.ref(made)
+
+    def renew() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.renew_after_fork()
+
+    os.register_at_fork(after_in_child=renew)
+
+
+__all__ = ["Dataset", "Sample", "Value", "read_manifest"]

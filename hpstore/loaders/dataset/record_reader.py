@@ -1,0 +1,500 @@
+"""A data set in a pool, as arrays: where records lie, their checksums, scalars. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from hpstore.codec.galois import Bytes
+from hpstore.errors import AlreadyClosed, ConfigError, IntegrityError, ObjectNotFound
+from hpstore.loaders.dataset.block_table import BLOCK_ROWS, BlockTable, Runs
+from hpstore.loaders.dataset.coalesce import (
+    ObjectRanges,
+    plan_spans,
+    read_object_ranges,
+    read_spans,
+)
+from hpstore.loaders.dataset.dataset_manifest import (
+    ORDER,
+    DatasetManifest,
+    column_key,
+    column_names,
+    pages_key,
+    shard_key,
+    side_key,
+)
+from hpstore.loaders.dataset.fields import Array, Field, FieldKind
+from hpstore.loaders.dataset.index_tables import (
+    PAGE_MAGIC,
+    SIDE_MAGIC,
+    Table,
+    check_hash,
+    check_header,
+    decode_tables,
+    page_dtypes,
+    side_dtypes,
+    table_starts,
+)
+from hpstore.loaders.dataset.large_records import (
+    PART_BYTES,
+    aligned_bytes,
+    aligned_rows,
+    part_bounds,
+)
+from hpstore.loaders.dataset.open_objects import OpenShards
+from hpstore.loaders.dataset.pages import read_compressed
+from hpstore.loaders.dataset.piecewise_read import LARGE_BYTES, Target, read_large
+from hpstore.loaders.dataset.record_layout import Int64s, group_fields
+from hpstore.loaders.dataset.record_stream import (
+    Int32s,
+    Locations,
+    PageTable,
+    Stream,
+    make_stream,
+    stripe_firsts,
+)
+from hpstore.loaders.dataset.table_checks import check_pages, check_places, matches
+from hpstore.objects.read.range_reader import MOST_KEYS, PooledReader, Scatter, Scattered
+from hpstore.pool.pool import Pool
+from hpstore.runtime.buffers import aligned_array
+from hpstore.runtime.closing import Closing
+from hpstore.units import div_ceil
+
+
+class StoredData(Closing):
+    """The arrays of one data set or part. Thread-safe; survives a fork.
+
+    `wanted`: names of the fields that are used; streams without one of them are left out.
+    """
+
+    def __init__(
+        self, pool: Pool, name: str, manifest: DatasetManifest, wanted: Sequence[str] | None = None
+    ) -> None:
+        self.pool, self.name, self.manifest = pool, name, manifest
+        unknown = [field for field in wanted or () if field not in manifest.fields]
+        if unknown:
+            raise ConfigError(
+                f"data set {name!r} has no field {unknown[0]!r}; it has {list(manifest.fields)}"
+            )
+        names = list(manifest.fields) if wanted is None else list(dict.fromkeys(wanted))
+        self.fields = {field: manifest.fields[field] for field in names}
+        _, records = group_fields(manifest.fields, manifest.layout)
+        streams = [
+            make_stream(number, stream, record, manifest.parts, manifest.data, manifest.compression)
+            for number, (stream, record) in enumerate(records.items())
+        ]
+        self._main = streams[0] if streams else None
+        self.streams = tuple(s for s in streams if any(n in self.fields for n in s.record.fields))
+        self._sides = {s.number: self._side_table(s) for s in self.streams}
+        self._cuts = [
+            (part.nonce, number, rows)
+            for part in manifest.parts
+            for number, rows in enumerate(part.cuts)
+        ]
+        scalars = [n for n, f in self.fields.items() if f.kind is FieldKind.SCALAR]
+        columns = column_names(list(manifest.fields), scalars)
+        self._columns = {
+            n: self._column_table(manifest.fields[n], column) for n, column in columns.items()
+        }
+        self._order = self._column_table(Field("int64"), ORDER)
+        self._pages: dict[int, PageTable] = {}
+        self._readers, self._closed = self._closed_shards(), False
+
+    def __len__(self) -> int:
+        return self.manifest.rows
+
+    # --- tables ------------------------------------------------------------------------------
+
+    def _side_table(self, stream: Stream) -> BlockTable:
+        dtypes = side_dtypes(stream.record)
+        return BlockTable(
+            stream.rows.tolist(),
+            [(d, ()) for d in dtypes],
+            partial(self._load_sides, stream, dtypes),
+        )
+
+    def _load_sides(
+        self, stream: Stream, dtypes: list[np.dtype[Any]], wanted: dict[int, Runs]
+    ) -> list[list[list[Table]]]:
+        """Rows of side objects. One that is a single block is checked against the manifest."""
+        pieces = []
+        for shard, runs in wanted.items():
+            starts = table_starts(dtypes, int(stream.rows[shard]))
+            ranges = [
+                (start + first * d.itemsize, start + (first + count) * d.itemsize)
+                for first, count in runs
+                for d, start in zip(dtypes, starts, strict=False)
+            ]
+            if stream.rows[shard] <= BLOCK_ROWS:
+                bounds = [(0, starts[-1])]
+            else:
+                bounds = [(0, starts[0]), *ranges]
+            pieces.append(ObjectRanges(self._side_key(stream, shard), bounds, starts[-1]))
+        made = []
+        for (shard, runs), piece, found in zip(
+            wanted.items(), pieces, self._get_pieces(pieces), strict=True
+        ):
+            if stream.rows[shard] <= BLOCK_ROWS:
+                made.append([self._side_of(stream, shard, found[0].tobytes())])
+                continue
+            head, *values = found
+            where = f"object {piece.key!r}"
+            check_header(SIDE_MAGIC, head.tobytes(), len(dtypes), where=where)
+            rows = iter(values)
+            made.append([[np.frombuffer(next(rows), d) for d in dtypes] for _ in runs])
+        return made
+
+    def side_tables(self, stream: Stream, shard: int) -> list[Table]:
+        """All of a side object, checked against the manifest: see side_dtypes."""
+        return self._side_of(stream, shard, self._get(self._side_key(stream, shard)))
+
+    def _side_key(self, stream: Stream, shard: int) -> str:
+        return side_key(self.name, stream.nonces[shard], stream.number, stream.numbers[shard])
+
+    def _side_of(self, stream: Stream, shard: int, data: bytes) -> list[Table]:
+        key, dtypes = self._side_key(stream, shard), side_dtypes(stream.record)
+        check_hash(key, data, stream.side_hashes[shard])
+        rows = int(stream.rows[shard])
+        return decode_tables(SIDE_MAGIC, data, dtypes, rows, where=f"object {key!r}")
+
+    def _column_table(self, made: Field, column: str) -> BlockTable:
+        shape = made.inner_shape
+
+        def load(wanted: dict[int, Runs]) -> list[list[list[Table]]]:
+            pieces = []
+            for cut, runs in wanted.items():
+                nonce, number, rows = self._cuts[cut]
+                ranges = [(a * made.row_bytes, (a + n) * made.row_bytes) for a, n in runs]
+                key = column_key(self.name, nonce, column, number)
+                pieces.append(ObjectRanges(key, ranges, rows * made.row_bytes))
+            return [
+                [[np.frombuffer(raw, made.storage).reshape(-1, *shape)] for raw in found]
+                for found in self._get_pieces(pieces)
+            ]
+
+        return BlockTable([rows for _, _, rows in self._cuts], [(made.storage, shape)], load)
+
+    def _get(self, key: str) -> bytes:
+        try:
+            return self.pool.get(key)
+        except ObjectNotFound as error:
+            raise self._gone(key) from error
+
+    def _get_pieces(self, pieces: Sequence[ObjectRanges]) -> list[list[Bytes]]:
+        """Byte ranges of several objects, so many at a time as are opened together."""
+        found = []
+        for first in range(0, len(pieces), MOST_KEYS):
+            found += self._get_some(pieces[first : first + MOST_KEYS])
+        return found
+
+    def _get_some(self, pieces: Sequence[ObjectRanges]) -> list[list[Bytes]]:
+        readers = self.pool.readers([piece.key for piece in pieces], whole=True)
+        try:
+            return [read_object_ranges(piece, readers[piece.key]) for piece in pieces]
+        except ObjectNotFound as error:
+            raise self._gone(error.key or pieces[0].key) from error
+        finally:
+            for reader in readers.values():
+                if not isinstance(reader, Exception):
+                    reader.close()
+
+    def _gone(self, key: str) -> ObjectNotFound:
+        known = self.manifest.fingerprint
+        return ObjectNotFound(
+            f"object {key!r} of data set {self.name!r} is not there: the data set was replaced or "
+            f"deleted since it was opened (fingerprint {known}). Open it again.",
+            key=key,
+        )
+
+    # --- places ------------------------------------------------------------------------------
+
+    def locate(self, stream: Stream, indices: Int64s, *, checksums: bool = True) -> Locations:
+        """Where records lie; vectorised, reads what it needs of the side objects.
+
+        `indices`: int64 (n,), 0 <= i < len, any order, repeats allowed. Without `checksums` those
+        of records of one size, whose places are arithmetic, are not read: they are 0. Raises
+        IndexError.
+        """
+        rows = np.asarray(indices, np.int64)
+        self._check_range(rows)
+        shard = stream.shard_of(rows)
+        if stream.fixed is not None and not checksums:
+            checksum, rest = np.zeros(len(rows), np.uint64), []
+        else:
+            checksum, *rest = self._sides[stream.number].get(rows, shard)
+        if stream.fixed is not None:
+            start = stream.fixed.starts(rows - stream.row_starts[shard])
+            length = np.full(len(rows), stream.fixed.length, np.int64)
+            ragged = np.empty((len(rows), 0), np.int64)
+        else:
+            start = rest[0].astype(np.int64)
+            ragged = np.stack(rest[1:], axis=1).astype(np.int64)
+            length = stream.record.ragged_starts(ragged)[:, -1]
+            check_places(stream, shard, start, length, f"data set {self.name!r}")
+        return Locations(
+            shard=shard.astype(np.int32), start=start, length=length, checksum=checksum,
+            page=stream.page_of(shard, start, length), ragged=ragged,
+        )  # fmt: skip
+
+    def _check_range(self, rows: Int64s) -> None:
+        if len(rows) and (rows.min() < 0 or rows.max() >= len(self)):
+            bad = rows[(rows < 0) | (rows >= len(self))][0]
+            raise IndexError(f"sample {bad} of data set {self.name!r}, which has {len(self)}")
+
+    def pages(self, stream: Stream) -> PageTable:
+        """All pages of a stream. Arithmetic for records of one size, else read once and kept."""
+        found = self._pages.get(stream.number)
+        if found is None:
+            found = self._pages[stream.number] = self._make_pages(stream)
+        return found
+
+    def _make_pages(self, stream: Stream) -> PageTable:
+        tables = self._page_tables(stream)  # first: they are as long as the pages are many
+        check_pages(
+            stream, tables, lambda shard: self.pool.stat(self.shard_key(stream, shard)).size,
+            f"data set {self.name!r}",
+        )  # fmt: skip
+        shards = stream.page_shards()
+        start = stream.page_starts_inside(shards)
+        length = np.minimum(stream.unit_bytes, stream.payload_bytes[shards] - start)
+        if stream.fixed is not None:
+            first = stream.fixed_first_samples(shards, start)
+        else:
+            first = np.concatenate([[0], np.cumsum(tables.pop(0), dtype=np.int64)])
+        stored_start, stored_length = start, length
+        if stream.compression:
+            stored_length = tables.pop(0).astype(np.int64)
+            ends = np.concatenate([[0], np.cumsum(-(-stored_length // 4096) * 4096)])
+            stored_start = ends[:-1] - ends[stream.page_starts[:-1]][shards]
+        return PageTable(
+            shard=shards, start=start, length=length, first_sample=first.astype(np.int64),
+            stored_start=stored_start, stored_length=stored_length,
+        )  # fmt: skip
+
+    def _page_tables(self, stream: Stream) -> list[Table]:
+        """The tables of the page objects of all parts, joined."""
+        dtypes = page_dtypes(stream.record, stream.compression)
+        if not dtypes:
+            return []
+        found: list[list[Table]] = [[np.empty(0, d)] for d in dtypes]
+        for part in self.manifest.parts:
+            shards = part.streams[stream.number]
+            if not shards.pages:
+                continue
+            key = pages_key(self.name, part.nonce, stream.number)
+            data = self._get(key)
+            check_hash(key, data, shards.pages)
+            count = sum(div_ceil(payload, shards.unit_bytes) for payload in shards.payload)
+            tables = decode_tables(PAGE_MAGIC, data, dtypes, count, where=f"object {key!r}")
+            for joined, table in zip(found, tables, strict=True):
+                joined.append(table)
+        return [np.concatenate(joined) for joined in found]
+
+    def stripes(self) -> Int64s:
+        """(S + 1): first sample of every stripe of the main stream in which one begins, ascending.
+
+        The last entry is len. The main stream is the data set's first, whichever fields are used:
+        the order of samples does not depend on them. Scalars alone have blocks for stripes.
+        """
+        if self._main is not None:
+            return stripe_firsts(self._main, self.pages(self._main))
+        return np.append(np.arange(0, len(self), BLOCK_ROWS, dtype=np.int64), len(self))
+
+    def scalars(self, name: str, indices: Int64s) -> Array:
+        """Values of a scalar field, (n, *shape) in storage dtype; a copy. Raises IndexError."""
+        rows = np.asarray(indices, np.int64)
+        self._check_range(rows)
+        if name not in self._columns:
+            raise ConfigError(f"{name!r} is no scalar field that was opened of {self.name!r}")
+        return self._columns[name].get(rows)[0]
+
+    def written_as(self, indices: Int64s) -> Int64s | None:
+        """The numbers under which samples were written, in their part, before it was shuffled.
+
+        Of an ingest: the number of the record in its source, or block << 32 | number in the block.
+        None when the data set was not shuffled on write.
+        """
+        if self.manifest.shuffle_seed is None:
+            return None
+        rows = np.asarray(indices, np.int64)
+        self._check_range(rows)
+        return self._order.get(rows)[0]
+
+    # --- records -----------------------------------------------------------------------------
+
+    def shard_key(self, stream: Stream, shard: int) -> str:
+        """Key of the object that holds a shard's records."""
+        return shard_key(self.name, stream.nonces[shard], stream.number, stream.numbers[shard])
+
+    def reader(self, stream: Stream, shard: int) -> PooledReader:
+        """A shard, open for reading by the calling thread.
+
+        It stays open until the thread has asked for many other ones; not to be closed.
+        Raises ObjectNotFound when the data set was replaced or deleted.
+        """
+        self._require_open()
+        key = self.shard_key(stream, shard)
+        try:
+            return self._readers.get(key, self.pool.readers)
+        except ObjectNotFound as error:
+            raise self._gone(key) from error
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise AlreadyClosed(f"data set {self.name!r} is closed")
+
+    def open_all(self, stream: Stream, shards: Sequence[int]) -> None:
+        """Open together what reader() would open one by one, as far as that stays open."""
+        self._require_open()
+        keys = [self.shard_key(stream, shard) for shard in shards[: self._readers.limit]]
+        try:
+            self._readers.get_all(keys, self.pool.readers)
+        except ObjectNotFound as error:
+            raise self._gone(error.key or keys[0]) from error
+
+    def read_records(self, stream: Stream, indices: Int64s) -> tuple[list[Bytes], Locations]:
+        """Verified records in the order asked for, views of one buffer, and where they were.
+
+        Raises IntegrityError naming the sample when a record does not match its checksum.
+        """
+        rows = np.asarray(indices, np.int64)
+        records, places = self.raw_records(stream, rows)
+        bad = self.mismatches(records, places)
+        if len(bad):
+            raise self._mismatch(stream, rows, places, int(bad[0]), len(bad))
+        return records, places
+
+    def _mismatch(
+        self, stream: Stream, rows: Int64s, places: Locations, bad: int, count: int
+    ) -> IntegrityError:
+        self.pool.metrics.count("record_mismatch_total", count)
+        key = self.shard_key(stream, int(places.shard[bad]))
+        return IntegrityError(
+            f"data set {self.name!r}: sample {rows[bad]} (record at byte {places.start[bad]} of "
+            f"{key!r}) does not match its checksum, although the pool's own checksums hold. "
+            "Nothing was changed; write the data set again, or skip the sample."
+        )
+
+    def read_large(self, stream: Stream, index: int, targets: Sequence[Target]) -> None:
+        """One verified record, piece by piece, into `targets`: (first byte in the record, memory).
+
+        Takes no memory of the record's size. What is in `targets` is undefined where it raises, as
+        read_records does.
+        """
+        rows = np.array([index], np.int64)
+        place = self.locate(stream, rows)
+        shards = partial(self.reader, stream)
+        if not read_large(shards, stream, partial(self.pages, stream), place, targets):
+            raise self._mismatch(stream, rows, place, 0, 1)
+
+    def read_direct(self, stream: Stream, indices: Int64s) -> list[Bytes]:
+        """As read_records, straight from the devices where that can be; without the places."""
+        lengths = self.locate(stream, indices).length
+        rows, room = aligned_rows(aligned_array(aligned_bytes(lengths)), lengths)
+        if self.read_rows(stream, indices, rows, room=room):
+            return rows
+        return self.read_records(stream, indices)[0]
+
+    def read_rows(
+        self, stream: Stream, indices: Int64s, rows: Sequence[Bytes],
+        addresses: Int64s | None = None, room: Sequence[Bytes] | None = None,
+    ) -> bool:  # fmt: skip
+        """Verified records of n samples into rows[i], each as long as its record, where it can be
+        straight from the devices. `addresses`: where they begin, when that is known; `room`: as
+        Scatter has it.
+
+        False when a device hangs: `rows` is then lost, its memory must not be used again
+        (PROTOCOL 21). Raises as read_records.
+        """
+        places = self.locate(stream, indices)
+        left = np.ones(len(indices), bool)
+        if not stream.compression and len(indices):
+            self.open_all(stream, np.unique(places.shard).tolist())
+            for first, last in part_bounds(places.length):
+                if places.length[first] > LARGE_BYTES:
+                    continue  # a part by itself
+                part = slice(first, last)
+                scatter = Scatter(
+                    rows[part], partial(matches, places.checksum[part].tolist()),
+                    None if addresses is None else addresses[part],
+                    None if room is None else room[part],
+                )  # fmt: skip
+                found = self._run_scatter(stream, scatter, places.shard[part], places.start[part])
+                if found.late:
+                    self.pool.metrics.count("records_abandoned_total", len(indices))
+                    return False
+                left[part] = ~found.good
+        self._read_again(stream, indices, np.flatnonzero(left), rows, places.length)
+        return True
+
+    def _read_again(
+        self, stream: Stream, indices: Int64s, left: Int64s, rows: Sequence[Bytes], lengths: Int64s
+    ) -> None:
+        """Records that were not read straight from the devices."""
+        large = lengths[left] > PART_BYTES
+        for row in left[large].tolist():
+            self.read_large(stream, int(indices[row]), [(0, rows[row])])
+        others = left[~large]
+        if len(others):
+            records, _ = self.read_records(stream, indices[others])
+            for row, record in zip(others.tolist(), records, strict=True):
+                rows[row][:] = record
+
+    def _run_scatter(
+        self, stream: Stream, scatter: Scatter, shard: Int32s, start: Int64s
+    ) -> Scattered:
+        """Ranges of several shards, at least one."""
+        for one in np.unique(shard).tolist():
+            mine = np.flatnonzero(shard == one)
+            reader = self.reader(stream, one)
+            reader.add_to(scatter, start[mine], mine)
+        return reader.run_scatter(scatter)
+
+    def raw_records(self, stream: Stream, indices: Int64s) -> tuple[list[Bytes], Locations]:
+        """As read_records, without a look at the records' checksums."""
+        places = self.locate(stream, indices)
+        if stream.compression:
+            shards = partial(self.reader, stream)
+            return read_compressed(shards, stream, self.pages(stream), places), places
+        return self._read_plain(stream, places), places
+
+    @staticmethod
+    def mismatches(records: Sequence[Bytes], places: Locations) -> Int64s:
+        """Which of the records do not match their checksums, ascending."""
+        digest = xxhash.xxh3_64_intdigest
+        found = np.fromiter((digest(record.data) for record in records), np.uint64, len(records))
+        return np.flatnonzero(found != places.checksum).astype(np.int64)
+
+    def _read_plain(self, stream: Stream, places: Locations) -> list[Bytes]:
+        plan = plan_spans(places.shard, places.start, places.length)
+        buffer = np.empty(plan.total, np.uint8)
+        for shard in np.unique(plan.shard).tolist():
+            read_spans(self.reader(stream, shard), plan, shard, buffer)
+        ends = plan.position + places.length
+        return [buffer[a:b] for a, b in zip(plan.position.tolist(), ends.tolist(), strict=True)]
+
+    def renew_after_fork(self) -> None:
+        """Locks and readers of the parent are not ours."""
+        for table in (*self._sides.values(), *self._columns.values(), self._order):
+            table.renew()
+        self._readers = self._closed_shards()
+
+    def _closed_shards(self) -> OpenShards:
+        return OpenShards(self.manifest.data, objects=sum(len(s.numbers) for s in self.streams))
+
+    @property
+    def shards_reopened(self) -> int:
+        """How often a shard was opened again because too few may be open at a time."""
+        return self._readers.reopened_total
+
+    def close(self) -> None:
+        """Close what is open, of all threads; none of them reads now. Idempotent."""
+        self._closed = True
+        self._readers.close()
+
+
+__all__ = ["StoredData"]

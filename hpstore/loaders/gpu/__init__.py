@@ -1,0 +1,1 @@
+"""Batches in GPU memory."""

@@ -1,0 +1,314 @@
+"""Parquet and Arrow files: columns become fields (needs pyarrow, the extra `parquet`).
+
+Rows are read block by block: a block is a row group of Parquet, a record batch of an Arrow file, a
+whole Arrow stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpstore.errors import ConfigError, IngestError, MalformedFile
+from hpstore.format.untrusted_bytes import MALFORMED
+from hpstore.loaders.dataset.fields import Field
+from hpstore.loaders.ingestion.sample_source import (
+    BLOCK_SHIFT,
+    BlockwiseSource,
+    SourceItem,
+    digest_of,
+)
+from hpstore.loaders.ingestion.source_paths import file_facts
+from hpstore.loaders.ingestion.table_files import table_files
+
+PARQUET = (".parquet", ".pq")
+ARROW = (".arrow", ".feather", ".ipc")
+BATCH_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Block:
+    """A part of a file that is read by itself. `rows` is None where only reading tells."""
+
+    file: Path
+    part: int
+    rows: int | None
+    problem: str = ""
+
+
+class ArrowTables(BlockwiseSource):
+    """Rows of Parquet or Arrow files. Nulls are bad records; a file that cannot be opened is one.
+
+    Numbers and booleans become scalars, dates, times and durations ints in their own unit, strings
+    and binaries str and bytes, lists of numbers ragged arrays, fixed-size lists arrays, and a
+    struct with a binary `bytes` (as Hugging Face writes images) bytes.
+    """
+
+    kind = "parquet"
+
+    def __init__(self, where: str | os.PathLike[str]) -> None:
+        self._arrow = _pyarrow()
+        self.where = str(where)
+        self._files, self.ignored = table_files(where, PARQUET + ARROW, self._named)
+        self._blocks: list[_Block] = []
+        self._schema: Any = None  # Any: pyarrow ships no types
+        self._first: tuple[Path, dict[str, Any]] | None = None  # file that it is of, types
+        for file in self._files:
+            self._open(file)
+        if self._schema is None:
+            raise IngestError(f"{self.where}: {self._blocks[0].problem}")
+        self.blocks = len(self._blocks)
+        rows = [block.rows for block in self._blocks]
+        self.length = None if None in rows else sum(r for r in rows if r is not None)
+        self._names: list[str] = list(self._schema.names)
+
+    def _named(self, metadata: Path) -> list[str]:
+        """The files that a `_metadata` of Parquet names. Raises IngestError."""
+        try:
+            read = self._arrow.parquet.read_metadata(metadata)
+            groups = [read.row_group(number) for number in range(read.num_row_groups)]
+            return list(dict.fromkeys(group.column(0).file_path for group in groups))
+        except (self._arrow.ArrowException, OSError, *MALFORMED) as error:
+            raise MalformedFile(f"{metadata} cannot be read: {_line(error)}") from error
+
+    def _open(self, file: Path) -> None:
+        """Add the blocks of a file, or one that says why it cannot be read. Raises IngestError for
+        a file with other columns: it is another table, and not a bad record of this one."""
+        try:
+            schema, rows = _outline(self._arrow, file)
+            names = list(schema.names)  # bytes that are no text raise here
+        except (self._arrow.ArrowException, OSError, *MALFORMED) as error:
+            problem = f"it cannot be read: {_line(error)}"
+            self._blocks.append(_Block(file=file, part=0, rows=1, problem=problem))
+            return
+        columns = _columns(file, names, schema.types)
+        if self._first is None:
+            self._schema, self._first = schema, (file, columns)
+        first, known = self._first
+        if columns != known:
+            raise IngestError(
+                f"{file} has other columns than {first.name}: {_differences(known, columns)}. "
+                "Nothing was written; name the files of one table with a pattern"
+            )
+        self._blocks += [_Block(file=file, part=i, rows=count) for i, count in enumerate(rows)]
+
+    def restrict(self, names: Sequence[str], types: Mapping[str, Field]) -> None:
+        del types  # the source has its own
+        self._names = [name for name in self._schema.names if name in names]
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        return {name: _column(self._arrow, self._schema.field(name))[0] for name in self._names}
+
+    def fingerprint(self) -> str:
+        """Over the path, size and time of change of every file."""
+        return digest_of([self.kind, *file_facts(self._files)])
+
+    def read_block(self, block: int, start: int) -> Iterator[SourceItem]:
+        found = self._blocks[block]
+        origin, number = block << BLOCK_SHIFT, 0
+        name = found.file.name if found.rows is None else f"{found.file.name}: block {found.part}"
+        if found.problem:
+            yield from [SourceItem(name=found.file.name, origin=origin, problem=found.problem)][
+                start:
+            ]
+            return
+        columns = {n: _column(self._arrow, self._schema.field(n))[1] for n in self._names}
+        try:
+            for batch in _batches(self._arrow, found, self._names):
+                batch.validate(full=True)  # offsets that lie lead to other memory
+                if number + batch.num_rows > start:
+                    rows = _samples(batch, columns)
+                    for row, (sample, problem) in enumerate(rows, number):
+                        if row >= start:
+                            yield SourceItem(name=f"{name} row {row}", origin=origin | row,
+                                       sample=sample, problem=problem)  # fmt: skip
+                number += batch.num_rows
+        except (self._arrow.ArrowException, OSError, *MALFORMED) as error:
+            problem = f"it cannot be read past row {number}: {_line(error)}"
+            yield SourceItem(name=name, origin=origin | number, problem=problem)
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError(
+            "Parquet and Arrow files need pyarrow: pip install 'hpstore[parquet]'"
+        ) from error
+    return pyarrow
+
+
+def _line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _columns(file: Path, names: Sequence[str], types: Sequence[Any]) -> dict[str, Any]:
+    """Types by name: files of one table may have them in another order. Raises ConfigError."""
+    columns = dict(zip(names, types, strict=True))
+    if len(columns) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"{file} has several columns named {twice!r}: rename them")
+    return columns
+
+
+def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """The first few, for a message."""
+    found = [
+        f"it has {name!r}" if name not in ours else
+        f"it lacks {name!r}" if name not in theirs else
+        f"{name!r} is {theirs[name]}, not {ours[name]}"
+        for name in dict.fromkeys([*ours, *theirs]) if ours.get(name) != theirs.get(name)
+    ]  # fmt: skip
+    return ", ".join(found[:4])
+
+
+def _is_parquet(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(4) == b"PAR1"
+
+
+def _is_stream(file: Path) -> bool:
+    """Whether an Arrow file is a stream, as Hugging Face writes, and not the one with a footer."""
+    with file.open("rb") as opened:
+        return opened.read(6) != b"ARROW1"
+
+
+def _outline(arrow: Any, file: Path) -> tuple[Any, list[int | None]]:
+    """Schema, and the rows of each block."""
+    if _is_parquet(file):
+        with arrow.parquet.ParquetFile(file) as opened:
+            groups = opened.metadata
+            rows = [groups.row_group(i).num_rows for i in range(groups.num_row_groups)]
+            return opened.schema_arrow, rows
+    with arrow.memory_map(str(file)) as mapped:
+        if _is_stream(file):
+            return arrow.ipc.open_stream(mapped).schema, [None]
+        reader = arrow.ipc.open_file(mapped)
+        parts = range(reader.num_record_batches)
+        return reader.schema, [reader.get_batch(i).num_rows for i in parts]
+
+
+def _batches(arrow: Any, block: _Block, names: Sequence[str]) -> Iterator[Any]:
+    """Record batches of a block with these columns, each of bounded rows where Parquet is read."""
+    if _is_parquet(block.file):
+        with arrow.parquet.ParquetFile(block.file) as opened:
+            yield from opened.iter_batches(BATCH_ROWS, row_groups=[block.part], columns=list(names))
+        return
+    with arrow.memory_map(str(block.file)) as mapped:
+        if _is_stream(block.file):
+            for batch in arrow.ipc.open_stream(mapped):
+                yield batch.select(list(names))
+        else:
+            yield arrow.ipc.open_file(mapped).get_batch(block.part).select(list(names))
+
+
+Convert = Callable[[Any], Sequence[object]]  # an Arrow array without nulls to one value a row
+
+
+def _column(arrow: Any, field: Any) -> tuple[Field, Convert]:
+    """The field of an Arrow column, and how its values are made. Raises ConfigError."""
+    t, kind = arrow.types, field.type
+    if t.is_dictionary(kind):
+        plain, convert = _column(arrow, arrow.field(field.name, kind.value_type))
+        return plain, lambda column: convert(column.dictionary_decode())
+    if t.is_string(kind) or t.is_large_string(kind):
+        return Field("str"), lambda column: column.to_pylist()
+    if t.is_binary(kind) or t.is_large_binary(kind) or t.is_fixed_size_binary(kind):
+        return Field("bytes"), lambda column: column.to_pylist()
+    if t.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+        plain, convert = _column(arrow, kind.field("bytes").with_name(field.name))
+        return plain, lambda column: convert(column.field("bytes"))
+    if t.is_timestamp(kind) or t.is_duration(kind) or t.is_time64(kind) or t.is_date64(kind):
+        return Field("int64"), lambda column: _numbers(column.cast(arrow.int64()))
+    if t.is_date32(kind) or t.is_time32(kind):
+        return Field("int32"), lambda column: _numbers(column.cast(arrow.int32()))
+    if t.is_fixed_size_list(kind):
+        return _fixed_lists(arrow, field)
+    if t.is_list(kind) or t.is_large_list(kind):
+        inner, convert = _column(arrow, kind.value_field.with_name(field.name))
+        if not inner.is_ragged:
+            return Field(inner.dtype, (None, *inner.shape)), lambda c: _ragged(c, convert)
+    elif t.is_primitive(kind) and not t.is_temporal(kind) and not t.is_decimal(kind):
+        with contextlib.suppress(NotImplementedError):  # intervals have no type of numpy
+            return Field(np.dtype(kind.to_pandas_dtype()).name), _numbers
+    raise ConfigError(
+        f"column {field.name!r} is {kind}, which no field can hold; leave it out with fields="
+    )
+
+
+def _fixed_lists(arrow: Any, field: Any) -> tuple[Field, Convert]:
+    inner, convert = _column(arrow, field.type.value_field.with_name(field.name))
+    size = field.type.list_size
+    if inner.is_ragged or size < 1:
+        raise ConfigError(f"column {field.name!r} is {field.type}, which no field can hold")
+
+    def rows(column: Any) -> Sequence[object]:
+        if column.null_count:  # its place in the flat values is empty, or filled with anything
+            raise _NullInside
+        values = np.asarray(convert(column.flatten()))
+        return values.reshape(len(column), size, *inner.inner_shape)  # type: ignore[return-value]
+
+    return Field(inner.dtype, (size, *inner.shape)), rows
+
+
+def _numbers(column: Any) -> Sequence[object]:
+    if column.null_count:
+        raise _NullInside
+    values: Sequence[object] = column.to_numpy(zero_copy_only=False)
+    return values
+
+
+class _NullInside(ValueError):
+    """A list holds a null."""
+
+
+def _ragged(column: Any, convert: Convert) -> Sequence[object]:
+    """Views of the flat values, one a row."""
+    if column.null_count:
+        raise _NullInside
+    values = np.asarray(convert(column.flatten()))
+    ends = np.cumsum(column.value_lengths().to_numpy(zero_copy_only=False))
+    return [values[a:b] for a, b in pairwise([0, *ends.tolist()])]
+
+
+def _samples(
+    batch: Any, columns: dict[str, Convert]
+) -> Iterator[tuple[dict[str, object] | None, str]]:
+    """Samples of a batch, or what is wrong with each. Whole columns at once where none is null."""
+    try:
+        if any(batch.column(name).null_count for name in columns):
+            raise _NullInside
+        values = {name: convert(batch.column(name)) for name, convert in columns.items()}
+    except _NullInside:
+        if batch.num_rows > 1:
+            for row in range(batch.num_rows):
+                yield from _samples(batch.slice(row, 1), columns)
+        else:
+            yield None, "it holds a null: " + ", ".join(_null_columns(batch, columns))
+        return
+    for found in zip(*values.values(), strict=True):
+        yield dict(zip(values, found, strict=True)), ""
+
+
+def _null_columns(batch: Any, columns: dict[str, Convert]) -> Iterator[str]:
+    for name, convert in columns.items():
+        column = batch.column(name)
+        try:
+            convert(column)
+        except _NullInside:
+            yield repr(name)
+        else:
+            if column.null_count:
+                yield repr(name)
+
+
+__all__ = ["ARROW", "PARQUET", "ArrowTables"]

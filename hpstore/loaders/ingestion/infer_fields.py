@@ -1,0 +1,120 @@
+"""Fields of a data set from its first samples. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from hpstore.errors import ConfigError
+from hpstore.loaders.dataset.fields import DTYPES, Field
+from hpstore.loaders.ingestion.sample_source import Sample
+
+LOOKED_AT = 64
+"""Samples that fields are inferred from."""
+
+_HINT = "say what they are with fields={...}"
+
+
+def infer_fields(samples: Sequence[Sample]) -> dict[str, Field]:
+    """A field for every name. Arrays whose first dimension differs become ragged.
+
+    Python ints become int64, floats float64, bools bool. Raises ConfigError for what no field can
+    hold, and for samples that have not the same names.
+    """
+    names = list(samples[0])
+    for sample in samples:
+        if set(sample) != set(names):
+            odd = sorted(set(sample) ^ set(names))[0]
+            raise ConfigError(
+                f"not every sample has {odd!r} (fields of the first: {names}); name the fields "
+                "that all have with fields={...}"
+            )
+    return {name: _merged(name, [value_field(name, s[name]) for s in samples]) for name in names}
+
+
+def value_field(name: str, value: object) -> Field:
+    """The field of one value. Raises ConfigError."""
+    if isinstance(value, str):
+        return Field("str")
+    if isinstance(value, bytes | bytearray | memoryview):
+        return Field("bytes")
+    if isinstance(value, bool | int | float | complex):
+        return Field(np.asarray(value).dtype.name)
+    if isinstance(value, torch.Tensor):
+        return _field(name, str(value.dtype).removeprefix("torch."), tuple(value.shape))
+    if isinstance(value, np.ndarray | np.generic) or hasattr(value, "__array_interface__"):
+        array = np.asarray(value)
+        return _field(name, array.dtype.name, array.shape)
+    raise ConfigError(
+        f"{name!r} is a {type(value).__name__}, which no field can hold; give numbers, str, bytes, "
+        "arrays or tensors, or leave it out with fields={...}"
+    )
+
+
+def _field(name: str, dtype: str, shape: tuple[int, ...]) -> Field:
+    if dtype not in DTYPES:
+        raise ConfigError(f"{name!r} has dtype {dtype}, which no field can hold")
+    if 0 in shape:  # an empty ragged value
+        return Field(dtype, (None, *shape[1:]))
+    return Field(dtype, shape)
+
+
+def _merged(name: str, found: Sequence[Field]) -> Field:
+    """One field for all that was found: ragged where the first dimensions differ."""
+    made = found[0]
+    for other in found[1:]:
+        if other == made:
+            continue
+        dtypes = {made.dtype, other.dtype}
+        if dtypes == {"int64", "float64"} and not (made.shape or other.shape):
+            made = Field("float64")
+            continue
+        if len(dtypes) > 1:
+            raise ConfigError(f"{name!r} is {made.dtype} and {other.dtype}; {_HINT}")
+        if len(made.shape) != len(other.shape) or made.shape[1:] != other.shape[1:]:
+            raise ConfigError(
+                f"{name!r} has shapes {made.shape} and {other.shape}: only the first dimension may "
+                f"differ; make them alike, or {_HINT}"
+            )
+        made = Field(made.dtype, (None, *made.shape[1:]))
+    return made
+
+
+def fitted(sample: Sample, fields: Iterable[str], *, whole: bool = False) -> dict[str, object]:
+    """What `fields` take of a sample, arrays made of what says it is one. Raises ConfigError, with
+    `whole` also for a sample that has more than these."""
+    try:
+        found = {name: _value(sample[name]) for name in fields}
+    except KeyError as error:
+        raise ConfigError(f"it lacks {error}; it has {sorted(sample)}") from None
+    if whole and len(sample) > len(found):
+        odd = sorted(sample.keys() - found.keys())[0]
+        raise ConfigError(
+            f"it has {odd!r}, which the first {LOOKED_AT} samples have not, and which would be "
+            f"left out; list the fields to take with fields=[...] (so far: {list(found)})"
+        )
+    return found
+
+
+def _value(value: object) -> object:
+    if hasattr(value, "__array_interface__") and not isinstance(value, np.ndarray | np.generic):
+        return np.asarray(value)
+    return value
+
+
+def sample_bytes(sample: Sample) -> int:
+    """About how much memory a sample takes."""
+    return sum(_value_bytes(value) for value in sample.values())
+
+
+def _value_bytes(value: object) -> int:
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return int(value.nbytes)
+    if isinstance(value, str | bytes | bytearray | memoryview):
+        return len(value)
+    return 8
+
+
+__all__ = ["LOOKED_AT", "fitted", "infer_fields", "sample_bytes", "value_field"]

@@ -1,0 +1,144 @@
+"""What an unfinished ingest has stored: one small object, `data/<name>/journal`.
+
+Written whole after each part, with the version of the one before as its condition: of two processes
+that ingest under one name, one stops. It names the nonce of the part being written, so that a kill
+leaves nothing that the next run would not find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from hpstore.errors import IngestError, IntegrityError, ObjectNotFound, VersionConflict
+from hpstore.format.records import seal, unseal
+from hpstore.format.untrusted_bytes import MALFORMED, brief, whole
+from hpstore.loaders.dataset.dataset_manifest import PREFIX, DatasetPart, journal_key
+from hpstore.loaders.ingestion.write_order import IngestPosition
+from hpstore.pool.pool import Pool
+
+FORMAT = 1
+KIND = "ingest"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """A record that was left out."""
+
+    name: str
+    origin: int
+    problem: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progressed:
+    """What is stored, and where to go on."""
+
+    source: str  # fingerprint
+    plan: Mapping[str, Any]  # fields, layout, order, ...: what must be equal to go on
+    place: IngestPosition = field(default_factory=IngestPosition)
+    parts: tuple[DatasetPart, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    nbytes: int = 0  # of samples
+    writing: tuple[str, ...] = ()  # nonces of parts that are not in `parts` yet
+
+    @property
+    def rows(self) -> int:
+        """Samples stored."""
+        return sum(part.rows for part in self.parts)
+
+    def encode(self) -> bytes:
+        """A sealed record."""
+        return seal(
+            {
+                "kind": KIND, "format": FORMAT, "source": self.source, "plan": dict(self.plan),
+                "place": self.place.to_json(), "parts": [part.to_json() for part in self.parts],
+                "skipped": [[s.name, s.origin, s.problem] for s in self.skipped],
+                "bytes": self.nbytes, "writing": list(self.writing),
+            }
+        )  # fmt: skip
+
+    @classmethod
+    def decode(cls, data: bytes, *, where: str) -> Self:
+        """Inverse of encode. Raises IntegrityError, FormatTooNew."""
+        body: dict[str, Any] = unseal(data, where=where)
+        try:
+            return cls(
+                source=str(body["source"]),
+                plan=dict(body["plan"]),
+                place=IngestPosition(**{n: whole(at, n) for n, at in body["place"].items()}),
+                parts=tuple(DatasetPart.from_json(part) for part in body["parts"]),
+                skipped=tuple(
+                    Skipped(name=str(n), origin=whole(o, "a number"), problem=str(p))
+                    for n, o, p in body["skipped"]
+                ),
+                nbytes=whole(body["bytes"], "bytes"),
+                writing=tuple(map(str, body["writing"])),
+            )
+        except MALFORMED as error:
+            raise IntegrityError(f"{where}: journal is malformed: {brief(error)}") from error
+
+
+class Journal:
+    """The journal of one ingest. One thread at a time."""
+
+    def __init__(self, pool: Pool, name: str) -> None:
+        self._pool, self._name, self._key = pool, name, journal_key(name)
+        self._version: str | None = None
+
+    def read(self) -> Progressed | None:
+        """What an earlier run left; None when there is none."""
+        try:
+            version = self._pool.stat(self._key).version
+            found = Progressed.decode(self._pool.get(self._key), where=self._key)
+        except ObjectNotFound:
+            return None
+        self._version = version
+        return found
+
+    def save(self, progressed: Progressed) -> None:
+        """Make it what a restart finds. Durable on return.
+
+        Raises IngestError when another process has written the journal since.
+        """
+        try:
+            info = self._pool.put(
+                self._key, progressed.encode(),
+                if_absent=self._version is None, if_version=self._version,
+            )  # fmt: skip
+        except VersionConflict as error:
+            raise IngestError(
+                f"another process ingests data set {self._name!r}: this one stops, that one goes on"
+            ) from error
+        self._version = info.version
+
+    def remove(self) -> None:
+        """The ingest is over. Idempotent."""
+        if self._version is not None:
+            self._pool.delete(self._key)
+            self._version = None
+
+
+def unfinished_ingests(pool: Pool) -> dict[str, Progressed]:
+    """Ingests that were cut short, by the name of the data set. Raises IntegrityError."""
+    found = {}
+    for key in pool.list(f"{PREFIX}/"):
+        name, _, last = key.removeprefix(f"{PREFIX}/").rpartition("/")
+        left = Journal(pool, name).read() if last == "journal" and name else None
+        if left is not None:
+            found[name] = left
+    return found
+
+
+def mismatch(found: Progressed, wanted: Progressed) -> str:
+    """Why an ingest cannot go on where another stopped; "" when it can. Pure."""
+    if found.source != wanted.source:
+        return f"the source has changed (fingerprint {found.source}, now {wanted.source})"
+    for name, value in wanted.plan.items():
+        if found.plan.get(name) != value:
+            return f"{name} was {found.plan.get(name)}, now it is {value}"
+    return ""
+
+
+__all__ = ["Journal", "Progressed", "Skipped", "mismatch", "unfinished_ingests"]

@@ -1,0 +1,259 @@
+"""A data set in parts of about one shard, each kept by the journal as soon as it is stored."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from hpstore.errors import ConfigError, ObjectNotFound, TooFewDevices, VersionConflict
+from hpstore.loaders.dataset.dataset import read_manifest
+from hpstore.loaders.dataset.dataset_manifest import (
+    DatasetManifest,
+    check_dataset_name,
+    manifest_key,
+    nonce_of,
+)
+from hpstore.loaders.dataset.fields import Field
+from hpstore.loaders.dataset.pages import checked_compression
+from hpstore.loaders.dataset.publish_dataset import joined_content, publish
+from hpstore.loaders.dataset.record_layout import group_fields
+from hpstore.loaders.ingestion.infer_fields import sample_bytes
+from hpstore.loaders.ingestion.ingest_journal import Journal, Progressed, Skipped
+from hpstore.loaders.ingestion.write_order import IngestPosition
+from hpstore.loaders.writer.dataset_writer import checked_sample
+from hpstore.loaders.writer.part_writer import PartOptions, PartWriter, new_nonce
+from hpstore.membership.members import check_unit
+from hpstore.pool.pool import Pool
+
+_log = logging.getLogger(__name__)
+FILL = 0.9
+"""Of a shard's bytes: a part ends there, so that padding does not begin another, tiny shard."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The data set to be: options as those of DatasetWriter. `seed` is None when not shuffled."""
+
+    pool: Pool
+    name: str
+    fields: Mapping[str, Field]
+    layout: str
+    shard_bytes: int
+    unit_bytes: int | None
+    compression: str | None
+    seed: int | None
+    metadata: Mapping[str, object]
+    replaces: str | None  # version of the manifest that it may replace
+
+
+class PartsWriter:
+    """Writes parts one after another: each is finished by a thread while the next one is filled.
+
+    A context manager; one thread at a time. After an error or a kill the journal names what is
+    finished and the nonces of what was not, which the next run removes. `progressed`: what the
+    journal holds.
+    """
+
+    def __init__(self, target: Target, start: Progressed, journal: Journal) -> None:
+        self._target, self._journal = target, journal
+        layout, records = group_fields(target.fields, target.layout)
+        compression = checked_compression(target.compression)
+        if target.unit_bytes is not None:
+            width = target.pool.data + target.pool.parity
+            check_unit(target.pool.config, width, target.unit_bytes)
+        self._options = PartOptions(
+            fields=target.fields, records=records, shard_bytes=target.shard_bytes,
+            unit_bytes=target.unit_bytes, alike=False, compression=compression,
+        )  # fmt: skip
+        self._schema = DatasetManifest(
+            fields=target.fields, layout=layout, data=target.pool.data, compression=compression,
+            shuffle_seed=target.seed, metadata=json.loads(json.dumps(dict(target.metadata))),
+            parts=(), content="",
+        )  # fmt: skip
+        self.progressed, self.nbytes = start, start.nbytes
+        self._place, self._skipped = start.place, list(start.skipped)
+        self._held = 0  # bytes of samples in the part being filled
+        self._finishing: Future[None] | None = None  # what it saves is read after it is done
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="hpstore-ingest-part")
+        self._nonces = (new_nonce(), new_nonce())
+        self._claim(start)
+        self._writer: PartWriter | None = self._fresh()
+
+    @property
+    def skipped(self) -> int:
+        """Records left out so far."""
+        return len(self._skipped)
+
+    def _fresh(self) -> PartWriter:
+        """The writer of the next part, with the pages that the first one chose."""
+        like = self.progressed.parts[0] if self.progressed.parts else None
+        return PartWriter(
+            self._target.pool, self._target.name, self._options,
+            ordered=self._target.seed is not None, nonce=self._nonces[0], like=like,
+        )  # fmt: skip
+
+    def _current(self) -> PartWriter:
+        if self._writer is None:
+            raise AssertionError("a part failed to be finished; nothing more can be written")
+        return self._writer
+
+    def _claim(self, start: Progressed) -> None:
+        """Tell the journal, then remove what an earlier run left: another process that still writes
+        it stops at its next word there.
+        """
+        try:
+            self._save(start, *start.writing)
+        except TooFewDevices:
+            if start.parts or not start.writing:
+                raise
+            # a full pool takes tombstones, nothing else: there is nothing in the journal to lose
+            _log.warning(
+                "the pool is full: what an earlier ingest of %r stored is removed before this one "
+                "is in the journal; were it killed now, remove_orphans would find it",
+                self._target.name,
+            )
+            self._journal.remove()
+            discard(self._target.pool, self._target.name, start.writing)
+            self._save(start)
+        else:
+            discard(self._target.pool, self._target.name, start.writing)
+
+    def _save(self, progressed: Progressed, *gone: str) -> None:
+        """Tell the journal, with the nonces of the parts that may have objects before the next, and
+        of what is about to be removed.
+        """
+        progressed = replace(progressed, writing=(*self._nonces, *gone))
+        self._journal.save(progressed)
+        self.progressed = progressed
+
+    def write(self, sample: Mapping[str, object], origin: int) -> str:
+        """Append a sample; returns why not when it does not fit the fields."""
+        try:
+            batch, ragged = checked_sample(self._target.fields, sample, "the sample")
+        except ConfigError as error:
+            return str(error)
+        self._current().append(batch, ragged, 1, np.array([origin], np.int64))
+        nbytes = sample_bytes(sample)
+        self._held += nbytes
+        self.nbytes += nbytes
+        return ""
+
+    def skip(self, skipped: Skipped) -> None:
+        """Leave a record out."""
+        self._skipped.append(skipped)
+
+    def took(self, after: IngestPosition) -> None:
+        """The record before this place is done with; a part that is full is finished."""
+        self._place = after
+        if self._held >= FILL * self._target.shard_bytes:
+            self._turn()
+
+    def _turn(self) -> None:
+        """Finish the part by a thread, and go on with the next one.
+
+        The first part is waited for: all take its pages.
+        """
+        self._settle()
+        full, self._writer = self._current(), None  # from now on the journal may name its objects
+        state = self._state()
+        self._nonces, self._held = (self._nonces[1], new_nonce()), 0
+        self._finishing = self._executor.submit(self._finish, full, state)
+        if not state.parts:
+            self._settle()
+        self._writer = self._fresh()
+
+    def _state(self) -> Progressed:
+        return replace(
+            self.progressed, place=self._place, skipped=tuple(self._skipped), nbytes=self.nbytes
+        )
+
+    def _finish(self, full: PartWriter, state: Progressed) -> None:
+        """Store the rest of a part and tell the journal."""
+        self._save(replace(state, parts=(*state.parts, full.finish())))
+
+    def _settle(self) -> None:
+        """Wait for the part before; raises what kept it from being finished."""
+        finishing, self._finishing = self._finishing, None
+        if finishing is not None:
+            finishing.result()
+
+    def publish(self) -> DatasetManifest:
+        """Finish the last part, and make all of them the data set. Durable on return."""
+        self._settle()
+        if self._current().rows or not self.progressed.parts:
+            self._turn()
+            self._settle()
+        target, parts = self._target, self.progressed.parts
+        manifest = replace(
+            self._schema, parts=parts,
+            content=joined_content(target.pool, target.name, self._schema, parts),
+        )  # fmt: skip
+        self._save(self._state())  # or another process has begun anew, and removes these parts
+        key = manifest_key(target.name)
+        publish(target.pool, target.name, key, manifest, version=target.replaces)
+        self._journal.remove()
+        return manifest
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Nothing is under way any more. After an error, parts that were finished are kept."""
+        self._executor.shutdown(wait=True)
+        if error is not None and self._writer is not None:
+            self._writer.remove()
+
+
+def replaceable(pool: Pool, name: str, *, overwrite: bool) -> str | None:
+    """Version of the manifest that is there. Raises VersionConflict unless it may go."""
+    try:
+        version = pool.stat(manifest_key(check_dataset_name(name))).version
+    except ObjectNotFound:
+        return None
+    if not overwrite:
+        raise VersionConflict(
+            f"data set {name!r} exists; it is unchanged. overwrite=True (--overwrite) replaces it"
+        )
+    return version
+
+
+def discard(pool: Pool, name: str, nonces: Iterable[str]) -> None:
+    """Delete what unfinished ingests stored under these nonces; what is published stays."""
+    gone = set(nonces)
+    if not gone:
+        return
+    gone -= _published(pool, name)
+    for key in pool.list(f"data/{name}/"):
+        if nonce_of(name, key) in gone:
+            with contextlib.suppress(ObjectNotFound):
+                pool.delete(key)
+
+
+def is_published(pool: Pool, name: str, found: Progressed) -> bool:
+    """Whether the run that left this journal had published, and was killed right after."""
+    parts = {part.nonce for part in found.parts}
+    return bool(parts) and parts <= _published(pool, name)
+
+
+def _published(pool: Pool, name: str) -> set[str]:
+    """Nonces that the data set of this name consists of."""
+    try:
+        return {part.nonce for part in read_manifest(pool, name).parts}
+    except ObjectNotFound:
+        return set()
+
+
+__all__ = ["FILL", "PartsWriter", "Target", "discard", "is_published", "replaceable"]

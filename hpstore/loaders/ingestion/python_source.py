@@ -1,0 +1,122 @@
+"""Python objects as sources: a torch Dataset or another sequence, and any iterable."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from hpstore.errors import ConfigError
+from hpstore.loaders.ingestion.sample_source import (
+    BlockwiseSource,
+    IndexedSource,
+    Sample,
+    SourceItem,
+    digest_of,
+)
+
+
+class Indexable(Protocol):
+    """What a map-style torch Dataset has. Any: samples are whatever it makes."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class MapDataset(IndexedSource):
+    """Anything with a length and items: a torch Dataset, a Subset, a list of samples.
+
+    What an item raises is a bad record. With more than one worker, its items are made by threads.
+    """
+
+    kind = "dataset"
+
+    def __init__(self, items: Indexable, *, names: Sequence[str] | None = None) -> None:
+        self._items, self._names_given = items, names
+        self.where = type(items).__name__
+        self.length = len(items)
+
+    def fingerprint(self) -> str:
+        """Over type, length, and the first and the last sample."""
+        ends = [self.load(i) for i in sorted({0, self.length - 1})] if self.length else []
+        said = [[item.problem] if item.sample is None else shape_of(item.sample) for item in ends]
+        return digest_of([self.kind, self.where, self.length, *said])
+
+    def name_of(self, index: int) -> str:
+        return f"{self.where}[{index}]"
+
+    def load(self, index: int) -> SourceItem:
+        name = self.name_of(index)
+        try:
+            return SourceItem(
+                name=name, origin=index, sample=as_sample(self._items[index], self._names_given)
+            )
+        except Exception as error:  # noqa: BLE001 (any error of user code is this record's)
+            return SourceItem(name=name, origin=index, problem=f"{type(error).__name__}: {error}")
+
+
+class Iterables(BlockwiseSource):
+    """One block: what an iterable yields, or what a function's iterable yields.
+
+    A resumed ingest draws and drops what was already written, so it must yield the same again.
+    """
+
+    kind = "iterable"
+    blocks = 1
+
+    def __init__(
+        self, items: Iterable[Any] | Callable[[], Iterable[Any]], *,
+        names: Sequence[str] | None = None,
+    ) -> None:  # fmt: skip
+        self._items, self._names_given = items, names
+        self.where = getattr(items, "__name__", type(items).__name__)
+
+    def fingerprint(self) -> str:
+        """Its type alone: looking at samples would draw them."""
+        return digest_of([self.kind, self.where])
+
+    def read_block(self, block: int, start: int) -> Iterator[SourceItem]:
+        items = iter(self._items() if callable(self._items) else self._items)
+        for number, value in enumerate(islice(items, start, None), start):
+            name = f"{self.where}[{number}]"
+            try:
+                sample = as_sample(value, self._names_given)
+            except ConfigError as error:
+                yield SourceItem(name=name, origin=number, problem=str(error))
+                continue
+            yield SourceItem(name=name, origin=number, sample=sample)
+
+
+def as_sample(value: object, names: Sequence[str] | None) -> Sample:
+    """A dict of what a data set yields: tuples by `names` or their places. Raises ConfigError."""
+    if isinstance(value, Mapping):
+        return {str(name): part for name, part in value.items()}
+    parts = value if isinstance(value, tuple | list) else (value,)
+    given = names or getattr(value, "_fields", None) or [str(i) for i in range(len(parts))]
+    if len(given) != len(parts):
+        raise ConfigError(f"it has {len(parts)} parts, names are {list(given)}")
+    return dict(zip(given, parts, strict=True))
+
+
+def shape_of(sample: Sample) -> list[object]:
+    """JSON that tells samples apart: names, types and a digest of the bytes."""
+    rows: list[object] = []
+    for name, value in sample.items():
+        if isinstance(value, torch.Tensor):
+            raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        elif isinstance(value, bytes | bytearray | memoryview):
+            raw = bytes(value)
+        elif isinstance(value, str | int | float | bool | complex):
+            raw = repr(value).encode()
+        else:
+            raw = np.asarray(value).tobytes()
+        rows.append([name, type(value).__name__, hashlib.blake2b(raw, digest_size=16).hexdigest()])
+    return rows
+
+
+__all__ = ["Indexable", "Iterables", "MapDataset", "as_sample"]

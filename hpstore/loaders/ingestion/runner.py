@@ -1,0 +1,313 @@
+"""Turn a source into a data set: in parts that survive a kill, published all at once."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+from hpstore.errors import (
+    BudgetExceeded,
+    ConfigError,
+    DeviceError,
+    IngestError,
+    LockTimeout,
+    RedundancyError,
+)
+from hpstore.loaders.dataset.dataset_manifest import DatasetManifest
+from hpstore.loaders.dataset.fields import Field, check_fields
+from hpstore.loaders.dataset.publish_dataset import require_pool
+from hpstore.loaders.dataset.record_layout import SHARD_BYTES
+from hpstore.loaders.ingestion.infer_fields import LOOKED_AT, fitted, infer_fields
+from hpstore.loaders.ingestion.ingest_journal import Journal, Progressed, Skipped, mismatch
+from hpstore.loaders.ingestion.ingest_report import IngestCallback, IngestProgress, IngestReport
+from hpstore.loaders.ingestion.open_source import open_source
+from hpstore.loaders.ingestion.part_committer import PartsWriter, Target, is_published, replaceable
+from hpstore.loaders.ingestion.sample_source import (
+    BlockwiseSource,
+    IndexedSource,
+    Source,
+    SourceItem,
+)
+from hpstore.loaders.ingestion.write_order import (
+    WINDOW_BYTES,
+    BlockRecords,
+    IngestPosition,
+    NumberedRecords,
+    Placed,
+    Records,
+)
+from hpstore.loaders.sampling.random_draws import check_seed
+from hpstore.pool.pool import Pool
+
+Fields = Mapping[str, Field] | Sequence[str]
+MAX_SKIPPED = 10_000
+ON_ERROR = ("raise", "skip")
+
+
+def ingest(
+    pool: Pool,
+    name: str,
+    source: object,
+    *,
+    format: str = "auto",  # noqa: A002 (the word that users look for)
+    fields: Mapping[str, Field] | Sequence[str] | None = None,
+    names: Sequence[str] | None = None,
+    check_images: bool = True,
+    shuffle: bool = True,
+    seed: int = 0,
+    window_bytes: int = WINDOW_BYTES,
+    workers: int | None = None,
+    on_error: str = "raise",
+    max_skipped: int = MAX_SKIPPED,
+    resume: bool = True,
+    overwrite: bool = False,
+    layout: str = "auto",
+    shard_bytes: int = SHARD_BYTES,
+    unit_bytes: int | None = None,
+    compression: str | None = None,
+    metadata: Mapping[str, object] | None = None,
+    progress: IngestCallback | None = None,
+) -> IngestReport:
+    """Write the samples of `source` as data set `name`; visible when all of it is there.
+
+    `source`: see open_source. `fields`: what to take of a sample, by name or with their types; by
+    default all. Types come from the source's schema or its first samples. `shuffle`: a permutation
+    by `seed` where records can be read by number, else blocks permuted and mixed in windows of
+    `window_bytes`; the data set records which, and the origin of every sample. `workers`: files or
+    records read at a time (threads).
+
+    A bad record raises IngestError with its name; `on_error="skip"` leaves out up to `max_skipped`
+    of them and reports them. After an error or a kill the parts that were finished (about a shard
+    each) are kept: the same call goes on with the rest, and refuses a source, a seed or fields that
+    are not the same; `resume=False` throws them away first.
+
+    Durable on return. Raises ConfigError, IngestError, VersionConflict (the name is taken; see
+    `overwrite`), and what the pool raises. Memory: four shard buffers a stream, one window.
+    """
+    began = time.perf_counter()
+    _check_on_error(on_error)
+    replaces = replaceable(require_pool(pool, "ingest"), name, overwrite=overwrite)
+    opened = open_source(source, format=format, names=names, check_images=check_images)
+    options = {"layout": layout, "shard_bytes": shard_bytes, "unit_bytes": unit_bytes,
+               "compression": compression}  # fmt: skip
+    run = _Run(
+        pool=pool, name=name, source=opened, options=options, replaces=replaces,
+        seed=check_seed(seed) if shuffle else None, window_bytes=window_bytes,
+        workers=_workers(opened, workers), skip=on_error == "skip", max_skipped=max_skipped,
+        metadata={**opened.metadata, **(metadata or {})}, progress=progress,
+    )  # fmt: skip
+    manifest, done, resumed = run.go(fields, resume=resume)
+    return IngestReport(
+        name=name, source=opened.where, format=opened.kind, samples=manifest.rows,
+        bytes=done.nbytes, fields={n: (f.dtype, f.shape) for n, f in manifest.fields.items()},
+        order=done.plan["order"], skipped=done.skipped, ignored=opened.ignored,
+        resumed_samples=resumed, fingerprint=manifest.fingerprint,
+        seconds=time.perf_counter() - began,
+    )  # fmt: skip
+
+
+def _check_on_error(on_error: str) -> None:
+    if on_error not in ON_ERROR:
+        raise ConfigError(f"on_error {on_error!r}: choose raise or skip")
+
+
+def _workers(source: Source, asked: int | None) -> int:
+    if asked is not None and asked < 1:
+        raise ConfigError(f"workers {asked}: at least 1")
+    return asked or (source.threads if isinstance(source, IndexedSource) else 1)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """One call of ingest."""
+
+    pool: Pool
+    name: str
+    source: Source
+    options: dict[str, Any]  # of the writer
+    replaces: str | None
+    seed: int | None
+    window_bytes: int
+    workers: int
+    skip: bool
+    max_skipped: int
+    metadata: dict[str, object]
+    progress: IngestCallback | None
+    whole: bool = False  # all of a sample is taken: one with more than the fields is a bad record
+
+    def go(self, fields: Fields | None, *, resume: bool) -> tuple[DatasetManifest, Progressed, int]:
+        """Write and publish; returns the manifest, the journal, and the samples there were."""
+        self.whole = fields is None and self.source.fields is None
+        journal = Journal(self.pool, self.name)
+        found, gone = self._earlier(journal, resume)
+        if found is not None and not isinstance(fields, Mapping):
+            if fields is not None and [n for n, *_ in found.plan["fields"]] != list(fields):
+                raise self._other(found, f"fields were {found.plan['fields']}, now {fields}")
+            fields = {n: Field.from_json(raw) for n, *raw in found.plan["fields"]}
+        chosen, records, ahead = self._opened(fields)
+        start = Progressed(source=self.source.fingerprint(), plan=self._plan(chosen, records))
+        if found is not None:
+            self._check(found, start)
+            start, ahead = found, records.read(found.place)
+        start = replace(start, writing=gone)
+        target = Target(
+            pool=self.pool, name=self.name, fields=chosen, seed=self.seed, replaces=self.replaces,
+            metadata={**self.metadata, "ingest": self._lineage(start)}, **self.options,
+        )  # fmt: skip
+        with contextlib.closing(ahead), PartsWriter(target, start, journal) as parts:
+            try:
+                self._copy(ahead, parts, chosen)
+                manifest = parts.publish()
+            except (DeviceError, RedundancyError, LockTimeout, BudgetExceeded) as error:
+                raise type(error)(
+                    f"{error}. Nothing of data set {self.name!r} is visible; "
+                    f"{parts.progressed.rows} samples are kept. When that is mended, the same call "
+                    "goes on from there"
+                ) from error
+        return manifest, parts.progressed, start.rows
+
+    def _earlier(self, journal: Journal, resume: bool) -> tuple[Progressed | None, tuple[str, ...]]:
+        """What an earlier run left to go on with, and the nonces of what it left to remove."""
+        found = journal.read()
+        if found is None:
+            return None, ()
+        stored = (*(part.nonce for part in found.parts), *found.writing)
+        if not resume or is_published(self.pool, self.name, found):
+            return None, stored
+        # without parts there is nothing to go on with, so nothing to refuse
+        return (found, found.writing) if found.parts else (None, stored)
+
+    def _opened(
+        self, fields: Fields | None
+    ) -> tuple[dict[str, Field], Records, Generator[Placed, None, None]]:
+        """Fields, the records in the order of writing, and these from the first one on."""
+        if fields is not None:
+            types = fields if isinstance(fields, Mapping) else {}
+            self.source.restrict(list(fields), types)
+        known = self.source.fields
+        if known is not None and fields is not None:
+            for name in fields:
+                if name not in known:
+                    raise ConfigError(f"{self.source.where} has no {name!r}")
+        self._raise_known()
+        records = self._records()
+        ahead = records.read(IngestPosition())
+        if isinstance(fields, Mapping):
+            return check_fields(fields), records, ahead
+        if known is None:
+            known, ahead = self._inferred(ahead, fields)
+        elif fields is not None:
+            known = {name: known[name] for name in fields}
+        return check_fields(known), records, ahead
+
+    def _raise_known(self) -> None:
+        """Do not begin when it is known that a record is bad."""
+        if not isinstance(self.source, IndexedSource) or self.skip:
+            return
+        for index, problem in self.source.broken.items():
+            raise self._bad(self.source.name_of(index), problem, 0)
+
+    def _records(self) -> Records:
+        if isinstance(self.source, IndexedSource):
+            return NumberedRecords(self.source, self.seed, self.workers)
+        assert isinstance(self.source, BlockwiseSource)
+        return BlockRecords(self.source, self.seed, self.window_bytes)
+
+    def _inferred(
+        self, ahead: Generator[Placed, None, None], names: Sequence[str] | None
+    ) -> tuple[dict[str, Field], Generator[Placed, None, None]]:
+        first = list(islice(ahead, LOOKED_AT))
+        samples = [placed.item.sample for placed in first if placed.item.sample is not None]
+        if names is not None:
+            samples = [fitted(sample, names) for sample in samples]
+        if not samples:
+            said = f"{first[0].item.name}: {first[0].item.problem}" if first else "it is empty"
+            raise IngestError(
+                f"{self.source.where}: no sample to tell the fields from ({said}); nothing was "
+                "written. Give fields={...}"
+            )
+        return infer_fields(samples), _joined(first, ahead)
+
+    def _plan(self, fields: Mapping[str, Field], records: Records) -> dict[str, Any]:
+        return {
+            "fields": [[name, *made.to_json()] for name, made in fields.items()],
+            "order": records.describe(),
+            **self.options,
+        }
+
+    def _lineage(self, start: Progressed) -> dict[str, object]:
+        return {
+            "source": self.source.where, "format": self.source.kind,
+            "fingerprint": start.source, "order": start.plan["order"],
+        }  # fmt: skip
+
+    def _check(self, found: Progressed, wanted: Progressed) -> None:
+        problem = mismatch(found, wanted)
+        if problem:
+            raise self._other(found, problem)
+
+    def _other(self, found: Progressed, problem: str) -> IngestError:
+        return IngestError(
+            f"an ingest of {self.name!r} was cut short after {found.rows} samples and cannot "
+            f"be continued: {problem}. These samples are kept; resume=False (--restart) throws "
+            "them away and begins anew"
+        )
+
+    def _copy(
+        self, records: Iterator[Placed], parts: PartsWriter, fields: dict[str, Field]
+    ) -> None:
+        """Every record into the writer, or onto the list of those left out."""
+        resumed = parts.progressed.place.position
+        for placed in records:
+            item = placed.item
+            problem = item.problem
+            if not problem:
+                problem = self._written(item, parts, fields)
+            if problem:
+                self._left_out(item, problem, parts)
+            parts.took(placed.after)
+            if self.progress is not None:
+                self.progress(
+                    IngestProgress(records=placed.after.position, total=self.source.length,
+                                   bytes=parts.nbytes, resumed=resumed)
+                )  # fmt: skip
+
+    def _written(self, item: SourceItem, parts: PartsWriter, fields: dict[str, Field]) -> str:
+        """Write one sample; returns what is wrong with it."""
+        assert item.sample is not None
+        try:
+            sample = fitted(item.sample, fields, whole=self.whole)
+        except ConfigError as error:
+            return str(error)
+        return parts.write(sample, item.origin)
+
+    def _left_out(self, item: SourceItem, problem: str, parts: PartsWriter) -> None:
+        if not self.skip:
+            raise self._bad(item.name, problem, parts.progressed.rows)
+        if parts.skipped >= self.max_skipped:
+            raise IngestError(
+                f"{self.source.where}: more than {self.max_skipped} bad records, the last one "
+                f"{item.name}: {problem}. Nothing is visible; {parts.progressed.rows} samples are "
+                "kept. Is this the right source? max_skipped (--max-skipped) allows more"
+            )
+        parts.skip(Skipped(name=item.name, origin=item.origin, problem=problem))
+
+    def _bad(self, name: str, problem: str, rows: int) -> IngestError:
+        return IngestError(
+            f"{self.source.where}: bad record {name}: {problem}. Nothing is visible; {rows} "
+            'samples are kept and the same call goes on from there. on_error="skip" (--on-error '
+            "skip) leaves bad records out"
+        )
+
+
+def _joined(first: Iterable[Placed], rest: Generator[Placed, None, None]) -> Generator[Placed]:
+    """Both, closed together."""
+    yield from first
+    yield from rest
+
+
+__all__ = ["MAX_SKIPPED", "ingest"]

@@ -1,0 +1,163 @@
+"""What a source of samples is: records by number, or blocks of records one after another.
+
+A source names its records, so that a bad one can be reported, and is the same for the same files:
+record i, or record i of block b, is always the same one, which is what a resumed ingest relies on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from hpstore.loaders.dataset.fields import Field
+from hpstore.units import MIB
+
+Sample = Mapping[str, object]
+AHEAD_BYTES = 64 * MIB
+BLOCK_SHIFT = 32  # origin of a record in blocks: block << 32 | number in the block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceItem:
+    """One record of a source: a sample, or what is wrong with it.
+
+    `origin`: its number in the source; with blocks, block << 32 | number in the block.
+    """
+
+    name: str
+    origin: int
+    sample: Sample | None = None
+    problem: str = ""
+
+
+class Source(ABC):
+    """Facts about a source. `length` and `total_bytes` are None where only reading would tell."""
+
+    kind: str
+    where: str
+    length: int | None = None
+    total_bytes: int | None = None
+    ignored: int = 0  # entries that are no records, such as files with other endings
+
+    @property
+    def metadata(self) -> dict[str, object]:
+        """What the data set should know of its source, such as names of classes."""
+        return {}
+
+    @property
+    def fields(self) -> dict[str, Field] | None:
+        """Fields by the source's own schema; None: they are inferred from samples."""
+        return None
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Equal for an unchanged source, in another process too."""
+
+    def restrict(self, names: Sequence[str], types: Mapping[str, Field]) -> None:
+        """Read only these fields, where that saves something; others may still come along. `types`:
+        what the user says they are, for sources that do not know themselves."""
+        del names, types
+
+
+def printable(name: str) -> str:
+    """The name of a file as text that can be recorded: bytes that are no UTF-8 with backslashes."""
+    return name.encode(errors="backslashreplace").decode()
+
+
+class IndexedSource(Source):
+    """A source whose records are read by number, in any order."""
+
+    length: int
+    threads = 1  # that gain something by default
+
+    @property
+    def broken(self) -> Mapping[int, str]:
+        """What is known to be wrong before anything is read, by number."""
+        return {}
+
+    @abstractmethod
+    def name_of(self, index: int) -> str:
+        """What to call record `index` in a message."""
+
+    @abstractmethod
+    def load(self, index: int) -> SourceItem:
+        """Read one record. Called by several threads."""
+
+    def bytes_of(self, index: int) -> int:
+        """About how much memory the record takes."""
+        return 0
+
+    def read(self, indices: Iterable[int], workers: int) -> Iterator[SourceItem]:
+        """Read records in the order given, up to `workers` at a time."""
+        if workers <= 1:
+            yield from map(self.load, indices)
+            return
+        pool = ThreadPoolExecutor(workers, thread_name_prefix="hpstore-ingest")
+        try:
+            yield from in_order(
+                lambda index: pool.submit(self.load, index), indices,
+                ahead=2 * workers, bytes_of=self.bytes_of,
+            )  # fmt: skip
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+class BlockwiseSource(Source):
+    """A source that is read block by block: row groups, compressed archives, one iterable."""
+
+    blocks: int
+
+    @abstractmethod
+    def read_block(self, block: int, start: int) -> Iterator[SourceItem]:
+        """Records of a block from number `start` on, in their order."""
+
+
+def in_order(
+    submit: Callable[[int], Future[SourceItem]],
+    indices: Iterable[int],
+    *,
+    ahead: int,
+    bytes_of: Callable[[int], int],
+    ahead_bytes: int = AHEAD_BYTES,
+) -> Iterator[SourceItem]:
+    """Results in the order of `indices`, at most `ahead` records and `ahead_bytes` under way.
+
+    A record larger than `ahead_bytes` is read alone.
+    """
+    pending: deque[tuple[Future[SourceItem], int]] = deque()
+    held = 0
+    for index in indices:
+        nbytes = bytes_of(index)
+        while pending and (len(pending) >= ahead or held + nbytes > ahead_bytes):
+            future, done = pending.popleft()
+            held -= done
+            yield future.result()
+        pending.append((submit(index), nbytes))
+        held += nbytes
+    while pending:
+        yield pending.popleft()[0].result()
+
+
+def digest_of(rows: Iterable[object]) -> str:
+    """A fingerprint of JSON rows."""
+    digest = hashlib.blake2b(digest_size=16)
+    for row in rows:
+        digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
+    return digest.hexdigest()
+
+
+__all__ = [
+    "BLOCK_SHIFT",
+    "BlockwiseSource",
+    "IndexedSource",
+    "SourceItem",
+    "Sample",
+    "Source",
+    "digest_of",
+    "in_order",
+]

@@ -1,0 +1,279 @@
+"""WebDataset shards: tars whose consecutive files of one basename are a sample.
+
+Plain tars are read at random, after a scan of their headers; compressed ones one after another.
+Fields are the endings of the files. Where the user does not say what they are, those that
+WebDataset takes for numbers are ints (text, where they are none), those that it takes for text or
+JSON are str, and all others stay bytes.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, cast
+
+from hpstore.format.untrusted_bytes import most_inflated
+from hpstore.format.xz_files import open_xz
+from hpstore.loaders.dataset.fields import Field
+from hpstore.loaders.ingestion.image_checks import CHECKED, image_problem
+from hpstore.loaders.ingestion.sample_source import (
+    BLOCK_SHIFT,
+    BlockwiseSource,
+    IndexedSource,
+    Source,
+    SourceItem,
+    digest_of,
+    printable,
+)
+from hpstore.loaders.ingestion.source_paths import file_facts, source_files
+from hpstore.loaders.ingestion.tar_headers import TarDamaged, TarHeaders
+from hpstore.loaders.ingestion.tar_index import (
+    APART,
+    MOST_ENDINGS,
+    SampleFile,
+    TarIndex,
+    members,
+    too_many_endings,
+)
+from hpstore.units import format_bytes
+
+KEY = "__key__"  # the field of a sample's key, for who asks for it
+_TEXT = {"txt", "text", "transcript", "json", "jsn"}
+_NUMBERS = {"cls", "cls2", "class", "count", "index", "inx", "id"}
+PLAIN = (".tar",)
+COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+# what a damaged or cut archive makes a decompressor raise
+_STREAM_ERRORS = (TarDamaged, OSError, EOFError, ValueError, zlib.error, lzma.LZMAError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedFiles:
+    """Which files of a sample are taken, and as what. `check`: images must be whole."""
+
+    check: bool
+    names: frozenset[str] | None = None  # None: all but the key
+    types: Mapping[str, Field] = field(default_factory=dict)
+
+    def takes(self, name: str) -> bool:
+        """Whether the file with this ending is taken."""
+        return self.names is None or name in self.names
+
+    def decoded(self, name: str, origin: int, key: str, parts: Mapping[str, bytes]) -> SourceItem:
+        """The sample of a key's files, or what is wrong with it."""
+        sample: dict[str, object] = {}
+        if self.names is not None and KEY in self.names:
+            sample[KEY] = printable(key)
+        for extension, data in parts.items():
+            if not self.takes(extension):
+                continue
+            suffix = "." + extension.rpartition(".")[2]
+            try:
+                sample[extension] = _value(suffix[1:], data, self.types.get(extension))
+            except ValueError as error:
+                problem = (
+                    f".{extension}: {error}; fields={{{extension!r}: Field('bytes'), ...}} "
+                    "takes it as it is"
+                )
+                return SourceItem(name=name, origin=origin, problem=problem)
+            if self.check and suffix in CHECKED and (problem := image_problem(data, suffix)):
+                return SourceItem(name=name, origin=origin, problem=f".{extension}: {problem}")
+        return SourceItem(name=name, origin=origin, sample=sample)
+
+
+def _value(ending: str, data: bytes, made: Field | None) -> object:
+    """What a file of a sample is: by its field, else by its ending. Raises ValueError."""
+    if made is not None and made.dtype == "bytes":
+        return data
+    if made is not None and made.dtype == "str":
+        return data.decode()
+    if made is not None and made.shape == ():
+        return float(data) if made.dtype.startswith("float") else int(data)
+    if ending in _NUMBERS:
+        try:
+            return int(data)
+        except ValueError:
+            return data.decode()
+    return data.decode() if ending in _TEXT else data
+
+
+def webdataset(where: str | os.PathLike[str], *, check: bool = True) -> Source:
+    """The tars of a file, folder or pattern. With `check`, cut images are bad records."""
+    files = source_files(where, PLAIN + COMPRESSED)
+    if any(file.name.lower().endswith(COMPRESSED) for file in files):
+        return TarStreams(str(where), files, check=check)
+    return TarShards(str(where), files, check=check)
+
+
+class TarShards(IndexedSource):
+    """Samples of plain tars by number, in the order of the files."""
+
+    kind = "webdataset"
+    threads = 4
+
+    def __init__(self, where: str, files: Sequence[Path], *, check: bool) -> None:
+        self.where = where
+        self._files, self._wanted = files, WantedFiles(check=check)
+        self._index = TarIndex()
+        for number, file in enumerate(files):
+            self._index.scan(number, file)
+        self.length, self.total_bytes = len(self._index), self._index.total_bytes()
+        self.ignored = self._index.ignored
+
+    @property
+    def broken(self) -> Mapping[int, str]:
+        return self._index.broken
+
+    def restrict(self, names: Sequence[str], types: Mapping[str, Field]) -> None:
+        self._wanted = replace(self._wanted, names=frozenset(names), types=types)
+
+    def fingerprint(self) -> str:
+        """Over the path, size and time of change of every tar."""
+        return digest_of([self.kind, *file_facts(self._files)])
+
+    def name_of(self, index: int) -> str:
+        tar, key = self._files[self._index.shard(index)].name, self._index.key(index)
+        return printable(f"{tar}: {key}" if key else tar)
+
+    def bytes_of(self, index: int) -> int:
+        return self._index.nbytes(index)
+
+    def load(self, index: int) -> SourceItem:
+        name = self.name_of(index)
+        if index in self.broken:
+            return SourceItem(name=name, origin=index, problem=self.broken[index])
+        parts: dict[str, bytes] = {}
+        try:
+            with self._files[self._index.shard(index)].open("rb") as file:
+                for member in self._index.members(index):
+                    if not self._wanted.takes(member.extension):
+                        continue
+                    file.seek(member.offset)
+                    parts[member.extension] = file.read(member.nbytes)
+                    if len(parts[member.extension]) < member.nbytes:
+                        problem = f".{member.extension} is cut short: the tar has changed"
+                        return SourceItem(name=name, origin=index, problem=problem)
+        except OSError as error:
+            return SourceItem(
+                name=name, origin=index, problem=f"it cannot be read: {error.strerror}"
+            )
+        return self._wanted.decoded(name, index, self._index.key(index), parts)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A sample of which more files may come."""
+
+    key: str
+    number: int
+    parts: dict[str, bytes]
+    problem: str = ""
+
+
+class TarStreams(BlockwiseSource):
+    """Samples of tars of which some are compressed; a block is a tar."""
+
+    kind = "webdataset"
+
+    def __init__(self, where: str, files: Sequence[Path], *, check: bool) -> None:
+        self.where = where
+        self._files, self._wanted = files, WantedFiles(check=check)
+        self.blocks = len(files)
+
+    def restrict(self, names: Sequence[str], types: Mapping[str, Field]) -> None:
+        self._wanted = replace(self._wanted, names=frozenset(names), types=types)
+
+    def fingerprint(self) -> str:
+        """Over the path, size and time of change of every tar."""
+        return digest_of([self.kind, *file_facts(self._files)])
+
+    def read_block(self, block: int, start: int) -> Iterator[SourceItem]:
+        path = self._files[block]
+        for opened in _samples(path):
+            if opened.number >= start:
+                yield self._item(path, block, opened)
+
+    def _item(self, path: Path, block: int, sample: _Open) -> SourceItem:
+        name = f"{path.name}: {sample.key}" if sample.key else path.name
+        origin = block << BLOCK_SHIFT | sample.number
+        if sample.problem:
+            return SourceItem(name=name, origin=origin, problem=sample.problem)
+        return self._wanted.decoded(name, origin, sample.key, sample.parts)
+
+
+def _samples(path: Path) -> Iterator[_Open]:
+    """Samples of a tar as they come; last, a broken one where the tar is damaged."""
+    sample: _Open | None = None
+    number = 0
+    problem = ""
+    keys: set[str] = set()
+    most = most_inflated(path.stat().st_size)
+    try:
+        with _decompressed(path) as file:
+            tar = TarHeaders(file)
+            for member, _ in members(tar):
+                if member is None:
+                    continue
+                if sample is None or sample.key != member.key:
+                    if sample is not None:
+                        yield sample
+                    sample = _Open(member.key, number, {})
+                    if member.key in keys:
+                        sample.problem = APART
+                    keys.add(member.key)
+                    number += 1
+                if member.extension in sample.parts:
+                    sample.problem = f"it has two members .{member.extension}"
+                elif len(sample.parts) == MOST_ENDINGS:
+                    raise too_many_endings(member.extension)
+                _take(sample, member, tar, most)
+            problem = tar.problem
+    except _STREAM_ERRORS as error:
+        problem = f"it cannot be read past sample {number}: {error or type(error).__name__}"
+    if problem and sample is not None and not problem.startswith("it ends"):
+        sample.problem = sample.problem or "it is cut short or damaged"
+    if sample is not None:
+        yield sample
+    if problem:
+        yield _Open("", number, {}, problem)
+
+
+def _take(sample: _Open, member: SampleFile, tar: TarHeaders, most: int) -> None:
+    """Read a file of a sample, unless the sample would take more memory than `most`."""
+    held = sum(map(len, sample.parts.values()))
+    if held + member.nbytes > most:
+        sample.parts[member.extension] = b""
+        sample.problem = (
+            f".{member.extension} has {format_bytes(member.nbytes)}, far more than this tar; of a "
+            f"sample in a compressed one {format_bytes(most)} are read: write the tar without "
+            "compression"
+        )
+        return
+    data = tar.read(member.offset, member.nbytes)
+    if len(data) < member.nbytes:
+        raise TarDamaged(f".{member.extension} is cut short")
+    sample.parts[member.extension] = data
+
+
+@contextmanager
+def _decompressed(path: Path) -> Iterator[IO[bytes]]:
+    """A tar's bytes, by the ending of its name, to be read forward."""
+    name = path.name.lower()
+    with path.open("rb") as raw:
+        if name.endswith((".gz", ".tgz")):
+            with gzip.open(raw) as inflated:
+                yield cast("IO[bytes]", inflated)
+        elif name.endswith(".bz2"):
+            with bz2.open(raw) as unpacked:
+                yield cast("IO[bytes]", unpacked)
+        else:
+            yield open_xz(raw) if name.endswith(".xz") else raw
+
+
+__all__ = ["COMPRESSED", "KEY", "PLAIN", "TarShards", "TarStreams", "webdataset"]

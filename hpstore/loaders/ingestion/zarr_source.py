@@ -1,0 +1,120 @@
+"""zarr arrays whose first axis is the sample, from any path, URL or store."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+from zarr.errors import BaseZarrError
+
+from hpstore.errors import ConfigError
+from hpstore.loaders.dataset.fields import DTYPES, Field
+from hpstore.loaders.ingestion.sample_source import (
+    BLOCK_SHIFT,
+    BlockwiseSource,
+    SourceItem,
+    digest_of,
+)
+from hpstore.units import MIB, div_ceil
+
+BLOCK_BYTES = 64 * MIB
+
+
+class ZarrArrays(BlockwiseSource):
+    """An array (field `data`, or its name), or the arrays directly in a group, equally long.
+
+    A block is as many rows as the largest chunk (or shard) has, fewer where that passes 64 MiB.
+    """
+
+    kind = "zarr"
+
+    def __init__(self, where: str | os.PathLike[str] | zarr.Array[Any] | zarr.Group | Any) -> None:
+        self.where = str(getattr(where, "store_path", where))
+        self._path = Path(where) if isinstance(where, str | os.PathLike) else None
+        self._arrays = _arrays(where, self.where)
+        lengths = {name: array.shape[0] for name, array in self._arrays.items()}
+        if len(set(lengths.values())) != 1:
+            said = ", ".join(f"{name} {count}" for name, count in lengths.items())
+            raise ConfigError(
+                f"{self.where}: the arrays are not equally long: {said or 'there is none'}"
+            )
+        self.length = next(iter(lengths.values()))
+        self.restrict(list(self._arrays), {})
+
+    def restrict(self, names: Sequence[str], types: Mapping[str, Field]) -> None:
+        del types  # the source has its own
+        self._arrays = {name: a for name, a in self._arrays.items() if name in names}
+        total = sum(a.nbytes for a in self._arrays.values())
+        chunk = max((a.shards or a.chunks)[0] for a in self._arrays.values()) \
+            if self._arrays else 1  # fmt: skip
+        row = max(1, total // max(1, self.length or 1))
+        self._rows = max(1, min(chunk, BLOCK_BYTES // row))
+        self.total_bytes = total
+        self.blocks = div_ceil(self.length or 0, self._rows)
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        return {name: Field(a.dtype.name, a.shape[1:]) for name, a in self._arrays.items()}
+
+    def fingerprint(self) -> str:
+        """Over metadata, first and last rows; of a local folder also sizes and times of files."""
+        rows: list[object] = [self.kind]
+        for name, a in sorted(self._arrays.items()):
+            ends = hashlib.blake2b(digest_size=16)
+            for part in (a[:1], a[-1:]) if a.shape[0] else ():
+                ends.update(np.asarray(part).tobytes())
+            rows.append([name, a.shape, str(a.dtype), a.chunks, ends.hexdigest()])
+        if self._path is not None and self._path.is_dir():
+            rows += sorted(
+                (str(file.relative_to(self._path)), (s := file.stat()).st_size, s.st_mtime_ns)
+                for file in self._path.rglob("*") if file.is_file()
+            )  # fmt: skip
+        return digest_of(rows)
+
+    def read_block(self, block: int, start: int) -> Iterator[SourceItem]:
+        first = block * self._rows
+        stop = min(first + self._rows, self.length or 0)
+        try:
+            parts = {name: np.asarray(a[first:stop]) for name, a in self._arrays.items()}
+        except (BaseZarrError, OSError, ValueError, RuntimeError) as error:
+            problem = f"it cannot be read: {error or type(error).__name__}"
+            item = SourceItem(name=f"{self.where}[{first}:{stop}]", origin=block << BLOCK_SHIFT,
+                        problem=problem)  # fmt: skip
+            yield from [item][start:]
+            return
+        for row in range(start, stop - first):
+            yield SourceItem(
+                name=f"{self.where}[{first + row}]", origin=block << BLOCK_SHIFT | row,
+                sample={name: np.asarray(part[row]) for name, part in parts.items()},
+            )  # fmt: skip
+
+
+def _arrays(where: Any, said: str) -> dict[str, zarr.Array[Any]]:
+    """Arrays by field name. Raises ConfigError."""
+    opened = where
+    if not isinstance(where, zarr.Array | zarr.Group):
+        try:
+            opened = zarr.open(os.fspath(where) if isinstance(where, os.PathLike) else where,
+                               mode="r")  # fmt: skip
+        except (BaseZarrError, OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"{said} is no zarr array or group: {error}") from error
+    if isinstance(opened, zarr.Array):
+        found = {opened.basename or "data": opened}
+    else:
+        found = dict(opened.arrays())
+    for name, array in found.items():
+        if array.ndim < 1:
+            raise ConfigError(f"{said}: array {name!r} has no first axis to take samples from")
+        if array.dtype.name not in DTYPES:
+            raise ConfigError(
+                f"{said}: array {name!r} has dtype {array.dtype}, which no field can hold"
+            )
+    return found
+
+
+__all__ = ["ZarrArrays"]

@@ -1,0 +1,285 @@
+"""Write a data set: samples into shards, visible all at once when the writer closes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from hpstore.codec.galois import Bytes
+from hpstore.errors import ConfigError, ObjectNotFound, VersionConflict
+from hpstore.loaders.dataset.dataset_manifest import (
+    DatasetManifest,
+    DatasetPart,
+    check_new_name,
+    manifest_key,
+    part_key,
+)
+from hpstore.loaders.dataset.fields import (
+    Array,
+    Field,
+    FieldKind,
+    check_fields,
+    check_names,
+    fixed_rows,
+    fixed_value,
+    ragged_rows,
+    ragged_value,
+)
+from hpstore.loaders.dataset.pages import checked_compression
+from hpstore.loaders.dataset.publish_dataset import publish, require_pool
+from hpstore.loaders.dataset.record_layout import SHARD_BYTES, group_fields
+from hpstore.loaders.dataset.record_reader import StoredData
+from hpstore.loaders.writer.part_writer import PartOptions, PartWriter
+from hpstore.loaders.writer.shuffle_on_write import copy_in_order, permutation
+from hpstore.membership.members import check_unit
+from hpstore.pool.pool import Pool
+from hpstore.runtime.closing import Closing
+
+_log = logging.getLogger(__name__)
+
+
+class DatasetWriter(Closing):
+    """Writes one data set, or one part of it. Use it as a context manager; one thread at a time.
+
+    close() publishes: before it nothing is visible, after it everything is, and durable. An
+    exception in the block, or abandon(), publishes nothing and removes what was stored; what a
+    killed process leaves is invisible and removed by `remove_orphans`. Memory: two shard buffers
+    a stream.
+
+    `layout`: "rows" (large fields of a sample together), "columns" (each by itself) or "auto".
+    `shard_bytes`: payload of an object. `unit_bytes`: page, chosen from the records unless given.
+    `compression`: "lz4", "zstd" or "blosc", page by page. `shuffle`: store the samples in an order
+    drawn from `seed`, kept with the data set (StoredData.written_as): close() then writes all of it
+    a second time. `part`: (i, n) for n writers of one data set, published by `publish_parts`.
+    `overwrite`: replace what is there. `metadata`: JSON.
+
+    Raises ConfigError, VersionConflict when the name is taken.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        name: str,
+        fields: Mapping[str, Field],
+        *,
+        layout: str = "auto",
+        shard_bytes: int = SHARD_BYTES,
+        unit_bytes: int | None = None,
+        compression: str | None = None,
+        shuffle: bool = False,
+        seed: int = 0,
+        part: tuple[int, int] | None = None,
+        overwrite: bool = False,
+        metadata: Mapping[str, object] | None = None,
+    ) -> None:
+        self.pool, self.name = require_pool(pool, "a DatasetWriter"), check_new_name(name)
+        self.fields = check_fields(fields)
+        self.layout, records = group_fields(self.fields, layout)
+        self.part, self.overwrite = _checked_part(part), overwrite
+        self.metadata = _checked_metadata(metadata)
+        self.compression = checked_compression(compression)
+        if unit_bytes is not None:
+            check_unit(pool.config, pool.data + pool.parity, unit_bytes)
+        self._seed = seed if shuffle else None
+        self._key = manifest_key(name) if part is None else part_key(name, part)
+        self._version = self._version_there()
+        self._options = PartOptions(
+            fields=self.fields, records=records, shard_bytes=shard_bytes, unit_bytes=unit_bytes,
+            compression=self.compression, alike=part is not None,
+        )  # fmt: skip
+        self._part_writers = [PartWriter(pool, name, self._options)]
+        self._rows, self._state, self._pid = 0, "open", os.getpid()
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def write(self, sample: Mapping[str, object]) -> int:
+        """Append one sample; returns its index. Values are copied before the return.
+
+        Raises ConfigError naming the field when dtype, shape or the fields are wrong; nothing was
+        written then and the writer goes on.
+        """
+        self._usable()
+        batch, ragged = checked_sample(self.fields, sample, f"sample {self._rows}")
+        self._append(batch, ragged, 1)
+        return self._rows - 1
+
+    def write_batch(self, batch: Mapping[str, object]) -> range:
+        """Append samples; returns their indices. Values are copied before the return.
+
+        Fixed fields: arrays (n, *shape), or lists of n values; ragged fields: lists of n values.
+        Raises ConfigError as write().
+        """
+        self._usable()
+        where = f"batch at sample {self._rows}"
+        check_names(batch, self.fields, where)
+        arrays: dict[str, Array] = {}
+        ragged: dict[str, list[Bytes]] = {}
+        for name, made in self.fields.items():
+            if made.kind is FieldKind.RAGGED:
+                ragged[name] = ragged_rows(name, made, batch[name], where)
+            else:
+                arrays[name] = fixed_rows(name, made, batch[name], where)
+        counts = {name: len(values) for name, values in (arrays | ragged).items()}
+        if len(set(counts.values())) > 1:
+            raise ConfigError(f"{where}: fields have different numbers of rows: {counts}")
+        first = self._rows
+        self._append(arrays, ragged, next(iter(counts.values())))
+        return range(first, self._rows)
+
+    def _append(
+        self, batch: Mapping[str, Array], ragged: Mapping[str, list[Bytes]], rows: int
+    ) -> None:
+        if not rows:
+            return
+        self._state = "failed"  # unless all of it gets in: streams must not differ in rows
+        self._part_writers[0].append(batch, ragged, rows)
+        self._rows += rows
+        self._state = "open"
+
+    def _usable(self) -> None:
+        if self._state == "failed":
+            raise ConfigError(
+                f"writer of data set {self.name!r} failed before; nothing was published. Write it "
+                "again with a new writer."
+            )
+        if self._state != "open":
+            raise ConfigError(f"writer of data set {self.name!r} is {self._state}")
+        if self._pid != os.getpid():
+            raise ConfigError(
+                f"writer of data set {self.name!r} was opened by another process: open one in each "
+                "with part=(i, n)"
+            )
+
+    def _version_there(self) -> str | None:
+        """Version of the manifest that is there. Raises VersionConflict unless it may go."""
+        for key in {self._key, manifest_key(self.name)}:
+            if not self.overwrite and self.pool.exists(key):
+                raise VersionConflict(
+                    f"{key!r} exists; it is unchanged. overwrite=True replaces it.", key=key
+                )
+        try:
+            return self.pool.stat(self._key).version
+        except ObjectNotFound:
+            return None
+
+    def close(self) -> None:
+        """Store the rest, shuffle if asked for, publish. Durable on return; idempotent.
+
+        Raises VersionConflict when somebody else published the name meanwhile: theirs is unchanged.
+        """
+        if self._state in ("closed", "abandoned"):
+            return
+        try:
+            self._usable()
+            self._state = "failed"
+            made = self._part_writers[0].finish()
+            if self._seed is not None:
+                made = self._shuffled(made)
+            manifest = self._manifest(made, self._seed)
+            self._state = "unclear"  # an unacknowledged put may still become visible
+            publish(self.pool, self.name, self._key, manifest, version=self._version)
+        except VersionConflict:
+            self._state = "failed"
+            self.abandon()
+            raise
+        except BaseException:
+            self.abandon()
+            raise
+        self._state = "closed"
+        if self._seed is not None:
+            self._part_writers[0].remove()
+
+    def _shuffled(self, made: DatasetPart) -> DatasetPart:
+        """The same samples in another order: all are written again, the first ones go later."""
+        writer = PartWriter(self.pool, self.name, self._options, ordered=True)
+        self._part_writers.append(writer)
+        order = permutation(made.rows, self._seed or 0, self.part[0] if self.part else 0)
+        with StoredData(self.pool, self.name, self._manifest(made, None)) as data:
+            copy_in_order(data, order, writer)
+        return writer.finish()
+
+    def _manifest(self, made: DatasetPart, shuffle_seed: int | None) -> DatasetManifest:
+        return DatasetManifest(
+            fields=self.fields,
+            layout=self.layout,
+            data=self.pool.data,
+            compression=self.compression,
+            shuffle_seed=shuffle_seed,
+            metadata=self.metadata,
+            parts=(made,),
+            content=made.content,
+            part=self.part,
+        )
+
+    def abandon(self) -> None:
+        """Publish nothing; remove what was stored, as far as that goes now. Idempotent.
+
+        When close() failed in the put of the manifest, that may still become visible (PROTOCOL 8):
+        then all objects stay, until remove_orphans finds that nothing names them.
+        """
+        if self._state in ("closed", "abandoned") or self._pid != os.getpid():
+            return
+        unclear, self._state = self._state == "unclear", "abandoned"
+        if unclear:
+            _log.warning(
+                "data set %r: it is not clear whether it was published; its objects stay", self.name
+            )
+            return
+        for writer in self._part_writers:
+            writer.remove()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.abandon()
+        else:
+            self.close()
+
+    def __reduce__(self) -> Any:  # Any: the form that pickling asks for
+        raise ConfigError(
+            "a DatasetWriter does not move to another process: open one in each with part=(i, n)"
+        )
+
+
+def checked_sample(
+    fields: Mapping[str, Field], sample: Mapping[str, object], where: str
+) -> tuple[dict[str, Array], dict[str, list[Bytes]]]:
+    """A sample as a batch of one: arrays of fixed fields, bytes of ragged ones. ConfigError."""
+    check_names(sample, fields, where)
+    batch: dict[str, Array] = {}
+    ragged: dict[str, list[Bytes]] = {}
+    for name, made in fields.items():
+        if made.kind is FieldKind.RAGGED:
+            ragged[name] = [ragged_value(name, made, sample[name], where)]
+        else:
+            batch[name] = fixed_value(name, made, sample[name], where)[None]
+    return batch, ragged
+
+
+def _checked_metadata(metadata: Mapping[str, object] | None) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(dict(metadata or {}), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"metadata of a data set is JSON: {error}") from error
+    return found
+
+
+def _checked_part(part: tuple[int, int] | None) -> tuple[int, int] | None:
+    if part is None:
+        return None
+    number, count = part
+    if not 0 <= number < count:
+        raise ConfigError(f"part {part}: (i, n) with 0 <= i < n")
+    return (int(number), int(count))
+
+
+__all__ = ["DatasetWriter", "checked_sample"]

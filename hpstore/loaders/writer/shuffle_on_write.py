@@ -1,0 +1,57 @@
+"""Shuffle on write: a second pass over what was stored, in the order of a seeded permutation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from hpstore.codec.galois import Bytes
+from hpstore.loaders.dataset.assemble_fields import field_bytes
+from hpstore.loaders.dataset.fields import Array, FieldKind
+from hpstore.loaders.dataset.record_layout import Int64s
+from hpstore.loaders.dataset.record_reader import StoredData
+from hpstore.loaders.writer.part_writer import PartWriter
+from hpstore.units import MIB
+
+CHUNK_BYTES = 32 * MIB  # of records in memory at a time
+CHUNK_ROWS = 1 << 14
+
+
+def permutation(rows: int, seed: int, part: int) -> Int64s:
+    """The order of writing: place i gets the sample that was written as number p[i]."""
+    found: Int64s = np.random.default_rng([seed, part]).permutation(rows).astype(np.int64)
+    return found
+
+
+def copy_in_order(data: StoredData, order: Int64s, writer: PartWriter) -> None:
+    """Append the samples of `data` in another order. Each is read once and verified."""
+    for rows in _chunks(data, order):
+        batch: dict[str, Array] = {}
+        ragged: dict[str, list[Bytes]] = {}
+        for name, field in data.fields.items():
+            if field.kind is FieldKind.SCALAR:
+                batch[name] = data.scalars(name, rows)
+        for stream in data.streams:
+            records, places = data.read_records(stream, rows)
+            for name, values in field_bytes(stream.record, records, places.ragged).items():
+                field = data.fields[name]
+                if field.kind is FieldKind.RAGGED:
+                    ragged[name] = values
+                else:
+                    raw = np.stack(values).view(field.storage)
+                    batch[name] = raw.reshape(len(rows), *field.inner_shape)
+        writer.append(batch, ragged, len(rows), rows)
+
+
+def _chunks(data: StoredData, order: Int64s) -> Iterator[Int64s]:
+    """Rows whose records fit in memory together."""
+    for at in range(0, len(order), CHUNK_ROWS):
+        rows = order[at : at + CHUNK_ROWS]
+        size = np.zeros(len(rows), np.int64)
+        for stream in data.streams:
+            size += data.locate(stream, rows).length
+        yield from np.split(rows, np.flatnonzero(np.diff(np.cumsum(size) // CHUNK_BYTES)) + 1)
+
+
+__all__ = ["copy_in_order", "permutation"]

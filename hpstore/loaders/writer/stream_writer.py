@@ -1,0 +1,289 @@
+"""One stream and one column of a data set while they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpstore.codec.galois import Bytes
+from hpstore.loaders.dataset.dataset_manifest import (
+    MOST_CUT_ROWS,
+    ContentDigest,
+    StreamShards,
+    column_key,
+    pages_key,
+    shard_key,
+    side_key,
+)
+from hpstore.loaders.dataset.fields import Array, Field
+from hpstore.loaders.dataset.index_tables import (
+    PAGE_MAGIC,
+    SIDE_MAGIC,
+    Table,
+    encode_tables,
+    object_hash,
+    page_dtypes,
+)
+from hpstore.loaders.dataset.pages import compress_pages
+from hpstore.loaders.dataset.record_layout import (
+    FixedPlan,
+    Int64s,
+    Record,
+    choose_unit,
+    choose_unit_for_mean,
+)
+from hpstore.loaders.dataset.shard_layout import FixedShard, FullShard, RaggedShard
+from hpstore.loaders.writer.upload_queue import Uploads
+from hpstore.pool.pool import Pool
+from hpstore.units import MIB, div_ceil
+
+PENDING_BYTES = 64 * MIB  # records of many sizes held back until their page is chosen
+PENDING_ROWS = 1 << 14
+
+
+class StreamWriter:
+    """Fills and stores the shards of one stream. One thread at a time."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        place: tuple[str, str, int],
+        name: str,
+        record: Record,
+        *,
+        unit_bytes: int | None,
+        alike: bool,
+        unit_limit: int,
+        shard_bytes: int,
+        compression: str,
+        uploads: Uploads,
+        content: ContentDigest,
+    ) -> None:
+        self.record, self._pool, self._place, self._name = record, pool, place, name
+        self._compression, self._uploads, self._content = compression, uploads, content
+        self._unit_limit, self._shard_bytes = unit_limit, shard_bytes
+        self._shards: list[tuple[int, int, str]] = []  # rows, payload, hash of the side object
+        self._pages: list[list[Table]] = []  # tables of each shard's pages
+        self._pending: list[bytearray] = []
+        self._pending_tables: list[Int64s] = []
+        self._pending_bytes = 0
+        self.largest_bytes = 0  # of a record so far
+        self._unit = unit_bytes or 0
+        self._builder: FixedShard | RaggedShard | None = None
+        if not record.ragged:
+            stride = FixedPlan.of(record, self._unit or 1).stride
+            self._choose(self._unit or choose_unit(stride, limit=unit_limit))
+        elif self._unit or alike:
+            self._choose(self._unit or choose_unit_for_mean(0.0, limit=unit_limit))
+
+    def _choose(self, unit_bytes: int) -> None:
+        self._unit = unit_bytes
+        self.largest_bytes = max(self.largest_bytes, self.record.fixed_bytes)
+        kind = RaggedShard if self.record.ragged else FixedShard
+        self._builder = kind(
+            self.record, unit_bytes, shard_bytes=self._shard_bytes, data=self._pool.data,
+            indexed=not self._compression,
+        )  # fmt: skip
+
+    def add(self, batch: Mapping[str, Array], ragged: Mapping[str, Sequence[Bytes]]) -> None:
+        """Append rows: `batch` holds arrays of the fixed fields, `ragged` bytes of the others."""
+        if not self.record.ragged:
+            self._add_fixed(batch)
+            return
+        values = [ragged[name] for name in self.record.ragged]
+        tables = np.array([[len(v) for v in column] for column in values], np.int64).T
+        offsets = self.record.ragged_starts(tables)
+        fixed = [
+            (self.record.offsets[name], self.record.fields[name].row_bytes,
+             np.ascontiguousarray(batch[name], self.record.fields[name].storage)
+             .reshape(-1).view(np.uint8).data)
+            for name in self.record.fixed
+        ]  # fmt: skip
+        places = offsets.tolist()
+
+        def fill(view: memoryview, start: int, row: int) -> None:
+            for offset, nbytes, source in fixed:
+                at = start + offset
+                view[at : at + nbytes] = source[row * nbytes : (row + 1) * nbytes]
+            for column, offset in zip(values, places[row], strict=False):
+                value, at = column[row], start + offset
+                view[at : at + len(value)] = value.data
+
+        lengths = offsets[:, -1].tolist()
+        self.largest_bytes = max(self.largest_bytes, *lengths, 0)
+        if self._builder is None:
+            self._hold(lengths, tables, fill)
+        else:
+            self._add_ragged(lengths, tables, fill)
+
+    def _add_fixed(self, batch: Mapping[str, Array]) -> None:
+        builder = self._builder
+        assert isinstance(builder, FixedShard)
+        total = len(batch[self.record.fixed[0]])
+        done = 0
+        while done < total:
+            count = min(builder.free_rows, total - done)
+            builder.add(batch, done, count)
+            done += count
+            if not builder.free_rows:
+                self._store(builder.take())
+
+    def _add_ragged(self, lengths: list[int], tables: Int64s, fill: Any) -> None:
+        builder = self._builder
+        assert isinstance(builder, RaggedShard)
+        done = 0
+        while done < len(lengths):
+            count = builder.add(lengths, tables, fill, done)
+            done += count
+            if done < len(lengths):
+                self._store(builder.take(last=False))
+
+    def _hold(self, lengths: list[int], tables: Int64s, fill: Any) -> None:
+        """Keep records until their mean size tells the page; large ones tell it at once."""
+        if self._pending_bytes + sum(lengths) >= PENDING_BYTES:
+            self._decide(lengths)
+            self._add_ragged(lengths, tables, fill)
+            return
+        for row, length in enumerate(lengths):
+            kept = bytearray(length)
+            fill(memoryview(kept), 0, row)
+            self._pending.append(kept)
+            self._pending_bytes += length
+        self._pending_tables.append(tables)
+        if len(self._pending) >= PENDING_ROWS:
+            self._decide()
+
+    def _decide(self, coming: Sequence[int] = ()) -> None:
+        """Choose the page, and place what was held back. `coming`: sizes of what follows."""
+        pending, tables = self._pending, self._pending_tables
+        sizes = self._pending_bytes + sum(coming)
+        mean = sizes / max(1, len(pending) + len(coming))
+        self._choose(choose_unit_for_mean(mean, limit=self._unit_limit))
+        self._pending, self._pending_tables, self._pending_bytes = [], [], 0
+        if not pending:
+            return
+
+        def fill(view: memoryview, start: int, row: int) -> None:
+            view[start : start + len(pending[row])] = pending[row]
+
+        self._add_ragged([len(kept) for kept in pending], np.concatenate(tables), fill)
+
+    def _store(self, full: FullShard) -> None:
+        """Put a shard in the background; the next one is filled meanwhile."""
+        name, nonce, stream = self._place
+        number = len(self._shards)
+        tables: list[Table] = [full.checksums]
+        if full.starts is not None and full.lengths is not None:
+            tables += [full.starts, *full.lengths.T]
+        self._content.add_side(self._name, self.record, tables)
+        side = encode_tables(SIDE_MAGIC, tables)
+        self._shards.append((full.rows, full.payload_bytes, object_hash(side)))
+        pages = self._page_counts(full)
+        self._pages.append(pages)
+        builder = self._builder
+        assert builder is not None
+
+        def upload() -> None:
+            data = full.data
+            if self._compression:
+                data, stored = compress_pages(
+                    self._compression, data, self._unit, self.record.alignment
+                )
+                pages.append(stored)
+            self._pool.put(shard_key(name, nonce, stream, number), data, unit_bytes=self._unit)
+            self._pool.put(side_key(name, nonce, stream, number), side)
+            builder.buffers.give_back(full.buffer)
+
+        self._uploads.submit(upload)
+
+    def _page_counts(self, full: FullShard) -> list[Table]:
+        """How many records begin in each page, when that is no arithmetic."""
+        if full.starts is None:
+            return []
+        count = div_ceil(full.payload_bytes, self._unit)
+        found = np.bincount(
+            (full.starts // np.uint64(self._unit)).astype(np.int64), minlength=count
+        )
+        return [found.astype(np.uint32)]
+
+    def finish(self) -> StreamShards:
+        """Store the rest; nothing is added any more. Durable on return."""
+        if self._builder is None:
+            self._decide()
+        builder = self._builder
+        assert builder is not None
+        if builder.rows:
+            last = builder.take() if isinstance(builder, FixedShard) else builder.take(last=True)
+            self._store(last)
+        self._uploads.settle()
+        return StreamShards(
+            unit_bytes=self._unit,
+            rows=tuple(rows for rows, _, _ in self._shards),
+            payload=tuple(payload for _, payload, _ in self._shards),
+            side=tuple(side for _, _, side in self._shards),
+            pages=self._put_pages(),
+        )
+
+    def _put_pages(self) -> str:
+        if not page_dtypes(self.record, self._compression) or not self._pages:
+            return ""
+        tables = [np.concatenate(parts) for parts in zip(*self._pages, strict=True)]
+        data = encode_tables(PAGE_MAGIC, tables)
+        self._pool.put(pages_key(*self._place), data)
+        return object_hash(data)
+
+
+class FieldColumnWriter:
+    """Fills and stores the column objects of one scalar field. One thread at a time."""
+
+    def __init__(
+        self, pool: Pool, place: tuple[str, str, str], name: str, field: Field, *,
+        uploads: Uploads, content: ContentDigest,
+    ) -> None:  # fmt: skip
+        self.field, self.hashes = field, list[str]()
+        self._pool, self._place, self._name = pool, place, name
+        self._uploads, self._content = uploads, content
+        self._rows = 0
+        self._buffer = self._fresh()
+
+    def _fresh(self) -> Array:
+        return np.empty((MOST_CUT_ROWS, *self.field.inner_shape), self.field.storage)
+
+    def add(self, values: Array) -> None:
+        """Append rows."""
+        done = 0
+        while done < len(values):
+            count = min(MOST_CUT_ROWS - self._rows, len(values) - done)
+            self._buffer[self._rows : self._rows + count] = values[done : done + count]
+            self._rows += count
+            done += count
+            if self._rows == MOST_CUT_ROWS:
+                self._store()
+
+    def _store(self) -> None:
+        values, self._buffer, self._rows = self._buffer[: self._rows], self._fresh(), 0
+        raw = values.reshape(-1).view(np.uint8)
+        self._content.add_column(self._name, raw.data)
+        key = column_key(*self._place, len(self.hashes))
+        self.hashes.append(object_hash(raw.data))
+        self._uploads.submit(lambda: void(self._pool.put(key, raw)))
+
+    def finish(self) -> None:
+        """Store the rest."""
+        if self._rows:
+            self._store()
+
+
+def void(_: object) -> None:
+    """For a job that returns nothing."""
+
+
+def cuts_of(rows: int) -> tuple[int, ...]:
+    """Rows of each column object of a part."""
+    full, rest = divmod(rows, MOST_CUT_ROWS)
+    return (MOST_CUT_ROWS,) * full + ((rest,) if rest else ())
+
+
+__all__ = ["FieldColumnWriter", "StreamWriter", "cuts_of"]

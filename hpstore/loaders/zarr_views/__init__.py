@@ -1,0 +1,1 @@
+"""Datasets as Zarr groups, and Zarr arrays as datasets."""

@@ -1,0 +1,1 @@
+"""Keeping objects whole: scrub, rebuild, rebalance, repair, sweep."""

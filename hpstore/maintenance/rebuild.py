@@ -1,0 +1,303 @@
+"""Heal all objects: plan by names (pure), most endangered first, then repair one by one.
+
+Nothing is remembered between runs: what is whole is passed over, so a rebuild that was killed is
+resumed by running it again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Protocol
+
+from hpstore.errors import HpstoreError, IntegrityError, ObjectNotFound, TooManyErasures
+from hpstore.format.keys import Kind
+from hpstore.format.records import DeviceState
+from hpstore.maintenance.deferred_repair import Postponing, read_notes
+from hpstore.maintenance.repair_object import Repair, RepairAction, repair_object
+from hpstore.maintenance.sweep import sweep_surveyed
+from hpstore.objects.context import PoolContext, View
+from hpstore.objects.key_listing import Catalog, walk
+from hpstore.objects.survey import Survey, newest_by_name, spare_losses, survey_key
+from hpstore.objects.write.debts import clear_debt, read_debts
+from hpstore.runtime.clock import Clock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a long operation is."""
+
+    done: int
+    total: int
+    bytes: int
+    key: str
+
+
+CREDIT_SECONDS = 2.0
+ProgressCallback = Callable[[Progress], None]
+
+
+class WorkPace(Protocol):
+    """How fast long work goes. Called by the thread that works, or by one at a time for it."""
+
+    def __call__(self, nbytes: int) -> None:
+        """Bytes are about to be moved; may wait."""
+
+    def go_on(self) -> bool:
+        """Asked before each object; False stops the work there, to be taken up later."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RebuildReport:
+    """What a rebuild or scrub did. `objects` are those that a listing shows, as everywhere.
+
+    `unreadable` (more units lost than parity) and `failed` (readable, but not healed this time) map
+    keys to reasons; nothing was deleted there.
+    """
+
+    objects: int
+    bytes: int
+    seconds: float
+    healthy: int
+    rebuilt: int
+    relaid: int
+    waiting: int  # for missing devices that may return
+    stuck: int  # too few devices for full parity
+    damaged_columns: int
+    columns_written: int
+    deletes: int = 0  # records of deleted objects that were looked at
+    swept: int = 0  # tombstones and torn puts past their horizon
+    set_aside: int = 0  # files that are none of this pool's, now in quarantine/
+    stopped: bool = False  # before all was looked at
+    unlisted: tuple[str, ...] = ()  # devices that are open, and could not be listed to the end
+    unreadable: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    put_off: dict[str, int] = field(default_factory=dict)  # why -> objects that soon expire
+    put_off_until_ms: int = 0  # when they should be looked at again; 0 for none
+
+    @property
+    def whole(self) -> bool:
+        """Every object has its full stripe now."""
+        left = self.unreadable or self.failed or self.waiting or self.stuck or self.put_off
+        return not (left or self.stopped or self.unlisted)
+
+    @property
+    def clean(self) -> bool:
+        """Every object is whole and nothing had to be mended."""
+        return self.whole and not (self.damaged_columns or self.columns_written or self.set_aside)
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {**asdict(self), "clean": self.clean}
+
+
+class RateLimit:
+    """Spreads bytes over time: at most `bytes_per_second`, None for no limit. Thread-safe.
+
+    Time that the work itself takes counts, so that the rate is reached by work that could go
+    faster. At most two seconds in which less was moved than allowed are made up for.
+    """
+
+    def __init__(self, bytes_per_second: float | None, clock: Clock) -> None:
+        self._rate, self._clock = bytes_per_second, clock
+        self._free_at = clock.monotonic()
+        self._lock = threading.Lock()  # guards _free_at
+
+    def due(self, nbytes: int) -> float:
+        """When bytes that are about to be moved may be, by the clock; accounts for them."""
+        with self._lock:
+            now = self._clock.monotonic()
+            if not self._rate:
+                return now
+            self._free_at = max(now - CREDIT_SECONDS, self._free_at) + nbytes / self._rate
+            return self._free_at
+
+    def __call__(self, nbytes: int) -> None:
+        """Account for bytes that are about to be moved; waits when they come too fast."""
+        pause = self.due(nbytes) - self._clock.monotonic()
+        if pause > 0:
+            self._clock.wait(pause)
+
+    def go_on(self) -> bool:
+        """Always."""
+        return True
+
+
+class RepairTally:
+    """Adds up repairs."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._began = clock, clock.monotonic()
+        self.actions: Counter[RepairAction] = Counter()
+        self.objects = self.bytes = self.damaged = self.columns = self.swept = self.deletes = 0
+        self.set_aside = 0
+        self.unreadable: dict[str, str] = {}
+        self.failed: dict[str, str] = {}
+        self.stopped = False
+        self.unlisted: tuple[str, ...] = ()
+        self.expiring: Postponing | None = None
+
+    def listed(self, store: PoolContext, catalog: Catalog) -> None:
+        """Note which open devices the catalog lacks: what only they hold was not looked at."""
+        silent = catalog.unknown - store.view.missing
+        self.unlisted = tuple(
+            sorted(m.url for m in store.view.record.members if m.device_id in silent)
+        )
+
+    def add(self, repair: Repair, *, deleted: bool) -> None:
+        """Count one object, or the record of one that is `deleted`."""
+        if repair.action is not RepairAction.ABSENT:
+            self.count(deleted=deleted)
+        if not (deleted and repair.action is RepairAction.NOTHING):
+            self.actions[repair.action] += 1
+        self.bytes += repair.bytes
+        self.damaged += repair.damaged
+        self.columns += repair.columns
+        self.set_aside += repair.set_aside
+
+    def count(self, *, deleted: bool) -> None:
+        """One more was looked at."""
+        if deleted:
+            self.deletes += 1
+        else:
+            self.objects += 1
+
+    def fail(self, key: str, error: Exception) -> None:
+        """Count an object that could not be healed."""
+        self.objects += 1
+        lost = isinstance(error, (TooManyErasures, IntegrityError))
+        (self.unreadable if lost else self.failed)[key] = str(error)
+
+    def report(self) -> RebuildReport:
+        """The sum."""
+        return RebuildReport(
+            objects=self.objects,
+            bytes=self.bytes,
+            seconds=self._clock.monotonic() - self._began,
+            healthy=self.actions[RepairAction.NOTHING],
+            rebuilt=self.actions[RepairAction.REBUILT],
+            relaid=self.actions[RepairAction.RELAID],
+            waiting=self.actions[RepairAction.WAITING],
+            stuck=self.actions[RepairAction.STUCK],
+            damaged_columns=self.damaged,
+            columns_written=self.columns,
+            deletes=self.deletes,
+            swept=self.swept,
+            set_aside=self.set_aside,
+            unreadable=dict(self.unreadable),
+            failed=dict(self.failed),
+            stopped=self.stopped,
+            unlisted=self.unlisted,
+            put_off=dict(self.expiring.put_off) if self.expiring else {},
+            put_off_until_ms=self.expiring.until_ms if self.expiring else 0,
+        )
+
+
+def needs_work(view: View, survey: Survey, usable: int) -> bool:
+    """Whether a key's files, by their names alone, are anything but one whole layout in place."""
+    if survey.strangers or survey.blanks:
+        return True
+    layouts = survey.layouts()
+    if len(layouts) != 1:
+        return True
+    layout = layouts[0]
+    online = {m.device_id for m in view.members() if m.state is DeviceState.ONLINE}
+    if layout.kind is Kind.TOMBSTONE:
+        return len({file.device for file in layout.files} & online) < layout.parity + 1
+    devices = {file.device for file in layout.files}
+    one_each = len(layout.files) == len(layout.columns) == len(devices) == layout.width
+    whole = one_each and all(file.device in online for file in layout.files)
+    k = min(view.record.data, usable - view.record.parity)
+    return not whole or (layout.kind is Kind.COLUMN and layout.data < k)
+
+
+def plan_rebuild(view: View, catalog: Catalog, usable: int) -> list[str]:
+    """Keys to repair, most endangered first, then by name."""
+
+    def danger(key: str) -> tuple[int, str]:
+        layout = newest_by_name(view, catalog.surveys[key])
+        return (-1 if layout is None else spare_losses(view, layout), key)
+
+    keys = [key for key, survey in catalog.surveys.items() if needs_work(view, survey, usable)]
+    return sorted(keys, key=danger)
+
+
+def is_deleted(view: View, survey: Survey) -> bool:
+    """Whether the newest there is of a key, by names, says that the object was deleted."""
+    layout = newest_by_name(view, survey)
+    return layout is not None and layout.kind is Kind.TOMBSTONE
+
+
+def put_last(keys: Sequence[str], late: Collection[str]) -> list[str]:
+    """Keys in their order, but those of `late` after all others. Pure."""
+    return [k for k in keys if k not in late] + [k for k in keys if k in late]
+
+
+def rebuild_all(
+    store: PoolContext,
+    *,
+    progress: ProgressCallback | None = None,
+    rate_bytes_per_second: float | None = None,
+    include_missing: bool = False,
+    everything: bool = False,
+    pace: WorkPace | None = None,
+) -> RebuildReport:
+    """Bring every object to its full stripe on the current membership. Resumable by running again.
+
+    What its owner soon deletes comes last, or is put off (expiry.py) unless `everything` is wanted.
+    With a `pace` the rate is not looked at. An object that cannot be read is reported and left as
+    it is.
+    """
+    tally, pace = RepairTally(store.clock), pace or RateLimit(rate_bytes_per_second, store.clock)
+    catalog = walk(store)
+    tally.listed(store, catalog)
+    usable = store.usable()
+    keys = plan_rebuild(store.view, catalog, usable)
+    whole = catalog.surveys.keys() - set(keys)
+    notes = read_notes(store, catalog) if keys and not everything else []
+    tally.expiring = expiring = Postponing(store, notes, keys)
+    for number, key in enumerate(put_last(keys, expiring.late), 1):
+        if not pace.go_on():
+            tally.stopped = True
+            return tally.report()
+        if not expiring.puts_off(key, tally.bytes):
+            try:
+                repair = repair_object(store, key, throttle=pace, include_missing=include_missing)
+                tally.add(repair, deleted=is_deleted(store.view, catalog.surveys[key]))
+            except (HpstoreError, OSError) as error:
+                tally.fail(key, error)
+            expiring.healed(key)
+        if progress is not None:
+            progress(Progress(done=number, total=len(keys), bytes=tally.bytes, key=key))
+    pay_debts(store)
+    tally.swept = sweep_surveyed(store, catalog.surveys)
+    deleted = sum(is_deleted(store.view, catalog.surveys[key]) for key in whole)
+    tally.deletes += deleted
+    tally.objects += len(whole) - deleted
+    tally.actions[RepairAction.NOTHING] += len(whole) - deleted
+    return tally.report()
+
+
+def pay_debts(store: PoolContext) -> int:
+    """Repair every object with a recorded debt; forget debts of versions that are gone."""
+    paid = 0
+    for debt in read_debts(store):
+        try:
+            repair = repair_object(store, debt.key)
+        except ObjectNotFound:
+            repair = Repair(key=debt.key, action=RepairAction.ABSENT)
+        except (HpstoreError, OSError):
+            store.metrics.count("debt_unpaid_total")
+            continue
+        gone = repair.action is RepairAction.ABSENT and not survey_key(store, debt.key).unknown
+        if gone or repair.losses_tolerated >= store.view.record.parity:
+            clear_debt(store, debt)
+            paid += 1
+    return paid
+
+
+__all__ = ["WorkPace", "Progress", "ProgressCallback", "RateLimit", "RebuildReport", "RepairTally",
+           "is_deleted", "needs_work",
+           "pay_debts", "plan_rebuild", "rebuild_all"]  # fmt: skip

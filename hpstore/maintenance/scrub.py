@@ -1,0 +1,123 @@
+"""Read and verify every block of every column, mend what is damaged, sweep what is past its time.
+
+The position is kept on the devices, so that a scrub that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+from hpstore.devices.base import Device
+from hpstore.devices.reserve import shortage
+from hpstore.errors import HpstoreError, IntegrityError
+from hpstore.format.records import FORMAT, seal, unseal
+from hpstore.format.untrusted_bytes import parsing
+from hpstore.maintenance.rebuild import (
+    Progress,
+    ProgressCallback,
+    RateLimit,
+    RebuildReport,
+    RepairTally,
+    WorkPace,
+    is_deleted,
+    pay_debts,
+)
+from hpstore.maintenance.repair_object import repair_object
+from hpstore.maintenance.sweep import sweep_surveyed
+from hpstore.objects.context import PoolContext
+from hpstore.objects.key_listing import walk
+
+CURSOR_FILE = "scrub.json"
+_CURSOR_SECONDS = 60.0  # between two notes of the position
+_MAX_CURSOR_BYTES = 64 << 10
+
+
+def last_scrub_ms(store: PoolContext) -> int:
+    """When a scrub of all objects has ended, whoever it was of; 0 where none has, or the last one
+    is not finished."""
+    at_ms, after = read_cursor(store)
+    return 0 if after else at_ms
+
+
+def read_cursor(store: PoolContext) -> tuple[int, str]:
+    """When the newest position was noted, and the key after which an unfinished scrub goes on; ""
+    for the beginning."""
+
+    def read(_: str, device: Device) -> tuple[int, str]:
+        try:
+            return decode_cursor(device.read_small(CURSOR_FILE, _MAX_CURSOR_BYTES))
+        except (FileNotFoundError, IntegrityError):
+            return (0, "")
+
+    results = store.each(store.view.devices, read)
+    return max((r for r in results.values() if isinstance(r, tuple)), default=(0, ""))
+
+
+def decode_cursor(data: bytes) -> tuple[int, str]:
+    """When a position was noted, and the key that it is. Raises IntegrityError."""
+    with parsing(CURSOR_FILE):
+        body = unseal(data, where=CURSOR_FILE)
+        return int(str(body["at_ms"])), str(body["after"])
+
+
+def write_cursor(store: PoolContext, after: str) -> None:
+    """Note the position on every device; "" for a scrub that is done.
+
+    The time tells it from what a device that was away still says.
+    """
+    data = seal({"format": FORMAT, "after": after, "at_ms": store.clock.wall_ms()})
+
+    def write(_: str, device: Device) -> None:
+        if not shortage(device.usage()):  # what is kept for deletes is not for this
+            device.write_small(CURSOR_FILE, data)
+
+    store.each(store.view.devices, write)
+
+
+def scrub_all(
+    store: PoolContext,
+    *,
+    prefix: str = "",
+    progress: ProgressCallback | None = None,
+    rate_bytes_per_second: float | None = None,
+    resume: bool = True,
+    pace: WorkPace | None = None,
+) -> RebuildReport:
+    """Verify every block of every object under `prefix`, and repair as new column files.
+
+    With a `pace` the rate is not looked at; stopped by it, the position is kept. An object with
+    more damage than parity is reported and left as it is.
+    """
+    tally, pace = RepairTally(store.clock), pace or RateLimit(rate_bytes_per_second, store.clock)
+    catalog = walk(store, prefix)
+    tally.listed(store, catalog)
+    after = read_cursor(store)[1] if resume and not prefix else ""
+    keys = sorted(key for key in catalog.surveys if key > after)
+    noted = store.clock.monotonic()
+    for number, key in enumerate(keys, 1):
+        if not pace.go_on():
+            if not prefix and not store.read_only and number > 1:
+                write_cursor(store, keys[number - 2])
+            tally.stopped = True
+            tally.swept += sweep_surveyed(
+                store, {k: catalog.surveys[k] for k in keys[: number - 1]}
+            )
+            return tally.report()
+        try:
+            repair = repair_object(store, key, verify=True, throttle=pace)
+            tally.add(repair, deleted=is_deleted(store.view, catalog.surveys[key]))
+        except (HpstoreError, OSError) as error:
+            tally.fail(key, error)
+        if progress is not None:
+            progress(Progress(done=number, total=len(keys), bytes=tally.bytes, key=key))
+        now = store.clock.monotonic()
+        if not prefix and not store.read_only and now - noted >= _CURSOR_SECONDS:
+            noted = now
+            write_cursor(store, key)
+    tally.swept += sweep_surveyed(store, {key: catalog.surveys[key] for key in keys})
+    if not prefix:
+        write_cursor(store, "")
+        store.each(store.view.devices, lambda _, device: device.sweep())
+        pay_debts(store)
+    return tally.report()
+
+
+__all__ = ["read_cursor", "scrub_all", "write_cursor"]

@@ -1,0 +1,1 @@
+"""Reading objects: plan, submit, verify, decode, deliver."""

@@ -1,0 +1,94 @@
+"""Open columns of one or many objects, with one call on each device for all of them.
+
+A device that hangs holds an open as it holds a read. Where its columns can be done without it is
+given up after a second, as a batch of reads is (BatchMeter.hopeless), not after the deadline.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from hpstore.format.keys import ColumnName
+from hpstore.objects.context import PoolContext
+from hpstore.objects.read.column_reader import ColumnReader, open_column
+from hpstore.objects.survey import ColumnFile
+from hpstore.runtime.deadline_wait import Patience, wait_awake, wait_for_enough
+from hpstore.runtime.scheduler import outcome
+
+SPARE_SECONDS = 1.0  # that a device is waited for whose columns can be done without
+Opened = list[ColumnReader | Exception]
+Wanted = Mapping[str, Sequence[tuple[str, ColumnName]]]  # by device: key and column
+
+
+def open_side_by_side(
+    store: PoolContext, wanted: Wanted, *, whole: bool, spare: Callable[[set[str]], bool] | None
+) -> dict[str, Opened]:
+    """What became of each column, in the order of `wanted`.
+
+    `whole`: as open_column has it. `spare(devices)`: whether the columns on these can be done
+    without; None waits the device deadline for all. A file that is opened late is closed.
+    """
+    began = time.monotonic()
+    futures = {
+        device: store.scheduler.submit(device, partial(_open_all, store, device, columns, whole))
+        for device, columns in wanted.items()
+    }
+    deadline = store.settings.device_deadline_seconds
+    if spare is None:
+        wait_awake(futures.values(), deadline)
+    else:
+        wait_for_enough(futures, deadline, Patience(SPARE_SECONDS, spare), ())
+        store.scheduler.note_late(futures, began)
+    waited = min(deadline, time.monotonic() - began)
+    found: dict[str, Opened] = {}
+    for device, future in futures.items():
+        answer = outcome(future, device, waited)
+        if isinstance(answer, Exception):
+            future.add_done_callback(_close)  # files that it opens late are closed
+            answer = [answer for _ in wanted[device]]
+        found[device] = answer
+    return found
+
+
+def open_files(
+    store: PoolContext, key: str, files: Mapping[int, ColumnFile], *, whole: bool,
+    spare: Callable[[set[str]], bool] | None,
+) -> dict[int, ColumnReader | Exception]:  # fmt: skip
+    """The same for columns of one object, by their numbers."""
+    columns: dict[str, list[int]] = {}
+    for column, found in files.items():
+        columns.setdefault(found.device, []).append(column)
+    wanted = {d: [(key, files[column].name) for column in mine] for d, mine in columns.items()}
+    opened = open_side_by_side(store, wanted, whole=whole, spare=spare)
+    return {
+        column: result
+        for device, results in opened.items()
+        for column, result in zip(columns[device], results, strict=True)
+    }
+
+
+def _open_all(
+    store: PoolContext, device_id: str, columns: Sequence[tuple[str, ColumnName]], whole: bool
+) -> Opened:
+    """By a thread of the device's lane."""
+    found: Opened = []
+    device = store.view.devices[device_id]
+    for key, name in columns:
+        try:
+            found.append(open_column(store, device_id, device, key, name, whole=whole))
+        except Exception as error:  # noqa: BLE001 (of this column alone: noted by its reader)
+            found.append(error)
+    return found
+
+
+def _close(future: Future[Opened]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        for opened in future.result():
+            if isinstance(opened, ColumnReader):
+                opened.close()
+
+
+__all__ = ["SPARE_SECONDS", "Opened", "open_files", "open_side_by_side"]

@@ -1,0 +1,1 @@
+"""Writing objects: plan, stripes, columns, publish."""

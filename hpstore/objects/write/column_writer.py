@@ -1,0 +1,368 @@
+"""Columns of one object being written side by side: errors, stragglers, publishing (PROTOCOL 4).
+
+Used by puts, which write all k + m columns, and by repairs, which write some.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from hpstore.codec.galois import Bytes
+from hpstore.devices.base import Device, WriteHandle
+from hpstore.devices.horizon_guard import HorizonGuard, HorizonPassed
+from hpstore.errors import DeviceTimeout, HpstoreError
+from hpstore.format.column_header import HEADER_BYTES, ColumnHeader, encode_header, encode_table
+from hpstore.format.keys import Kind, NameTags, Version
+from hpstore.format.pool_key import PoolKey
+from hpstore.objects.context import PoolContext
+from hpstore.objects.survey import ColumnFile, path_on
+from hpstore.runtime.buffers import aligned_array
+from hpstore.runtime.deadline_wait import QUICK_SECONDS, Patience, wait_awake
+
+_log = logging.getLogger(__name__)
+
+
+class Lanes(Protocol):
+    """Where calls on devices are made."""
+
+    def submit(self, device: str, call: Callable[[], None]) -> Future[None]:
+        """Run `call` on the lane of a device."""
+
+
+class MembershipMoved(HpstoreError):
+    """The pool's membership changed during a write: it must be planned again."""
+
+
+class ColumnWriter:
+    """One column on its way to one device."""
+
+    def __init__(
+        self, device_id: str, device: Device, header: ColumnHeader, pool_key: PoolKey | None
+    ) -> None:
+        self.device_id, self.device, self.header = device_id, device, header
+        self._pool_key, self.checks = pool_key, header.checks(pool_key)
+        self.name = NameTags(pool_key, header.pool_id, header.key).tagged(header.name)
+        self.table = np.zeros(header.geometry.block_count, np.uint64)
+        self.failed: Exception | None = None
+        self.begun = False  # it may have its name: publish() was called, however that ended
+        self.published = False
+        self.flying: list[Future[None]] = []  # calls that may still use the handle
+        self._handle: WriteHandle | None = None
+        self._sealed = False
+
+    @property
+    def recycled(self) -> bool:
+        """It overwrites a kept file."""
+        return self._handle is not None and self._handle.recycled
+
+    @property
+    def path(self) -> str:
+        """Where it will be."""
+        return path_on(self.device, self.header.key, self.name)
+
+    def create(self) -> None:
+        """Reserve the space."""
+        vital = self.header.kind is Kind.TOMBSTONE
+        self._handle = self.device.create(self.header.file_bytes, vital=vital)
+
+    def write(self, column_offset: int, buffers: Sequence[Bytes]) -> None:
+        """Write column bytes; does nothing once the column was given up."""
+        if self.failed is None:
+            assert self._handle is not None
+            self._handle.write(HEADER_BYTES + column_offset, buffers)
+
+    def write_whole(self, buffers: Sequence[Bytes]) -> None:
+        """Make the file with all its bytes, durable; it has no name yet. `table` is complete."""
+        self.fill(buffers)
+        self.sync()
+
+    def fill(self, buffers: Sequence[Bytes]) -> None:
+        """As write_whole; sync() makes the bytes durable."""
+        if self.failed is not None:
+            return
+        self.create()
+        assert self._handle is not None
+        page, tail = self._ends()
+        self._handle.write(0, [page, *buffers, tail])
+
+    def sync(self) -> None:
+        """Make all bytes durable that fill() has written."""
+        if self.failed is not None:
+            return
+        assert self._handle is not None
+        self._handle.sync()
+        self._sealed = True
+
+    def seal(self) -> None:
+        """Write header and table; make the bytes durable."""
+        if self.failed is not None:
+            raise self.failed
+        if self._sealed:
+            return
+        assert self._handle is not None
+        page, tail = self._ends()
+        self._handle.write(0, [page])
+        self._handle.write(self.header.table_offset, [tail])
+        self._handle.sync()
+
+    def _ends(self) -> tuple[Bytes, Bytes]:
+        """Header and table, as they are written."""
+        page, tail = aligned_array(HEADER_BYTES), aligned_array(self.header.table_bytes)
+        page[:] = np.frombuffer(encode_header(self.header, self._pool_key), np.uint8)
+        tail[:] = np.frombuffer(encode_table(self.header, self.table, self.checks), np.uint8)
+        return page, tail
+
+    def give_name(self, guard: HorizonGuard) -> None:
+        """Give the file its name. Raises HorizonPassed, without a name."""
+        assert self._handle is not None
+        self._handle.publish(self.path, guard)
+
+    def publish(self, guard: HorizonGuard) -> None:
+        """Give the file its name; durable on return. Raises HorizonPassed, without a name."""
+        self.give_name(guard)
+        self.sync_name()
+
+    def sync_name(self) -> None:
+        """Make the name durable."""
+        self.device.sync_directory(self.path)
+        self.published = True
+
+    def abort(self) -> None:
+        """Drop the file unless it was published, once no call can be using its descriptor."""
+        late = [future for future in self.flying if not future.done()]
+        if late:
+            late[0].add_done_callback(lambda _: self.abort())
+        elif self._handle is not None and not self.published:
+            self._handle.abort()
+
+
+class ColumnSet:
+    """The columns of one write. `floor` is the fewest that make it worth going on.
+
+    `horizons`: of a repair, whose counters are old: the devices' horizons before it looked
+    (PROTOCOL 12). A new version has none, and must be above them.
+    """
+
+    def __init__(
+        self,
+        store: PoolContext,
+        headers: Mapping[str, ColumnHeader],
+        *,
+        floor: int,
+        generation: int,
+        horizons: Mapping[str, int] | None = None,
+        lanes: Lanes | None = None,
+    ) -> None:
+        """`lanes`: where calls on devices are made, the scheduler's unless given."""
+        self._horizons = horizons
+        self._lanes = lanes or store.scheduler
+        devices = store.view.devices
+        self.columns = {
+            header.column: ColumnWriter(device_id, devices[device_id], header, store.pool_key)
+            for device_id, header in headers.items()
+        }
+        self._store, self._floor, self._generation = store, floor, generation
+        self.superseded: list[ColumnFile] = []  # files of attempts before this one
+        self._decided = False
+        self._lock = threading.Lock()  # guards _decided, every column's failed, begun and flying
+
+    def alive(self) -> list[ColumnWriter]:
+        """Columns that have not failed."""
+        return [column for column in self.columns.values() if column.failed is None]
+
+    def failures(self) -> dict[str, Exception]:
+        """What went wrong, by device id."""
+        return {c.device_id: c.failed for c in self.columns.values() if c.failed is not None}
+
+    def submit(
+        self,
+        call: Callable[[ColumnWriter], Callable[[], None]],
+        only: Collection[int] | None = None,
+    ) -> dict[int, Future[None]]:
+        """Start `call(column)` on the lane of every column that is alive, `only` of these."""
+        futures = {}
+        for column in self.alive():
+            if only is not None and column.header.column not in only:
+                continue
+            future = self._lanes.submit(column.device_id, call(column))
+            with self._lock:  # several threads start writes of one column
+                column.flying = [f for f in column.flying if not f.done()] + [future]
+            futures[column.header.column] = future
+        return futures
+
+    def settle(
+        self, futures: Mapping[int, Future[None]], *, waited: float | None = None
+    ) -> None:  # fmt: skip
+        """Wait for calls; note failures, drop the straggler that its peers leave far behind.
+        `waited`: for so many seconds they were waited for already, and are no longer."""
+        elapsed = self._wait(futures) if waited is None else waited
+        for number, future in futures.items():
+            self._note(number, future, elapsed)
+
+    def _wait(self, futures: Mapping[int, Future[None]]) -> float:
+        settings = self._store.settings
+        patience = settings.device_deadline_seconds
+        elapsed = wait_awake(futures.values(), min(QUICK_SECONDS, patience))
+        while True:
+            pending = [f for c, f in futures.items() if not f.done() and self._counts(c)]
+            if not pending or elapsed >= patience:
+                break
+            if len(self.alive()) - len(pending) >= self._floor:
+                patience = min(patience, max(settings.straggler_seconds, 8 * elapsed) + elapsed)
+                elapsed += wait_awake(pending, patience - elapsed)
+                break
+            elapsed += wait_awake(pending, patience - elapsed, first=True)
+        return elapsed
+
+    def _counts(self, number: int) -> bool:
+        return self.columns[number].failed is None
+
+    def _note(self, number: int, future: Future[None], seconds: float) -> None:
+        column = self.columns[number]
+        if not future.done():
+            future.cancel()
+            self.fail(column, DeviceTimeout(
+                f"device {column.device.url} is {seconds:.1f} s behind its peers in a write of "
+                f"{column.header.key!r}; the column is left out", device=column.device_id,
+            ))  # fmt: skip
+            return
+        if future.cancelled():
+            return
+        error = future.exception()
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        if isinstance(error, (MembershipMoved, HorizonPassed)):
+            raise error
+        if error is not None:
+            self.fail(column, error)
+
+    def fail(self, column: ColumnWriter, error: Exception) -> None:
+        """Give a column up."""
+        with self._lock:
+            first, column.failed = column.failed is None, error
+        if first:
+            self._store.note_write(column.device_id, column.device.url, error)
+            self._store.metrics.count("column_write_error_total")
+            _log.warning("write of %r: column %d lost: %s", column.header.key,
+                         column.header.column, error)  # fmt: skip
+
+    def create(self) -> None:
+        """Reserve space for all columns, side by side."""
+        self.settle(self.submit(lambda column: column.create))
+        recycled = sum(column.recycled for column in self.alive())
+        self._store.metrics.count("column_recycled_total", recycled)
+
+    def finish(self) -> None:
+        """Seal and publish every column that is alive. Raises MembershipMoved, HorizonPassed."""
+        self.settle(self.submit(lambda column: partial(self._finish_one, column)))
+        with self._lock:
+            self._decided = True
+
+    def _finish_one(self, column: ColumnWriter) -> None:
+        column.seal()
+        self.name_one(column, column.publish)
+
+    def name_one(self, column: ColumnWriter, name: Callable[[HorizonGuard], None]) -> None:
+        """Give a sealed column its name by `name`, on the lane of its device. Not when it comes too
+        late: then abandon() drops the file. Raises MembershipMoved, HorizonPassed."""
+        if self._late(column):
+            return
+        self.check_generation(column)
+        with self._lock:
+            late = self._decided or column.failed is not None
+            column.begun = not late
+        if late:
+            return
+        try:
+            name(self._guard(column))
+        except HorizonPassed:
+            with self._lock:
+                column.begun = False  # it has no name
+            raise
+
+    def _guard(self, column: ColumnWriter) -> HorizonGuard:
+        """What a device compares before the file has its name."""
+        horizons = self._horizons
+        return HorizonGuard(
+            counter=column.header.version.counter,
+            seen=None if horizons is None else horizons.get(column.device_id, -1),
+            pool_key=self._store.pool_key,
+        )
+
+    def _late(self, column: ColumnWriter) -> bool:
+        with self._lock:
+            return self._decided or column.failed is not None
+
+    def check_generation(self, column: ColumnWriter) -> None:
+        """PROTOCOL 4: a device that knows a newer membership stops the write."""
+        found = self._store.generation_on(column.device_id, column.device)
+        if found > self._generation:
+            raise MembershipMoved(f"membership moved from {self._generation} to {found}")
+
+    def check_generations(self) -> None:
+        """The same on all published columns, before the acknowledgement."""
+        columns = {column.device_id: column for column in self.published()}
+        settings = self._store.settings
+        spare = Patience(
+            settings.straggler_seconds, lambda silent: len(columns) - len(silent) >= self._floor
+        )
+        answers = self._store.scheduler.gather(
+            {d: partial(self.check_generation, column) for d, column in columns.items()},
+            settings.device_deadline_seconds, patience=spare, brief=True, ask_late=True,
+        )  # fmt: skip
+        for device, answer in answers.items():
+            if isinstance(answer, MembershipMoved):
+                raise answer
+            if isinstance(answer, Exception):
+                self.fail(columns[device], answer)
+
+    def published(self) -> list[ColumnWriter]:
+        """Columns that are durable under their name."""
+        return [c for c in self.columns.values() if c.published and c.failed is None]
+
+    def begun(self) -> list[ColumnWriter]:
+        """Columns that may be under their name: published, unanswered, or failed in between."""
+        return [c for c in self.columns.values() if c.begun]
+
+    def files(self) -> list[ColumnFile]:
+        """The files of columns that may be under their name."""
+        return [ColumnFile(c.device_id, c.name) for c in self.begun()]
+
+    @property
+    def version(self) -> Version:
+        """What is written."""
+        return next(iter(self.columns.values())).header.version
+
+    def visible(self) -> bool:
+        """Whether so many columns may have their name that a reader could use them, and a repair
+        in another process complete them: then this version is settled forward (PROTOCOL 8)."""
+        return len(self.begun()) >= next(iter(self.columns.values())).header.geometry.data
+
+    def abandon(self, *, take_back: bool) -> None:
+        """Drop unpublished files; with `take_back` also the published ones of a put that failed.
+
+        Not once the version may be visible: a repair may have completed it by now, and have
+        removed the version before it.
+        """
+        with self._lock:
+            self._decided = True  # from here on no further column begins
+        for column in self.columns.values():
+            column.abort()
+        if not take_back or self.visible():
+            return
+
+        def remove(column: ColumnWriter) -> Callable[[], None]:
+            return lambda: column.device.delete(column.path)
+
+        futures = [self._store.scheduler.submit(c.device_id, remove(c)) for c in self.begun()]
+        wait_awake(futures, self._store.settings.device_deadline_seconds)
+
+
+__all__ = ["ColumnSet", "ColumnWriter", "Lanes", "MembershipMoved"]

@@ -1,0 +1,155 @@
+"""Puts with a condition, and the end of such, under a claim of the key (PROTOCOL 6)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from hpstore.agreement.claims import ClaimLost, Claims, KeyClaim
+from hpstore.errors import HpstoreError, LockTimeout, RegistersUnavailable, VersionConflict
+from hpstore.format.column_header import Metadata
+from hpstore.format.keys import Kind, Version
+from hpstore.objects.context import PATIENCE, PoolContext
+from hpstore.objects.object_info import ObjectInfo
+from hpstore.objects.survey import newest_by_name, require_known, stable_survey
+from hpstore.objects.write.delete_files import remove_files
+from hpstore.objects.write.put import MAYBE_STORED, put_object, say_maybe, write_new_version
+from hpstore.objects.write.put_source import MemorySource, PutSource
+from hpstore.objects.write.stripe_writer import Throttle
+
+_TRIES = 8  # claims of one put that were taken over, in a row
+
+
+def put_if(
+    store: PoolContext,
+    claims: Claims,
+    key: str,
+    source: PutSource,
+    *,
+    metadata: Metadata,
+    if_absent: bool,
+    if_version: str | None,
+    throttle: Throttle,
+    unit_bytes: int | None = None,
+) -> ObjectInfo:
+    """Store an object while its condition holds. Durable on return, and nothing came in between.
+
+    Raises VersionConflict, LockTimeout, RegistersUnavailable, and what put_object raises. What was
+    written when it raised may still become visible as a whole, unless a later put took its place.
+    """
+    left = False  # whether an attempt may be visible
+    for _ in range(_TRIES):
+        claim = claims.take(key)
+        try:
+            return put_object(
+                store,
+                key,
+                source,
+                metadata=metadata,
+                if_absent=if_absent,
+                if_version=if_version,
+                throttle=partial(_throttle, store, claim, throttle),
+                unit_bytes=unit_bytes,
+                next_counter=claim.next_counter,
+                acknowledge=partial(_acknowledge, store, claims, claim, key),
+            )
+        except ClaimLost as error:  # before it could be acknowledged: look again, write again
+            store.metrics.count("claim_lost_total")
+            left = left or error.maybe_visible
+        except BaseException as error:
+            if left and not getattr(error, "maybe_visible", False):  # of an earlier try
+                say_maybe(error, MAYBE_STORED)
+            raise
+        finally:
+            _drop(store, claim)
+    raise LockTimeout(
+        f"conditional put of {key!r}: its claim was taken over {_TRIES} times in a row, so this "
+        "process was stopped or too slow each time. Nothing was acknowledged; try again."
+    )
+
+
+def bar_puts(store: PoolContext, claims: Claims, key: str) -> bool:
+    """End the conditional puts of a key that have begun: none stores what is not there already.
+
+    True when nothing is there: a tombstone is, above all that they may still publish, and they
+    raise VersionConflict. False when an object is there, which may be of such a put. Raises
+    TooFewDevices, LockTimeout, RegistersUnavailable: then nothing is decided.
+    """
+    for _ in range(_TRIES):
+        claim = claims.take(key)
+        try:
+            survey = stable_survey(store, key, absent=True, patience=PATIENCE)
+            require_known(store.view, survey)
+            newest = newest_by_name(store.view, survey)
+            if newest is not None and newest.kind is not Kind.TOMBSTONE:
+                return False
+            columns = write_new_version(
+                store, key, MemorySource(b""), metadata={}, kind=Kind.TOMBSTONE, survey=survey,
+                next_counter=claim.next_counter,
+            )  # fmt: skip
+            claim.give_back()
+            older = [f for f in survey.files if f.name.version < columns.version]
+            remove_files(store, key, [*older, *columns.superseded])
+            store.deleted.append((columns.version.counter, key))
+            return True
+        except ClaimLost:
+            store.metrics.count("claim_lost_total")
+        finally:
+            _drop(store, claim)
+    raise LockTimeout(f"the claim of {key!r} was taken over {_TRIES} times in a row")
+
+
+def _throttle(store: PoolContext, claim: KeyClaim, throttle: Throttle, nbytes: int) -> None:
+    """Between batches: a long put shows that it lives."""
+    throttle(nbytes)
+    try:
+        claim.keep()
+    except (LockTimeout, RegistersUnavailable):
+        store.metrics.count("claim_not_kept_total")  # the end decides
+
+
+def _acknowledge(
+    store: PoolContext, claims: Claims, claim: KeyClaim, key: str, version: Version
+) -> None:
+    """Everything is durable: it counts if the claim is still there, or nothing has come since.
+
+    Raises VersionConflict; RegistersUnavailable when that cannot be told.
+    """
+    for _ in range(_TRIES):
+        try:
+            claim.give_back()
+        except ClaimLost:
+            store.metrics.count("claim_lost_total")
+        except (RegistersUnavailable, LockTimeout) as error:
+            raise RegistersUnavailable(
+                f"put of {key!r} may have been stored, and is not acknowledged: {error} Read it "
+                "before you put it again.",
+                key=key,
+            ) from error
+        else:
+            return
+        claim = claims.take(key)
+        try:
+            newest = newest_by_name(store.view, stable_survey(store, key, patience=PATIENCE))
+            if newest is None or newest.version.content != version.content:
+                raise VersionConflict(
+                    f"put of {key!r} was overtaken: this process was stopped or slow, another one "
+                    "took its claim over, and a later version is there. What it put may have been "
+                    "read before that.",
+                    key=key,
+                )
+        except BaseException:
+            _drop(store, claim)
+            raise
+    raise LockTimeout(f"put of {key!r} may have been stored: its claim is taken over each time")
+
+
+def _drop(store: PoolContext, claim: KeyClaim) -> None:
+    """Give back what is still held, so that others need not wait; they do if that fails."""
+    try:
+        if claim.held:
+            claim.give_back()
+    except HpstoreError:
+        store.metrics.count("claim_not_given_back_total")
+
+
+__all__ = ["bar_puts", "put_if"]

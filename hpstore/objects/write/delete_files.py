@@ -1,0 +1,48 @@
+"""Removing files of versions that are durably superseded."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+
+from hpstore.objects.context import PATIENCE, PoolContext
+from hpstore.objects.survey import ColumnFile, path_on
+from hpstore.runtime.deadline_wait import Patience
+
+
+def remove_files(store: PoolContext, key: str, files: Iterable[ColumnFile]) -> int:
+    """As remove_all of one key."""
+    return remove_all(store, {key: files})
+
+
+def remove_all(store: PoolContext, files: Mapping[str, Iterable[ColumnFile]]) -> int:
+    """Retire files of older versions by key, best effort; returns how many were asked for.
+
+    The caller knows that a newer version or a tombstone is durable and without debt (PROTOCOL 8,
+    11). What fails is met again by the next put, delete, repair or sweep of the key.
+    """
+    by_device: defaultdict[str, list[tuple[str, ColumnFile]]] = defaultdict(list)
+    for key, found in files.items():
+        for file in found:
+            by_device[file.device].append((key, file))
+
+    def retire(device_id: str) -> Callable[[], None]:
+        def run() -> None:
+            device = store.view.devices[device_id]
+            for key, file in by_device[device_id]:
+                device.retire(path_on(device, key, file.name))
+
+        return run
+
+    present = [d for d in by_device if d in store.view.devices]
+    results = store.scheduler.gather(
+        {d: retire(d) for d in present}, store.settings.device_deadline_seconds,
+        patience=Patience(PATIENCE, lambda _: True),
+    )  # fmt: skip
+    failed = sum(isinstance(result, Exception) for result in results.values())
+    if failed:
+        store.metrics.count("remove_error_total", failed)
+    return sum(len(found) for found in by_device.values())
+
+
+__all__ = ["remove_all", "remove_files"]

@@ -1,0 +1,488 @@
+"""Put and delete: plan on the membership, write, publish, acknowledge (PROTOCOL 3-6, 12)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from hpstore.devices.base import Usage
+from hpstore.devices.horizon_guard import HorizonPassed
+from hpstore.devices.reserve import shortage
+from hpstore.errors import (
+    DeviceFull,
+    HpstoreError,
+    ObjectNotFound,
+    PoolFull,
+    TooFewDevices,
+    VersionConflict,
+)
+from hpstore.format.column_header import ColumnHeader, Metadata, column_file_bytes, encode_header
+from hpstore.format.geometry import Code, Geometry, plan_geometry
+from hpstore.format.keys import Kind, Version
+from hpstore.format.placement import Candidate, choose, placeable
+from hpstore.format.records import Debt
+from hpstore.objects.context import PATIENCE, PoolContext
+from hpstore.objects.horizon import read_horizons
+from hpstore.objects.object_info import ObjectInfo, object_info, version_token
+from hpstore.objects.read.plan import background_run_bytes, run_bytes
+from hpstore.objects.survey import (
+    ColumnFile,
+    Survey,
+    empty_geometry,
+    newest_by_name,
+    require_known,
+    require_writable,
+    stable_survey,
+    unknown_devices,
+)
+from hpstore.objects.write.column_writer import ColumnSet, MembershipMoved
+from hpstore.objects.write.debts import record_debt
+from hpstore.objects.write.delete_files import remove_files
+from hpstore.objects.write.put_source import MemorySource, PutSource
+from hpstore.objects.write.stripe_writer import StripeWriter, Throttle, in_one_call
+from hpstore.units import KIB, MIB
+
+_log = logging.getLogger(__name__)
+PUT_TRIES = 6  # plans of one put: membership changes and failing devices in a row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutContent:
+    """What is to be stored under a version, wherever its columns go."""
+
+    key: str
+    version: Version
+    kind: Kind
+    created_ms: int
+    metadata: Metadata = field(default_factory=dict)
+
+
+class WriteFailed(TooFewDevices):
+    """Too few columns were written; nothing was acknowledged. `devices` says why."""
+
+    devices: dict[str, Exception]
+
+
+MAYBE_STORED = (
+    "The object may have been stored: enough of it has its name on the devices to be read and "
+    "completed. Nothing older is lost unless the new bytes are whole. Look with stat(), or put it "
+    "again."
+)
+MAYBE_DELETED = "The object may have been deleted: a tombstone has its name. Delete it again."
+
+
+def write_failed(text: str, key: str, failures: dict[str, Exception]) -> WriteFailed:
+    """The error, with every device's reason in its message."""
+    reasons = "; ".join(str(failure) for failure in failures.values())
+    error = WriteFailed(f"{text}: {reasons}", key=key)
+    error.devices = failures
+    return error
+
+
+def ran_full(error: Exception | None) -> bool:
+    """Whether a write failed on devices that had no space left for it, and on no others."""
+    return isinstance(error, WriteFailed) and all(
+        isinstance(failure, DeviceFull) for failure in error.devices.values()
+    )
+
+
+def plan_columns(
+    store: PoolContext,
+    key: str,
+    size: int,
+    *,
+    exclude: Iterable[str],
+    kind: Kind = Kind.COLUMN,
+    unit_bytes: int | None = None,
+    offered: Mapping[str, Usage | None] | None = None,
+) -> tuple[Geometry, list[str]]:
+    """Geometry and devices for a new object: k' = min(k, usable - m), full parity.
+
+    `unit_bytes`: of this object, the pool's unless given. `offered`: as Store.offers has `seen`.
+    Raises PoolFull, or TooFewDevices, when not even one data column fits. A tombstone goes where
+    there is room while that is enough.
+    """
+    record, inodes = store.view.record, 1 + len(key.split("/"))  # a directory for each part
+    offers = store.offers(exclude, seen=offered)
+
+    def shape(found: list[Candidate]) -> Geometry:
+        usable = placeable([c.domain for c in found], record.spread)
+        if usable <= record.parity:
+            raise _too_few(store, len(found), file_bytes, inodes)
+        if kind is Kind.TOMBSTONE:
+            return empty_geometry(record.parity)
+        return plan_geometry(
+            size, data=record.data, parity=record.parity,
+            unit_bytes=unit_bytes or record.unit_bytes, usable=usable,
+        )  # fmt: skip
+
+    candidates, file_bytes = store.without_slow([offer.candidate for offer in offers]), 0
+    geometry = shape(candidates)
+    most = size + size // KIB + MIB  # more than any column's file: mostly there is room for that
+    tight = any(shortage(o.usage, file_bytes=most, inodes=inodes) for o in offers)
+    # fewer devices make larger columns
+    while tight and (needed := column_file_bytes(geometry)) > file_bytes:
+        file_bytes = needed
+        roomy = [o for o in offers if not shortage(o.usage, file_bytes=needed, inodes=inodes)]
+        left = store.without_slow([offer.candidate for offer in roomy])
+        enough = placeable([c.domain for c in left], record.spread) > record.parity
+        if kind is Kind.TOMBSTONE and not enough:
+            break  # the reserve and the spares are for it: else a full pool could delete nothing
+        candidates = left
+        geometry = shape(candidates)
+    chosen = choose(key, candidates, geometry.width, parity=record.parity, spread=record.spread)
+    return geometry, [candidate.device for candidate in chosen]
+
+
+def _too_few(store: PoolContext, found: int, file_bytes: int, inodes: int) -> TooFewDevices:
+    """The error for a put or delete that has too few devices to go to."""
+    record = store.view.record
+    full = store.why_full(file_bytes=file_bytes, inodes=inodes)
+    return (PoolFull if full else TooFewDevices)(
+        f"{found} of {len(record.members)} devices can take new data; {record.parity + 1} are "
+        f"needed to keep {record.parity} parity units; reading goes on. {full}Add devices, or "
+        "bring missing ones back."
+    )
+
+
+def make_header(
+    store: PoolContext, content: PutContent, geometry: Geometry, devices: list[str], column: int
+) -> ColumnHeader:
+    """The header of one column. `devices`: the device of every column."""
+    kind = content.kind
+    if kind is Kind.COLUMN and geometry.code is Code.COPIES:
+        kind = Kind.COPY
+    return ColumnHeader(
+        pool_id=store.view.record.pool_id,
+        key=content.key,
+        version=content.version,
+        kind=kind,
+        column=column,
+        geometry=geometry,
+        devices=tuple(devices),
+        generation=store.view.record.generation,
+        created_ms=content.created_ms,
+        metadata=content.metadata,
+    )
+
+
+def make_headers(
+    store: PoolContext, content: PutContent, geometry: Geometry, devices: list[str]
+) -> dict[str, ColumnHeader]:
+    """The headers of all columns, by device. Raises ConfigError where one does not fit, before
+    anything is written: they differ by the column's number."""
+    headers = {
+        device: make_header(store, content, geometry, devices, column)
+        for column, device in enumerate(devices)
+    }
+    encode_header(headers[devices[-1]], store.pool_key)
+    return headers
+
+
+def write_columns(
+    store: PoolContext,
+    content: PutContent,
+    geometry: Geometry,
+    devices: list[str],
+    source: PutSource,
+    *,
+    roll_back: bool,
+    throttle: Throttle | None = None,
+    background: bool = False,
+    left: list[ColumnFile] | None = None,
+    horizons: Mapping[str, int] | None = None,
+) -> ColumnSet:
+    """Write and publish one version. On return at least the floor of rule 5 is durable.
+
+    `background`: in smaller batches, behind which nobody's reads queue up for long.
+
+    `store` is pinned, so that plan and execution see one membership. Raises MembershipMoved or
+    WriteFailed; with `roll_back`, which only the caller who chose the version's nonce may ask for,
+    after taking back what this call had published. Columns that may be visible already are left,
+    and added to `left`. `horizons`: see ColumnSet; HorizonPassed is raised.
+    """
+    headers = make_headers(store, content, geometry, devices)
+    floor = geometry.floor()
+    columns = ColumnSet(
+        store, headers, floor=floor, generation=store.view.record.generation, horizons=horizons
+    )
+    limits = run_bytes if not background else background_run_bytes
+    batch = limits(geometry.width, store.buffers.budget.limit_bytes)
+    whole = in_one_call(geometry, batch)
+    done = False
+    try:
+        if not whole:
+            columns.create()
+        if not columns.failures():  # else plan again, while no byte has moved
+            StripeWriter(store, columns, geometry, floor, batch).run(source, throttle)
+            enough = geometry.width if whole else floor  # else plan again: little moved
+            if len(columns.alive()) >= enough:
+                columns.finish()
+        if len(columns.published()) >= floor:
+            columns.check_generations()
+        done = len(columns.published()) >= floor
+    finally:
+        columns.abandon(take_back=roll_back and not done)
+        if left is not None and not done and columns.visible():
+            left += columns.files()
+    if not done:
+        failures = columns.failures()
+        raise write_failed(
+            f"put of {content.key!r}: {geometry.width - len(failures)} of {geometry.width} columns "
+            f"could be written, {floor} are needed",
+            content.key,
+            failures,
+        )
+    return columns
+
+
+def write_new_version(
+    store: PoolContext,
+    key: str,
+    source: PutSource,
+    *,
+    metadata: Metadata,
+    kind: Kind,
+    survey: Survey,
+    throttle: Throttle | None = None,
+    unit_bytes: int | None = None,
+    revise: Version | None = None,
+    horizons: Mapping[str, int] | None = None,
+    next_counter: Callable[[int], int] | None = None,
+) -> ColumnSet:
+    """Plan and write a version above all of the survey, again when devices fail or leave.
+
+    A full stripe is preferred: when devices fail, the plan moves to other ones while there are
+    enough, and only then goes on with a debt. `revise`: write this one anew, as a later revision
+    of it, which beats no put that came meanwhile (PROTOCOL 1), with the `horizons` of before the
+    survey: HorizonPassed is raised, for the caller to look again.
+    """
+    left: list[
+        ColumnFile
+    ] = []  # of attempts that may be visible: they are superseded, not taken back
+    try:
+        columns = _write_whole(
+            store, key, source, metadata=metadata, kind=kind, survey=survey, throttle=throttle,
+            unit_bytes=unit_bytes, revise=revise, horizons=horizons, left=left,
+            next_counter=next_counter,
+        )  # fmt: skip
+        try:
+            settle_or_owe(store, columns)
+        except BaseException:
+            left += columns.files()
+            raise
+    except BaseException as error:
+        if left:
+            say_maybe(error, MAYBE_DELETED if kind is Kind.TOMBSTONE else MAYBE_STORED)
+        raise
+    columns.superseded = [file for file in left if file.name.version < columns.version]
+    return columns
+
+
+def say_maybe(error: BaseException, text: str) -> None:
+    """An attempt of a put was left where readers may see it: its error must not deny that.
+
+    `text`: MAYBE_STORED or MAYBE_DELETED.
+    """
+    if isinstance(error, HpstoreError):
+        error.maybe_visible = True
+        error.args = (f"{error} {text}", *error.args[1:])
+    else:
+        error.add_note(text)
+
+
+def _write_whole(
+    store: PoolContext, key: str, source: PutSource, *, metadata: Metadata, kind: Kind,
+    survey: Survey, throttle: Throttle | None, unit_bytes: int | None, revise: Version | None,
+    horizons: Mapping[str, int] | None, left: list[ColumnFile],
+    next_counter: Callable[[int], int] | None,
+) -> ColumnSet:  # fmt: skip
+    """Try plans until one is written to its floor; of others that may be visible, `left` grows."""
+    exclude: set[str] = set()
+    last: Exception | None = None
+    horizon = 0
+    for attempt in range(PUT_TRIES):
+        now = store.pinned()
+        try:
+            geometry, devices = plan_columns(
+                now, key, source.size, exclude=exclude, kind=kind, unit_bytes=unit_bytes,
+                offered=None if attempt else survey.offered,
+            )  # fmt: skip
+        except TooFewDevices as error:
+            if last is None:
+                raise
+            full = isinstance(error, PoolFull) or ran_full(last)
+            kind_of_error, hint = (PoolFull, store.make_room) if full else (TooFewDevices, "")
+            raise kind_of_error(f"{error} Before that: {last}. {hint}".rstrip(), key=key) from last
+        if revise is None:
+            version = store.new_version(survey.versions(), above=horizon, next_counter=next_counter)
+        else:
+            version = revise = revise.revised()
+        content = PutContent(
+            key=key, version=version, kind=kind, created_ms=store.clock.wall_ms(),
+            metadata=metadata,
+        )  # fmt: skip
+        try:
+            return write_columns(
+                now, content, geometry, devices, source, roll_back=revise is None,
+                throttle=throttle, left=left, horizons=horizons,
+            )  # fmt: skip
+        except HorizonPassed as error:
+            if revise is not None:
+                raise
+            store.metrics.count("put_replanned_total")
+            horizon, last = max(horizon, error.horizon), error
+        except MembershipMoved as error:
+            store.metrics.count("put_replanned_total")
+            store.refresh()
+            last = error
+        except WriteFailed as error:
+            store.metrics.count("put_retried_total")
+            exclude |= error.devices.keys()
+            last = error
+    raise (PoolFull if ran_full(last) else TooFewDevices)(
+        f"put of {key!r} failed {PUT_TRIES} times in a row: {last}. It is not acknowledged"
+        + ("." if left else "; the version before it is unchanged."),
+        key=key,
+    ) from last
+
+
+def settle_or_owe(store: PoolContext, columns: ColumnSet) -> None:
+    """Before the acknowledgement: a put short of its full stripe records its debt (PROTOCOL 5)."""
+    header = next(iter(columns.columns.values())).header
+    missing = sorted(set(columns.columns) - {c.header.column for c in columns.published()})
+    if not missing:
+        return
+    record_debt(store, Debt(key=header.key, version=header.version, missing=tuple(missing)))
+    store.metrics.count("put_degraded_total")
+    store.damage(header.key)
+
+
+def check_conditions(
+    store: PoolContext, survey: Survey, *, if_absent: bool, if_version: str | None
+) -> None:
+    """PROTOCOL 6. Raises VersionConflict."""
+    if not if_absent and if_version is None:
+        return
+    require_known(store.view, survey)  # else a newer version may be hidden
+    newest = newest_by_name(store.view, survey)
+    exists = newest is not None and newest.kind is not Kind.TOMBSTONE
+    if if_absent and exists:
+        raise VersionConflict(f"object {survey.key!r} exists already", key=survey.key)
+    if if_version is not None:
+        found = version_token(*newest.version.content) if newest is not None and exists else None
+        if found != if_version:
+            raise VersionConflict(
+                f"object {survey.key!r} has version {found}, not {if_version}", key=survey.key
+            )
+
+
+def _survey_to_write(
+    store: PoolContext, key: str, *, absent: bool = True, offers: bool = False
+) -> Survey:
+    """What there is of a key; with members that are back, where too many would be unknown."""
+    view = store.view
+    survey = stable_survey(store, key, absent=absent, patience=PATIENCE, offers=offers)
+    if unknown_devices(view, survey) > view.record.parity and store.look_again(view):
+        return stable_survey(store, key, absent=absent, patience=PATIENCE, offers=offers)
+    return survey
+
+
+def put_object(
+    store: PoolContext,
+    key: str,
+    source: PutSource,
+    *,
+    metadata: Metadata,
+    if_absent: bool = False,
+    if_version: str | None = None,
+    throttle: Throttle | None = None,
+    unit_bytes: int | None = None,
+    next_counter: Callable[[int], int] | None = None,
+    acknowledge: Callable[[Version], None] | None = None,
+) -> ObjectInfo:
+    """Store an object. Durable on return on k' + m devices, or with the debt recorded.
+
+    With a condition, the caller has a claim of the key: `next_counter` gives the counter of a
+    version above one that was seen, `acknowledge` has the last word when all is durable, before
+    anything is removed. `throttle` is called with the bytes of each batch before it is written.
+    `unit_bytes`: of this object, the pool's unless given.
+    """
+    absent = if_absent or if_version is not None
+    survey = _survey_to_write(store, key, absent=absent, offers=True)
+    check_conditions(store, survey, if_absent=if_absent, if_version=if_version)
+    require_writable(store.view, survey)
+    columns = write_new_version(
+        store, key, source, metadata=metadata, kind=Kind.COLUMN, survey=survey, throttle=throttle,
+        unit_bytes=unit_bytes, next_counter=next_counter,
+    )  # fmt: skip
+    published = columns.published()
+    header = published[0].header
+    if acknowledge is not None:
+        acknowledge(header.version)
+    if len(published) == header.geometry.width:
+        older = [f for f in survey.files if f.name.version < header.version]
+        remove_files(store, key, [*older, *columns.superseded])
+    return object_info(header, len(published), may_leave=store.view.may_leave(survey.unknown))
+
+
+def _finish_half_done(store: PoolContext, key: str) -> None:
+    """A tombstone is there already: what it stands for goes once there are m + 1 of it.
+
+    They are made as a later revision of it, which beats no put that has come meanwhile. Raises
+    TooFewDevices when sweeps pass every try: what stands there may go with m devices.
+    """
+    last: HorizonPassed | None = None
+    for _ in range(PUT_TRIES):
+        horizons = read_horizons(store)
+        survey = stable_survey(store, key, patience=PATIENCE)
+        newest = newest_by_name(store.view, survey)
+        if newest is None or newest.kind is not Kind.TOMBSTONE:
+            return
+        version = newest.version
+        try:
+            if len({file.device for file in newest.files}) <= newest.parity:
+                version = write_new_version(
+                    store, key, MemorySource(b""), metadata={}, kind=Kind.TOMBSTONE,
+                    survey=survey, revise=version, horizons=horizons,
+                ).version  # fmt: skip
+        except HorizonPassed as error:
+            last = error
+            continue
+        remove_files(store, key, [f for f in survey.files if f.name.version < version])
+        return
+    failed = TooFewDevices(
+        f"a delete of {key!r} that was half done could not be finished {PUT_TRIES} times in a row: "
+        f"{last}.", key=key,
+    )  # fmt: skip
+    say_maybe(failed, MAYBE_DELETED)
+    raise failed from last
+
+
+def delete_object(store: PoolContext, key: str) -> None:
+    """Delete an object: tombstones on m + 1 devices, then its files.
+
+    Durable on return; a crash before leaves the object, a crash after none. Raises
+    ObjectNotFound when there is nothing, after finishing a delete that was seen half done.
+    """
+    survey = _survey_to_write(store, key)
+    newest = newest_by_name(store.view, survey)
+    if newest is None:
+        require_known(store.view, survey)
+        raise ObjectNotFound(f"no object {key!r}", key=key)
+    require_writable(store.view, survey)
+    if newest.kind is Kind.TOMBSTONE:
+        _finish_half_done(store, key)
+        raise ObjectNotFound(f"no object {key!r}", key=key)
+    columns = write_new_version(
+        store, key, MemorySource(b""), metadata={}, kind=Kind.TOMBSTONE, survey=survey
+    )
+    older = [f for f in survey.files if f.name.version < columns.version]
+    remove_files(store, key, [*older, *columns.superseded])
+    store.deleted.append((columns.version.counter, key))
+
+
+__all__ = ["PutContent", "WriteFailed", "delete_object", "make_header", "make_headers",
+           "plan_columns", "put_object", "settle_or_owe", "write_columns", "write_failed",
+           "write_new_version"]  # fmt: skip

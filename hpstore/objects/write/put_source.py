@@ -1,0 +1,87 @@
+"""Where the bytes of a put come from: memory, a file, or another object being laid out anew."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+from typing import BinaryIO, Protocol
+
+import numpy as np
+
+from hpstore.codec.galois import Bytes
+from hpstore.errors import HpstoreError
+
+
+class PutSource(Protocol):
+    """Bytes that can be read again from any place, as a put that is replanned does."""
+
+    size: int
+
+    def view(self, start: int, end: int) -> Bytes | None:
+        """The bytes in place, valid until the put is over, or None when they must be copied."""
+
+    def read_into(self, start: int, out: Bytes) -> None:
+        """Copy bytes from `start`, filling `out`."""
+
+
+class MemorySource:
+    """The caller's memory; it must not change until the put returns."""
+
+    def __init__(self, data: object) -> None:
+        view = memoryview(data)  # type: ignore[arg-type]  # raises TypeError for what is no buffer
+        if not view.c_contiguous:
+            raise ValueError("data must be contiguous in memory")
+        self._bytes = np.frombuffer(view.cast("B"), np.uint8) if view.nbytes else _EMPTY
+        self.size = view.nbytes
+
+    def view(self, start: int, end: int) -> Bytes | None:
+        return self._bytes[start:end]
+
+    def read_into(self, start: int, out: Bytes) -> None:
+        out[:] = self._bytes[start : start + len(out)]
+
+
+_EMPTY: Bytes = np.empty(0, np.uint8)
+
+
+class FileSource:
+    """A regular file, read by position, all of it, wherever it stands; it must not change until the
+    put returns. Raises TypeError for what has no bytes by position, such as a pipe.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file.fileno()
+        status = os.fstat(self._file)
+        if not stat.S_ISREG(status.st_mode):
+            raise TypeError("data is no regular file: read() it, and give its bytes")
+        self.size = status.st_size
+
+    def view(self, start: int, end: int) -> Bytes | None:
+        return None
+
+    def read_into(self, start: int, out: Bytes) -> None:
+        done = 0
+        while done < len(out):
+            count = os.preadv(self._file, [out[done:].data], start + done)
+            if not count:
+                raise HpstoreError("the source file became shorter while it was read")
+            done += count
+
+
+def as_source(data: object) -> PutSource:
+    """A source for what `put` was given: bytes-like or an open binary file."""
+    if isinstance(data, io.BytesIO):
+        return MemorySource(data.getbuffer())
+    if hasattr(data, "fileno") and hasattr(data, "read"):
+        file = getattr(data, "file", data)  # of tempfile.NamedTemporaryFile
+        if not isinstance(file, io.RawIOBase | io.BufferedReader | io.BufferedRandom):
+            raise TypeError(
+                f"data is a {type(data).__name__}, whose bytes are not those of its file: open it "
+                "in mode 'rb', or give what read() returns"
+            )
+        return FileSource(file)  # type: ignore[arg-type]  # raw or buffered, as open() gives it
+    return MemorySource(data)
+
+
+__all__ = ["FileSource", "MemorySource", "PutSource", "as_source"]

@@ -1,0 +1,1 @@
+"""Pools: create, open, and what one does."""

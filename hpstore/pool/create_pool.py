@@ -1,0 +1,104 @@
+"""Make a pool; open one. The entry points behind `hpstore.create` and `hpstore.open`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from hpstore.config import (
+    PoolConfig,
+    Settings,
+    default_name,
+    find_config,
+    register,
+    require_new,
+    save_config,
+)
+from hpstore.devices.opener import device_opener
+from hpstore.errors import ConfigError
+from hpstore.format.pool_key import new_pool_key
+from hpstore.membership.device_places import require_mounted
+from hpstore.membership.members import create_members
+from hpstore.membership.survival import domain_warning
+from hpstore.pool.pool import Pool
+from hpstore.pool.pool_names import add_to_table, require_free
+from hpstore.runtime.rights import group_number
+from hpstore.units import MIB
+
+_log = logging.getLogger(__name__)
+
+
+def create_pool(
+    devices: Sequence[str | os.PathLike[str]],
+    *,
+    data: int,
+    parity: int,
+    config: str | os.PathLike[str] = "pool.toml",
+    name: str | None = None,
+    domains: Sequence[str] | None = None,
+    unit_bytes: int = MIB,
+    settings: Settings | None = None,
+    allow_root_disk: bool = False,
+) -> Pool:
+    """Make a pool of k + m stripes over `devices` (paths or URLs) and write its pool.toml.
+
+    pool.toml holds the pool's key, without which no byte of it can be checked: keep a copy. Nothing
+    is claimed unless every device can be. With a `name`, `hpstore.open(name)` and URLs find the
+    pool later; it is in the table that HPSTORE_POOLS names, too, where that is set. `domains`: what
+    fails together, one label a device (default: each its own). `allow_root_disk`: also where a
+    mount seems to be missing, so that a device would lie on the disk of the system.
+
+    Raises ConfigError, DeviceInUse, DeviceError.
+    """
+    path = Path(config).absolute()
+    require_new(path, name)
+    if name is not None:
+        require_free(name, path)
+    if settings is not None and settings.group:
+        group_number(settings.group)  # before anything is made
+    if domains is not None and len(domains) != len(devices):
+        raise ConfigError(f"{len(domains)} domains for {len(devices)} devices")
+    urls = [os.fspath(d) if "://" in os.fspath(d) else os.path.abspath(d) for d in devices]
+    if not allow_root_disk:
+        require_mounted(urls)
+    made = PoolConfig(
+        path=path,
+        name=name or default_name(path),
+        devices=tuple(urls),
+        settings=settings or Settings(),
+        key=new_pool_key(),
+    )
+    domains = list(domains) if domains is not None else None
+    with ExitStack() as undo:
+        keep = partial(_keep, made, undo)
+        record = create_members(
+            urls, domains, device_opener(made.settings), made,
+            data=data, parity=parity, unit_bytes=unit_bytes, keep=keep,
+        )  # fmt: skip
+        undo.pop_all()
+    warning = domain_warning(record)
+    if warning:
+        _log.warning("%s", warning)
+    if name is not None:
+        register(made)
+        add_to_table(name, path)
+    return Pool(made)
+
+
+def _keep(made: PoolConfig, undo: ExitStack) -> None:
+    """Write pool.toml, which alone has the key, before there is a pool that needs it."""
+    require_new(made.path, None)  # another one may have been made since the first look
+    save_config(made)
+    undo.callback(made.path.unlink, missing_ok=True)
+
+
+def open_pool(where: str | os.PathLike[str], *, read_only: bool = False) -> Pool:
+    """Open a pool by its pool.toml or its registered name; with up to m devices missing."""
+    return Pool(find_config(where), read_only=read_only)
+
+
+__all__ = ["create_pool", "open_pool"]

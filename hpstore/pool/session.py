@@ -1,0 +1,469 @@
+"""An open pool's life: opening, membership as it changes, locks, background repair, fork, close."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+
+from hpstore.agreement.claims import Claims
+from hpstore.agreement.registers import MEMBERSHIP, repair_hold
+from hpstore.codec import choose_backend
+from hpstore.config import PoolConfig, load_config, save_config
+from hpstore.devices.base import Device
+from hpstore.devices.opener import (
+    OpenedDevice,
+    Opener,
+    device_opener,
+    identify_all,
+    is_denied,
+    is_released,
+    make_place,
+    prove,
+    same_form,
+)
+from hpstore.errors import (
+    AlreadyClosed,
+    ConfigError,
+    DeviceReadOnly,
+    HpstoreError,
+    LockTimeout,
+    MembershipError,
+    RegistersForeign,
+    RegistersUnavailable,
+)
+from hpstore.format.records import Member, PoolRecord
+from hpstore.health.monitor import Monitor
+from hpstore.maintenance.rebuild import pay_debts
+from hpstore.maintenance.repair_object import repair_object
+from hpstore.membership.members import (
+    check_memory,
+    find_member,
+    is_rolled_forward,
+    newest_record,
+    roll_forward,
+)
+from hpstore.membership.open_members import (
+    belongs,
+    copied,
+    foreign,
+    make_view,
+    open_members,
+    refusing,
+    require_key_to_write,
+    suffice,
+    trusted,
+    unlisted,
+)
+from hpstore.membership.pool_registers import PoolRegisters
+from hpstore.objects.context import PATIENCE, PoolContext, View
+from hpstore.objects.horizon import mend_horizons
+from hpstore.pool.membership_watch import Follower
+from hpstore.pool.process_resources import RepairQueue, make_scheduler, make_store, renew_after_fork
+from hpstore.runtime.buffers import Lease
+from hpstore.runtime.clock import Clock, SystemClock
+from hpstore.runtime.closing import Closing
+from hpstore.runtime.lacks import lacks_total, naming_lacks
+
+_log = logging.getLogger(__name__)
+
+
+def _note_read_only(store: PoolContext, devices: Mapping[str, DeviceReadOnly]) -> None:
+    """Tell a store which devices can be read, no more."""
+    for device_id, error in devices.items():
+        store.note_write(device_id, error.device or device_id, error)
+
+
+class PoolHandle(Closing):
+    """What stands behind a Pool. Made by `hpstore.create` and `hpstore.open`."""
+
+    def __init__(
+        self,
+        config: PoolConfig,
+        *,
+        read_only: bool = False,
+        opener: Opener | None = None,
+        clock: Clock | None = None,
+        threads: bool = True,
+        erasure_backend: str | None = None,
+        monitor: bool | None = None,
+    ) -> None:
+        """`monitor`: whether devices' health is watched; by the settings, where there are threads,
+        unless given."""
+        require_key_to_write(config, read_only=read_only)
+        self.config, self.read_only = config, read_only
+        self._opener = opener or device_opener(config.settings, lambda: self.config.devices)
+        self._options = (threads, erasure_backend)
+        self._store = self._open_store(clock or SystemClock(), threads, erasure_backend)
+        watched = config.settings.health and threads if monitor is None else monitor
+        self.health = Monitor(self._store, enabled=watched)
+        if not threads:
+            self.health.pause()
+        view = self._store.view
+        self._store.view = replace(view, devices=self.health.metered(view.devices))
+        self._store.refresh = self.refresh
+        self._store.damage = self._damage
+        self._store.registers = self.registers = PoolRegisters(
+            self._store, lambda: config.settings.run_path(self._store.view.record.pool_id)
+        )
+        self._store.key_lock = self._repair_lock
+        self._claims = Claims(
+            self.registers, self._store.clock, lambda seen: self._store.counter.next(seen),
+            deadline_seconds=config.settings.lock_deadline_seconds,
+            ttl_seconds=config.settings.claim_seconds,
+        )  # fmt: skip
+        self._repairs = RepairQueue()
+        self._repairer: threading.Thread | None = None
+        self._wake = threading.Event()
+        self._closed = False
+        self._make_locks()
+        self._follower = Follower(self._store, self.refresh)
+        if threads:
+            self.health.listen(self._follower.look)
+        _forget_at_fork(self)
+        if not read_only:
+            try:
+                self._recover()
+            except BaseException:
+                self.close()
+                raise
+
+    def _open_store(self, clock: Clock, threads: bool, erasure_backend: str | None) -> PoolContext:
+        """Open the devices; nothing stays open when that fails."""
+        config, backend = self.config, choose_backend(erasure_backend)
+        scheduler = make_scheduler(config.settings, threads=threads)
+        try:
+            opened = open_members(config, self._opener, scheduler, read_only=self.read_only)
+        except BaseException:
+            scheduler.close(0.1)
+            raise
+        record = opened.view.record
+        try:
+            check_memory(config, record.data + record.parity, record.unit_bytes)
+        except BaseException:
+            scheduler.close(0.1)
+            for device in opened.view.devices.values():
+                device.close()
+            raise
+        self._problems, self._denied = dict(opened.problems), opened.denied
+        store = make_store(
+            opened.view, config.settings, backend, clock, scheduler, read_only=self.read_only,
+            pool_key=config.key,
+        )  # fmt: skip
+        _note_read_only(store, opened.read_only)
+        return store
+
+    def _make_locks(self) -> None:
+        """Taken in this order, also anew in the child of a fork."""
+        self._renew = threading.RLock()  # one reads the membership at a time; held across I/O
+        self._exchange = threading.Lock()  # guards the exchange of the view
+        self._starting = threading.Lock()  # guards _repairer
+
+    def _set_places(self, places: set[str], given: str = "") -> None:
+        """Change where the settings look for devices, keeping their order. `given`: one of them as
+        the caller wrote it, with what opens it."""
+        known = [place for place in self.config.devices if same_form(place) in places]
+        left = places - {same_form(place) for place in known}
+        new = sorted(given if place == same_form(given) else place for place in left)
+        if [*known, *new] != list(self.config.devices):
+            self.config = replace(self.config, devices=(*known, *new))
+            if self.config.path.exists():
+                save_config(self.config)
+
+    @contextmanager
+    def _leaving(self, device: str) -> Iterator[Member]:
+        """A member that the block evicts. Its place is then looked at no more, unless another one
+        answers there, such as the disk that replaces it; readmit finds it by its record.
+        """
+        member = self._member(device)
+        if member.left:
+            raise MembershipError(f"{device} is evicted already")
+        here = self._store.view.devices.get(member.device_id)
+        place = same_form(member.url if here is None else here.url)
+        yield member
+        kept = {same_form(other.url) for other in self._store.view.devices.values()}
+        rest = {same_form(known) for known in self.config.devices} - ({place} - kept)
+        try:
+            if rest:
+                self._set_places(rest)
+        except ConfigError as error:  # it has left all the same
+            _log.warning("%s still names %s, which has left the pool: %s", self.config.path, place,
+                         error)  # fmt: skip
+
+    def refresh(self) -> None:
+        """Read the membership anew: newest record, devices that came, left or came back.
+
+        A device that hangs costs the open deadline.
+        """
+        with self._renew:
+            store, view = self._store, self._store.view
+            record = newest_record(store)
+            if self.config.path.exists():
+                known = load_config(self.config.path).devices
+                self.config = replace(self.config, devices=known)
+            wanted = {m.device_id for m in record.members}
+
+            def rests(device_id: str, device: Device) -> bool:
+                store.generation_on(device_id, device)
+                return is_released(device)
+
+            answers = store.each(view.devices, rests, patience=PATIENCE)
+            silent = {d for d, answer in answers.items() if isinstance(answer, Exception)}
+            off = silent | {d for d, answer in answers.items() if answer is True}
+            kept = {d: x for d, x in view.devices.items() if d in wanted and d not in off}
+            fresh = self._open_others(record, kept) if wanted - kept.keys() else {}
+            quiet = {d: view.devices[d] for d in (silent & wanted) - fresh.keys()}
+            devices = {**kept, **fresh, **quiet}
+            with self._exchange:
+                sitting_out = store.view.sitting_out & wanted
+                store.view = View(record=record, devices=devices, sitting_out=sitting_out)
+            if devices.keys() != view.devices.keys() or record.generation != view.record.generation:
+                self._repairs.rest_no_more()
+            for device_id in view.devices.keys() - kept.keys() - quiet.keys():
+                store.scheduler.forget(device_id, view.devices[device_id].close)
+
+    def _open_others(self, record: PoolRecord, kept: dict[str, Device]) -> dict[str, Device]:
+        """Try the places in the settings that are not open, or do not answer any more."""
+        here = {same_form(device.url) for device in kept.values()}
+        places = [*self.config.devices, *unlisted(self.config, record, kept)]
+        urls = [url for url in places if same_form(url) not in here]
+        scheduler, settings = self._store.scheduler, self.config.settings
+        deadline = settings.open_deadline_seconds
+        opened, failed = identify_all(
+            urls, self._opener, scheduler, deadline, self.config.key,
+            lambda found: suffice(record, [*kept, *(o.identity.device_id for o in found.values())]),
+        )  # fmt: skip
+        problems = {url: str(error) for url, error in failed.items()}
+        for url, found in list(opened.items()):
+            ours = belongs(found, record.pool_id)
+            if ours and found.identity.device_id not in kept:
+                continue
+            problems[url] = copied(url) if ours else foreign(url)
+            opened.pop(url).device.close()
+        proof = prove(
+            opened, scheduler, write=not self.read_only, deadline_seconds=deadline,
+            enough=lambda ids: suffice(record, [*kept, *ids]),
+        )  # fmt: skip
+        for url, error in proof.failed.items():
+            problems[url] = str(error)
+            opened.pop(url)
+        _note_read_only(self._store, refusing(opened, proof))
+        self._denied = proof.denied | {url for url, error in failed.items() if is_denied(error)}
+        devices = make_view(record, opened.values(), problems).devices
+        self._problems = problems
+        return self.health.metered(devices)
+
+    def _spare(self, device_id: str) -> None:
+        """Keep this process' reads and new columns off a device. Raises MembershipError."""
+        with self._exchange:
+            view = self._store.view
+            out, parity = view.sitting_out | {device_id}, view.record.parity
+            if len(out) > parity:
+                raise MembershipError(
+                    f"{len(out)} devices would sit out; parity replaces only {parity}"
+                )
+            self._store.view = replace(view, sitting_out=out)
+        self._store.routing.changed()  # open readers heed it, too
+
+    def _spare_no_more(self, device_id: str) -> None:
+        with self._exchange:
+            view = self._store.view
+            self._store.view = replace(view, sitting_out=view.sitting_out - {device_id})
+        self._store.routing.changed()
+
+    def _open_place(self, url: str) -> Device:
+        """Open the place of a device to be, made if need be, under the open deadline."""
+
+        def open_it() -> Device:
+            make_place(url, self.config.settings)
+            return self._opener(url)
+
+        def late(_: str, future: Future[Device]) -> None:
+            if future.exception() is None:
+                future.result().close()
+
+        scheduler, deadline = self._store.scheduler, self.config.settings.open_deadline_seconds
+        (found,) = scheduler.gather_once({same_form(url): open_it}, deadline, late).values()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _find_device(self, member: Member, given: str = "") -> OpenedDevice:
+        """Open a device that is no member now, where it was or anywhere in the settings. `given`:
+        what the caller named it by, perhaps a URL with what opens it."""
+        was = [member.url] if trusted(self.config, member.url) else []
+        known = {same_form(url): url for url in (*was, *self.config.devices)}
+        if "://" in given:
+            known[same_form(given)] = given
+        open_now = {same_form(device.url) for device in self._store.view.devices.values()}
+        urls = [url for place, url in known.items() if place not in open_now]
+        scheduler, deadline = self._store.scheduler, self.config.settings.open_deadline_seconds
+        opened, failed = identify_all(
+            sorted(urls), self._opener, scheduler, deadline, self.config.key
+        )
+        found = None
+        for other in opened.values():
+            if found is None and other.identity.device_id == member.device_id:
+                found = other
+            else:
+                other.device.close()
+        if found is None:
+            reason = failed.get(member.url, f"{member.url} holds another device now (wiped?)")
+            if not was:
+                reason = (f"the pool's record has it at {member.url}, and the settings use no such "
+                          "protocol: list it in pool.toml if it is yours")  # fmt: skip
+            raise MembershipError(
+                f"device {member.device_id[:8]} does not answer: {reason}. A wiped one is added as "
+                "a new device."
+            )
+        return found
+
+    def _member(self, device: str, *, returning: bool = False) -> Member:
+        view = self._store.view
+        place = device if "://" in device else os.path.abspath(device)
+        known = {m.device_id for m in (*view.record.members, *view.record.evicted)}
+        by_id = len(device) >= 4 and any(name.startswith(device) for name in known)
+        name = device if by_id else place
+        return find_member(view.record, view.devices, name, returning=returning)
+
+    # --- life -------------------------------------------------------------------------------
+
+    def _recover(self) -> None:
+        """At open: bring devices that are behind up to date, sweep orphans, pay debts."""
+        store = self._store
+        try:
+            if not is_rolled_forward(store):  # many may open it at once: none waits for another
+                with self.registers.hold(MEMBERSHIP, "open", deadline_seconds=0.5):
+                    roll_forward(store, newest_record(store))
+        except (LockTimeout, RegistersForeign, RegistersUnavailable) as error:
+            _log.info(
+                "pool %s: devices are not brought up to date now: %s", self.config.name, error
+            )
+        store.each(store.view.devices, lambda _, device: device.sweep())
+        mend_horizons(store)
+        pay_debts(store)
+
+    def _damage(self, key: str) -> None:
+        """A read met damage: repair in the background."""
+        if self.read_only or self._closed or not self._options[0] or not self._repairs.add(key):
+            return
+        with self._starting:
+            if self._repairer is None or not self._repairer.is_alive():
+                self._repairer = threading.Thread(
+                    target=self._repair_loop, name="hpstore-repair", daemon=True
+                )
+                self._repairer.start()
+        self._wake.set()
+
+    def _repair_loop(self) -> None:
+        while not self._closed:
+            key = self._repairs.take()
+            if key is None:
+                self._wake.wait(0.2)
+                self._wake.clear()
+                continue
+            good = False
+            try:
+                repair_object(self._store, key, verify=True)
+                self._store.metrics.count("read_repair_total")
+                good = True
+            except (HpstoreError, OSError) as error:
+                self._store.metrics.count("read_repair_error_total")
+                _log.warning("repair of %r failed, it is tried again later: %s", key, error)
+            finally:
+                self._repairs.done(key, good=good)
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Hold the membership, with the newest record rolled forward (PROTOCOL 14)."""
+        try:
+            with self.registers.hold(MEMBERSHIP, "membership change"):
+                self.refresh()
+                roll_forward(self._store, self._store.view.record)
+                yield
+        except RegistersUnavailable as error:
+            raise MembershipError(str(error)) from error
+
+    def _repair_lock(self, key: str) -> AbstractContextManager[object]:
+        """One repair of a key at a time."""
+        return self.registers.hold(repair_hold(key), f"repair of {key!r}")
+
+    def _usable(self) -> None:
+        if self._closed:
+            raise AlreadyClosed(f"pool {self.config.name!r} is closed")
+
+    @property
+    def denied(self) -> frozenset[str]:
+        """Places of devices on which this user has no rights, or may not write."""
+        return self._denied
+
+    def _naming_lacks(self) -> AbstractContextManager[None]:
+        """Where a device was left out for want of rights, no error says that it is lost."""
+        return naming_lacks(-1 if self._denied else lacks_total())
+
+    def _writable(self) -> None:
+        self._usable()
+        if self.read_only:
+            raise DeviceReadOnly(f"pool {self.config.name!r} was opened read-only")
+
+    def _after_fork(self) -> None:
+        self._make_locks()
+        self._repairs, self._repairer, self._wake = RepairQueue(), None, threading.Event()
+        renew_after_fork(self._store)
+        self.registers.after_fork()
+        self.health.after_fork()
+        self._follower.after_fork()
+
+    def scratch(self, nbytes: int, what: str) -> Lease | None:
+        """Page-aligned memory of `memory_bytes`, to be released; None when all is in use.
+
+        That is counted as `<what>_without_memory_total`, and logged once.
+        """
+        return self._store.scratch(nbytes, what)
+
+    @property
+    def recycles(self) -> bool:
+        """Whether a device keeps files for new columns to overwrite."""
+        modes = {device.mode for device in self._store.view.devices.values()}
+        return self.config.settings.recycle_bytes > 0 and not modes <= {"memory", "remote"}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (partial(type(self), read_only=self.read_only), (self.config,))
+
+    def __repr__(self) -> str:
+        record = self._store.view.record
+        return f"<hpstore pool {self.config.name!r} {record.data}+{record.parity}>"
+
+    def close(self) -> None:
+        """Stop threads and release devices. Idempotent; nothing durable depends on it."""
+        if self._closed:
+            return
+        self._closed = True
+        self.health.close()
+        self._follower.close()
+        self._wake.set()
+        if self._repairer is not None:
+            self._repairer.join(10.0)
+        devices = self._store.view.devices
+        self._store.scheduler.close(at_end={d: device.close for d, device in devices.items()})
+        self._store.buffers.clear()
+
+
+def _forget_at_fork(pool: PoolHandle) -> None:
+    reference = weakref.ref(pool)
+
+    def renew() -> None:
+        alive = reference()
+        if alive is not None:
+            alive._after_fork()
+
+    os.register_at_fork(after_in_child=renew)
+
+
+__all__ = ["PoolHandle"]

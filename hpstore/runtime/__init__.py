@@ -1,0 +1,1 @@
+"""Threads, memory, clocks and counters of one process."""

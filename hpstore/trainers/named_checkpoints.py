@@ -1,0 +1,269 @@
+"""Checkpoints that go by a name, as trainers call theirs, over a Checkpointer that counts steps.
+
+    <prefix>/saves/...          checkpoints, numbered as they were made
+    <prefix>/names/<name>       which of them a name means: its put is what makes a save visible
+    <prefix>/doubtful/<number>  may be left over from a crash: judged after the next save
+
+A checkpoint is deleted only after its name was read and means another one, or none.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hpstore.checkpoint import Checkpointer, SaveHandle
+from hpstore.checkpoint.catalog.not_found_hint import SAVES
+from hpstore.checkpoint.format.checkpoint_manifest import checked_step
+from hpstore.checkpoint.state.state_tree import MAX_DEPTH, is_leaf
+from hpstore.checkpoint.state.typed_objects import children_of, is_stateful
+from hpstore.errors import CheckpointError, HpstoreError, IntegrityError, ObjectNotFound
+from hpstore.format.keys import check_key
+from hpstore.format.records import FORMAT, seal, unseal
+from hpstore.format.untrusted_bytes import parsing
+from hpstore.pool.pool import Pool
+from hpstore.runtime.closing import Closing
+
+_log = logging.getLogger(__name__)
+
+
+def refuse_states(value: object, path: str, depth: int = 0) -> None:
+    """Raise CheckpointError naming an object with a state_dict(): its state would come back in its
+    place. Other types are for the Checkpointer to take or to refuse. Pure."""
+    if depth > MAX_DEPTH:
+        raise CheckpointError(f"{path} is nested deeper than {MAX_DEPTH}")
+    if isinstance(value, torch.Tensor) or is_leaf(value):
+        return
+    if is_stateful(value):
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise CheckpointError(
+            f"{path} is a {kind}, of which only the state would come back. Save its state_dict() "
+            "instead. Nothing was written."
+        )
+    for name, child in children_of(value) or ():
+        refuse_states(child, f"{path}[{name!r}]", depth + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """A name and the number of the checkpoint that it means."""
+
+    name: str
+    number: int
+
+    def encode(self) -> bytes:
+        return seal({"format": FORMAT, "name": self.name, "number": self.number})
+
+    @classmethod
+    def decode(cls, data: bytes, *, where: str) -> Named:
+        """Inverse of encode. Raises IntegrityError, FormatTooNew."""
+        with parsing(where):
+            body = unseal(data, where=where)
+            return cls(name=str(body["name"]), number=checked_step(int(str(body["number"]))))
+
+
+class NamedCheckpoints(Closing):
+    """Save, load and remove checkpoints by name. One saving process per prefix at a time.
+
+    save() returns once the state is staged; the rest goes on in the background, in order: commit,
+    name, then removals. A removal asked for during a save waits until that save is durable with
+    its full parity, and is postponed when it failed: there is never less than before. What went
+    wrong is raised by the next save(), load(), wait() or close().
+
+    keep_last: how many names stay; the oldest go after a newer one is durable. None keeps all.
+    allow_pickle: as of Checkpointer.
+    """
+
+    def __init__(
+        self, pool: Pool, prefix: str, *, keep_last: int | None = None, allow_pickle: bool = False
+    ) -> None:  # fmt: skip
+        if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+            raise CheckpointError("keep_last must be a whole number of at least 1, or None")
+        self.pool, self.prefix, self.keep_last = pool, check_key(prefix), keep_last
+        self._checkpoints = Checkpointer(
+            pool, f"{prefix}/{SAVES}", rng=False, alone=True, allow_pickle=allow_pickle
+        )
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hpstore-names")
+        self._pending: list[Future[None]] = []  # of the one save under way and its removals
+        # names to remove, and whom to tell; the worker's alone
+        self._postponed: dict[str, Callable[[], None] | None] = {}
+        self._whole = True  # the last save is durable with full parity; the worker's alone
+        self._number: int | None = None  # of the last save here
+        self._closed = False
+
+    # --- saving -----------------------------------------------------------------------------
+
+    def save(
+        self, name: str, state: Mapping[str, Any], *, durable: Callable[[], None] | None = None
+    ) -> None:
+        """Save plain nested values under `name`, in place of what had that name.
+
+        Returns once staged; the tensors may change then. `durable` is called, on the background
+        thread, when a restart would find it. A crash before leaves the name as it was. Raises
+        CheckpointError naming an entry that cannot be saved, and what went wrong before.
+        """
+        self.wait()
+        self._pointer_key(name)  # raises before anything is staged
+        refuse_states(state, "checkpoint")
+        number = self._next_number()
+        self._doubt(Named(name=name, number=number))
+        handle = self._checkpoints.save(number, {"name": name, "checkpoint": dict(state)})
+        self._number = number
+        named = Named(name=name, number=number)
+        self._pending.append(self._worker.submit(self._publish, named, handle, durable))
+
+    def _next_number(self) -> int:
+        if self._number is None:
+            known = [*self._checkpoints.steps(), *(n.number for n in self._named())]
+            self._number = max(known, default=-1)
+        return self._number + 1
+
+    def _publish(
+        self, named: Named, handle: SaveHandle, durable: Callable[[], None] | None
+    ) -> None:
+        self._whole = False
+        report = handle.result()
+        before = self._read(named.name)
+        if before is not None:
+            self._doubt(before)
+        self._postponed.pop(named.name, None)  # it was of the one that is replaced
+        info = self.pool.put(self._pointer_key(named.name), named.encode())
+        if durable is not None:
+            durable()
+        spare = min(report.spare_columns, info.spare_columns)
+        self._whole = spare >= self.pool.parity
+        if not self._whole:
+            _log.warning("%s survives %d losses: nothing older is removed", named, spare)
+            return
+        self._tidy()
+
+    def remove(self, name: str, *, removed: Callable[[], None] | None = None) -> None:
+        """Remove a name and its checkpoint, after the save under way; not when that failed.
+
+        A name that is not there is passed over. `removed` is called when it is gone.
+        """
+        if self._closed:
+            raise CheckpointError("these checkpoints are closed")
+        self._pending.append(self._worker.submit(self._remove, name, removed))
+
+    def _remove(self, name: str, removed: Callable[[], None] | None) -> None:
+        self._postponed[name] = removed
+        if self._whole:
+            self._tidy()
+        else:
+            _log.warning("removal of %r waits for a save that is durable in full", name)
+
+    # --- removing: on the worker --------------------------------------------------------------
+
+    def _tidy(self) -> None:
+        """Removals that waited, retention, and what crashes left. Failing at it fails no save."""
+        try:
+            if self.keep_last is not None:
+                # names that a listing misses are kept: it errs on the safe side
+                ordered = sorted(self._named(), key=lambda named: named.number)
+                for named in ordered[: -self.keep_last]:
+                    self._postponed.setdefault(named.name, None)
+            while self._postponed:
+                name, removed = next(iter(self._postponed.items()))
+                self._forget(name)
+                del self._postponed[name]
+                if removed is not None:
+                    removed()
+            for key in self.pool.list(f"{self.prefix}/doubtful/"):
+                self._judge(key)
+        except (HpstoreError, OSError) as error:
+            _log.warning("removals under %r are postponed: %s", self.prefix, error)
+
+    def _forget(self, name: str) -> None:
+        named = self._read(name)
+        if named is not None:
+            self._doubt(named)
+            self.pool.delete(self._pointer_key(name))
+
+    def _judge(self, key: str) -> None:
+        """Delete a doubtful checkpoint, unless its name means it."""
+        doubted = Named.decode(self.pool.get(key), where=key)
+        current = self._read(doubted.name)  # raises when that is not certain
+        meant = current is not None and current.number == doubted.number
+        if not meant and doubted.number in self._checkpoints.steps():
+            self._checkpoints.delete(doubted.number)
+        self.pool.delete(key)
+
+    def _doubt(self, named: Named) -> None:
+        self.pool.put(f"{self.prefix}/doubtful/{named.number:012d}", named.encode())
+
+    # --- finding ------------------------------------------------------------------------------
+
+    def _pointer_key(self, name: str) -> str:
+        return check_key(f"{self.prefix}/names/{name}")
+
+    def _read(self, name: str) -> Named | None:
+        key = self._pointer_key(name)
+        try:
+            return Named.decode(self.pool.get(key), where=key)
+        except ObjectNotFound:
+            return None
+
+    def _named(self) -> list[Named]:
+        keys = self.pool.list(f"{self.prefix}/names/")
+        found = [self._read(key.removeprefix(f"{self.prefix}/names/")) for key in keys]
+        return [named for named in found if named is not None]
+
+    def names(self) -> list[str]:
+        """Names of durable checkpoints, oldest save first."""
+        return [named.name for named in sorted(self._named(), key=lambda named: named.number)]
+
+    def latest(self) -> str | None:
+        """The name saved last among those that can be read; None when there is none."""
+        valid = self._checkpoints.latest_valid()
+        found = [n for n in self._named() if valid is not None and n.number <= valid]
+        return max(found, key=lambda named: named.number).name if found else None
+
+    def load(self, name: str) -> dict[str, Any]:
+        """The state under `name`, verified, tensors on the CPU; the caller owns it.
+
+        Raises CheckpointError naming what there is, IntegrityError, RedundancyError.
+        """
+        self.wait()
+        named = self._read(name)
+        if named is None:
+            raise CheckpointError(
+                f"no checkpoint {name!r} under {self.prefix!r}; the newest are {self.names()[-8:]}"
+            )
+        state = self._checkpoints.load_state(named.number)
+        if state.get("name") != name:
+            raise IntegrityError(f"checkpoint {named.number} under {self.prefix!r} is not {name!r}")
+        found: dict[str, Any] = state["checkpoint"]
+        return found
+
+    # --- ending -------------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Wait for the save and the removals under way; raises what went wrong in them."""
+        if self._closed:
+            raise CheckpointError("these checkpoints are closed")
+        pending, self._pending = self._pending, []
+        errors = [error for error in (future.exception() for future in pending) if error]
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            raise BaseExceptionGroup(f"saving under {self.prefix!r} failed", errors)
+
+    def close(self) -> None:
+        """Wait, then release threads and the arena. Idempotent; the pool stays open."""
+        if self._closed:
+            return
+        try:
+            self.wait()
+        finally:
+            self._closed = True
+            self._worker.shutdown()
+            self._checkpoints.close()
+
+
+__all__ = ["Named", "NamedCheckpoints", "refuse_states"]
