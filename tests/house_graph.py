@@ -116,15 +116,28 @@ def levels(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
     return rows
 
 
+def reduced(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """Without the arrows that a longer way has the beginning and the end of. No circles."""
+
+    @cache
+    def below(node: str) -> set[str]:
+        return {other for step in graph.get(node, ()) for other in (step, *below(step))}
+
+    return {
+        node: others - {far for near in others for far in below(near)}
+        for node, others in graph.items()
+    }
+
+
 def picture() -> str:
-    """The outer folders as SVG, each above all that it imports."""
-    graph = arrows(1)
+    """The outer folders as SVG, each above all that it imports; the shortest arrows alone."""
+    graph = reduced(arrows(1))
     rows = levels(graph)
-    across = max(map(len, rows)) * (WIDE + GAP_X) + 460
+    across = max(map(len, rows)) * (WIDE + GAP_X) + 240
     places = {}
     for y, row in enumerate(rows):
         for x, node in enumerate(row):
-            shift = 60 * (y % 4) + (across - 240 - len(row) * (WIDE + GAP_X)) // 2
+            shift = 60 * (y % 4) + (across - 180 - len(row) * (WIDE + GAP_X)) // 2
             places[node] = (shift + x * (WIDE + GAP_X), 10 + y * GAP_Y)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {across} {len(rows) * GAP_Y + 10}" '
@@ -136,7 +149,7 @@ def picture() -> str:
             (x1, y1), (x2, y2) = places[node], places[other]
             lines.append(
                 f'<line x1="{x1 + WIDE // 2}" y1="{y1 + HIGH}" x2="{x2 + WIDE // 2}" y2="{y2}" '
-                'stroke="#9ab" stroke-width="0.7"/>'
+                'stroke="#689"/>'
             )
     for node, (x, y) in sorted(places.items()):
         lines.append(
