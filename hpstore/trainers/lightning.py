@@ -84,9 +84,10 @@ class HPCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: PathLike, storage_options: object = None
     ) -> None:
-        """Save; returns once staged. Raises CheckpointError naming an entry it cannot hold."""
+        """Save; returns once staged. Raises CheckpointError naming an entry it cannot hold, and
+        TypeError for storage_options, as every CheckpointIO that has no use for them."""
         if storage_options is not None:
-            raise CheckpointError("HPCheckpointIO takes no storage_options")
+            raise TypeError("HPCheckpointIO takes no storage_options. Nothing was saved.")
         marker = self._marker(path)
         made = marker is not None and not os.path.isfile(marker)
         self.checkpoints.save(
@@ -176,8 +177,9 @@ class HPCheckpointIO(CheckpointIO):
         """The checkpoint itself in the place of the marker; whole, as it is renamed there."""
         if marker is not None:
             self._make_way(marker)
-            torch.save(checkpoint, f"{marker}.part")
-            os.replace(f"{marker}.part", marker)
+            with open(f"{marker}.part", "wb") as file:
+                torch.save(checkpoint, file)
+            os.replace(file.name, marker)
 
     def _make_way(self, marker: str) -> None:
         os.makedirs(os.path.dirname(marker), exist_ok=True)

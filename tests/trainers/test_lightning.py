@@ -15,6 +15,7 @@ from collections import Counter, OrderedDict, deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -317,6 +318,23 @@ def test_a_checkpoint_can_be_a_file_for_code_that_opens_paths(pool: Pool, tmp_pa
         found = Tiny.load_from_checkpoint(io.file(path))
         assert found.hparams.width == 5
         assert same(found.state_dict(), model.state_dict())
+        io.close()
+
+
+def test_a_file_is_one_call_of_torch_save_on_an_open_file(pool: Pool, tmp_path: Path) -> None:
+    """Code that takes torch.save's place (Lightning's tests count its calls) need not make a file
+    of its own for the checkpoint to stand; storage_options are a TypeError, as in Lightning."""
+    with pool:
+        io = HPCheckpointIO(pool, "run", files=True)
+        path = tmp_path / "c" / "one.ckpt"
+        with mock.patch("torch.save") as saved:
+            io.save_checkpoint({"step": 3}, path)
+        assert saved.call_count == 1
+        assert path.is_file()
+        assert [file.name for file in path.parent.iterdir()] == ["one.ckpt"]
+        with pytest.raises(TypeError, match="storage_options"):
+            io.save_checkpoint({"step": 4}, path, storage_options={"token": "x"})
+        assert io.load_checkpoint(path) == {"step": 3}
         io.close()
 
 
