@@ -24,7 +24,7 @@ class SystemClock:
     """The machine's clocks."""
 
     def wall_ms(self) -> int:
-        return time.time_ns() // 1_000_000
+        return max(0, time.time_ns() // 1_000_000)  # before 1970 it is set wrong: nobody reads that
 
     monotonic = staticmethod(time.monotonic)  # asked twice for each call on a device
 

@@ -110,7 +110,7 @@ def make_manifest(metadata: Metadata, results: Sequence[WriteResult], *, session
         raise CheckpointError("the planner's data hold tensors; hpstore records plain values only")
     return Manifest(
         step=0,
-        created_ms=time.time_ns() // 1_000_000,
+        created_ms=max(0, time.time_ns() // 1_000_000),
         segments=tuple(segments),
         items=tuple(items),
         tree=TREE,

@@ -447,7 +447,7 @@ class SaveJob:
             )
         manifest = Manifest(
             step=self._options.step,
-            created_ms=time.time_ns() // 1_000_000,
+            created_ms=max(0, time.time_ns() // 1_000_000),
             segments=tuple(merged.segments),
             items=(),
             tree=tree,
