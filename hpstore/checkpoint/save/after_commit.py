@@ -62,8 +62,8 @@ class AfterCommits:
                 self._flush()
 
     def _after_fork(self) -> None:
-        """In a forked child: what is left is the parent's to see to, whose thread may have held the
-        lock."""
+        """Start anew in a forked child: the parent handles what is left, and one of its threads may
+        have held the lock."""
         if self._pid != os.getpid():
             self._pid, self._lock = os.getpid(), threading.Lock()
             self._newest, self._bytes = None, 0
