@@ -115,17 +115,17 @@ class Looking(Protocol):
 
 def make_status(agent: Looking, decisions: Sequence[Decision]) -> AgentStatus:
     """Gather it; on the agent's thread, between rounds. `decisions`: newest first."""
-    pool, eyes, memory, record = agent.pool, agent.eyes, agent.memory, agent.pool.record
+    pool, eyes, memory, record = agent.pool, agent.eyes, agent.memory, agent.pool.admin.record
     walked, others = eyes.walked, eyes.foreground
-    told = told_by_processes(decisions, memory.policy, pool.clock.wall_ms() / 1000)
+    told = told_by_processes(decisions, memory.policy, pool.admin.clock.wall_ms() / 1000)
     return AgentStatus(
         pool=pool.config.name, pool_id=record.pool_id, process=os.getpid(),
-        at_ms=pool.clock.wall_ms(), began_ms=agent.began_ms, ticks=agent.ticks,
+        at_ms=pool.admin.clock.wall_ms(), began_ms=agent.began_ms, ticks=agent.ticks,
         dry_run=agent.dry_run, generation=record.generation, data=record.data,
         parity=record.parity,
         devices=tuple(
             _device(agent, m, told.get(m.device_id))
-            for m in shown_members(record, pool.clock.wall_ms())
+            for m in shown_members(record, pool.admin.clock.wall_ms())
         ),
         condition=eyes.known(), condition_current=eyes.condition() is not None,
         condition_at_ms=0 if walked is None else walked.at_ms,
@@ -144,7 +144,7 @@ def make_status(agent: Looking, decisions: Sequence[Decision]) -> AgentStatus:
 
 def _warnings(agent: Looking) -> tuple[str, ...]:
     """What is wrong now: also after a restart, and no longer than it lasts."""
-    policy, record = agent.memory.policy, agent.pool.record
+    policy, record = agent.memory.policy, agent.pool.admin.record
     found = [policy.alarm, agent.orders_problem]
     for member in record.members:
         device, where = member.device_id, agent.url(member.device_id)

@@ -109,6 +109,7 @@ class Jobs:
         finished: Callable[[BackgroundJob, Report | None], None],
     ) -> None:  # fmt: skip
         self._pool, self._effort = pool, effort
+        self._admin = pool.admin
         self._started, self._finished = started, finished
         self._queue: list[BackgroundJob] = []
         self._running: BackgroundJob | None = None
@@ -167,7 +168,7 @@ class Jobs:
             job, step, pace = self._running, self._progress, self._pace
             if job is None:
                 return None
-            seconds = self._pool.clock.monotonic() - self._began
+            seconds = self._admin.clock.monotonic() - self._began
         whole, alone = pace.rates()
         return JobSight(
             kind=job.kind, device=job.device, reason=job.reason, done=step.done, total=step.total,
@@ -178,7 +179,7 @@ class Jobs:
         """Tell something, in the log and the status."""
         (_log.info if ok else _log.warning)("%s", text)
         with self._change:
-            self._events.append(JobEvent(at_ms=self._pool.clock.wall_ms(), text=text, ok=ok))
+            self._events.append(JobEvent(at_ms=self._admin.clock.wall_ms(), text=text, ok=ok))
 
     def run_all(self, limit: int = 64) -> None:
         """Work off the queue on this thread; jobs that come meanwhile, too, up to a limit."""
@@ -214,7 +215,7 @@ class Jobs:
             self._queue.remove(job)
             self._running, self._interrupted = job, False
             self._progress = Progress(done=0, total=0, bytes=0, key="")
-            self._began = self._pool.clock.monotonic()
+            self._began = self._admin.clock.monotonic()
             return job
 
     def _run(self, job: BackgroundJob) -> None:
@@ -245,7 +246,7 @@ class Jobs:
             return self._rebalance()
         if job.kind is JobKind.SCRUB:
             return self._scrub()
-        member = self._pool.record.member(job.device)
+        member = self._admin.record.member(job.device)
         if job.kind is JobKind.READMIT:
             found = self._pool.readmit(job.device, reason=job.reason)
             judged = "" if found is None else (
@@ -256,7 +257,7 @@ class Jobs:
         elif member is None and job.kind is not JobKind.HEAL:
             return None  # it has left meanwhile
         elif job.kind is JobKind.DRAIN:
-            self._pool.begin_drain(job.device)
+            self._admin.devices.begin_drain(job.device)
             self.note(f"{self._named(job)} has begun")
         elif job.kind is JobKind.EVICT:
             self._evict_drained(job)
@@ -280,7 +281,7 @@ class Jobs:
                 self._pool.evict(job.device)
                 self.note(f"{self._named(job)}: evicted, to be made up for")
             elif member.state is DeviceState.ONLINE:
-                self._pool.begin_drain(job.device)
+                self._admin.devices.begin_drain(job.device)
                 self.note(f"{self._named(job)}: what can be read of it is moved off")
         except MembershipError as error:
             self.note(f"{self._named(job)}: not evicted yet: {error}", ok=False)
@@ -288,14 +289,14 @@ class Jobs:
         return True
 
     def _evict_drained(self, job: BackgroundJob) -> None:
-        done = self._pool.end_drain(
+        done = self._admin.devices.end_drain(
             job.device, rate_bytes_per_second=self._effort.heal_bytes_per_second()
         )
         self.note(f"{self._named(job)} {'is done' if done else 'is called off'}")
 
     def _rebuild(self, job: BackgroundJob) -> RebuildReport:
         pace = self._fresh_pace(self._effort.heal_bytes_per_second(), gives_way=True)
-        report = self._pool.rebuild(
+        report = self._admin.rebuild(
             progress=self._step, include_missing=job.include_missing, pace=pace, gives_way=True
         )
         if report.columns_written or report.unreadable or report.failed or report.stuck:
@@ -308,7 +309,7 @@ class Jobs:
         for why, count in report.put_off.items():
             self.note(f"{count} objects are put off: {why}")
         if report.whole:
-            for member in self._pool.record.members:
+            for member in self._admin.record.members:
                 if member.state is DeviceState.DRAINING:
                     self.submit(BackgroundJob(kind=JobKind.EVICT, device=member.device_id,
                                     reason="it is drained"))  # fmt: skip
@@ -316,7 +317,7 @@ class Jobs:
 
     def _rebalance(self) -> RebalanceReport:
         pace = self._fresh_pace(self._effort.heal_bytes_per_second(), gives_way=True)
-        report = self._pool.rebalance(
+        report = self._admin.rebalance(
             spread=self._effort.spread, progress=self._step, pace=pace, gives_way=True
         )
         if report.columns_moved or report.failed:
@@ -330,7 +331,7 @@ class Jobs:
 
     def _scrub(self) -> RebuildReport:
         pace = self._fresh_pace(self._effort.scrub_bytes_per_second(), gives_way=True)
-        report = self._pool.scrub(progress=self._step, pace=pace, gives_way=True)
+        report = self._admin.scrub(progress=self._step, pace=pace, gives_way=True)
         if report.damaged_columns or report.unreadable or report.failed or report.set_aside:
             self.note(
                 f"scrub: {report.damaged_columns} damaged columns found, {report.columns_written} "
@@ -349,7 +350,7 @@ class Jobs:
             return self._closed or self._interrupted or (gives_way and self._wanted())
 
         pace = SharedPace(
-            self._pool.clock, self._effort.share, stop=stop, bytes_per_second=bytes_per_second
+            self._admin.clock, self._effort.share, stop=stop, bytes_per_second=bytes_per_second
         )
         with self._change:
             self._pace = pace
@@ -357,10 +358,10 @@ class Jobs:
 
     def _wanted(self) -> bool:
         """Whether another process waits to rebuild, rebalance or scrub; looked at now and then."""
-        now = self._pool.clock.monotonic()
+        now = self._admin.clock.monotonic()
         if now - self._looked_seconds >= _LOOK_SECONDS:
             self._looked_seconds = now
-            if self._pool.repair_wanted():
+            if self._admin.repair_wanted():
                 self._interrupted = True
                 self.note("another process waits to rebuild, rebalance or scrub: it goes first")
         return self._interrupted
@@ -372,7 +373,7 @@ class Jobs:
     def _named(self, job: BackgroundJob) -> str:
         if not job.device:
             return job.kind
-        record = self._pool.record
+        record = self._admin.record
         known = {m.device_id: m.url for m in (*record.members, *record.evicted)}
         reason = f" ({job.reason})" if job.reason else ""
         return f"{job.kind} of {known.get(job.device, job.device)}{reason}"

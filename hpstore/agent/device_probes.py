@@ -9,7 +9,8 @@ from typing import Generic, TypeVar
 
 from hpstore.devices.opener import is_denied
 from hpstore.errors import DeviceReadOnly, DeviceTimeout, HpstoreError
-from hpstore.pool.admin import ProbeAnswer, TendedPool
+from hpstore.pool.admin import PoolAdmin
+from hpstore.pool.pool_devices import ProbeAnswer
 
 T = TypeVar("T")
 _PAST = 60  # probes that are kept of each device
@@ -73,10 +74,10 @@ class Presence:
     """
 
     def __init__(
-        self, pool: TendedPool, *, every_seconds: float, deadline_seconds: float,
+        self, admin: PoolAdmin, *, every_seconds: float, deadline_seconds: float,
         patience_seconds: float = 1.0,
     ) -> None:  # fmt: skip
-        self._pool, self._every, self._deadline = pool, every_seconds, deadline_seconds
+        self._admin, self._every, self._deadline = admin, every_seconds, deadline_seconds
         self._patience = patience_seconds
         self._devices: dict[str, _Question[ProbeAnswer]] = {}
         self._seconds: dict[str, deque[float]] = {}
@@ -95,7 +96,7 @@ class Presence:
         asked: list[Future[ProbeAnswer] | Future[str]]
         asked = [q.future for q in questions if q.future is not None]
         wait(asked, timeout=self._patience)  # type: ignore[misc]  # of two kinds
-        after = max(now_seconds, self._pool.clock.monotonic())
+        after = max(now_seconds, self._admin.clock.monotonic())
         for question in questions:
             question.take(after, self._deadline)
         self._seconds = {d: self._seconds.get(d, deque(maxlen=_PAST)) for d in self._devices}
@@ -113,10 +114,10 @@ class Presence:
 
     def newest_generation(self, now_seconds: float) -> int:
         """Of the membership, as far as devices that are open have answered by now; 0: none has."""
-        places = self._pool.places
+        places = self._admin.devices.places
         self._generations = {d: self._generations.get(d, _Question()) for d in places}
         due = {d for d, question in self._generations.items() if question.due(now_seconds, 0.0)}
-        asked = self._pool.ask_generations(due)
+        asked = self._admin.devices.ask_generations(due)
         for device, future in asked.items():
             self._generations[device].ask(future, now_seconds)
         wait(asked.values(), timeout=self._patience)
@@ -126,24 +127,24 @@ class Presence:
         return max(answers, default=0)
 
     def _ask_devices(self, now_seconds: float) -> None:
-        places = self._pool.places
+        places = self._admin.devices.places
         self._devices = {d: self._devices.get(d, _Question()) for d in places}
         due = {
             d for d, question in self._devices.items()
             if question.due(now_seconds, self._every if question.error is None else 0.0)
         }  # fmt: skip
-        for device, future in self._pool.probe_devices(due).items():
+        for device, future in self._admin.devices.probe(due).items():
             self._devices[device].ask(future, now_seconds)
 
     def _ask_places(self, now_seconds: float) -> None:
         silent = {d for d, found in self._seen.items() if not found.answers}
-        places = self._pool.away(silent)
+        places = self._admin.devices.unanswered_places(silent)
         self._places = {url: self._places.get(url, _Question()) for url in places}
         due = {
             url for url, question in self._places.items()
             if question.due(now_seconds, 0.0 if question.answer is None else self._every)
         }  # fmt: skip
-        for url, future in self._pool.look_at(due).items():
+        for url, future in self._admin.devices.identify_places(due).items():
             self._places[url].ask(future, now_seconds)
 
     def seen(self) -> dict[str, Seen]:

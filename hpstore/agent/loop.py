@@ -74,24 +74,26 @@ class Agent(Closing):
         foreground: Foreground | None = None,
     ) -> None:  # fmt: skip
         self.pool, self.config = pool, config
+        self._admin = pool.admin
         self.dry_run = config.policy.dry_run
-        self._directory, self.run_directory = pool.state_directory, pool.run_directory
-        self._clock, self._closed = pool.clock, False
-        if pool.denied:
+        self._directory, self.run_directory = self._admin.state_directory, self._admin.run_directory
+        self._clock, self._closed = self._admin.clock, False
+        if self._admin.denied:
             raise DeviceDenied(
                 f"the agent of pool {pool.config.name!r} would take devices for lost on which its "
-                f"user has no rights: {', '.join(sorted(pool.denied))}. Nothing was changed. Run "
-                "it as a user who may write on all devices (`hpstore status` shows whose they are)."
+                f"user has no rights: {', '.join(sorted(self._admin.denied))}. Nothing was "
+                "changed. Run it as a user who may write on all devices (`hpstore status` shows "
+                "whose they are)."
             )
         with ExitStack() as stack:
             self._held = self._take_hold(stack)
             self.memory = self._saved = load_memory(self._directory)
             disks = disks or self._make_disks()
-            path = history_path(pool.config.settings, pool.record.pool_id)
+            path = history_path(pool.config.settings, self._admin.record.pool_id)
             self.history = History(path, pool.metrics, read_only=self.dry_run)
             stack.callback(self.history.close)
             self._stack = stack.pop_all()
-        self.watch = watch or MonitorWatch(pool.health)
+        self.watch = watch or MonitorWatch(self._admin.health)
         self.eyes = Observer(
             pool, config, disks, foreground or Foreground(),
             lambda text: self.jobs.note(text, ok=False), threads=threads,
@@ -175,7 +177,7 @@ class Agent(Closing):
         private_directory(self.run_directory)
         what = f"agent of pool {self.pool.config.name!r}"
         return stack.enter_context(
-            self.pool.registers.hold(AGENT, what, deadline_seconds=_HOLD_SECONDS)
+            self._admin.registers.hold(AGENT, what, deadline_seconds=_HOLD_SECONDS)
         )
 
     def tick(self) -> AgentStatus:
@@ -213,8 +215,8 @@ class Agent(Closing):
         with self._lock:
             reconciled = frozenset(self._reconciled)
         return Sighting(
-            record=self.pool.record, open=self.pool.places.keys(), seen=self.eyes.seen(),
-            back=self.eyes.presence.back, denied=self.eyes.presence.denied,
+            record=self._admin.record, open=self._admin.devices.places.keys(),
+            seen=self.eyes.seen(), back=self.eyes.presence.back, denied=self.eyes.presence.denied,
             reconciled=reconciled, condition=self.eyes.condition(),
             outlooks={d: worst(sights) for d, sights in self.eyes.disks.items()},
             watched=self.watch.devices(),
@@ -281,7 +283,7 @@ class Agent(Closing):
         where = self.url(action.device) if action.device else "the pool"
         if action.dry_run:
             self.jobs.note(f"dry run: would {action.kind} {where}: {action.reason}")
-        elif action.kind is ActionKind.HEAL and self.pool.record.member(action.device) is None:
+        elif action.kind is ActionKind.HEAL and self._admin.record.member(action.device) is None:
             self.jobs.submit(BackgroundJob(kind=JobKind.REBUILD, reason=f"{where} has left"))
         elif action.kind in _JOBS:
             kind = _JOBS[action.kind]
@@ -326,13 +328,13 @@ class Agent(Closing):
     def _unmarked(self) -> bool:
         """Whether evicted devices count as lost although a rebuild could confirm that they are
         made up for: it does so only when all members answer."""
-        record = self.pool.record
+        record = self._admin.record
         there = all(member.device_id in self.present for member in record.members)
         return there and bool(record.unhealed())
 
     def _look_at_fullness(self, now: float, shape: WalkShape) -> None:
         """Even out how full devices are, once every object is whole and every member is there."""
-        seen, record = self.eyes.seen(), self.pool.record
+        seen, record = self.eyes.seen(), self._admin.record
         calm = all(m.state is DeviceState.ONLINE and m.device_id in self.present
                    for m in record.members)  # fmt: skip
         shares = [1 - s.free_bytes / s.total_bytes for s in seen.values()
@@ -378,7 +380,7 @@ class Agent(Closing):
         """Called by the thread of jobs."""
         shape = self.eyes.shape()
         with self._lock:
-            if job.kind is JobKind.READMIT and self.pool.record.member(job.device) is not None:
+            if job.kind is JobKind.READMIT and self._admin.record.member(job.device) is not None:
                 self._reconciled.add(job.device)
             elif job.kind is JobKind.REBUILD:
                 self._rebuilt_seconds, self._rebuilt_shape = self._clock.monotonic(), shape
@@ -416,9 +418,9 @@ class Agent(Closing):
 
     def url(self, device: str) -> str:
         """Where a device is or was, by its id."""
-        record = self.pool.record
+        record = self._admin.record
         known = {m.device_id: m.url for m in (*record.members, *record.evicted)}
-        return self.pool.places.get(device, known.get(device, device))
+        return self._admin.devices.places.get(device, known.get(device, device))
 
     def close(self) -> None:
         """Stop jobs after the object under way, and let the lock go. Idempotent."""

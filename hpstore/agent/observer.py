@@ -47,9 +47,10 @@ class Observer:
         tell: Callable[[str], None], *, threads: bool,
     ) -> None:  # fmt: skip
         self._pool, self._config, self._disks, self._tell = pool, config, disks, tell
+        self._admin = pool.admin
         self.foreground = foreground
         self.presence = Presence(
-            pool, every_seconds=config.probe_seconds,
+            pool.admin, every_seconds=config.probe_seconds,
             deadline_seconds=pool.config.settings.device_deadline_seconds,
         )  # fmt: skip
         self._inline = not threads
@@ -77,10 +78,10 @@ class Observer:
     def look(self, now_seconds: float) -> None:
         """See what there is to see. `now_seconds` is monotonic."""
         if self.moved(now_seconds):
-            self._pool.refresh()
+            self._admin.refresh()
         self.presence.look(now_seconds)
         if self._silent() & self.presence.back:
-            self._pool.refresh()  # a member is back that is not open, or was mounted anew
+            self._admin.refresh()  # a member is back that is not open, or was mounted anew
             self.presence.look(now_seconds)
         self._look_at_disks(now_seconds)
         self._look_at_objects(now_seconds)
@@ -89,7 +90,7 @@ class Observer:
 
     def moved(self, now_seconds: float) -> bool:
         """Whether another process has changed the membership. Waits for no device."""
-        return self.presence.newest_generation(now_seconds) > self._pool.record.generation
+        return self.presence.newest_generation(now_seconds) > self._admin.record.generation
 
     def seen(self) -> dict[str, Seen]:
         """Open members by id, as they answered."""
@@ -98,7 +99,7 @@ class Observer:
     def shape(self) -> WalkShape:
         """As it is now."""
         there = frozenset(d for d, found in self.seen().items() if found.answers)
-        return WalkShape(generation=self._pool.record.generation, there=there)
+        return WalkShape(generation=self._admin.record.generation, there=there)
 
     def condition(self) -> Condition | None:
         """Of the objects; None unless it is known of the devices that are there now."""
@@ -117,13 +118,13 @@ class Observer:
         """What is certain of the objects now: of the last walk, less what has left since; None
         before the first one."""
         walked = self.walked
-        return None if walked is None else self._pool.as_of_now(walked.condition, self.silent())
+        return None if walked is None else self._admin.as_of_now(walked.condition, self.silent())
 
     def _silent(self) -> set[str]:
         """Members that are not open or do not answer."""
-        places, seen = self._pool.places, self.seen()
+        places, seen = self._admin.devices.places, self.seen()
         return {
-            m.device_id for m in self._pool.record.members
+            m.device_id for m in self._admin.record.members
             if m.device_id not in places or (m.device_id in seen and not seen[m.device_id].answers)
         }  # fmt: skip
 
@@ -134,7 +135,7 @@ class Observer:
             self._walk_seconds = now_seconds
         if isinstance(found, Condition):
             self.walked = Walked(
-                condition=found, shape=self._walking, at_ms=self._pool.clock.wall_ms()
+                condition=found, shape=self._walking, at_ms=self._admin.clock.wall_ms()
             )
             self._current = True
         elif found is not None:
@@ -149,7 +150,7 @@ class Observer:
             self._disturbed = False
         self._walk_seconds, self._walking, self._current = now_seconds, shape, False
         silent = self.silent()
-        self._walk.start(lambda: self._pool.condition(silent))
+        self._walk.start(lambda: self._admin.condition(silent))
         if self._inline:
             self._look_at_objects(now_seconds)
 
@@ -162,7 +163,7 @@ class Observer:
             self._tell(f"when the pool was scrubbed cannot be read: {found}")
         if self._scrub.free and now_seconds - self._scrub_seconds >= _SCRUB_SECONDS:
             self._scrub_seconds = now_seconds
-            self._scrub.start(self._pool.last_scrub_ms)
+            self._scrub.start(self._admin.last_scrub_ms)
             if self._inline:
                 self._look_at_scrubs(now_seconds)
 
@@ -178,8 +179,8 @@ class Observer:
             return
         if now_seconds - self._smart_seconds >= every:
             self._smart_seconds = now_seconds
-            today = datetime.fromtimestamp(self._pool.clock.wall_ms() / 1000, UTC).date()
-            places = dict(self._pool.places)
+            today = datetime.fromtimestamp(self._admin.clock.wall_ms() / 1000, UTC).date()
+            places = dict(self._admin.devices.places)
             self._smart.start(lambda: self._disks.look(places, today.toordinal()))
 
     def _look_at_others(self, now_seconds: float) -> None:
@@ -187,7 +188,7 @@ class Observer:
         names = self._blocks.take()
         if isinstance(names, frozenset):
             self._block_names = (self._blocks_of, names)
-        urls = frozenset(self._pool.places.values())
+        urls = frozenset(self._admin.devices.places.values())
         if self._blocks_of != urls and self._blocks.free:
             self._blocks_of = urls
             self._blocks.start(lambda: frozenset(map(_block_of, urls)))

@@ -42,7 +42,7 @@ def looked_after(pool: Pool) -> bool:
     """Whether an agent has ever looked after a pool on this node."""
     from hpstore.agent.saved_state import MEMORY_FILE
 
-    return (pool.state_directory / MEMORY_FILE).exists()
+    return (pool.admin.state_directory / MEMORY_FILE).exists()
 
 
 def in_maintenance(pool: Pool, device: str) -> bool:
@@ -51,8 +51,8 @@ def in_maintenance(pool: Pool, device: str) -> bool:
     from hpstore.agent.operator_requests import read_orders
     from hpstore.agent.saved_state import load_memory
 
-    memory = load_memory(pool.state_directory)
-    waiting = [order.word for order in read_orders(pool.state_directory)
+    memory = load_memory(pool.admin.state_directory)
+    waiting = [order.word for order in read_orders(pool.admin.state_directory)
                if order.device == device and order.number > memory.orders_done]  # fmt: skip
     if waiting:
         return waiting[-1] is Command.MAINTENANCE
@@ -66,8 +66,8 @@ def order(pool: str, device: str, word: Command) -> RequestOutcome:
     from hpstore.membership.agent_observations import read_status
 
     with hpstore.open(pool, read_only=True) as opened:
-        member, clock = opened.find(device), opened.clock
-        directory, run_directory = opened.state_directory, opened.run_directory
+        member, clock = opened.admin.devices.find(device), opened.admin.clock
+        directory, run_directory = opened.admin.state_directory, opened.admin.run_directory
         heard = read_status(run_directory, clock.wall_ms()) is not None
         if not heard:
             _require_no_agent_elsewhere(opened)
@@ -93,7 +93,7 @@ def order(pool: str, device: str, word: Command) -> RequestOutcome:
 def _require_no_agent_elsewhere(pool: Pool) -> None:
     """Raise MembershipError where an agent that leaves no word here looks after the pool."""
     try:
-        with pool.registers.hold(AGENT, "look for an agent", deadline_seconds=0.0):
+        with pool.admin.registers.hold(AGENT, "look for an agent", deadline_seconds=0.0):
             return
     except (RegistersForeign, RegistersUnavailable):
         return  # no agent could hold it, either

@@ -39,10 +39,10 @@ def add(
 ) -> None:
     """Add a device; `rebuild` then widens objects over it.  hpstore add pool.toml /mnt/g"""
     with hpstore.open(pool) as opened:
-        found = opened.find(
+        found = opened.admin.devices.find(
             opened.add_device(device, domain, force=force, allow_root_disk=allow_root_disk)
         )
-        note_shared_disks(opened.answering())
+        note_shared_disks(opened.admin.devices.answering_places())
     facts = {"device": found.device_id, "url": found.url, "domain": found.domain, "state": "online"}
     say(facts, f"{device} is device {found.device_id[:8]}", as_json=as_json)
 
@@ -56,7 +56,7 @@ def evict(
     `drain` moves what it holds first.
     """
     with hpstore.open(pool) as opened:
-        found = opened.find(device)
+        found = opened.admin.devices.find(device)
         agree(f"evict {found.url}: what it holds counts as lost", yes=yes, named=True)
         opened.evict(found.device_id, force=force)
     say({"device": found.device_id, "url": found.url, "state": "evicted"},
@@ -69,7 +69,7 @@ def drain(
     """Move everything off a device, then evict it.  hpstore drain pool.toml /mnt/b --rate 200MB"""
     limit = rate_of(rate)
     with hpstore.open(pool) as opened, object_progress("drain") as progress:
-        found = opened.find(device)
+        found = opened.admin.devices.find(device)
         moved = opened.drain(found.device_id, progress=progress, rate_bytes_per_second=limit)
     say({"device": found.device_id, "url": found.url, "state": "evicted", "objects_moved": moved},
         f"{device} is drained and evicted; {moved} objects moved", as_json=as_json)  # fmt: skip
@@ -78,7 +78,7 @@ def drain(
 def readmit(pool: PoolName, device: DeviceName, as_json: Json = False) -> None:
     """Take an evicted device back, or a draining one online.  hpstore readmit pool.toml /mnt/b"""
     with hpstore.open(pool) as opened:
-        found = opened.find(device, returning=True)
+        found = opened.admin.devices.find(device, returning=True)
         files = opened.readmit(found.device_id)
         looked_after = agent_requests.looked_after(opened)
     given = agent_requests.order(pool, found.device_id, Command.READMIT) if looked_after else None
@@ -114,7 +114,7 @@ def replace(
             opened, old, new, domain=domain, rate_bytes_per_second=rate_of(rate), progress=progress,
             allow_root_disk=allow_root_disk,
         )  # fmt: skip
-        note_shared_disks(opened.answering())
+        note_shared_disks(opened.admin.devices.answering_places())
     facts = {
         "old": done.old.device_id, "new": done.new, "url": done.old.url, "moved": done.moved,
         "disk": done.location.disk, "serial": done.location.serial, "by_id": done.location.by_id,
@@ -145,10 +145,10 @@ def release(
     from hpstore.pool.replace_device import wait_released
 
     with hpstore.open(pool, read_only=True) as opened:
-        member = opened.find(device, returning=True)
+        member = opened.admin.devices.find(device, returning=True)
         if not member.left and agent_requests.in_maintenance(opened, member.device_id):
             with hpstore.open(pool) as writer:
-                writer.begin_release(member.device_id)
+                writer.admin.devices.begin_release(member.device_id)
         holders, location = wait_released(opened, member, wait), locate(member.url)
     facts = {
         "device": member.device_id, "url": member.url, "free": not holders, "disk": location.disk,

@@ -237,7 +237,7 @@ def _get(opened: hpstore.Pool, key: str, file: Path, wanted: str | None) -> int:
     """Write one version of an object; returns its size. Raises VersionConflict when it is replaced
     meanwhile and the old one gone: two are never mixed."""
     with (
-        opened.reader(key, version=wanted) as reader,
+        opened.open(key, version=wanted) as reader,
         byte_progress(key, reader.size) as bar,
         output_file(file) as out,
     ):
@@ -410,7 +410,7 @@ def rebalance(
 ) -> None:
     """Move columns from full devices to empty ones.  hpstore rebalance pool.toml --rate 200MB"""
     with hpstore.open(pool) as opened, object_progress("rebalance") as progress:
-        report = opened.rebalance(
+        report = opened.admin.rebalance(
             spread=spread, progress=progress, rate_bytes_per_second=rate_of(rate)
         )
     if as_json:

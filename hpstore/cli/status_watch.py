@@ -48,7 +48,7 @@ def watch(where: str) -> NoReturn:
     console = Console()
     with ExitStack() as stack:
         pool = stack.enter_context(hpstore.open(where, read_only=True))
-        run_directory, clock = pool.run_directory, pool.clock
+        run_directory, clock = pool.admin.run_directory, pool.admin.clock
         while not console.is_terminal:
             show_status(pool.status())
             sys.stdout.flush()

@@ -50,7 +50,7 @@ def keys_there(pool: Pool, keys: Sequence[str]) -> list[str]:
     """Those keys of which an object can be opened now, looked at many together."""
     there: list[str] = []
     for at in range(0, len(keys), _LOOKED_AT):
-        for key, reader in pool.readers(keys[at : at + _LOOKED_AT]).items():
+        for key, reader in pool.open_many(keys[at : at + _LOOKED_AT]).items():
             if not isinstance(reader, Exception):
                 reader.close()
                 there.append(key)

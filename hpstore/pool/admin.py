@@ -1,72 +1,81 @@
-"""What an agent asks of an open pool beyond what users do: who answers, who is back, how it is."""
+"""What administers an open pool: its condition, repairs, and what agents and trainers need."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from hpstore.agreement.registers import REPAIR, WAITING
-from hpstore.devices.base import RELEASED, Device, Usage
-from hpstore.devices.opener import identify, same_form
 from hpstore.errors import (
     ConfigError,
-    DeviceError,
-    DeviceMissing,
     LockTimeout,
-    MembershipError,
+    ObjectNotFound,
     RegistersForeign,
     RegistersUnavailable,
+    TooFewDevices,
 )
-from hpstore.format.records import (
-    IDENTITY_FILE,
-    MAX_RECORD_BYTES,
-    DeviceState,
-    Identity,
-    Member,
-    PoolRecord,
-)
-from hpstore.maintenance.dependents import require_room_to_drain
+from hpstore.format.keys import check_key
+from hpstore.format.records import PoolRecord
+from hpstore.health.monitor import Monitor
 from hpstore.maintenance.rebalance import SPREAD, RebalanceReport, rebalance_all
-from hpstore.maintenance.rebuild import ProgressCallback, RateLimit, WorkPace
-from hpstore.maintenance.repair_object import Throttle
-from hpstore.maintenance.scrub import last_scrub_ms
+from hpstore.maintenance.rebuild import (
+    ProgressCallback,
+    RateLimit,
+    RebuildReport,
+    WorkPace,
+    rebuild_all,
+)
+from hpstore.maintenance.repair_object import RepairAction, repair_object
+from hpstore.maintenance.scrub import last_scrub_ms, scrub_all
 from hpstore.maintenance.survey_condition import Condition, as_of_now, survey_condition
-from hpstore.membership import changes
-from hpstore.membership.device_places import filesystem_of, require_mounted
+from hpstore.maintenance.sweep import sweep_deleted
 from hpstore.membership.members import commit_record, with_healed
-from hpstore.membership.open_members import belongs, trusted
-from hpstore.objects.context import PATIENCE
-from hpstore.pool.session import PoolHandle
+from hpstore.membership.pool_registers import PoolRegisters
+from hpstore.objects.write.conditional_put import bar_puts
+from hpstore.objects.write.prewrite_files import prepare_space
+from hpstore.pool.pool_devices import PoolDevices
+from hpstore.pool.session import PoolSession
+from hpstore.pool.status import PoolStatus, pool_status
+from hpstore.runtime.buffers import Lease
 from hpstore.runtime.clock import Clock
 
 _log = logging.getLogger(__name__)
 _WAIT_SECONDS = 0.2  # between two looks at whether others still wait
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeAnswer:
-    """Of a device that was probed: its space, and how long writing, syncing and reading took.
+class PoolAdmin:
+    """`pool.admin`: what agents, tools and trainers need beyond storing and reading. Thread-safe.
 
-    `refused`: why it takes no writes though it can be read.
+    `devices`: take devices in and out, and look at them.
     """
 
-    usage: Usage
-    seconds: float
-    refused: DeviceError | None
+    def __init__(self, session: PoolSession) -> None:
+        self._session, self._store = session, session.store
+        self.devices = PoolDevices(session)
 
+    @property
+    def health(self) -> Monitor:
+        """What this process knows of the health of its devices."""
+        return self._session.health
 
-class TendedPool(PoolHandle):
-    """The part of a Pool that an agent works with."""
+    @property
+    def registers(self) -> PoolRegisters:
+        """The locks and claims of the pool, shared by all processes that use it."""
+        return self._session.registers
 
-    def sit_out(self, device: str) -> None:
-        """Keep this process' ordinary reads and new columns off a device, until readmit."""
-        self._usable()
-        self._spare(self._member(device).device_id)
+    @property
+    def denied(self) -> frozenset[str]:
+        """Places of devices on which this user has no rights, or may not write."""
+        return self._session.denied
+
+    def refresh(self) -> None:
+        """Read the membership again: newest record, devices that came, left or came back.
+
+        A device that hangs costs the open deadline.
+        """
+        self._session.refresh()
 
     @property
     def record(self) -> PoolRecord:
@@ -81,101 +90,100 @@ class TendedPool(PoolHandle):
     @property
     def run_directory(self) -> Path:
         """Locks and what is soon old, of this pool on this node."""
-        return self.config.settings.run_path(self.record.pool_id)
+        return self._session.config.settings.run_path(self.record.pool_id)
 
     @property
     def state_directory(self) -> Path:
         """What the agent of this node keeps about this pool."""
-        return self.config.settings.state_path(self.record.pool_id)
+        return self._session.config.settings.state_path(self.record.pool_id)
+
+    def scratch(self, nbytes: int, what: str) -> Lease | None:
+        """Page-aligned memory of `memory_bytes`, to be released; None when all is in use.
+
+        That is counted as `<what>_without_memory_total`, and logged once.
+        """
+        return self._store.scratch(nbytes, what)
 
     @property
-    def places(self) -> Mapping[str, str]:
-        """Where the members that are open are, by device id."""
-        return {d: device.url for d, device in self._store.view.devices.items()}
+    def recycles(self) -> bool:
+        """Whether a device keeps files for new columns to overwrite."""
+        modes = {device.mode for device in self._store.view.devices.values()}
+        return self._session.config.settings.recycle_bytes > 0 and not modes <= {"memory", "remote"}
 
-    def probe_devices(self, devices: set[str]) -> dict[str, Future[ProbeAnswer]]:
-        """Ask open devices for a real answer: write, sync, read back (read only: reads).
-
-        One call on each device's lane, of which more are refused while it hangs; nothing is waited
-        for. A future holds the answer, or the DeviceError.
-        """
-        store = self._store
-
-        def probe(device_id: str, device: Device) -> Callable[[], ProbeAnswer]:
-            def call() -> ProbeAnswer:
-                began = store.clock.monotonic()
-                store.generation_on(device_id, device)
-                refused = store.probe(device_id, device)
-                seconds = store.clock.monotonic() - began
-                return ProbeAnswer(usage=device.usage(), seconds=seconds, refused=refused)
-
-            return call
-
-        found = {d: device for d, device in store.view.devices.items() if d in devices}
-        return {d: store.scheduler.submit(d, probe(d, device)) for d, device in found.items()}
-
-    def ask_generations(self, devices: set[str]) -> dict[str, Future[int]]:
-        """Ask open devices which membership they know; nothing is waited for.
-
-        A look at a small file on each: others change the membership, and it tells of that.
-        """
-        store, found = self._store, self._store.view.devices
-        return {
-            d: store.scheduler.submit(d, partial(store.generation_on, d, found[d]))
-            for d in devices & found.keys()
-        }
-
-    def away(self, silent: Collection[str]) -> list[str]:
-        """Places where no open device answers, but a member or an evicted device may be.
-
-        `silent`: open ones that do not; what lies at their places now may have to be opened anew.
-        """
-        record = self.record
-        here = {same_form(url) for d, url in self.places.items() if d not in silent}
-        known = [m.url for m in (*record.members, *record.evicted) if trusted(self.config, m.url)]
-        urls = [*self.config.devices, *known]
-        return [url for url in dict.fromkeys(map(same_form, urls)) if url not in here]
-
-    def look_at(self, urls: set[str]) -> dict[str, Future[str]]:
-        """Ask places which device of this pool is there; nothing is waited for, nothing written.
-
-        A future holds a device id, or the error. A place that hangs keeps its lane: it is not asked
-        again before it answers.
-        """
-        pool_id = self.record.pool_id
-
-        def look(url: str) -> Callable[[], str]:
-            def call() -> str:
-                found = identify(url, self._opener, self.config.key)
-                found.device.close()
-                if not belongs(found, pool_id):
-                    raise DeviceMissing(f"{url} holds no device of this pool", device=url)
-                return found.identity.device_id
-
-            return call
-
-        return {url: self._store.scheduler.submit(f"away {url}", look(url)) for url in urls}
-
-    def find(self, device: str, *, returning: bool = False) -> Member:
-        """A member or evicted device by URL, path or beginning of its id. `returning`: those that
-        have left come first. MembershipError where none or several are meant."""
-        return self._member(device, returning=returning)
+    def status(self, *, past: bool = False) -> PoolStatus:
+        """Devices with their states, objects, what is degraded, space, counters. Walks all keys.
+        `past`: with devices that left long ago, and that nothing depends on."""
+        self._session.require_open()
+        self._session.refresh()
+        return pool_status(
+            self._store,
+            self._session.config.name,
+            self._session.problems,
+            self._session.health,
+            past=past,
+        )
 
     def condition(self, silent: Collection[str] = ()) -> Condition:
         """How the objects are, by names, without the devices that are known to be `silent`. Walks
         all keys."""
-        self._usable()
+        self._session.require_open()
         return survey_condition(self._store, silent)
-
-    def last_scrub_ms(self) -> int:
-        """When a scrub of all objects has ended, of any process; 0 for none, or one that was
-        stopped since. Reads a small file of each device."""
-        self._usable()
-        return last_scrub_ms(self._store)
 
     def as_of_now(self, found: Condition, silent: Collection[str]) -> Condition:
         """What is certain of an earlier condition(), with these devices `silent` now."""
         return as_of_now(found, self._store.view, silent)
+
+    def last_scrub_ms(self) -> int:
+        """When a scrub of all objects has ended, of any process; 0 for none, or one that was
+        stopped since. Reads a small file of each device."""
+        self._session.require_open()
+        return last_scrub_ms(self._store)
+
+    def scrub(
+        self,
+        *,
+        prefix: str = "",
+        progress: ProgressCallback | None = None,
+        rate_bytes_per_second: float | None = None,
+        resume: bool = True,
+        pace: WorkPace | None = None,
+        gives_way: bool = False,
+    ) -> RebuildReport:
+        """Read and verify every block, mend what is damaged. Goes on where it was stopped.
+
+        One scrub or rebuild of a pool at a time (LockTimeout). A `pace` replaces the rate.
+        `gives_way` as for repairing().
+        """
+        self._session.require_writable()
+        with self.repairing("scrub", gives_way=gives_way):
+            return scrub_all(
+                self._store, prefix=prefix, progress=progress,
+                rate_bytes_per_second=rate_bytes_per_second, resume=resume, pace=pace,
+            )  # fmt: skip
+
+    def rebuild(
+        self,
+        *, progress: ProgressCallback | None = None, rate_bytes_per_second: float | None = None,
+        include_missing: bool = False, everything: bool = False, pace: WorkPace | None = None,
+        gives_way: bool = False,
+    ) -> RebuildReport:  # fmt: skip
+        """Make every object whole on the current members, most endangered first; pay debts.
+
+        Columns on members that are missing but not evicted are waited for while parity is left,
+        unless `include_missing`; what retention soon drops is put off (docs/health.md) unless
+        `everything`. Killed, it is resumed by running it again. `pace`, `gives_way` as for scrub.
+        """
+        self._session.require_writable()
+        self._session.refresh()
+        with self.repairing("rebuild", gives_way=gives_way):
+            unhealed = self._store.view.record.unhealed()
+            report = rebuild_all(
+                self._store, progress=progress, rate_bytes_per_second=rate_bytes_per_second,
+                include_missing=include_missing, everything=everything, pace=pace,
+            )  # fmt: skip
+        if report.whole and not self._store.view.missing and unhealed:
+            self._mark_healed(unhealed)  # not those that were evicted meanwhile
+        return report
 
     def rebalance(
         self, *, spread: float = SPREAD, progress: ProgressCallback | None = None,
@@ -189,10 +197,10 @@ class TendedPool(PoolHandle):
         One rebalance, rebuild or scrub of a pool at a time (LockTimeout). A `pace` replaces the
         rate. `gives_way` as for repairing().
         """
-        self._writable()
+        self._session.require_writable()
         if not 0 < spread <= 1:
             raise ConfigError(f"a spread of {spread} is no share: above 0, at most 1")
-        self.refresh()
+        self._session.refresh()
         with self.repairing("rebalance", gives_way=gives_way):
             return rebalance_all(
                 self._store, spread=spread, progress=progress,
@@ -210,19 +218,21 @@ class TendedPool(PoolHandle):
         with ExitStack() as stack:
             if gives_way:
                 self._let_others_first(what)
-                stack.enter_context(self.registers.hold(REPAIR, what))
+                stack.enter_context(self._session.registers.hold(REPAIR, what))
             else:
                 try:
-                    stack.enter_context(self.registers.hold(REPAIR, what, deadline_seconds=0.0))
+                    stack.enter_context(
+                        self._session.registers.hold(REPAIR, what, deadline_seconds=0.0)
+                    )
                 except LockTimeout:
-                    with self.registers.hold(WAITING, what):
-                        stack.enter_context(self.registers.hold(REPAIR, what))
+                    with self._session.registers.hold(WAITING, what):
+                        stack.enter_context(self._session.registers.hold(REPAIR, what))
             yield
 
     def repair_wanted(self) -> bool:
         """Whether somebody waits to rebuild, rebalance or scrub. Waits for no other process."""
         try:
-            with self.registers.hold(WAITING, "look", deadline_seconds=0.0):
+            with self._session.registers.hold(WAITING, "look", deadline_seconds=0.0):
                 return False
         except LockTimeout:
             return True
@@ -230,123 +240,84 @@ class TendedPool(PoolHandle):
             return False
 
     def _let_others_first(self, what: str) -> None:
-        until = self.clock.monotonic() + self.config.settings.lock_deadline_seconds
+        until = self.clock.monotonic() + self._session.config.settings.lock_deadline_seconds
         while self.repair_wanted():
             if self.clock.monotonic() >= until:
                 raise LockTimeout(f"{what}: another process waits to rebuild, rebalance or scrub, "
                                   "and goes first. Nothing was changed.")  # fmt: skip
             self.clock.wait(_WAIT_SECONDS)
 
-    def answering(self) -> list[str]:
-        """Where open devices are that answer a stat now: what else asks the filesystem about these
-        places does not hang."""
-        devices = self._store.view.devices
-        found = self._store.each(
-            devices, lambda _, device: filesystem_of(device.url), patience=PATIENCE
-        )
-        return [devices[d].url for d, answer in found.items() if not isinstance(answer, Exception)]
-
-    def _require_mounted(self, url: str) -> None:
-        """Raise ConfigError where a new device would lie on the disk of the system by mistake;
-        DeviceTimeout where its place hangs."""
-        others, limit = self.answering(), self.config.settings.open_deadline_seconds
-        look = partial(require_mounted, [url], others)
-        (answer,) = self._store.scheduler.gather_once({same_form(url): look}, limit).values()
-        if isinstance(answer, Exception):
-            raise answer
-
-    def begin_release(self, device: str) -> None:
-        """Let all processes close a member, so that its disk can be unmounted for maintenance. It
-        counts as missing until `readmit`, and keeps what it holds. Durable on return.
-
-        Raises MembershipError where no device may be missing now, DeviceError.
-        """
-        self._writable()
-        member = self._member(device)
-        here = self._store.view.devices.get(member.device_id)
-        if here is None:
-            return  # missing, or released already
-        if self.condition().losses_tolerated < 1:
-            raise MembershipError(
-                f"{member.url} cannot be released: some object could not be read without it. "
-                "Nothing was changed. Rebuild, or bring missing devices back first."
-            )
-
-        def mark() -> None:
-            here.write_small(RELEASED, b"released for maintenance; hpstore readmit ends it\n")
-
-        limit = self.config.settings.device_deadline_seconds
-        (answer,) = self._store.scheduler.gather({member.device_id: mark}, limit).values()
-        if isinstance(answer, Exception):
-            raise answer
-        self.refresh()
-
-    def _end_release(self, member: Member) -> None:
-        """Take the mark off a device that is back at one of its places. Best effort: one that is
-        not mounted yet stays missing."""
-
-        def unmark(url: str) -> None:
-            device = self._opener(url)
-            try:
-                data = device.read_small(IDENTITY_FILE, MAX_RECORD_BYTES)
-                if Identity.decode(data, where=url).device_id == member.device_id:
-                    device.delete(RELEASED)
-            finally:
-                device.close()
-
-        calls = {url: partial(unmark, url) for url in self.away(()) if "://" not in url}
-        limit = self.config.settings.open_deadline_seconds
-        self._store.scheduler.gather_once(calls, limit)
-        self.refresh()
-
-    def begin_drain(self, device: str) -> None:
-        """Put no new columns on a device; `rebuild` moves those it has, `drain` then ends it.
-
-        Durable on return. Raises MembershipError.
-        """
-        self._writable()
-        with self._change():
-            member = self._member(device)
-            if member.left:
-                raise MembershipError(f"{device} is evicted already")
-            if member.state is not DeviceState.DRAINING:
-                require_room_to_drain(self._store, member)
-                changes.set_state(self._store, member.device_id, DeviceState.DRAINING)
-                self.refresh()
-
-    def end_drain(self, device: str, *, rate_bytes_per_second: float | None = None) -> bool:
-        """Move what is left on a draining device, then evict it; blocks until that is done.
-
-        False, and nothing is done, when it drains no longer: somebody has readmitted it. Raises
-        MembershipError as `drain` does, the device draining still.
-        """
-        self._writable()
-        throttle = RateLimit(rate_bytes_per_second, self._store.clock)
-        return self._end_drain(device, throttle) is not None
-
-    def _end_drain(self, device: str, throttle: Throttle) -> int | None:
-        """Evict a device once the rest of it has been moved; how many objects that were, or None
-        when it drains no longer."""
-        with self._change():
-            if self._member(device).state is not DeviceState.DRAINING:
-                return None
-            with self._leaving(device) as member:
-                return changes.drain_member(
-                    self._store, member, self.refresh, throttle, lambda *_: None
-                )
-
     def _mark_healed(self, devices: Collection[str]) -> None:
         """Write down that evicted devices have been made up for. Left to the next rebuild when the
         lock is held for long: what was rebuilt is told all the same."""
         try:
-            with self._change():
+            with self._session.change():
                 record = self._store.view.record
                 commit_record(self._store, with_healed(record, devices), {}, force=False)
-                self.refresh()
+                self._session.refresh()
         except LockTimeout as error:
             self._store.metrics.count("healed_not_marked_total")
             _log.warning("pool %s is rebuilt, and does not say so of evicted devices until the "
-                         "next rebuild: %s", self.config.name, error)  # fmt: skip
+                         "next rebuild: %s", self._session.config.name, error)  # fmt: skip
+
+    def settle(self, key: str) -> None:
+        """Bring the newest version to its full stripe before acting on it (PROTOCOL 8).
+
+        Raises TooFewDevices when it cannot be brought there now.
+        """
+        self._session.require_writable()
+        found = repair_object(self._store, check_key(key), include_missing=True)
+        if found.action is RepairAction.ABSENT:
+            raise ObjectNotFound(f"no object {key!r}", key=key)
+        if found.losses_tolerated < self._store.view.record.parity:
+            raise TooFewDevices(
+                f"object {key!r} cannot be brought to its full stripe now: it survives "
+                f"{found.losses_tolerated} losses. It stays readable; add devices.",
+                key=key,
+            )
+
+    def bar(self, key: str) -> bool:
+        """End the puts of a key with `if_absent` or `if_version` that others have begun: those of
+        which nothing can be read yet raise VersionConflict, however long they were stopped.
+
+        True when no object is there; durable on return. False when one is, perhaps of such a put:
+        it stays, and `settle` brings it to its full stripe. Puts that begin later may store it.
+
+        Raises TooManyErasures, TooFewDevices, LockTimeout, RegistersUnavailable, RegistersForeign:
+        then nothing is decided.
+        """
+        self._session.require_writable()
+        barred = bar_puts(self._store, self._session.claims, check_key(key))
+        sweep_deleted(self._store)
+        return barred
+
+    def prepare_space(
+        self,
+        sizes: Sequence[int],
+        copies: int = 1,
+        *,
+        proceed: Callable[[], bool] | None = None,
+        rate_bytes_per_second: float | None = None,
+    ) -> int:
+        """Write files that `copies` puts of objects of these `sizes` will overwrite, if they come.
+
+        Overwriting is faster than writing into new blocks. Costs one more write of those objects'
+        k + m columns; what is kept already counts. Returns how many files were written: none beyond
+        `recycle_bytes` a device or into its reserve, none where overwriting is no faster. They
+        count as free space and go first when a device is full. `proceed` is asked before every few
+        MiB a device, may wait, and says False to stop. `rate_bytes_per_second`: of all devices.
+        Failing devices are logged and counted. A crash leaves nothing that is not freed by itself.
+        """
+        self._session.require_writable()
+        limit = RateLimit(rate_bytes_per_second, self._store.clock)
+
+        def go_on(count: int) -> bool:
+            if self._session.closed or not (proceed is None or proceed()):
+                return False
+            limit(count)
+            return not self._session.closed
+
+        return prepare_space(self._store.pinned(), sizes, copies, go_on)
 
 
-__all__ = ["ProbeAnswer", "TendedPool"]
+__all__ = ["PoolAdmin"]

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Self, TypeVar
 
 import numpy as np
 
-from hpstore.devices.opener import same_form
-from hpstore.errors import (
-    HpstoreError,
-    MembershipError,
-    ObjectNotFound,
-    TooFewDevices,
-    TooManyErasures,
-)
+from hpstore.config import PoolConfig
+from hpstore.devices.opener import Opener
+from hpstore.errors import ObjectNotFound, TooFewDevices, TooManyErasures
 from hpstore.format.column_header import encode_metadata
 from hpstore.format.keys import check_key
-from hpstore.format.records import DeviceState
-from hpstore.maintenance.rebuild import (
-    Progress,
-    ProgressCallback,
-    RateLimit,
-    RebuildReport,
-    WorkPace,
-    rebuild_all,
-)
-from hpstore.maintenance.repair_object import RepairAction, repair_object
-from hpstore.maintenance.scrub import scrub_all
+from hpstore.maintenance.rebuild import ProgressCallback, RateLimit, RebuildReport
 from hpstore.maintenance.sweep import sweep_deleted
 from hpstore.membership import changes
 from hpstore.membership.members import check_unit
@@ -43,24 +29,60 @@ from hpstore.objects.read.range_reader import (
 )
 from hpstore.objects.read.resolve import open_object
 from hpstore.objects.versions import VersionInfo, key_versions, parse_token
-from hpstore.objects.write.conditional_put import bar_puts, put_if
-from hpstore.objects.write.prewrite_files import prepare_space
+from hpstore.objects.write.conditional_put import put_if
 from hpstore.objects.write.put import delete_object, put_object
 from hpstore.objects.write.put_source import as_source
-from hpstore.pool.batches import BatchedPool
+from hpstore.pool import many_objects
+from hpstore.pool.admin import PoolAdmin
 from hpstore.pool.loss_tolerance import require_stored, require_tolerance, wanted_losses
-from hpstore.pool.status import PoolStatus, pool_status
+from hpstore.pool.session import PoolSession
+from hpstore.pool.status import PoolStatus
+from hpstore.runtime.clock import Clock
 from hpstore.runtime.lacks import blamed, lacks_total
 from hpstore.runtime.metrics import Metrics
 
 T = TypeVar("T")
 
 
-class Pool(BatchedPool):
+class Pool:
     """An open pool of devices. Thread-safe; survives fork and spawn (it pickles as its config).
 
-    Made by `hpstore.create` and `hpstore.open`. A context manager; close() is idempotent.
+    Made by `hpstore.create` and `hpstore.open`. A context manager; close() is idempotent. What
+    agents and tools need besides is behind `admin`.
     """
+
+    def __init__(
+        self,
+        config: PoolConfig,
+        *,
+        read_only: bool = False,
+        opener: Opener | None = None,
+        clock: Clock | None = None,
+        threads: bool = True,
+        erasure_backend: str | None = None,
+        monitor: bool | None = None,
+    ) -> None:
+        """Open a pool by its settings; PoolSession has the other arguments."""
+        self._session = PoolSession(
+            config, read_only=read_only, opener=opener, clock=clock, threads=threads,
+            erasure_backend=erasure_backend, monitor=monitor,
+        )  # fmt: skip
+        self._store, self.admin = self._session.store, PoolAdmin(self._session)
+
+    @property
+    def config(self) -> PoolConfig:
+        """The settings as they are now: devices come and go."""
+        return self._session.config
+
+    @property
+    def read_only(self) -> bool:
+        """Whether puts and all other changes are refused."""
+        return self._session.read_only
+
+    @property
+    def scheme(self) -> str:
+        """k and m, such as "4+2"."""
+        return f"{self.data}+{self.parity}"
 
     # --- objects ----------------------------------------------------------------------------
 
@@ -108,11 +130,11 @@ class Pool(BatchedPool):
         Raises TooFewDevices, VersionConflict, LockTimeout, RegistersUnavailable, RegistersForeign
         (with a condition), InvalidKey, ConfigError (metadata, unit).
         """
-        self._writable()
+        self._session.require_writable()
         check_key(key)
         encode_metadata(metadata or {})
         if unit_bytes is not None:
-            check_unit(self.config, self.data + self.parity, unit_bytes)
+            check_unit(self._session.config, self.data + self.parity, unit_bytes)
         source, wanted = as_source(data), wanted_losses(self._store, min_losses_tolerated)
         limit = RateLimit(rate_bytes_per_second, self._store.clock)
 
@@ -122,7 +144,7 @@ class Pool(BatchedPool):
                 progress(count)
 
         require_tolerance(self._store, wanted, repr(key))
-        with self._naming_lacks():
+        with self._session.naming_lacks():
             if not if_absent and if_version is None:
                 info = put_object(
                     self._store, key, source, metadata=metadata or {}, throttle=throttle,
@@ -130,40 +152,34 @@ class Pool(BatchedPool):
                 )  # fmt: skip
             else:
                 info = put_if(
-                    self._store, self._claims, key, source, metadata=metadata or {},
+                    self._store, self._session.claims, key, source, metadata=metadata or {},
                     throttle=throttle, if_absent=if_absent, if_version=if_version,
                     unit_bytes=unit_bytes,
                 )  # fmt: skip
         require_stored(info, wanted)
         return info
 
-    def prepare_space(
+    def put_many(
         self,
-        sizes: Sequence[int],
-        copies: int = 1,
+        objects: Mapping[str, object],
+        metadata: Mapping[str, object] | None = None,
         *,
-        proceed: Callable[[], bool] | None = None,
-        rate_bytes_per_second: float | None = None,
-    ) -> int:
-        """Write files that `copies` puts of objects of these `sizes` will overwrite, if they come.
+        min_losses_tolerated: int | None = None,
+    ) -> dict[str, ObjectInfo]:
+        """Store each value (bytes-like, or an open binary file) under its key, as put() does; facts
+        by key. Small ones share calls and syncs, which takes a fraction of the time of single puts.
 
-        Overwriting is faster than writing into new blocks. Costs one more write of those objects'
-        k + m columns; what is kept already counts. Returns how many files were written: none beyond
-        `recycle_bytes` a device or into its reserve, none where overwriting is no faster. They
-        count as free space and go first when a device is full. `proceed` is asked before every few
-        MiB a device, may wait, and says False to stop. `rate_bytes_per_second`: of all devices.
-        Failing devices are logged and counted. A crash leaves nothing that is not freed by itself.
+        Each object is stored, and durable, by itself: a crash leaves some old and some new. All
+        are durable on return. `metadata`: of each of them. Values belong to this call until it
+        returns. Thread-safe; up to BATCHES threads of its own.
+
+        Raises SomeFailed when all were tried and some were not stored; InvalidKey, ConfigError and
+        TooFewDevices before any is.
         """
-        self._writable()
-        limit = RateLimit(rate_bytes_per_second, self._store.clock)
-
-        def go_on(count: int) -> bool:
-            if self._closed or not (proceed is None or proceed()):
-                return False
-            limit(count)
-            return not self._closed
-
-        return prepare_space(self._store.pinned(), sizes, copies, go_on)
+        self._session.require_writable()
+        return many_objects.put_many(
+            self._store, objects, metadata or {}, min_losses_tolerated=min_losses_tolerated
+        )
 
     def get(
         self, key: str, start: int = 0, end: int | None = None, *, version: str | None = None
@@ -216,12 +232,12 @@ class Pool(BatchedPool):
     ) -> T:
         """Run `read` on an open object; again when the object changes underneath, and when it
         needs a device that was not waited for."""
-        self._usable()
+        self._session.require_open()
         check_key(key)
         content = None if version is None else parse_token(version)
         patient = False
         for _ in range(READ_TRIES):
-            with self._naming_lacks():
+            with self._session.naming_lacks():
                 reader = open_object(self._store, key, content, whole=whole, patient=patient)
             try:
                 return read(reader)
@@ -235,22 +251,22 @@ class Pool(BatchedPool):
                 reader.close()
         raise TooManyErasures(f"object {key!r} changed {READ_TRIES} times while it was read")
 
-    def reader(self, key: str, *, version: str | None = None) -> PooledReader:
+    def open(self, key: str, *, version: str | None = None) -> PooledReader:
         """Open the newest version for many range reads; a context manager. One thread at a time.
 
         With a `version` of `versions`, that one and no other is read.
         """
-        self._usable()
+        self._session.require_open()
         content = None if version is None else parse_token(version)
         return PooledReader(self._store, check_key(key), content=content)
 
-    def readers(self, keys: Sequence[str], *, whole: bool = False) -> Readers:
-        """A reader() of each key, opened together, or what it would have raised.
+    def open_many(self, keys: Sequence[str], *, preload: bool = False) -> Readers:
+        """A reader of each key, opened together, or what open() would have raised.
 
-        `whole`: small ones are read as they are opened together, to be read now and closed.
+        `preload`: small ones are read as they are opened together, to be read now and closed.
         """
-        self._usable()
-        return open_readers(self._store, [check_key(key) for key in keys], whole=whole)
+        self._session.require_open()
+        return open_readers(self._store, [check_key(key) for key in keys], whole=preload)
 
     def stat(self, key: str, *, version: str | None = None) -> ObjectInfo:
         """Facts about the newest version, or `version`. Raises ObjectNotFound, TooManyErasures."""
@@ -269,7 +285,7 @@ class Pool(BatchedPool):
         may be readable while the newest is not, by `get(key, version=)`. Raises TooManyErasures
         when nothing is found and more may be there.
         """
-        self._usable()
+        self._session.require_open()
         return key_versions(self._store, check_key(key))
 
     def exists(self, key: str) -> bool:
@@ -287,7 +303,7 @@ class Pool(BatchedPool):
         TooFewDevices. Ask for it before anything is done because a key is not listed. Raises
         InvalidKey for a prefix that no key can have.
         """
-        self._usable()
+        self._session.require_open()
         before, lacked = self._store.view, lacks_total()
         found = walk(self._store, prefix)
         view, surveys = self._store.view, found.surveys
@@ -309,51 +325,32 @@ class Pool(BatchedPool):
         Raises ObjectNotFound when there is none, TooManyErasures when that is unclear,
         TooFewDevices.
         """
-        self._writable()
+        self._session.require_writable()
         check_key(key)
-        with self._naming_lacks():
+        with self._session.naming_lacks():
             delete_object(self._store, key)
         sweep_deleted(self._store)
 
-    def bar(self, key: str) -> bool:
-        """End the puts of a key with `if_absent` or `if_version` that others have begun: those of
-        which nothing can be read yet raise VersionConflict, however long they were stopped.
+    def delete_many(self, keys: Iterable[str], *, missing_ok: bool = False) -> None:
+        """Delete objects, each as delete() does, of a key that is given twice once. All are durably
+        gone on return. They share calls and syncs, which takes a fraction of the time of single
+        deletes.
 
-        True when no object is there; durable on return. False when one is, perhaps of such a put:
-        it stays, and `settle` brings it to its full stripe. Puts that begin later may store it.
+        A crash leaves some deleted and some whole, never one half. Thread-safe; up to BATCHES
+        threads of its own.
 
-        Raises TooManyErasures, TooFewDevices, LockTimeout, RegistersUnavailable, RegistersForeign:
-        then nothing is decided.
+        Raises SomeFailed when all were tried and some are not deleted: also those that are not
+        there (ObjectNotFound in its `failed`), unless `missing_ok`. InvalidKey before any is.
         """
-        self._writable()
-        barred = bar_puts(self._store, self._claims, check_key(key))
-        sweep_deleted(self._store)
-        return barred
-
-    def settle(self, key: str) -> None:
-        """Bring the newest version to its full stripe before acting on it (PROTOCOL 8).
-
-        Raises TooFewDevices when it cannot be brought there now.
-        """
-        self._writable()
-        found = repair_object(self._store, check_key(key), include_missing=True)
-        if found.action is RepairAction.ABSENT:
-            raise ObjectNotFound(f"no object {key!r}", key=key)
-        if found.losses_tolerated < self._store.view.record.parity:
-            raise TooFewDevices(
-                f"object {key!r} cannot be brought to its full stripe now: it survives "
-                f"{found.losses_tolerated} losses. It stays readable; add devices.",
-                key=key,
-            )
+        self._session.require_writable()
+        many_objects.delete_many(self._store, keys, missing_ok=missing_ok)
 
     # --- looking after ----------------------------------------------------------------------
 
     def status(self, *, past: bool = False) -> PoolStatus:
         """Devices with their states, objects, what is degraded, space, counters. Walks all keys.
         `past`: with devices that left long ago, and that nothing depends on."""
-        self._usable()
-        self.refresh()
-        return pool_status(self._store, self.config.name, self._problems, self.health, past=past)
+        return self.admin.status(past=past)
 
     def scrub(
         self,
@@ -362,79 +359,49 @@ class Pool(BatchedPool):
         progress: ProgressCallback | None = None,
         rate_bytes_per_second: float | None = None,
         resume: bool = True,
-        pace: WorkPace | None = None,
-        gives_way: bool = False,
     ) -> RebuildReport:
-        """Read and verify every block, mend what is damaged. Goes on where it was stopped.
+        """Read and verify every block, repair what is damaged. Goes on where it was stopped.
 
-        One scrub or rebuild of a pool at a time (LockTimeout). A `pace` replaces the rate.
-        `gives_way` as for repairing().
+        One scrub or rebuild of a pool at a time (LockTimeout).
         """
-        self._writable()
-        with self.repairing("scrub", gives_way=gives_way):
-            return scrub_all(
-                self._store, prefix=prefix, progress=progress,
-                rate_bytes_per_second=rate_bytes_per_second, resume=resume, pace=pace,
-            )  # fmt: skip
+        return self.admin.scrub(
+            prefix=prefix, progress=progress, rate_bytes_per_second=rate_bytes_per_second,
+            resume=resume,
+        )  # fmt: skip
 
     def rebuild(
         self,
-        *, progress: ProgressCallback | None = None, rate_bytes_per_second: float | None = None,
-        include_missing: bool = False, everything: bool = False, pace: WorkPace | None = None,
-        gives_way: bool = False,
-    ) -> RebuildReport:  # fmt: skip
+        *,
+        progress: ProgressCallback | None = None,
+        rate_bytes_per_second: float | None = None,
+        include_missing: bool = False,
+        everything: bool = False,
+    ) -> RebuildReport:
         """Make every object whole on the current members, most endangered first; pay debts.
 
         Columns on members that are missing but not evicted are waited for while parity is left,
         unless `include_missing`; what retention soon drops is put off (docs/health.md) unless
-        `everything`. Killed, it is resumed by running it again. `pace`, `gives_way` as for scrub.
+        `everything`. Killed, it is resumed by running it again. One at a time (LockTimeout).
         """
-        self._writable()
-        self.refresh()
-        with self.repairing("rebuild", gives_way=gives_way):
-            unhealed = self._store.view.record.unhealed()
-            report = rebuild_all(
-                self._store, progress=progress, rate_bytes_per_second=rate_bytes_per_second,
-                include_missing=include_missing, everything=everything, pace=pace,
-            )  # fmt: skip
-        if report.whole and not self._store.view.missing and unhealed:
-            self._mark_healed(unhealed)  # not those that were evicted meanwhile
-        return report
+        return self.admin.rebuild(
+            progress=progress, rate_bytes_per_second=rate_bytes_per_second,
+            include_missing=include_missing, everything=everything,
+        )  # fmt: skip
 
-    # --- membership -------------------------------------------------------------------------
-
-    def add_device(self, url: str, domain: str | None = None, *, force: bool = False,
-                   allow_root_disk: bool = False) -> str:  # fmt: skip
+    def add_device(
+        self, url: str, domain: str | None = None, *, force: bool = False,
+        allow_root_disk: bool = False,
+    ) -> str:  # fmt: skip
         """Make an unused place a member; returns its device id. New objects use it at once.
         `allow_root_disk`: also where a mount seems to be missing, which is a ConfigError else."""
-        self._writable()
-        if not allow_root_disk:
-            self._require_mounted(url)
-        given, url = url, same_form(url)
-        with self._change():
-            fresh, before = self._open_place(given if "://" in given else url), self.config
-            try:
-                changes.require_no_member(self._store, fresh, url)
-                self._set_places({*map(same_form, before.devices), url}, given)
-                # the settings first: a crash after the record is written must find the device
-                member = changes.add_member(self._store, fresh, url, domain, force=force)
-            except HpstoreError:
-                if not changes.claimed_by(self._store, fresh):
-                    self._set_places({*map(same_form, before.devices)})
-                raise
-            finally:
-                fresh.close()
-            self.refresh()
-            return member.device_id
+        return self.admin.devices.add(url, domain, force=force, allow_root_disk=allow_root_disk)
 
     def evict(self, device: str, *, force: bool = False) -> None:
-        """Take a device out at once; what it holds counts as lost. `rebuild` then heals.
+        """Take a device out at once; what it holds counts as lost. `rebuild` then makes it again.
 
         Refused when an object could not be read without it, unless forced.
         """
-        self._writable()
-        with self._change(), self._leaving(device) as member:
-            changes.evict_member(self._store, member, self.refresh, force=force)
+        self.admin.devices.evict(device, force=force)
 
     def drain(
         self,
@@ -447,53 +414,35 @@ class Pool(BatchedPool):
 
         Stopped, it is resumed by running it again.
         """
-        self._writable()
-        throttle = RateLimit(rate_bytes_per_second, self._store.clock)
-
-        def report(done: int, total: int, key: str) -> None:
-            if progress is not None:
-                progress(Progress(done=done, total=total, bytes=0, key=key))
-
-        self.begin_drain(device)
-        # without the lock: it takes hours, and others may have to be evicted meanwhile
-        moved = changes.move_off(self._store, self._member(device), throttle, report) or 0
-        rest = self._end_drain(device, throttle)
-        if rest is None:
-            raise MembershipError(f"{device} was taken back or evicted while it was drained")
-        return moved + rest
+        return self.admin.devices.drain(
+            device, progress=progress, rate_bytes_per_second=rate_bytes_per_second
+        )
 
     def readmit(self, device: str, *, reason: str = "") -> changes.Reconciled | None:
-        """Take an evicted device back, or a draining one online again.
+        """Take an evicted device back, or a draining one online again (PoolDevices.readmit)."""
+        return self.admin.devices.readmit(device, reason=reason)
 
-        What an evicted one holds is judged against the pool first: only columns of live versions
-        are served, superseded ones removed, unknown ones put in quarantine. None when it had not
-        left. `rebuild` then widens objects over it. `reason`: what the log says, instead of that an
-        operator wants it. Raises MembershipError when that cannot be judged now; nothing has
-        changed then.
-        """
-        self._writable()
-        with self._change():
-            member = self._member(device, returning=True)
-            self._spare_no_more(member.device_id)
-            self.health.forgive(member.device_id, reason)
-            if not member.left and member.device_id not in self.places:
-                self._end_release(member)
-            if member.state is DeviceState.ONLINE:
-                return None
-            if member.state is DeviceState.DRAINING:
-                changes.set_state(self._store, member.device_id, DeviceState.ONLINE)
-                self.refresh()
-                return None
-            back = self._find_device(member, device).device
-            # the settings first: a record that has reached some devices must find the device
-            places = {*map(same_form, self.config.devices), same_form(back.url)}
-            self._set_places(places, device)
-            try:
-                found = changes.readmit_member(self._store, member, back)
-            finally:  # closed when no call uses it any more
-                self._store.scheduler.forget(member.device_id, back.close)
-            self.refresh()
-            return found
+    def sit_out(self, device: str) -> None:
+        """Keep this process' ordinary reads and new columns off a device, until readmit."""
+        self.admin.devices.sit_out(device)
+
+    # --- life -------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop threads and release devices. Idempotent; nothing durable depends on it."""
+        self._session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (partial(Pool, read_only=self.read_only), (self.config,))
+
+    def __repr__(self) -> str:
+        return f"<hpstore pool {self.config.name!r} {self.scheme}>"
 
 
 __all__ = ["Pool", "PooledReader"]

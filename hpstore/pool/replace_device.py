@@ -38,19 +38,19 @@ def replace_device(
     DeviceError, LockTimeout: the message of an eviction that is refused says that the new device
     stays a member.
     """
-    member = pool.find(old)
+    member = pool.admin.devices.find(old)
     if member.left:
         raise MembershipError(
             f"{old} has left the pool already; `hpstore add` takes {new} in. Nothing was changed."
         )
     place = same_form(new)
     answers = _answers(pool, member.device_id)
-    if answers and place == pool.places.get(member.device_id):
+    if answers and place == pool.admin.devices.places.get(member.device_id):
         raise MembershipError(
             f"{old} is still at {new} and answers. Nothing was changed. Mount the new disk at a "
             "place of its own, or evict the old one, unmount it and mount the new one there."
         )
-    location = locate(pool.places.get(member.device_id, member.url))
+    location = locate(pool.admin.devices.places.get(member.device_id, member.url))
     added = _added(pool, member, new, domain or member.domain, allow_root_disk=allow_root_disk)
     try:
         if answers:
@@ -72,7 +72,7 @@ def replace_device(
 
 def _added(pool: Pool, old: Member, new: str, domain: str, *, allow_root_disk: bool) -> str:
     """The id of the device at a place, added unless it is a member since a run before this one."""
-    for device, url in pool.places.items():
+    for device, url in pool.admin.devices.places.items():
         if same_form(url) == same_form(new) and device != old.device_id:
             return device
     return pool.add_device(new, domain, allow_root_disk=allow_root_disk)
@@ -80,7 +80,7 @@ def _added(pool: Pool, old: Member, new: str, domain: str, *, allow_root_disk: b
 
 def _answers(pool: Pool, device: str) -> bool:
     """Whether a device is open and a probe of it succeeds, or says that it is full or read-only."""
-    found = pool.probe_devices({device})
+    found = pool.admin.devices.probe({device})
     if device not in found:
         return False
     try:
@@ -93,17 +93,17 @@ def _answers(pool: Pool, device: str) -> bool:
 def wait_released(pool: Pool, member: Member, seconds: float) -> list[Opener]:
     """Who still has a device open that has left the pool or was released, after this process and
     others had time to let it go. Raises MembershipError for another member: it is in use."""
-    pool.refresh()
-    if not member.left and member.device_id in pool.places:
+    pool.admin.refresh()
+    if not member.left and member.device_id in pool.admin.devices.places:
         raise MembershipError(
             f"{member.url} ({member.device_id[:8]}) is a member and in use. Nothing was changed. "
             "For a while, `hpstore health maintenance` first; for good, drain or evict it first. "
             "`hpstore readmit` takes a disk back, with what is still good of its files."
         )
     path = member.url.removeprefix("file://")
-    until = pool.clock.monotonic() + seconds
-    while (found := openers(path)) and pool.clock.monotonic() < until:
-        pool.clock.wait(_LOOK_SECONDS)
+    until = pool.admin.clock.monotonic() + seconds
+    while (found := openers(path)) and pool.admin.clock.monotonic() < until:
+        pool.admin.clock.wait(_LOOK_SECONDS)
     return found
 
 

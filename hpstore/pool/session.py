@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
 
 from hpstore.agreement.claims import Claims
 from hpstore.agreement.registers import MEMBERSHIP, repair_hold
@@ -66,7 +65,6 @@ from hpstore.objects.context import PATIENCE, PoolContext, View
 from hpstore.objects.horizon import mend_horizons
 from hpstore.pool.membership_watch import Follower
 from hpstore.pool.process_resources import RepairQueue, make_scheduler, make_store, renew_after_fork
-from hpstore.runtime.buffers import Lease
 from hpstore.runtime.clock import Clock, SystemClock
 from hpstore.runtime.closing import Closing
 from hpstore.runtime.lacks import lacks_total, naming_lacks
@@ -80,8 +78,12 @@ def _note_read_only(store: PoolContext, devices: Mapping[str, DeviceReadOnly]) -
         store.note_write(device_id, error.device or device_id, error)
 
 
-class PoolHandle(Closing):
-    """What stands behind a Pool. Made by `hpstore.create` and `hpstore.open`."""
+class PoolSession(Closing):
+    """The open pool of one process: devices, membership, locks, and repair in the background.
+
+    `store`: the context that operations on objects work with; `config`: the settings, whose devices
+    change with the membership; `problems`: why places do not answer. Thread-safe.
+    """
 
     def __init__(
         self,
@@ -98,32 +100,32 @@ class PoolHandle(Closing):
         unless given."""
         require_key_to_write(config, read_only=read_only)
         self.config, self.read_only = config, read_only
-        self._opener = opener or device_opener(config.settings, lambda: self.config.devices)
+        self.opener = opener or device_opener(config.settings, lambda: self.config.devices)
         self._options = (threads, erasure_backend)
-        self._store = self._open_store(clock or SystemClock(), threads, erasure_backend)
+        self.store = self._open_store(clock or SystemClock(), threads, erasure_backend)
         watched = config.settings.health and threads if monitor is None else monitor
-        self.health = Monitor(self._store, enabled=watched)
+        self.health = Monitor(self.store, enabled=watched)
         if not threads:
             self.health.pause()
-        view = self._store.view
-        self._store.view = replace(view, devices=self.health.metered(view.devices))
-        self._store.refresh = self.refresh
-        self._store.damage = self._damage
-        self._store.registers = self.registers = PoolRegisters(
-            self._store, lambda: config.settings.run_path(self._store.view.record.pool_id)
+        view = self.store.view
+        self.store.view = replace(view, devices=self.health.metered(view.devices))
+        self.store.refresh = self.refresh
+        self.store.damage = self._damage
+        self.store.registers = self.registers = PoolRegisters(
+            self.store, lambda: config.settings.run_path(self.store.view.record.pool_id)
         )
-        self._store.key_lock = self._repair_lock
-        self._claims = Claims(
-            self.registers, self._store.clock, lambda seen: self._store.counter.next(seen),
+        self.store.key_lock = self._repair_lock
+        self.claims = Claims(
+            self.registers, self.store.clock, lambda seen: self.store.counter.next(seen),
             deadline_seconds=config.settings.lock_deadline_seconds,
             ttl_seconds=config.settings.claim_seconds,
         )  # fmt: skip
         self._repairs = RepairQueue()
         self._repairer: threading.Thread | None = None
         self._wake = threading.Event()
-        self._closed = False
+        self.closed = False
         self._make_locks()
-        self._follower = Follower(self._store, self.refresh)
+        self._follower = Follower(self.store, self.refresh)
         if threads:
             self.health.listen(self._follower.look)
         _forget_at_fork(self)
@@ -139,7 +141,7 @@ class PoolHandle(Closing):
         config, backend = self.config, choose_backend(erasure_backend)
         scheduler = make_scheduler(config.settings, threads=threads)
         try:
-            opened = open_members(config, self._opener, scheduler, read_only=self.read_only)
+            opened = open_members(config, self.opener, scheduler, read_only=self.read_only)
         except BaseException:
             scheduler.close(0.1)
             raise
@@ -151,7 +153,7 @@ class PoolHandle(Closing):
             for device in opened.view.devices.values():
                 device.close()
             raise
-        self._problems, self._denied = dict(opened.problems), opened.denied
+        self.problems, self._denied = dict(opened.problems), opened.denied
         store = make_store(
             opened.view, config.settings, backend, clock, scheduler, read_only=self.read_only,
             pool_key=config.key,
@@ -165,7 +167,7 @@ class PoolHandle(Closing):
         self._exchange = threading.Lock()  # guards the exchange of the view
         self._starting = threading.Lock()  # guards _repairer
 
-    def _set_places(self, places: set[str], given: str = "") -> None:
+    def set_places(self, places: set[str], given: str = "") -> None:
         """Change where the settings look for devices, keeping their order. `given`: one of them as
         the caller wrote it, with what opens it."""
         known = [place for place in self.config.devices if same_form(place) in places]
@@ -177,21 +179,21 @@ class PoolHandle(Closing):
                 save_config(self.config)
 
     @contextmanager
-    def _leaving(self, device: str) -> Iterator[Member]:
+    def leaving(self, device: str) -> Iterator[Member]:
         """A member that the block evicts. Its place is then looked at no more, unless another one
         answers there, such as the disk that replaces it; readmit finds it by its record.
         """
-        member = self._member(device)
+        member = self.member(device)
         if member.left:
             raise MembershipError(f"{device} is evicted already")
-        here = self._store.view.devices.get(member.device_id)
+        here = self.store.view.devices.get(member.device_id)
         place = same_form(member.url if here is None else here.url)
         yield member
-        kept = {same_form(other.url) for other in self._store.view.devices.values()}
+        kept = {same_form(other.url) for other in self.store.view.devices.values()}
         rest = {same_form(known) for known in self.config.devices} - ({place} - kept)
         try:
             if rest:
-                self._set_places(rest)
+                self.set_places(rest)
         except ConfigError as error:  # it has left all the same
             _log.warning("%s still names %s, which has left the pool: %s", self.config.path, place,
                          error)  # fmt: skip
@@ -202,7 +204,7 @@ class PoolHandle(Closing):
         A device that hangs costs the open deadline.
         """
         with self._renew:
-            store, view = self._store, self._store.view
+            store, view = self.store, self.store.view
             record = newest_record(store)
             if self.config.path.exists():
                 known = load_config(self.config.path).devices
@@ -233,10 +235,10 @@ class PoolHandle(Closing):
         here = {same_form(device.url) for device in kept.values()}
         places = [*self.config.devices, *unlisted(self.config, record, kept)]
         urls = [url for url in places if same_form(url) not in here]
-        scheduler, settings = self._store.scheduler, self.config.settings
+        scheduler, settings = self.store.scheduler, self.config.settings
         deadline = settings.open_deadline_seconds
         opened, failed = identify_all(
-            urls, self._opener, scheduler, deadline, self.config.key,
+            urls, self.opener, scheduler, deadline, self.config.key,
             lambda found: suffice(record, [*kept, *(o.identity.device_id for o in found.values())]),
         )  # fmt: skip
         problems = {url: str(error) for url, error in failed.items()}
@@ -253,59 +255,59 @@ class PoolHandle(Closing):
         for url, error in proof.failed.items():
             problems[url] = str(error)
             opened.pop(url)
-        _note_read_only(self._store, refusing(opened, proof))
+        _note_read_only(self.store, refusing(opened, proof))
         self._denied = proof.denied | {url for url, error in failed.items() if is_denied(error)}
         devices = make_view(record, opened.values(), problems).devices
-        self._problems = problems
+        self.problems = problems
         return self.health.metered(devices)
 
-    def _spare(self, device_id: str) -> None:
+    def sit_out(self, device_id: str) -> None:
         """Keep this process' reads and new columns off a device. Raises MembershipError."""
         with self._exchange:
-            view = self._store.view
+            view = self.store.view
             out, parity = view.sitting_out | {device_id}, view.record.parity
             if len(out) > parity:
                 raise MembershipError(
                     f"{len(out)} devices would sit out; parity replaces only {parity}"
                 )
-            self._store.view = replace(view, sitting_out=out)
-        self._store.routing.changed()  # open readers heed it, too
+            self.store.view = replace(view, sitting_out=out)
+        self.store.routing.changed()  # open readers heed it, too
 
-    def _spare_no_more(self, device_id: str) -> None:
+    def sit_out_no_more(self, device_id: str) -> None:
         with self._exchange:
-            view = self._store.view
-            self._store.view = replace(view, sitting_out=view.sitting_out - {device_id})
-        self._store.routing.changed()
+            view = self.store.view
+            self.store.view = replace(view, sitting_out=view.sitting_out - {device_id})
+        self.store.routing.changed()
 
-    def _open_place(self, url: str) -> Device:
+    def open_place(self, url: str) -> Device:
         """Open the place of a device to be, made if need be, under the open deadline."""
 
         def open_it() -> Device:
             make_place(url, self.config.settings)
-            return self._opener(url)
+            return self.opener(url)
 
         def late(_: str, future: Future[Device]) -> None:
             if future.exception() is None:
                 future.result().close()
 
-        scheduler, deadline = self._store.scheduler, self.config.settings.open_deadline_seconds
+        scheduler, deadline = self.store.scheduler, self.config.settings.open_deadline_seconds
         (found,) = scheduler.gather_once({same_form(url): open_it}, deadline, late).values()
         if isinstance(found, Exception):
             raise found
         return found
 
-    def _find_device(self, member: Member, given: str = "") -> OpenedDevice:
+    def find_device(self, member: Member, given: str = "") -> OpenedDevice:
         """Open a device that is no member now, where it was or anywhere in the settings. `given`:
         what the caller named it by, perhaps a URL with what opens it."""
         was = [member.url] if trusted(self.config, member.url) else []
         known = {same_form(url): url for url in (*was, *self.config.devices)}
         if "://" in given:
             known[same_form(given)] = given
-        open_now = {same_form(device.url) for device in self._store.view.devices.values()}
+        open_now = {same_form(device.url) for device in self.store.view.devices.values()}
         urls = [url for place, url in known.items() if place not in open_now]
-        scheduler, deadline = self._store.scheduler, self.config.settings.open_deadline_seconds
+        scheduler, deadline = self.store.scheduler, self.config.settings.open_deadline_seconds
         opened, failed = identify_all(
-            sorted(urls), self._opener, scheduler, deadline, self.config.key
+            sorted(urls), self.opener, scheduler, deadline, self.config.key
         )
         found = None
         for other in opened.values():
@@ -324,8 +326,8 @@ class PoolHandle(Closing):
             )
         return found
 
-    def _member(self, device: str, *, returning: bool = False) -> Member:
-        view = self._store.view
+    def member(self, device: str, *, returning: bool = False) -> Member:
+        view = self.store.view
         place = device if "://" in device else os.path.abspath(device)
         known = {m.device_id for m in (*view.record.members, *view.record.evicted)}
         by_id = len(device) >= 4 and any(name.startswith(device) for name in known)
@@ -336,7 +338,7 @@ class PoolHandle(Closing):
 
     def _recover(self) -> None:
         """At open: bring devices that are behind up to date, sweep orphans, pay debts."""
-        store = self._store
+        store = self.store
         try:
             if not is_rolled_forward(store):  # many may open it at once: none waits for another
                 with self.registers.hold(MEMBERSHIP, "open", deadline_seconds=0.5):
@@ -351,7 +353,7 @@ class PoolHandle(Closing):
 
     def _damage(self, key: str) -> None:
         """A read met damage: repair in the background."""
-        if self.read_only or self._closed or not self._options[0] or not self._repairs.add(key):
+        if self.read_only or self.closed or not self._options[0] or not self._repairs.add(key):
             return
         with self._starting:
             if self._repairer is None or not self._repairer.is_alive():
@@ -362,7 +364,7 @@ class PoolHandle(Closing):
         self._wake.set()
 
     def _repair_loop(self) -> None:
-        while not self._closed:
+        while not self.closed:
             key = self._repairs.take()
             if key is None:
                 self._wake.wait(0.2)
@@ -370,22 +372,22 @@ class PoolHandle(Closing):
                 continue
             good = False
             try:
-                repair_object(self._store, key, verify=True)
-                self._store.metrics.count("read_repair_total")
+                repair_object(self.store, key, verify=True)
+                self.store.metrics.count("read_repair_total")
                 good = True
             except (HpstoreError, OSError) as error:
-                self._store.metrics.count("read_repair_error_total")
+                self.store.metrics.count("read_repair_error_total")
                 _log.warning("repair of %r failed, it is tried again later: %s", key, error)
             finally:
                 self._repairs.done(key, good=good)
 
     @contextmanager
-    def _change(self) -> Iterator[None]:
+    def change(self) -> Iterator[None]:
         """Hold the membership, with the newest record rolled forward (PROTOCOL 14)."""
         try:
             with self.registers.hold(MEMBERSHIP, "membership change"):
                 self.refresh()
-                roll_forward(self._store, self._store.view.record)
+                roll_forward(self.store, self.store.view.record)
                 yield
         except RegistersUnavailable as error:
             raise MembershipError(str(error)) from error
@@ -394,8 +396,8 @@ class PoolHandle(Closing):
         """One repair of a key at a time."""
         return self.registers.hold(repair_hold(key), f"repair of {key!r}")
 
-    def _usable(self) -> None:
-        if self._closed:
+    def require_open(self) -> None:
+        if self.closed:
             raise AlreadyClosed(f"pool {self.config.name!r} is closed")
 
     @property
@@ -403,59 +405,39 @@ class PoolHandle(Closing):
         """Places of devices on which this user has no rights, or may not write."""
         return self._denied
 
-    def _naming_lacks(self) -> AbstractContextManager[None]:
+    def naming_lacks(self) -> AbstractContextManager[None]:
         """Where a device was left out for want of rights, no error says that it is lost."""
         return naming_lacks(-1 if self._denied else lacks_total())
 
-    def _writable(self) -> None:
-        self._usable()
+    def require_writable(self) -> None:
+        self.require_open()
         if self.read_only:
             raise DeviceReadOnly(f"pool {self.config.name!r} was opened read-only")
 
     def _after_fork(self) -> None:
         self._make_locks()
         self._repairs, self._repairer, self._wake = RepairQueue(), None, threading.Event()
-        renew_after_fork(self._store)
+        renew_after_fork(self.store)
         self.registers.after_fork()
         self.health.after_fork()
         self._follower.after_fork()
 
-    def scratch(self, nbytes: int, what: str) -> Lease | None:
-        """Page-aligned memory of `memory_bytes`, to be released; None when all is in use.
-
-        That is counted as `<what>_without_memory_total`, and logged once.
-        """
-        return self._store.scratch(nbytes, what)
-
-    @property
-    def recycles(self) -> bool:
-        """Whether a device keeps files for new columns to overwrite."""
-        modes = {device.mode for device in self._store.view.devices.values()}
-        return self.config.settings.recycle_bytes > 0 and not modes <= {"memory", "remote"}
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (partial(type(self), read_only=self.read_only), (self.config,))
-
-    def __repr__(self) -> str:
-        record = self._store.view.record
-        return f"<hpstore pool {self.config.name!r} {record.data}+{record.parity}>"
-
     def close(self) -> None:
         """Stop threads and release devices. Idempotent; nothing durable depends on it."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         self.health.close()
         self._follower.close()
         self._wake.set()
         if self._repairer is not None:
             self._repairer.join(10.0)
-        devices = self._store.view.devices
-        self._store.scheduler.close(at_end={d: device.close for d, device in devices.items()})
-        self._store.buffers.clear()
+        devices = self.store.view.devices
+        self.store.scheduler.close(at_end={d: device.close for d, device in devices.items()})
+        self.store.buffers.clear()
 
 
-def _forget_at_fork(pool: PoolHandle) -> None:
+def _forget_at_fork(pool: PoolSession) -> None:
     reference = weakref.ref(pool)
 
     def renew() -> None:
@@ -466,4 +448,4 @@ def _forget_at_fork(pool: PoolHandle) -> None:
     os.register_at_fork(after_in_child=renew)
 
 
-__all__ = ["PoolHandle"]
+__all__ = ["PoolSession"]

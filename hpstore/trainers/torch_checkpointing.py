@@ -68,7 +68,7 @@ class HPStorage(Storage):
         Every byte is verified. Raises FileNotFoundError.
         """
         args = read_args or ReadArgs()
-        reader = PooledStream(self.pool.reader(self._key(path)))
+        reader = PooledStream(self.pool.open(self._key(path)))
         known = args.known_size_bytes
         if known is not None and known != reader.size:
             reader.close()

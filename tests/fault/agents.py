@@ -49,7 +49,7 @@ class Agents:
     ) -> None:  # fmt: skip
         self.toml, self.directory, self.log = toml, directory, directory / "agent.log"
         with hpstore.open(toml, read_only=True) as pool:
-            self.run_directory = pool.run_directory
+            self.run_directory = pool.admin.run_directory
         self._plain = toml.read_text()
         self.configure(grace=grace, scrub_days=scrub_days, extra=extra)
 

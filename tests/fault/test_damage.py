@@ -405,7 +405,7 @@ def test_read_only_open_writes_nothing(bench: Bench) -> None:
             pool.scrub,
             pool.rebuild,
             lambda: pool.evict(bench.paths[0]),
-            lambda: pool.settle("x/0"),
+            lambda: pool.admin.settle("x/0"),
         ):
             with pytest.raises(HpstoreError):
                 forbidden()

@@ -204,14 +204,14 @@ def test_the_membership_changes_on_full_devices(
         added = pool.add_device(str(tmp_path / "more"), allow_root_disk=True)
         pool.evict(bench.paths[0])
     with bench.open() as pool:
-        assert [m.url for m in pool.record.evicted] == [bench.paths[0]]
-        assert pool.record.member(added) is not None
-        assert all(m.state is DeviceState.ONLINE for m in pool.record.members)
+        assert [m.url for m in pool.admin.record.evicted] == [bench.paths[0]]
+        assert pool.admin.record.member(added) is not None
+        assert all(m.state is DeviceState.ONLINE for m in pool.admin.record.members)
         pool.readmit(bench.paths[0])
         pool.rebuild()
         assert {key: pool.get(key) for key in SMALL} == SMALL
         assert pool.get("big") == BIG
-        assert len(pool.record.members) == 5
+        assert len(pool.admin.record.members) == 5
 
 
 def test_a_change_that_finds_no_room_for_records_changes_nothing(
@@ -226,7 +226,7 @@ def test_a_change_that_finds_no_room_for_records_changes_nothing(
             for spare in Path(path, "ballast").iterdir():
                 spare.rmdir() if spare.is_dir() else spare.unlink()
         others.fill()
-        before = pool.record
+        before = pool.admin.record
         for change in (
             lambda: pool.add_device(str(tmp_path / "more"), allow_root_disk=True),
             lambda: pool.evict(bench.paths[0]),
@@ -234,15 +234,15 @@ def test_a_change_that_finds_no_room_for_records_changes_nothing(
         ):
             with pytest.raises(MembershipError, match=r"Nothing was changed.*Full"):
                 change()
-        pool.refresh()
-        assert pool.record == before
+        pool.admin.refresh()
+        assert pool.admin.record == before
         assert load_config(bench.toml) == settings
         assert not (tmp_path / "more" / "hpstore.json").exists()
         others.release()
         pool.add_device(str(tmp_path / "more"), allow_root_disk=True)
         pool.evict(bench.paths[0])
     with bench.open() as pool:
-        assert len(pool.record.members) == 4
+        assert len(pool.admin.record.members) == 4
 
 
 @pytest.mark.usefixtures("much_later")
@@ -276,4 +276,4 @@ def test_a_drain_with_nowhere_to_go_is_refused(bench: Bench, make_disks: MakeDis
                     break
         with pytest.raises(MembershipError, match=r"nowhere to go.*Nothing was changed"):
             pool.drain(bench.paths[0])
-        assert all(m.state is DeviceState.ONLINE for m in pool.record.members)
+        assert all(m.state is DeviceState.ONLINE for m in pool.admin.record.members)

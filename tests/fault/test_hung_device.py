@@ -114,13 +114,13 @@ def test_a_device_that_can_be_done_without_does_not_cost_the_open_deadline(
     hangs.hang(bench.paths[1], plan)
     try:
         with within(LIMIT, lambda: bench.open(wrap=hangs.wrap)) as pool:
-            assert len(pool.places) == 3
-            within(LIMIT, pool.refresh)
+            assert len(pool.admin.devices.places) == 3
+            within(LIMIT, pool.admin.refresh)
             hangs.release()
 
             def is_back() -> bool:
-                within(LIMIT, pool.refresh)
-                return len(pool.places) == 4
+                within(LIMIT, pool.admin.refresh)
+                return len(pool.admin.devices.places) == 4
 
             poll(LIMIT, is_back)  # its late call has to end first
     finally:

@@ -36,7 +36,7 @@ def place_of(bench: Bench, key: str, column: int) -> tuple[str, Path]:
 
 def read_whole(pool: Pool, key: str) -> bytes:
     """By a reader of many ranges."""
-    with pool.reader(key) as reader:
+    with pool.open(key) as reader:
         found = bytearray(reader.size)
         reader.read_into(found)
     return bytes(found)
@@ -44,7 +44,7 @@ def read_whole(pool: Pool, key: str) -> bytes:
 
 def read_among_many(pool: Pool, key: str) -> bytes:
     """By one of several readers that are opened together."""
-    readers = pool.readers([key, "other"])
+    readers = pool.open_many([key, "other"])
     found = bytearray()
     for name, reader in readers.items():
         assert not isinstance(reader, Exception)

@@ -36,7 +36,7 @@ def filled(bench: Bench, disks: list[LoopFilesystem]) -> hpstore.Pool:
 
 def device_at(pool: hpstore.Pool, disk: LoopFilesystem) -> str:
     """The id of the device on a disk."""
-    (found,) = (device for device, url in pool.places.items() if url == disk.path)
+    (found,) = (device for device, url in pool.admin.devices.places.items() if url == disk.path)
     return found
 
 
@@ -44,9 +44,9 @@ def check(pool: hpstore.Pool, gone: str, fresh: str) -> None:
     """The new disk is a member in the old one's place, and every object is whole with it."""
     status = pool.status()
     assert (status.degraded, status.unreadable, status.losses_tolerated) == (0, 0, 1)
-    assert pool.record.member(gone) is None
-    assert pool.record.member(fresh) is not None
-    assert len(pool.record.members) == 4
+    assert pool.admin.record.member(gone) is None
+    assert pool.admin.record.member(fresh) is not None
+    assert len(pool.admin.record.members) == 4
     assert all(pool.get(key) == payload(key, 2 * MIB) for key in KEYS)
     assert pool.scrub().clean
 
@@ -69,9 +69,9 @@ def test_a_dead_disk_that_was_swapped_at_its_mount_point(
             assert done.report is not None
             assert done.report.whole
             check(pool, old, done.new)
-            assert pool.places[done.new] == disks[1].path
+            assert pool.admin.devices.places[done.new] == disks[1].path
         with hpstore.open(bench.toml) as pool:
-            assert pool.places[done.new] == disks[1].path
+            assert pool.admin.devices.places[done.new] == disks[1].path
             assert len(pool.config.devices) == 4
     finally:
         run("umount", "-l", disks[1].path)
@@ -83,14 +83,14 @@ def test_a_living_disk_is_replaced_by_one_at_another_path_and_can_be_unmounted(
     """It is drained, the pool lets it go, and `umount` is not busy; its domain is kept."""
     disks = make_disks(5)
     with filled(bench, disks[:4]) as pool:
-        (old,) = (m for m in pool.record.members if m.url == disks[2].path)
+        (old,) = (m for m in pool.admin.record.members if m.url == disks[2].path)
         done = replace_device(pool, disks[2].path, disks[4].path)
         assert done.report is None
-        fresh = pool.record.member(done.new)
+        fresh = pool.admin.record.member(done.new)
         assert fresh is not None
         assert fresh.domain == old.domain
         check(pool, old.device_id, done.new)
-        left = pool.find(old.device_id, returning=True)
+        left = pool.admin.devices.find(old.device_id, returning=True)
         assert wait_released(pool, left, 5.0) == []
         disks[2].unmount()
         assert not disks[2].mounted
@@ -135,15 +135,15 @@ def test_a_disk_in_maintenance_is_released_unmounted_and_taken_back(
     finally:
         idle.communicate("end\n")
     with bench.open() as pool:
-        assert len(pool.places) == 3
+        assert len(pool.admin.devices.places) == 3
         pool.put("meanwhile", payload("meanwhile", 2 * MIB))
         assert pool.get(KEYS[0]) == payload(KEYS[0], 2 * MIB)
     disks[1].mount()
     with bench.open() as pool:
-        assert len(pool.places) == 3  # until an operator says so
+        assert len(pool.admin.devices.places) == 3  # until an operator says so
     assert run_cli.invoke(app, ["readmit", toml, place]).exit_code == 0
     with bench.open() as pool:
-        assert len(pool.places) == 4
+        assert len(pool.admin.devices.places) == 4
         pool.rebuild()
         assert pool.status().degraded == 0
         assert pool.get("meanwhile") == payload("meanwhile", 2 * MIB)

@@ -58,7 +58,7 @@ def test_a_put_under_way_is_no_damage(
         pool.put("old", bytes(300_000))
         pool.put("k", bytes(300_000))
         clock.meanwhile = [lambda: None] * looks_before + [hide(harness, "k", columns)]
-        found = pool.condition()
+        found = pool.admin.condition()
         assert (found.degraded, found.unreadable, found.losses_tolerated) == (0, 0, 2)
 
 
@@ -69,9 +69,9 @@ def test_what_stays_short_is_damage(harness: Harness, clock: BusyClock) -> None:
             pool.put(key, bytes(300_000))
             hide(harness, key, 1)
             if key == "young":
-                assert pool.condition().losses_tolerated == 1
+                assert pool.admin.condition().losses_tolerated == 1
             clock.advance(10 * pool.config.settings.put_deadline_seconds)
-        found = pool.condition()
+        found = pool.admin.condition()
         assert (found.degraded, found.losses_tolerated) == (2, 1)
 
 

@@ -207,7 +207,7 @@ def test_an_older_version_that_a_device_kept_is_not_served_for_one_that_is_hidde
         for number in range(20):
             pool.put(f"o{number}", b"%d" % number)
         old = left_behind(harness, pool)
-        for read in (pool.get, pool.stat, pool.exists, pool.reader):
+        for read in (pool.get, pool.stat, pool.exists, pool.open):
             with pytest.raises(TooManyErasures, match="may not be the newest"):
                 read("k")
         assert pool.get("k", version=old) == b"old"

@@ -231,7 +231,7 @@ def test_membership_change_is_old_or_new(tmp_path: Path, crash: Callable[[Harnes
             assert members in (4, 5)
             assert again.get("key") == OLD
             if members == 4:
-                again.config = pool.config
+                again._session.config = pool.config
                 again.add_device("memory://d9")
             assert len(again.status().devices) == 5
             again.put("key", NEW)

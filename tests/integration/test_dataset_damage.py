@@ -147,13 +147,13 @@ def test_threads_share_open_files(pool: Pool, monkeypatch: pytest.MonkeyPatch) -
     """A shard is looked up once, however many threads want it at the same moment."""
     data = write_samples(pool, "a", range(COUNT))
     stream, looked = data.streams[0], list[str]()
-    plain, met = pool.readers, threading.Barrier(5)
+    plain, met = pool.open_many, threading.Barrier(5)
 
-    def readers(keys: list[str], *, whole: bool = False) -> Readers:
+    def readers(keys: list[str], *, preload: bool = False) -> Readers:
         looked.extend(key for key in keys if "stream-" in key and not key.endswith(".side"))
-        return plain(keys, whole=whole)
+        return plain(keys, preload=preload)
 
-    monkeypatch.setattr(pool, "readers", readers)
+    monkeypatch.setattr(pool, "open_many", readers)
     right: list[bool] = []
 
     def read() -> None:
@@ -179,7 +179,7 @@ def test_a_shard_that_could_not_be_opened_is_tried_again(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = write_samples(pool, "a", range(COUNT))
-    plain = pool.readers
+    plain = pool.open_many
 
     def fail(keys: list[str]) -> Readers:
         return {key: TooManyErasures("not now", key=key) for key in keys}

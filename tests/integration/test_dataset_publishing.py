@@ -190,7 +190,7 @@ def test_a_failed_put_fails_the_writer_and_publishes_nothing(tmp_path: Path) -> 
         harness.bring_back()
         with pytest.raises(ConfigError, match="failed before"):
             writer.close()
-        pool.refresh()
+        pool.admin.refresh()
         assert nothing_but(pool)
 
 

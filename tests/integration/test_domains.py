@@ -116,13 +116,13 @@ def test_devices_that_the_settings_do_not_list_are_looked_for_where_the_record_h
     """r12: also by a process that has the pool open already."""
     harness = grown_elsewhere(tmp_path)
     with harness.open() as pool:
-        assert len(pool.places) == 6
+        assert len(pool.admin.devices.places) == 6
         assert all(pool.stat(f"k/{n}").losses_tolerated == 1 for n in range(8))
         harness.lose(["memory://d7"])
-        pool.refresh()
+        pool.admin.refresh()
         harness.bring_back()
-        pool.refresh()
-        assert len(pool.places) == 6
+        pool.admin.refresh()
+        assert len(pool.admin.devices.places) == 6
 
 
 def test_what_is_not_listed_and_not_found_is_named(tmp_path: Path) -> None:
@@ -136,10 +136,12 @@ def test_what_is_not_listed_and_not_found_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("url", ["s3://bucket/d9", "ssh://root@elsewhere/d9"])
 def test_a_record_cannot_send_a_host_to_other_protocols(tmp_path: Path, url: str) -> None:
     with Harness(tmp_path, data=2, parity=1, devices=4).open() as pool:
-        others = pool.record.members
+        others = pool.admin.record.members
 
     def grown(url: str) -> PoolRecord:
-        return replace(pool.record, members=(*others, Member(device_id="d9", url=url, domain="x")))
+        return replace(
+            pool.admin.record, members=(*others, Member(device_id="d9", url=url, domain="x"))
+        )
 
     known = {m.device_id for m in others}
     config = PoolConfig(path=tmp_path, name="p", devices=("/mnt/a", "gs://bucket/b"))
@@ -160,6 +162,6 @@ def test_an_evicted_devices_place_is_looked_at_by_the_settings_protocols_alone(
         gone = Member(device_id="f" * 32, url=url, domain="x", state=DeviceState.EVICTED)
         view = pool._store.view
         pool._store.view = replace(view, record=replace(view.record, evicted=(gone,)))
-        assert url not in pool.away(())
+        assert url not in pool.admin.devices.unanswered_places(())
         with pytest.raises(MembershipError, match="settings use no such protocol"):
-            pool._find_device(gone)
+            pool._session.find_device(gone)

@@ -81,13 +81,13 @@ def files(made: Bench) -> list[Path]:
 
 
 def test_units_of_whole_stripes_are_read_and_others_are_left(made: Bench) -> None:
-    with made.open() as pool, pool.reader("x") as reader:
+    with made.open() as pool, pool.open("x") as reader:
         _, found, _ = read(reader, ALL)
         assert found.good.tolist() == [unit < 12 for unit in ALL]
         assert not found.late.any()
         assert read(reader, [])[1].good.tolist() == []
         assert read(reader, [7, 2, 11])[1].good.tolist() == [True] * 3
-    with made.open() as pool, pool.reader("odd") as reader:  # blocks of 64 KiB cross such units
+    with made.open() as pool, pool.open("odd") as reader:  # blocks of 64 KiB cross such units
         assert not read(reader, [0, 1], 12 * KIB)[1].good.any()
 
 
@@ -98,7 +98,7 @@ def test_lost_columns_are_decoded(made: Bench, lost: tuple[int, ...]) -> None:
         columns = files(made)
         for column in lost:
             os.unlink(columns[column])
-        with pool.reader("x") as reader:
+        with pool.open("x") as reader:
             assert read(reader, ALL)[1].good.tolist() == [unit < 12 for unit in ALL]
             assert read(reader, [0, 4, 8, 10])[1].good.all()
             assert reader._store.buffers.budget.used_bytes == 0  # spare units are given back
@@ -109,8 +109,8 @@ def test_lost_columns_are_decoded(made: Bench, lost: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("units", [ALL, [0, 4, 8, 10]])
 def test_units_of_a_device_that_reads_keep_off_are_decoded(made: Bench, units: list[int]) -> None:
     """Its open file is not read; with all devices kept off, those are read that are least bad."""
-    with made.open() as pool, pool.reader("x") as reader:
-        pool.health.pause()
+    with made.open() as pool, pool.open("x") as reader:
+        pool.admin.health.pause()
         routing = pool._store.routing
         held = reader._reader.columns[1]
         spared = held.device_id
@@ -137,7 +137,7 @@ def test_spare_units_share_large_pieces_of_memory(
     """Three stripes want one each: as few pieces as hold them, none larger than is needed."""
     monkeypatch.setattr(fill_module, "_PIECE_BYTES", piece_bytes)
     os.unlink(files(made)[0])
-    with made.open() as pool, pool.reader("x") as reader:
+    with made.open() as pool, pool.open("x") as reader:
         store = reader._store
         lease, asked = store.buffers.lease, []
 
@@ -155,10 +155,10 @@ def test_spare_units_share_large_pieces_of_memory(
 def test_a_flipped_bit_costs_its_unit_and_what_is_decoded_from_it(made: Bench) -> None:
     """PROTOCOL 10: nothing is decoded from bytes that do not match."""
     flip(files(made)[1], 4096 + UNIT + 5)  # of stripe 1
-    with made.open() as pool, pool.reader("x") as reader:
+    with made.open() as pool, pool.open("x") as reader:
         assert read(reader, ALL)[1].good.tolist() == [unit < 12 and unit != 4 for unit in ALL]
     os.unlink(files(made)[0])
-    with made.open() as pool, pool.reader("x") as reader:
+    with made.open() as pool, pool.open("x") as reader:
         good = read(reader, ALL)[1].good
         assert not good[[3, 4]].any()
         assert good[[0, 1, 2, 6, 7, 8]].all()
@@ -167,7 +167,7 @@ def test_a_flipped_bit_costs_its_unit_and_what_is_decoded_from_it(made: Bench) -
 def test_without_memory_for_spare_units_only_the_lost_are_left(made: Bench) -> None:
     """Sources that nobody asked for need room."""
     os.unlink(files(made)[0])
-    with made.open() as pool, pool.reader("x") as reader:
+    with made.open() as pool, pool.open("x") as reader:
         reader.read_into(bytearray(10))
         budget = reader._store.buffers.budget
         taken = budget.limit_bytes - budget.used_bytes - 1000
@@ -187,7 +187,7 @@ def test_memory_for_some_of_the_spare_units_is_given_back(
 ) -> None:
     """One lost unit wants three spare ones; said once, however often."""
     os.unlink(files(made)[0])
-    with made.open() as pool, pool.reader("x") as reader:
+    with made.open() as pool, pool.open("x") as reader:
         reader.read_into(bytearray(10))
         budget = reader._store.buffers.budget
         taken = budget.limit_bytes - budget.used_bytes - room * UNIT - 1000
@@ -208,7 +208,7 @@ def test_units_of_a_hung_device_are_late_and_others_arrive(tmp_path: Path) -> No
     wait for the deadline of a device that it can do without."""
     made = filled(tmp_path, device_deadline_seconds=300.0)
     hangs = Hangs(made)
-    with made.open(wrap=hangs.wrap) as pool, pool.reader("x") as reader:
+    with made.open(wrap=hangs.wrap) as pool, pool.open("x") as reader:
         held = files(made)[2]
         hangs.hang(next(path for path in made.paths if held.is_relative_to(path)))
         try:
@@ -222,7 +222,7 @@ def test_units_of_a_hung_device_are_late_and_others_arrive(tmp_path: Path) -> No
 
 def test_a_failing_device_costs_its_own_units(made: Bench) -> None:
     hangs = Hangs(made)
-    with made.open(wrap=hangs.wrap) as pool, pool.reader("x") as reader:
+    with made.open(wrap=hangs.wrap) as pool, pool.open("x") as reader:
         hangs.hang(next(p for p in made.paths if files(made)[1].is_relative_to(p)), "E*")
         _, found, _ = read(reader, ALL)
         assert found.good.tolist() == [unit < 12 and unit % DATA != 1 for unit in ALL]
@@ -237,7 +237,7 @@ def test_reads_that_a_device_refuses_cost_its_own_units(made: Bench, lost: int |
     with made.open() as pool:
         if lost is not None:
             os.unlink(files(made)[lost])
-        with pool.reader("x") as reader:
+        with pool.open("x") as reader:
             lane = pool._store.scheduler._lane(reader._reader.columns[1].device_id)
             lane.pending += 1 << 20
             _, found, _ = within(10, lambda: read(reader, ALL))
@@ -251,7 +251,7 @@ def test_reads_that_a_device_refuses_cost_its_own_units(made: Bench, lost: int |
 def test_the_seed_of_a_column_is_worked_out_with_its_table_and_not_at_each_read(
     made: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with made.open() as pool, pool.reader("x") as reader:
+    with made.open() as pool, pool.open("x") as reader:
         assert read(reader, ALL[:12])[1].good.all()
         monkeypatch.setattr(ColumnHeader, "checks", None)
         assert read(reader, ALL[:12])[1].good.all()
@@ -260,7 +260,7 @@ def test_the_seed_of_a_column_is_worked_out_with_its_table_and_not_at_each_read(
 def test_it_reads_without_threads(made: Bench) -> None:
     """As in tests that count operations."""
     pool: Pool
-    with made.open(threads=False) as pool, pool.reader("x") as reader:
+    with made.open(threads=False) as pool, pool.open("x") as reader:
         assert read(reader, ALL)[1].good[:12].all()
 
 
@@ -270,7 +270,7 @@ def test_time_in_which_the_process_was_stopped_is_no_delay_of_a_unit(
     """Each look at the clock is an hour later: no unit is given up, no memory is lost."""
     bench = filled(tmp_path)
     hangs, hours = Hangs(bench), itertools.count()
-    with bench.open(wrap=hangs.wrap) as pool, pool.reader("x") as reader:
+    with bench.open(wrap=hangs.wrap) as pool, pool.open("x") as reader:
         assert read(reader, [0])[1].good.all()
         hangs.hang(reader._reader.columns[0].url)
         monkeypatch.setattr(fill_module, "STEP_SECONDS", 0.01)
@@ -297,7 +297,7 @@ def test_only_the_first_reads_of_a_column_are_calls_of_their_own(
 ) -> None:
     """They read its checksums, which on a device that hangs may wait; all others are one batch."""
     monkeypatch.undo()
-    with made.open() as pool, pool.reader("x") as reader:
+    with made.open() as pool, pool.open("x") as reader:
         scheduler = reader._store.scheduler
         submit, calls, batches = scheduler.submit, [], []
 
@@ -333,7 +333,7 @@ def test_units_of_one_batch_that_do_not_end_are_late(
         return silent if held.header.column == 2 else plain(held)
 
     os.unlink(files(made)[0])
-    with made.open() as pool, pool.reader("x") as reader:
+    with made.open() as pool, pool.open("x") as reader:
         monkeypatch.setattr(ColumnReader, "descriptor", property(descriptor))
         targets, found, _ = within(12, lambda: read(reader, ALL))
         device = reader._reader.columns[2].device_id
@@ -355,7 +355,7 @@ def test_units_of_one_batch_that_do_not_end_are_late(
 def test_a_read_of_a_batch_that_fails_costs_its_own_unit(made: Bench) -> None:
     """A file that was cut: the read over its end is short; the one behind it has nothing."""
     held = files(made)[1]
-    with made.open() as pool, pool.reader("x") as reader:
+    with made.open() as pool, pool.open("x") as reader:
         assert read(reader, [1])[1].good.all()  # the checksums, at the end of the file
         os.truncate(held, 4096 + 2 * UNIT + 4096)
         _, found, _ = read(reader, ALL)
@@ -369,5 +369,5 @@ def test_where_there_are_no_batches_units_are_read_on_lanes(
 ) -> None:
     """As where io_uring is forbidden."""
     monkeypatch.setattr(fill_module, "read_batch", lambda *_, **__: None)
-    with made.open() as pool, pool.reader("x") as reader:
+    with made.open() as pool, pool.open("x") as reader:
         assert read(reader, ALL)[1].good.tolist() == [unit < 12 for unit in ALL]

@@ -402,9 +402,9 @@ def test_a_forged_membership_is_none(made: Harness, downgrade: bool, opened: boo
         all_is_well(pool)
         pool.put("other", SMALL)
         pool.delete("other")
-        pool.refresh()
-        assert len(pool.record.members) == 6
-        assert pool.record.generation == whole.generation
+        pool.admin.refresh()
+        assert len(pool.admin.record.members) == 6
+        assert pool.admin.record.generation == whole.generation
     with made.open() as pool:
         all_is_well(pool)
         held = content(made, hostile.url, POOL_FILE)
@@ -443,7 +443,7 @@ def test_whatever_stands_for_a_mac_is_one_device_that_is_behind(made: Harness, m
         hostile.write_small(POOL_FILE, data)
         pool.put("other", SMALL)
         pool.delete("other")
-        pool.refresh()
+        pool.admin.refresh()
         all_is_well(pool)
 
 

@@ -109,10 +109,10 @@ def test_a_change_that_runs_full_half_way_is_not_followed_by_another_rule_14(
         with pytest.raises(MembershipError, match="too few"):
             getattr(pool, change)("memory://d0")
     with harness.open() as pool:
-        assert len(pool.record.members) == (4 if fails_at == 1 else 3)
-        assert pool.record.generation == 1 + fails_at
+        assert len(pool.admin.record.members) == (4 if fails_at == 1 else 3)
+        assert pool.admin.record.generation == 1 + fails_at
         pool.readmit("memory://d0")
-        assert all(m.state is DeviceState.ONLINE for m in pool.record.members)
+        assert all(m.state is DeviceState.ONLINE for m in pool.admin.record.members)
         assert pool.get("k") == bytes(300_000)
 
 

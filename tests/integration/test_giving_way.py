@@ -38,17 +38,17 @@ def test_an_operator_who_waits_is_seen_and_comes_next(tmp_path: Path, command: s
     clock = BusyClock()
     harness = Harness(tmp_path, data=2, parity=1, devices=4, clock=clock)
     with harness.open() as holder, harness.open() as operator, ExitStack() as held:
-        held.enter_context(holder.registers.hold(REPAIR, "the agent's scrub"))
-        assert not holder.repair_wanted()
+        held.enter_context(holder.admin.registers.hold(REPAIR, "the agent's scrub"))
+        assert not holder.admin.repair_wanted()
 
         def look() -> None:
-            if holder.repair_wanted():
+            if holder.admin.repair_wanted():
                 held.close()
 
         clock.meanwhile = look
         getattr(operator, command)()
         assert clock.elapsed < operator.config.settings.lock_deadline_seconds
-        assert not holder.repair_wanted()
+        assert not holder.admin.repair_wanted()
 
 
 def test_a_pass_that_gives_way_lets_others_first(tmp_path: Path) -> None:
@@ -56,11 +56,11 @@ def test_a_pass_that_gives_way_lets_others_first(tmp_path: Path) -> None:
     harness = Harness(tmp_path, data=2, parity=1, devices=4, clock=FakeClock())
     with harness.open() as agent, harness.open() as operator:
         with (
-            operator.registers.hold("waiting", "rebuild"),
+            operator.admin.registers.hold("waiting", "rebuild"),
             pytest.raises(LockTimeout, match="goes first"),
         ):
-            agent.scrub(gives_way=True)
-        assert agent.scrub(gives_way=True).clean
+            agent.admin.scrub(gives_way=True)
+        assert agent.admin.scrub(gives_way=True).clean
 
 
 def test_a_lock_file_says_who_holds_it(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
     """3+2 over six directories, with an object; no thread ticks."""
     bench = Bench(tmp_path)
     with bench.create(6, data=DATA, parity=2) as made:
-        made.health.pause()
+        made.admin.health.pause()
         made.put("x", BODY, unit_bytes=UNIT)
         yield made
 
@@ -65,9 +65,9 @@ def read(reader: PooledReader) -> Scattered:
 @with_rings
 def test_a_batch_is_noted_by_device_in_one_row(pool: Pool) -> None:
     """How many reads, of which size, how deep; the next batch right after it is not timed."""
-    with pool.reader("x") as reader:
+    with pool.open("x") as reader:
         held = [r.device_id for r in reader._reader.columns.values()]
-        recorders = {device: pool.health.telemetry.recorder(device) for device in held}
+        recorders = {device: pool.admin.health.telemetry.recorder(device) for device in held}
         for recorder in recorders.values():
             recorder.drain()
         pool._store.routing.timed = lambda: True
@@ -101,7 +101,7 @@ def test_batches_go_round_a_device_that_reads_keep_off(
         return plain(files, *arguments, **more)
 
     monkeypatch.setattr(scatter_module, "read_batch", spy)
-    with pool.reader("x") as reader:
+    with pool.open("x") as reader:
         held = reader._reader.columns[1]
         routing = pool._store.routing
         routing.probe = lambda _: False
@@ -118,13 +118,13 @@ def test_batches_go_round_a_device_that_reads_keep_off(
 @with_rings
 def test_a_batch_probes_the_device_that_it_keeps_off(pool: Pool) -> None:
     """One record's bytes, on the device's lane: noted, and given to nobody."""
-    with pool.reader("x") as reader:
+    with pool.open("x") as reader:
         device = reader._reader.columns[0].device_id
-        recorder = pool.health.telemetry.recorder(device)
+        recorder = pool.admin.health.telemetry.recorder(device)
         pool._store.routing.set_avoided({device: 0.0})
         recorder.drain()
         assert read(reader).good.all()
-        poll(LIMIT, lambda: pool.health._probes[device] == 1)
+        poll(LIMIT, lambda: pool.admin.health._probes[device] == 1)
         rows = recorder.drain()
         reads = rows.operation == Operation.READ
         assert sorted(rows.nbytes[reads].tolist())[-1] >= RECORD
@@ -142,7 +142,7 @@ def test_late_and_failed_reads_of_a_batch_are_noted(pool: Pool) -> None:
     """A late device's call stays in flight until it ends, and is timed then; errors count."""
     store = pool._store
     late, failing, well = list(store.view.devices)[:3]
-    recorders = {d: pool.health.telemetry.recorder(d) for d in (late, failing, well)}
+    recorders = {d: pool.admin.health.telemetry.recorder(d) for d in (late, failing, well)}
     for recorder in recorders.values():
         recorder.drain()
     meter = BatchMeter(store, {late: 2, failing: 3, well: 1})
@@ -162,7 +162,7 @@ def test_what_was_never_sent_is_no_evidence_against_a_device(pool: Pool) -> None
     """hang_in_large_batch: only devices with reads in flight are late; the others get no times."""
     store = pool._store
     hung, untried, well = list(store.view.devices)[:3]
-    recorders = {d: pool.health.telemetry.recorder(d) for d in (hung, untried, well)}
+    recorders = {d: pool.admin.health.telemetry.recorder(d) for d in (hung, untried, well)}
     for recorder in recorders.values():
         recorder.drain()
     meter = BatchMeter(store, {hung: 2, untried: 2, well: 1})
@@ -200,32 +200,32 @@ def test_a_batch_is_given_up_only_for_devices_that_parity_makes_up_for(pool: Poo
     owed.set_result(None)
     assert hopeless(0, 1)
     meter.end(None, np.full(4, 4096))
-    assert all(pool.health.telemetry.recorder(d).oldest_seconds(1e12) == 0 for d in devices)
+    assert all(pool.admin.health.telemetry.recorder(d).oldest_seconds(1e12) == 0 for d in devices)
 
 
 def test_a_forked_child_judges_for_itself(pool: Pool) -> None:
     """PROTOCOL 22: its own thread, no device kept off, the parent's calls forgotten."""
     device = next(iter(pool._store.view.devices))
     pool._store.routing.set_avoided({device: 0.0})
-    recorder = pool.health.telemetry.recorder(device)
+    recorder = pool.admin.health.telemetry.recorder(device)
     recorder.begin(0.0)
-    pool.health._automatic = True
-    pool.health.start()
-    assert pool.health._thread is not None
+    pool.admin.health._automatic = True
+    pool.admin.health.start()
+    assert pool.admin.health._thread is not None
 
     def child() -> None:
-        assert pool.health._thread is None
+        assert pool.admin.health._thread is None
         assert not pool._store.routing.avoided
         assert recorder.oldest_seconds(1e12) == 0
         assert pool.get("x") == BODY
-        assert pool.health._thread is not None
-        assert pool.health._thread.is_alive()
-        pool.health.tick_now()
-        assert pool.health.snapshot().ticks >= 1
+        assert pool.admin.health._thread is not None
+        assert pool.admin.health._thread.is_alive()
+        pool.admin.health.tick_now()
+        assert pool.admin.health.snapshot().ticks >= 1
 
     with forked(child) as pid:
         assert exit_status(pid, LIMIT) == 0
-    pool.health.pause()
+    pool.admin.health.pause()
     assert pool._store.routing.avoided == {device: 0.0}
 
 
@@ -248,7 +248,7 @@ def test_the_thread_starts_with_the_first_call_and_ends_with_the_pool(
     poll(LIMIT, lambda: metrics.value("health_tick_total") > 1)
     if closed:
         opened.close()
-    alive = weakref.ref(opened.health)
+    alive = weakref.ref(opened.admin.health)
     del opened
     gc.collect()
     poll(LIMIT, lambda: health_threads() <= others)
@@ -261,19 +261,19 @@ def test_a_tick_that_fails_is_counted_and_told_once(
 ) -> None:
     """And the next ones are made."""
     monkeypatch.setattr(monitor_module, "TICK_SECONDS", 0.01)
-    plain, bad = pool.health.telemetry.tick, iter([True, True])
+    plain, bad = pool.admin.health.telemetry.tick, iter([True, True])
 
     def tick(now_seconds: float) -> Any:  # Any: passed on
         if next(bad, False):
             raise ZeroDivisionError("a bad tick")
         return plain(now_seconds)
 
-    monkeypatch.setattr(pool.health.telemetry, "tick", tick)
-    pool.health._automatic = True
+    monkeypatch.setattr(pool.admin.health.telemetry, "tick", tick)
+    pool.admin.health._automatic = True
     with caplog.at_level(logging.ERROR):
-        pool.health.start()
+        pool.admin.health.start()
         poll(LIMIT, lambda: pool.metrics.value("health_tick_total") > 0)
-        pool.health.pause()
+        pool.admin.health.pause()
     assert pool.metrics.value("health_tick_error_total") == 2
     assert sum("a tick of the health monitor failed" in r.message for r in caplog.records) == 1
 
@@ -287,11 +287,11 @@ def test_a_history_that_cannot_be_written_stops_nothing(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir()
     device = next(iter(store.view.devices))
-    recorder = pool.health.telemetry.recorder(device)
+    recorder = pool.admin.health.telemetry.recorder(device)
     for _ in range(10):
         recorder.record(Operation.META, 0, 1, 0.0, IoOutcome.ERROR)
-    pool.health.tick_now()
-    assert pool.health.snapshot().devices[device].state.value == "faulted"
+    pool.admin.health.tick_now()
+    assert pool.admin.health.snapshot().devices[device].state.value == "faulted"
     assert pool.metrics.value("health_history_error_total") > 0
     assert "cannot be used" in caplog.text
     assert pool.get("x") == BODY
@@ -301,14 +301,14 @@ def test_a_history_that_cannot_be_written_stops_nothing(
 def test_listeners_hear_each_tick_until_they_stop(pool: Pool) -> None:
     """What an agent judges by."""
     heard: list[float] = []
-    stop = pool.health.listen(lambda found: heard.append(found.at_seconds))
-    pool.health.tick_now()
-    pool.health.tick_now()
+    stop = pool.admin.health.listen(lambda found: heard.append(found.at_seconds))
+    pool.admin.health.tick_now()
+    pool.admin.health.tick_now()
     stop()
     stop()
-    pool.health.tick_now()
+    pool.admin.health.tick_now()
     assert len(heard) == 2
-    assert pool.health.snapshot().ticks == 3
+    assert pool.admin.health.snapshot().ticks == 3
 
 
 @with_rings
@@ -321,33 +321,33 @@ def test_a_batch_that_is_interrupted_leaves_no_call_in_flight(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(scatter_module, "read_batch", interrupt)
-    with pool.reader("x") as reader:
+    with pool.open("x") as reader:
         with pytest.raises(KeyboardInterrupt):
             read(reader)
         held = [r.device_id for r in reader._reader.columns.values()]
-    recorders = [pool.health.telemetry.recorder(device) for device in held]
+    recorders = [pool.admin.health.telemetry.recorder(device) for device in held]
     assert [recorder.oldest_seconds(1e12) for recorder in recorders] == [0.0] * len(held)
 
 
 def test_a_device_that_has_left_accuses_nobody_and_excuses_nobody(pool: Pool) -> None:
     """Its hanging calls count no more among those that make a hang everybody's."""
-    device, url = next(iter(pool.places.items()))
-    recorder = pool.health.telemetry.recorder(device)
+    device, url = next(iter(pool.admin.devices.places.items()))
+    recorder = pool.admin.health.telemetry.recorder(device)
     recorder.begin(pool._store.clock.monotonic() - 1000.0)
-    assert pool.health.tick_now().tick.signs[device].oldest_seconds > 900
-    assert device in {verdict.device for verdict in pool.health.tick_now().verdicts}
+    assert pool.admin.health.tick_now().tick.signs[device].oldest_seconds > 900
+    assert device in {verdict.device for verdict in pool.admin.health.tick_now().verdicts}
     pool.evict(url)
-    found = pool.health.tick_now()
+    found = pool.admin.health.tick_now()
     assert device not in found.tick.signs
     assert device not in {verdict.device for verdict in found.verdicts}
 
 
 def test_who_takes_a_device_back_stands_in_the_log(pool: Pool) -> None:
     """An operator, unless somebody else says why: the agent does (PROTOCOL 16)."""
-    device, url = next(iter(pool.places.items()))
-    pool.health.tick_now()
+    device, url = next(iter(pool.admin.devices.places.items()))
+    pool.admin.health.tick_now()
     pool.readmit(url)
     pool.readmit(url, reason="it is back")
-    pool.health.forgive(device, "its columns are reconciled")
-    said = [decision.reason for decision in pool.health.snapshot().decisions]
+    pool.admin.health.forgive(device, "its columns are reconciled")
+    said = [decision.reason for decision in pool.admin.health.snapshot().decisions]
     assert said == ["by an operator: readmit", "it is back", "its columns are reconciled"]

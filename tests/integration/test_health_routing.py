@@ -58,7 +58,7 @@ class Slowly:
         return next(d for d, x in self.pool._store.view.devices.items() if x.url == url)
 
     def state(self, url: str) -> HealthState:
-        return self.pool.health.snapshot().devices[self.id_of(url)].state
+        return self.pool.admin.health.snapshot().devices[self.id_of(url)].state
 
     def read_all(self, keys: Sequence[str] = KEYS) -> None:
         for key in keys:
@@ -68,7 +68,7 @@ class Slowly:
         """Read, then a tick."""
         self.read_all(keys)
         self.clock.advance(seconds)
-        self.pool.health.tick_now()
+        self.pool.admin.health.tick_now()
 
     def until(
         self, url: str, state: HealthState, most: int, seconds: float = 2.0,
@@ -162,7 +162,7 @@ def test_nobody_is_accused_when_all_are_slow(slowly: Slowly) -> None:
     slowly.latencies.slow = dict.fromkeys(slowly.harness.urls, 10.0)
     for _ in range(8):
         slowly.round()
-    found = slowly.pool.health.snapshot()
+    found = slowly.pool.admin.health.snapshot()
     assert {sight.state for sight in found.devices.values()} == {HealthState.ONLINE}
     assert found.shared_slow > 0
 
@@ -182,7 +182,7 @@ def test_an_open_reader_goes_round_a_slow_device_and_comes_back_to_it(slowly: Sl
     """A loader holds its readers for hours: they follow every change, with the files they have."""
     url = slowly.harness.urls[1]
     body = payload(KEYS[0], SIZE)
-    with slowly.pool.reader(KEYS[0]) as reader:
+    with slowly.pool.open(KEYS[0]) as reader:
         store, device = slowly.pool._store, slowly.id_of(url)
         held = reader._reader.columns
         data_column = next((c for c, r in held.items() if r.device_id == device), None)
@@ -217,11 +217,11 @@ def test_a_device_that_was_slow_from_the_start_of_a_reader_is_used_once_it_is_we
 ) -> None:
     """Its column was never opened by this reader; it is, when reads may go there."""
     store = slowly.pool._store
-    with slowly.pool.reader(KEYS[3]) as probe:
+    with slowly.pool.open(KEYS[3]) as probe:
         device = probe._reader.columns[0].device_id
     store.routing.set_avoided({device: 0.0})
     store.routing.probe = lambda _: False
-    with slowly.pool.reader(KEYS[3]) as reader:
+    with slowly.pool.open(KEYS[3]) as reader:
         assert device not in {r.device_id for r in reader._reader.columns.values()}
         store.routing.set_avoided({})
         buffer = bytearray(SIZE)
@@ -232,7 +232,7 @@ def test_a_device_that_was_slow_from_the_start_of_a_reader_is_used_once_it_is_we
 
 def test_an_operators_sit_out_is_heeded_by_open_readers(slowly: Slowly) -> None:
     """Until readmit."""
-    with slowly.pool.reader(KEYS[2]) as reader:
+    with slowly.pool.open(KEYS[2]) as reader:
         url = reader._reader.columns[0].url
         slowly.pool.sit_out(url)
         before = slowly.latencies.reads(url)
@@ -277,13 +277,13 @@ def test_a_device_that_left_and_is_a_member_again_starts_anew(slowly: Slowly) ->
     with slowly.harness.open() as other:
         other.evict(url)
         assert other.rebuild().whole
-        slowly.pool.refresh()
+        slowly.pool.admin.refresh()
         slowly.round()
         slowly.harness.bring_back()
         other.readmit(url)
         for key in KEYS:  # what it held was healed elsewhere, and is gone from it
             other.put(key, BODIES[key])
-    slowly.pool.refresh()
+    slowly.pool.admin.refresh()
     before = slowly.latencies.reads(url)
     for _ in range(3):
         slowly.round()
@@ -326,15 +326,15 @@ def test_damage_that_a_read_meets_counts_against_the_device(slowly: Slowly) -> N
     url, path = slowly.harness.columns(KEYS[0])[0]
     slowly.harness.flip(url, path, 4096 + 77)
     slowly.pool.scrub()
-    slowly.pool.health.tick_now()
-    assert slowly.pool.health.snapshot().devices[slowly.id_of(url)].checksum_errors == 0
-    with slowly.pool.reader(KEYS[1]) as reader:
+    slowly.pool.admin.health.tick_now()
+    assert slowly.pool.admin.health.snapshot().devices[slowly.id_of(url)].checksum_errors == 0
+    with slowly.pool.open(KEYS[1]) as reader:
         url, device = reader._reader.columns[0].url, reader._reader.columns[0].device_id
     path = next(p for u, p in slowly.harness.columns(KEYS[1]) if u == url)
     slowly.harness.flip(url, path, 4096 + 77)
     slowly.read_all()
-    slowly.pool.health.tick_now()
-    assert slowly.pool.health.snapshot().devices[device].checksum_errors == 1
+    slowly.pool.admin.health.tick_now()
+    assert slowly.pool.admin.health.snapshot().devices[device].checksum_errors == 1
 
 
 def test_with_health_off_nothing_is_metered_or_decided(tmp_path: Path) -> None:
@@ -344,7 +344,7 @@ def test_with_health_off_nothing_is_metered_or_decided(tmp_path: Path) -> None:
     with harness.open(threads=True) as pool:
         pool.put("x", payload("x", SIZE))
         assert pool.get("x") == payload("x", SIZE)
-        assert pool.health._thread is None
-        assert not pool.health.enabled
+        assert pool.admin.health._thread is None
+        assert not pool.admin.health.enabled
         assert {type(d).__name__ for d in pool._store.view.devices.values()} == {"MemoryDevice"}
         assert pool.status().devices[0].health == ""

@@ -43,8 +43,8 @@ class Late:
         config = pool.config
         opener = wrapping(config, self._wrap)
         self.pool = Pool(config, opener=opener, clock=clock, monitor=True)
-        self.pool.health.pause()
-        self.reader: PooledReader = self.pool.reader("x")
+        self.pool.admin.health.pause()
+        self.reader: PooledReader = self.pool.open("x")
         columns = self.reader._reader.columns
         self.held = [columns[c].device_id for c in sorted(columns)]
         self.urls = [columns[c].url for c in sorted(columns)]
@@ -98,7 +98,7 @@ def test_up_to_two_late_reads_are_overtaken_by_spares(
         assert late.count("read_hedged_total") == 1
         assert late.count("read_hedge_won_total") == 1
         assert budget.used_bytes > 0
-        recorders = [late.pool.health.telemetry.recorder(late.held[c]) for c in columns]
+        recorders = [late.pool.admin.health.telemetry.recorder(late.held[c]) for c in columns]
         for recorder in recorders:
             assert recorder.oldest_seconds(late.pool._store.clock.monotonic()) > 0
             recorder.drain()
@@ -128,7 +128,7 @@ def test_late_reads_of_a_file_that_was_closed_do_not_accuse_the_device(tmp_path:
         assert late.read() == BODY
         late.hang(0, 1)
         assert within(LIMIT, late.read) == BODY
-        recorders = [late.pool.health.telemetry.recorder(late.held[c]) for c in (0, 1)]
+        recorders = [late.pool.admin.health.telemetry.recorder(late.held[c]) for c in (0, 1)]
         for recorder in recorders:
             recorder.drain()
         late.reader.close()
@@ -217,13 +217,13 @@ def test_a_hung_device_is_found_and_reads_under_way_go_round_it(tmp_path: Path) 
         late.hang(1)
         late.pool._store.routing.deadlines = {}
         reading = threads.submit(late.read)
-        recorder = late.pool.health.telemetry.recorder(late.held[1])
+        recorder = late.pool.admin.health.telemetry.recorder(late.held[1])
         poll(LIMIT, lambda: recorder.oldest_seconds(clock.monotonic() + 1.0) > 0)
         for _ in range(6):
             clock.advance(1.0)
-            late.pool.health.tick_now()
+            late.pool.admin.health.tick_now()
         assert reading.result(LIMIT) == BODY
-        snapshot = late.pool.health.snapshot()
+        snapshot = late.pool.admin.health.snapshot()
         assert snapshot.devices[late.held[1]].state is HealthState.SUSPECT
         assert late.count("read_rerouted_total") == 1
         late.pool._store.routing.probe = lambda _: False
@@ -237,7 +237,7 @@ def test_a_hung_device_holds_no_thread_that_another_one_needs(tmp_path: Path) ->
     with late_pool(tmp_path) as late:
         for number in range(8):
             late.pool.put(f"k{number}", payload(f"k{number}", SIZE))
-        readers = [late.pool.reader(f"k{number}") for number in range(8)]
+        readers = [late.pool.open(f"k{number}") for number in range(8)]
         late.hang(0)
         found: list[bool] = [False] * 8
 
@@ -293,6 +293,6 @@ def test_damage_that_a_spare_meets_in_an_open_column_is_mended(tmp_path: Path) -
         poll(LIMIT, lambda: late.count("column_mismatch_total") == 1)
         late.release()
         assert reading.result(LIMIT) == BODY
-        recorder = late.pool.health.telemetry.recorder(held.device_id)
+        recorder = late.pool.admin.health.telemetry.recorder(held.device_id)
         assert IoOutcome.CHECKSUM in recorder.drain().outcome
         poll(LIMIT, lambda: late.count("read_repair_total") == 1)

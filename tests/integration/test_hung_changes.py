@@ -69,18 +69,18 @@ def test_a_mount_that_hangs_costs_the_same_threads_however_often_it_is_tried(
     gates.shut = {(path, operation)}
     others = threads()  # of pools that other tests have left: some may end meanwhile
     with bench.open(wrap=gates.wrap) as pool:
-        pool.refresh()
+        pool.admin.refresh()
         assert gates.waiting == 1
         before = len(threads() - others)
         for _ in range(4):
-            pool.refresh()
+            pool.admin.refresh()
         assert gates.waiting == 1
         assert len(threads() - others) == before
         assert open_files(path) <= 1
         gates.let_go()
         poll(LIMIT, lambda: open_files(path) == 0)
-        pool.refresh()
-        assert path in pool.places.values()
+        pool.admin.refresh()
+        assert path in pool.admin.devices.places.values()
         assert pool.get("x") == payload("x", SIZE)
     assert open_files(path) == 0
 
@@ -88,7 +88,7 @@ def test_a_mount_that_hangs_costs_the_same_threads_however_often_it_is_tried(
 def test_a_column_that_is_opened_too_late_is_closed_again(bench: Bench, gates: Gates) -> None:
     """The object is read without it; its descriptor would hold its lock against recycling."""
     with bench.open(wrap=gates.wrap) as pool:
-        with pool.reader("x") as reader:
+        with pool.open("x") as reader:
             path = reader._reader.columns[0].url
         roots = open_files(path)
         gates.shut = {(path, "open")}
@@ -100,7 +100,7 @@ def test_a_column_that_is_opened_too_late_is_closed_again(bench: Bench, gates: G
 
 
 def device_at(pool: Pool, path: str) -> str:
-    return next(device for device, url in pool.places.items() if url == path)
+    return next(device for device, url in pool.admin.devices.places.items() if url == path)
 
 
 def test_a_pool_that_cannot_be_opened_leaves_nothing_open(bench: Bench) -> None:
@@ -155,7 +155,7 @@ def test_a_read_that_meets_damage_does_not_wait_for_a_look_at_the_membership(
         holding, done = threading.Event(), threading.Event()
 
         def look() -> None:
-            with pool._renew:
+            with pool._session._renew:
                 holding.set()
                 done.wait(LIMIT)
 
@@ -163,7 +163,7 @@ def test_a_read_that_meets_damage_does_not_wait_for_a_look_at_the_membership(
         thread.start()
         assert holding.wait(LIMIT)
         try:
-            within(LIMIT, lambda: pool._damage("x"))
+            within(LIMIT, lambda: pool._session._damage("x"))
             poll(LIMIT, lambda: pool.metrics.value("read_repair_total") == 1)
         finally:
             done.set()
@@ -175,7 +175,7 @@ def test_a_device_that_is_told_to_sit_out_during_a_look_at_the_membership_does(
 ) -> None:
     """The look began before; its end must not take the word back. Nor do two words at once."""
     with bench.open(wrap=gates.wrap) as pool:
-        one, other = sorted(pool.places)[:2]
+        one, other = sorted(pool.admin.devices.places)[:2]
         each = pool._store.each
 
         def meanwhile(*arguments: object, **options: object) -> object:
@@ -184,7 +184,7 @@ def test_a_device_that_is_told_to_sit_out_during_a_look_at_the_membership_does(
             return each(*arguments, **options)  # type: ignore[arg-type]  # passed on
 
         monkeypatch.setattr(type(pool._store), "each", lambda _, *a, **o: meanwhile(*a, **o))
-        pool.refresh()
+        pool.admin.refresh()
         monkeypatch.undo()
         assert pool._store.view.sitting_out == {one}
         assert not attempt(lambda: pool.sit_out(other))  # parity replaces one
@@ -206,7 +206,7 @@ def test_a_drain_waits_no_longer_than_the_deadline_for_a_device_that_hangs_at_it
         assert not within(LIMIT / 2, lambda: attempt(lambda: pool.drain(path)))
         assert gates.waiting > 0
         within(LIMIT / 2, lambda: pool.evict(path))
-        assert path not in pool.places.values()
+        assert path not in pool.admin.devices.places.values()
         gates.let_go()
 
 
@@ -226,4 +226,4 @@ def test_a_place_that_hangs_while_it_is_added_blocks_no_other_change(
         within(LIMIT / 2, lambda: pool.evict(bench.paths[1]))
         gates.let_go()
         poll(LIMIT, lambda: attempt(lambda: pool.add_device(new)))
-        assert new in pool.places.values()
+        assert new in pool.admin.devices.places.values()

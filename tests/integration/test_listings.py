@@ -77,13 +77,13 @@ def test_what_was_not_listed_is_not_called_whole(harness: Harness, after: int) -
         report = pool.rebuild()
         assert report.unlisted == tuple(bad)
         assert not report.whole
-        assert pool.record.unhealed()
+        assert pool.admin.record.unhealed()
         assert not pool.scrub(resume=False).clean
     with harness.open() as pool:
         report = pool.rebuild()
         assert report.unlisted == ()
         assert report.whole
-        assert not pool.record.unhealed()
+        assert not pool.admin.record.unhealed()
 
 
 def test_objects_that_no_listed_device_has_are_not_called_absent(harness: Harness) -> None:
@@ -95,7 +95,7 @@ def test_objects_that_no_listed_device_has_are_not_called_absent(harness: Harnes
             report = work()
             assert set(report.unlisted) == bad
             assert not report.whole
-        assert pool.record.unhealed()
+        assert pool.admin.record.unhealed()
         with pytest.raises(TooFewDevices):
             pool.list(certain=True)
 
@@ -127,8 +127,8 @@ def test_a_walk_that_stands_still_is_given_up_after_the_device_deadline(harness:
 
     try:
         with harness.open(lambda _, device: Listed(device, before), threads=True) as pool:
-            assert pool.condition().silent == {
-                m.device_id for m in pool.record.members if m.url in hung
+            assert pool.admin.condition().silent == {
+                m.device_id for m in pool.admin.record.members if m.url in hung
             }
             free.set()
     finally:

@@ -51,13 +51,13 @@ def check(batch: dict[str, object], numbers: np.ndarray) -> None:
 def test_what_a_batch_needs_is_opened_together(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four shards and what lies beside them: one look-up for all of a kind. Tables are small and
     read at once, shards stay open."""
-    data, plain, asked = Dataset(pool, "a"), pool.readers, list[tuple[list[str], bool]]()
+    data, plain, asked = Dataset(pool, "a"), pool.open_many, list[tuple[list[str], bool]]()
 
-    def readers(keys: list[str], *, whole: bool = False) -> Readers:
-        asked.append((list(keys), whole))
-        return plain(keys, whole=whole)
+    def readers(keys: list[str], *, preload: bool = False) -> Readers:
+        asked.append((list(keys), preload))
+        return plain(keys, preload=preload)
 
-    monkeypatch.setattr(pool, "readers", readers)
+    monkeypatch.setattr(pool, "open_many", readers)
     (stream,) = data.streams
     assert stream.shard_count == 4
     rows = np.arange(0, COUNT, 100)
@@ -72,16 +72,16 @@ def test_what_a_batch_needs_is_opened_together(pool: Pool, monkeypatch: pytest.M
 def test_one_shard_that_does_not_open_is_told_and_closes_no_other(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data, plain = Dataset(pool, "a"), pool.readers
+    data, plain = Dataset(pool, "a"), pool.open_many
     (stream,) = data.streams
     bad, opened = {data.shard_key(stream, 2)}, list[str]()
 
-    def readers(keys: list[str], *, whole: bool = False) -> Readers:
+    def readers(keys: list[str], *, preload: bool = False) -> Readers:
         opened.extend(key for key in keys if key not in bad)
-        found = plain(keys, whole=whole)
+        found = plain(keys, preload=preload)
         return found | {key: TooManyErasures("not now", key=key) for key in bad & set(keys)}
 
-    monkeypatch.setattr(pool, "readers", readers)
+    monkeypatch.setattr(pool, "open_many", readers)
     rows = np.arange(0, COUNT, 100)
     outs = [np.empty(4096, np.uint8) for _ in rows]
     with pytest.raises(TooManyErasures):

@@ -96,7 +96,7 @@ def test_readers_say_what_is_wrong_with_the_call(pool: hpstore.Pool) -> None:
     """A negative offset and a closed reader are not reported as lost data."""
     with pool:
         pool.put("k", b"x" * 200_000)
-        reader = pool.reader("k")
+        reader = pool.open("k")
         with pytest.raises(ValueError, match="negative"):
             reader.read_into(bytearray(4), -5)
         reader.close()

@@ -34,7 +34,7 @@ from hpstore.errors import (
 from hpstore.objects.write import many_writes
 from hpstore.objects.write.many_writes import MOST_KEYS, SMALL_BYTES, SmallPut
 from hpstore.objects.write.put_source import MemorySource
-from hpstore.pool.batches import BatchedPool, put_batches
+from hpstore.pool.many_objects import put_batches
 from hpstore.pool.pool import Pool
 from hpstore.testing.memory_pool import FakeClock, Harness
 from tests.fault.common import Bench, Hangs
@@ -449,4 +449,3 @@ def test_batches_are_bounded_in_number_and_bytes() -> None:
         large = [source for source in batch.values() if source.size > SMALL_BYTES]
         assert len(large) == (1 if len(batch) == 1 and large else 0)
         assert large or sum(source.size for source in batch.values()) <= 1 << 20
-    assert issubclass(Pool, BatchedPool)

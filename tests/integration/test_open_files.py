@@ -103,14 +103,14 @@ def test_shards_that_are_opened_again_are_counted_and_told_once(
 def test_readers_that_are_forgotten_keep_no_files(pool: Pool) -> None:
     """t11_rd: each kept one of every column, deleted ones too, beyond the pool's own end."""
     pool.put("a", os.urandom(1 << 20))
-    pool.reader("a").close()
+    pool.open("a").close()
     before = descriptors()
     for _ in range(50):
-        pool.reader("a")
+        pool.open("a")
     gc.collect()
     assert descriptors() <= before + 2  # a thread of the pool may be at something
     target = bytearray(10)
-    with pool.reader("a") as kept:
+    with pool.open("a") as kept:
         assert kept.read_into(target) == 10
 
 
@@ -132,7 +132,7 @@ def test_a_forked_child_that_forgets_a_reader_leaves_the_parents_lock(
     """PROTOCOL 11: a file that is read is not recycled."""
     body = os.urandom(1 << 20)
     pool.put("a", body)
-    reader = pool.reader("a")
+    reader = pool.open("a")
     paths = list(tmp_path.glob("*/objects/a/@*"))
     read = [path for path in paths if locked(path)]
     assert read

@@ -54,7 +54,7 @@ def descriptors(root: Path) -> int:
 
 def one_by_one(pool: Pool, key: str) -> bytes | tuple[type[Exception], str]:
     try:
-        return said(pool.reader(key))
+        return said(pool.open(key))
     except Exception as error:  # noqa: BLE001 (looked at)
         return said(error)
 
@@ -80,12 +80,12 @@ def submits(pool: Pool, call: Callable[[], object]) -> Counter[str]:
 def test_all_are_opened_by_two_calls_on_each_device(bench: Bench, tmp_path: Path) -> None:
     with bench.open() as pool:
         opened: dict[str, PooledReader | Exception] = {}
-        calls = submits(pool, lambda: opened.update(pool.readers(KEYS)))
+        calls = submits(pool, lambda: opened.update(pool.open_many(KEYS)))
         assert set(calls) == set(pool._store.view.devices)
         assert max(calls.values()) == 2
         assert [said(opened[key]) for key in KEYS] == BODIES
-        assert list(pool.readers([])) == []
-        again = pool.readers([KEYS[3], KEYS[5], KEYS[3]])
+        assert list(pool.open_many([])) == []
+        again = pool.open_many([KEYS[3], KEYS[5], KEYS[3]])
         assert [said(again[key]) for key in (KEYS[3], KEYS[5])] == [BODIES[3], BODIES[5]]
         assert descriptors(tmp_path) == 0
 
@@ -97,7 +97,7 @@ def test_many_are_looked_up_a_bounded_number_at_a_time(
     monkeypatch.setattr("hpstore.objects.read.range_reader.MOST_KEYS", 5)
     with bench.open() as pool:
         opened: dict[str, PooledReader | Exception] = {}
-        calls = submits(pool, lambda: opened.update(pool.readers(KEYS)))
+        calls = submits(pool, lambda: opened.update(pool.open_many(KEYS)))
         assert max(calls.values()) == 6
         assert [said(opened[key]) for key in KEYS] == BODIES
 
@@ -126,7 +126,7 @@ def test_what_is_opened_together_is_what_is_opened_alone(tmp_path: Path, seed: i
         harness.lose(rng.sample(harness.urls, seed % 3))
     with harness.open(threads=True, read_only=True) as pool:
         expected = {key: one_by_one(pool, key) for key in keys}
-        found = pool.readers(keys)
+        found = pool.open_many(keys)
         assert {key: said(found[key]) for key in keys} == expected
         kinds = {type(value) for value in expected.values()}
         assert kinds == {bytes, tuple}
@@ -142,7 +142,7 @@ def test_a_damaged_header_is_noted_and_costs_no_object(bench: Bench) -> None:
     with bench.open() as pool:
         queued: list[str] = []
         pool._store.damage = queued.append
-        opened = pool.readers(KEYS)
+        opened = pool.open_many(KEYS)
         assert [said(opened[key]) for key in KEYS] == BODIES
         assert queued == [KEYS[4]]
         assert pool.metrics.value("column_mismatch_total") == 1
@@ -162,7 +162,7 @@ def test_a_column_that_goes_between_the_two_calls_is_looked_for_again(
             return found
 
         monkeypatch.setattr(open_many, "survey_keys", survey)
-        opened = pool.readers(KEYS)
+        opened = pool.open_many(KEYS)
         bodies = [said(opened[key]) for key in KEYS]
         assert bodies == [*BODIES[:2], b"new" * 50_000, *BODIES[3:]]
         assert pool.metrics.value("column_read_error_total") == 0  # it was no device's fault
@@ -179,7 +179,7 @@ def test_a_device_that_hangs_holds_up_none_that_others_can_serve(
         pool._store.settings = pool.config.settings
         object.__setattr__(pool._store.settings, "device_deadline_seconds", 0.5)
         hangs.hang(bench.paths[0], "L" * len(KEYS) + "H*")  # after it has listed them all
-        opened = within(60, lambda: pool.readers(KEYS, whole=whole))
+        opened = within(60, lambda: pool.open_many(KEYS, preload=whole))
         assert isinstance(opened, dict)
         assert [said(opened[key]) for key in KEYS] == BODIES
         assert pool.metrics.value("column_read_error_total") > 0
@@ -192,4 +192,4 @@ def test_a_closed_pool_opens_nothing(bench: Bench) -> None:
     pool = bench.open()
     pool.close()
     with pytest.raises(AlreadyClosed):
-        pool.readers(KEYS)
+        pool.open_many(KEYS)

@@ -24,13 +24,17 @@ def made(tmp_path: Path, count: int) -> Path:
 
 def absent(pool: Pool) -> str:
     """The member that answers nowhere."""
-    return next(m.device_id for m in pool.record.members if m.device_id not in pool.places)
+    return next(
+        m.device_id
+        for m in pool.admin.record.members
+        if m.device_id not in pool.admin.devices.places
+    )
 
 
 def places(config: Path) -> list[str]:
     with hpstore.open(config) as pool:
         assert pool.get("key") == DATA
-        return sorted(Path(url).name for url in pool.places.values())
+        return sorted(Path(url).name for url in pool.admin.devices.places.values())
 
 
 EVICTIONS: dict[str, Callable[[Pool, str], object]] = {"evict": Pool.evict, "drain": Pool.drain}
@@ -43,7 +47,7 @@ def test_a_disk_that_replaces_another_at_its_place_stays(
     """PROTOCOL 14, settings only say where to look. The new disk is added, the old one evicted."""
     config = made(tmp_path, 4)
     pool = hpstore.open(config)
-    old = next(d for d, url in pool.places.items() if Path(url).name == "d0")
+    old = next(d for d, url in pool.admin.devices.places.items() if Path(url).name == "d0")
     shutil.rmtree(tmp_path / "d0")
     (tmp_path / "d0").mkdir()
     if not open_meanwhile:
@@ -65,7 +69,7 @@ def test_of_disks_that_have_swapped_places_the_evicted_ones_is_forgotten(
     for old, new in (("d0", "x"), ("d1", "d0"), ("x", "d1")):
         (tmp_path / old).rename(tmp_path / new)
     with hpstore.open(config) as pool:
-        moved = next(d for d, url in pool.places.items() if Path(url).name == "d1")
+        moved = next(d for d, url in pool.admin.devices.places.items() if Path(url).name == "d1")
         EVICTIONS[leave](pool, moved)
         pool.rebuild()
     assert places(config) == ["d0", "d2", "d3", "d4"]

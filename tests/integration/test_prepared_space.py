@@ -59,8 +59,8 @@ def counters(pool: hpstore.Pool) -> tuple[int, int]:
 
 def test_puts_overwrite_what_was_prepared(pool: hpstore.Pool, tmp_path: Path) -> None:
     """Two copies serve two puts, the third writes anew; the bytes are those that were put."""
-    assert pool.prepare_space([SIZE], 2) == 2 * WIDTH
-    assert pool.prepare_space([SIZE], 2) == 0  # they are there
+    assert pool.admin.prepare_space([SIZE], 2) == 2 * WIDTH
+    assert pool.admin.prepare_space([SIZE], 2) == 0  # they are there
     assert sum(d.kept_bytes for d in pool.status().devices) == sum(
         f.stat().st_size for f in files(tmp_path, "recycle")
     )
@@ -74,7 +74,7 @@ def test_puts_overwrite_what_was_prepared(pool: hpstore.Pool, tmp_path: Path) ->
 
 def test_a_prepared_file_is_written_whole_and_no_column(pool: hpstore.Pool, tmp_path: Path) -> None:
     """PROTOCOL 11: the header is blank, every other page was written; scans see nothing."""
-    pool.prepare_space([SIZE])
+    pool.admin.prepare_space([SIZE])
     for file in files(tmp_path, "recycle"):
         data = file.read_bytes()
         assert str(len(data)) == file.name.split("-")[0]
@@ -86,8 +86,8 @@ def test_a_prepared_file_is_written_whole_and_no_column(pool: hpstore.Pool, tmp_
 
 def test_small_objects_and_memory_devices_need_no_space(pool: hpstore.Pool) -> None:
     """Below 1 MiB a fresh file is as cheap; memory overwrites no faster."""
-    assert pool.prepare_space([MIB, 100]) == 0
-    assert pool.recycles
+    assert pool.admin.prepare_space([MIB, 100]) == 0
+    assert pool.admin.recycles
 
 
 def test_no_more_is_kept_than_the_settings_say(tmp_path: Path) -> None:
@@ -97,8 +97,8 @@ def test_no_more_is_kept_than_the_settings_say(tmp_path: Path) -> None:
     with hpstore.create(
         places, data=2, parity=1, config=tmp_path / "pool.toml", settings=local
     ) as pool:
-        assert pool.prepare_space([SIZE], 3) == WIDTH
-        assert pool.prepare_space([SIZE], 3) == 0
+        assert pool.admin.prepare_space([SIZE], 3) == WIDTH
+        assert pool.admin.prepare_space([SIZE], 3) == 0
 
 
 def test_the_reserve_is_left(
@@ -108,7 +108,7 @@ def test_the_reserve_is_left(
     monkeypatch.setattr(
         LocalDevice, "usage", lambda _: Usage(total=200 * GIB, free=GIB + 8 * MIB, kept=0)
     )
-    assert pool.prepare_space([SIZE], 3) == WIDTH
+    assert pool.admin.prepare_space([SIZE], 3) == WIDTH
     assert len(files(tmp_path, "recycle")) == WIDTH
 
 
@@ -116,7 +116,7 @@ def test_a_full_disk_costs_its_own_files_alone(
     pool: hpstore.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ENOSPC on one device: counted, the others are prepared, and kept files are not freed."""
-    pool.prepare_space([SIZE])
+    pool.admin.prepare_space([SIZE])
     real, full = os.posix_fallocate, os.stat(tmp_path / "d1").st_ino
 
     def allocate(fd: int, offset: int, length: int) -> None:
@@ -126,7 +126,7 @@ def test_a_full_disk_costs_its_own_files_alone(
         real(fd, offset, length)
 
     monkeypatch.setattr(os, "posix_fallocate", allocate)
-    assert pool.prepare_space([SIZE], 2) == WIDTH - 1
+    assert pool.admin.prepare_space([SIZE], 2) == WIDTH - 1
     assert counters(pool)[1] == 1
     assert len(list((tmp_path / "d1/recycle").iterdir())) == 1
     assert files(tmp_path, "tmp") == []
@@ -152,7 +152,7 @@ def test_a_hung_device_holds_nobody_up(tmp_path: Path) -> None:
     plans: dict[str, FaultyDevice] = {}
     with faulty_pool(tmp_path, plans) as pool:
         plans["d2"].plan = "WH"
-        assert pool.prepare_space([SIZE]) == WIDTH - 1
+        assert pool.admin.prepare_space([SIZE]) == WIDTH - 1
         assert counters(pool)[1] == 1
         plans["d2"].released.set()
     assert files(tmp_path, "tmp") == []
@@ -183,7 +183,7 @@ def test_stopping_leaves_nothing_half_written(
 ) -> None:
     """At every chunk: what is whole stays, what is not goes."""
     asked = iter(range(100))
-    written = pool.prepare_space([SIZE], proceed=lambda: next(asked) < rounds)
+    written = pool.admin.prepare_space([SIZE], proceed=lambda: next(asked) < rounds)
     assert written == (WIDTH if rounds == CHUNKS else 0)
     assert len(files(tmp_path, "recycle")) == written
     assert files(tmp_path, "tmp") == []
@@ -197,7 +197,7 @@ def proceed():
         print("half written", flush=True)
         signal.pause()
     return True
-hpstore.open(sys.argv[1]).prepare_space([int(sys.argv[2])], proceed=proceed)
+hpstore.open(sys.argv[1]).admin.prepare_space([int(sys.argv[2])], proceed=proceed)
 """
 
 

@@ -142,7 +142,7 @@ def test_a_reader_of_a_recycled_object_never_sees_the_new_one(
     old, new = payload(8 * MIB, 1), payload(8 * MIB, 2)
     with local_pool as pool:
         pool.put("a", old)
-        with pool.reader("a") as reader:
+        with pool.open("a") as reader:
             half = bytearray(4 * MIB)
             reader.read_into(half, 0)
             pool.delete("a")
@@ -252,7 +252,7 @@ def test_a_put_that_meets_a_change_is_whole(tmp_path: Path, change: str) -> None
             state["n"] = 0
             pool.put("k", new)
             finished = state["n"] <= at
-            other.refresh()
+            other.admin.refresh()
             try:
                 found = other.get("k")
             except ObjectNotFound:
@@ -277,7 +277,7 @@ def test_an_object_that_never_stays_still_is_an_error_not_a_hang(tmp_path: Path)
     harness = Harness(tmp_path, data=2, parity=1, devices=3)
     with harness.open() as pool:
         pool.put("k", OLD)
-        with pool.reader("k") as reader:
+        with pool.open("k") as reader:
             calls: list[int] = []
 
             def changed(*_: object) -> None:

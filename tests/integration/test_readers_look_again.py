@@ -52,7 +52,7 @@ def lose_and_heal(harness: Harness, pool: Pool, key: str, turn: int) -> None:
 def rot_and_heal(harness: Harness, pool: Pool, key: str, turn: int) -> None:
     """One column decays after another; a scrub of another process mends it."""
     flip_column(harness, key, turn)
-    with pool.reader(key) as another:
+    with pool.open(key) as another:
         assert read(pool, another) == BODY
     with harness.open() as other:
         other.scrub(resume=False)
@@ -65,7 +65,7 @@ def test_a_reader_outlives_any_number_of_losses_that_were_healed(
     """three_disks_in_turn, reader_keeps_lost_columns: no more than m columns lack at one time."""
     with harness.open() as pool:
         pool.put("k", BODY)
-        with pool.reader("k") as reader:
+        with pool.open("k") as reader:
             assert read(pool, reader) == BODY
             for turn in range(4):
                 if harm is rot_and_heal:
@@ -92,7 +92,7 @@ def test_a_reader_takes_columns_back_although_no_read_fails(harness: Harness) ->
     """What was lost is looked for after a while: a degraded reader becomes a healthy one."""
     with harness.open() as pool:
         pool.put("k", BODY)
-        reader = pool.reader("k")
+        reader = pool.open("k")
         flip_column(harness, "k", 0)
         assert read(pool, reader) == BODY
         assert reader._reader.impaired
@@ -111,7 +111,7 @@ def test_a_look_again_that_finds_no_more_raises_and_can_be_tried_again(harness: 
     """m + 1 devices away: an error that names them; back again: the same reader reads on."""
     with harness.open() as pool:
         pool.put("k", BODY)
-        with pool.reader("k") as reader:
+        with pool.open("k") as reader:
             harness.lose([url for url, _ in harness.columns("k")][:3])
             with pytest.raises(TooManyErasures):
                 read(pool, reader)

@@ -22,10 +22,10 @@ from hpstore.pool.replace_device import replace_device
 def swap(pool: hpstore.Pool, tmp_path: Path) -> tuple[str, str]:
     """The disk at d0 dies, and a new one is mounted and added there; the ids of both."""
     place = tmp_path / "d0"
-    (old,) = (d for d, url in pool.places.items() if url == str(place))
+    (old,) = (d for d, url in pool.admin.devices.places.items() if url == str(place))
     place.rename(tmp_path / "dead")
     place.mkdir()
-    pool.refresh()
+    pool.admin.refresh()
     return old, pool.add_device(str(place))
 
 
@@ -40,14 +40,14 @@ def test_a_place_that_two_devices_share_is_asked_about_not_guessed(
         pool.evict(place)
     with pytest.raises(MembershipError, match="any of 2"):
         pool.sit_out(place)
-    assert pool.record.member(old) is not None
+    assert pool.admin.record.member(old) is not None
     pool.evict(old[:8])
-    assert pool.record.member(old) is None
-    assert pool.record.member(new) is not None
+    assert pool.admin.record.member(old) is None
+    assert pool.admin.record.member(new) is not None
     with pytest.raises(MembershipError, match="another device now"):
         pool.readmit(place)  # the one that has left, not the one that is there
     pool.evict(place)  # one member is left at this place
-    assert pool.record.member(new) is None
+    assert pool.admin.record.member(new) is None
     with pytest.raises(MembershipError, match="any of 2"):
         pool.readmit(place)
 
@@ -58,14 +58,14 @@ def test_a_living_disk_is_replaced_by_moving_it_off(pool: hpstore.Pool, tmp_path
     for key, body in bodies.items():
         pool.put(key, body)
     old, new = str(tmp_path / "d1"), str(tmp_path / "n1")
-    (member,) = (m for m in pool.record.members if m.url == old)
+    (member,) = (m for m in pool.admin.record.members if m.url == old)
     done = replace_device(pool, old, new)
     assert done.report is None
     assert done.moved == 4
-    found = pool.record.member(done.new)
+    found = pool.admin.record.member(done.new)
     assert found is not None
     assert (found.url, found.domain) == (new, member.domain)
-    assert pool.record.member(member.device_id) is None
+    assert pool.admin.record.member(member.device_id) is None
     assert {key: pool.get(key) for key in bodies} == bodies
     assert pool.status().losses_tolerated == 2
     with pytest.raises(MembershipError, match="has left the pool already"):
@@ -80,10 +80,10 @@ def test_a_dead_disk_is_replaced_and_made_up_for(
     goes on."""
     pool.put("k", bytes(200_000))
     place = tmp_path / "d2"
-    (old,) = (d for d, url in pool.places.items() if url == str(place))
+    (old,) = (d for d, url in pool.admin.devices.places.items() if url == str(place))
     place.rename(tmp_path / "dead")
     new = place if same_place else tmp_path / "n2"
-    pool.refresh()
+    pool.admin.refresh()
     if same_place:
         new.mkdir()
     added = pool.add_device(str(new))  # as far as the run that was killed came
@@ -98,10 +98,10 @@ def test_a_disk_that_still_answers_is_not_replaced_at_its_own_place(
     pool: hpstore.Pool, tmp_path: Path
 ) -> None:
     """Nothing was changed: generation and members are as before."""
-    before = pool.record
+    before = pool.admin.record
     with pytest.raises(MembershipError, match="a place of its own"):
         replace_device(pool, str(tmp_path / "d0"), str(tmp_path / "d0"))
-    assert pool.record == before
+    assert pool.admin.record == before
 
 
 def test_release_says_who_has_a_disk_open_and_when_it_is_free(
@@ -131,14 +131,14 @@ def test_an_idle_process_lets_a_disk_go_that_another_one_evicts(
     with hpstore.open(tmp_path / "pool.toml") as other:
         other.evict(str(place))
     assert [o.pid for o in openers(str(place))] == [os.getpid()]
-    pool.health.pause()
-    pool._follower._asked_seconds = -1e9  # it is time
+    pool.admin.health.pause()
+    pool._session._follower._asked_seconds = -1e9  # it is time
     until = time.monotonic() + 20
     while openers(str(place)) and time.monotonic() < until:
-        pool.health.tick_now()
+        pool.admin.health.tick_now()
     assert openers(str(place)) == []
-    assert len(pool.record.members) == 4
-    pool._follower.close()
+    assert len(pool.admin.record.members) == 4
+    pool._session._follower.close()
 
 
 def test_a_disk_is_located_without_being_touched(tmp_path: Path) -> None:
@@ -174,21 +174,21 @@ def test_a_disk_may_rest_only_while_nothing_needs_it(
     monkeypatch.setenv("HOME", str(tmp_path))
     pool.put("k", bytes(200_000))
     for number in (0, 1):
-        pool.begin_release(str(tmp_path / f"d{number}"))
+        pool.admin.devices.begin_release(str(tmp_path / f"d{number}"))
         until = time.monotonic() + 30  # a call that the put did not wait for may be under way
         while openers(str(tmp_path / f"d{number}")) and time.monotonic() < until:
             time.sleep(0.01)
         assert openers(str(tmp_path / f"d{number}")) == []
-    assert len(pool.places) == 3
+    assert len(pool.admin.devices.places) == 3
     assert pool.get("k") == bytes(200_000)
     with pytest.raises(MembershipError, match="cannot be released"):
-        pool.begin_release(str(tmp_path / "d2"))
+        pool.admin.devices.begin_release(str(tmp_path / "d2"))
     with hpstore.open(tmp_path / "pool.toml") as other:
         (row,) = (d for d in other.status().devices if d.url == str(tmp_path / "d0"))
         assert (row.state, "readmit" in row.problem) == ("missing", True)
     for number in (0, 1):
         pool.readmit(str(tmp_path / f"d{number}"))
-    assert len(pool.places) == 5
+    assert len(pool.admin.devices.places) == 5
     assert pool.rebuild().whole
     assert not list(tmp_path.glob("d*/released"))
 
@@ -199,7 +199,7 @@ def test_an_order_that_the_agent_would_not_hear_is_refused(
     """An agent of another user reads orders of that user alone: "no agent runs here" was wrong."""
     monkeypatch.setenv("HOME", str(tmp_path))
     words = ["sit-out", str(tmp_path / "pool.toml"), str(tmp_path / "d0")]
-    with pool.registers.hold(AGENT, "agent of pool x"):
+    with pool.admin.registers.hold(AGENT, "agent of pool x"):
         refused = CliRunner().invoke(app, words)
     assert isinstance(refused.exception, MembershipError)
     assert f"process {os.getpid()}" in str(refused.exception)

@@ -68,7 +68,7 @@ def test_a_returning_device_that_cannot_be_listed_does_not_return(tmp_path: Path
     with harness.open(unlisted) as pool:
         with pytest.raises(MembershipError, match="cannot be listed"):
             pool.readmit(gone)
-        assert gone not in pool.places.values()
+        assert gone not in pool.admin.devices.places.values()
     now = {f for f in harness.devices[gone].files if not f.startswith("tmp/")}
     assert before.keys() == now - {HORIZON}  # that rises first
     with harness.open() as pool:
@@ -142,7 +142,7 @@ def test_what_fails_for_a_missing_member_looks_for_it_first(tmp_path: Path) -> N
             harness.bring_back()
             harness.lose(harness.urls[1:3])
             assert act(pool)
-            assert len(pool.places) == 6
+            assert len(pool.admin.devices.places) == 6
         harness.bring_back()
 
 
@@ -163,7 +163,7 @@ def test_what_another_thread_has_found_meanwhile_counts(
         def refreshed(store: PoolContext, key: str, **how: Any) -> Survey:
             found = look(store, key, **how)
             if how["patience"] is None:
-                pool.refresh()
+                pool.admin.refresh()
             return found
 
         monkeypatch.setattr(resolve, "survey_key", refreshed)

@@ -83,7 +83,7 @@ SPANS = [
 
 def test_ranges_inside_a_unit_are_read_and_others_are_left(open_pool: Pool) -> None:
     """Unaligned, whole units, the last byte; across units, in the last stripe, empty: not good."""
-    with open_pool.reader("x") as reader:
+    with open_pool.open("x") as reader:
         targets, found = read(reader, SPANS)
     assert not found.late
     assert found.good.tolist() == [is_direct(*span) for span in SPANS]
@@ -104,7 +104,7 @@ def test_ranges_inside_a_unit_are_read_and_others_are_left(open_pool: Pool) -> N
 def test_any_ranges_are_right_where_they_are_good(
     open_pool: Pool, spans: list[tuple[int, int]]
 ) -> None:
-    with open_pool.reader("x") as reader:
+    with open_pool.open("x") as reader:
         targets, found = read(reader, spans)
     assert found.good.tolist() == [is_direct(*span) for span in spans]
     for (start, length), target, good in zip(spans, targets, found.good, strict=True):
@@ -117,7 +117,7 @@ def test_aligned_memory_is_filled_in_place(open_pool: Pool) -> None:
     memory[:] = 0x11
     targets = [memory[4096:8192], memory[8292:9000]]
     scatter = Scatter(targets, lambda number, found: True)
-    with open_pool.reader("x") as reader:
+    with open_pool.open("x") as reader:
         reader.add_to(scatter, np.array([8192, 333], np.int64), np.array([0, 1]))
         assert reader.run_scatter(scatter).good.all()
     assert memory[4096:8192].tobytes() == BODY[8192 : 8192 + 4096]
@@ -149,7 +149,7 @@ def test_a_range_with_room_behind_it_is_read_in_place(
     for which, wanted in ((slice(0, 1), []), (slice(0, 2), [8192])):
         asked.clear()
         scatter = Scatter(targets[which], lambda number, found: True, room=room[which])
-        with open_pool.reader("x") as reader:
+        with open_pool.open("x") as reader:
             numbers = np.arange(len(targets[which]))
             reader.add_to(scatter, np.array([8192, 4096], np.int64)[which], numbers)
             assert reader.run_scatter(scatter).good.all()
@@ -163,7 +163,7 @@ def test_ranges_of_several_objects_are_read_at_once(open_pool: Pool) -> None:
     targets = [np.empty(500, np.uint8) for _ in range(4)]
     wanted = [BODY[:500], BODY[::-1][:500], BODY[70_000:70_500], BODY[::-1][70_000:70_500]]
     scatter = Scatter(targets, lambda number, found: found.tobytes() == wanted[number])
-    with open_pool.reader("x") as one, open_pool.reader("y") as two:
+    with open_pool.open("x") as one, open_pool.open("y") as two:
         one.add_to(scatter, np.array([0, 70_000], np.int64), np.array([0, 2]))
         two.add_to(scatter, np.array([0, 70_000], np.int64), np.array([1, 3]))
         assert one.run_scatter(scatter).good.all()
@@ -172,7 +172,7 @@ def test_ranges_of_several_objects_are_read_at_once(open_pool: Pool) -> None:
 
 def test_a_small_object_is_left_to_the_caller(open_pool: Pool) -> None:
     """Less than a stripe: nothing is read raw."""
-    with open_pool.reader("small") as reader:
+    with open_pool.open("small") as reader:
         assert not read(reader, [(0, 1000), (10, 5)])[1].good.any()
 
 
@@ -185,7 +185,7 @@ def test_what_the_check_refuses_is_not_good(open_pool: Pool) -> None:
         return number != 1
 
     scatter = Scatter([np.empty(n, np.uint8) for n in (10, 10, 10, 2 * UNIT)], refuse)
-    with open_pool.reader("x") as reader:
+    with open_pool.open("x") as reader:
         reader.add_to(scatter, np.array([0, 70_000, 9, 0], np.int64), np.arange(4))
         assert reader.run_scatter(scatter).good.tolist() == [True, False, True, False]
     assert sorted(asked) == [0, 1, 2]
@@ -198,7 +198,7 @@ def test_lost_columns_are_decoded(made: Bench, lost: tuple[int, ...]) -> None:
         files = sorted(made.files("x"), key=column_number)
         for column in lost:
             os.unlink(files[column])
-        with pool.reader("x") as reader:
+        with pool.open("x") as reader:
             targets, found = read(reader, SPANS)
         assert found.good.tolist() == [is_direct(*span) for span in SPANS]
         for (start, length), target, good in zip(SPANS, targets, found.good, strict=True):
@@ -210,7 +210,7 @@ def test_lost_columns_are_decoded(made: Bench, lost: tuple[int, ...]) -> None:
 def test_too_few_columns_leave_what_is_lost_to_the_caller(made: Bench) -> None:
     """m + 1 of them go under an open reader: the lost one's ranges are not good, others are."""
     hangs = Hangs(made)
-    with made.open(wrap=hangs.wrap) as pool, pool.reader("x") as reader:
+    with made.open(wrap=hangs.wrap) as pool, pool.open("x") as reader:
         for path in made.paths:
             hangs.hang(path, "E*")
         _, found = read(reader, SPANS)
@@ -223,7 +223,7 @@ def test_too_few_columns_leave_what_is_lost_to_the_caller(made: Bench) -> None:
 def test_a_failing_device_costs_its_own_ranges(made: Bench) -> None:
     """I/O errors from one device: ranges of its column are not good, all others are."""
     hangs = Hangs(made)
-    with made.open(wrap=hangs.wrap) as pool, pool.reader("x") as reader:
+    with made.open(wrap=hangs.wrap) as pool, pool.open("x") as reader:
         held = next(file for file in made.files("x") if column_number(file) == 1)
         path = next(path for path in made.paths if str(held).startswith(path))
         hangs.hang(path, "E*")
@@ -234,7 +234,7 @@ def test_a_failing_device_costs_its_own_ranges(made: Bench) -> None:
 
 def test_a_flipped_bit_is_not_good(made: Bench) -> None:
     """One bit on the device: the range over it fails its check, its neighbours do not."""
-    with made.open() as pool, pool.reader("x") as reader:
+    with made.open() as pool, pool.open("x") as reader:
         held = next(file for file in made.files("x") if column_number(file) == 0)
         flip(held, 4096 + 5000)
         spans = [(4999, 1), (5000, 1), (4000, 2000), (5001, 10)]
@@ -245,7 +245,7 @@ def test_reads_of_a_hung_device_are_late_and_end(tmp_path: Path) -> None:
     """PROTOCOL 21: run() returns in time and names the reads that still own the memory."""
     made = filled(tmp_path, device_deadline_seconds=2.0, straggler_seconds=2.0)
     hangs = Hangs(made)
-    with made.open(wrap=hangs.wrap) as pool, pool.reader("x") as reader:
+    with made.open(wrap=hangs.wrap) as pool, pool.open("x") as reader:
         held = next(file for file in made.files("x") if column_number(file) == 2)
         hangs.hang(next(path for path in made.paths if str(held).startswith(path)))
         try:
@@ -275,7 +275,7 @@ def test_reads_of_one_batch_that_do_not_end_are_late(
     def descriptor(held: ColumnReader) -> int:
         return silent if held.header.column == 2 else plain(held)
 
-    with made.open() as pool, pool.reader("x") as reader:
+    with made.open() as pool, pool.open("x") as reader:
         monkeypatch.setattr(ColumnReader, "descriptor", property(descriptor))
         targets, found = read(reader, SPANS)
         wanted = [is_direct(*span) and column_of(span[0]) != 2 for span in SPANS]
@@ -302,7 +302,7 @@ def test_without_batches_the_same_bytes_come_one_by_one(
 ) -> None:
     """As where io_uring is forbidden."""
     monkeypatch.setattr(scatter_module, "read_batch", lambda *_, **__: None)
-    with made.open() as pool, pool.reader("x") as reader:
+    with made.open() as pool, pool.open("x") as reader:
         targets, found = read(reader, SPANS)
     assert found.good.tolist() == [is_direct(*span) for span in SPANS]
     for (start, length), target, good in zip(SPANS, targets, found.good, strict=True):
@@ -310,7 +310,7 @@ def test_without_batches_the_same_bytes_come_one_by_one(
 
 
 def test_a_closed_reader_says_so(open_pool: Pool) -> None:
-    reader = open_pool.reader("x")
+    reader = open_pool.open("x")
     reader.close()
     with pytest.raises(ConfigError, match="is closed"):
         reader.add_to(Scatter([np.empty(1, np.uint8)], lambda n, b: True), np.zeros(1, np.int64),

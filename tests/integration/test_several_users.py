@@ -192,7 +192,7 @@ with hpstore.open("pool.toml") as pool:
     assert "no rights" in row.problem, row
     pool.put("k", b"2")
     pool.rebuild()
-    assert len(pool.record.members) == 4 and not pool.record.evicted
+    assert len(pool.admin.record.members) == 4 and not pool.admin.record.evicted
     try:
         Agent(pool, agent_config(pool.config))
     except DeviceDenied as error:

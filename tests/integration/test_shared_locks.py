@@ -69,13 +69,13 @@ with hpstore.open("pool.toml") as pool:
 """
 HOLD = """
 import sys, hpstore
-with hpstore.open("pool.toml") as pool, pool.registers.hold("repair", "a long rebuild"):
+with hpstore.open("pool.toml") as pool, pool.admin.registers.hold("repair", "a long rebuild"):
     print("held", flush=True)
     sys.stdin.readline()
 """
 FORK = """
 import os, signal, sys, hpstore
-with hpstore.open("pool.toml") as pool, pool.registers.hold("repair", "a long rebuild"):
+with hpstore.open("pool.toml") as pool, pool.admin.registers.hold("repair", "a long rebuild"):
     child = os.fork()
     if not child:
         signal.pause()
@@ -141,7 +141,7 @@ def test_of_two_evictions_at_once_one_is_refused_where_both_would_lose_an_object
     assert sorted(text.split()[0] for text in said) == ["MembershipError", "evicted"]
     with hpstore.open("pool.toml") as pool:
         assert pool.get("k") == bytes(700_000)
-        assert len(pool.record.members) == 3
+        assert len(pool.admin.record.members) == 3
 
 
 @pytest.mark.parametrize("rename", [1, 2, 3])
@@ -172,7 +172,7 @@ def test_what_a_killed_process_held_is_free_and_meanwhile_it_is_named_rule_15(pl
         named = rf"process {one.pid} on .*\(a long rebuild\)"
         with (
             pytest.raises(LockTimeout, match=named),
-            pool.registers.hold(REPAIR, "rebuild", deadline_seconds=0.1),
+            pool.admin.registers.hold(REPAIR, "rebuild", deadline_seconds=0.1),
         ):
             pass
         one.kill()

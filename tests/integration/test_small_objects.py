@@ -55,7 +55,7 @@ def payload(size: int) -> bytes:
 
 def get_whole(pool: Pool, size: int) -> bytes:
     """The object "k", opened beside another one."""
-    found = pool.readers(["k", "other"], whole=True)
+    found = pool.open_many(["k", "other"], preload=True)
     body = bytearray(size)
     for key, reader in found.items():
         assert isinstance(reader, PooledReader)
@@ -90,7 +90,7 @@ def test_of_a_larger_object_headers_alone_are_read_when_it_is_opened(harness: Ha
         pool.put("k", payload(size))
         pool.put("other", payload(size))
         reads.clear()
-        for reader in pool.readers(["k", "other"], whole=True).values():
+        for reader in pool.open_many(["k", "other"], preload=True).values():
             assert isinstance(reader, PooledReader)
             reader.close()
         assert reads == [HEADER_BYTES] * 8
@@ -105,8 +105,8 @@ def test_who_does_not_ask_for_it_reads_headers_alone(harness: Harness) -> None:
             pool.put(key, payload(100_000))
         reads.clear()
         pool.stat("k")
-        pool.reader("k").close()
-        for reader in pool.readers(["k", "other"]).values():
+        pool.open("k").close()
+        for reader in pool.open_many(["k", "other"]).values():
             assert isinstance(reader, PooledReader)
             reader.close()
         assert reads == [HEADER_BYTES] * 4  # a copy is enough, each time
@@ -162,7 +162,7 @@ def test_an_object_that_is_replaced_is_one_version_or_the_other(tmp_path: Path) 
     with bench.create(6, data=4, parity=2) as pool:
         for key in ("k", "other"):
             pool.put(key, payload(200_000))
-        found = pool.readers(["k", "other"], whole=True)
+        found = pool.open_many(["k", "other"], preload=True)
         for _ in range(3):
             pool.put("k", payload(200_001)[:200_000])
         body = bytearray(200_000)
@@ -183,13 +183,13 @@ def test_tables_of_many_objects_are_held_a_bounded_number_at_a_time(
         )
         for key in keys:
             pool.put(key, key.encode() * 100)
-        plain, asked = pool.readers, list[int]()
+        plain, asked = pool.open_many, list[int]()
 
-        def readers(keys: list[str], *, whole: bool = False) -> Readers:
+        def readers(keys: list[str], *, preload: bool = False) -> Readers:
             asked.append(len(keys))
-            return plain(keys, whole=whole)
+            return plain(keys, preload=preload)
 
-        monkeypatch.setattr(pool, "readers", readers)
+        monkeypatch.setattr(pool, "open_many", readers)
         pieces = [ObjectRanges(key, [(0, 10), (20, 30)], 100 * len(key)) for key in keys]
         found = data._get_pieces(pieces)
         wanted = [(key.encode() * 100) for key in keys]

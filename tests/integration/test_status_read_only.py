@@ -27,7 +27,7 @@ from hpstore.runtime.process_identity import may_live, this_process
 def leave_word(pool: hpstore.Pool, devices: list[dict[str, object]], age_seconds: float) -> None:
     """What an agent leaves in the run directory."""
     body = {"at_ms": int((time.time() - age_seconds) * 1000), "process": 4711, "devices": devices}
-    (private_directory(pool.run_directory) / STATUS_FILE).write_text(json.dumps(body))
+    (private_directory(pool.admin.run_directory) / STATUS_FILE).write_text(json.dumps(body))
 
 
 def rows(toml: Path) -> dict[str, DeviceStatus]:
@@ -40,7 +40,7 @@ def test_a_read_only_open_takes_the_agents_word_for_what_it_may_not_try(
 ) -> None:
     """status_read_only_open: broken writes were "online" with 2 more to be lost; and it says how
     it knows."""
-    ids = list(pool.places)
+    ids = list(pool.admin.devices.places)
     bad: dict[str, object] = {"problem": "EIO on write", "present": False, "read_only": False}
     refuses: dict[str, object] = {"problem": "EROFS", "present": True, "read_only": True}
     leave_word(pool, [{"device": ids[0], **bad}, {"device": ids[1], **refuses}], age_seconds=3)
@@ -71,9 +71,9 @@ def test_verdicts_of_processes_that_are_gone_are_not_shown(
 ) -> None:
     """A process that has ended reads nothing any more; its verdict stood there for an hour."""
     pid, _, namespace = this_process().split("-")
-    first, second, *_ = pool.places
-    history = History(history_path(pool.config.settings, pool.record.pool_id), Metrics())
-    private_directory(pool.run_directory)
+    first, second, *_ = pool.admin.devices.places
+    history = History(history_path(pool.config.settings, pool.admin.record.pool_id), Metrics())
+    private_directory(pool.admin.run_directory)
     history.add_decisions([said(time.time(), first, f"{pid}-1-{namespace}"),
                            said(time.time(), second, this_process())])  # fmt: skip
     history.close()

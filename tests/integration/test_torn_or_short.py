@@ -85,7 +85,7 @@ def test_a_torn_put_never_hides_what_was_acknowledged(
             pool.add_device("memory://n1")
             pool.add_device("memory://n2")
             assert pool.rebuild().whole
-            assert not pool.record.unhealed()
+            assert not pool.admin.record.unhealed()
             assert pool.get("k") == OLD
 
 
@@ -164,7 +164,7 @@ def test_debts_are_kept_when_their_holders_leave(tmp_path: Path) -> None:
         holder = next(iter(store.view.devices))
         store.view.devices[holder].write_small(f"{DEBTS}/{debt.name}", debt.encode())
         pool.evict(holder)
-        assert len(with_debts(harness) & {member.url for member in pool.record.members}) >= 2
+        assert len(with_debts(harness) & {member.url for member in pool.admin.record.members}) >= 2
 
 
 def test_a_debt_that_is_paid_while_it_is_looked_for_is_no_torn_put(harness: Harness) -> None:

@@ -193,11 +193,11 @@ def test_settle_says_when_it_cannot(tmp_path: Path) -> None:
     with harness.open() as pool:
         pool.put("k", payload(300_000))
         with pytest.raises(ObjectNotFound):
-            pool.settle("nothing")
-        pool.settle("k")
+            pool.admin.settle("nothing")
+        pool.admin.settle("k")
         harness.lose(harness.urls[:2])
         with pytest.raises(TooFewDevices):
-            pool.settle("k")
+            pool.admin.settle("k")
         assert pool.get("k") == payload(300_000)
 
 
@@ -235,7 +235,7 @@ def test_a_column_replaced_during_a_scrub_gives_its_memory_back(tmp_path: Path) 
         url, path = harness.columns("k")[0]
         harness.flip(url, path, 70_000)
         pool.scrub()
-        with pool.reader("k") as reader:
+        with pool.open("k") as reader:
             pool.delete("k")
             reader._reader.columns.clear()  # so that it has to open what is gone
             with pytest.raises(ObjectNotFound):

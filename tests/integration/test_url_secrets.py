@@ -60,7 +60,7 @@ def test_a_password_opens_devices_and_reaches_nothing_else(
     toml, memory = tmp_path / "pool.toml", fsspec.filesystem("memory")
     settings = Settings(run_directory=str(tmp_path / "run"))
     with hpstore.create(urls[:4], data=2, parity=2, config=toml, settings=settings) as pool:
-        texts = [repr(pool), repr(pool.config), repr(pool.record)]
+        texts = [repr(pool), repr(pool.config), repr(pool.admin.record)]
         pool.put("a", b"1" * 10_000)
         pool.add_device(urls[4])
         assert stat.S_IMODE(toml.stat().st_mode) == 0o600
@@ -69,7 +69,7 @@ def test_a_password_opens_devices_and_reaches_nothing_else(
         pool.readmit(urls[1])
         assert set(load_config(toml).devices) == set(urls[:5])
         texts.append(json.dumps(pool.status().as_dict(), default=str))
-        texts.append(str(dict(pool.places)))
+        texts.append(str(dict(pool.admin.devices.places)))
         with pytest.raises(HpstoreError) as unknown:
             pool.evict(f"memory://user:{SECRET}@other/d")
         texts.append(str(unknown.value))
@@ -79,7 +79,7 @@ def test_a_password_opens_devices_and_reaches_nothing_else(
     texts += [memory.cat(path).decode() for path in held]
     with hpstore.open(toml) as again:
         assert again.get("a") == b"1" * 10_000
-        assert len(again.places) == 5
+        assert len(again.admin.devices.places) == 5
     for path in held:
         if any(place in path for place in places[:3]):
             memory.rm(path.rpartition("/")[0], recursive=True)

@@ -39,7 +39,7 @@ def test_an_older_version_is_read_by_name_while_the_newest_is_unclear(harness: H
         buffer = bytearray(100)
         assert pool.read_into("k", buffer, 7, version=old) == 100
         assert buffer == OLD[7:107]
-        with pool.reader("k", version=old) as reader:
+        with pool.open("k", version=old) as reader:
             assert reader.version == old
             assert reader.read_into(buffer, 50) == 100
         with pytest.raises(ObjectNotFound, match=r"no version 0+-0+ of object"):
@@ -67,7 +67,7 @@ def test_one_version_is_current_and_a_deleted_key_has_its_tombstone(harness: Har
 def test_a_reader_of_a_version_does_not_go_on_with_its_successor(harness: Harness) -> None:
     with harness.open() as pool:
         old = pool.put("k", OLD).version
-        with pool.reader("k", version=old) as reader:
+        with pool.open("k", version=old) as reader:
             pool.put("k", b"new" * 100_000)
             buffer = bytearray(len(OLD))
             try:  # its open files may still serve
@@ -76,7 +76,7 @@ def test_a_reader_of_a_version_does_not_go_on_with_its_successor(harness: Harnes
             except ObjectNotFound:
                 pass
         with pytest.raises(ObjectNotFound, match="removed when a newer one was whole"):
-            pool.reader("k", version=old)
+            pool.open("k", version=old)
 
 
 def test_what_may_be_there_is_not_called_absent(harness: Harness) -> None:

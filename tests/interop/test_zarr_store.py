@@ -325,7 +325,7 @@ def test_a_cancelled_get_takes_nothing_from_the_next_one(
     store = PoolStore(pool, "arrays")
     pool.put("arrays/k", b"a" * 1000)
     began, go = threading.Event(), threading.Event()
-    read = pool.reader
+    read = pool.open
 
     def slow(key: str) -> object:
         if not began.is_set():
@@ -333,7 +333,7 @@ def test_a_cancelled_get_takes_nothing_from_the_next_one(
             go.wait(60)
         return read(key)
 
-    monkeypatch.setattr(pool, "reader", slow)
+    monkeypatch.setattr(pool, "open", slow)
 
     async def main() -> None:
         task = asyncio.create_task(store.get("k", PROTOTYPE))
@@ -360,13 +360,13 @@ def test_parts_of_one_value_are_one_look_up(
     value = np.random.default_rng(0).bytes(300_000)
     pool.put("arrays/k", value)
     opened: list[str] = []
-    read = pool.reader
+    read = pool.open
 
     def note(key: str) -> object:
         opened.append(key)
         return read(key)
 
-    monkeypatch.setattr(pool, "reader", note)
+    monkeypatch.setattr(pool, "open", note)
     wanted = [("k", RangeByteRequest(i * 1000, i * 1000 + 10)) for i in range(299, 0, -1)]
     found = asyncio.run(
         store.get_partial_values(PROTOTYPE, [*wanted, ("none", None), ("k", SuffixByteRequest(5))])

@@ -95,7 +95,7 @@ def test_what_has_k_sound_blocks_in_its_row_is_read_and_mended(
         for _ in range(4):
             a, b = sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size))))
             assert get(pool, a, b) == (body[a:b] if good[a:b].all() else None)
-        with pool.reader("k") as reader:  # one that stays open serves the rest of it
+        with pool.open("k") as reader:  # one that stays open serves the rest of it
             for start in range(0, size, 50_000):
                 end = min(size, start + 50_000)
                 if good[start:end].all():
@@ -150,7 +150,7 @@ def test_a_damaged_block_counts_once_however_often_it_is_read(tmp_path: Path) ->
     with harness.open() as pool:
         pool.put("k", bytes(600_000))
         harness.flip(*column_files(harness)[0], HEADER_BYTES + 10)
-        with pool.reader("k") as reader:
+        with pool.open("k") as reader:
             for _ in range(3):
                 reader.read_into(bytearray(1000))
         assert pool.metrics.value("block_mismatch_total") == 1

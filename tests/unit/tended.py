@@ -51,8 +51,8 @@ class Tended:
         )  # fmt: skip
         self.ids = {
             url: device for device, url in (
-                *self.pool.places.items(),
-                *((m.device_id, m.url) for m in self.pool.record.members),
+                *self.pool.admin.devices.places.items(),
+                *((m.device_id, m.url) for m in self.pool.admin.record.members),
             )
         }  # fmt: skip
 
@@ -84,7 +84,7 @@ class Tended:
 
     def members(self) -> set[int]:
         """Numbers of the pool's members."""
-        return {int(m.url.rpartition("d")[2]) for m in self.pool.record.members}
+        return {int(m.url.rpartition("d")[2]) for m in self.pool.admin.record.members}
 
     def files(self) -> dict[str, dict[str, bytes]]:
         """All bytes on all devices, past the code under test."""

@@ -34,7 +34,7 @@ def test_a_walk_that_takes_longer_than_the_pause_is_seen_all_the_same(tmp_path: 
     tended.rounds(2)
     eyes, seconds = tended.agent.eyes, tended.agent.config.survey_seconds
     eyes._inline, eyes._walk = False, Slow()
-    now, known = tended.pool.clock.monotonic() + 2 * seconds, []
+    now, known = tended.pool.admin.clock.monotonic() + 2 * seconds, []
     for _ in range(60):
         now += seconds / 4
         eyes._look_at_objects(now)

@@ -37,7 +37,7 @@ def test_an_idle_agent_follows_what_others_make_of_the_membership(tmp_path: Path
         added = other.add_device("memory://d7")
     tended.rounds(5, work=False)
     assert int(url.rpartition("d")[2]) not in tended.members()
-    assert added in tended.pool.places
+    assert added in tended.pool.admin.devices.places
     condition = tended.agent.eyes.condition()
     assert condition is not None
     assert condition.degraded
@@ -119,12 +119,14 @@ def test_a_device_is_taken_back_from_an_eviction_that_a_kill_cut_short(tended: T
     tended.rounds(60)
     tended.rounds(900, step=20, work=False)
     assert JobKind.HEAL in {job.kind for job in tended.agent.jobs.waiting()}
-    tended.pool.begin_drain("memory://d0")  # so far the eviction comes, then the agent is killed
+    tended.pool.admin.devices.begin_drain(
+        "memory://d0"
+    )  # so far the eviction comes, then the agent is killed
     tended.stop()
     tended.harness.bring_back()
     tended.start()
     tended.rounds(900, step=20)
     assert tended.states() == {}
     assert len(tended.members()) == 7
-    assert {member.state for member in tended.pool.record.members} == {DeviceState.ONLINE}
+    assert {member.state for member in tended.pool.admin.record.members} == {DeviceState.ONLINE}
     assert tended.whole()

@@ -340,17 +340,17 @@ def test_work_that_is_stopped_goes_on_where_it_was(tended: Tended) -> None:
     """A scrub keeps its position; a rebuild passes over what is whole, and is not taken for one."""
     tended.harness.bring_back()
     keys: list[str] = []
-    first = tended.pool.scrub(pace=Few(2), progress=lambda step: keys.append(step.key))
+    first = tended.pool.admin.scrub(pace=Few(2), progress=lambda step: keys.append(step.key))
     assert (first.stopped, first.whole, len(keys)) == (True, False, 2)
     rest = tended.pool.scrub(progress=lambda step: keys.append(step.key))
     assert not rest.stopped
     assert keys == sorted(keys)
     assert len(keys) == 4
     tended.pool.evict("memory://d1", force=True)
-    assert tended.pool.rebuild(pace=Few(0)).stopped
-    assert tended.pool.record.unhealed()
+    assert tended.pool.admin.rebuild(pace=Few(0)).stopped
+    assert tended.pool.admin.record.unhealed()
     assert tended.pool.rebuild().whole
-    assert not tended.pool.record.unhealed()
+    assert not tended.pool.admin.record.unhealed()
 
 
 def test_the_terminal_shows_what_the_agent_left(tended: Tended) -> None:
@@ -448,7 +448,7 @@ def test_a_device_that_was_asked_and_has_not_answered_yet_is_there(tended: Tende
     """What is not known is not gone; a member that is not open is."""
     from hpstore.agent.policy_facts import Sighting
 
-    record = tended.pool.record
+    record = tended.pool.admin.record
     sighting = Sighting(denied=(),
         record=record, open={record.members[1].device_id}, seen={}, back=(), reconciled=(),
         condition=None, outlooks={}, watched={}, reports={}, busy="",
@@ -476,7 +476,7 @@ def test_a_full_or_read_only_device_is_not_gone(tmp_path: Path) -> None:
     tended.stop()
     tended.start(lambda url, device: OnlyProbes(device, "N*" if url == "memory://d1" else ""))
     tended.rounds(60)
-    assert tended.device(1) in tended.pool.places
+    assert tended.device(1) in tended.pool.admin.devices.places
     assert tended.states().get(1) is None
     tended.stop()
 

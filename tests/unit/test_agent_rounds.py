@@ -38,7 +38,7 @@ def test_a_lost_device_is_healed_after_fifteen_minutes_rule_17(tended: Tended) -
     assert 0 not in tended.members()
     assert tended.states() == {0: S.EVICTED}
     assert tended.whole()
-    (evicted,) = tended.pool.record.evicted
+    (evicted,) = tended.pool.admin.record.evicted
     assert evicted.state is DeviceState.HEALED
     reasons = [d.reason for d in tended.agent.history.decisions(10)]
     assert "it does not answer" in reasons
@@ -50,9 +50,9 @@ def test_without_parity_left_nothing_waits_rule_17(tmp_path: Path) -> None:
     tended.rounds(10)
     url = tended.harness.columns("large")[0][0]
     tended.harness.lose([url])
-    assert tended.pool.condition().spare == 0
+    assert tended.pool.admin.condition().spare == 0
     tended.rounds(45)
-    assert tended.pool.condition().spare == 1
+    assert tended.pool.admin.condition().spare == 1
     assert len(tended.members()) == 6
     tended.rounds(900, step=20)
     assert int(url.rpartition("d")[2]) not in tended.members()
@@ -76,7 +76,7 @@ def test_a_device_that_is_back_in_time_is_reconciled_and_serves_again(tended: Te
     tended.rounds(400, step=20)
     assert tended.states() == {}
     assert len(tended.members()) == 7
-    assert tended.pool.record.generation == 1
+    assert tended.pool.admin.record.generation == 1
     assert tended.whole()
 
 
@@ -112,11 +112,11 @@ def test_a_rebuild_that_could_do_nothing_holds_up_no_other_object(tended: Tended
     tended.rounds(10)
     lost = lose_columns(tended, "large", 3)  # one too many
     tended.rounds(1200, step=20)
-    assert tended.pool.condition().todo == 1
+    assert tended.pool.admin.condition().todo == 1
     for (url, path), file in lost.items():
         tended.harness.devices[url].files[path] = file  # type: ignore[assignment]
     lose_columns(tended, "a/b", 1)
-    assert tended.pool.condition().todo == 1
+    assert tended.pool.admin.condition().todo == 1
     tended.rounds(700, step=20)
     assert tended.whole()
 
@@ -153,7 +153,7 @@ def test_a_device_that_is_back_before_its_heal_begins_is_not_drained(tended: Ten
     tended.rounds(400, step=20)
     assert tended.states() == {}
     assert len(tended.members()) == 7
-    assert tended.pool.record.generation == 1
+    assert tended.pool.admin.record.generation == 1
     assert tended.whole()
 
 
@@ -171,7 +171,7 @@ def test_a_device_that_is_back_while_its_eviction_runs_is_taken_back(
     tended.harness.bring_back()
     tended.rounds(5, work=False)
     assert tended.states() == {0: S.REBUILDING}
-    (tended.pool.evict if ended else tended.pool.begin_drain)("memory://d0")
+    (tended.pool.evict if ended else tended.pool.admin.devices.begin_drain)("memory://d0")
     tended.stop()
     tended.start()
     tended.rounds(900, step=20)
@@ -241,7 +241,7 @@ def test_the_state_is_durable_before_it_is_acted_on(
 ) -> None:
     """A job that is asked for finds the decision in the file."""
     tended.rounds(10)
-    directory, submit = tended.pool.state_directory, tended.agent.jobs.submit
+    directory, submit = tended.pool.admin.state_directory, tended.agent.jobs.submit
     seen = []
 
     def submitted(job: BackgroundJob) -> bool:
@@ -259,7 +259,7 @@ def test_a_damaged_memory_is_refused(tended: Tended) -> None:
     """It is not taken for an empty one: that would reset the guards."""
     tended.rounds(10)
     tended.stop()
-    path = tended.pool.state_directory / MEMORY_FILE
+    path = tended.pool.admin.state_directory / MEMORY_FILE
     path.write_text(path.read_text().replace("online", "evicted", 1))
     with pytest.raises(ConfigError, match="move the file away"):
         tended.start()
@@ -334,7 +334,7 @@ def test_a_scrub_that_cannot_run_is_tried_again_later(tmp_path: Path) -> None:
     """While an operator rebuilds: told once in five minutes, not at each round."""
     config = AgentConfig(smart_hours=0.0, scrub_days=2.0)
     tended = Tended(tmp_path, config=config)
-    with tended.harness.open() as other, other.registers.hold(REPAIR, "a test"):
+    with tended.harness.open() as other, other.admin.registers.hold(REPAIR, "a test"):
         tended.rounds(600, step=30)
         told = [e.text for e in tended.agent.jobs.events() if e.text.startswith("scrub was not")]
         assert 1 <= len(told) <= 3
@@ -355,7 +355,7 @@ def test_the_agents_scrub_gives_way_to_whoever_waits(
 
         def step(progress: Progress) -> None:
             if not seen and jobs.running is not None and jobs.running.kind is JobKind.SCRUB:
-                waiting.enter_context(other.registers.hold(WAITING, "an operator's rebuild"))
+                waiting.enter_context(other.admin.registers.hold(WAITING, "an operator's rebuild"))
             seen.append(progress.key)
             tended.clock.advance(3.0)
 
@@ -364,7 +364,7 @@ def test_the_agents_scrub_gives_way_to_whoever_waits(
         assert len(seen) == 1
         assert any("it goes first" in event.text for event in jobs.events())
         assert tended.agent.memory.scrub_ended_ms == 0
-        with other.registers.hold(REPAIR, "rebuild", deadline_seconds=0.0):
+        with other.admin.registers.hold(REPAIR, "rebuild", deadline_seconds=0.0):
             pass  # the pass holds nothing while it rests
     tended.rounds(700, step=30)
     assert tended.agent.memory.scrub_ended_ms > 0
@@ -410,11 +410,11 @@ def test_a_faulty_device_that_answers_is_a_source_until_all_is_whole(tmp_path: P
     jobs = tended.agent.jobs
     jobs.submit(BackgroundJob(kind=JobKind.HEAL, device=device, reason="ten errors"))
     jobs._do(jobs.waiting()[0])
-    member = tended.pool.record.member(device)
+    member = tended.pool.admin.record.member(device)
     assert member is not None
     assert member.state is DeviceState.DRAINING
     jobs._do(BackgroundJob(kind=JobKind.HEAL, device=device, reason="ten errors"))
-    assert tended.pool.record.member(device) is not None
+    assert tended.pool.admin.record.member(device) is not None
     tended.rounds(120)
     assert 1 not in tended.members()
     assert tended.whole()

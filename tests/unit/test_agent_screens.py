@@ -21,7 +21,7 @@ def test_a_scrub_by_another_process_is_the_last_scrub(tmp_path: Path) -> None:
     tended.rounds(6 * 86_400, step=86_400)
     with tended.harness.open() as operator:
         operator.scrub()
-        ended = operator.clock.wall_ms()
+        ended = operator.admin.clock.wall_ms()
     tended.rounds(120, step=60)
     assert tended.status is not None
     assert own < tended.status.scrub_ended_ms <= ended
@@ -36,7 +36,7 @@ def test_a_rebuild_of_the_agent_gives_way_to_an_operator(tended: Tended) -> None
     """It held the pool to its end, for hours; scrubs and rebalances gave way already."""
     tended.rounds(10)
     tended.agent.jobs.submit(BackgroundJob(kind=JobKind.REBUILD, reason="of the agent"))
-    with tended.pool.registers.hold(WAITING, "an operator's scrub"):
+    with tended.pool.admin.registers.hold(WAITING, "an operator's scrub"):
         tended.agent.jobs.run_all(limit=1)
     texts = [event.text for event in tended.agent.jobs.events()]
     assert any("rebuild" in text and "goes first" in text for text in texts), texts
@@ -55,7 +55,7 @@ def test_devices_that_left_long_ago_are_shown_no_more(tended: Tended) -> None:
     found = tended.pool.status()
     assert (len(found.devices), found.past) == (6, 1)
     assert len(tended.pool.status(past=True).devices) == 7
-    record = tended.pool.record
+    record = tended.pool.admin.record
     (left,) = record.evicted
     lost = replace(record, evicted=(replace(left, state=DeviceState.EVICTED),))
     assert len(shown_members(lost, tended.clock.wall_ms())) == 7

@@ -36,7 +36,7 @@ def report(
 ) -> None:  # fmt: skip
     """What a process of this node writes; unless given, when it has given up on a device."""
     pool = tended.pool
-    history = History(history_path(pool.config.settings, pool.record.pool_id), Metrics())
+    history = History(history_path(pool.config.settings, pool.admin.record.pool_id), Metrics())
     history.add_decisions([
         Decision(at_seconds=at, device=tended.device(device), was=was, becomes=becomes,
                  reason=reason, role=Role.PROCESS)
@@ -77,7 +77,7 @@ def test_old_reports_and_those_from_before_a_pardon_do_not_count(tended: Tended)
     tended.rounds(10)
     report(tended, 4, tended.clock.wall_ms() / 1000 - 1000)
     report(tended, 5, tended.clock.wall_ms() / 1000)
-    give_order(tended.pool.state_directory, Command.READMIT, tended.device(5), tended.clock)
+    give_order(tended.pool.admin.state_directory, Command.READMIT, tended.device(5), tended.clock)
     tended.rounds(60)
     assert tended.states() == {}
 
@@ -161,7 +161,7 @@ def test_what_a_process_said_before_a_device_returned_is_not_shown(tended: Tende
 def test_orders_are_obeyed_once_and_refusals_told(tended: Tended) -> None:
     """Two may sit out of 3+2, the third is refused; readmit ends it; a restart repeats nothing."""
     tended.rounds(10)
-    directory = tended.pool.state_directory
+    directory = tended.pool.admin.state_directory
     for number in range(3):
         give_order(directory, Command.SIT_OUT, tended.device(number), tended.clock)
     tended.rounds(5)
@@ -206,13 +206,13 @@ def test_a_drain_that_was_called_off_is_not_ended(tended: Tended) -> None:
     """An operator readmits the device between the rebuild and the eviction: it stays a member."""
     tended.rounds(10)
     device = tended.device(1)
-    tended.pool.begin_drain(device)
+    tended.pool.admin.devices.begin_drain(device)
     assert tended.pool.rebuild().whole
     tended.pool.readmit(device)
     jobs = tended.agent.jobs
     jobs.submit(BackgroundJob(kind=JobKind.EVICT, device=device, reason="it is drained"))
     tended.agent.finish_jobs()
-    member = tended.pool.record.member(device)
+    member = tended.pool.admin.record.member(device)
     assert member is not None
     assert member.state is DeviceState.ONLINE
     assert any("is called off" in event.text for event in jobs.events())
@@ -224,12 +224,12 @@ def test_what_cannot_be_drained_is_not_evicted_instead_rule_16(tmp_path: Path) -
     tended = Tended(tmp_path, data=1, parity=2, devices=3)
     tended.rounds(10)
     device = tended.device(1)
-    tended.pool.begin_drain(device)
+    tended.pool.admin.devices.begin_drain(device)
     tended.agent.jobs.submit(
         BackgroundJob(kind=JobKind.EVICT, device=device, reason="it is drained")
     )
     tended.agent.finish_jobs()
-    assert tended.pool.record.member(device) is not None
+    assert tended.pool.admin.record.member(device) is not None
     assert any("cannot leave" in event.text for event in tended.agent.jobs.events())
     tended.stop()
 
@@ -254,7 +254,7 @@ def test_a_warning_lasts_as_long_as_its_reason_and_over_a_restart(tmp_path: Path
     tended.harness.bring_back()
     tended.stop()
     tended.start()
-    give_order(tended.pool.state_directory, Command.READMIT, tended.device(0), tended.clock)
+    give_order(tended.pool.admin.state_directory, Command.READMIT, tended.device(0), tended.clock)
     tended.rounds(5)
     assert list(tended.status.warnings)
     tended.rounds(600, step=20)
@@ -265,7 +265,7 @@ def test_a_warning_lasts_as_long_as_its_reason_and_over_a_restart(tmp_path: Path
 def test_orders_that_cannot_be_read_are_told_until_they_can(tended: Tended) -> None:
     """Healing goes on meanwhile; also when a newer version has written them."""
     tended.rounds(10)
-    path = tended.pool.state_directory / ORDERS_FILE
+    path = tended.pool.admin.state_directory / ORDERS_FILE
     for body in (b"{}", seal({"format": 99, "orders": []})):
         path.write_bytes(body)
         tended.rounds(10)
@@ -281,7 +281,7 @@ def test_orders_that_cannot_be_read_are_told_until_they_can(tended: Tended) -> N
 def test_an_order_after_the_file_was_moved_away_is_obeyed(tended: Tended) -> None:
     """Its number is above those that were obeyed: the agent would pass it over in silence."""
     tended.rounds(10)
-    directory = tended.pool.state_directory
+    directory = tended.pool.admin.state_directory
     for number in (0, 1):
         give_order(directory, Command.IGNORE, tended.device(number), tended.clock)
     tended.rounds(5)

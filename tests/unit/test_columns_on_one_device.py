@@ -22,7 +22,7 @@ def test_two_columns_on_one_device_are_taken_apart_by_a_rebuild(tmp_path: Path, 
         devices = h.devices
         devices[to].files[path] = devices[source].files.pop(path)
         devices[to]._durable_names[path] = devices[source]._durable_names.pop(path)
-        assert pool.condition().losses_tolerated == 1
+        assert pool.admin.condition().losses_tolerated == 1
         assert pool.rebuild().whole
         places = [url for url, _ in h.columns("k")]
         assert len(set(places)) == len(places)

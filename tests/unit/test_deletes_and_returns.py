@@ -99,7 +99,7 @@ def test_a_slow_scrub_that_is_killed_loses_a_minute_of_work(tmp_path: Path) -> N
             raise SimulatedCrash("here")
 
     with harness.open() as pool, pytest.raises(SimulatedCrash):
-        pool.scrub(pace=Stopping(clock, 61.0, 100), progress=killed)
+        pool.admin.scrub(pace=Stopping(clock, 61.0, 100), progress=killed)
     harness.restart()
     seen: list[str] = []
     with harness.open() as pool:

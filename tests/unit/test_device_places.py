@@ -120,7 +120,7 @@ def test_a_directory_with_files_of_others_is_refused(tmp_path: Path) -> None:
     with hpstore.create(devices, data=2, parity=1, config=config) as pool:
         with pytest.raises(DeviceInUse, match="photo"):
             pool.add_device(str(tmp_path / "d3"))
-        assert len(pool.record.members) == 3
+        assert len(pool.admin.record.members) == 3
 
 
 def test_pools_without_names_are_told_apart(tmp_path: Path) -> None:

@@ -73,7 +73,9 @@ class Expiring:
             order.append(progress.key)
 
         with self.harness.open() as pool:
-            report = pool.rebuild(pace=Slowly(self.clock), progress=step, everything=everything)
+            report = pool.admin.rebuild(
+                pace=Slowly(self.clock), progress=step, everything=everything
+            )
         return report, order
 
     def spare(self, key: str) -> int:
@@ -114,13 +116,13 @@ def test_what_is_put_off_keeps_an_evicted_device_from_counting_as_made_up_for(
     expiring.without(1)
     expiring.rebuild()
     with expiring.harness.open(read_only=True) as pool:
-        assert pool.record.unhealed()
+        assert pool.admin.record.unhealed()
         assert pool.status().expiring == {"step 1 goes": 1}
     report, _ = expiring.rebuild(everything=True)
     assert report.whole
     assert expiring.spare(OLD) == 2
     with expiring.harness.open(read_only=True) as pool:
-        assert not pool.record.unhealed()
+        assert not pool.admin.record.unhealed()
         assert pool.status().expiring == {}
 
 

@@ -471,7 +471,7 @@ def test_two_repairs_at_once_keep_the_same_one_of_a_doubled_column(
 def without_locks(pool: Pool) -> Pool:
     """As a process on another host."""
     pool._store.key_lock = pool_without_locks
-    pool.registers.hold = pool_without_locks  # type: ignore[assignment, method-assign]
+    pool.admin.registers.hold = pool_without_locks  # type: ignore[assignment, method-assign]
     return pool
 
 

@@ -90,7 +90,7 @@ def test_what_a_read_only_device_holds_is_read(harness: Harness) -> None:
     harness.lose(["memory://d1"])
     with harness.open() as pool:
         assert {key: pool.get(key) for key in BODIES} == BODIES
-        assert FIXED in pool.places.values()
+        assert FIXED in pool.admin.devices.places.values()
 
 
 def test_a_read_only_device_takes_no_new_columns_rule_3(harness: Harness) -> None:
@@ -142,9 +142,9 @@ def test_a_change_is_not_begun_on_devices_that_cannot_take_it_rule_14(harness: H
     with harness.open() as pool:
         with pytest.raises(MembershipError, match="2 devices can be written"):
             pool.drain("memory://d2")
-        assert pool.record.generation == 1
+        assert pool.admin.record.generation == 1
     with harness.open() as pool:
-        assert pool.record.generation == 1
+        assert pool.admin.record.generation == 1
 
 
 def test_a_read_only_device_is_drained_by_reading_it_not_the_others(harness: Harness) -> None:
@@ -159,7 +159,7 @@ def test_a_read_only_device_is_drained_by_reading_it_not_the_others(harness: Har
         others = [n for url, x in counted.items() if url != FIXED for n in x.reads]
         assert max(others) <= HEADER_BYTES
         assert max(counted[FIXED].reads) > HEADER_BYTES
-        (left,) = pool.record.evicted
+        (left,) = pool.admin.record.evicted
         assert (left.url, left.state) == (FIXED, DeviceState.HEALED)
         assert pool.status().losses_tolerated == 1
         assert {key: pool.get(key) for key in BODIES} == BODIES
@@ -170,7 +170,7 @@ def test_a_rebuild_does_not_copy_again_what_cannot_be_removed(harness: Harness) 
     """The files stay on the device that leaves; the copies on those that stay are found."""
     fix(harness)
     with harness.open() as pool:
-        pool.begin_drain(FIXED)
+        pool.admin.devices.begin_drain(FIXED)
         first = pool.rebuild()
         assert first.columns_written > 0
         columns = {key: harness.columns(key) for key in BODIES}
@@ -178,7 +178,7 @@ def test_a_rebuild_does_not_copy_again_what_cannot_be_removed(harness: Harness) 
             assert again.whole
             assert not again.columns_written
         assert {key: harness.columns(key) for key in BODIES} == columns
-        assert pool.end_drain(FIXED)
+        assert pool.admin.devices.end_drain(FIXED)
         assert pool.status().losses_tolerated == 1
 
 
@@ -230,7 +230,7 @@ def test_a_read_only_device_that_holds_a_last_column_stays(harness: Harness) -> 
     with harness.open() as pool:
         with pytest.raises(MembershipError, match="cannot leave"):
             pool.drain(FIXED)
-        assert pool.record.member(pool.find(FIXED).device_id) is not None
+        assert pool.admin.record.member(pool.admin.devices.find(FIXED).device_id) is not None
         assert pool.status().losses_tolerated >= 0
         assert {key: pool.get(key) for key in BODIES} == BODIES
 
@@ -385,7 +385,7 @@ def test_agent_keeps_a_read_only_device_that_is_mounted_anew(tmp_path: Path) -> 
     tended.harness.devices["memory://d2"].read_only = False
     tended.rounds(1200, step=60)
     assert tended.states() == {}
-    assert tended.pool.record.generation == 1
+    assert tended.pool.admin.record.generation == 1
     tended.stop()
 
 

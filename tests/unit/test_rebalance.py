@@ -159,7 +159,7 @@ def test_a_device_that_was_added_is_filled(filled: Filled) -> None:
     """To within half of the spread; every object is whole, each column is there once."""
     with filled.harness.open() as pool:
         before = shares(pool)
-        report = pool.rebalance(spread=0.1)
+        report = pool.admin.rebalance(spread=0.1)
         assert report.columns_moved > 0
         assert report.bytes > report.columns_moved * 75_000
         assert report.spread_before == pytest.approx(before[-1] - before[0])
@@ -168,7 +168,7 @@ def test_a_device_that_was_added_is_filled(filled: Filled) -> None:
         assert after[-1] - after[0] == pytest.approx(report.spread_after, abs=0.01)
         filled.check(pool)
         assert pool.scrub().clean
-        assert not pool.rebalance(spread=0.1).columns_moved
+        assert not pool.admin.rebalance(spread=0.1).columns_moved
     assert filled.once_each()
 
 
@@ -196,7 +196,7 @@ def test_no_object_is_short_of_a_column_at_any_moment(filled: Filled) -> None:
             assert len(held) == 3
 
     with filled.harness.open(lambda _, device: Watched(device, check)) as pool:
-        assert pool.rebalance(spread=0.3).columns_moved > 1
+        assert pool.admin.rebalance(spread=0.3).columns_moved > 1
 
 
 def test_a_rebalance_that_dies_anywhere_leaves_every_object_whole_rule_10(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_rebalance_that_dies_anywhere_leaves_every_object_whole_rule_10(tmp_pa
             device.capacity_bytes = 600 * KIB
         pool, _ = filled.harness.open_crashing(crash_at)
         try:
-            finished = pool.rebalance(spread=0.2).columns_moved > 0
+            finished = pool.admin.rebalance(spread=0.2).columns_moved > 0
         except SimulatedCrash:
             finished = False
         filled.harness.power_cut()
@@ -241,12 +241,12 @@ class Few:
 def test_stopped_it_goes_on_where_it_was(filled: Filled) -> None:
     """What was moved stays: the second run begins with what the first has reached."""
     with filled.harness.open() as pool:
-        first = pool.rebalance(spread=0.1, pace=Few(6))
+        first = pool.admin.rebalance(spread=0.1, pace=Few(6))
         assert first.stopped
         assert first.columns_moved > 0
         there = {path for url, path in map_columns(filled) if url == "memory://d4"}
         seen: list[Progress] = []
-        second = pool.rebalance(spread=0.1, progress=seen.append)
+        second = pool.admin.rebalance(spread=0.1, progress=seen.append)
         assert not second.stopped
         assert seen[-1].bytes == second.bytes
         assert second.spread_before == pytest.approx(first.spread_after, abs=0.01)
@@ -258,7 +258,7 @@ def test_every_byte_that_is_moved_passes_the_pace(filled: Filled) -> None:
     """Throttled as a rebuild is."""
     pace = Few(10**6)
     with filled.harness.open() as pool:
-        report = pool.rebalance(spread=0.1, pace=pace)
+        report = pool.admin.rebalance(spread=0.1, pace=pace)
     headers = report.columns_moved * 16 * KIB
     assert report.bytes - headers <= pace.bytes <= report.bytes
 
@@ -272,7 +272,7 @@ def test_only_whole_objects_are_moved(filled: Filled) -> None:
     filled.harness.flip(url, path, 40_000)
     before = filled.harness.columns(short)
     with filled.harness.open() as pool:
-        assert pool.rebalance(spread=0.02).columns_moved > 10
+        assert pool.admin.rebalance(spread=0.02).columns_moved > 10
         assert filled.harness.columns(short) == before
         assert pool.rebuild().whole
         pool.scrub()
@@ -283,9 +283,9 @@ def test_read_only_and_draining_devices_neither_give_nor_take(filled: Filled) ->
     """A read-only one could not give its file up; a draining one is emptied by a rebuild."""
     filled.harness.devices["memory://d0"].read_only = True
     with filled.harness.open() as pool:
-        pool.begin_drain("memory://d1")
+        pool.admin.devices.begin_drain("memory://d1")
         on = {u: {p for v, p in map_columns(filled) if v == u} for u in filled.harness.urls}
-        pool.rebalance(spread=0.05)
+        pool.admin.rebalance(spread=0.05)
         for url in ("memory://d0", "memory://d1"):
             assert {p for v, p in map_columns(filled) if v == url} == on[url]
 
@@ -306,7 +306,7 @@ def test_a_device_that_cannot_be_written_is_given_up(filled: Filled) -> None:
         return check
 
     with filled.harness.open(lambda url, device: Watched(device, before(url))) as pool:
-        report = pool.rebalance(spread=0.1)
+        report = pool.admin.rebalance(spread=0.1)
         assert len(report.failed) == 1
         assert not any(url == "memory://d4" for url, _ in map_columns(filled))
         filled.check(pool)
@@ -317,7 +317,7 @@ def test_an_object_that_has_changed_meanwhile_is_left_alone(filled: Filled) -> N
     """Deleted, overwritten, moved by another: nothing is copied, nothing removed."""
     with filled.harness.open() as pool:
         store, (source, path) = pool._store, filled.harness.columns("k/0")[0]
-        ids = {url: device for device, url in pool.places.items()}
+        ids = {url: device for device, url in pool.admin.devices.places.items()}
 
         def move(key: str, where: str = source) -> int:
             return move_column(store, key, ids[where], ids["memory://d4"], lambda _: None,
@@ -340,20 +340,22 @@ def test_with_a_newer_membership_both_copies_stay_rule_4(
     """PROTOCOL 4: between copy and removal somebody changes the pool; a rebuild clears it up."""
     with filled.harness.open() as pool:
         store, (source, _) = pool._store, filled.harness.columns("k/0")[0]
-        ids = {url: device for device, url in pool.places.items()}
+        ids = {url: device for device, url in pool.admin.devices.places.items()}
         copied = rebuild_columns
 
         def then_change(*words: object) -> None:
             copied(*words)  # type: ignore[arg-type]
             with filled.harness.open() as other:
-                other.begin_drain("memory://d3" if source != "memory://d3" else "memory://d2")
+                other.admin.devices.begin_drain(
+                    "memory://d3" if source != "memory://d3" else "memory://d2"
+                )
 
         monkeypatch.setattr("hpstore.maintenance.move_column.rebuild_columns", then_change)
         move_column(store, "k/0", ids[source], ids["memory://d4"], lambda _: None,
                     worth=lambda _: True)  # fmt: skip
         assert len(filled.harness.columns("k/0")) == 4
         monkeypatch.undo()
-        pool.refresh()
+        pool.admin.refresh()
         assert pool.rebuild().whole
         assert len(filled.harness.columns("k/0")) == 3
 
@@ -363,7 +365,7 @@ def test_a_spread_that_is_no_share_is_refused(filled: Filled) -> None:
     with filled.harness.open() as pool:
         for spread in (0.0, -1.0, 1.5, float("nan")):
             with pytest.raises(ConfigError, match="no share"):
-                pool.rebalance(spread=spread)
+                pool.admin.rebalance(spread=spread)
 
 
 # --- the agent -------------------------------------------------------------------------------

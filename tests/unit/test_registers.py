@@ -38,12 +38,12 @@ def add_one(pool: Pool) -> int:
     def change(register: Register) -> bytes:
         return b"%d" % (int(register.value or b"0") + 1)
 
-    value = pool.registers.update(NAME, change, what="a test").value
+    value = pool.admin.registers.update(NAME, change, what="a test").value
     return int(value or b"0")
 
 
 def read(pool: Pool) -> int:
-    value = pool.registers.update(NAME, lambda _: None, what="a test").value
+    value = pool.admin.registers.update(NAME, lambda _: None, what="a test").value
     return int(value or b"0")
 
 
@@ -146,7 +146,7 @@ def test_what_a_dead_writer_left_unseen_does_not_come_out_as_newer_rule_15(
     harness = Harness(tmp_path, data=3, parity=2, devices=6, clock=FakeClock())
 
     def write(pool: Pool, value: bytes) -> None:
-        pool.registers.update(NAME, lambda _: value, what="a test")
+        pool.admin.registers.update(NAME, lambda _: value, what="a test")
 
     with harness.open() as pool:
         write(pool, b"first")
@@ -170,7 +170,7 @@ def test_what_a_dead_writer_left_unseen_does_not_come_out_as_newer_rule_15(
     harness.bring_back()
     with harness.open() as pool:
         harness.lose([url for url in harness.urls if url not in seen][number % 3 : number % 3 + 2])
-        found = pool.registers.update(NAME, lambda _: None, what="a test")
+        found = pool.admin.registers.update(NAME, lambda _: None, what="a test")
     assert found.value == b"acknowledged"
 
 
@@ -185,7 +185,7 @@ def test_records_are_taken_along_when_members_come_and_go_rule_15(harness: Harne
             pool.add_device(f"memory://e{number}")
             pool.evict(f"memory://d{number}")
             pool.rebuild()
-        assert {m.url for m in pool.record.members} == {f"memory://e{n}" for n in range(6)}
+        assert {m.url for m in pool.admin.record.members} == {f"memory://e{n}" for n in range(6)}
         assert add_one(pool) == 2
     harness.lose(["memory://e0", "memory://e1"])
     with harness.open() as pool:
@@ -211,9 +211,9 @@ def test_two_processes_never_store_two_successors_of_one_generation_rule_14(
     monkeypatch.setattr("hpstore.membership.changes.commit_record", stopped)
     with pytest.raises(MembershipError, match="another process has changed it"):
         a.evict("memory://d0")
-    a.refresh()
-    assert [m.url for m in a.record.evicted] == ["memory://d1"]
-    assert all(m.state is DeviceState.ONLINE for m in a.record.members)
+    a.admin.refresh()
+    assert [m.url for m in a.admin.record.evicted] == ["memory://d1"]
+    assert all(m.state is DeviceState.ONLINE for m in a.admin.record.members)
     a.evict("memory://d0")
     a.close()
     b.close()
@@ -232,7 +232,7 @@ def test_an_eviction_judged_on_an_older_membership_is_refused_rule_16(
         for device in harness.devices.values():
             device.restart()
         b.evict("memory://d1")
-        a.refresh()  # as a survey does that meets a newer membership
+        a.admin.refresh()  # as a survey does that meets a newer membership
         return found
 
     monkeypatch.setattr(changes, "endangered", slow)
@@ -246,24 +246,24 @@ def test_a_hold_excludes_other_processes_and_says_who_has_it_rule_15(harness: Ha
     """Also with two devices away; it is free when its process has died."""
     a, b = harness.open(), harness.open()
     for name in (MEMBERSHIP, REPAIR, AGENT, "repair-0001"):
-        with a.registers.hold(name, "first"):
+        with a.admin.registers.hold(name, "first"):
             harness.lose(["memory://d0", "memory://d1"])
             with (
                 pytest.raises(LockTimeout, match=r"second: .* on memory://d\d for .*Nothing was"),
-                b.registers.hold(name, "second", deadline_seconds=1.0),
+                b.admin.registers.hold(name, "second", deadline_seconds=1.0),
             ):
                 pass
             harness.bring_back()
-        with b.registers.hold(name, "second", deadline_seconds=0.0):
+        with b.admin.registers.hold(name, "second", deadline_seconds=0.0):
             pass
-    with a.registers.hold(REPAIR, "first"):
+    with a.admin.registers.hold(REPAIR, "first"):
         with (
             pytest.raises(LockTimeout, match=r"process \d+ on .* \(first\)"),
-            b.registers.hold(REPAIR, "second", deadline_seconds=0.1),
+            b.admin.registers.hold(REPAIR, "second", deadline_seconds=0.1),
         ):
             pass
         harness.restart()
-        with b.registers.hold(REPAIR, "second", deadline_seconds=0.0):
+        with b.admin.registers.hold(REPAIR, "second", deadline_seconds=0.0):
             pass
     a.close()
     b.close()
@@ -290,8 +290,8 @@ def test_a_device_that_hangs_costs_its_grace_once_rule_15(tmp_path: Path) -> Non
 
     with harness.open(wrap, threads=True) as pool:
         assert add_one(pool) == 1
-        sick = min(pool.places, key=lambda d: d)
-        hung = faulty[pool.places[sick]]
+        sick = min(pool.admin.devices.places, key=lambda d: d)
+        hung = faulty[pool.admin.devices.places[sick]]
         hung.plan = "H"
         try:
             assert add_one(pool) == 2
@@ -303,7 +303,9 @@ def test_a_device_that_hangs_costs_its_grace_once_rule_15(tmp_path: Path) -> Non
             hung.released.set()
     with harness.open() as pool:
         assert read(pool) == 5
-        with pool.registers.exchange({}, [m.device_id for m in pool.record.members], force=False):
+        with pool.admin.registers.exchange(
+            {}, [m.device_id for m in pool.admin.record.members], force=False
+        ):
             pass  # nothing is held by the call that was late
 
 
@@ -322,7 +324,7 @@ def test_a_process_that_is_stopped_within_a_lock_is_waited_for_and_named_by_its_
             hold.release()
         pool.put("k", b"x", if_absent=True)
         pool.evict("memory://d0")
-        assert [m.state for m in pool.record.members] == [DeviceState.ONLINE] * 5
+        assert [m.state for m in pool.admin.record.members] == [DeviceState.ONLINE] * 5
 
 
 def test_threads_and_pools_count_without_losing_any(tmp_path: Path) -> None:

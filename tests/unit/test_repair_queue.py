@@ -75,9 +75,9 @@ def test_an_object_beyond_repair_is_tried_once(
 def test_a_device_that_leaves_ends_the_rest(tmp_path: Path) -> None:
     places = [tmp_path / f"d{i}" for i in range(4)]
     with hpstore.create(places, data=2, parity=1, config=tmp_path / "pool.toml") as pool:
-        pool._repairs.add("key")
-        pool._repairs.done(str(pool._repairs.take()), good=False)
-        pool.refresh()
-        assert not pool._repairs.add("key")
+        pool._session._repairs.add("key")
+        pool._session._repairs.done(str(pool._session._repairs.take()), good=False)
+        pool.admin.refresh()
+        assert not pool._session._repairs.add("key")
         pool.evict(str(places[0]))
-        assert pool._repairs.add("key")
+        assert pool._session._repairs.add("key")

@@ -87,7 +87,7 @@ def test_a_version_that_a_rebuild_has_completed_is_not_rolled_back_r01(
         published.append(url)
         if len(published) == 4:
             changes: dict[str, Callable[[], object]] = {
-                "drain": lambda: other.begin_drain(outside),
+                "drain": lambda: other.admin.devices.begin_drain(outside),
                 "evict": lambda: other.evict(outside),
                 "add": lambda: other.add_device("memory://new"),
             }

@@ -64,9 +64,9 @@ def test_processes_with_one_run_directory_exclude_each_other_on_stores_rule_15(
             b.put("k", b"b", if_absent=True)
         b.put("k", b"b", if_version=version)
         with (
-            a.registers.hold(REPAIR, "first"),
+            a.admin.registers.hold(REPAIR, "first"),
             pytest.raises(LockTimeout, match="second"),
-            b.registers.hold(REPAIR, "second", deadline_seconds=0.0),
+            b.admin.registers.hold(REPAIR, "second", deadline_seconds=0.0),
         ):
             pass
 
@@ -97,7 +97,7 @@ def test_after_a_restart_of_the_machine_the_run_directory_may_be_gone(
     """What lies in a temporary directory went with the last boot, and so did who used it."""
     with Pool(stores) as pool:
         pool.put("k", b"a", if_absent=True)
-        (pool.run_directory / TOKEN_FILE).unlink()
+        (pool.admin.run_directory / TOKEN_FILE).unlink()
     with Pool(stores) as pool:
         with pytest.raises(RegistersForeign):
             pool.put("k2", b"a", if_absent=True)
@@ -108,7 +108,7 @@ def test_after_a_restart_of_the_machine_the_run_directory_may_be_gone(
 
 
 def machine(pool: Pool) -> str:
-    device = RemoteDevice(next(iter(pool.places.values())))
+    device = RemoteDevice(next(iter(pool.admin.devices.places.values())))
     return str(unseal(device.read_small(TOKEN_FILE, 1 << 16), where="a test")["machine"])
 
 
@@ -148,12 +148,14 @@ def test_an_agent_writes_nothing_into_a_directory_that_others_can_write(tmp_path
     """It ends with the setting to change; puts and evictions need no run directory."""
     harness = Harness(tmp_path, data=2, parity=1, devices=4, clock=FakeClock())
     with harness.open() as pool:
-        pool.run_directory.mkdir(parents=True)
-        pool.run_directory.chmod(0o777)
+        pool.admin.run_directory.mkdir(parents=True)
+        pool.admin.run_directory.chmod(0o777)
         with pytest.raises(ConfigError, match="set run_directory"):
             Agent(pool, AgentConfig(smart_hours=0.0), threads=False)
-        (pool.run_directory / STATUS_FILE).write_text(f'{{"at_ms": {pool.clock.wall_ms()}}}')
-        assert read_status(pool.run_directory, pool.clock.wall_ms()) is None
+        (pool.admin.run_directory / STATUS_FILE).write_text(
+            f'{{"at_ms": {pool.admin.clock.wall_ms()}}}'
+        )
+        assert read_status(pool.admin.run_directory, pool.admin.clock.wall_ms()) is None
         pool.put("k", b"x", if_absent=True)
         pool.evict("memory://d0")
         pool.rebuild()

@@ -115,20 +115,20 @@ def test_a_rebuild_makes_up_for_no_device_that_was_evicted_during_it_rule_16(
         for number in range(4):
             pool.put(f"k{number}", bytes([number]) * 300_000)
         held = [url for url, _ in harness.columns("k0")]
-        first, second = (m.device_id for m in pool.record.members if m.url in held[:2])
+        first, second = (m.device_id for m in pool.admin.record.members if m.url in held[:2])
         pool.evict(first)
 
     def evict(progress: Progress) -> None:
         if progress.done == progress.total:  # all has been walked past
             with harness.open() as other:
-                if other.record.member(second) is not None:
+                if other.admin.record.member(second) is not None:
                     other.evict(second)
 
     with harness.open() as pool:
         assert pool.rebuild(progress=evict).whole
-        assert pool.record.unhealed() == {second}
+        assert pool.admin.record.unhealed() == {second}
         assert pool.rebuild().whole
-        assert pool.record.unhealed() == set()
+        assert pool.admin.record.unhealed() == set()
 
 
 def test_what_was_rebuilt_is_told_though_a_change_is_under_way(tmp_path: Path) -> None:
@@ -136,14 +136,14 @@ def test_what_was_rebuilt_is_told_though_a_change_is_under_way(tmp_path: Path) -
     harness = Harness(tmp_path, data=2, parity=1, devices=5, clock=FakeClock())
     with harness.open() as pool:
         pool.put("k", b"o" * 300_000)
-        gone = pool.record.members[0].device_id
+        gone = pool.admin.record.members[0].device_id
         pool.evict(gone)
-        with pool._change():
+        with pool._session.change():
             assert pool.rebuild().whole
-        assert pool.record.unhealed() == {gone}
+        assert pool.admin.record.unhealed() == {gone}
         assert pool.metrics.value("healed_not_marked_total") == 1
         assert pool.rebuild().whole
-        assert pool.record.unhealed() == set()
+        assert pool.admin.record.unhealed() == set()
 
 
 def test_another_device_can_be_evicted_during_a_drain_rule_15(tmp_path: Path) -> None:
@@ -153,22 +153,22 @@ def test_another_device_can_be_evicted_during_a_drain_rule_15(tmp_path: Path) ->
         for number in range(6):
             pool.put(f"k{number}", bytes([number]) * 300_000)
         holder = harness.columns("k0")[0][0]  # some devices hold none of the six objects
-        first = next(m.device_id for m in pool.record.members if m.url == holder)
-        second = next(m.device_id for m in pool.record.members if m.url != holder)
+        first = next(m.device_id for m in pool.admin.record.members if m.url == holder)
+        second = next(m.device_id for m in pool.admin.record.members if m.url != holder)
         evicted = []
 
         def meanwhile(progress: Progress) -> None:
             if progress.done == 1:
                 with harness.open() as other:
-                    other.begin_drain(second)
+                    other.admin.devices.begin_drain(second)
                     evicted.append(second)
 
         pool.drain(first, progress=meanwhile)
         assert evicted == [second]
-        assert pool.record.member(first) is None
-        assert {m.device_id for m in pool.record.members if m.state is DeviceState.DRAINING} == {
-            second
-        }
+        assert pool.admin.record.member(first) is None
+        assert {
+            m.device_id for m in pool.admin.record.members if m.state is DeviceState.DRAINING
+        } == {second}
         for number in range(6):
             assert pool.get(f"k{number}") == bytes([number]) * 300_000
 
@@ -180,7 +180,7 @@ def test_a_device_that_is_taken_back_in_mid_drain_stays(tmp_path: Path) -> None:
         for number in range(4):
             pool.put(f"k{number}", bytes([number]) * 300_000)
         first = next(
-            m.device_id for m in pool.record.members if harness.columns("k0")[0][0] == m.url
+            m.device_id for m in pool.admin.record.members if harness.columns("k0")[0][0] == m.url
         )
 
         def meanwhile(progress: Progress) -> None:
@@ -189,7 +189,7 @@ def test_a_device_that_is_taken_back_in_mid_drain_stays(tmp_path: Path) -> None:
 
         with pytest.raises(MembershipError, match="was taken back or evicted while it was drained"):
             pool.drain(first, progress=meanwhile)
-        member = pool.record.member(first)
+        member = pool.admin.record.member(first)
         assert member is not None
         assert member.state is DeviceState.ONLINE
 
@@ -281,11 +281,11 @@ def test_a_put_under_way_does_not_keep_a_device_from_leaving_rule_16(
         if ends:
             clock.do = [goes_on]
             pool.evict(leaving)
-            assert leaving not in {member.url for member in pool.record.members}
+            assert leaving not in {member.url for member in pool.admin.record.members}
         else:
             with pytest.raises(MembershipError, match=r"need .* to be readable, among them k"):
                 pool.evict(leaving)
-            assert {member.state for member in pool.record.members} == {DeviceState.ONLINE}
+            assert {member.state for member in pool.admin.record.members} == {DeviceState.ONLINE}
             assert clock.elapsed < 5
             go.set()
         put.result(60)
@@ -319,11 +319,11 @@ def test_a_change_that_died_does_not_beat_the_one_that_was_made_instead_rule_14(
         new = pool.add_device("memory://d5")
         harness.bring_back()
         for _ in range(2):  # it comes back, and what it holds is seen
-            pool.refresh()
-        assert pool.record.member(new) is not None
+            pool.admin.refresh()
+        assert pool.admin.record.member(new) is not None
     with harness.open() as pool:
-        assert pool.record.member(new) is not None
-        assert {m.state for m in pool.record.members} == {DeviceState.ONLINE}
+        assert pool.admin.record.member(new) is not None
+        assert {m.state for m in pool.admin.record.members} == {DeviceState.ONLINE}
     assert len({bytes(device.files[POOL_FILE].bytes) for device in harness.devices.values()}) == 1
 
 
@@ -334,26 +334,26 @@ def test_a_place_means_the_device_that_is_there_now(tmp_path: Path) -> None:
     """A disk was replaced at its mount point: the place means the new one, not the evicted."""
     harness = Harness(tmp_path, data=2, parity=1, devices=5)
     with harness.open() as pool:
-        old = pool.record.members[0]
+        old = pool.admin.record.members[0]
         pool.evict(old.url)
     harness.wipe(old.url)
     with harness.open() as pool:
         new = pool.add_device(old.url)
         assert new != old.device_id
         pool.drain(old.url)
-        assert pool.record.member(new) is None
+        assert pool.admin.record.member(new) is None
 
 
 def test_devices_that_changed_places_are_named_by_where_they_are(tmp_path: Path) -> None:
     """Two disks came back at each other's mount points: who names a place means what is there."""
     harness = Harness(tmp_path, data=2, parity=1, devices=5)
     with harness.open() as pool:
-        first, second = pool.record.members[:2]
+        first, second = pool.admin.record.members[:2]
     disks = harness.devices
     disks[first.url], disks[second.url] = disks[second.url], disks[first.url]
     for url in (first.url, second.url):
         disks[url].url = url
     with harness.open() as pool:
         pool.evict(first.url)
-        assert pool.record.member(second.device_id) is None
-        assert pool.record.member(first.device_id) is not None
+        assert pool.admin.record.member(second.device_id) is None
+        assert pool.admin.record.member(first.device_id) is not None

@@ -84,7 +84,7 @@ class ForegroundReads(Closing):
         try:
             with ExitStack() as stack:
                 keys = self._objects.keys
-                readers = [stack.enter_context(self._pool.reader(key)) for key in keys]
+                readers = [stack.enter_context(self._pool.open(key)) for key in keys]
                 buffer = aligned_array(STRIPE_BYTES, populate=True)
                 due = time.monotonic()
                 while not self._stop.is_set():

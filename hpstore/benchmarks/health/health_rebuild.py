@@ -240,7 +240,7 @@ class Rebuild:
                 well = self._quiet(reads)
             p99["well"] = reads.p99(*well)
             nbytes = lose()
-            pool.refresh()
+            pool.admin.refresh()
             heal = stack.enter_context(_agent(self.rig.config(POOL), config))
             with self._reads(pool) as reads:
                 lost = self._quiet(reads)

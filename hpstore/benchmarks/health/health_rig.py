@@ -144,7 +144,11 @@ class Rig(Closing):
 
     def first(self, pool: Pool) -> str:
         """The id of the device that slow() is about."""
-        return next(d for d, url in pool.places.items() if url.startswith(f"{self.places[0]}/"))
+        return next(
+            d
+            for d, url in pool.admin.devices.places.items()
+            if url.startswith(f"{self.places[0]}/")
+        )
 
     # --- the page cache ---------------------------------------------------------------------
 

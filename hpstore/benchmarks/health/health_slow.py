@@ -207,7 +207,7 @@ class SlowWatch:
         self.onset = time.monotonic()
         self._first: dict[str, float] = {}  # device -> seconds until its first verdict
         self._before = {name: pool.metrics.value(name) for name in COUNTERS}
-        pool.health.listen(self._look)
+        pool.admin.health.listen(self._look)
 
     def _look(self, found: Round) -> None:
         """After a tick, by the monitor's thread."""
@@ -216,7 +216,7 @@ class SlowWatch:
 
     def facts(self) -> Found:
         """What was found until now."""
-        sight = self._pool.health.snapshot().devices.get(self._slow)
+        sight = self._pool.admin.health.snapshot().devices.get(self._slow)
         counted = {n: self._pool.metrics.value(n) - self._before[n] for n in COUNTERS}
         return {
             "seconds_until_found": self._first.get(self._slow),

@@ -25,7 +25,7 @@ def require_safe(
     """
     info = pool.stat(key) if info is None else info
     if info.spare_columns < 1:
-        pool.settle(key)
+        pool.admin.settle(key)
         info = pool.stat(key)
     if info.spare_columns < 1:
         raise CheckpointError(f"segment {key} would not survive one more lost device")

@@ -51,14 +51,14 @@ def _end_note(pool: Pool, note: str) -> None:
     """Remove it for good: a renewal that was stopped half-way does not bring it back."""
     for _ in range(_TRIES):
         _delete(pool, note)
-        if pool.bar(note):
+        if pool.admin.bar(note):
             return
     raise CheckpointError(f"{note} was put again and again while it was removed")
 
 
 def _decide(pool: Pool, manifest: str, *, replaces: bool) -> None:
     for _ in range(_TRIES):
-        if pool.bar(manifest):
+        if pool.admin.bar(manifest):
             return
         try:
             if replaces:  # what is under way replaces a version that is there no more

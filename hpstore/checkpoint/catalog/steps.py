@@ -121,7 +121,7 @@ class Steps:
         key = manifest_key(self.prefix, step)
         try:
             if not self.pool.read_only and self.pool.stat(key).spare_columns < self.pool.parity:
-                self.pool.settle(key)
+                self.pool.admin.settle(key)
         except (HpstoreError, OSError) as error:
             _log.warning("the manifest of step %d has fewer copies than it should: %s", step, error)
 

@@ -379,7 +379,7 @@ def _read_segment(pool: Pool, segment: Segment, scatter: SegmentReads, warm: War
 @contextmanager
 def _opened(pool: Pool, segment: Segment) -> Iterator[PooledReader]:
     """A segment as the manifest names it. Raises IntegrityError when it is another version."""
-    with pool.reader(segment.key) as reader:
+    with pool.open(segment.key) as reader:
         if reader.version != segment.version or reader.size != segment.size:
             raise IntegrityError(
                 f"segment {segment.key} is version {reader.version} of {reader.size} bytes; the "

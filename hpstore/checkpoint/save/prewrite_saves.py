@@ -38,7 +38,7 @@ class SpaceMaker:
 
     def start(self, sizes: Sequence[int]) -> None:
         """Begin. `sizes`: of the segments of one step, of all ranks; none: as of the newest."""
-        if not self._pool.recycles:
+        if not self._pool.admin.recycles:
             return
         self._thread = threading.Thread(
             target=self._run, args=(list(sizes),), name="hpstore-prepare", daemon=True
@@ -65,7 +65,7 @@ class SpaceMaker:
             needed = min(self._cycle, max(1, self._cycle - there)) - self._begun
             if needed < 1 or not sizes or not self._proceed():
                 return
-            written = self._pool.prepare_space(
+            written = self._pool.admin.prepare_space(
                 sizes,
                 min(target, needed),
                 proceed=self._proceed,

@@ -128,7 +128,7 @@ class HpstoreFileSystem(PoolListing):
 
     def _reader(self, place: ParsedPath, path: str) -> PooledReader:
         try:
-            return place.mount.pool.reader(place.key)
+            return place.mount.pool.open(place.key)
         except ObjectNotFound:
             if self._is_directory(place):
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path) from None
@@ -139,7 +139,7 @@ class HpstoreFileSystem(PoolListing):
         VersionConflict when it is gone."""
         place = self._object(path)
         try:
-            reader = place.mount.pool.reader(place.key, version=version)
+            reader = place.mount.pool.open(place.key, version=version)
         except ObjectNotFound as error:
             raise VersionConflict(
                 f"{path} was replaced or deleted since it was opened (version {version}). Open it "
@@ -175,7 +175,7 @@ class HpstoreFileSystem(PoolListing):
     def _copied(self, place: ParsedPath, spool: Spool, *, must: bool) -> ObjectInfo | None:
         """Facts of the version whose bytes are in the spool now; None when there is no object."""
         try:
-            reader = place.mount.pool.reader(place.key)
+            reader = place.mount.pool.open(place.key)
         except ObjectNotFound:
             if must:
                 raise
@@ -195,7 +195,7 @@ class HpstoreFileSystem(PoolListing):
     ) -> bytes:
         """Bytes [start, end) as of a slice, of one version."""
         place = self._object(path)
-        with place.mount.pool.reader(place.key) as reader:
+        with place.mount.pool.open(place.key) as reader:
             return read_slice(reader, start, end)
 
     def cat(
@@ -234,7 +234,7 @@ class HpstoreFileSystem(PoolListing):
 
     def _opener(self, path: str) -> Any:  # Any: a context manager of PooledReader
         place = self._object(path)
-        return place.mount.pool.reader(place.key)
+        return place.mount.pool.open(place.key)
 
     # --- writing ----------------------------------------------------------------------------
 
@@ -351,7 +351,7 @@ class HpstoreFileSystem(PoolListing):
         """Copy through a spool; returns what was copied."""
         spool = self._spool()
         try:
-            reader = source.mount.pool.reader(source.key)
+            reader = source.mount.pool.open(source.key)
             with ReadStream(reader, source.path(source.key)) as stream:
                 while part := stream.read(self.blocksize):
                     spool.write(part)

@@ -8,7 +8,7 @@ from typing import Any
 
 from fsspec.callbacks import Callback
 
-from hpstore.pool.batches import SMALL_BYTES
+from hpstore.pool.many_objects import SMALL_BYTES
 from hpstore.units import MIB
 
 _FILES, _BYTES = 512, 8 * MIB  # held in memory for one call

@@ -93,7 +93,7 @@ class PoolStore(BlockingStore):
         if shown is not None:
             return shown.store._read(shown.key, requests)
         try:
-            with self._pool().reader(self._key(key)) as reader:
+            with self._pool().open(self._key(key)) as reader:
                 return read_parts(reader, lambda size: [byte_span(r, size) for r in requests])
         except ObjectNotFound:
             return None

@@ -107,7 +107,7 @@ def _memory(pool: Pool, nbytes: int) -> tuple[Lease | None, Bytes]:
     """
     if nbytes > round_up(PART_BYTES, MIB):
         return None, aligned_array(nbytes)
-    lease = pool.scratch(nbytes if nbytes <= MIB else max(nbytes, PART_BYTES), "records")
+    lease = pool.admin.scratch(nbytes if nbytes <= MIB else max(nbytes, PART_BYTES), "records")
     return lease, aligned_array(nbytes) if lease is None else lease.array
 
 

@@ -192,7 +192,7 @@ class StoredData(Closing):
         return found
 
     def _get_some(self, pieces: Sequence[ObjectRanges]) -> list[list[Bytes]]:
-        readers = self.pool.readers([piece.key for piece in pieces], whole=True)
+        readers = self.pool.open_many([piece.key for piece in pieces], preload=True)
         try:
             return [read_object_ranges(piece, readers[piece.key]) for piece in pieces]
         except ObjectNotFound as error:
@@ -339,7 +339,7 @@ class StoredData(Closing):
         self._require_open()
         key = self.shard_key(stream, shard)
         try:
-            return self._readers.get(key, self.pool.readers)
+            return self._readers.get(key, self.pool.open_many)
         except ObjectNotFound as error:
             raise self._gone(key) from error
 
@@ -352,7 +352,7 @@ class StoredData(Closing):
         self._require_open()
         keys = [self.shard_key(stream, shard) for shard in shards[: self._readers.limit]]
         try:
-            self._readers.get_all(keys, self.pool.readers)
+            self._readers.get_all(keys, self.pool.open_many)
         except ObjectNotFound as error:
             raise self._gone(error.key or keys[0]) from error
 

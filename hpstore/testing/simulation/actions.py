@@ -301,7 +301,7 @@ class Client:
         """Read a value with its version, where nothing came between."""
         began = self.scene.event()
         try:
-            with self.open_pool.reader(turn.key) as reader:
+            with self.open_pool.open(turn.key) as reader:
                 data = bytearray(reader.size)
                 version = reader.version
                 reader.read_into(data)
@@ -345,7 +345,7 @@ class Client:
     def settle(self, turn: Turn) -> None:
         """Settle a key: what is read then stays."""
         scene, history = self.scene, self.scene.history(turn.key)
-        self.open_pool.settle(turn.key)
+        self.open_pool.admin.settle(turn.key)
         quiet = history.quiet
         began = scene.event()
         try:
@@ -409,7 +409,7 @@ class Client:
 
     def begin_drain(self, turn: Turn) -> None:
         """Put no more on a device."""
-        self.open_pool.begin_drain(self._url(turn))
+        self.open_pool.admin.devices.begin_drain(self._url(turn))
 
     def add(self, turn: Turn) -> None:
         """Add a device."""
@@ -417,7 +417,7 @@ class Client:
 
     def readmit(self, turn: Turn) -> None:
         """Take a device back."""
-        out = sorted(self.open_pool.record.evicted, key=lambda member: member.url)
+        out = sorted(self.open_pool.admin.record.evicted, key=lambda member: member.url)
         self.open_pool.readmit(out[turn.device % len(out)].url if out else self._url(turn))
 
     def _url(self, turn: Turn) -> str:
@@ -428,8 +428,8 @@ class Client:
         report = self.open_pool.rebuild(include_missing=turn.order % 2 == 1)
         pool, scene = self.open_pool, self.scene
         busy = any(not history.quiet for history in scene.histories.values())
-        if report.whole and not pool.record.unhealed() and not busy:
-            members = {m.url for m in pool.record.members}
+        if report.whole and not pool.admin.record.unhealed() and not busy:
+            members = {m.url for m in pool.admin.record.members}
             scene.lost = {u for u in scene.lost - scene.stale if u in members} | scene.flipped
             scene.stale.clear()
             scene.world.trouble = set(scene.lost)
@@ -440,7 +440,7 @@ class Client:
 
     def rebalance(self, turn: Turn) -> None:
         """Even out."""
-        self.open_pool.rebalance(spread=0.01)
+        self.open_pool.admin.rebalance(spread=0.01)
 
     def reopen(self, turn: Turn) -> None:
         """Close the pool; the next turn opens it."""
@@ -449,7 +449,7 @@ class Client:
 
     def refresh(self, turn: Turn) -> None:
         """Look at the membership."""
-        self.open_pool.refresh()
+        self.open_pool.admin.refresh()
 
 
 ACTIONS: dict[str, Callable[[Client, Turn], None]] = {

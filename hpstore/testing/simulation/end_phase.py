@@ -81,9 +81,9 @@ def _heal_and_look(scene: ActionScene, world: World, schedule: Schedule) -> None
 def _replace_dead(scene: ActionScene, world: World, pool: Pool) -> None:
     """What is gone for good is evicted, and other devices come in its place."""
     view = pool._store.view
-    gone = [m for m in pool.record.members if m.device_id in view.missing]
+    gone = [m for m in pool.admin.record.members if m.device_id in view.missing]
     gone = [m for m in gone if m.url in scene.dead | scene.wiped]
-    online = sum(m.state is DeviceState.ONLINE for m in pool.record.members)
+    online = sum(m.state is DeviceState.ONLINE for m in pool.admin.record.members)
     wanted = pool.data + pool.parity - online + len(gone)
     for number in range(max(wanted, len(gone))):
         _forced(world, partial(pool.add_device, f"memory://new{number}"))
@@ -119,8 +119,8 @@ def _rebuild(scene: ActionScene, pool: Pool) -> bool:
         report = pool.rebuild(include_missing=True, everything=True)
         if report.whole:
             return True
-        staying = [m for m in pool.record.members if m.state is DeviceState.ONLINE]
-        room = placeable([m.domain for m in staying], pool.record.spread)
+        staying = [m for m in pool.admin.record.members if m.state is DeviceState.ONLINE]
+        room = placeable([m.domain for m in staying], pool.admin.record.spread)
         if report.stuck and not report.failed and not report.waiting and room > pool.parity:
             scene.find("does not heal", f"{report.stuck} are stuck; {room} columns have a place")
             return False

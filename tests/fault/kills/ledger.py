@@ -85,7 +85,7 @@ class Objects:
             try:
                 if under_way and settles:
                     with suppress(ObjectNotFound):
-                        pool.settle(key)
+                        pool.admin.settle(key)
                 found = digest(value(pool, key))
             except HpstoreError as error:
                 wrong.append(f"{key} cannot be read: {type(error).__name__}: {error}")

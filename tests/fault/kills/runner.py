@@ -291,7 +291,7 @@ class KillLoop:
     def _how_it_is(self) -> str:
         with hpstore.open(self.toml, read_only=True) as pool:
             found = pool.status()
-            looking = read_status(pool.run_directory, pool.clock.wall_ms()) or {}
+            looking = read_status(pool.admin.run_directory, pool.admin.clock.wall_ms()) or {}
         states = Counter(device.state for device in found.devices)
         told = {name: looking.get(name) for name in ("job", "waiting", "put_off", "warnings")}
         events = looking.get("events")

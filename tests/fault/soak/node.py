@@ -67,7 +67,7 @@ class Node(Closing):
                 self.paths, data=DATA, parity=PARITY, config=self.toml, unit_bytes=128 * KIB,
             ) as pool:  # fmt: skip
                 write_data_set(pool)
-                self.pool_id = pool.record.pool_id
+                self.pool_id = pool.admin.record.pool_id
             self._configure()
             undo.pop_all()
 

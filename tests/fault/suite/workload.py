@@ -345,7 +345,7 @@ def read_on(toml: Path, log: Path) -> None:
             if counts != last:
                 os.write(fd, f"C {json.dumps(counts)}\n".encode())
             if counts[DECIDED] != last.get(DECIDED, 0):
-                states = {sight.state for sight in pool.health.snapshot().devices.values()}
+                states = {sight.state for sight in pool.admin.health.snapshot().devices.values()}
                 os.write(fd, f"H {' '.join(states - {HealthState.ONLINE})}\n".encode())
             last = counts
             clock.wait(PACE_SECONDS)
