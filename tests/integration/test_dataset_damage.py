@@ -184,10 +184,10 @@ def test_a_shard_that_could_not_be_opened_is_tried_again(
     def fail(keys: list[str]) -> Readers:
         return {key: TooManyErasures("not now", key=key) for key in keys}
 
-    monkeypatch.setattr(pool, "readers", fail)
+    monkeypatch.setattr(pool, "open_many", fail)
     with pytest.raises(TooManyErasures):
         data.reader(data.streams[0], 0)
-    monkeypatch.setattr(pool, "readers", plain)
+    monkeypatch.setattr(pool, "open_many", plain)
     check_sample(data[0], 0)
     data.close()
 
