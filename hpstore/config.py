@@ -31,40 +31,73 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
+V = TypeVar("V")
+_TABLES = ("settings", "advanced", "agent")
 _LEAST = {
     "memory_bytes": 1, "workers_per_device": 1, "queue_depth": 1, "compute_threads": 1,
     "recycle_bytes": 0, "min_losses_tolerated": 0,
 }  # fmt: skip
 
 
+def setting(default: V, text: str, *, advanced: bool = False) -> V:
+    """A field of a dataclass of settings. `text` describes it in docs/pool-toml.md; an `advanced`
+    one stands there among those that few need, and in pool.toml in a table of these."""
+    made: V = field(default=default, metadata={"text": text, "advanced": advanced})
+    return made
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Local limits; every field can stand in pool.toml under [settings]."""
+    """Local limits: in pool.toml under [settings] or [advanced] (docs/pool-toml.md)."""
 
-    memory_bytes: int = 256 * MIB  # beyond the caller's buffers; 16 batches of 4+2 at 1 MiB units
-    recycle_bytes: int = 2 * GIB  # files kept for overwriting on each device
-    open_deadline_seconds: float = 10.0  # a device that does not answer by then is missing
-    device_deadline_seconds: float = 30.0  # for one call; a hang counts as a loss from then on
-    put_deadline_seconds: float = 600.0  # what is younger may be a put under way
-    straggler_seconds: float = 5.0  # grace for the slowest device of a put, or 8 x its peers
-    lock_deadline_seconds: float = 30.0  # for membership changes and conditional puts
-    claim_seconds: float = 3.0  # a conditional put that is silent for so long gives way to others
-    tombstone_seconds: float = 3600.0  # then they are swept; a put that takes longer starts again
-    workers_per_device: int = 2  # 4-12 writers in all saturate what we measured; 8 a device do not
-    queue_depth: int = 256  # calls that may wait for one device
-    compute_threads: int = 2  # encode and checksum: 14 GB/s on one thread, 20 on two
-    min_losses_tolerated: int = 0  # further ones that a write must survive, else it is refused
-    direct: bool = True  # O_DIRECT on local devices
-    health: bool = True  # slow devices are looked for, and kept off the path of reads
-    hedge_percent: float = 5.0  # of the bytes read, for spares of reads that are late; 0: none
-    file_mode: int = 0o600  # of what is made on devices, whatever the umask is
-    directory_mode: int = 0o700
-    group: str = ""  # name or number of the group that new devices are given to
-    run_directory: str = ""  # locks; "" means hpstore-<uid> in the machine's temporary directory
-    state_directory: str = (
-        ""  # what the agent remembers; "" means the run directory if that is set,
+    memory_bytes: int = setting(
+        256 * MIB, "memory beyond the caller's buffers; holds 16 batches of 4+2 at 1 MiB units"
     )
-    # else ~/.local/state/hpstore: it must outlive a restart of the machine
+    recycle_bytes: int = setting(2 * GIB, "files kept for overwriting, on each device")
+    device_deadline_seconds: float = setting(
+        30.0, "for one call; from then on a hang counts as a loss"
+    )
+    min_losses_tolerated: int = setting(
+        0, "further losses that a write must survive, or it is refused"
+    )
+    direct: bool = setting(True, "O_DIRECT on local devices")
+    health: bool = setting(True, "slow devices are detected, and reads avoid them")
+    group: str = setting("", "name or number of the group that new devices are given to")
+    file_mode: int = setting(0o600, "of files made on devices, whatever the umask is")
+    directory_mode: int = setting(0o700, "of directories made on devices")
+    run_directory: str = setting(
+        "", "locks; by default hpstore-<uid> in the machine's temporary directory"
+    )
+    state_directory: str = setting(
+        "", "what the agent remembers, which must outlive a restart of the machine; by default the "
+        "run directory where that is set, else ~/.local/state/hpstore",
+    )  # fmt: skip
+    open_deadline_seconds: float = setting(
+        10.0, "a device that does not answer by then is missing", advanced=True
+    )
+    put_deadline_seconds: float = setting(
+        600.0, "younger files may belong to a put in progress", advanced=True
+    )
+    straggler_seconds: float = setting(
+        5.0, "grace for the slowest device of a put; or 8 times its peers' time", advanced=True
+    )
+    lock_deadline_seconds: float = setting(
+        30.0, "for membership changes and conditional puts", advanced=True
+    )
+    claim_seconds: float = setting(
+        3.0, "after so long a silence a conditional put gives way to others", advanced=True
+    )
+    tombstone_seconds: float = setting(
+        3600.0, "until tombstones are swept; a put that takes longer starts again", advanced=True
+    )
+    workers_per_device: int = setting(2, "threads; 4 to 12 writers in all suffice", advanced=True)
+    queue_depth: int = setting(256, "calls that may wait for one device", advanced=True)
+    compute_threads: int = setting(
+        2, "threads that encode and checksum: 14 GB/s on one, 20 on two", advanced=True
+    )
+    hedge_percent: float = setting(
+        5.0, "of the bytes read, for spares of late reads; 0: none", advanced=True
+    )
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -189,7 +222,7 @@ def load_config(path: str | os.PathLike[str]) -> PoolConfig:
         raise ConfigError(f"{file} cannot be read: {error}") from error
     except MALFORMED as error:  # nested too deep, a number too long
         raise ConfigError(f"{file} is not TOML: {error}") from error
-    _check_names(document, ("name", "devices", "key", "settings", "agent"), file)
+    _check_names(document, ("name", "devices", "key", "settings", "advanced", "agent"), file)
     devices, raw = document.get("devices"), document.get("settings", {})
     if not isinstance(devices, list) or not all(isinstance(d, str) for d in devices) or not devices:
         raise ConfigError(f"{file}: devices must be a list of paths or URLs")
@@ -200,6 +233,7 @@ def load_config(path: str | os.PathLike[str]) -> PoolConfig:
     agent = document.get("agent", {})
     if not isinstance(raw, dict) or not isinstance(agent, dict):
         raise ConfigError(f"{file}: [settings] and [agent] must be tables")
+    raw = with_advanced(raw, document.get("advanced", {}), where=f"{file}: [advanced]")
     return PoolConfig(
         path=file.absolute(),
         name=str(document.get("name", default_name(file.absolute()))),
@@ -249,6 +283,19 @@ def parse_table(
         raise ConfigError(f"{where}: {error}") from error
 
 
+def with_advanced(
+    table: Mapping[str, object], advanced: object, *, where: str
+) -> dict[str, object]:
+    """Settings and advanced ones as one table: a name may stand in either. Raises ConfigError for
+    one that stands in both."""
+    if not isinstance(advanced, dict):
+        raise ConfigError(f"{where} must be a table")
+    both = sorted(table.keys() & advanced.keys())
+    if both:
+        raise ConfigError(f"{where}: {both[0]!r} is set twice; remove one of the two")
+    return {**table, **advanced}
+
+
 def _check_names(table: Mapping[str, object], valid: tuple[str, ...], where: object) -> None:
     for name in table:
         if name not in valid:
@@ -273,13 +320,8 @@ def save_config(config: PoolConfig) -> None:
         if config.key is not None:
             document.add(tomlkit.comment("without this key nothing can be checked: keep a copy"))
             document.add("key", tomlkit.item(config.key.text))
-        changed = {
-            f.name: _as_written(f.name, getattr(config.settings, f.name))
-            for f in fields(Settings)
-            if getattr(config.settings, f.name) != f.default
-        }
-        if changed:
-            document.add("settings", tomlkit.item(changed))
+        for table, changed in _changed(config.settings).items():
+            document.add(table, tomlkit.item(changed))
     array = tomlkit.array()
     array.extend(config.devices)
     document["devices"] = array.multiline(True)
@@ -292,6 +334,17 @@ def save_config(config: PoolConfig) -> None:
         raise ConfigError(f"{config.path} cannot be written: {hint}") from error
     except OSError as error:
         raise ConfigError(f"{config.path} cannot be written: {error}") from error
+
+
+def _changed(settings: Settings) -> dict[str, dict[str, object]]:
+    """What is not by default, by the tables that it stands in."""
+    found: dict[str, dict[str, object]] = {}
+    for known in fields(Settings):
+        value = getattr(settings, known.name)
+        if value != known.default:
+            table = "advanced" if known.metadata["advanced"] else "settings"
+            found.setdefault(table, {})[known.name] = _as_written(known.name, value)
+    return found
 
 
 def _group(config: PoolConfig) -> int:
@@ -358,13 +411,13 @@ def _sync_directory(path: Path) -> None:
 
 
 def _tables_last(document: tomlkit.TOMLDocument) -> str:
-    """TOML text with `devices` above the [settings] table, where it belongs to the top level."""
-    settings = document.pop("settings", None)
-    text = tomlkit.dumps(document)
-    if settings is not None:
+    """TOML text with `devices` above the tables, where it belongs to the top level."""
+    tables = {name: document.pop(name) for name in _TABLES if name in document}
+    text = tomlkit.dumps(document).rstrip("\n") + "\n"
+    for name, table in tables.items():
         tail = tomlkit.document()
-        tail["settings"] = settings
-        text = text.rstrip("\n") + "\n\n" + tomlkit.dumps(tail)
+        tail[name] = table
+        text += "\n" + tomlkit.dumps(tail)
     return text
 
 
@@ -425,5 +478,5 @@ def find_config(where: str | os.PathLike[str]) -> PoolConfig:
 
 
 __all__ = ["PoolConfig", "Settings", "default_name", "find_config", "load_config", "parse_settings",
-           "parse_table", "register", "registry_path", "require_new",
+           "parse_table", "register", "registry_path", "require_new", "setting", "with_advanced",
            "save_config", "write_atomically"]  # fmt: skip

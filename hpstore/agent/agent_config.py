@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 
-from hpstore.config import PoolConfig, parse_table
+from hpstore.config import PoolConfig, parse_table, setting, with_advanced
 from hpstore.errors import ConfigError
 from hpstore.health.policy.states import PolicyConfig, Role
 from hpstore.units import MIB
@@ -16,20 +16,34 @@ _NOT_WRITTEN = ("role", "dry_run", "probation_shares")  # of the policy
 class AgentConfig:
     """How often the agent looks, and how hard it works."""
 
-    tick_seconds: float = 5.0
-    probe_seconds: float = 15.0  # between two writes + syncs + reads of a device; MinIO's figure
-    survey_seconds: float = 300.0  # between two walks over all keys
-    again_seconds: float = 3600.0  # until a rebuild that could do nothing is tried again
-    heal_share_idle: float = 0.9  # of the time, and so of the bandwidth that it would have alone
-    heal_share_busy: float = 0.3  # while others use the disks, or nobody can tell
-    foreground_bytes_per_second: int = 4 * MIB  # of others: above it the disks are busy
-    heal_bytes_per_second: int = 0  # a further limit; 0 for none
-    rebalance_spread: float = 0.1  # of fullness, above which columns are moved; 0: never
-    scrub_days: float = 14.0  # that one pass over all data takes; 0 for no scrub
-    smart_hours: float = 6.0  # between two looks at the disks' own counters; 0 for none
-    smart_timeout_seconds: float = 20.0  # for each disk
-    forecast_model: str = ""  # a trained model (JSON); "" for the rule score alone
-    forecast_far: float = 0.01  # share of healthy drives that may be warned of
+    scrub_days: float = setting(14.0, "that one pass over all data takes; 0: no scrub")
+    heal_share_busy: float = setting(
+        0.3, "share of the time that rebuilds take while others use the disks"
+    )
+    heal_share_idle: float = setting(0.9, "share of the time that rebuilds take otherwise")
+    heal_bytes_per_second: int = setting(0, "a further limit of rebuilds; 0: none")
+    rebalance_spread: float = setting(
+        0.1, "difference in fullness above which columns are moved; 0: never"
+    )
+    smart_hours: float = setting(6.0, "between two reads of the disks' own counters; 0: none")
+    forecast_model: str = setting(
+        "", "path of a trained model (JSON); by default the rule score alone"
+    )
+    tick_seconds: float = setting(5.0, "between two rounds", advanced=True)
+    probe_seconds: float = setting(
+        15.0, "between two probes (write, sync, read) of a device; MinIO's figure", advanced=True
+    )
+    survey_seconds: float = setting(300.0, "between two walks over all keys", advanced=True)
+    again_seconds: float = setting(
+        3600.0, "until a rebuild that could do nothing is tried again", advanced=True
+    )
+    foreground_bytes_per_second: int = setting(
+        4 * MIB, "of others; above it the disks are busy", advanced=True
+    )
+    smart_timeout_seconds: float = setting(20.0, "for each disk", advanced=True)
+    forecast_far: float = setting(
+        0.01, "share of healthy drives that may be warned of", advanced=True
+    )
     policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(role=Role.AGENT))
 
     def __post_init__(self) -> None:
@@ -59,6 +73,7 @@ def agent_config(pool: PoolConfig, *, dry_run: bool = False) -> AgentConfig:
     if not isinstance(table, dict):
         raise ConfigError(f"{pool.path}: [agent.policy] must be a table")
     where = f"{pool.path}: [agent]"
+    raw = with_advanced(raw, raw.pop("advanced", {}), where=f"{pool.path}: [agent.advanced]")
     policy = parse_table(
         table, PolicyConfig(role=Role.AGENT), where=f"{pool.path}: [agent.policy]",
         without=_NOT_WRITTEN,

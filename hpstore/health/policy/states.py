@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 
+from hpstore.config import setting
 from hpstore.errors import ConfigError, IntegrityError
 from hpstore.format.records import FORMAT, DeviceState, seal, unseal
 from hpstore.format.untrusted_bytes import MALFORMED, brief
@@ -230,26 +231,44 @@ class PolicyConfig:
 
     role: Role = Role.PROCESS
     dry_run: bool = False
-    release_seconds: float = 60.0  # without a verdict, until a suspect is online
-    sitout_seconds: float = 600.0  # ZFS's figure
-    sitout_most_seconds: float = 240 * 60.0
-    probes_least: int = 64
-    probe_ratio_most: float = 1.3
-    probation_shares: tuple[float, ...] = (0.05, 0.25, 1.0)
-    probation_seconds: float = 120.0  # a stage
-    strikes: int = 3  # sit-outs in a day, then the device is drained
-    sat_out_most_seconds: float = 3600.0  # in a day
-    removed_seconds: float = 15.0  # until an absence is one
-    grace_seconds: float = 900.0  # for a return, before healing (PROTOCOL 17)
-    fault_quiet_seconds: float = 600.0  # after which a faulted device is tried again
-    return_seconds: float = 60.0  # that a device healed while away answers, until it is readmitted
-    retry_seconds: float = 600.0  # until an action is asked for again
-    reserve: int = 1  # parity that voluntary removals leave; at least 1
-    removal_seconds: float = 600.0  # between two voluntary removals
-    removals_per_hour_ratio: float = 0.1  # of the devices; one is always allowed
-    bad_ratio_most: float = 0.25  # above it no voluntary removals
-    changes_per_hour: int = 6  # of one device, then it is pinned
-    forecast_drains: bool = False  # warn only
+    release_seconds: float = setting(
+        60.0, "without a verdict, until a suspect is online", advanced=True
+    )
+    sitout_seconds: float = setting(600.0, "of the first sit-out; ZFS's figure", advanced=True)
+    sitout_most_seconds: float = setting(240 * 60.0, "of the longest sit-out", advanced=True)
+    probes_least: int = setting(
+        64, "reads of a device that sits out, before it may return", advanced=True
+    )
+    probe_ratio_most: float = setting(
+        1.3, "of their time to the peers', for a return", advanced=True
+    )
+    probation_shares: tuple[float, ...] = setting(
+        (0.05, 0.25, 1.0), "of reads, stage by stage after a sit-out", advanced=True
+    )
+    probation_seconds: float = setting(120.0, "of each stage", advanced=True)
+    strikes: int = setting(3, "sit-outs in a day, then the device is drained", advanced=True)
+    sat_out_most_seconds: float = setting(3600.0, "in a day", advanced=True)
+    removed_seconds: float = setting(15.0, "until an absence is one", advanced=True)
+    grace_seconds: float = setting(
+        900.0, "for a return, before what it held is rebuilt (PROTOCOL 17)", advanced=True
+    )
+    fault_quiet_seconds: float = setting(
+        600.0, "after which a faulted device is tried again", advanced=True
+    )
+    return_seconds: float = setting(
+        60.0, "that a device rebuilt while away answers, until it is readmitted", advanced=True
+    )
+    retry_seconds: float = setting(600.0, "until an action is asked for again", advanced=True)
+    reserve: int = setting(1, "parity that voluntary removals leave; at least 1", advanced=True)
+    removal_seconds: float = setting(600.0, "between two voluntary removals", advanced=True)
+    removals_per_hour_ratio: float = setting(
+        0.1, "of the devices; one is always allowed", advanced=True
+    )
+    bad_ratio_most: float = setting(0.25, "above it no voluntary removals", advanced=True)
+    changes_per_hour: int = setting(6, "of one device, then it is pinned", advanced=True)
+    forecast_drains: bool = setting(
+        False, "a forecast drains the device; otherwise it only warns", advanced=True
+    )
 
     def __post_init__(self) -> None:
         for limit in fields(self):
