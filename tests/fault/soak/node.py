@@ -118,7 +118,11 @@ class Node(Closing):
 
     def _flip(self, disk: LoopFilesystem, rng: random.Random) -> int:
         """One bit of some columns; of those that are still there."""
-        files = sorted(Path(disk.path, "objects").glob("**/@*"))
+        # os.walk, not Path.glob: directories go while it looks
+        tops = os.walk(Path(disk.path, "objects"))
+        files = sorted(
+            Path(top, name) for top, _, names in tops for name in names if name[0] == "@"
+        )
         flipped = 0
         for file in rng.sample(files, min(FLIPS, len(files))):
             with contextlib.suppress(OSError):  # removed meanwhile, or a hole
