@@ -309,7 +309,7 @@ def test_the_most_urgent_job_comes_first_and_waits_for_no_scrub(tended: Tended) 
     """A scrub stops between two objects for a rebuild, and is taken up after it."""
     jobs, ran = jobs_of(tended)
     jobs.submit(BackgroundJob(kind=JobKind.SCRUB))
-    scrub, calls = tended.pool.scrub, [0]
+    scrub, calls = tended.pool.admin.scrub, [0]
 
     def scrubbed(**words: object) -> RebuildReport:
         if not calls[0]:
@@ -317,7 +317,7 @@ def test_the_most_urgent_job_comes_first_and_waits_for_no_scrub(tended: Tended) 
             jobs.submit(BackgroundJob(kind=JobKind.REBUILD))
         return scrub(**words)  # type: ignore[arg-type]
 
-    tended.pool.scrub = scrubbed  # type: ignore[method-assign]
+    tended.pool.admin.scrub = scrubbed  # type: ignore[method-assign]
     jobs.run_all()
     assert ran == ["start scrub", "start rebuild", "end rebuild", "start scrub", "end scrub"]
 

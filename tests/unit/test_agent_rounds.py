@@ -472,7 +472,7 @@ def test_a_job_that_crashes_is_counted_and_does_not_end_the_others(
     """A bug in one must not end healing for good."""
     tended = Tended(tmp_path, config=AgentConfig(smart_hours=0.0, scrub_days=2.0))
     tended.rounds(10)
-    monkeypatch.setattr(tended.pool, "scrub", iter_of(ZeroDivisionError("a bug")))
+    monkeypatch.setattr(tended.pool.admin, "scrub", iter_of(ZeroDivisionError("a bug")))
     jobs = tended.agent.jobs
     jobs.submit(BackgroundJob(kind=JobKind.SCRUB))
     jobs.submit(BackgroundJob(kind=JobKind.REBUILD))
