@@ -42,7 +42,7 @@ from hpstore.loaders.sampling.data_parallel import RankShares
 from hpstore.loaders.sampling.loader_state import LoaderState, order_text
 from hpstore.loaders.sampling.order import Order
 from hpstore.loaders.sampling.position import LoaderPosition
-from hpstore.loaders.sampling.rank_slices import Even, Slices
+from hpstore.loaders.sampling.rank_slices import Slices, Tail
 from hpstore.units import MIB, parse_bytes
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ _log = logging.getLogger(__name__)
 # Any below: torch's own signature is untyped here
 class DataLoader(torch.utils.data.DataLoader[T_co]):
     """torch's DataLoader with a state, made for hpstore's data sets; others work too.
+    Sharded over ranks it pads, for training; one for evaluation wants `tail="uneven"`.
 
     `dataset`: a hpstore Dataset, a Subset or random_split of one (then batches are dicts of
     tensors, read by threads; `num_workers` counts them, and with a `multiprocessing_context` also
@@ -67,30 +68,29 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     data do not fit in memory), or an Order. `seed`: with the epoch and the position it determines
     every batch. `batch_size` is per rank. `rank` and `world_size` are data-parallel coordinates,
     by default those of torch.distributed, or a `mesh`; `shard=False` reads everything on each
-    rank. An explicit sampler, batch_sampler or IterableDataset is never sharded. `even`: how the
-    last global batch is dealt out (slices.Even). `device`: batches arrive there. `layout`:
-    torch.jagged for ragged fields as nested tensors over the same memory. `direct`:
-    records go straight to it where cuFile works and was measured to be faster ("auto"), wherever
-    it works ("always"), never ("off"); `direct_bytes` of GPU memory are for that. `device_ring`:
-    GPU memory for batches, instead of torch's allocator (docs/gpu.md says when). `cache`: bytes
-    for keeping pages in memory (None: a quarter of what is available; 0: none), or a Cache, through
-    which records are read then; it is told the order.
-    `prefetch_bytes`: memory for batches that are made ahead or held by you. `window_bytes`: of a
-    window. `transform(sample)` or `transform(sample, rng)` per sample, `collate_fn(list of
-    samples)`, `batch_transform(batch)` or `batch_transform(batch, rng)`; the numpy generator is
-    keyed by (seed, epoch, position). `on_error`: "raise", or "skip" samples that are damaged
-    beyond repair (counted in stats()).
+    rank. An explicit sampler, batch_sampler or IterableDataset is never sharded. `tail`: how a
+    short last global batch is dealt out: "pad" (some samples of the epoch's beginning come twice,
+    all ranks take as many steps), "drop" (as many steps, a few samples less), "uneven" (each
+    sample once; ranks may differ by one step). `device`: batches arrive there. `layout`:
+    torch.jagged for ragged fields as nested tensors. `direct`: records go straight to it where
+    cuFile works and was measured to be faster ("auto"), wherever it works ("always"), never
+    ("off"); `direct_bytes` of GPU memory are for that. `device_ring`: GPU memory for batches,
+    instead of torch's allocator. `cache`: bytes for keeping pages in memory (None: a quarter of
+    what is available; 0: none), or a Cache, through which records are read then; it is told the
+    order. `prefetch_bytes`: memory for batches that are made ahead or held by you. `window_bytes`:
+    of a window. `transform(sample[, rng])` per sample, `collate_fn(list of samples)`,
+    `batch_transform(batch[, rng])`; the numpy generator is keyed by (seed, epoch, position).
+    `on_error`: "raise", or "skip" samples that are damaged beyond repair (counted in stats()).
 
     iter() goes on at a loaded position once, else starts the next epoch; at one behind the last
-    batch of an epoch it yields nothing, so that the loop that was cut there ends as it would have.
-    state_dict() counts what was handed out, not what was read ahead; it fits another world size,
-    other workers.
+    batch of an epoch it yields nothing, so that the loop that was cut there ends. state_dict()
+    counts what was handed out, not what was read ahead; it fits another world size, other workers.
     """
 
     # Accelerate then gives the loader back as it is, and saves its state with the rest
     _is_accelerate_prepared = True
     use_stateful_dataloader = True
-    even: Even
+    tail: Tail
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         world_size: int | None = None,
         mesh: Any = None,
         shard: bool = True,
-        even: Even = "uneven",
+        tail: Tail = "pad",
         transform: Any = None,
         batch_transform: Any = None,
         on_error: str = "raise",
@@ -135,7 +135,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.direct, self.direct_bytes, self.device_ring = direct, direct_bytes, device_ring
         self.cache, self.prefetch_bytes, self.window_bytes = cache, prefetch_bytes, window_bytes
         self.rank, self.world_size, self.mesh, self.shard = rank, world_size, mesh, shard
-        self.even, self.snapshot_every_n_steps = even, snapshot_every_n_steps
+        self.tail, self.snapshot_every_n_steps = tail, snapshot_every_n_steps
         self.transform, self.batch_transform, self.on_error = transform, batch_transform, on_error
         self._native, self._processes = native_of(dataset), None
         if self._native is not None:
@@ -192,7 +192,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.order = order_for(dataset, self._native, self.shuffle, self.seed, window)
         whole = Slices(
             length=self.order.length, batch_size=1 if batch_size is None else batch_size,
-            drop_last=drop_last, even=self.even,
+            drop_last=drop_last, tail=self.tail,
         )  # fmt: skip
         self.shares = RankShares(whole, self.rank, self.world_size, self.mesh, shard=self.shard)
         if self.positions is not None:

@@ -400,8 +400,8 @@ class HPLoader(Closing):
     accelerator.prepare(loader) gives a hpstore DataLoader back as it is: it shards, shuffles and
     resumes by itself. What is left is done here: batches go to the accelerator's device, and the
     accelerator is told of the last batch of an epoch, so that accumulate() steps there and
-    gather_for_metrics() drops the rows that even="pad" repeats. Ranks that wait for each other in
-    every step need even="pad", even="drop" or drop_last=True.
+    gather_for_metrics() drops the rows that tail="pad" repeats. A loader whose batches are gathered
+    keeps that default, for evaluation too: with tail="uneven" ranks differ in rows and steps.
 
     state_dict() and load_state_dict() are the loader's; save_state() of the accelerator, and of
     HPAccelerate, keep it with the rest.
@@ -439,12 +439,15 @@ class HPLoader(Closing):
             state._remove_dataloader(self)
 
     def _remainder(self) -> int:
-        """Rows of the last global batch; 0 when it is full, -1 when that is not known."""
+        """Rows of the last global batch that are no repetition; 0 when all are, -1 when that is
+        not known."""
         slices = self.loader.slices
         if slices is None:
             return -1
+        if slices.drop_last or slices.tail != "pad":
+            return 0
         _, position = self.loader.standing()
-        return 0 if slices.drop_last else (slices.length - position) % slices.global_batch
+        return (slices.length - position) % slices.global_batch
 
     def close(self) -> None:
         """As DataLoader.close."""

@@ -106,11 +106,16 @@ def test_breaks_jumps_and_resumes_are_told_anew(data: Dataset) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_are_told_their_own_part(data: Dataset, world: int) -> None:
+@pytest.mark.parametrize("tail", ["pad", "uneven"])
+def test_ranks_are_told_their_own_part(data: Dataset, world: int, tail: str) -> None:
+    """With the samples that are repeated at its end, too."""
     with Cache(1 * MIB) as cache:
-        loaders = ranks(data, world, batch_size=4, shuffle=True, cache=cache)
+        options: dict[str, Any] = {"shuffle": True, "tail": tail, "cache": cache}
+        loaders = ranks(data, world, batch_size=4, **options)
         for _ in range(2):
-            assert sorted(label for one in loaders for label in flat(one)) == list(range(COUNT))
+            found = [label for one in loaders for label in flat(one)]
+            assert set(found) == set(range(COUNT))
+            assert len(found) == (COUNT if tail == "uneven" else -(-COUNT // world) * world)
         assert cache.stats().get("order_left_total", 0) == 0
         for one in loaders:
             one.close()

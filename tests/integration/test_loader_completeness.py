@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hpstore.errors import ConfigError
-from hpstore.loaders import DataLoader, Dataset
+from hpstore.loaders import DataLoader, Dataset, Mixture
 from hpstore.loaders.sampling.order import GlobalOrder
 from hpstore.pool.pool import Pool
 from tests.integration.data_sets import make_pool
@@ -75,7 +75,8 @@ def test_ranks_share_an_epoch(
 
     A rank skips over what others read: what it does not need must not fill the room for windows.
     """
-    loaders = ranks(stored["rows"], world, batch_size=batch, **{"shuffle": True, **MODES[mode]})
+    options: dict[str, Any] = {"shuffle": True, "tail": "uneven", **MODES[mode]}
+    loaders = ranks(stored["rows"], world, batch_size=batch, **options)
     steps = [[labels(b) for b in loader] for loader in loaders]
     assert [len(s) for s in steps] == [len(loader) for loader in loaders]
     joined = []
@@ -90,19 +91,45 @@ def test_ranks_share_an_epoch(
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("even", ["pad", "drop"])
+@pytest.mark.parametrize("tail", ["pad", "drop"])
 def test_even_ranks_have_equally_many_rows_for_many_epochs(
-    stored: dict[str, Dataset], mode: str, even: Any
+    stored: dict[str, Dataset], mode: str, tail: Any
 ) -> None:
     """The last global batch is filled from the epoch's begin, whose windows have gone by then."""
     options: dict[str, Any] = {"shuffle": True, **MODES[mode]}
-    loaders = ranks(stored["rows"], 2, batch_size=16, even=even, **options)
+    loaders = ranks(stored["rows"], 2, batch_size=16, tail=tail, **options)
     for _ in range(3):
         runs = [[labels(batch) for batch in loader] for loader in loaders]
         assert [len(b) for b in runs[0]] == [len(b) for b in runs[1]]
         found = [label for run in runs for batch in run for label in batch]
-        assert len(found) == (COUNT + 1 if even == "pad" else COUNT - 1)
+        assert len(found) == (COUNT + 1 if tail == "pad" else COUNT - 1)
         assert len(set(found)) == min(len(found), COUNT)
+
+
+@pytest.mark.parametrize("kind", ["native", "foreign", "mixture"])
+def test_ranks_take_equally_many_steps_unless_told_otherwise(pool: Pool, kind: str) -> None:
+    """Three samples on up to eleven ranks: the epoch's first samples come round, several times;
+    with "drop" nothing is left, with "uneven" each sample comes once."""
+    few: Any = write(pool, f"few-{kind}", PLAIN, 3)
+    if kind == "foreign":
+        few = [{"label": number} for number in range(3)]
+    elif kind == "mixture":
+        few = Mixture([few], [1])
+    for world in (2, 5, 11):
+        padded = ranks(few, world, batch_size=4)
+        for _ in range(2):
+            found = [flat(loader) for loader in padded]
+            assert {len(rows) for rows in found} == {-(-3 // world)}
+            joined = [label for rows in found for label in rows]
+            assert joined == [number % 3 for number in range(len(joined))]
+        assert {len(loader) for loader in padded} == {1}
+        assert padded[-1].state_dict() == padded[0].state_dict()
+        dropped = ranks(few, world, batch_size=4, tail="drop")
+        assert {len(flat(loader)) for loader in dropped} == {3 // world}
+        uneven = ranks(few, world, batch_size=4, tail="uneven")
+        assert sorted(label for loader in uneven for label in flat(loader)) == [0, 1, 2]
+        for loader in (*padded, *dropped, *uneven):
+            loader.close()
 
 
 def test_no_shuffle_is_the_order_of_writing(stored: dict[str, Dataset]) -> None:
@@ -112,9 +139,10 @@ def test_no_shuffle_is_the_order_of_writing(stored: dict[str, Dataset]) -> None:
 
 def test_drop_last_and_len(stored: dict[str, Dataset]) -> None:
     """len() is what iterating gives, with and without drop_last, for each rank."""
-    for drop in (False, True):
+    for drop, tail in ((False, "pad"), (False, "uneven"), (True, "pad")):
+        options: dict[str, Any] = {"batch_size": 8, "drop_last": drop, "tail": tail}
         for world in (1, 2, 4):
-            for loader in ranks(stored["rows"], world, batch_size=8, drop_last=drop):
+            for loader in ranks(stored["rows"], world, **options):
                 sizes = [len(labels(batch)) for batch in loader]
                 assert len(sizes) == len(loader)
                 assert not drop or set(sizes) == {8}
@@ -124,9 +152,12 @@ def test_a_data_set_of_nothing_has_no_batches(pool: Pool) -> None:
     """len 0, in every mode, epoch after epoch."""
     empty = write(pool, "empty", PLAIN, 0)
     for options in MODES.values():
-        loader = DataLoader(empty, 4, **{"shuffle": True, **options})
-        assert len(loader) == 0
-        assert [list(loader), list(loader)] == [[], []]
+        for loader in (
+            DataLoader(empty, 4, **{"shuffle": True, **options}),
+            *ranks(empty, 2, batch_size=4, **{"shuffle": True, **options}),
+        ):
+            assert len(loader) == 0
+            assert [list(loader), list(loader)] == [[], []]
 
 
 def test_a_batch_larger_than_the_data_set_is_all_of_it(stored: dict[str, Dataset]) -> None:

@@ -146,7 +146,7 @@ def test_ranks_whose_rows_all_pad_the_epoch_wait_for_nothing(pool: hpstore.Pool,
         out.write_batch({"x": np.zeros((count, 4096), np.uint8)})
     loader = DataLoader(
         Dataset(pool, "d"), 16, shuffle="window", window_bytes=1, cache=0, rank=rank, world_size=4,
-        even="pad", timeout=10,
+        tail="pad", timeout=10,
     )  # fmt: skip
     with closing(loader):
         assert [len(list(loader)) for _ in range(3)] == 3 * [len(loader)]

@@ -105,7 +105,7 @@ def test_stop_iteration_of_a_function_ends_no_epoch(data: Dataset, name: str) ->
 
 def test_an_interrupt_in_the_order_ends_no_epoch() -> None:
     """Nor is the batch lost in whose taking it came."""
-    whole = Slices(length=100, batch_size=10, drop_last=False, even="uneven")
+    whole = Slices(length=100, batch_size=10, drop_last=False)
 
     def todo() -> Iterator[BatchPiece]:
         for number, piece in enumerate(pieces(whole, 0, 0, single=False)):

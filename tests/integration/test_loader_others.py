@@ -28,7 +28,16 @@ from hpstore.loaders import (
 from hpstore.loaders.batching.page_memory import PageMemory
 from hpstore.loaders.dataset.record_reader import StoredData
 from hpstore.loaders.zarr_views.array_dataset import ZarrDataset
-from tests.integration.loader_cases import COUNT, PLAIN, check, flat, labels, values_of, write
+from tests.integration.loader_cases import (
+    COUNT,
+    PLAIN,
+    check,
+    flat,
+    labels,
+    ranks,
+    values_of,
+    write,
+)
 
 
 class Numbers(torch.utils.data.Dataset[dict[str, int]]):
@@ -98,7 +107,7 @@ def test_arrays_of_others_are_read_in_our_order_on_ranks_and_from_a_state(
     """Plain zarr: each sample once over two ranks; cut and resumed it is the same epoch."""
     data = zarr_set(tmp_path / "a.zarr", 10)
     options: dict[str, Any] = {"batch_size": 8, "shuffle": True, "num_workers": workers}
-    shares = [flat(DataLoader(data, rank=rank, world_size=2, **options)) for rank in range(2)]
+    shares = [flat(loader) for loader in ranks(data, 2, tail="uneven", **options)]
     assert sorted(shares[0] + shares[1]) == list(range(COUNT))
     whole = flat(DataLoader(data, **options))
     loader = DataLoader(data, **options)

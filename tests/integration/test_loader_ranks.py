@@ -24,7 +24,7 @@ def some(rank: int, world: int, directory: Path) -> None:
     with open_pool(directory) as pool:
         data = Dataset(pool, "a")
         found: dict[str, Any] = {}
-        train = DataLoader(data, 4, shuffle=True, seed=1)
+        train = DataLoader(data, 4, shuffle=True, seed=1, tail="uneven")
         found["train"] = flat(train)
         if rank == 0:  # the others do not come here: nothing in a loader may wait for them
             found["evaluate"] = flat(DataLoader(data, 10, shard=False))

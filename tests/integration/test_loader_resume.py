@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hpstore.errors import ConfigError, FormatTooNew
 from hpstore.loaders import DataLoader, Dataset
 from tests.integration.data_sets import make_pool
-from tests.integration.loader_cases import COUNT, MODES, PLAIN, flat, labels, write
+from tests.integration.loader_cases import COUNT, MODES, PLAIN, flat, labels, ranks, write
 
 
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -71,7 +71,7 @@ def leg(
     data: Any, state: dict[str, Any] | None, count: int, world: int, options: dict[str, Any]
 ) -> tuple[list[int], dict[str, Any]]:
     """Labels of so many global batches from a state on, and the state after them."""
-    loaders = [DataLoader(data, rank=r, world_size=world, seed=4, **options) for r in range(world)]
+    loaders = ranks(data, world, seed=4, tail="uneven", **options)
     runs: list[Any] = []
     for loader in loaders:
         if state is not None:

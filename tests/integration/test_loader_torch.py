@@ -154,7 +154,7 @@ def test_random_numbers_depend_on_seed_epoch_and_position_alone(data: Dataset, m
     one = run(batch_size=10, num_workers=1)
     assert len(set(one.values())) == COUNT
     assert run(batch_size=7, num_workers=3, prefetch_factor=5) == one
-    halves = [run(batch_size=5, rank=r, world_size=2) for r in range(2)]
+    halves = [run(batch_size=5, rank=r, world_size=2, tail="uneven") for r in range(2)]
     assert halves[0] | halves[1] == one
     assert not set(run(batch_size=10, seed=2).values()) & set(one.values())
     assert not set(run(batch_size=10, epoch=1).values()) & set(one.values())
@@ -235,7 +235,7 @@ def test_without_a_batch_size_samples_come_one_by_one(data: Dataset, foreign: bo
     assert len(shuffled) == COUNT
     one = next(iter(DataLoader(source, None)))
     assert one["label"].shape == ()
-    shares = [DataLoader(source, None, rank=r, world_size=2) for r in range(2)]
+    shares = [DataLoader(source, None, tail="uneven", rank=r, world_size=2) for r in range(2)]
     both = [[int(one["label"]) for one in share] for share in shares]
     assert both == [list(range(0, COUNT, 2)), list(range(1, COUNT, 2))]
     run = iter(shuffled)
@@ -479,7 +479,7 @@ def test_wrong_arguments_are_named(data: Dataset) -> None:
     for options, pattern in (
         ({"shuffle": "globel"}, "globel"),
         ({"on_error": "ignore"}, "ignore"),
-        ({"even": "odd"}, "odd"),
+        ({"tail": "odd"}, "odd"),
         ({"rank": 1}, "go together"),
         ({"rank": 2, "world_size": 2}, "rank 2 of 2"),
         ({"cache": True}, "cache True"),

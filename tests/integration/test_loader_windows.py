@@ -60,7 +60,7 @@ def test_the_room_is_a_fraction_of_the_data(data: Dataset) -> None:
 @pytest.mark.parametrize("batch", [2, 11, 200])
 def test_ranks_share_epochs(data: Dataset, world: int, batch: int) -> None:
     """Batches over many windows; ranks far from each other, with many windows between."""
-    loaders = ranks(data, world, batch_size=batch, **WINDOW)
+    loaders = ranks(data, world, batch_size=batch, tail="uneven", **WINDOW)
     alone = DataLoader(data, 7, **WINDOW)
     for _ in range(2):
         steps = [within(LIMIT, lambda: [labels(b) for b in one]) for one in loaders]  # noqa: B023
@@ -74,16 +74,16 @@ def test_ranks_share_epochs(data: Dataset, world: int, batch: int) -> None:
         within(LIMIT, one.close)
 
 
-@pytest.mark.parametrize("even", ["pad", "drop", "drop_last"])
-def test_ends_of_epochs_that_are_padded_or_left_out(data: Dataset, even: str) -> None:
+@pytest.mark.parametrize("tail", ["pad", "drop", "drop_last"])
+def test_ends_of_epochs_that_are_padded_or_left_out(data: Dataset, tail: str) -> None:
     """Rows of the epoch's begin, whose window has gone; windows that nobody reads any more."""
-    options: dict[str, Any] = {"drop_last": True} if even == "drop_last" else {"even": even}
+    options: dict[str, Any] = {"drop_last": True} if tail == "drop_last" else {"tail": tail}
     loaders = ranks(data, 4, batch_size=5, **options, **WINDOW)
     for _ in range(3):
         runs = [within(LIMIT, lambda: flat(one)) for one in loaders]  # noqa: B023
         assert len({len(run) for run in runs}) == 1
         found = [label for run in runs for label in run]
-        assert len(found) == {"pad": 100, "drop": 96, "drop_last": 80}[even]
+        assert len(found) == {"pad": 100, "drop": 96, "drop_last": 80}[tail]
         assert len(set(found)) == min(len(found), COUNT)
     for one in loaders:
         within(LIMIT, one.close)
@@ -227,7 +227,7 @@ def test_a_subset_in_windows_resumes_anywhere(data: Dataset) -> None:
 def test_ranks_of_a_large_world_read_their_records_alone(data: Dataset) -> None:
     """Where a rank uses little of a page it does not read it: no more bytes than it needs."""
     for world, mode in ((2, "window"), (8, "records")):
-        loaders = ranks(data, world, batch_size=4, **WINDOW)
+        loaders = ranks(data, world, batch_size=4, tail="uneven", **WINDOW)
         found = [within(LIMIT, lambda: flat(loader)) for loader in loaders]  # noqa: B023
         assert sorted(label for part in found for label in part) == list(range(COUNT))
         for loader in loaders:

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch.utils.data import BatchSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from hpstore.errors import ConfigError
 from hpstore.loaders.sampling.loader_state import LoaderState, order_text
 from hpstore.loaders.sampling.mixture_order import MixtureOrder
 from hpstore.loaders.sampling.order import GlobalOrder, Order, SequentialOrder, SubsetOrder
-from hpstore.loaders.sampling.rank_slices import Even, Slices, wrapped
+from hpstore.loaders.sampling.rank_slices import Slices, Tail, wrapped
 from hpstore.loaders.sampling.weighted import WeightedOrder
 from hpstore.loaders.sampling.window_shuffle import WindowOrder
 
 lengths = st.integers(0, 120)
 worlds = st.integers(1, 9)
 batches = st.integers(1, 12)
-evens = st.sampled_from(["uneven", "pad", "drop"])
+tails = st.sampled_from(["pad", "drop", "uneven"])
 
 KINDS: dict[str, Callable[[int], Order]] = {
     "sequential": SequentialOrder,
@@ -41,12 +45,12 @@ KINDS: dict[str, Callable[[int], Order]] = {
 
 
 def world(
-    length: int, batch: int, ranks: int, *, drop_last: bool = False, even: Even = "uneven"
+    length: int, batch: int, ranks: int, *, drop_last: bool = False, tail: Tail = "uneven"
 ) -> list[Slices]:
     """The slices of all ranks."""
     return [
         Slices(length=length, batch_size=batch, world_size=ranks, rank=rank,
-               drop_last=drop_last, even=even)
+               drop_last=drop_last, tail=tail)
         for rank in range(ranks)
     ]  # fmt: skip
 
@@ -87,30 +91,79 @@ def test_steps_tile_the_rest_of_the_epoch(
     ]
 
 
-@given(lengths, batches, worlds, evens, st.booleans(), st.integers(0, 120))
-def test_even_ranks_have_equally_many_rows_in_every_step(
-    length: int, batch: int, ranks: int, even: Even, drop_last: bool, position: int
+@given(lengths, batches, worlds, tails, st.booleans(), st.integers(0, 120))
+def test_padded_and_dropped_tails_give_ranks_equally_many_rows_in_every_step(
+    length: int, batch: int, ranks: int, tail: Tail, drop_last: bool, position: int
 ) -> None:
     """pad: everything is read, and some first positions again. drop, drop_last: a few are not."""
-    every = world(length, batch, ranks, drop_last=drop_last, even=even)
+    every = world(length, batch, ranks, drop_last=drop_last, tail=tail)
     read: list[int] = []
     for number in range(every[0].steps(position)):
         rows = [positions(one, position, number) for one in every]
-        if even != "uneven" or drop_last:
+        if tail != "uneven" or drop_last:
             assert len({len(row) for row in rows}) == 1
             assert rows[0]
         read += list(chain(*rows))
     rest = list(range(position, length))
     if drop_last:
         assert read == rest[: len(rest) // (batch * ranks) * batch * ranks]
-    elif even == "pad":
+    elif tail == "pad":
         assert read[: len(rest)] == rest
         extra = read[len(rest) :]
         assert len(extra) < ranks
         assert extra == [n % length for n in range(len(extra))]
-    elif even == "drop":
+    elif tail == "drop":
         assert read == rest[: len(read)]
         assert len(rest) - len(read) < ranks
+
+
+@given(lengths, batches, worlds, st.booleans())
+@example(3, 4, 9, False)
+@example(0, 1, 2, False)
+def test_ranks_have_as_many_rows_as_torchs_distributed_sampler_gives_them(
+    length: int, batch: int, ranks: int, drop: bool
+) -> None:
+    """As DistributedSampler with "pad", as with its drop_last=True with "drop": each rank has as
+    many rows in as many batches, and all ranks together have the same rows as often. In batches of
+    one sample each rank has the very same rows in the same order."""
+    tail: Tail = "drop" if drop else "pad"
+    every = world(length, batch, ranks, tail=tail)
+    rows: list[list[int]] = []
+    theirs: list[list[int]] = []
+    for one in every:
+        samples: Any = range(length)
+        sampler: Any = DistributedSampler(samples, ranks, one.rank, shuffle=False, drop_last=drop)
+        theirs.append(list(sampler))
+        sizes = [len(chunk) for chunk in BatchSampler(sampler, batch, drop_last=False)]
+        steps = [positions(one, 0, number) for number in range(one.own_steps())]
+        assert [len(step) for step in steps] == sizes
+        rows.append(list(chain(*steps)))
+    assert Counter(chain(*rows)) == Counter(chain(*theirs))
+    if batch == 1:
+        assert rows == theirs
+
+
+@given(st.integers(1, 120), st.lists(st.tuples(batches, worlds, st.integers(0, 9)), max_size=8))
+def test_a_cut_run_that_pads_reads_all_and_repeats_the_first_positions(
+    length: int, runs: list[tuple[int, int, int]]
+) -> None:
+    """Whatever the worlds in between: each epoch in order, then fewer of its first positions than
+    the world that ended it has ranks."""
+    read: list[list[int]] = [[], []]
+    ended_by = [0, 0]
+    epoch = at = 0
+    for batch, ranks, steps in [*runs, (4, 2, 10**6)]:
+        every = world(length, batch, ranks, tail="pad")
+        for _ in range(steps):
+            if epoch == 2:
+                break
+            read[epoch] += chain(*(positions(one, at) for one in every))
+            ended_by[epoch] = ranks
+            epoch, at = every[0].advance(epoch, at)
+    for rows, ranks in zip(read, ended_by, strict=True):
+        assert rows[:length] == list(range(length))
+        assert rows[length:] == [n % length for n in range(len(rows) - length)]
+        assert len(rows) - length < ranks
 
 
 @given(st.sampled_from(sorted(KINDS)), lengths,
@@ -176,12 +229,12 @@ def test_a_cut_run_that_drops_its_last_batch_loses_less_than_one(
     assert length - len(read) < max([batch * ranks for batch, ranks, _ in runs] + [last])
 
 
-@given(lengths, batches, worlds, evens, st.booleans(), st.integers(0, 30))
+@given(lengths, batches, worlds, tails, st.booleans(), st.integers(0, 30))
 def test_the_state_after_the_last_batch_is_the_next_epoch(
-    length: int, batch: int, ranks: int, even: Even, drop_last: bool, number: int
+    length: int, batch: int, ranks: int, tail: Tail, drop_last: bool, number: int
 ) -> None:
     """(epoch + 1, 0) exactly then; a position that has batches left otherwise."""
-    slices = world(length, batch, ranks, drop_last=drop_last, even=even)[0]
+    slices = world(length, batch, ranks, drop_last=drop_last, tail=tail)[0]
     steps = slices.steps()
     number = min(number, steps)
     epoch, at = slices.advance(4, 0, number)
@@ -207,7 +260,7 @@ def test_wrapped_ranges_are_the_positions_modulo_the_length(
 @pytest.mark.parametrize(
     ("options", "said"),
     [({"batch_size": 0}, "batches of 0"), ({"world_size": 0}, "0 ranks"),
-     ({"rank": 2}, "rank 2 of 2"), ({"rank": -1}, "rank -1"), ({"even": "odd"}, "uneven, pad"),
+     ({"rank": 2}, "rank 2 of 2"), ({"rank": -1}, "rank -1"), ({"tail": "odd"}, "pad, drop"),
      ({"length": -1}, "-1 pos")],
 )  # fmt: skip
 def test_slices_that_cannot_be_are_refused(options: dict[str, int], said: str) -> None:

@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 from hpstore.trainers.huggingface import HPAccelerate, HPLoader  # noqa: E402
 
 COUNT = 46
-OPTIONS: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 2, "even": "pad"}
+OPTIONS: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 2}
 
 
 @pytest.fixture
@@ -114,6 +114,14 @@ def test_states_are_saved_with_the_rest(directory: Path, ours: bool) -> None:
             saved_and_loaded(made, str(directory / "state"), Dataset(pool, "a"))
 
 
+def gathered(made: Any, loader: DataLoader) -> list[int]:
+    """What gather_for_metrics() gives of an epoch."""
+    found: list[int] = []
+    for batch in HPLoader(made, loader):
+        found += made.gather_for_metrics(batch["label"]).tolist()
+    return found
+
+
 def two_ranks(rank: int, world: int, directory: Path) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")  # fmt: skip
@@ -122,15 +130,15 @@ def two_ranks(rank: int, world: int, directory: Path) -> None:
         early = DataLoader(data, **OPTIONS)
         made = accelerate.Accelerator(cpu=True)
         assert made.num_processes == world
-        loader = HPLoader(made, early)
         wanted = flat(DataLoader(data, 8, shuffle=True, seed=2, rank=0, world_size=1))
-        gathered: list[int] = []
-        for batch in loader:
-            gathered += made.gather_for_metrics(batch["label"]).tolist()
-        assert gathered == wanted, "both ranks' rows in order, none twice"
+        assert gathered(made, early) == wanted, "both ranks' rows in order, none twice"
+        odd = torch.utils.data.Subset(data, range(41))
+        for tail, count in (("pad", 41), ("drop", 40)):
+            assert gathered(made, DataLoader(odd, 4, tail=tail)) == list(range(count))
         saved_and_loaded(made, str(directory / "state"), data)
 
 
 def test_two_ranks_gather_every_sample_once(directory: Path) -> None:
-    """Sharded by us alone; padded rows are dropped by gather_for_metrics; states at two ranks."""
+    """Sharded by us alone; padded rows are dropped by gather_for_metrics, and no others where a
+    rest that does not divide was left out; states at two ranks."""
     launch(directory, 2, two_ranks)

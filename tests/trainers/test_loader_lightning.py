@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*custom batch sampler.*for prediction"),
 ]
 COUNT = 46
-OPTIONS: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 2, "even": "pad"}
+OPTIONS: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 2}
 
 
 class Seen(lightning.LightningModule):  # type: ignore[misc,name-defined]
@@ -135,10 +135,14 @@ def two_ranks(rank: int, world: int, directory: Path, early: bool) -> None:
             devices=world, strategy="ddp", place={"rank": rank, "world_size": world},
         )  # fmt: skip
         module = Seen()
+
+        def evaluation() -> DataLoader:
+            return DataLoader(data, 4, tail="uneven")
+
         options = {"devices": world, "strategy": "ddp", "enable_checkpointing": False}
-        trainer(folder, **options).validate(module, DataLoader(data, 4), verbose=False)
+        trainer(folder, **options).validate(module, evaluation(), verbose=False)
         (directory / f"validated-{rank}").write_text(json.dumps(module.validated))
-        found = trainer(folder, **options).predict(Seen(), DataLoader(data, 4))
+        found = trainer(folder, **options).predict(Seen(), evaluation())
         predicted = [label for batch in found for label in batch]
         (directory / f"predicted-{rank}").write_text(json.dumps(predicted))
 
@@ -160,7 +164,7 @@ def test_rebuilding_from_public_attributes_gives_the_same_loader(directory: Path
         given: dict[str, Any] = {
             "shuffle": "window", "num_workers": 2, "drop_last": True, "prefetch_factor": 3,
             "seed": 7, "cache": 0, "prefetch_bytes": "2MiB", "window_bytes": "1MiB", "rank": 1,
-            "world_size": 2, "even": "drop", "on_error": "skip", "batch_size": 3,
+            "world_size": 2, "tail": "drop", "on_error": "skip", "batch_size": 3,
         }  # fmt: skip
         loader = DataLoader(data, **given)
         names = inspect.signature(DataLoader.__init__).parameters.keys() - {"self"}

@@ -153,6 +153,24 @@ def test_a_loader_that_is_given_back_stands_behind_what_was_consumed() -> None:
     both.close()
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "tail", "rows"),
+    [(1, "pad", 0), (1, "drop", 0), (1, "uneven", 1), (2, "pad", 0), (2, "drop", 3)],
+)
+def test_a_padded_or_dropped_last_micro_batch_may_be_a_whole_one(
+    batch_size: int, tail: Any, rows: int
+) -> None:
+    """Ten samples over three replicas; `rows` of the last micro-batch, where it is too small."""
+    loader = DataLoader(Numbers(), batch_size, tail=tail, rank=0, world_size=3)
+    supply = Supply(loader, first=True, last=True, inputs="x", target="y")
+    if not rows:
+        supply.require_even()
+        assert {len(batch["x"]) for batch in loader} == {batch_size}
+        return
+    with pytest.raises(ConfigError, match=f"would have {rows} of {3 * batch_size} samples"):
+        supply.require_even()
+
+
 def test_a_loader_that_has_raised_is_asked_again_by_the_next_step() -> None:
     """The same micro-batches, none lost and none twice, once the sample can be read."""
     data = Numbers(broken=4)

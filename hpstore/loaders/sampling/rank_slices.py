@@ -13,14 +13,17 @@ from typing import Literal, TypeAlias, get_args
 from hpstore.errors import ConfigError
 from hpstore.units import div_ceil
 
-Even: TypeAlias = Literal["uneven", "pad", "drop"]
-"""The last global batch, when it is short of G positions:
+Tail: TypeAlias = Literal["pad", "drop", "uneven"]
+"""How the last global batch is dealt out when it is short of G positions:
 
-    uneven  rows as equal as possible, the first ranks one more; a rank without rows gets nothing
-    pad     goes on with the first positions of the same epoch until ranks have equally many rows
+    pad     it continues with the first positions of the same epoch, several times round where
+            there are more ranks than positions, until all ranks have equally many rows
     drop    positions that do not divide among the ranks are not read
+    uneven  rows as equal as possible, the first ranks one more; a rank without rows gets nothing
 
-With drop_last it is left out whole, whatever `even` says.
+"pad" and "drop" read as many rows, and the same ones over all ranks, as torch's
+DistributedSampler without and with its `drop_last`. With `drop_last` of a loader a short global
+batch is left out whole, whatever `tail` says. In a world of one rank all three are the same.
 """
 
 
@@ -48,7 +51,7 @@ class Slices:
     world_size: int = 1
     rank: int = 0
     drop_last: bool = False
-    even: Even = "uneven"
+    tail: Tail = "pad"
 
     def __post_init__(self) -> None:
         if self.length < 0 or self.batch_size < 1 or self.world_size < 1:
@@ -57,8 +60,8 @@ class Slices:
             )
         if not 0 <= self.rank < self.world_size:
             raise ConfigError(f"rank {self.rank} of {self.world_size} data-parallel ranks")
-        if self.even not in get_args(Even):
-            raise ConfigError(f"even={self.even!r}: one of {', '.join(get_args(Even))}")
+        if self.tail not in get_args(Tail):
+            raise ConfigError(f"tail={self.tail!r}: one of {', '.join(get_args(Tail))}")
 
     @property
     def global_batch(self) -> int:
@@ -68,10 +71,14 @@ class Slices:
     def steps(self, position: int = 0) -> int:
         """Global batches from a position to the end of the epoch, equal on all ranks.
 
-        A rank may have no rows in the last one, unless `even` is set.
+        With `tail="uneven"` a rank may have no rows in the last one.
         """
         full, rest = divmod(max(0, self.length - position), self.global_batch)
         return full + (self._rest_rows(rest) > 0)
+
+    def last_rows(self) -> int:
+        """Rows that all ranks together read as the short last batch of an epoch; 0 for none."""
+        return self._rest_rows(self.length % self.global_batch)
 
     def own_steps(self, position: int = 0) -> int:
         """Batches of this rank from a position to the end of the epoch: len() of its loader."""
@@ -109,9 +116,9 @@ class Slices:
         """Rows that all ranks together read for the last `rest` < G positions."""
         if self.drop_last:
             return 0
-        if self.even == "pad":
+        if self.tail == "pad":
             return div_ceil(rest, self.world_size) * self.world_size
-        if self.even == "drop":
+        if self.tail == "drop":
             return rest // self.world_size * self.world_size
         return rest
 
@@ -133,4 +140,4 @@ def wrapped(start: int, stop: int, length: int) -> list[tuple[int, int]]:
     return ranges
 
 
-__all__ = ["Even", "Slices", "Step", "wrapped"]
+__all__ = ["Tail", "Slices", "Step", "wrapped"]

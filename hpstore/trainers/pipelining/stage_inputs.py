@@ -83,12 +83,12 @@ class Supply:
     def require_even(self) -> None:
         """Raise ConfigError where the last micro-batch of an epoch is smaller than the others."""
         slices = None if self._loader is None or not self.fed else self._loader.slices
-        if slices is None or slices.drop_last or slices.length < slices.global_batch:
+        if slices is None or slices.length < slices.global_batch:
             return
-        rest = slices.length % slices.global_batch
-        if rest:
+        rows = slices.last_rows()
+        if rows % slices.global_batch:
             raise ConfigError(
-                f"the last micro-batch of an epoch would have {rest} of {slices.global_batch} "
+                f"the last micro-batch of an epoch would have {rows} of {slices.global_batch} "
                 "samples, and a schedule takes equal ones only. Give the loader drop_last=True. "
                 "Nothing was trained."
             )
