@@ -59,7 +59,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--width", type=positive, default=256, help="of the model")
     parser.add_argument("--layers", type=positive, default=4, help="of the model")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cache", help="bytes of samples kept in memory, such as 8GiB; 0: none")
+    parser.add_argument(
+        "--cache", default="auto", help="bytes of samples kept in memory, such as 8GiB; 0: none"
+    )
     parser.add_argument("--events", help="append one JSON line an event to this file")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():

@@ -75,12 +75,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     torch.jagged for ragged fields as nested tensors. `direct`: records go straight to it where
     cuFile works and was measured to be faster ("auto"), wherever it works ("always"), never
     ("off"); `direct_bytes` of GPU memory are for that. `device_ring`: GPU memory for batches,
-    instead of torch's allocator. `cache`: bytes for keeping pages in memory (None: a quarter of
-    what is available; 0: none), or a Cache, through which records are read then; it is told the
-    order. `prefetch_bytes`: memory for batches that are made ahead or held by you. `window_bytes`:
-    of a window. `transform(sample[, rng])` per sample, `collate_fn(list of samples)`,
-    `batch_transform(batch[, rng])`; the numpy generator is keyed by (seed, epoch, position).
-    `on_error`: "raise", or "skip" samples that are damaged beyond repair (counted in stats()).
+    instead of torch's allocator. `cache`: bytes for keeping pages in memory ("auto": a quarter of
+    what is available; None or 0: none), or a Cache. `prefetch_bytes`: memory for batches that are
+    made ahead or held by you. `window_bytes`: of a window. `transform(sample[, rng])` per sample,
+    `collate_fn(list of samples)`, `batch_transform(batch[, rng])`; the numpy generator is keyed by
+    (seed, epoch, position). `on_error`: "raise", or "skip" samples that are damaged beyond repair
+    (counted in stats()).
 
     iter() goes on at a loaded position once, else starts the next epoch; at one behind the last
     batch of an epoch it yields nothing, so that the loop that was cut there ends. state_dict()
@@ -119,7 +119,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         direct: str = "auto",
         direct_bytes: int | str = DIRECT_BYTES,
         device_ring: int | str = 0,
-        cache: Cache | int | str | None = None,
+        cache: Cache | int | str | None = "auto",
         prefetch_bytes: int | str = PREFETCH_BYTES,
         window_bytes: int | str | None = None,
         rank: int | None = None,

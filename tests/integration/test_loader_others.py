@@ -123,13 +123,19 @@ def test_arrays_of_others_are_read_in_our_order_on_ranks_and_from_a_state(
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("cache", 0), ("prefetch_bytes", "1MiB"), ("window_bytes", "1MiB"), ("direct", "off"),
+    [("cache", "1MiB"), ("prefetch_bytes", "1MiB"), ("window_bytes", "1MiB"), ("direct", "off"),
      ("direct_bytes", "1MiB")],
 )  # fmt: skip
 def test_memory_that_would_not_be_used_is_refused(name: str, value: Any) -> None:
     """Torch's workers read data sets of others: it would have no effect."""
     with pytest.raises(ConfigError, match=f"{name}: for data sets of hpstore alone.*leave"):
         DataLoader(Numbers(), 3, **{name: value})
+
+
+def test_no_cache_may_be_asked_for_with_any_data_set() -> None:
+    """Data sets of others have none."""
+    for off in (None, 0):
+        assert flat(DataLoader(Numbers(), 3, cache=off)) == flat(DataLoader(Numbers(), 3))
 
 
 @pytest.mark.parametrize("foreign", [False, True])

@@ -112,7 +112,7 @@ def test_slots_of_other_sizes_and_lost_ones_are_unlocked() -> None:
     assert gpu.pinned == {}
 
 
-@pytest.mark.parametrize("options", [{"direct": "off"}, {"direct": "always"}, {"cache": None}])
+@pytest.mark.parametrize("options", [{"direct": "off"}, {"direct": "always"}, {"cache": "auto"}])
 def test_one_loader_after_the_other_leaves_nothing_locked(
     data: Dataset, options: dict[str, Any]
 ) -> None:

@@ -43,7 +43,7 @@ from hpstore.units import KIB, MIB, parse_bytes
 if TYPE_CHECKING:
     from hpstore.loaders.gpu.direct_reader import DirectAccess
 
-CACHE_SHARE = 0.25  # of the memory that is available, for pages, unless the user says
+CACHE_SHARE = 0.25  # of the memory that is available, for pages, with cache="auto"
 PREFETCH_BYTES = 256 * MIB
 SINGLE_BYTES = 23 * KIB
 """What a read of one record costs beyond its bytes, as bytes of sequential reading. From 43,000
@@ -328,17 +328,18 @@ def _record_bytes(streams: Sequence[Stream]) -> float:
 
 
 def cache_budget(cache: object) -> int:
-    """Bytes for pages: what the user says, or a share of the memory that is available.
-    None beside a Cache.
-
-    Ranks on one node share it (LOCAL_WORLD_SIZE, as torchrun sets it). Raises ConfigError.
+    """Bytes for pages: as many as `cache` says, 0 for None or a Cache, and for "auto" a quarter of
+    the memory that is available, which ranks on one node share (LOCAL_WORLD_SIZE, as torchrun
+    sets it). Raises ConfigError.
     """
-    if cache is None:
+    if cache == "auto":
         return int(CACHE_SHARE * available_bytes()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if isinstance(cache, Cache):
+    if cache is None or isinstance(cache, Cache):
         return 0
     if isinstance(cache, bool) or not isinstance(cache, int | str):
-        raise ConfigError(f'cache {cache!r}: give bytes, such as "8GiB", 0 for none, or None')
+        raise ConfigError(
+            f'cache {cache!r}: give "auto", bytes such as "8GiB", a Cache, or None or 0 for none'
+        )
     return parse_bytes(cache)
 
 

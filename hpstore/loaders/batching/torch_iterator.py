@@ -86,7 +86,9 @@ def refuse_ours(loader: Served, parameters: Mapping[str, inspect.Parameter]) -> 
 
     `parameters` of the loader: their defaults mean that nothing was given.
     """
-    names = [n for n in _WORK + _READING if getattr(loader, n) != parameters[n].default]
+    given = {n: getattr(loader, n) for n in _WORK + _READING}
+    off = ["cache"] if given["cache"] in (None, 0) else []  # as it is here, whatever is asked for
+    names = [n for n in given if given[n] != parameters[n].default and n not in off]
     if names:
         hint = "leave them out."
         if set(names) & set(_WORK):
