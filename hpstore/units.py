@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from decimal import Decimal
+from typing import SupportsIndex
 
 from hpstore.errors import ConfigError
 
@@ -54,6 +56,26 @@ def parse_bytes(text: str | int) -> int:
     return int(Decimal(match.group(1)) * factor)
 
 
+def bytes_argument(name: str, value: int | str, *, least: int = 0) -> int:
+    """Bytes that a caller gave as the argument `name`: a whole number or text for parse_bytes().
+
+    Raises ConfigError, which names the argument, for anything else and for less than `least`.
+    """
+    try:
+        nbytes = parse_bytes(value) if isinstance(value, str) else _whole(value)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    if nbytes < least:
+        raise ConfigError(f"{name} is {nbytes}, at least {least} is needed")
+    return nbytes
+
+
+def _whole(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise ConfigError(f"{value!r} is not a number of bytes; write for example 64MiB or 10GB")
+    return operator.index(value)
+
+
 def positive(text: str) -> int:
     """A whole number above 0, for options of a command. Raises ValueError."""
     number = int(text)
@@ -76,5 +98,5 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"
 
 
-__all__ = ["GIB", "KIB", "MIB", "div_ceil", "div_exact", "format_bytes", "format_seconds",
-           "parse_bytes", "positive", "round_down", "round_up"]  # fmt: skip
+__all__ = ["GIB", "KIB", "MIB", "bytes_argument", "div_ceil", "div_exact", "format_bytes",
+           "format_seconds", "parse_bytes", "positive", "round_down", "round_up"]  # fmt: skip

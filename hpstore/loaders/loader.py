@@ -43,7 +43,7 @@ from hpstore.loaders.sampling.loader_state import LoaderState, order_text
 from hpstore.loaders.sampling.order import Order
 from hpstore.loaders.sampling.position import LoaderPosition
 from hpstore.loaders.sampling.rank_slices import Slices, Tail
-from hpstore.units import MIB, parse_bytes
+from hpstore.units import MIB, bytes_argument
 
 if TYPE_CHECKING:
     from hpstore.loaders.gpu.direct_reader import DirectAccess
@@ -155,10 +155,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _make_finish(self, collate_fn: Any) -> Finish:
         self._collate_given = collate_fn  # torch puts its own in the place of None
+        ring_bytes = bytes_argument("device_ring", self.device_ring)
         return Finish(
             collate_fn=collate_fn, transform=self.transform, seed=self.seed,
             batch_transform=self.batch_transform, device=self.device, on_error=self.on_error,
-            layout=self.layout, processes=self._processes, ring_bytes=parse_bytes(self.device_ring),
+            layout=self.layout, processes=self._processes, ring_bytes=ring_bytes,
         )  # fmt: skip
 
     def _prepare(self, dataset: Any, batch_size: int | None, drop_last: bool) -> None:
@@ -168,7 +169,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.order: Order | None = None
         self.shares: RankShares | None = None
         self.positions: PositionSampler | None = None
-        self.batch_memory_bytes = parse_bytes(self.prefetch_bytes)
+        self.batch_memory_bytes = bytes_argument("prefetch_bytes", self.prefetch_bytes, least=1)
+        self._arena_bytes = bytes_argument("direct_bytes", self.direct_bytes, least=1)
         iterable = isinstance(dataset, torch.utils.data.IterableDataset)
         if not self._by_user and not iterable:
             self._make_order(dataset, batch_size, drop_last)
@@ -188,7 +190,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """The order of the samples that there are now, and this rank's share of it."""
         window = self.batch_memory_bytes // 4
         if self.window_bytes is not None:
-            window = parse_bytes(self.window_bytes)
+            window = bytes_argument("window_bytes", self.window_bytes, least=1)
         self.order = order_for(dataset, self._native, self.shuffle, self.seed, window)
         whole = Slices(
             length=self.order.length, batch_size=1 if batch_size is None else batch_size,
@@ -360,10 +362,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             return None
         from hpstore.loaders.gpu.direct_reader import DirectAccess
 
-        arena_bytes = parse_bytes(self.direct_bytes)
-        return DirectAccess(
-            self.finish.gpu, always=self.direct == "always", arena_bytes=arena_bytes
-        )
+        always = self.direct == "always"
+        return DirectAccess(self.finish.gpu, always=always, arena_bytes=self._arena_bytes)
 
     def read_as(self, rank: int, world_size: int) -> None:
         """Take a data-parallel rank's share: for trainers whose processes are not all such ranks.
@@ -479,8 +479,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def close(self) -> None:
         """Stop all threads that read for it, and wait for them: its data set may then be closed.
 
-        Iterators that are not at their end raise AlreadyClosed. Idempotent; iterating anew starts
-        threads again. By the thread that iterates.
+        Iterators under way then raise AlreadyClosed; another one starts threads again. Idempotent.
         """
         self._ready = None
         for run in list(self._runs):

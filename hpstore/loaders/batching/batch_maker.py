@@ -38,7 +38,7 @@ from hpstore.loaders.sampling.random_draws import Indices
 from hpstore.loaders.sampling.window_shuffle import WindowOrder, subset_stripes, windows_of
 from hpstore.runtime.budget import available_bytes
 from hpstore.runtime.closing import Closing
-from hpstore.units import KIB, MIB, parse_bytes
+from hpstore.units import KIB, MIB, bytes_argument
 
 if TYPE_CHECKING:
     from hpstore.loaders.gpu.direct_reader import DirectAccess
@@ -340,7 +340,7 @@ def cache_budget(cache: object) -> int:
         raise ConfigError(
             f'cache {cache!r}: give "auto", bytes such as "8GiB", a Cache, or None or 0 for none'
         )
-    return parse_bytes(cache)
+    return bytes_argument("cache", cache)
 
 
 __all__ = [

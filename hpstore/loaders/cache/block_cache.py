@@ -23,13 +23,14 @@ from hpstore.loaders.cache.shared_server import MOST_CONNECTIONS, CacheServer
 from hpstore.loaders.policy import CachePolicy
 from hpstore.runtime.clock import Clock, SystemClock
 from hpstore.runtime.closing import Closing
-from hpstore.units import parse_bytes
+from hpstore.units import bytes_argument
 
 PREFETCH_THREADS = 2
 
 
 class Cache(Closing):
     """Blocks of any number of sources in `memory_bytes`, and `disk_bytes` at `disk_path`.
+    Both are numbers or text such as "64GiB".
 
     With `share`, processes of one user and node that give the same name have one cache: the first
     one owns it, and when that ends the others go on without, at the pace of their sources.
@@ -48,7 +49,8 @@ class Cache(Closing):
         prefetch_threads: int = PREFETCH_THREADS, policy: MakePolicy = CachePolicy,
         clock: Clock | None = None,
     ) -> None:  # fmt: skip
-        memory_bytes, disk_bytes = parse_bytes(memory_bytes), parse_bytes(disk_bytes)
+        memory_bytes = bytes_argument("memory_bytes", memory_bytes, least=1)
+        disk_bytes = bytes_argument("disk_bytes", disk_bytes)
         self.share, self._clock = share, clock or SystemClock()
         if (disk_path is None) != (disk_bytes <= 0):
             raise ConfigError("a disk tier needs both disk_path and disk_bytes above 0")

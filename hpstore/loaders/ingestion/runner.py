@@ -42,6 +42,7 @@ from hpstore.loaders.ingestion.write_order import (
 )
 from hpstore.loaders.sampling.random_draws import check_seed
 from hpstore.pool.pool import Pool
+from hpstore.units import bytes_argument
 
 Fields = Mapping[str, Field] | Sequence[str]
 MAX_SKIPPED = 10_000
@@ -59,15 +60,15 @@ def ingest(
     check_images: bool = True,
     shuffle: bool = True,
     seed: int = 0,
-    window_bytes: int = WINDOW_BYTES,
+    window_bytes: int | str = WINDOW_BYTES,
     workers: int | None = None,
     on_error: str = "raise",
     max_skipped: int = MAX_SKIPPED,
     resume: bool = True,
     overwrite: bool = False,
     layout: str = "auto",
-    shard_bytes: int = SHARD_BYTES,
-    unit_bytes: int | None = None,
+    shard_bytes: int | str = SHARD_BYTES,
+    unit_bytes: int | str | None = None,
     compression: str | None = None,
     metadata: Mapping[str, object] | None = None,
     progress: IngestCallback | None = None,
@@ -78,7 +79,7 @@ def ingest(
     default all. Types come from the source's schema or its first samples. `shuffle`: a permutation
     by `seed` where records can be read by number, else blocks permuted and mixed in windows of
     `window_bytes`; the data set records which, and the origin of every sample. `workers`: files or
-    records read at a time (threads).
+    records read at a time (threads). Sizes are numbers or text such as "64MiB".
 
     A bad record raises IngestError with its name; `on_error="skip"` leaves out up to `max_skipped`
     of them and reports them. After an error or a kill the parts that were finished (about a shard
@@ -92,10 +93,11 @@ def ingest(
     _check_on_error(on_error)
     replaces = replaceable(require_pool(pool, "ingest"), name, overwrite=overwrite)
     opened = open_source(source, format=format, names=names, check_images=check_images)
-    options = {"layout": layout, "shard_bytes": shard_bytes, "unit_bytes": unit_bytes,
-               "compression": compression}  # fmt: skip
+    sizes = _sizes(shard_bytes, unit_bytes)
+    window_bytes = bytes_argument("window_bytes", window_bytes, least=1)
     run = _Run(
-        pool=pool, name=name, source=opened, options=options, replaces=replaces,
+        pool=pool, name=name, source=opened, replaces=replaces,
+        options={"layout": layout, "compression": compression, **sizes},
         seed=check_seed(seed) if shuffle else None, window_bytes=window_bytes,
         workers=_workers(opened, workers), skip=on_error == "skip", max_skipped=max_skipped,
         metadata={**opened.metadata, **(metadata or {})}, progress=progress,
@@ -113,6 +115,13 @@ def ingest(
 def _check_on_error(on_error: str) -> None:
     if on_error not in ON_ERROR:
         raise ConfigError(f"on_error {on_error!r}: choose raise or skip")
+
+
+def _sizes(shard_bytes: int | str, unit_bytes: int | str | None) -> dict[str, int | None]:
+    """Those of the writer, as numbers: a resumed ingest compares them."""
+    shard = bytes_argument("shard_bytes", shard_bytes, least=1)
+    unit = None if unit_bytes is None else bytes_argument("unit_bytes", unit_bytes, least=1)
+    return {"shard_bytes": shard, "unit_bytes": unit}
 
 
 def _workers(source: Source, asked: int | None) -> int:

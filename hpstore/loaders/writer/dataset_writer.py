@@ -38,6 +38,7 @@ from hpstore.loaders.writer.shuffle_on_write import copy_in_order, permutation
 from hpstore.membership.members import check_unit
 from hpstore.pool.pool import Pool
 from hpstore.runtime.closing import Closing
+from hpstore.units import bytes_argument
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class DatasetWriter(Closing):
 
     `layout`: "rows" (large fields of a sample together), "columns" (each by itself) or "auto".
     `shard_bytes`: payload of an object. `unit_bytes`: page, chosen from the records unless given.
+    Both are numbers or text such as "64MiB".
     `compression`: "lz4", "zstd" or "blosc", page by page. `shuffle`: store the samples in an order
     drawn from `seed`, kept with the data set (StoredData.written_as): close() then writes all of it
     a second time. `part`: (i, n) for n writers of one data set, published by `publish_parts`.
@@ -67,8 +69,8 @@ class DatasetWriter(Closing):
         fields: Mapping[str, Field],
         *,
         layout: str = "auto",
-        shard_bytes: int = SHARD_BYTES,
-        unit_bytes: int | None = None,
+        shard_bytes: int | str = SHARD_BYTES,
+        unit_bytes: int | str | None = None,
         compression: str | None = None,
         shuffle: bool = False,
         seed: int = 0,
@@ -82,7 +84,9 @@ class DatasetWriter(Closing):
         self.part, self.overwrite = _checked_part(part), overwrite
         self.metadata = _checked_metadata(metadata)
         self.compression = checked_compression(compression)
+        shard_bytes = bytes_argument("shard_bytes", shard_bytes, least=1)
         if unit_bytes is not None:
+            unit_bytes = bytes_argument("unit_bytes", unit_bytes, least=1)
             check_unit(pool.config, pool.data + pool.parity, unit_bytes)
         self._seed = seed if shuffle else None
         self._key = manifest_key(name) if part is None else part_key(name, part)
