@@ -61,19 +61,25 @@ def bytes_argument(name: str, value: int | str, *, least: int = 0) -> int:
 
     Raises ConfigError, which names the argument, for anything else and for less than `least`.
     """
-    try:
-        nbytes = parse_bytes(value) if isinstance(value, str) else _whole(value)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None
-    if nbytes < least:
-        raise ConfigError(f"{name} is {nbytes}, at least {least} is needed")
-    return nbytes
+    if isinstance(value, str):
+        try:
+            value = parse_bytes(value)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+    return whole_argument(name, value, least=least, like='"64MiB" or 4096')
 
 
-def _whole(value: object) -> int:
+def whole_argument(name: str, value: object, *, least: int, like: str = "4") -> int:
+    """A whole number that a caller gave as the argument `name`; `like`: what could be given.
+
+    Raises ConfigError, which names the argument, for anything else and for less than `least`.
+    """
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise ConfigError(f"{value!r} is not a number of bytes; write for example 64MiB or 10GB")
-    return operator.index(value)
+        raise ConfigError(f"{name} is {value!r}, a {type(value).__name__}: give for example {like}")
+    number = operator.index(value)
+    if number < least:
+        raise ConfigError(f"{name} is {number}, at least {least} is needed")
+    return number
 
 
 def positive(text: str) -> int:
@@ -99,4 +105,5 @@ def format_seconds(seconds: float) -> str:
 
 
 __all__ = ["GIB", "KIB", "MIB", "bytes_argument", "div_ceil", "div_exact", "format_bytes",
-           "format_seconds", "parse_bytes", "positive", "round_down", "round_up"]  # fmt: skip
+           "format_seconds", "parse_bytes", "positive", "round_down", "round_up",
+           "whole_argument"]  # fmt: skip

@@ -26,7 +26,7 @@ from hpstore.loaders.batching.native_iterator import (
 )
 from hpstore.loaders.batching.postprocess import Finish
 from hpstore.loaders.batching.rank_sampler import RankSampler, agree_on_epoch, asked_epoch
-from hpstore.loaders.batching.torch_arguments import T_co, require_one_order
+from hpstore.loaders.batching.torch_arguments import T_co, require_arguments
 from hpstore.loaders.batching.torch_iterator import (
     PositionSampler,
     begin,
@@ -138,8 +138,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.tail, self.snapshot_every_n_steps = tail, snapshot_every_n_steps
         self.transform, self.batch_transform, self.on_error = transform, batch_transform, on_error
         self._native, self._processes = native_of(dataset), None
-        if self._native is not None:
-            self._processes = Processes.asked(multiprocessing_context, num_workers, worker_init_fn)
         self._by_user = sampler is not None or batch_sampler is not None
         options: dict[str, Any] = {
             "num_workers": num_workers, "collate_fn": collate_fn, "pin_memory": pin_memory,
@@ -148,7 +146,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             "prefetch_factor": prefetch_factor, "persistent_workers": persistent_workers,
             "pin_memory_device": pin_memory_device, "batch_size": batch_size, "in_order": in_order,
         }  # fmt: skip
-        require_one_order(dataset, shuffle, sampler, batch_sampler, options)
+        require_arguments(self, dataset, sampler, batch_sampler, options)
+        if self._native is not None:
+            self._processes = Processes.asked(multiprocessing_context, num_workers, worker_init_fn)
         self._prepare(dataset, batch_size, drop_last)
         self.finish = self._make_finish(collate_fn)
         self._start_torch(dataset, sampler, batch_sampler, options)
@@ -164,8 +164,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _prepare(self, dataset: Any, batch_size: int | None, drop_last: bool) -> None:
         """Order, slices and counters. Raises ConfigError."""
-        if self.direct not in ("auto", "always", "off"):
-            raise ConfigError(f'direct {self.direct!r} is none of "auto", "always", "off"')
         self.order: Order | None = None
         self.shares: RankShares | None = None
         self.positions: PositionSampler | None = None

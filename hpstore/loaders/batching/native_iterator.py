@@ -87,12 +87,14 @@ def order_for(
 ) -> Order:  # fmt: skip
     """The order that `shuffle` asks for. Raises ConfigError."""
     count = native.chosen if native is not None else len(dataset)
-    name = {None: "none", False: "none", True: "global"}.get(shuffle, shuffle)  # type: ignore[arg-type]
+    name: Any = shuffle
+    if shuffle is None or (isinstance(shuffle, int) and shuffle in (False, True)):
+        name = "global" if shuffle else "none"
     made: Order
-    if isinstance(name, str):
+    if isinstance(name, str) or not (hasattr(name, "indices") and hasattr(name, "samples")):
         if name not in ("none", "global", "window"):
             raise ConfigError(
-                f'shuffle {name!r} is not one of True, False, "global", "window", "none"'
+                f'shuffle {name!r} is not one of True, False, "global", "window", "none", an Order'
             )
         if (
             native is not None
@@ -109,7 +111,6 @@ def order_for(
             return _window_order(native, seed, window_bytes)
         made = GlobalOrder(count, seed) if name == "global" else SequentialOrder(count)
     else:
-        assert name is not None
         made = name
         if made.samples > count:
             raise ConfigError(f"the order chooses from {made.samples} samples, there are {count}")

@@ -1,4 +1,6 @@
-"""Arguments that exclude each other, refused in torch's words, which other programs look for."""
+"""Arguments that are wrong, or exclude each other. What torch refuses is refused in its words,
+which other programs look for.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.utils.data
 
 from hpstore.errors import ConfigError
+from hpstore.loaders.batching.batch_maker import cache_budget
+from hpstore.loaders.batching.native_iterator import native_of
+from hpstore.loaders.sampling.random_draws import check_seed
+from hpstore.loaders.sampling.rank_slices import require_tail
+from hpstore.units import whole_argument
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as DefaultTypeVar
@@ -17,14 +24,24 @@ else:
     T_co = TypeVar("T_co", covariant=True)
 
 
-# Any: whatever the user gives
-def require_one_order(
+# Any below: whatever the user gives
+def require_arguments(
+    loader: Any, dataset: Any, sampler: Any, batch_sampler: Any, others: Mapping[str, Any]
+) -> None:
+    """Raise ConfigError, a ValueError, for arguments of a loader that are wrong.
+
+    `loader` has those of ours, as given; `others`: the further ones of torch's.
+    """
+    _require_one_order(dataset, loader.shuffle, sampler, batch_sampler, others)
+    _require_ours(loader, others["collate_fn"])
+    if native_of(dataset) is not None:
+        _require_threads(others["num_workers"], others["prefetch_factor"])
+
+
+def _require_one_order(
     dataset: Any, shuffle: Any, sampler: Any, batch_sampler: Any, others: Mapping[str, Any]
 ) -> None:
-    """Raise ConfigError, a ValueError, where more than one of them would decide the order.
-
-    `others`: the arguments of torch's, of which batch_size and drop_last are looked at.
-    """
+    """At most one of them decides the order."""
     if isinstance(dataset, torch.utils.data.IterableDataset):
         pipe = isinstance(dataset, torch.utils.data.IterDataPipe)  # takes shuffle
         given = {"shuffle": None if pipe or shuffle in (False, None, "none") else shuffle,
@@ -50,4 +67,30 @@ def require_one_order(
         )
 
 
-__all__ = ["T_co", "require_one_order"]
+def _require_ours(loader: Any, collate_fn: Any) -> None:
+    """What would be seen in the first batch, or never."""
+    check_seed(loader.seed)
+    require_tail(loader.tail)
+    cache_budget(loader.cache)
+    if loader.direct not in ("auto", "always", "off"):
+        raise ConfigError(f'direct {loader.direct!r} is none of "auto", "always", "off"')
+    if not isinstance(loader.shard, bool):
+        raise ConfigError(f"shard is {loader.shard!r}: True, or False to read everything on a rank")
+    if loader.snapshot_every_n_steps is not None:
+        whole_argument("snapshot_every_n_steps", loader.snapshot_every_n_steps, least=0)
+    functions = {"transform": loader.transform, "batch_transform": loader.batch_transform,
+                 "collate_fn": collate_fn}  # fmt: skip
+    for name, given in functions.items():
+        if given is not None and not callable(given):
+            raise ConfigError(f"{name} is a {type(given).__name__}, not a function")
+
+
+def _require_threads(num_workers: object, prefetch_factor: object) -> None:
+    """torch sees neither for a data set of hpstore."""
+    if whole_argument("num_workers", num_workers, least=-1) < 0:
+        raise ConfigError("num_workers option should be non-negative; use num_workers=0")
+    if prefetch_factor is not None:
+        whole_argument("prefetch_factor", prefetch_factor, least=1)
+
+
+__all__ = ["T_co", "require_arguments"]

@@ -23,7 +23,7 @@ from hpstore.loaders.cache.shared_server import MOST_CONNECTIONS, CacheServer
 from hpstore.loaders.policy import CachePolicy
 from hpstore.runtime.clock import Clock, SystemClock
 from hpstore.runtime.closing import Closing
-from hpstore.units import bytes_argument
+from hpstore.units import bytes_argument, whole_argument
 
 PREFETCH_THREADS = 2
 
@@ -51,6 +51,9 @@ class Cache(Closing):
     ) -> None:  # fmt: skip
         memory_bytes = bytes_argument("memory_bytes", memory_bytes, least=1)
         disk_bytes = bytes_argument("disk_bytes", disk_bytes)
+        whole_argument("prefetch_threads", prefetch_threads, least=1)
+        if share is not None and not (isinstance(share, str) and share):
+            raise ConfigError(f"share is {share!r}: the name that processes share the cache by")
         self.share, self._clock = share, clock or SystemClock()
         if (disk_path is None) != (disk_bytes <= 0):
             raise ConfigError("a disk tier needs both disk_path and disk_bytes above 0")

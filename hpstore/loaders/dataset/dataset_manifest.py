@@ -293,6 +293,8 @@ class ContentDigest:
 
 def check_dataset_name(name: str) -> str:
     """Return `name` if it can name a data set, else raise ConfigError or InvalidKey."""
+    if not isinstance(name, str):
+        raise ConfigError(f"the name of a data set is a str, not a {type(name).__name__}")
     check_key(f"{PREFIX}/{name}/manifest")
     bad = [c for c in name.split("/") if c in _RESERVED or _NONCE.fullmatch(c)]
     if bad:

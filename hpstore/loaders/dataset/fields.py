@@ -131,6 +131,8 @@ class Field:
 
 def check_fields(fields: Mapping[str, Field]) -> dict[str, Field]:
     """The fields of a new data set, in order. Raises ConfigError."""
+    if not isinstance(fields, Mapping):
+        raise ConfigError(f"fields are a {type(fields).__name__}: give a dict of names and Fields")
     if not fields:
         raise ConfigError("a data set has at least one field")
     for name, made in fields.items():
@@ -158,6 +160,8 @@ def check_field_name(name: object) -> None:
 
 def check_names(given: Collection[str], fields: Mapping[str, Field], where: str) -> None:
     """Raise ConfigError unless exactly the fields are given."""
+    if type(given) is not dict and not isinstance(given, Mapping):
+        raise ConfigError(f"{where} is a {type(given).__name__}, not a dict of its fields")
     missing = [name for name in fields if name not in given]
     if missing:
         raise ConfigError(f"{where} lacks field {missing[0]!r}; it has {sorted(given)}")

@@ -73,6 +73,7 @@ def dataset_info(pool: Pool, name: str, manifest: DatasetManifest) -> DatasetInf
 
 def written_parts(pool: Pool, name: str) -> dict[tuple[int, int], DatasetManifest]:
     """Parts (i, n) that are complete and wait to be published, by their manifests."""
+    require_pool(pool, "written_parts")
     prefix = f"{PREFIX}/{check_dataset_name(name)}/"
     found = {}
     for key in pool.list(prefix + "parts/", certain=True):
@@ -169,6 +170,7 @@ def _remove_replaced(pool: Pool, name: str, nonces: set[str]) -> None:
 
 
 def _published(pool: Pool, name: str) -> tuple[DatasetManifest | None, str | None]:
+    pool = require_pool(pool, "delete_dataset, as publish_parts,")
     return _manifest_at(pool, name, manifest_key(check_dataset_name(name)))
 
 
@@ -253,7 +255,7 @@ def joined_content(
 def list_datasets(pool: Pool) -> list[DatasetInfo]:
     """Published data sets by name. One whose manifest cannot be read has a `problem`."""
     found = []
-    for key in pool.list(f"{PREFIX}/"):
+    for key in require_pool(pool, "list_datasets").list(f"{PREFIX}/"):
         name, _, last = key.removeprefix(f"{PREFIX}/").rpartition("/")
         if last != "manifest" or not name:
             continue

@@ -10,6 +10,7 @@ from hpstore.errors import HpstoreError
 from hpstore.loaders.dataset.dataset import read_manifest
 from hpstore.loaders.dataset.dataset_manifest import ORDER, ContentDigest, column_key
 from hpstore.loaders.dataset.index_tables import check_hash
+from hpstore.loaders.dataset.publish_dataset import require_pool
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.loaders.dataset.record_reader import StoredData
 from hpstore.loaders.dataset.record_stream import Stream
@@ -65,7 +66,7 @@ def verify_dataset(
     after a problem. `progress`: told after each shard or column object, with the bytes so far.
     Raises ObjectNotFound, ConfigError.
     """
-    manifest = read_manifest(pool, name)
+    manifest = read_manifest(require_pool(pool, "verify_dataset"), name)
     with StoredData(pool, name, manifest) as data:
         return _Verification(data, progress).run()
 

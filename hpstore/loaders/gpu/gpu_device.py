@@ -244,9 +244,12 @@ def gpu_of(device: str | torch.device | Gpu | None) -> Gpu | None:
     """The GPU that batches go to; None for the CPU. Raises ConfigError for other devices."""
     if device is None:
         return None
-    if not isinstance(device, str | torch.device):
+    if hasattr(device, "begin"):  # a Gpu
         return device
-    found = torch.device(device)
+    try:
+        found = torch.device(device)  # type: ignore[arg-type]
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device {device!r}: give cpu, cuda, cuda:1 ({error})") from error
     if found.type == "cpu":
         return None
     if found.type != "cuda":

@@ -15,6 +15,7 @@ from hpstore.errors import IngestError, IntegrityError, ObjectNotFound, VersionC
 from hpstore.format.records import seal, unseal
 from hpstore.format.untrusted_bytes import MALFORMED, brief, whole
 from hpstore.loaders.dataset.dataset_manifest import PREFIX, DatasetPart, journal_key
+from hpstore.loaders.dataset.publish_dataset import require_pool
 from hpstore.loaders.ingestion.write_order import IngestPosition
 from hpstore.pool.pool import Pool
 
@@ -123,7 +124,7 @@ class Journal:
 def unfinished_ingests(pool: Pool) -> dict[str, Progressed]:
     """Ingests that were cut short, by the name of the data set. Raises IntegrityError."""
     found = {}
-    for key in pool.list(f"{PREFIX}/"):
+    for key in require_pool(pool, "unfinished_ingests").list(f"{PREFIX}/"):
         name, _, last = key.removeprefix(f"{PREFIX}/").rpartition("/")
         left = Journal(pool, name).read() if last == "journal" and name else None
         if left is not None:

@@ -54,6 +54,10 @@ def open_source(
     a torch Dataset, a sequence, an iterable or a function that returns one as what it is. `names`:
     fields of samples that are tuples. Raises ConfigError, IngestError.
     """
+    if format not in list(SourceFormat):
+        raise ConfigError(f"format {format!r} is not one of {', '.join(SourceFormat)}")
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names or ()):
+        raise ConfigError(f"names are {names!r}: give a list of names of fields")
     if isinstance(source, Source):
         return source
     if isinstance(source, str | os.PathLike):
@@ -101,8 +105,6 @@ def _zarr(where: object) -> Source:
 
 def _format(where: str, asked: str) -> SourceFormat:
     """The format of a path. Raises ConfigError when it is not clear."""
-    if asked not in list(SourceFormat):
-        raise ConfigError(f"format {asked!r} is not one of {', '.join(SourceFormat)}")
     if asked != SourceFormat.AUTO:
         return SourceFormat(asked)
     by_name = _by_ending(where.rstrip("/").lower())

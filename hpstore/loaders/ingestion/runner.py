@@ -40,9 +40,9 @@ from hpstore.loaders.ingestion.write_order import (
     Placed,
     Records,
 )
-from hpstore.loaders.sampling.random_draws import check_seed
+from hpstore.loaders.writer.shuffle_on_write import shuffle_seed
 from hpstore.pool.pool import Pool
-from hpstore.units import bytes_argument
+from hpstore.units import bytes_argument, whole_argument
 
 Fields = Mapping[str, Field] | Sequence[str]
 MAX_SKIPPED = 10_000
@@ -91,6 +91,7 @@ def ingest(
     """
     began = time.perf_counter()
     _check_on_error(on_error)
+    whole_argument("max_skipped", max_skipped, least=0)
     replaces = replaceable(require_pool(pool, "ingest"), name, overwrite=overwrite)
     opened = open_source(source, format=format, names=names, check_images=check_images)
     sizes = _sizes(shard_bytes, unit_bytes)
@@ -98,7 +99,7 @@ def ingest(
     run = _Run(
         pool=pool, name=name, source=opened, replaces=replaces,
         options={"layout": layout, "compression": compression, **sizes},
-        seed=check_seed(seed) if shuffle else None, window_bytes=window_bytes,
+        seed=shuffle_seed(shuffle, seed), window_bytes=window_bytes,
         workers=_workers(opened, workers), skip=on_error == "skip", max_skipped=max_skipped,
         metadata={**opened.metadata, **(metadata or {})}, progress=progress,
     )  # fmt: skip
@@ -125,9 +126,9 @@ def _sizes(shard_bytes: int | str, unit_bytes: int | str | None) -> dict[str, in
 
 
 def _workers(source: Source, asked: int | None) -> int:
-    if asked is not None and asked < 1:
-        raise ConfigError(f"workers {asked}: at least 1")
-    return asked or (source.threads if isinstance(source, IndexedSource) else 1)
+    if asked is not None:
+        return whole_argument("workers", asked, least=1)
+    return source.threads if isinstance(source, IndexedSource) else 1
 
 
 @dataclass(slots=True, kw_only=True)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from hpstore.errors import ConfigError
 from hpstore.loaders.sampling.rank_slices import Slices
+from hpstore.units import whole_argument
 
 _log = logging.getLogger(__name__)
 DATA_NAMES = ("dp", "data", "ddp", "fsdp", "hsdp", "replicate", "shard")  # of mesh dimensions
@@ -34,7 +35,9 @@ def coordinates(rank: int | None, world_size: int | None, mesh: Any, *, shard: b
     if (rank is None) != (world_size is None):
         raise ConfigError("rank and world_size go together: give both or none")
     if rank is not None and world_size is not None:
-        if not 0 <= rank < world_size:
+        rank = whole_argument("rank", rank, least=0)
+        world_size = whole_argument("world_size", world_size, least=1)
+        if rank >= world_size:
             raise ConfigError(f"rank {rank} of {world_size} data-parallel ranks")
         return Coordinates(rank, world_size)
     if not shard:
@@ -97,6 +100,8 @@ def of_mesh(mesh: Any, *, without: tuple[int, int] | None = None) -> Coordinates
 
     Raises ConfigError.
     """
+    if not hasattr(mesh, "mesh_dim_names"):
+        raise ConfigError(f"mesh is a {type(mesh).__name__}, not a DeviceMesh of torch.distributed")
     names = tuple(mesh.mesh_dim_names or ())
     chosen = data_dimensions(names)
     if mesh.ndim == 1 and not (without and names):

@@ -43,6 +43,8 @@ class LoaderState:
     @classmethod
     def from_dict(cls, raw: Mapping[str, object]) -> LoaderState:
         """A saved state. FormatTooNew from a newer hpstore; ConfigError when it is none."""
+        if not isinstance(raw, Mapping):
+            raise ConfigError(f"not the state of a hpstore loader: a {type(raw).__name__}")
         version = raw.get("version")
         if isinstance(version, int) and version > STATE_VERSION:
             raise FormatTooNew(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 
 from hpstore.errors import ConfigError
+from hpstore.units import whole_argument
 
 HANDED_KEPT = 1024  # batches back to which consumed() may be called for the first time
 
@@ -70,8 +71,7 @@ class LoaderPosition:
 
     def set_epoch(self, epoch: int) -> None:
         """As DataLoader.set_epoch."""
-        if epoch < 0:
-            raise ConfigError(f"epoch {epoch} is negative")
+        whole_argument("epoch", epoch, least=0)
         if self._finds_end and epoch == self.epoch - 1:
             return
         self._finds_end = self._at_end = False
@@ -105,7 +105,7 @@ class LoaderPosition:
 
     def consumed(self, batches: int) -> None:
         """As DataLoader.consumed."""
-        if batches < 0 or batches > len(self._handed):
+        if whole_argument("batches", batches, least=0) > len(self._handed):
             raise ConfigError(f"{batches} batches consumed, {len(self._handed)} were handed out")
         if self._consumed is None:
             self._consumed = self._before

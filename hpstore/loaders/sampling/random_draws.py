@@ -15,6 +15,7 @@ import numpy.typing as npt
 from numpy.random import PCG64, SeedSequence  # here: numpy loads it at its first use
 
 from hpstore.errors import ConfigError
+from hpstore.units import whole_argument
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 Words: TypeAlias = npt.NDArray[np.uint64]
@@ -38,8 +39,8 @@ class Purpose(IntEnum):
 
 
 def check_seed(seed: int) -> int:
-    """The seed as a plain int. Raises ConfigError outside 0 <= seed < 2**64."""
-    value = int(seed)
+    """The seed as a plain int. Raises ConfigError for anything but 0 <= seed < 2**64."""
+    value = whole_argument("seed", seed, least=0)
     if not 0 <= value < 1 << 64:
         raise ConfigError(f"seed {value} is outside 0 .. 2**64 - 1: nothing was started")
     return value

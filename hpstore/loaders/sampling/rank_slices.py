@@ -60,8 +60,7 @@ class Slices:
             )
         if not 0 <= self.rank < self.world_size:
             raise ConfigError(f"rank {self.rank} of {self.world_size} data-parallel ranks")
-        if self.tail not in get_args(Tail):
-            raise ConfigError(f"tail={self.tail!r}: one of {', '.join(get_args(Tail))}")
+        require_tail(self.tail)
 
     @property
     def global_batch(self) -> int:
@@ -129,6 +128,12 @@ class Slices:
         return start, start + base + (self.rank < extra)
 
 
+def require_tail(tail: object) -> None:
+    """Raise ConfigError unless this is a Tail."""
+    if tail not in get_args(Tail):
+        raise ConfigError(f"tail={tail!r}: one of {', '.join(get_args(Tail))}")
+
+
 def wrapped(start: int, stop: int, length: int) -> list[tuple[int, int]]:
     """The ranges inside an epoch that positions start .. stop - 1 mean, in order; none empty."""
     ranges = []
@@ -140,4 +145,4 @@ def wrapped(start: int, stop: int, length: int) -> list[tuple[int, int]]:
     return ranges
 
 
-__all__ = ["Tail", "Slices", "Step", "wrapped"]
+__all__ = ["Slices", "Step", "Tail", "require_tail", "wrapped"]

@@ -34,11 +34,11 @@ from hpstore.loaders.dataset.publish_dataset import publish, require_pool
 from hpstore.loaders.dataset.record_layout import SHARD_BYTES, group_fields
 from hpstore.loaders.dataset.record_reader import StoredData
 from hpstore.loaders.writer.part_writer import PartOptions, PartWriter
-from hpstore.loaders.writer.shuffle_on_write import copy_in_order, permutation
+from hpstore.loaders.writer.shuffle_on_write import copy_in_order, permutation, shuffle_seed
 from hpstore.membership.members import check_unit
 from hpstore.pool.pool import Pool
 from hpstore.runtime.closing import Closing
-from hpstore.units import bytes_argument
+from hpstore.units import bytes_argument, whole_argument
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class DatasetWriter(Closing):
         if unit_bytes is not None:
             unit_bytes = bytes_argument("unit_bytes", unit_bytes, least=1)
             check_unit(pool.config, pool.data + pool.parity, unit_bytes)
-        self._seed = seed if shuffle else None
+        self._seed = shuffle_seed(shuffle, seed)
         self._key = manifest_key(name) if part is None else part_key(name, part)
         self._version = self._version_there()
         self._options = PartOptions(
@@ -280,10 +280,12 @@ def _checked_metadata(metadata: Mapping[str, object] | None) -> dict[str, Any]:
 def _checked_part(part: tuple[int, int] | None) -> tuple[int, int] | None:
     if part is None:
         return None
-    number, count = part
-    if not 0 <= number < count:
+    if not isinstance(part, tuple | list) or len(part) != 2:
+        raise ConfigError(f"part {part!r}: (i, n) with 0 <= i < n")
+    number, count = (whole_argument("part", one, least=0) for one in part)
+    if number >= count:
         raise ConfigError(f"part {part}: (i, n) with 0 <= i < n")
-    return (int(number), int(count))
+    return (number, count)
 
 
 __all__ = ["DatasetWriter", "checked_sample"]

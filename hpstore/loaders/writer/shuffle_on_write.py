@@ -7,15 +7,26 @@ from collections.abc import Iterator
 import numpy as np
 
 from hpstore.codec.galois import Bytes
+from hpstore.errors import ConfigError
 from hpstore.loaders.dataset.assemble_fields import field_bytes
 from hpstore.loaders.dataset.fields import Array, FieldKind
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.loaders.dataset.record_reader import StoredData
+from hpstore.loaders.sampling.random_draws import check_seed
 from hpstore.loaders.writer.part_writer import PartWriter
 from hpstore.units import MIB
 
 CHUNK_BYTES = 32 * MIB  # of records in memory at a time
 CHUNK_ROWS = 1 << 14
+
+
+def shuffle_seed(shuffle: object, seed: int) -> int | None:
+    """The seed of the order of writing, None for none. Raises ConfigError: "window" and the like
+    are for loaders.
+    """
+    if not isinstance(shuffle, bool):
+        raise ConfigError(f"shuffle {shuffle!r} of what is written: give True or False")
+    return check_seed(seed) if shuffle else None
 
 
 def permutation(rows: int, seed: int, part: int) -> Int64s:
@@ -54,4 +65,4 @@ def _chunks(data: StoredData, order: Int64s) -> Iterator[Int64s]:
         yield from np.split(rows, np.flatnonzero(np.diff(np.cumsum(size) // CHUNK_BYTES)) + 1)
 
 
-__all__ = ["copy_in_order", "permutation"]
+__all__ = ["copy_in_order", "permutation", "shuffle_seed"]
