@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from hpstore.cli.pool_commands import app
+from hpstore.cli.command_tree import app
 from hpstore.errors import HpstoreError
 
 
@@ -20,7 +20,7 @@ def main() -> None:
     """Run the command line; errors become one line and their class' exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     try:
-        app(standalone_mode=True)
+        app(prog_name="hpstore")  # also of `python -m hpstore`, for completion scripts
     except HpstoreError as error:
         sys.stderr.write(f"hpstore: {type(error).__name__}: {error}\n")
         sys.exit(error.exit_code)

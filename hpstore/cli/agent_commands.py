@@ -1,4 +1,4 @@
-"""`hpstore agent`: look after a pool on this node."""
+"""`hpstore agent`: look after a pool on this node, or show what its agent does."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from hpstore.cli.output import emit_json, json_text, table
+import hpstore
+from hpstore.cli.options import PoolName
+from hpstore.cli.output import StdoutConsole, emit_json, json_text, table
 from hpstore.config import PoolConfig, find_config
 from hpstore.pool.pool import Pool
 from hpstore.units import format_bytes, format_seconds
@@ -27,8 +30,30 @@ _LISTEN = "127.0.0.1:9640"
 _STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 
+class _AgentGroup(TyperGroup):
+    """`hpstore agent POOL ...` is `hpstore agent run POOL ...`."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]  # click's Context
+        """Put `run` first where no command of the group is named."""
+        if args and args[0] not in {*self.commands, *ctx.help_option_names}:
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+    def shell_complete(self, ctx: typer.Context, incomplete: str) -> list[Any]:  # type: ignore[override]  # Any: click's items
+        """Commands, then what `run` takes."""
+        pool = self.commands["run"].params[0]
+        return super().shell_complete(ctx, incomplete) + pool.shell_complete(ctx, incomplete)
+
+
+agents = typer.Typer(
+    cls=_AgentGroup, no_args_is_help=True,
+    help="Look after a pool; short for run: hpstore agent pool.toml",
+)  # fmt: skip
+
+
+@agents.command()
 def run(
-    pool: Annotated[str, typer.Argument(help="pool.toml, or the name of a registered pool")],
+    pool: PoolName,
     listen: Annotated[
         str, typer.Option(help="HOST:PORT of the status page and of /metrics; none for neither")
     ] = _LISTEN,
@@ -42,9 +67,11 @@ def run(
         bool, typer.Option("--json", help="a line of JSON a round on standard output")
     ] = False,
 ) -> None:
-    """Look after a pool: drain, heal, take back, scrub; serve a status page and metrics.
+    """Look after a pool: rebuild, drain, readmit, scrub; serve a status page and metrics.
 
     hpstore agent pool.toml --listen 127.0.0.1:9640
+
+    A pool that is called `run` or `status` needs the long form: hpstore agent run status
     """
     from hpstore.agent import Agent
     from hpstore.agent.http_server import StatusServer
@@ -73,6 +100,32 @@ def run(
                 emit_line(status)
 
         agent.run(stop, each)
+
+
+@agents.command()
+def status(
+    pool: PoolName,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="one JSON document on standard output")
+    ] = False,
+) -> None:
+    """Show what the agent of this node does; exit code 1 where none runs.
+
+    hpstore agent status pool.toml
+    """
+    from hpstore.cli.status_watch import agent_view
+    from hpstore.membership.agent_observations import read_status
+
+    with hpstore.open(pool, read_only=True) as opened:
+        found = read_status(opened.run_directory, opened.clock.wall_ms())
+    if as_json:
+        emit_json({"running": found is not None, **(found or {})})
+    elif found is None:
+        sys.stdout.write(f"no agent of {pool} runs on this node\n")
+    else:
+        StdoutConsole().print(agent_view(found))
+    if found is None:
+        raise typer.Exit(1)
 
 
 def _settings(config: PoolConfig, *, once: bool, dry_run: bool) -> AgentConfig:
@@ -138,4 +191,4 @@ def show_agent(status: AgentStatus) -> None:
         sys.stdout.write(f"{at} {event.text}\n")
 
 
-__all__ = ["emit_line", "run", "show_agent"]
+__all__ = ["agents", "emit_line", "show_agent"]

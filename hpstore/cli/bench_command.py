@@ -66,7 +66,10 @@ def run(
         Path | None, typer.Option(help="for cache and train: a directory for pictures (PNG)")
     ] = None,
 ) -> None:
-    """Measure against raw rates of the same minute.  hpstore bench devices erasure --json -"""
+    """Measure against the raw rates of the same minute.
+
+    hpstore bench devices erasure --json -
+    """
     from hpstore.benchmarks.harness.bench_report import describe
     from hpstore.benchmarks.suite import BENCHMARKS, Options, size_named
 

@@ -13,6 +13,7 @@ import typer
 import hpstore
 from hpstore.cli.confirm import Yes, agree, first_of
 from hpstore.cli.export_import import export, import_
+from hpstore.cli.options import PoolName
 from hpstore.cli.output import UNMENDED_EXIT_CODE, byte_progress, emit_json, say, table
 from hpstore.cli.step_words import resolved, steps_of
 from hpstore.errors import CheckpointError, ConfigError, HpstoreError
@@ -27,7 +28,6 @@ checkpoints = typer.Typer(
 checkpoints.command("export")(export)
 checkpoints.command("import")(import_)
 
-PoolName = Annotated[str, typer.Argument(help="pool.toml, or the name of a registered pool")]
 Prefix = Annotated[str, typer.Argument(help="where the checkpoints are, such as runs/gpt")]
 StepName = Annotated[str, typer.Argument(help="a committed step, or latest")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
@@ -39,7 +39,10 @@ Force = Annotated[bool, typer.Option("--force", help="protected steps too")]
 
 @checkpoints.command()
 def ls(pool: PoolName, prefix: Prefix, as_json: Json = False) -> None:
-    """List committed steps.  hpstore checkpoint ls pool.toml runs/gpt"""
+    """List committed steps.
+
+    hpstore checkpoint ls pool.toml runs/gpt
+    """
     from hpstore.checkpoint.catalog.not_found_hint import nothing_under
     from hpstore.cli.checkpoint_tables import listed, table_of
 
@@ -77,7 +80,10 @@ def inspect(
     keys: Keys = None,
     as_json: Json = False,
 ) -> None:
-    """Show what a step holds, as a tree.  hpstore checkpoint inspect pool.toml runs/gpt 100"""
+    """Show what a step holds, as a tree.
+
+    hpstore checkpoint inspect pool.toml runs/gpt 100
+    """
     from hpstore.checkpoint.format.checkpoint_manifest import manifest_key
     from hpstore.cli.checkpoint_tables import described, show_tree
 
@@ -102,7 +108,10 @@ def verify(
     every: Annotated[bool, typer.Option("--all", help="all committed steps")] = False,
     as_json: Json = False,
 ) -> None:
-    """Read every byte and compare every item.  hpstore checkpoint verify pool.toml runs/gpt 100"""
+    """Read every byte and compare every item.
+
+    hpstore checkpoint verify pool.toml runs/gpt 100
+    """
     from hpstore.checkpoint.catalog.not_found_hint import nothing_under
 
     if every and step is not None:
@@ -164,7 +173,10 @@ def rm(
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Delete steps; not protected ones.  hpstore checkpoint rm pool.toml runs/gpt 100 200 --yes"""
+    """Delete steps; not protected ones.
+
+    hpstore checkpoint rm pool.toml runs/gpt 100 200 --yes
+    """
     failed: dict[int, HpstoreError] = {}
     deleted: list[int] = []
     with hpstore.open(pool) as opened:
@@ -199,7 +211,10 @@ def protect(
     name: Annotated[str, typer.Argument(help="a name for it, such as release-1")],
     as_json: Json = False,
 ) -> None:
-    """Keep a step, whatever retention says.  hpstore checkpoint protect pool.toml runs/gpt 100 best"""  # noqa: E501
+    """Keep a step, whatever retention says.
+
+    hpstore checkpoint protect pool.toml runs/gpt 100 best
+    """
     with hpstore.open(pool) as opened:
         steps = steps_of(opened, prefix)
         number = resolved(steps, step)
@@ -217,7 +232,10 @@ def unprotect(
     name: Annotated[str, typer.Argument(help="the name it was protected as")],
     as_json: Json = False,
 ) -> None:
-    """Let retention have a step again.  hpstore checkpoint unprotect pool.toml runs/gpt best"""
+    """Let retention have a step again.
+
+    hpstore checkpoint unprotect pool.toml runs/gpt best
+    """
     with hpstore.open(pool) as opened:
         steps = steps_of(opened, prefix)
         before = steps.protected().get(name)

@@ -9,6 +9,7 @@ import typer
 
 import hpstore
 from hpstore.cli.confirm import Yes, agree
+from hpstore.cli.options import PoolName
 from hpstore.cli.output import (
     UNMENDED_EXIT_CODE,
     emit_json,
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 datasets = typer.Typer(no_args_is_help=True, help="Ingest, list, show, verify, remove data sets.")
 
-PoolName = Annotated[str, typer.Argument(help="pool.toml, or the name of a registered pool")]
 Name = Annotated[str, typer.Argument(help="name of the data set, such as train")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
 _SHOWN = 20
@@ -98,7 +98,10 @@ def _show_ingest(report: IngestReport) -> None:
 
 @datasets.command()
 def ls(pool: PoolName, as_json: Json = False) -> None:
-    """List data sets, and ingests that were cut short.  hpstore dataset ls pool.toml"""
+    """List data sets, and ingests that were cut short.
+
+    hpstore dataset ls pool.toml
+    """
     from hpstore.loaders import list_datasets, unfinished_ingests
 
     with hpstore.open(pool, read_only=True) as opened:
@@ -126,7 +129,10 @@ def ls(pool: PoolName, as_json: Json = False) -> None:
 
 @datasets.command()
 def info(pool: PoolName, name: Name, as_json: Json = False) -> None:
-    """Show what a data set holds and where it came from.  hpstore dataset info pool.toml train"""
+    """Show what a data set holds and where it came from.
+
+    hpstore dataset info pool.toml train
+    """
     from hpstore.loaders import Dataset
 
     with hpstore.open(pool, read_only=True) as opened, Dataset(opened, name) as found:
@@ -153,12 +159,15 @@ def info(pool: PoolName, name: Name, as_json: Json = False) -> None:
         sys.stdout.write(f"{key}: {value}\n")
 
 
-datasets.command("inspect", help="The same as info.")(info)
+datasets.command("inspect")(info)
 
 
 @datasets.command()
 def verify(pool: PoolName, name: Name, as_json: Json = False) -> None:
-    """Read every byte and compare every checksum.  hpstore dataset verify pool.toml train"""
+    """Read every byte and compare every checksum.
+
+    hpstore dataset verify pool.toml train
+    """
     from hpstore.loaders import verify_dataset
 
     with hpstore.open(pool, read_only=True) as opened, object_progress("verify") as progress:
@@ -185,7 +194,10 @@ def _show_verified(report: DatasetReport) -> None:
 
 @datasets.command()
 def rm(pool: PoolName, name: Name, yes: Yes = False, as_json: Json = False) -> None:
-    """Delete a data set, or an unfinished ingest.  hpstore dataset rm pool.toml train --yes"""
+    """Delete a data set, or an unfinished ingest.
+
+    hpstore dataset rm pool.toml train --yes
+    """
     from hpstore.loaders import delete_dataset
 
     agree(f"delete data set {name} of {pool}", yes=yes)

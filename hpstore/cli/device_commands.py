@@ -12,6 +12,7 @@ import typer
 import hpstore
 from hpstore.cli import agent_requests
 from hpstore.cli.confirm import Yes, agree
+from hpstore.cli.options import DeviceName, PoolName
 from hpstore.cli.output import UNMENDED_EXIT_CODE, object_progress, say
 from hpstore.config import Settings
 from hpstore.errors import ConfigError
@@ -19,8 +20,6 @@ from hpstore.health.policy.operator_commands import Command
 from hpstore.membership.device_places import sharing_note
 from hpstore.units import parse_bytes
 
-PoolName = Annotated[str, typer.Argument(help="pool.toml, or the name of a registered pool")]
-DeviceName = Annotated[str, typer.Argument(help="path, URL, or the beginning of a device id")]
 Force = Annotated[bool, typer.Option("--force", help="without the usual safety checks")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
 AllowRootDisk = Annotated[
@@ -37,7 +36,10 @@ def add(
     allow_root_disk: AllowRootDisk = False,
     as_json: Json = False,
 ) -> None:
-    """Add a device; `rebuild` then widens objects over it.  hpstore add pool.toml /mnt/g"""
+    """Add a device; `rebuild` then widens objects over it.
+
+    hpstore add pool.toml /mnt/g
+    """
     with hpstore.open(pool) as opened:
         found = opened.admin.devices.find(
             opened.add_device(device, domain, force=force, allow_root_disk=allow_root_disk)
@@ -51,7 +53,9 @@ def evict(
     pool: PoolName, device: DeviceName, force: Force = False, yes: Yes = False,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Take a device out at once; what it held counts as lost.  hpstore evict pool.toml /mnt/b
+    """Remove a device at once; what it held counts as lost.
+
+    hpstore evict pool.toml /mnt/b
 
     `drain` moves what it holds first.
     """
@@ -66,7 +70,10 @@ def evict(
 def drain(
     pool: PoolName, device: DeviceName, rate: Rate = "", as_json: Json = False
 ) -> None:  # fmt: skip
-    """Move everything off a device, then evict it.  hpstore drain pool.toml /mnt/b --rate 200MB"""
+    """Move everything off a device, then evict it.
+
+    hpstore drain pool.toml /mnt/b --rate 200MB
+    """
     limit = rate_of(rate)
     with hpstore.open(pool) as opened, object_progress("drain") as progress:
         found = opened.admin.devices.find(device)
@@ -76,7 +83,10 @@ def drain(
 
 
 def readmit(pool: PoolName, device: DeviceName, as_json: Json = False) -> None:
-    """Take an evicted device back, or a draining one online.  hpstore readmit pool.toml /mnt/b"""
+    """Take back a device that was evicted, drained, released or sitting out.
+
+    hpstore readmit pool.toml /mnt/b
+    """
     with hpstore.open(pool) as opened:
         found = opened.admin.devices.find(device, returning=True)
         files = opened.readmit(found.device_id)
@@ -103,7 +113,9 @@ def replace(
     allow_root_disk: AllowRootDisk = False,
     as_json: Json = False,
 ) -> None:
-    """Put a new disk in an old one's place, dead or alive.  hpstore replace pool.toml /mnt/b /mnt/g
+    """Put a new disk in the place of an old one, dead or alive.
+
+    hpstore replace pool.toml /mnt/b /mnt/g
 
     The old one is drained if it answers, else evicted and made up for. Killed, run it again.
     """
@@ -137,7 +149,7 @@ def release(
     wait: Annotated[float, typer.Option(help="seconds that processes have to let it go")] = 30.0,
     as_json: Json = False,
 ) -> None:
-    """Let go of a disk that is evicted or in maintenance; see who has it open, and which it is.
+    """Close a disk that is evicted or in maintenance; name the disk and who has it open.
 
     hpstore release pool.toml /mnt/b
     """
@@ -166,7 +178,10 @@ def release(
 
 
 def sit_out(pool: PoolName, device: DeviceName, as_json: Json = False) -> None:
-    """Keep the agent from using a device until readmit.  hpstore sit-out pool.toml /mnt/b"""
+    """Make the agent avoid a device until readmit.
+
+    hpstore sit-out pool.toml /mnt/b
+    """
     agent_requests.tell(pool, device, Command.SIT_OUT, as_json=as_json)
 
 

@@ -134,7 +134,7 @@ def run(
         bool, typer.Option("--json", help="one JSON document on standard output")
     ] = False,
 ) -> None:
-    """Tell how likely data is lost in a year, and which schemes reach 12 nines.
+    """Estimate the probability of losing data in a year; compare schemes.
 
     hpstore durability --data 6 --parity 3 --afr 0.005 --rebuild-hours 156
 

@@ -11,11 +11,11 @@ import typer
 from rich.progress import Progress
 
 import hpstore
+from hpstore.cli.options import PoolName
 from hpstore.cli.output import byte_progress, emit_json
 from hpstore.cli.step_words import resolved, steps_of
 from hpstore.units import format_bytes, parse_bytes
 
-PoolName = Annotated[str, typer.Argument(help="pool.toml, or the name of a registered pool")]
 Prefix = Annotated[str, typer.Argument(help="where the checkpoints are, such as runs/gpt")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
 Format = Annotated[
@@ -50,7 +50,10 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="replace what is there")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a step as files.  hpstore checkpoint export pool.toml runs/gpt 100 hf/ --keys model"""
+    """Write a step as files.
+
+    hpstore checkpoint export pool.toml runs/gpt 100 hf/ --keys model
+    """
     from hpstore.checkpoint import export_checkpoint
 
     with hpstore.open(pool, read_only=True) as opened, byte_progress("export", 0) as bar:
@@ -91,7 +94,10 @@ def import_(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Commit files as a step.  hpstore checkpoint import pool.toml runs/new hf/ --step 0 --as model"""  # noqa: E501
+    """Commit files as a step.
+
+    hpstore checkpoint import pool.toml runs/new hf/ --step 0 --as model
+    """
     from hpstore.checkpoint import import_checkpoint
 
     with hpstore.open(pool) as opened, byte_progress("import", 0) as bar:

@@ -22,7 +22,9 @@ def run(
         bool, typer.Option("--json", help="one JSON document on standard output")
     ] = False,
 ) -> None:
-    """Tell whether GPUDirect works for directories or a pool's devices.  hpstore gpu pool.toml
+    """Check whether reads go straight to the GPU (GPUDirect), and if not, why.
+
+    hpstore gpu pool.toml
 
     Where the machine could do it, a child process writes, reads and removes a file of 1 MiB in
     each filesystem.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpstore.cli.agent_requests import tell
+from hpstore.cli.options import DeviceName, PoolName
 from hpstore.cli.output import (
     byte_progress,
     emit_json,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 health = typer.Typer(
     no_args_is_help=True,
-    help="Forecast failures of disks; look at them; have a say in a device's health.",
+    help="Forecast disk failures; overrule what the agent makes of a device.",
 )
 
 Files = Annotated[list[Path], typer.Argument(help="drive-stats files: .csv, .csv.xz, .gz, .zip")]
@@ -42,8 +43,6 @@ Family = Annotated[
 ]
 Memory = Annotated[str, typer.Option(help="for rows; healthy drives are sampled to fit")]
 _SALT = "memory"
-PoolName = Annotated[str, typer.Argument(help="pool.toml, or the name of a registered pool")]
-DeviceName = Annotated[str, typer.Argument(help="path, URL, or the beginning of a device id")]
 
 
 @health.command()
@@ -189,19 +188,28 @@ def report(
 
 @health.command()
 def ignore(pool: PoolName, device: DeviceName, as_json: Json = False) -> None:
-    """Never act on a device's slowness, until readmit.  hpstore health ignore pool.toml /mnt/b"""
+    """Never act on a device's slowness, until readmit.
+
+    hpstore health ignore pool.toml /mnt/b
+    """
     tell(pool, device, Command.IGNORE, as_json=as_json)
 
 
 @health.command()
 def accept(pool: PoolName, device: DeviceName, as_json: Json = False) -> None:
-    """Take what a device does now as normal for it.  hpstore health accept pool.toml /mnt/b"""
+    """Take what a device does now as normal for it.
+
+    hpstore health accept pool.toml /mnt/b
+    """
     tell(pool, device, Command.ACCEPT, as_json=as_json)
 
 
 @health.command()
 def maintenance(pool: PoolName, device: DeviceName, as_json: Json = False) -> None:
-    """Leave a device to an operator until readmit.  hpstore health maintenance pool.toml /mnt/b"""
+    """Leave a device to an operator until readmit.
+
+    hpstore health maintenance pool.toml /mnt/b
+    """
     tell(pool, device, Command.MAINTENANCE, as_json=as_json)
 
 

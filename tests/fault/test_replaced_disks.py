@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import hpstore
-from hpstore.cli.pool_commands import app
+from hpstore.cli import app
 from hpstore.pool.replace_device import replace_device, wait_released
 from hpstore.testing.loopfs import LoopFilesystem
 from hpstore.testing.scratch import run

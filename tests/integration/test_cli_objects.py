@@ -15,7 +15,7 @@ import hpstore
 from hpstore.objects.read.object_reader import Changed, ObjectReader
 from tests.integration.cli_cases import Cli
 
-COMMANDS = importlib.import_module("hpstore.cli.pool_commands")  # hpstore.cli has another `app`
+COMMANDS = importlib.import_module("hpstore.cli.object_commands")
 OLD, NEW = b"o" * 300_000, b"n" * 300_000
 
 

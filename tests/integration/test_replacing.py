@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import hpstore
 from hpstore.agreement.registers import AGENT
-from hpstore.cli.pool_commands import app
+from hpstore.cli import app
 from hpstore.devices.disk_location import locate, openers
 from hpstore.errors import MembershipError
 from hpstore.format.records import IDENTITY_FILE

@@ -1,0 +1,150 @@
+"""The tree of commands: groups and short names, help that a newcomer can follow, completion."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import hpstore
+from hpstore.cli import app
+from hpstore.cli.options import complete_device, complete_pool
+
+TREE: Any = typer.main.get_command(app)  # typer's own click has its own types
+SHORT = {
+    "object": ["put", "get", "ls", "stat", "versions", "rm"],
+    "device": ["add", "drain", "evict", "readmit", "replace", "release", "sit-out"],
+}
+
+
+def leaves(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """All commands that do something, by their words."""
+    children = getattr(command, "commands", None)
+    if children is None:
+        yield path, command
+        return
+    for name, child in children.items():
+        yield from leaves(child, (*path, name))
+
+
+LEAVES = dict(leaves(TREE))
+
+
+def named(words: list[str]) -> tuple[Any, list[str]]:
+    """The command that words mean, and what is left for it."""
+    command = TREE
+    while getattr(command, "commands", None):
+        if words[0] not in command.commands:  # `hpstore agent pool.toml`
+            command = command.commands["run"]
+            break
+        command, words = command.commands[words[0]], words[1:]
+    return command, words
+
+
+def test_short_names_are_the_commands_of_their_groups() -> None:
+    """`hpstore put` and `hpstore object put` are one function; no group has one that lacks it."""
+    for group, names in SHORT.items():
+        assert list(TREE.commands[group].commands) == names
+        for name in names:
+            short, long = LEAVES[(name,)].callback, LEAVES[group, name].callback
+            assert short.__wrapped__ is long.__wrapped__
+
+
+@pytest.mark.parametrize("path", LEAVES, ids=" ".join)
+def test_help_has_an_example_that_is_taken(path: tuple[str, ...]) -> None:
+    """A line that begins with `hpstore`, names this very command, and has arguments that it takes;
+    the first line of the help is a sentence without one."""
+    command = LEAVES[path]
+    first, *lines = command.help.splitlines()
+    assert "hpstore " not in first
+    examples = [line.strip() for line in lines if line.strip().startswith("hpstore ")]
+    assert examples
+    found, rest = named(shlex.split(examples[0])[1:])
+    assert found.help == command.help
+    found.make_context(path[-1], rest)  # raises a usage error
+
+
+def test_help_shows_groups_and_short_names_apart() -> None:
+    """Panels, so that a newcomer finds things: the pool first, then groups, short names, tools."""
+    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "100"}).output
+    panels = re.findall(r"─ ([A-Z][^─]*) ─", shown)
+    assert panels == [
+        "Options", "Pool", "Groups: hpstore GROUP --help",
+        "Objects: short for hpstore object ...", "Devices: short for hpstore device ...", "Tools",
+    ]  # fmt: skip
+    groups = shown.split("Groups:")[1].split("Objects:")[0]
+    assert re.findall(r"^│ (\S+) ", groups, re.M) == [
+        "object", "device", "checkpoint", "dataset", "agent", "health",
+    ]  # fmt: skip
+
+
+def test_the_agent_runs_with_and_without_its_word() -> None:
+    """API.md's `hpstore agent POOL`, options before or behind it; `run` and `status` are words."""
+    runner = CliRunner()
+    for words in (["agent", "no-such-pool"], ["agent", "--once", "no-such-pool"],
+                  ["agent", "run", "no-such-pool"], ["agent", "run", "status"]):  # fmt: skip
+        said = str(runner.invoke(app, words).exception)
+        assert f"no pool is called '{words[-1]}' here" in said
+    assert "Usage" in runner.invoke(app, ["agent", "--help"]).output
+
+
+@pytest.fixture
+def registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a pool called main and its pool.toml."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    devices = [str(tmp_path / f"d{i}") for i in range(3)]
+    hpstore.create(devices, data=2, parity=1, config="pool.toml", name="main").close()
+    return tmp_path
+
+
+def completed(*words: str) -> list[str]:
+    """What bash is offered for the last word."""
+    run = CliRunner().invoke(app, [], prog_name="hpstore", env={
+        "_HPSTORE_COMPLETE": "complete_bash", "COMP_WORDS": shlex.join(("hpstore", *words)),
+        "COMP_CWORD": str(len(words)),
+    })  # fmt: skip
+    return run.output.split()
+
+
+def test_shells_complete_pools_and_devices(registered: Path) -> None:
+    """Registered names and settings files, then the pool's devices; no device is opened."""
+    for device in ("d0", "d1", "d2"):
+        (registered / device / "pool.json").unlink()
+    assert completed("status", "ma") == ["main"]
+    assert completed("agent", "poo") == ["pool.toml"]
+    assert completed("evict", "main", f"{registered}/d") == [
+        str(registered / f"d{i}") for i in range(3)
+    ]
+
+
+def test_completion_of_what_cannot_be_read_is_empty(
+    registered: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not an error in the middle of a line that is typed."""
+    monkeypatch.setenv("HPSTORE_POOLS", str(registered / "none.toml"))
+    assert complete_pool("m") == []
+    context = typer.Context(LEAVES[("evict",)])
+    context.params["pool"] = "nowhere"
+    assert complete_device(context, "") == []
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_can_be_shown_and_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: str
+) -> None:
+    """The script calls this command; installing writes it below the home directory."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    runner = CliRunner()
+    shown = runner.invoke(app, ["--show-completion", shell], prog_name="hpstore").output
+    assert f"_HPSTORE_COMPLETE=complete_{shell}" in shown
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    runner.invoke(app, ["--install-completion", shell], prog_name="hpstore")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()]
