@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 import hpstore
-from hpstore.cli.options import PoolName
+from hpstore.cli.options import Json, PoolName
 from hpstore.cli.output import StdoutConsole, emit_json, json_text, table
 from hpstore.config import PoolConfig, find_config
 from hpstore.pool.pool import Pool
@@ -105,9 +105,7 @@ def run(
 @agents.command()
 def status(
     pool: PoolName,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="one JSON document on standard output")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Show what the agent of this node does; exit code 1 where none runs.
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import hpstore
-from hpstore.cli.confirm import Yes, agree, first_of
+from hpstore.cli.confirm import agree, first_of
 from hpstore.cli.export_import import export, import_
-from hpstore.cli.options import PoolName
-from hpstore.cli.output import UNMENDED_EXIT_CODE, byte_progress, emit_json, say, table
+from hpstore.cli.options import Json, Keys, PoolName, Prefix, StepName, Yes
+from hpstore.cli.output import UNMENDED_EXIT_CODE, emit_json, say, table
+from hpstore.cli.progress_bar import progress_bar
 from hpstore.cli.step_words import resolved, steps_of
 from hpstore.errors import CheckpointError, ConfigError, HpstoreError
 from hpstore.units import format_bytes
@@ -28,12 +29,6 @@ checkpoints = typer.Typer(
 checkpoints.command("export")(export)
 checkpoints.command("import")(import_)
 
-Prefix = Annotated[str, typer.Argument(help="where the checkpoints are, such as runs/gpt")]
-StepName = Annotated[str, typer.Argument(help="a committed step, or latest")]
-Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
-Keys = Annotated[
-    list[str] | None, typer.Option("--keys", help="only these parts, such as model; repeatable")
-]
 Force = Annotated[bool, typer.Option("--force", help="protected steps too")]
 
 
@@ -145,12 +140,9 @@ def _verified(
     """A step's report; with others to come, also what kept it from being read."""
     from hpstore.checkpoint import Checkpointer
 
-    with Checkpointer(pool, prefix) as checkpointer, byte_progress(f"step {step}", 0) as bar:
+    with Checkpointer(pool, prefix) as checkpointer, progress_bar(f"step {step}") as bar:
         try:
-            return checkpointer.verify(
-                step, progress=lambda done, total: bar.update(bar.task_ids[0], completed=done,
-                                                              total=total),
-            )  # fmt: skip
+            return checkpointer.verify(step, progress=bar.of_bytes)
         except HpstoreError as error:
             if alone:
                 raise

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from hpstore.cli.output import appears_whole
 from hpstore.errors import ConfigError
 
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="do it without a question")]
 REFUSED_EXIT_CODE = 1  # the answer was no
 _NAMED = 5
 
@@ -47,4 +45,4 @@ def first_of(things: list[str]) -> str:
     return ", ".join(things[:_NAMED]) + more
 
 
-__all__ = ["REFUSED_EXIT_CODE", "Yes", "agree", "first_of", "refuse_existing"]
+__all__ = ["REFUSED_EXIT_CODE", "agree", "first_of", "refuse_existing"]

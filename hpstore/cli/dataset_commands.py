@@ -8,16 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import hpstore
-from hpstore.cli.confirm import Yes, agree
-from hpstore.cli.options import PoolName
-from hpstore.cli.output import (
-    UNMENDED_EXIT_CODE,
-    emit_json,
-    object_progress,
-    sample_progress,
-    say,
-    table,
-)
+from hpstore.cli.confirm import agree
+from hpstore.cli.options import Json, PoolName, Yes
+from hpstore.cli.output import UNMENDED_EXIT_CODE, emit_json, say, table
+from hpstore.cli.progress_bar import progress_bar
 from hpstore.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -26,7 +20,6 @@ if TYPE_CHECKING:
 datasets = typer.Typer(no_args_is_help=True, help="Ingest, list, show, verify, remove data sets.")
 
 Name = Annotated[str, typer.Argument(help="name of the data set, such as train")]
-Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
 _SHOWN = 20
 
 
@@ -65,13 +58,13 @@ def ingest(
     """
     from hpstore.loaders import ingest as run
 
-    with hpstore.open(pool) as opened, sample_progress("ingest") as progress:
+    with hpstore.open(pool) as opened, progress_bar("ingest") as bar:
         report = run(
             opened, name, source, format=kind, fields=field or None, shuffle=shuffle, seed=seed,
             on_error=on_error, max_skipped=max_skipped, workers=workers, resume=not restart,
             overwrite=overwrite, layout=layout, shard_bytes=parse_bytes(shard),
             unit_bytes=parse_bytes(unit) if unit else None, compression=compression or None,
-            check_images=check_images, progress=progress,
+            check_images=check_images, progress=bar.samples,
         )  # fmt: skip
     if as_json:
         emit_json(report.as_dict())
@@ -170,8 +163,8 @@ def verify(pool: PoolName, name: Name, as_json: Json = False) -> None:
     """
     from hpstore.loaders import verify_dataset
 
-    with hpstore.open(pool, read_only=True) as opened, object_progress("verify") as progress:
-        report = verify_dataset(opened, name, progress=progress)
+    with hpstore.open(pool, read_only=True) as opened, progress_bar("verify") as bar:
+        report = verify_dataset(opened, name, progress=bar.objects)
     if as_json:
         emit_json(report.as_dict())
     else:

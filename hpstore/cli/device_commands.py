@@ -11,21 +11,15 @@ import typer
 
 import hpstore
 from hpstore.cli import agent_requests
-from hpstore.cli.confirm import Yes, agree
-from hpstore.cli.options import DeviceName, PoolName
-from hpstore.cli.output import UNMENDED_EXIT_CODE, object_progress, say
+from hpstore.cli.confirm import agree
+from hpstore.cli.options import AllowRootDisk, DeviceName, Force, Json, PoolName, Rate, Yes
+from hpstore.cli.output import UNMENDED_EXIT_CODE, say
+from hpstore.cli.progress_bar import progress_bar
 from hpstore.config import Settings
 from hpstore.errors import ConfigError
 from hpstore.health.policy.operator_commands import Command
 from hpstore.membership.device_places import sharing_note
 from hpstore.units import parse_bytes
-
-Force = Annotated[bool, typer.Option("--force", help="without the usual safety checks")]
-Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
-AllowRootDisk = Annotated[
-    bool, typer.Option("--allow-root-disk", help="also where a mount seems to be missing")
-]
-Rate = Annotated[str, typer.Option(help="limit in bytes a second, such as 200MB")]
 
 
 def add(
@@ -41,10 +35,10 @@ def add(
     hpstore add pool.toml /mnt/g
     """
     with hpstore.open(pool) as opened:
-        found = opened.admin.devices.find(
+        found = opened.find(
             opened.add_device(device, domain, force=force, allow_root_disk=allow_root_disk)
         )
-        note_shared_disks(opened.admin.devices.answering_places())
+        note_shared_disks(opened.answering())
     facts = {"device": found.device_id, "url": found.url, "domain": found.domain, "state": "online"}
     say(facts, f"{device} is device {found.device_id[:8]}", as_json=as_json)
 
@@ -60,7 +54,7 @@ def evict(
     `drain` moves what it holds first.
     """
     with hpstore.open(pool) as opened:
-        found = opened.admin.devices.find(device)
+        found = opened.find(device)
         agree(f"evict {found.url}: what it holds counts as lost", yes=yes, named=True)
         opened.evict(found.device_id, force=force)
     say({"device": found.device_id, "url": found.url, "state": "evicted"},
@@ -75,9 +69,9 @@ def drain(
     hpstore drain pool.toml /mnt/b --rate 200MB
     """
     limit = rate_of(rate)
-    with hpstore.open(pool) as opened, object_progress("drain") as progress:
-        found = opened.admin.devices.find(device)
-        moved = opened.drain(found.device_id, progress=progress, rate_bytes_per_second=limit)
+    with hpstore.open(pool) as opened, progress_bar("drain") as bar:
+        found = opened.find(device)
+        moved = opened.drain(found.device_id, progress=bar.objects, rate_bytes_per_second=limit)
     say({"device": found.device_id, "url": found.url, "state": "evicted", "objects_moved": moved},
         f"{device} is drained and evicted; {moved} objects moved", as_json=as_json)  # fmt: skip
 
@@ -88,7 +82,7 @@ def readmit(pool: PoolName, device: DeviceName, as_json: Json = False) -> None:
     hpstore readmit pool.toml /mnt/b
     """
     with hpstore.open(pool) as opened:
-        found = opened.admin.devices.find(device, returning=True)
+        found = opened.find(device, returning=True)
         files = opened.readmit(found.device_id)
         looked_after = agent_requests.looked_after(opened)
     given = agent_requests.order(pool, found.device_id, Command.READMIT) if looked_after else None
@@ -121,12 +115,12 @@ def replace(
     """
     from hpstore.pool.replace_device import replace_device
 
-    with hpstore.open(pool) as opened, object_progress("replace") as progress:
+    with hpstore.open(pool) as opened, progress_bar("replace") as bar:
         done = replace_device(
-            opened, old, new, domain=domain, rate_bytes_per_second=rate_of(rate), progress=progress,
-            allow_root_disk=allow_root_disk,
+            opened, old, new, domain=domain, rate_bytes_per_second=rate_of(rate),
+            progress=bar.objects, allow_root_disk=allow_root_disk,
         )  # fmt: skip
-        note_shared_disks(opened.admin.devices.answering_places())
+        note_shared_disks(opened.answering())
     facts = {
         "old": done.old.device_id, "new": done.new, "url": done.old.url, "moved": done.moved,
         "disk": done.location.disk, "serial": done.location.serial, "by_id": done.location.by_id,
@@ -157,10 +151,10 @@ def release(
     from hpstore.pool.replace_device import wait_released
 
     with hpstore.open(pool, read_only=True) as opened:
-        member = opened.admin.devices.find(device, returning=True)
+        member = opened.find(device, returning=True)
         if not member.left and agent_requests.in_maintenance(opened, member.device_id):
             with hpstore.open(pool) as writer:
-                writer.admin.devices.begin_release(member.device_id)
+                writer.begin_release(member.device_id)
         holders, location = wait_released(opened, member, wait), locate(member.url)
     facts = {
         "device": member.device_id, "url": member.url, "free": not holders, "disk": location.disk,
@@ -209,5 +203,5 @@ def rate_of(text: str) -> float | None:
     return float(parse_bytes(text)) if text else None
 
 
-__all__ = ["AllowRootDisk", "add", "drain", "evict", "note_shared_disks", "rate_of", "readmit",
+__all__ = ["add", "drain", "evict", "note_shared_disks", "rate_of", "readmit",
            "release", "replace", "sharing", "sit_out"]  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
+from hpstore.cli.options import DataUnits, Json, ParityUnits
 from hpstore.cli.output import emit_json, table
 from hpstore.durability import (
     Estimate,
@@ -105,8 +106,8 @@ def _finite(value: float) -> float | None:
 
 
 def run(
-    data: Annotated[int, typer.Option(help="data units a stripe, k")],
-    parity: Annotated[int, typer.Option(help="parity units a stripe, m: losses survived")],
+    data: DataUnits,
+    parity: ParityUnits,
     afr: Annotated[float, typer.Option(help="failures of a device in a year, such as 0.005")],
     rebuild_hours: Annotated[
         float | None, typer.Option(help="from a failure until all is written again")
@@ -130,9 +131,7 @@ def run(
         int, typer.Option(min=0, max=10_000_000, help="paths of a simulation by splitting")
     ] = 0,
     seed: Annotated[int, typer.Option(min=0, help="of the simulation; recorded")] = 0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="one JSON document on standard output")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Estimate the probability of losing data in a year; compare schemes.
 

@@ -3,43 +3,31 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import Progress
 
 import hpstore
-from hpstore.cli.options import PoolName
-from hpstore.cli.output import byte_progress, emit_json
+from hpstore.cli.options import Json, Keys, PoolName, Prefix, StepName
+from hpstore.cli.output import emit_json
+from hpstore.cli.progress_bar import progress_bar
 from hpstore.cli.step_words import resolved, steps_of
 from hpstore.units import format_bytes, parse_bytes
 
-Prefix = Annotated[str, typer.Argument(help="where the checkpoints are, such as runs/gpt")]
-Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
 Format = Annotated[
     str | None, typer.Option("--format", help="safetensors, torch or dcp (default: by the name)")
 ]
 _SHOWN = 8
 
 
-def _moves(bar: Progress) -> Callable[[int, int], None]:
-    def moved(done: int, total: int) -> None:
-        bar.update(bar.task_ids[0], completed=done, total=total)
-
-    return moved
-
-
 def export(
     pool: PoolName,
     prefix: Prefix,
-    step: Annotated[str, typer.Argument(help="a committed step, or latest")],
+    step: StepName,
     target: Annotated[str, typer.Argument(help="the file, or folder/, to make")],
     kind: Format = None,
-    keys: Annotated[
-        list[str] | None, typer.Option("--keys", help="only these parts, such as model; repeatable")
-    ] = None,
+    keys: Keys = None,
     strip: Annotated[
         str | None, typer.Option("--strip", help="take this path off the names, such as model/")
     ] = None,
@@ -56,12 +44,12 @@ def export(
     """
     from hpstore.checkpoint import export_checkpoint
 
-    with hpstore.open(pool, read_only=True) as opened, byte_progress("export", 0) as bar:
+    with hpstore.open(pool, read_only=True) as opened, progress_bar("export") as bar:
         steps = steps_of(opened, prefix)
         report = export_checkpoint(
             opened, steps.prefix, resolved(steps, step), target, format=kind, keys=keys,
             strip=strip, max_shard_bytes=parse_bytes(max_shard), rank=rank, force=force,
-            progress=_moves(bar),
+            progress=bar.of_bytes,
         )  # fmt: skip
     if as_json:
         emit_json(report.as_dict())
@@ -100,10 +88,10 @@ def import_(
     """
     from hpstore.checkpoint import import_checkpoint
 
-    with hpstore.open(pool) as opened, byte_progress("import", 0) as bar:
+    with hpstore.open(pool) as opened, progress_bar("import") as bar:
         report = import_checkpoint(
             opened, prefix, step, source, format=kind, under=under, allow_pickle=allow_pickle,
-            overwrite=overwrite, take_over=take_over, progress=_moves(bar),
+            overwrite=overwrite, take_over=take_over, progress=bar.of_bytes,
         )  # fmt: skip
     if as_json:
         emit_json(report.as_dict())

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from hpstore.cli.options import Json
 from hpstore.cli.output import emit_json, table
 from hpstore.config import find_config
 from hpstore.errors import ConfigError
@@ -18,9 +19,7 @@ def run(
         list[str], typer.Argument(help="directories, pool.toml files, names of registered pools")
     ],
     gpu: Annotated[int, typer.Option(min=0, help="index among the visible GPUs")] = 0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="one JSON document on standard output")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Check whether reads go straight to the GPU (GPUDirect), and if not, why.
 

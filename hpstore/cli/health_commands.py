@@ -10,18 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpstore.cli.agent_requests import tell
-from hpstore.cli.options import DeviceName, PoolName
-from hpstore.cli.output import (
-    byte_progress,
-    emit_json,
-    object_progress,
-    output_file,
-    require_place,
-    table,
-)
+from hpstore.cli.options import DeviceName, Json, PoolName
+from hpstore.cli.output import emit_json, output_file, require_place, table
+from hpstore.cli.progress_bar import progress_bar
 from hpstore.errors import ConfigError, ForecastError
 from hpstore.health.policy.operator_commands import Command
-from hpstore.maintenance.rebuild import Progress as Step
 from hpstore.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -37,7 +30,6 @@ health = typer.Typer(
 )
 
 Files = Annotated[list[Path], typer.Argument(help="drive-stats files: .csv, .csv.xz, .gz, .zip")]
-Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
 Family = Annotated[
     str | None, typer.Option(help="drive model of the files, for those without a model column")
 ]
@@ -80,11 +72,11 @@ def train(
     last = max(int(h.days[-1]) for h in gathered.histories)
     options = TrainOptions(horizon_days=horizon_days, folds=folds, trees=trees, seed=seed,
                            min_failures=min_failures)  # fmt: skip
-    with object_progress("train") as progress:
+    with progress_bar("train") as bar:
         model = learn(
             gathered, until=split_day(first, last, until), files=[path.name for path in files],
             options=options,
-            step=lambda done, total: progress(Step(done=done, total=total, bytes=0, key="")),
+            step=bar.steps,
         )  # fmt: skip
     evaluation, unevaluated = None, ""
     try:
@@ -217,10 +209,11 @@ def _load(files: list[Path], bad: BadRows, family: str | None, memory: str) -> G
     from hpstore.health.forecast.drive_histories import load_histories, stored_bytes
 
     paths = [str(path) for path in files]
-    with byte_progress("read", 2 * stored_bytes(paths)) as bar:
+    total = 2 * stored_bytes(paths)
+    with progress_bar("read") as bar:
         gathered = load_histories(
             paths, bad=bad, salt=_SALT, memory_bytes=parse_bytes(memory), family=family,
-            progress=lambda count: bar.advance(bar.task_ids[0], count),
+            progress=lambda count: bar.advance(count, total),
         )  # fmt: skip
     if gathered.healthy_share < 1:
         sys.stderr.write(

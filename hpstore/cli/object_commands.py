@@ -12,18 +12,18 @@ from typing import Annotated, BinaryIO
 import typer
 
 import hpstore
-from hpstore.cli.confirm import Yes, agree, first_of, refuse_existing
-from hpstore.cli.options import PoolName
+from hpstore.cli.confirm import agree, first_of, refuse_existing
+from hpstore.cli.options import Json, PoolName, Yes
 from hpstore.cli.output import (
     UNMENDED_EXIT_CODE,
     appears_whole,
-    byte_progress,
     emit_json,
     output_file,
     say,
     standard_input,
     table,
 )
+from hpstore.cli.progress_bar import progress_bar
 from hpstore.errors import (
     ConfigError,
     IntegrityError,
@@ -36,7 +36,6 @@ from hpstore.objects.object_info import ObjectInfo
 from hpstore.units import MIB, format_bytes
 
 Key = Annotated[str, typer.Argument(help="path-like key, such as runs/a")]
-Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
 Version = Annotated[
     str | None, typer.Option("--version", help="this one, of `hpstore versions`; else the newest")
 ]
@@ -57,13 +56,14 @@ def put(
     with (
         standard_input() if str(file) == "-" else _opened(file) as source,
         hpstore.open(pool) as opened,
-        byte_progress(key, os.fstat(source.fileno()).st_size) as bar,
+        progress_bar(key) as bar,
     ):
+        total = os.fstat(source.fileno()).st_size
         info = opened.put(
             key,
             source,
             if_absent=if_absent,
-            progress=lambda count: bar.advance(bar.task_ids[0], count),
+            progress=lambda count: bar.advance(count, total),
         )
     say(info.as_dict(),
         f"{key}: {format_bytes(info.size)} as {info.data}+{info.parity}, "
@@ -108,7 +108,7 @@ def _get(opened: hpstore.Pool, key: str, file: Path, wanted: str | None) -> int:
     meanwhile and the old one gone: two are never mixed."""
     with (
         opened.reader(key, version=wanted) as reader,
-        byte_progress(key, reader.size) as bar,
+        progress_bar(key) as bar,
         output_file(file) as out,
     ):
         size, version = reader.size, reader.version
@@ -121,7 +121,7 @@ def _get(opened: hpstore.Pool, key: str, file: Path, wanted: str | None) -> int:
                     "written are of the version before. Get it again.", key=key,
                 )  # fmt: skip
             out.write(memoryview(buffer)[:count])
-            bar.advance(bar.task_ids[0], count)
+            bar.advance(count, size)
     return size
 
 

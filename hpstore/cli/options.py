@@ -43,5 +43,21 @@ DeviceName = Annotated[
         help="path, URL, or the beginning of a device id", autocompletion=complete_device
     ),
 ]
+Prefix = Annotated[str, typer.Argument(help="where the checkpoints are, such as runs/gpt")]
+StepName = Annotated[str, typer.Argument(help="a committed step, or latest")]
+Keys = Annotated[
+    list[str] | None, typer.Option("--keys", help="only these parts, such as model; repeatable")
+]
+Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
+Rate = Annotated[str, typer.Option(help="limit in bytes per second, such as 200MB")]
+Force = Annotated[bool, typer.Option("--force", help="without the usual safety checks")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="do it without a question")]
+AllowRootDisk = Annotated[
+    bool, typer.Option("--allow-root-disk", help="also where a mount seems to be missing")
+]
+DataUnits = Annotated[int, typer.Option(help="data units per stripe, k")]
+ParityUnits = Annotated[int, typer.Option(help="parity units per stripe, m: losses survived")]
 
-__all__ = ["DeviceName", "PoolName", "complete_device", "complete_pool"]
+__all__ = ["AllowRootDisk", "DataUnits", "DeviceName", "Force", "Json", "Keys", "ParityUnits",
+           "PoolName", "Prefix", "Rate", "StepName", "Yes", "complete_device",
+           "complete_pool"]  # fmt: skip

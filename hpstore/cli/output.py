@@ -1,4 +1,4 @@
-"""Tables for people, JSON for machines, progress bars on a terminal."""
+"""Tables for people, JSON for machines, files that appear whole."""
 
 from __future__ import annotations
 
@@ -9,51 +9,25 @@ import shutil
 import stat
 import sys
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
 from hpstore.errors import ConfigError
 from hpstore.maintenance.rebalance import RebalanceReport
-from hpstore.maintenance.rebuild import Progress as Step
-from hpstore.maintenance.rebuild import ProgressCallback, RebuildReport
+from hpstore.maintenance.rebuild import RebuildReport
 from hpstore.membership.device_places import sharing_note
 from hpstore.pool.status import DeviceStatus, PoolStatus
 from hpstore.units import MIB, format_bytes
 
 UNMENDED_EXIT_CODE = 50
-_REFRESH_SECONDS = 0.1
 _SPOOL_BYTES = 1 * MIB
-
-
-class SampleCount(Protocol):
-    """How far work on samples is."""
-
-    @property
-    def records(self) -> int: ...
-
-    @property
-    def total(self) -> int | None: ...
-
-    @property
-    def bytes(self) -> int: ...
 
 
 def json_text(value: object, *, indent: int | None = None) -> str:
@@ -99,64 +73,6 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     for row in rows:
         made.add_row(*(Text(str(value)) for value in row))
     StdoutConsole(width=None if sys.stdout.isatty() else 160).print(made)
-
-
-@contextmanager
-def object_progress(what: str) -> Iterator[ProgressCallback]:
-    """A bar over objects with bytes done, on standard error when that is a terminal."""
-    console = Console(stderr=True)
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"), TimeElapsedColumn(), TimeRemainingColumn(),
-        console=console, transient=True, disable=not console.is_terminal,
-    ) as bar:  # fmt: skip
-        task = bar.add_task(what, total=None, rate="")
-
-        def report(step: Step) -> None:
-            elapsed = bar.tasks[0].elapsed or 0.0
-            rate = f"{format_bytes(step.bytes / elapsed)}/s" if elapsed > 0.5 else ""
-            bar.update(task, completed=step.done, total=step.total, rate=rate)
-
-        yield report
-
-
-@contextmanager
-def sample_progress(what: str) -> Iterator[Callable[[SampleCount], None]]:
-    """A bar over samples with rates and time left, on standard error when that is a terminal."""
-    console = Console(stderr=True)
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"), TimeElapsedColumn(), TimeRemainingColumn(),
-        console=console, transient=True, disable=not console.is_terminal,
-    ) as bar:  # fmt: skip
-        began = last = time.monotonic()
-        first: SampleCount | None = None
-
-        def report(count: SampleCount) -> None:
-            nonlocal first, last
-            now = time.monotonic()
-            if first is None:  # what was there before is no speed of ours
-                first = count
-                bar.add_task(what, total=count.total, completed=count.records, rate="")
-            elif now - last >= _REFRESH_SECONDS:
-                last, took = now, now - began
-                rate = (f"{(count.records - first.records) / took:.0f}/s "
-                        f"{format_bytes((count.bytes - first.bytes) / took)}/s")  # fmt: skip
-                bar.update(bar.task_ids[0], completed=count.records, rate=rate)
-
-        yield report
-
-
-@contextmanager
-def byte_progress(what: str, total: int) -> Iterator[Progress]:
-    """A bar over bytes with rate and time left; `advance(0, n)` moves it."""
-    console = Console(stderr=True)
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
-        TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal,
-    ) as bar:  # fmt: skip
-        bar.add_task(what, total=total)
-        yield bar
 
 
 def require_place(path: Path) -> None:
@@ -315,7 +231,6 @@ def show_rebalance(report: RebalanceReport) -> None:
         sys.stdout.write(f"NOT MOVED {key}: {reason}\n")
 
 
-__all__ = ["UNMENDED_EXIT_CODE", "SampleCount", "StdoutConsole", "appears_whole", "byte_progress",
-           "emit_json", "json_text", "object_progress", "output_file", "require_place",
-           "sample_progress", "say",
-           "show_rebalance", "show_report", "show_status", "standard_input", "table"]  # fmt: skip
+__all__ = ["UNMENDED_EXIT_CODE", "StdoutConsole", "appears_whole", "emit_json", "json_text",
+           "output_file", "require_place", "say", "show_rebalance", "show_report", "show_status",
+           "standard_input", "table"]  # fmt: skip

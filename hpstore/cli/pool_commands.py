@@ -12,30 +12,27 @@ from typing import Annotated
 import typer
 
 import hpstore
-from hpstore.cli.device_commands import AllowRootDisk, note_shared_disks, rate_of, sharing
-from hpstore.cli.options import PoolName
+from hpstore.cli.device_commands import note_shared_disks, rate_of, sharing
+from hpstore.cli.options import AllowRootDisk, DataUnits, Json, ParityUnits, PoolName, Rate
 from hpstore.cli.output import (
     UNMENDED_EXIT_CODE,
     emit_json,
-    object_progress,
     show_rebalance,
     show_report,
     show_status,
 )
+from hpstore.cli.progress_bar import progress_bar
 from hpstore.maintenance.rebalance import SPREAD
 from hpstore.maintenance.rebuild import RebuildReport
 from hpstore.pool.pool_names import VARIABLE, table_path
 from hpstore.units import parse_bytes
 
-Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
-Rate = Annotated[str, typer.Option(help="limit in bytes a second, such as 200MB")]
-
 
 def create(
     config: Annotated[Path, typer.Argument(help="the pool.toml to write")],
     devices: Annotated[list[str], typer.Argument(help="directories or URLs, one for each device")],
-    data: Annotated[int, typer.Option(help="data units a stripe, k")],
-    parity: Annotated[int, typer.Option(help="parity units a stripe, m: losses survived")],
+    data: DataUnits,
+    parity: ParityUnits,
     name: Annotated[str | None, typer.Option(help="register for hpstore.open(NAME)")] = None,
     unit: Annotated[str, typer.Option(help="stripe unit")] = "1MiB",
     group: Annotated[str, typer.Option(help="whose members may use the pool, too")] = "",
@@ -119,10 +116,10 @@ def rebuild(
 
     hpstore rebuild pool.toml --rate 500MB
     """
-    with hpstore.open(pool) as opened, object_progress("rebuild") as progress:
+    with hpstore.open(pool) as opened, progress_bar("rebuild") as bar:
         report = opened.rebuild(
-            progress=progress, rate_bytes_per_second=rate_of(rate), include_missing=include_missing,
-            everything=everything,
+            progress=bar.objects, rate_bytes_per_second=rate_of(rate),
+            include_missing=include_missing, everything=everything,
         )  # fmt: skip
     _finish("rebuild", report, as_json)
 
@@ -138,10 +135,10 @@ def scrub(
 
     hpstore scrub pool.toml --rate 200MB
     """
-    with hpstore.open(pool) as opened, object_progress("scrub") as progress:
+    with hpstore.open(pool) as opened, progress_bar("scrub") as bar:
         report = opened.scrub(
             prefix=prefix,
-            progress=progress,
+            progress=bar.objects,
             rate_bytes_per_second=rate_of(rate),
             resume=not restart,
         )
@@ -160,9 +157,9 @@ def rebalance(
 
     hpstore rebalance pool.toml --rate 200MB
     """
-    with hpstore.open(pool) as opened, object_progress("rebalance") as progress:
+    with hpstore.open(pool) as opened, progress_bar("rebalance") as bar:
         report = opened.rebalance(
-            spread=spread, progress=progress, rate_bytes_per_second=rate_of(rate)
+            spread=spread, progress=bar.objects, rate_bytes_per_second=rate_of(rate)
         )
     if as_json:
         emit_json(report.as_dict())
