@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hpstore.cli.confirm import agree_to_replace
+from hpstore.cli.options import Yes
 from hpstore.cli.output import emit_json, json_text, table
 from hpstore.errors import ConfigError
 
@@ -65,6 +67,7 @@ def run(
     plots: Annotated[
         Path | None, typer.Option(help="for cache and train: a directory for pictures (PNG)")
     ] = None,
+    yes: Yes = False,
 ) -> None:
     """Measure against the raw rates of the same minute.
 
@@ -78,6 +81,8 @@ def run(
         raise ConfigError(f"no benchmark is called {unknown[0]!r}; there are {list(BENCHMARKS)}")
     if json_file not in ("", "-") and not Path(json_file).absolute().parent.is_dir():
         raise ConfigError(f"results cannot be written: {Path(json_file).parent} is no directory")
+    if json_file:
+        agree_to_replace(Path(json_file), yes=yes, named=True)
     told = Options(
         directory=directory.absolute() if directory else None, size_bytes=0, repeats=repeats,
         peers=peers, compression=compression, cases=cases, device=device, stages=stages,

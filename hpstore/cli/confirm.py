@@ -14,6 +14,11 @@ REFUSED_EXIT_CODE = 1  # the answer was no
 _NAMED = 5
 
 
+def on_terminal() -> bool:
+    """Whether a user can be asked."""
+    return bool(sys.stdin and sys.stdin.isatty() and sys.stderr.isatty())
+
+
 def agree(question: str, *, yes: bool, named: bool = False) -> None:
     """Return when the user means it; before anything is changed.
 
@@ -21,10 +26,9 @@ def agree(question: str, *, yes: bool, named: bool = False) -> None:
     terminal can be asked, unless what goes was `named` one by one, as scripts do it; typer.Exit on
     any answer but yes.
     """
-    terminal = sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()
-    if yes or (named and not terminal):
+    if yes or (named and not on_terminal()):
         return
-    if not terminal:
+    if not on_terminal():
         raise ConfigError(
             f"{question}? There is no terminal to ask, and nothing was changed: say --yes"
         )
@@ -33,10 +37,13 @@ def agree(question: str, *, yes: bool, named: bool = False) -> None:
         raise typer.Exit(REFUSED_EXIT_CODE)
 
 
-def refuse_existing(path: Path, *, force: bool) -> None:
-    """Raises ConfigError for a file that writing would replace. Not for pipes and devices."""
-    if not force and path.exists() and appears_whole(path):
-        raise ConfigError(f"{path} exists, and was left as it is; --force replaces it")
+def agree_to_replace(path: Path, *, yes: bool, named: bool = False) -> bool:
+    """As agree(), for a file or folder that writing would replace: whether there is one. Not for
+    pipes and devices, nor for an empty folder."""
+    there = any(path.iterdir()) if path.is_dir() else path.exists() and appears_whole(path)
+    if there:
+        agree(f"replace {path}", yes=yes, named=named)
+    return there
 
 
 def first_of(things: list[str]) -> str:
@@ -45,4 +52,4 @@ def first_of(things: list[str]) -> str:
     return ", ".join(things[:_NAMED]) + more
 
 
-__all__ = ["REFUSED_EXIT_CODE", "agree", "first_of", "refuse_existing"]
+__all__ = ["REFUSED_EXIT_CODE", "agree", "agree_to_replace", "first_of", "on_terminal"]

@@ -55,7 +55,8 @@ def evict(
     """
     with hpstore.open(pool) as opened:
         found = opened.find(device)
-        agree(f"evict {found.url}: what it holds counts as lost", yes=yes, named=True)
+        unsafe = ", also what no other device can replace" if force else ""
+        agree(f"evict {found.url}: what it holds counts as lost{unsafe}", yes=yes, named=True)
         opened.evict(found.device_id, force=force)
     say({"device": found.device_id, "url": found.url, "state": "evicted"},
         f"{device} is evicted; `hpstore rebuild` heals what it held", as_json=as_json)  # fmt: skip

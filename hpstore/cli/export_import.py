@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 import hpstore
-from hpstore.cli.options import Json, Keys, PoolName, Prefix, StepName
+from hpstore.cli.confirm import agree_to_replace
+from hpstore.cli.options import Json, Keys, PoolName, Prefix, StepName, Yes
 from hpstore.cli.output import emit_json
 from hpstore.cli.progress_bar import progress_bar
 from hpstore.cli.step_words import resolved, steps_of
@@ -35,7 +36,7 @@ def export(
         str, typer.Option("--max-shard", help="largest safetensors file in a folder")
     ] = "5GiB",
     rank: Annotated[int, typer.Option(min=0, help="whose values, where each rank has its own")] = 0,
-    force: Annotated[bool, typer.Option("--force", help="replace what is there")] = False,
+    yes: Yes = False,
     as_json: Json = False,
 ) -> None:
     """Write a step as files.
@@ -44,11 +45,12 @@ def export(
     """
     from hpstore.checkpoint import export_checkpoint
 
+    replaces = agree_to_replace(Path(target), yes=yes)
     with hpstore.open(pool, read_only=True) as opened, progress_bar("export") as bar:
         steps = steps_of(opened, prefix)
         report = export_checkpoint(
             opened, steps.prefix, resolved(steps, step), target, format=kind, keys=keys,
-            strip=strip, max_shard_bytes=parse_bytes(max_shard), rank=rank, force=force,
+            strip=strip, max_shard_bytes=parse_bytes(max_shard), rank=rank, force=replaces,
             progress=bar.of_bytes,
         )  # fmt: skip
     if as_json:

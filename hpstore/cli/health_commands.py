@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpstore.cli.agent_requests import tell
-from hpstore.cli.options import DeviceName, Json, PoolName
+from hpstore.cli.confirm import agree_to_replace
+from hpstore.cli.options import DeviceName, Json, PoolName, Yes
 from hpstore.cli.output import emit_json, output_file, require_place, table
 from hpstore.cli.progress_bar import progress_bar
 from hpstore.errors import ConfigError, ForecastError
@@ -53,6 +54,7 @@ def train(
     ] = 10,
     memory: Memory = "1GiB",
     seed: Annotated[int, typer.Option(min=0, help="of folds and samples; recorded")] = 0,
+    yes: Yes = False,
     as_json: Json = False,
 ) -> None:
     """Learn to forecast failures from drive-stats files, and evaluate on the days left over.
@@ -66,6 +68,7 @@ def train(
     from hpstore.health.forecast.train_model import train as learn
 
     require_place(out)  # it takes hours
+    agree_to_replace(out, yes=yes, named=True)
     bad = BadRows()
     gathered = _load(files, bad, family, memory)
     first = min(int(h.days[0]) for h in gathered.histories)

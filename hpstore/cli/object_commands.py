@@ -12,13 +12,14 @@ from typing import Annotated, BinaryIO
 import typer
 
 import hpstore
-from hpstore.cli.confirm import agree, first_of, refuse_existing
+from hpstore.cli.confirm import agree, agree_to_replace, first_of, on_terminal
 from hpstore.cli.options import Json, PoolName, Yes
 from hpstore.cli.output import (
     UNMENDED_EXIT_CODE,
     appears_whole,
     emit_json,
     output_file,
+    require_place,
     say,
     standard_input,
     table,
@@ -47,12 +48,17 @@ def put(
     key: Key,
     file: Annotated[Path, typer.Argument(help="file to store, - for standard input")],
     if_absent: Annotated[bool, typer.Option("--if-absent", help="fail when it exists")] = False,
+    yes: Yes = False,
     as_json: Json = False,
 ) -> None:
     """Store a file.
 
     hpstore put pool.toml data/train.bin train.bin
+
+    Without a terminal to ask, an object of that key is replaced; --if-absent fails instead.
     """
+    if not (yes or if_absent) and on_terminal():
+        _agree_to_replace(pool, key)
     with (
         standard_input() if str(file) == "-" else _opened(file) as source,
         hpstore.open(pool) as opened,
@@ -70,6 +76,18 @@ def put(
         f"{info.losses_tolerated} more devices may be lost", as_json=as_json)  # fmt: skip
 
 
+def _agree_to_replace(pool: str, key: str) -> None:
+    """Ask before an object is replaced, before a file for it is read."""
+    with hpstore.open(pool, read_only=True) as opened:
+        try:
+            found = format_bytes(opened.stat(key).size)
+        except ObjectNotFound:
+            return
+        except (TooManyErasures, IntegrityError):
+            found = "which cannot be read now"
+    agree(f"replace object {key} of {pool}, {found}", yes=False)
+
+
 def _opened(file: Path) -> BinaryIO:
     if not file.is_file():
         raise ConfigError(f"{file} is not a file")
@@ -81,7 +99,7 @@ def get(
     key: Key,
     file: Annotated[Path, typer.Argument(help="file to write, - for standard output")],
     version: Version = None,
-    force: Annotated[bool, typer.Option("--force", help="replace the file that is there")] = False,
+    yes: Yes = False,
     as_json: Json = False,
 ) -> None:
     """Read an object into a file.
@@ -90,7 +108,9 @@ def get(
     """
     if as_json and str(file) == "-":
         raise ConfigError("standard output is for the object here: --json needs a file to write")
-    refuse_existing(file, force=force)
+    if str(file) != "-":
+        require_place(file)
+        agree_to_replace(file, yes=yes)
     with hpstore.open(pool, read_only=True) as opened:
         for left in reversed(range(_GET_TRIES)):
             try:

@@ -212,7 +212,7 @@ def test_an_export_under_an_unknown_suffix_is_refused(
         assert not (tmp_path / name).exists()
     cli("export", RUN, 1, f"{tmp_path}/llama-3.1/")
     (tmp_path / "there.v2").mkdir()
-    cli("export", RUN, 1, tmp_path / "there.v2", "--force")
+    cli("export", RUN, 1, tmp_path / "there.v2", "--yes")
     cli("export", RUN, 1, tmp_path / "x.y", "--format", "dcp")
     assert (tmp_path / "llama-3.1" / "model.safetensors").is_file()
     assert (tmp_path / "there.v2" / "model.safetensors").is_file()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import hpstore
+from hpstore import errors
 from hpstore.checkpoint import Checkpointer
 from hpstore.errors import ConfigError
 from hpstore.loaders import DatasetWriter, Field, list_datasets
@@ -88,6 +89,85 @@ def test_on_a_terminal_it_is_asked(cli: Cli, answer: str, code: int) -> None:
         assert bool(list_datasets(opened)) == bool(code)
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """As on a terminal whose user always answers no: the questions."""
+    questions: list[str] = []
+
+    def answer(question: str, **_: object) -> bool:
+        questions.append(question)
+        return False
+
+    monkeypatch.setattr("hpstore.cli.confirm.on_terminal", lambda: True)
+    monkeypatch.setattr("hpstore.cli.object_commands.on_terminal", lambda: True)
+    monkeypatch.setattr("typer.confirm", answer)
+    return questions
+
+
+OVERWRITING: dict[str, tuple[object, ...]] = {
+    "object k": ("put", "pool.toml", "k", "new"),
+    "old": ("get", "pool.toml", "k", "old"),
+    "old.safetensors": ("checkpoint", "export", "pool.toml", "runs/a", 1, "old.safetensors"),
+    "folder": ("checkpoint", "export", "pool.toml", "runs/a", 1, "folder"),
+    "model.json": ("health", "train", "none.csv", "--out", "model.json"),
+    "old.json": ("bench", "erasure", "--json", "old.json"),
+}
+
+
+@pytest.fixture
+def standing(cli: Cli) -> dict[str, bytes]:
+    """What the commands of OVERWRITING would replace."""
+    (cli.directory / "folder").mkdir()
+    kept = {"old": b"1", "old.safetensors": b"2", "folder/model.safetensors": b"3",
+            "model.json": b"4", "old.json": b"5"}  # fmt: skip
+    for name, data in kept.items():
+        (cli.directory / name).write_bytes(data)
+    (cli.directory / "new").write_bytes(b"new data")
+    return kept
+
+
+@pytest.mark.parametrize("what", OVERWRITING)
+def test_overwriting_is_asked_on_a_terminal(
+    cli: Cli, standing: dict[str, bytes], asked: list[str], what: str
+) -> None:
+    """Issue 36: with no for an answer, the code is 1 and everything is as it was."""
+    cli(*OVERWRITING[what], code=1)
+    (question,) = asked
+    assert question.startswith(f"replace {what}")
+    assert {name: (cli.directory / name).read_bytes() for name in standing} == standing
+    with hpstore.open(cli.pool, read_only=True) as pool:
+        assert pool.get("k") == b"data"
+
+
+@pytest.mark.parametrize("what", ["old", "old.safetensors", "folder"])
+def test_local_files_are_not_replaced_without_a_terminal_and_without_yes(
+    cli: Cli, standing: dict[str, bytes], what: str
+) -> None:
+    said = cli(*OVERWRITING[what], code=ConfigError.exit_code)
+    assert f"replace {what}? There is no terminal to ask" in said
+    assert {name: (cli.directory / name).read_bytes() for name in standing} == standing
+    if what != "folder":
+        cli(*OVERWRITING[what], "--yes")
+        assert (cli.directory / what).read_bytes() != standing[what]
+
+
+def test_scripts_replace_the_object_that_they_name(cli: Cli, standing: dict[str, bytes]) -> None:
+    """`put POOL KEY FILE` is what stores do; --if-absent refuses."""
+    cli("put", cli.pool, "k", "new")
+    with hpstore.open(cli.pool, read_only=True) as pool:
+        assert pool.get("k") == b"new data"
+    cli("put", cli.pool, "k", "old", "--if-absent", code=errors.VersionConflict.exit_code)
+
+
+def test_the_settings_of_a_pool_are_never_replaced(cli: Cli, asked: list[str]) -> None:
+    """pool.toml has the pool's key: no answer and no --yes makes another one over it."""
+    before = Path(cli.pool).read_bytes()
+    words = ("create", cli.pool, "--data", 1, "--parity", 1, *(cli.directory / n for n in "xyz"))
+    assert "exists" in cli(*words, code=ConfigError.exit_code)
+    assert not asked
+    assert Path(cli.pool).read_bytes() == before
+
+
 def test_get_replaces_no_file_unless_told(cli: Cli, tmp_path: Path) -> None:
     """Point 8: `hpstore get` wrote over local files silently; links to files count as files."""
     out = tmp_path / "out"
@@ -95,8 +175,8 @@ def test_get_replaces_no_file_unless_told(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(out)
     for name in ("out", "link"):
         said = cli("get", cli.pool, "k", name, code=ConfigError.exit_code)
-        assert "exists, and was left as it is; --force" in said
+        assert f"replace {name}? There is no terminal to ask, and nothing was changed" in said
         assert out.read_bytes() == b"mine"
-    cli("get", cli.pool, "k", "out", "--force")
+    cli("get", cli.pool, "k", "out", "--yes")
     assert out.read_bytes() == b"data"
     cli("get", cli.pool, "k", "/dev/null")

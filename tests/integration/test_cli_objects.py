@@ -131,7 +131,7 @@ def test_versions_are_listed_and_got_by_name(cli: Cli, tmp_path: Path) -> None:
     assert (version["standing"], version["current"], version["needed"]) == ("readable", True, 2)
     assert version["version"] in cli("versions", cli.pool, "k")
     token = version["version"]
-    assert cli.json("get", cli.pool, "k", "out", "--version", token, "--force")["size"] == len(OLD)
+    assert cli.json("get", cli.pool, "k", "out", "--version", token, "--yes")["size"] == len(OLD)
     assert (tmp_path / "out").read_bytes() == OLD
     assert cli.json("stat", cli.pool, "k", "--version", token)["version"] == token
     other = token[:-1] + ("0" if token[-1] != "0" else "1")

@@ -30,7 +30,7 @@ def test_get_follows_links_and_writes_into_pipes(pool: hpstore.Pool, tmp_path: P
     (tmp_path / "real").write_bytes(b"old")
     (tmp_path / "link").symlink_to(tmp_path / "real")
     config, run = str(tmp_path / "pool.toml"), CliRunner()
-    assert run.invoke(app, ["get", config, "k", str(tmp_path / "link"), "--force"]).exit_code == 0
+    assert run.invoke(app, ["get", config, "k", str(tmp_path / "link"), "--yes"]).exit_code == 0
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "real").read_bytes() == b"data"
     os.mkfifo(tmp_path / "fifo")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-import hpstore.cli.progress_bar as module
 from hpstore.cli.progress_bar import Bar
 from hpstore.maintenance.rebuild import Progress as Step
 from hpstore.units import MIB
@@ -25,13 +25,13 @@ class Count:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("hpstore.cli.progress_bar.time.monotonic", lambda: now[0])
     return now
 
 
 def test_every_kind_of_callback_shows_amount_and_rate(clock: list[float]) -> None:
     """Objects, bytes, parts of bytes, steps; after ten seconds, from the beginning."""
-    moved = {
+    moved: dict[str, Callable[[Bar], object]] = {
         "objects": lambda bar: bar.objects(Step(done=3, total=9, bytes=20 * MIB, key="k")),
         "bytes": lambda bar: bar.of_bytes(20 * MIB, 40 * MIB),
         "parts": lambda bar: [bar.advance(10 * MIB, 40 * MIB) for _ in range(2)],
