@@ -1,5 +1,5 @@
 """Other people's interfaces to a pool: fsspec (`hpstore://NAME/key`)."""
 
-from hpstore.interop.filesystem import HpstoreFileSystem
+from hpstore.interop.filesystem import PoolFileSystem
 
-__all__ = ["HpstoreFileSystem"]
+__all__ = ["PoolFileSystem"]

@@ -11,22 +11,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hpstore.trainers.huggingface import HPAccelerate, HPLoader, HPTrainerCallback
-    from hpstore.trainers.lightning import HPCheckpointIO, RequireUsedIO
+    from hpstore.trainers.huggingface import PoolAccelerate, PoolLoader, PoolTrainerCallback
+    from hpstore.trainers.lightning import PoolCheckpointIO, RequireUsedIO
     from hpstore.trainers.pipelining.hooks import PipelineHooks
     from hpstore.trainers.pipelining.idle_time import BubbleReport
     from hpstore.trainers.pipelining.step_record import StepRecord
-    from hpstore.trainers.torch_checkpointing import HPStorage, HPStorageConfig
+    from hpstore.trainers.torch_checkpointing import PoolStorage, PoolStorageConfig
 
 _HOMES = {
     "BubbleReport": "hpstore.trainers.pipelining.idle_time",
-    "HPAccelerate": "hpstore.trainers.huggingface",
-    "HPCheckpointIO": "hpstore.trainers.lightning",
-    "HPLoader": "hpstore.trainers.huggingface",
-    "HPStorage": "hpstore.trainers.torch_checkpointing",
-    "HPStorageConfig": "hpstore.trainers.torch_checkpointing",
-    "HPTrainerCallback": "hpstore.trainers.huggingface",
     "PipelineHooks": "hpstore.trainers.pipelining.hooks",
+    "PoolAccelerate": "hpstore.trainers.huggingface",
+    "PoolCheckpointIO": "hpstore.trainers.lightning",
+    "PoolLoader": "hpstore.trainers.huggingface",
+    "PoolStorage": "hpstore.trainers.torch_checkpointing",
+    "PoolStorageConfig": "hpstore.trainers.torch_checkpointing",
+    "PoolTrainerCallback": "hpstore.trainers.huggingface",
     "RequireUsedIO": "hpstore.trainers.lightning",
     "StepRecord": "hpstore.trainers.pipelining.step_record",
 }
@@ -38,6 +38,15 @@ def __getattr__(name: str) -> object:
     return getattr(import_module(_HOMES[name]), name)
 
 
-__all__ = ["BubbleReport", "HPAccelerate", "HPCheckpointIO", "HPLoader", "HPStorage",
-           "HPStorageConfig", "HPTrainerCallback", "PipelineHooks", "RequireUsedIO",
-           "StepRecord"]  # fmt: skip
+__all__ = [
+    "BubbleReport",
+    "PipelineHooks",
+    "PoolAccelerate",
+    "PoolCheckpointIO",
+    "PoolLoader",
+    "PoolStorage",
+    "PoolStorageConfig",
+    "PoolTrainerCallback",
+    "RequireUsedIO",
+    "StepRecord",
+]

@@ -49,8 +49,8 @@ _FILES = {
 }  # fmt: skip
 
 
-class HPTrainerCallback(TrainerCallback, Closing):
-    """`Trainer(callbacks=[HPTrainerCallback(pool, "runs/bert", keep_last=3)])` saves to a pool.
+class PoolTrainerCallback(TrainerCallback, Closing):
+    """`Trainer(callbacks=[PoolTrainerCallback(pool, "runs/bert", keep_last=3)])` saves to a pool.
 
     Saves whenever the Trainer does; with `every`, also after every so many steps, so that the
     Trainer itself may have save_strategy="no". A save holds model, optimizer, scheduler, scaler,
@@ -91,7 +91,7 @@ class HPTrainerCallback(TrainerCallback, Closing):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse what would not be saved as a whole."""
         if args.world_size > 1 or getattr(args, "fsdp", None) or getattr(args, "deepspeed", None):
-            raise CheckpointError("HPTrainerCallback saves one process without FSDP or DeepSpeed")
+            raise CheckpointError("PoolTrainerCallback saves one process without FSDP or DeepSpeed")
         others = sorted(set(state.stateful_callbacks) - {"TrainerControl"})
         if self.every is not None and others:
             raise CheckpointError(
@@ -199,8 +199,8 @@ def trainer_rng() -> dict[str, Any]:
     return states
 
 
-class HPAccelerate(Closing):
-    """`with HPAccelerate(accelerator, pool, "runs/x"):` save_state() and load_state() use a pool.
+class PoolAccelerate(Closing):
+    """`with PoolAccelerate(accelerator, pool, "runs/x"):` save_state() and load_state() use a pool.
 
     It takes the place of both methods until close(), and nothing is written to the local disk:
     accelerate's hooks cannot keep the optimizers' bytes off it, and load_state() wants a folder
@@ -231,8 +231,8 @@ class HPAccelerate(Closing):
         kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
         if kind != "NO" and not kind.startswith("MULTI_"):
             raise CheckpointError(
-                f"HPAccelerate saves one process or a data-parallel job (DDP), not {kind}; shards "
-                "are saved by a Checkpointer with the modules and optimizers themselves"
+                f"PoolAccelerate saves one process or a data-parallel job (DDP), not {kind}; "
+                "a Checkpointer saves shards, from the modules and optimizers themselves"
             )
         if keep_last is None:
             keep_last = accelerator.project_configuration.total_limit
@@ -394,8 +394,8 @@ class HPAccelerate(Closing):
                 self.pool.close()
 
 
-class HPLoader(Closing):
-    """`for batch in HPLoader(accelerator, loader)`: a hpstore DataLoader under an Accelerator.
+class PoolLoader(Closing):
+    """`for batch in PoolLoader(accelerator, loader)`: a hpstore DataLoader under an Accelerator.
 
     accelerator.prepare(loader) gives a hpstore DataLoader back as it is: it shards, shuffles and
     resumes by itself. What is left is done here: batches go to the accelerator's device, and the
@@ -404,7 +404,7 @@ class HPLoader(Closing):
     keeps that default, for evaluation too: with tail="uneven" ranks differ in rows and steps.
 
     state_dict() and load_state_dict() are the loader's; save_state() of the accelerator, and of
-    HPAccelerate, keep it with the rest.
+    PoolAccelerate, keep it with the rest.
     """
 
     _is_accelerate_prepared = True
@@ -459,4 +459,4 @@ def _loader_state(loader: Any) -> Any:
     return loader.state_dict() if getattr(loader, "use_stateful_dataloader", False) else None
 
 
-__all__ = ["HPAccelerate", "HPLoader", "HPTrainerCallback"]
+__all__ = ["PoolAccelerate", "PoolLoader", "PoolTrainerCallback"]

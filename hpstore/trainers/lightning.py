@@ -41,8 +41,8 @@ def _place_tensor(tensor: torch.Tensor, map_location: object) -> torch.Tensor:
     raise CheckpointError(f"map_location of {type(map_location).__name__} is not understood")
 
 
-class HPCheckpointIO(CheckpointIO):
-    """`Trainer(plugins=[HPCheckpointIO(pool, "runs/gpt")])`: checkpoints go to a pool.
+class PoolCheckpointIO(CheckpointIO):
+    """`Trainer(plugins=[PoolCheckpointIO(pool, "runs/gpt")])`: checkpoints go to a pool.
 
     Saving returns once the state is copied; encoding, writing and the commit go on in the
     background. What went wrong is raised at the next save, load or teardown. A checkpoint that
@@ -87,7 +87,7 @@ class HPCheckpointIO(CheckpointIO):
         """Save; returns once staged. Raises CheckpointError naming an entry it cannot hold, and
         TypeError for storage_options, as every CheckpointIO that has no use for them."""
         if storage_options is not None:
-            raise TypeError("HPCheckpointIO takes no storage_options. Nothing was saved.")
+            raise TypeError("PoolCheckpointIO takes no storage_options. Nothing was saved.")
         marker = self._marker(path)
         made = marker is not None and not os.path.isfile(marker)
         self.checkpoints.save(
@@ -196,26 +196,26 @@ IGNORING = ("ModelParallelStrategy", "DeepSpeedStrategy")
 
 
 class RequireUsedIO(Callback):
-    """Refuses a run whose strategy would ignore its HPCheckpointIO without a word.
+    """Refuses a run whose strategy would ignore its PoolCheckpointIO without a word.
 
-    Every Trainer of a process that has imported HPCheckpointIO gets one by an entry point
+    Every Trainer of a process that has imported PoolCheckpointIO gets one by an entry point
     (lightning_guard.py). Raises CheckpointError on all ranks, before anything is trained.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy: Any = trainer.strategy  # Any: strategies differ in what they have
         plugin = strategy._checkpoint_io
-        while plugin is not None and not isinstance(plugin, HPCheckpointIO):
+        while plugin is not None and not isinstance(plugin, PoolCheckpointIO):
             plugin = getattr(plugin, "checkpoint_io", None)  # AsyncCheckpointIO and the like
         kinds = {kind.__name__ for kind in type(strategy).__mro__}
         sharded = "FSDPStrategy" in kinds and getattr(strategy, "_state_dict_type", "") == "sharded"
         if plugin is not None and (sharded or not kinds.isdisjoint(IGNORING)):
             raise CheckpointError(
-                f"{type(strategy).__name__} does not ask HPCheckpointIO: its checkpoints would go "
-                "to the local disk, and none to the pool. Nothing was trained. Use DDPStrategy, or "
-                "no HPCheckpointIO and torch.distributed.checkpoint with hpstore's StorageWriter, "
-                "or the Checkpointer, in a callback of yours (docs/trainers.md)."
+                f"{type(strategy).__name__} does not ask PoolCheckpointIO: its checkpoints would "
+                "go to the local disk, and none to the pool. Nothing was trained. Use DDPStrategy, "
+                "or no PoolCheckpointIO and torch.distributed.checkpoint with hpstore's "
+                "StorageWriter, or the Checkpointer, in a callback of yours (docs/trainers.md)."
             )
 
 
-__all__ = ["HPCheckpointIO", "RequireUsedIO", "place"]
+__all__ = ["PoolCheckpointIO", "RequireUsedIO", "place"]

@@ -6,7 +6,7 @@ import sys
 
 
 def callbacks() -> list[object]:
-    """For a Trainer that is being made: a RequireUsedIO where HPCheckpointIO is in use here."""
+    """For a Trainer that is being made: a RequireUsedIO where PoolCheckpointIO is in use here."""
     plugin = sys.modules.get("hpstore.trainers.lightning")
     return [] if plugin is None else [plugin.RequireUsedIO()]
 

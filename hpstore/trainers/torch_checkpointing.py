@@ -30,8 +30,8 @@ _MARK = ".hpstore-directory"  # an object that makes a directory exist while it 
 
 
 @dataclass
-class HPStorageConfig(StorageConfig):
-    """`storage_config=HPStorageConfig("pool.toml", "runs/gpt")` for a CheckpointManager.
+class PoolStorageConfig(StorageConfig):
+    """`storage_config=PoolStorageConfig("pool.toml", "runs/gpt")` for a CheckpointManager.
 
     pool: a Pool, or the name or settings file of one; it pickles, so async savers work. prefix:
     where in the pool the paths begin.
@@ -40,12 +40,12 @@ class HPStorageConfig(StorageConfig):
     pool: PoolLike
     prefix: str
 
-    def create_storage(self) -> HPStorage:
+    def create_storage(self) -> PoolStorage:
         """A storage on the pool."""
-        return HPStorage(self.pool, self.prefix)
+        return PoolStorage(self.pool, self.prefix)
 
 
-class HPStorage(Storage):
+class PoolStorage(Storage):
     """torch_checkpointing's files as objects under a prefix. Thread-safe.
 
     A path is a key: "/ckpt/step-1" and "ckpt/step-1" are the same. A file is durable when its
@@ -331,7 +331,7 @@ def occupied(source: Path, target: Path, number: int) -> OSError:
 class PoolWriteFile(io.BytesIO):
     """A file on its way to the pool; close() puts it."""
 
-    def __init__(self, storage: HPStorage, path: Path) -> None:
+    def __init__(self, storage: PoolStorage, path: Path) -> None:
         super().__init__()
         self._storage, self._path = storage, path
 
@@ -400,4 +400,4 @@ class PooledStream(io.RawIOBase):
         super().close()
 
 
-__all__ = ["HPStorage", "HPStorageConfig", "PooledStream", "PoolWriteFile", "components"]
+__all__ = ["PoolStorage", "PoolStorageConfig", "PooledStream", "PoolWriteFile", "components"]

@@ -12,7 +12,7 @@ import pytest
 
 import hpstore
 from hpstore.config import Settings, register
-from hpstore.interop import HpstoreFileSystem
+from hpstore.interop import PoolFileSystem
 from hpstore.testing.memory_pool import Harness
 from hpstore.units import KIB, MIB
 
@@ -33,11 +33,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("HPSTORE_POOLS", raising=False)
-    fsspec.register_implementation("hpstore", HpstoreFileSystem, clobber=True)
-    HpstoreFileSystem.clear_instance_cache()
+    fsspec.register_implementation("hpstore", PoolFileSystem, clobber=True)
+    PoolFileSystem.clear_instance_cache()
     yield tmp_path / "home"
-    HpstoreFileSystem.mounts.close()
-    HpstoreFileSystem.clear_instance_cache()
+    PoolFileSystem.mounts.close()
+    PoolFileSystem.clear_instance_cache()
 
 
 @pytest.fixture
@@ -67,9 +67,9 @@ def pool(harness: Harness) -> Iterator[hpstore.Pool]:
 
 
 @pytest.fixture
-def fs(harness: Harness) -> HpstoreFileSystem:
+def fs(harness: Harness) -> PoolFileSystem:
     """The file system of all named pools."""
-    return HpstoreFileSystem()
+    return PoolFileSystem()
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from fsspec.tests.abstract import (
 )
 
 import hpstore
-from hpstore.interop import HpstoreFileSystem
+from hpstore.interop import PoolFileSystem
 from tests.thorough import LONG
 
 
@@ -41,14 +41,14 @@ class _Named(AbstractFixtures):  # type: ignore[misc]  # fsspec is untyped
         return str(make_path_posix(str(tmp_path / "local")))
 
     @pytest.fixture
-    def fs(self, harness: object) -> HpstoreFileSystem:
-        return HpstoreFileSystem()
+    def fs(self, harness: object) -> PoolFileSystem:
+        return PoolFileSystem()
 
 
 class _Bare(_Named):
     @pytest.fixture
-    def fs(self, pool: hpstore.Pool) -> HpstoreFileSystem:
-        return HpstoreFileSystem(pool=pool)
+    def fs(self, pool: hpstore.Pool) -> PoolFileSystem:
+        return PoolFileSystem(pool=pool)
 
     @pytest.fixture
     def fs_path(self) -> str:

@@ -20,7 +20,7 @@ import pytest
 
 import hpstore
 from hpstore.errors import ConfigError, TooFewDevices, VersionConflict
-from hpstore.interop import HpstoreFileSystem
+from hpstore.interop import PoolFileSystem
 from hpstore.interop.filesystem import unclosed_streams as forgotten_module
 from hpstore.testing.memory_pool import Harness
 from tests.fault.common import exit_status, forked, poll
@@ -45,7 +45,7 @@ def drop_in_a_handler(streams: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["wb", "w", "xb", "ab", "r+b"])
-def test_a_forgotten_stream_is_stored(fs: HpstoreFileSystem, name: str, mode: str) -> None:
+def test_a_forgotten_stream_is_stored(fs: PoolFileSystem, name: str, mode: str) -> None:
     """As other file systems do: duckdb, polars and zipfile drop their streams. It is said."""
     if mode == "r+b":
         fs.pipe_file(f"{name}/a", b"b")
@@ -59,7 +59,7 @@ def test_a_forgotten_stream_is_stored(fs: HpstoreFileSystem, name: str, mode: st
     assert fs.cat_file(f"{name}/a") == b"whole"
 
 
-def test_a_stream_that_an_exception_drops_stores_nothing(fs: HpstoreFileSystem, name: str) -> None:
+def test_a_stream_that_an_exception_drops_stores_nothing(fs: PoolFileSystem, name: str) -> None:
     """In the handler of the exception."""
     stream = fs.open(f"{name}/a", "wb")
     stream.write(b"half")
@@ -71,7 +71,7 @@ def test_a_stream_that_an_exception_drops_stores_nothing(fs: HpstoreFileSystem, 
 
 
 def test_a_stream_whose_write_failed_is_not_stored_when_it_is_forgotten(
-    fs: HpstoreFileSystem, name: str, monkeypatch: pytest.MonkeyPatch
+    fs: PoolFileSystem, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part of it may be missing. What was refused before anything was written is no failure."""
     for error, said in ((TypeError, FORGOTTEN), (OSError, "nothing was stored")):
@@ -92,7 +92,7 @@ def test_a_stream_whose_write_failed_is_not_stored_when_it_is_forgotten(
 
 
 def test_a_forgotten_stream_that_cannot_be_stored_is_logged(
-    fs: HpstoreFileSystem, name: str, harness: Harness, caplog: pytest.LogCaptureFixture
+    fs: PoolFileSystem, name: str, harness: Harness, caplog: pytest.LogCaptureFixture
 ) -> None:
     stream = fs.open(f"{name}/a", "wb")
     stream.write(b"x")
@@ -107,7 +107,7 @@ def test_a_forgotten_stream_that_cannot_be_stored_is_logged(
 
 
 def test_a_stream_that_is_collected_under_a_lock_does_not_wait_for_ever(
-    fs: HpstoreFileSystem, name: str, monkeypatch: pytest.MonkeyPatch
+    fs: PoolFileSystem, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A collector runs on any thread, in the midst of anything: the put is another thread's."""
     monkeypatch.setattr(forgotten_module, "WAIT_SECONDS", 0.2)
@@ -128,7 +128,7 @@ def test_a_stream_that_is_collected_under_a_lock_does_not_wait_for_ever(
     poll(20, lambda: bool(fs.exists(f"{name}/a")))
 
 
-def test_a_fork_does_not_store_what_its_parent_writes(fs: HpstoreFileSystem, name: str) -> None:
+def test_a_fork_does_not_store_what_its_parent_writes(fs: PoolFileSystem, name: str) -> None:
     stream = fs.open(f"{name}/a", "wb")
     stream.write(b"half")
 
@@ -176,7 +176,7 @@ def test_what_is_open_at_the_end_of_a_program(tmp_path: Path, end: str) -> None:
 # --- pickled ---------------------------------------------------------------------------------
 
 
-def test_a_read_stream_pickles(fs: HpstoreFileSystem, name: str) -> None:
+def test_a_read_stream_pickles(fs: PoolFileSystem, name: str) -> None:
     """dask, distributed and joblib send open files: the version, and the position."""
     fs.pipe_file(f"{name}/a", b"0123456789")
     with fs.open(f"{name}/a") as stream:
@@ -196,7 +196,7 @@ def test_a_read_stream_pickles(fs: HpstoreFileSystem, name: str) -> None:
         pickle.loads(sent)
 
 
-def test_streams_know_their_file_system(fs: HpstoreFileSystem, name: str) -> None:
+def test_streams_know_their_file_system(fs: PoolFileSystem, name: str) -> None:
     """As fsspec's own do."""
     with fs.open(f"{name}/a", "wb") as stream:
         assert (stream.fs, stream.details["type"]) == (fs, "file")
@@ -210,7 +210,7 @@ def test_streams_know_their_file_system(fs: HpstoreFileSystem, name: str) -> Non
 # --- appended to -----------------------------------------------------------------------------
 
 
-def test_appending_keeps_what_is_there(fs: HpstoreFileSystem, name: str) -> None:
+def test_appending_keeps_what_is_there(fs: PoolFileSystem, name: str) -> None:
     """Binary and text; wherever the position is set, writes go to the end; a new one is made."""
     path = f"{name}/log"
     for number in range(3):
@@ -232,7 +232,7 @@ def test_appending_keeps_what_is_there(fs: HpstoreFileSystem, name: str) -> None
 
 @pytest.mark.parametrize("mode", ["ab", "r+b"])
 def test_what_is_appended_to_keeps_its_metadata(
-    fs: HpstoreFileSystem, name: str, pool: hpstore.Pool, mode: str
+    fs: PoolFileSystem, name: str, pool: hpstore.Pool, mode: str
 ) -> None:
     pool.put("a", b"0", {"run": 1})
     with fs.open(f"{name}/a", mode) as stream:
@@ -241,7 +241,7 @@ def test_what_is_appended_to_keeps_its_metadata(
 
 
 @pytest.mark.parametrize("mode", ["r+b", "rb+"])
-def test_updating_changes_bytes_in_the_midst(fs: HpstoreFileSystem, name: str, mode: str) -> None:
+def test_updating_changes_bytes_in_the_midst(fs: PoolFileSystem, name: str, mode: str) -> None:
     """h5py: seek, read, write, truncate; the object is replaced as a whole at the end."""
     path = f"{name}/a"
     with pytest.raises(FileNotFoundError):
@@ -264,7 +264,7 @@ def test_updating_changes_bytes_in_the_midst(fs: HpstoreFileSystem, name: str, m
 
 
 @pytest.mark.parametrize("mode", ["ab", "r+b"])
-def test_two_that_append_at_once_lose_nothing(fs: HpstoreFileSystem, name: str, mode: str) -> None:
+def test_two_that_append_at_once_lose_nothing(fs: PoolFileSystem, name: str, mode: str) -> None:
     """The second to close is told; what the first has stored stays."""
     path = f"{name}/log"
     fs.pipe_file(path, b"0")
@@ -284,9 +284,7 @@ def test_two_that_append_at_once_lose_nothing(fs: HpstoreFileSystem, name: str, 
     assert fs.cat_file(f"{name}/new") == b"1"
 
 
-def test_an_exception_leaves_what_was_appended_to_as_it_was(
-    fs: HpstoreFileSystem, name: str
-) -> None:
+def test_an_exception_leaves_what_was_appended_to_as_it_was(fs: PoolFileSystem, name: str) -> None:
     fs.pipe_file(f"{name}/a", b"old")
 
     def stop() -> None:
@@ -302,14 +300,14 @@ def test_an_exception_leaves_what_was_appended_to_as_it_was(
 # --- looked at -------------------------------------------------------------------------------
 
 
-def test_files_say_when_they_were_put(fs: HpstoreFileSystem, name: str) -> None:
+def test_files_say_when_they_were_put(fs: PoolFileSystem, name: str) -> None:
     """pyarrow and UPath look for "mtime"."""
     fs.pipe_file(f"{name}/a", b"x")
     for facts in (fs.info(f"{name}/a"), fs.ls(name)[0], fs.find(name, detail=True)[f"{name}/a"]):
         assert facts["mtime"] == facts["created"] > 1.6e9
 
 
-def test_a_directory_is_no_file(fs: HpstoreFileSystem, name: str) -> None:
+def test_a_directory_is_no_file(fs: PoolFileSystem, name: str) -> None:
     fs.pipe_file(f"{name}/d/a", b"x")
     with pytest.raises(IsADirectoryError):
         fs.open(f"{name}/d")
@@ -317,7 +315,7 @@ def test_a_directory_is_no_file(fs: HpstoreFileSystem, name: str) -> None:
         fs.open(f"{name}/e")
 
 
-def test_slashes_count_once(fs: HpstoreFileSystem, name: str) -> None:
+def test_slashes_count_once(fs: PoolFileSystem, name: str) -> None:
     """As on a disk: clients join paths that end in one."""
     fs.pipe_file(f"{name}//d///a", b"x")
     assert fs.cat_file(f"{name}/d/a") == b"x"

@@ -21,19 +21,19 @@ from hpstore.errors import (
     TooManyErasures,
     VersionConflict,
 )
-from hpstore.interop import HpstoreFileSystem
+from hpstore.interop import PoolFileSystem
 from hpstore.testing.memory_pool import Harness
 
 Tree = dict[str, bytes]
 CHECKPOINT: Tree = {"s/.metadata": b"m", "s/__0_0.distcp": b"0" * 200_000, "s/__1_0.distcp": b"1"}
 
 
-def fill(fs: HpstoreFileSystem, name: str, tree: Tree = CHECKPOINT) -> None:
+def fill(fs: PoolFileSystem, name: str, tree: Tree = CHECKPOINT) -> None:
     for key, data in tree.items():
         fs.pipe_file(f"{name}/{key}", data)
 
 
-def test_urls_and_paths_name_the_same(fs: HpstoreFileSystem, name: str, pool: hpstore.Pool) -> None:
+def test_urls_and_paths_name_the_same(fs: PoolFileSystem, name: str, pool: hpstore.Pool) -> None:
     """Every operation takes the URL as well as the path; listings give paths."""
     url = f"hpstore://{name}/d/a"
     fs.pipe_file(url, b"12345")
@@ -47,7 +47,7 @@ def test_urls_and_paths_name_the_same(fs: HpstoreFileSystem, name: str, pool: hp
         assert stream.read() == b"12345"
 
 
-def test_info_has_the_facts(fs: HpstoreFileSystem, name: str, pool: hpstore.Pool) -> None:
+def test_info_has_the_facts(fs: PoolFileSystem, name: str, pool: hpstore.Pool) -> None:
     """name, size, type, created and version, the same in ls; the version changes with a put."""
     put = pool.put("d/a", b"x" * 7, {"run": 1})
     facts = fs.info(f"{name}/d/a")
@@ -62,7 +62,7 @@ def test_info_has_the_facts(fs: HpstoreFileSystem, name: str, pool: hpstore.Pool
     assert fs.ukey(f"{name}/d/a") != before
 
 
-def test_listings_are_never_stale(fs: HpstoreFileSystem, name: str, pool: hpstore.Pool) -> None:
+def test_listings_are_never_stale(fs: PoolFileSystem, name: str, pool: hpstore.Pool) -> None:
     """What others put and delete shows at once."""
     pool.put("d/a", b"")
     assert fs.ls(f"{name}/d", detail=False) == [f"{name}/d/a"]
@@ -75,7 +75,7 @@ def test_listings_are_never_stale(fs: HpstoreFileSystem, name: str, pool: hpstor
         fs.ls(f"{name}/d")
 
 
-def test_a_key_is_object_and_directory_at_once(fs: HpstoreFileSystem, name: str) -> None:
+def test_a_key_is_object_and_directory_at_once(fs: PoolFileSystem, name: str) -> None:
     """PROTOCOL 13: both are found, moved and removed; the object counts first."""
     fill(fs, name, {"a": b"1", "a/b": b"2"})
     assert fs.isfile(f"{name}/a")
@@ -93,10 +93,10 @@ def test_a_key_is_object_and_directory_at_once(fs: HpstoreFileSystem, name: str)
     assert fs.find(name) == []
 
 
-def test_made_directories_are_there_until_removed(fs: HpstoreFileSystem, name: str) -> None:
+def test_made_directories_are_there_until_removed(fs: PoolFileSystem, name: str) -> None:
     """mkdir makes exists and isdir true for every instance of the process, also with parents."""
     fs.makedirs(f"hpstore://{name}/x/y", exist_ok=False)
-    other = HpstoreFileSystem(skip_instance_cache=True)
+    other = PoolFileSystem(skip_instance_cache=True)
     for path in (f"{name}/x/y", f"{name}/x"):
         assert fs.exists(path)
         assert other.isdir(path)
@@ -118,7 +118,7 @@ def test_made_directories_are_there_until_removed(fs: HpstoreFileSystem, name: s
         fs.makedirs(f"{name}/file", exist_ok=True)
 
 
-def test_ranges_come_in_order_with_their_errors(fs: HpstoreFileSystem, name: str) -> None:
+def test_ranges_come_in_order_with_their_errors(fs: PoolFileSystem, name: str) -> None:
     """cat_ranges equals slicing, over several objects, with a missing one among them."""
     trees = {f"o{i}": np.random.default_rng(i).bytes(150_000 + i) for i in range(3)}
     fill(fs, name, trees)
@@ -138,7 +138,7 @@ def test_ranges_come_in_order_with_their_errors(fs: HpstoreFileSystem, name: str
 
 
 def test_missing_is_missing_and_unclear_is_an_error(
-    fs: HpstoreFileSystem, name: str, harness: Harness, monkeypatch: pytest.MonkeyPatch
+    fs: PoolFileSystem, name: str, harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FileNotFoundError and False only for what is known to be absent."""
     acts: list[Any] = [fs.cat_file, fs.info, fs.rm, fs.open, fs.ls, fs.created]
@@ -162,7 +162,7 @@ def test_missing_is_missing_and_unclear_is_an_error(
 
 
 def test_exclusive_puts_are_refused_over_an_object(
-    fs: HpstoreFileSystem, name: str, tmp_path: Path
+    fs: PoolFileSystem, name: str, tmp_path: Path
 ) -> None:
     """pipe_file and put_file with mode "create"; the object stays."""
     fs.pipe_file(f"{name}/a", b"1", mode="create")
@@ -174,9 +174,7 @@ def test_exclusive_puts_are_refused_over_an_object(
     assert fs.cat_file(f"{name}/a") == b"1"
 
 
-def test_trees_go_in_and_out_with_progress(
-    fs: HpstoreFileSystem, name: str, tmp_path: Path
-) -> None:
+def test_trees_go_in_and_out_with_progress(fs: PoolFileSystem, name: str, tmp_path: Path) -> None:
     """put and get of a directory; the callback sees every file."""
     source = tmp_path / "src"
     for path in ("a", "sub/b", "sub/deep/c"):
@@ -191,7 +189,7 @@ def test_trees_go_in_and_out_with_progress(
 
 
 def test_a_transaction_shows_at_its_end_or_never(
-    fs: HpstoreFileSystem, name: str, tmp_path: Path
+    fs: PoolFileSystem, name: str, tmp_path: Path
 ) -> None:
     """Streams, pipes, puts and copies wait; an exception drops all of them."""
     (tmp_path / "f").write_bytes(b"file")
@@ -221,9 +219,7 @@ def test_a_transaction_shows_at_its_end_or_never(
     assert fs.mounts.budget.used_bytes == 0
 
 
-def test_moving_keeps_bytes_and_metadata(
-    fs: HpstoreFileSystem, name: str, pool: hpstore.Pool
-) -> None:
+def test_moving_keeps_bytes_and_metadata(fs: PoolFileSystem, name: str, pool: hpstore.Pool) -> None:
     """The copy has what the source had; it replaces another object; onto itself is nothing."""
     pool.put("a", b"1" * 400_000, {"step": 3})
     pool.put("b", b"old")
@@ -241,7 +237,7 @@ def test_moving_keeps_bytes_and_metadata(
         fs.mv(f"{name}/none", f"{name}/c")
 
 
-def test_a_directory_moves_only_recursively(fs: HpstoreFileSystem, name: str) -> None:
+def test_a_directory_moves_only_recursively(fs: PoolFileSystem, name: str) -> None:
     """Without recursive=True nothing is touched, where the base class would delete it."""
     fill(fs, name)
     with pytest.raises(IsADirectoryError):
@@ -254,7 +250,7 @@ def test_a_directory_moves_only_recursively(fs: HpstoreFileSystem, name: str) ->
 
 
 def test_a_crash_in_a_move_leaves_one_whole_checkpoint(
-    fs: HpstoreFileSystem, name: str, monkeypatch: pytest.MonkeyPatch
+    fs: PoolFileSystem, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped at every put and delete: a `.metadata` never stands without all its data."""
     moves = 0
@@ -291,7 +287,7 @@ def test_a_crash_in_a_move_leaves_one_whole_checkpoint(
 
 
 def test_a_source_replaced_during_the_move_stays(
-    fs: HpstoreFileSystem, name: str, pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch
+    fs: PoolFileSystem, name: str, pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The newer version is nobody's to delete."""
     pool.put("a", b"1")
@@ -310,7 +306,7 @@ def test_a_source_replaced_during_the_move_stays(
 
 
 def test_a_source_replaced_during_the_copy_is_not_copied(
-    fs: HpstoreFileSystem, name: str, pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch
+    fs: PoolFileSystem, name: str, pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bytes of one version never go with the metadata of another."""
     pool.put("a", b"1", {"step": 1})
@@ -330,7 +326,7 @@ def test_a_source_replaced_during_the_copy_is_not_copied(
 
 
 def test_delete_takes_metadata_first(
-    fs: HpstoreFileSystem, name: str, monkeypatch: pytest.MonkeyPatch
+    fs: PoolFileSystem, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trainer that sees `.metadata` takes the step for whole."""
     fill(fs, name)
@@ -347,7 +343,7 @@ def test_delete_takes_metadata_first(
     assert not fs.exists(f"{name}/s")
 
 
-def test_patterns_are_matched(fs: HpstoreFileSystem, name: str) -> None:
+def test_patterns_are_matched(fs: PoolFileSystem, name: str) -> None:
     """glob, and rm of a pattern; all pools together are not removed."""
     fill(fs, name)
     assert fs.glob(f"{name}/*/__*") == [f"{name}/s/__0_0.distcp", f"{name}/s/__1_0.distcp"]
@@ -361,7 +357,7 @@ def test_patterns_are_matched(fs: HpstoreFileSystem, name: str) -> None:
 
 def test_a_bound_file_system_refuses_urls_of_other_pools(pool: hpstore.Pool, name: str) -> None:
     """Its paths are bare keys; a URL must name this pool, or the bytes would go astray."""
-    one = HpstoreFileSystem(pool=pool)
+    one = PoolFileSystem(pool=pool)
     one.pipe_file("d/a", b"1")
     assert one.cat_file(f"hpstore://{name}/d/a") == b"1"
     assert (one.ls("", detail=False), one.ls("/d", detail=False)) == (["d"], ["d/a"])
@@ -398,7 +394,7 @@ def test_a_relative_path_stays_the_pool_it_was(
     assert one.storage_options["pool"] == str(tmp_path / "disk.toml")
     by_name = fsspec.filesystem("hpstore", pool="disk")
     assert by_name.cat_file("a") == b"1"
-    assert len(HpstoreFileSystem.mounts._mounts) == 1
+    assert len(PoolFileSystem.mounts._mounts) == 1
 
 
 def test_read_only_writes_nothing(disk_pool: hpstore.Pool) -> None:
@@ -412,7 +408,7 @@ def test_read_only_writes_nothing(disk_pool: hpstore.Pool) -> None:
         one.rm("a")
 
 
-def test_not_found_keeps_its_class(fs: HpstoreFileSystem, name: str) -> None:
+def test_not_found_keeps_its_class(fs: PoolFileSystem, name: str) -> None:
     """Callers may catch either."""
     with pytest.raises(ObjectNotFound) as caught:
         fs.cat_file(f"{name}/none")
@@ -421,7 +417,7 @@ def test_not_found_keeps_its_class(fs: HpstoreFileSystem, name: str) -> None:
 
 
 def test_a_directory_is_put_and_removed_by_a_few_calls(
-    fs: HpstoreFileSystem,
+    fs: PoolFileSystem,
     name: str,
     pool: hpstore.Pool,
     tmp_path: Path,
@@ -469,7 +465,7 @@ def test_a_directory_is_put_and_removed_by_a_few_calls(
 
 
 def test_what_another_process_deletes_meanwhile_is_an_error_without_recursive(
-    fs: HpstoreFileSystem, name: str, pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch
+    fs: PoolFileSystem, name: str, pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a list of files one goes between the look and the delete: the others are deleted, and the
     error says which is not; with `recursive` it is none."""

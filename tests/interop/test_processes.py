@@ -16,7 +16,7 @@ import pytest
 
 import hpstore
 from hpstore.errors import ConfigError
-from hpstore.interop import HpstoreFileSystem
+from hpstore.interop import PoolFileSystem
 from hpstore.interop.filesystem import open_pools as mounts_module
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +50,7 @@ def test_a_pool_that_did_not_open_is_tried_again(
     disk_pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mount that comes late is found by the next call."""
-    fs = HpstoreFileSystem()
+    fs = PoolFileSystem()
     with monkeypatch.context() as patch:
 
         def fail(*_: object, **__: object) -> hpstore.Pool:
@@ -62,7 +62,7 @@ def test_a_pool_that_did_not_open_is_tried_again(
     assert not fs.exists("disk/a")
 
 
-def _use(fs: HpstoreFileSystem, key: str) -> None:
+def _use(fs: PoolFileSystem, key: str) -> None:
     if fs.cat_file("disk/before") != b"1" or not fs.isdir("disk"):
         os._exit(3)
     with fs.open(f"disk/{key}", "wb") as stream:
@@ -73,7 +73,7 @@ def _use(fs: HpstoreFileSystem, key: str) -> None:
 
 def test_a_used_file_system_works_in_a_fork(disk_pool: hpstore.Pool) -> None:
     """Its pool is open and its threads run when the child begins; the parent goes on after."""
-    fs = HpstoreFileSystem()
+    fs = PoolFileSystem()
     fs.pipe_file("disk/before", b"1")
     child = multiprocessing.get_context("fork").Process(target=_use, args=(fs, "child"))
     child.start()
@@ -84,7 +84,7 @@ def test_a_used_file_system_works_in_a_fork(disk_pool: hpstore.Pool) -> None:
 
 def test_a_used_file_system_works_in_a_new_process(disk_pool: hpstore.Pool) -> None:
     """It is pickled as its arguments; the other process opens its own pool."""
-    fs = HpstoreFileSystem()
+    fs = PoolFileSystem()
     fs.pipe_file("disk/before", b"1")
     code = (
         "import pickle, sys; fs = pickle.loads(bytes.fromhex(sys.argv[1]));"
@@ -111,8 +111,8 @@ def test_a_pickle_finds_its_pool_again(disk_pool: hpstore.Pool) -> None:
 
 def test_a_pool_that_was_passed_is_not_closed(disk_pool: hpstore.Pool) -> None:
     """Closing what URLs opened leaves the caller's pool alone; URLs open theirs again."""
-    own, named = HpstoreFileSystem(pool=disk_pool), HpstoreFileSystem()
+    own, named = PoolFileSystem(pool=disk_pool), PoolFileSystem()
     own.pipe_file("a", b"1")
     assert named.cat_file("disk/a") == b"1"
-    HpstoreFileSystem.mounts.close()
+    PoolFileSystem.mounts.close()
     assert own.cat_file("a") == named.cat_file("disk/a") == b"1"

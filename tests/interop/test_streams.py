@@ -11,7 +11,7 @@ import pytest
 
 import hpstore
 from hpstore.errors import TooFewDevices, VersionConflict
-from hpstore.interop import HpstoreFileSystem
+from hpstore.interop import PoolFileSystem
 from hpstore.interop.filesystem.file_streams import ReadStream, WriteStream
 from hpstore.interop.filesystem.write_buffer import Spool
 from hpstore.objects.read.resolve import open_object
@@ -24,7 +24,7 @@ def payload(size: int, seed: int = 0) -> bytes:
     return np.random.default_rng(seed).bytes(size)
 
 
-def test_nothing_is_visible_before_close(fs: HpstoreFileSystem, name: str) -> None:
+def test_nothing_is_visible_before_close(fs: PoolFileSystem, name: str) -> None:
     """Written and flushed bytes are no object; after close they are, wholly."""
     stream = fs.open(f"{name}/a", "wb")
     stream.write(b"x" * 300_000)
@@ -37,7 +37,7 @@ def test_nothing_is_visible_before_close(fs: HpstoreFileSystem, name: str) -> No
 
 
 @pytest.mark.parametrize("mode", ["wb", "w", "xb", "x"])
-def test_an_exception_discards(fs: HpstoreFileSystem, name: str, mode: str) -> None:
+def test_an_exception_discards(fs: PoolFileSystem, name: str, mode: str) -> None:
     """In binary and in text mode; the object before stays."""
     if "w" in mode:
         fs.pipe_file(f"{name}/a", b"old")
@@ -53,7 +53,7 @@ def test_an_exception_discards(fs: HpstoreFileSystem, name: str, mode: str) -> N
     assert "w" not in mode or fs.cat_file(f"{name}/a") == b"old"
 
 
-def test_text_round_trips(fs: HpstoreFileSystem, name: str) -> None:
+def test_text_round_trips(fs: PoolFileSystem, name: str) -> None:
     """Encoding and newlines are those asked for."""
     with fs.open(f"{name}/t", "w", encoding="utf-16", newline="\r\n") as stream:
         stream.write("ü\n")
@@ -62,9 +62,7 @@ def test_text_round_trips(fs: HpstoreFileSystem, name: str) -> None:
     assert fs.read_text(f"{name}/t") == "plain"
 
 
-def test_an_exclusive_stream_loses_to_one_that_closed_before(
-    fs: HpstoreFileSystem, name: str
-) -> None:
+def test_an_exclusive_stream_loses_to_one_that_closed_before(fs: PoolFileSystem, name: str) -> None:
     """Both were opened while nothing was there."""
     first, second = fs.open(f"{name}/a", "xb"), fs.open(f"{name}/a", "xb")
     first.write(b"1")
@@ -76,7 +74,7 @@ def test_an_exclusive_stream_loses_to_one_that_closed_before(
 
 
 def test_a_failed_put_is_raised_once_by_close(
-    fs: HpstoreFileSystem, name: str, harness: Harness
+    fs: PoolFileSystem, name: str, harness: Harness
 ) -> None:
     """The error of the pool goes through, the bytes are given up, the old object stays."""
     fs.pipe_file(f"{name}/a", b"old" * 100_000)
@@ -91,7 +89,7 @@ def test_a_failed_put_is_raised_once_by_close(
     assert fs.cat_file(f"{name}/a") == b"old" * 100_000
 
 
-def test_a_compressor_is_refused(fs: HpstoreFileSystem, name: str) -> None:
+def test_a_compressor_is_refused(fs: PoolFileSystem, name: str) -> None:
     """It would not close what it writes to; the reason names what does."""
     with pytest.raises(io.UnsupportedOperation, match=r"fsspec\.open"):
         fs.open(f"{name}/a", "wb", compression="gzip")
@@ -99,7 +97,7 @@ def test_a_compressor_is_refused(fs: HpstoreFileSystem, name: str) -> None:
         fs.open(f"{name}/a", "x+b")
 
 
-def test_reading_equals_a_file(fs: HpstoreFileSystem, name: str, tmp_path: Path) -> None:
+def test_reading_equals_a_file(fs: PoolFileSystem, name: str, tmp_path: Path) -> None:
     """seek, tell, read, readinto, readline against a local file, over buffer and unit borders."""
     data = payload(900 * KIB + 17)
     fs.pipe_file(f"{name}/a", data)
@@ -127,9 +125,7 @@ def test_reading_equals_a_file(fs: HpstoreFileSystem, name: str, tmp_path: Path)
         ours.read()
 
 
-def test_a_stream_never_mixes_versions(
-    fs: HpstoreFileSystem, name: str, pool: hpstore.Pool
-) -> None:
+def test_a_stream_never_mixes_versions(fs: PoolFileSystem, name: str, pool: hpstore.Pool) -> None:
     """The pool's reader moved on to a replacement: an error, not bytes of the new one."""
     fs.pipe_file(f"{name}/a", b"1" * MIB)
     with fs.open(f"{name}/a", "rb", block_size=64 * KIB) as stream:
@@ -142,10 +138,10 @@ def test_a_stream_never_mixes_versions(
             stream.read(10)
 
 
-def test_the_descriptor_is_that_of_the_bytes(fs: HpstoreFileSystem, name: str) -> None:
+def test_the_descriptor_is_that_of_the_bytes(fs: PoolFileSystem, name: str) -> None:
     """What goes past the stream, straight to the descriptor, is stored too; also after a move to
     disk."""
-    fs = HpstoreFileSystem(spool_bytes=64 * KIB)
+    fs = PoolFileSystem(spool_bytes=64 * KIB)
     for size in (1000, 100_000):
         array = np.arange(size, dtype=np.uint8)
         with fs.open(f"{name}/a", "wb") as stream:
@@ -157,7 +153,7 @@ def test_the_descriptor_is_that_of_the_bytes(fs: HpstoreFileSystem, name: str) -
         assert fs.cat_file(f"{name}/a") == b"head" + array.tobytes() + b"tail" * 20_000
 
 
-def test_writers_may_seek(fs: HpstoreFileSystem, name: str) -> None:
+def test_writers_may_seek(fs: PoolFileSystem, name: str) -> None:
     """Archives go back to fill in their headers."""
     with fs.open(f"{name}/a", "wb") as stream:
         assert stream.seekable()
@@ -197,7 +193,7 @@ def test_a_spool_moves_to_disk_where_it_stands(tmp_path: Path) -> None:
 
 
 def test_a_stream_whose_last_bytes_do_not_fit_is_given_up(
-    fs: HpstoreFileSystem, name: str, monkeypatch: pytest.MonkeyPatch
+    fs: PoolFileSystem, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """close() cannot flush: the error is raised, no object is made, the memory is given back."""
     stream = fs.open(f"{name}/a", "wb")
@@ -228,14 +224,14 @@ def test_streams_beyond_the_budget_start_on_disk(tmp_path: Path) -> None:
 
 
 def test_a_full_spool_is_an_error_and_no_object(
-    fs: HpstoreFileSystem, name: str, monkeypatch: pytest.MonkeyPatch
+    fs: PoolFileSystem, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ENOSPC while the bytes move to disk reaches the writer; nothing is stored."""
 
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    fs = HpstoreFileSystem(spool_bytes=10)
+    fs = PoolFileSystem(spool_bytes=10)
     monkeypatch.setattr(os, "sendfile", full)
 
     def overflow() -> None:
@@ -249,11 +245,11 @@ def test_a_full_spool_is_an_error_and_no_object(
 
 
 def test_closing_a_read_stream_releases_the_files(
-    fs: HpstoreFileSystem, disk_pool: hpstore.Pool
+    fs: PoolFileSystem, disk_pool: hpstore.Pool
 ) -> None:
     """No descriptor of a column stays open."""
     before = set(os.listdir("/proc/self/fd"))
-    one = HpstoreFileSystem(pool=disk_pool)
+    one = PoolFileSystem(pool=disk_pool)
     one.pipe_file("a", payload(300_000))
     during = len(os.listdir("/proc/self/fd"))
     with one.open("a", "rb") as stream:

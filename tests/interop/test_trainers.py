@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 import hpstore
 from hpstore.errors import TooFewDevices
-from hpstore.interop import HpstoreFileSystem
+from hpstore.interop import PoolFileSystem
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -60,7 +60,7 @@ def no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_sync")
-def test_dcp_saves_and_loads_by_url(fs: HpstoreFileSystem, name: str) -> None:
+def test_dcp_saves_and_loads_by_url(fs: PoolFileSystem, name: str) -> None:
     """Plain dcp.save and dcp.load; `.metadata` is a file; os.sync is never called."""
     url = f"hpstore://{name}/runs/x/step-1"
     save(state(1), checkpoint_id=url)
@@ -74,7 +74,7 @@ def test_dcp_saves_and_loads_by_url(fs: HpstoreFileSystem, name: str) -> None:
 
 
 @pytest.mark.usefixtures("no_sync")
-def test_dcp_saves_in_the_background_by_url(fs: HpstoreFileSystem, name: str) -> None:
+def test_dcp_saves_in_the_background_by_url(fs: PoolFileSystem, name: str) -> None:
     """async_save uses a new thread each time; the pool stays one."""
     for step in (1, 2, 3):
         future = async_save(state(step), checkpoint_id=f"hpstore://{name}/r/step-{step}")
@@ -113,7 +113,7 @@ def test_dcp_overwrites_an_id_or_refuses(name: str) -> None:
 
 
 def test_a_failing_put_is_an_error_and_no_checkpoint(
-    fs: HpstoreFileSystem, name: str, monkeypatch: pytest.MonkeyPatch
+    fs: PoolFileSystem, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pool's reason reaches the caller of save; a new id has no `.metadata`."""
 
@@ -127,7 +127,7 @@ def test_a_failing_put_is_an_error_and_no_checkpoint(
     assert fs.find(f"{name}/r") == []
 
 
-def test_a_torchtitan_folder_works(fs: HpstoreFileSystem, name: str) -> None:
+def test_a_torchtitan_folder_works(fs: PoolFileSystem, name: str) -> None:
     """Steps are found by their `.metadata`, the oldest is removed, the newest loaded."""
     folder = f"hpstore://{name}/outputs/checkpoint"
     found, _ = fsspec.core.url_to_fs(folder)
@@ -154,14 +154,14 @@ def test_a_torchtitan_folder_works(fs: HpstoreFileSystem, name: str) -> None:
     assert same(loaded, state(4))
 
 
-def test_lightnings_helpers_work(fs: HpstoreFileSystem, name: str) -> None:
+def test_lightnings_helpers_work(fs: PoolFileSystem, name: str) -> None:
     """fabric's cloud_io: get_filesystem, _atomic_save, _load, _is_dir; a checkpoint file by URL."""
     cloud_io = pytest.importorskip(
         "lightning.fabric.utilities.cloud_io", reason="lightning is not installed"
     )
     url = f"hpstore://{name}/logs/version_0/checkpoints/epoch=0-step=5.ckpt"
     found = cloud_io.get_filesystem(url)
-    assert isinstance(found, HpstoreFileSystem)
+    assert isinstance(found, PoolFileSystem)
     found.makedirs(os.path.dirname(url), exist_ok=True)
     assert cloud_io._is_dir(found, os.path.dirname(url), strict=True)
     cloud_io._atomic_save(state(3), url)
@@ -172,9 +172,7 @@ def test_lightnings_helpers_work(fs: HpstoreFileSystem, name: str) -> None:
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_torch_save_and_load_through_streams(
-    fs: HpstoreFileSystem, name: str, legacy: bool
-) -> None:
+def test_torch_save_and_load_through_streams(fs: PoolFileSystem, name: str, legacy: bool) -> None:
     """Zip and legacy files; the legacy writer goes past the stream to its descriptor."""
     with fs.open(f"{name}/f.pt", "wb") as stream:
         torch.save(state(2), stream, _use_new_zipfile_serialization=not legacy)
@@ -186,8 +184,8 @@ def test_the_package_tells_fsspec_where_to_look() -> None:
     """The entry point names the class, so that no import of hpstore is needed."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, _, attribute = project["entry-points"]["fsspec.specs"]["hpstore"].partition(":")
-    assert getattr(import_module(module), attribute) is HpstoreFileSystem
+    assert getattr(import_module(module), attribute) is PoolFileSystem
     installed = entry_points(group="fsspec.specs", name="hpstore")
     if not installed:
         pytest.skip("hpstore is on the path but not installed")
-    assert next(iter(installed)).load() is HpstoreFileSystem
+    assert next(iter(installed)).load() is PoolFileSystem

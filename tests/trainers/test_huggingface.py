@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 from accelerate.utils import ProjectConfiguration  # noqa: E402
 
-from hpstore.trainers.huggingface import HPAccelerate, HPTrainerCallback  # noqa: E402
+from hpstore.trainers.huggingface import PoolAccelerate, PoolTrainerCallback  # noqa: E402
 
 pytestmark = [
     # no GPU here: torch says that pinning does nothing
@@ -48,7 +48,7 @@ def rows() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def trainer(folder: Path, callback: HPTrainerCallback, steps: int, **options: Any) -> Any:
+def trainer(folder: Path, callback: PoolTrainerCallback, steps: int, **options: Any) -> Any:
     args = transformers.TrainingArguments(
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=4, logging_steps=1,
         save_steps=4, use_cpu=True, report_to=[], seed=11, disable_tqdm=True,
@@ -78,7 +78,7 @@ def test_a_resumed_training_is_the_one_never_stopped(pool: Pool, tmp_path: Path,
     """Dropout, shuffling and schedule included: killed after 8 of 14 steps, same losses follow."""
     options = {} if own else {"save_strategy": "no"}
     with pool:
-        whole = HPTrainerCallback(pool, "whole", every=None if own else 4)
+        whole = PoolTrainerCallback(pool, "whole", every=None if own else 4)
         straight = trainer(tmp_path / "a", whole, 14, **options)
         straight.train()
         assert (tmp_path / "a" / "checkpoint-4").exists() is own
@@ -86,7 +86,7 @@ def test_a_resumed_training_is_the_one_never_stopped(pool: Pool, tmp_path: Path,
         for step in whole.checkpoints.steps():
             if step > 8:
                 whole.checkpoints.delete(step)
-        with HPTrainerCallback(pool, "whole", every=None if own else 4) as back:
+        with PoolTrainerCallback(pool, "whole", every=None if own else 4) as back:
             run = trainer(tmp_path / "b", back, 14, **options)
             with torch.no_grad():
                 run.model.lm_head.weight.normal_()  # other weights: the checkpoint's must come
@@ -104,7 +104,7 @@ def test_a_resumed_training_is_the_one_never_stopped(pool: Pool, tmp_path: Path,
 
 def test_the_folder_is_the_trainers_own(pool: Pool, tmp_path: Path) -> None:
     """Against the Trainer's checkpoint-4: same weights, optimizer, scheduler, RNG and state."""
-    with pool, HPTrainerCallback(tmp_path / "pool.toml", "run") as callback:
+    with pool, PoolTrainerCallback(tmp_path / "pool.toml", "run") as callback:
         assert callback.resume_folder(tmp_path / "scratch") is None
         trainer(tmp_path / "a", callback, 4).train()
         ours, theirs = Path(callback.resume_folder(tmp_path / "s") or ""), tmp_path / "a"
@@ -123,7 +123,7 @@ def test_the_folder_is_the_trainers_own(pool: Pool, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("segments_apart")
 def test_retention_and_an_older_step_by_number(pool: Pool, tmp_path: Path) -> None:
     """keep_last=2 of four saves; a step can be asked for; a damaged one is passed over."""
-    with pool, HPTrainerCallback(pool, "run", keep_last=2) as callback:
+    with pool, PoolTrainerCallback(pool, "run", keep_last=2) as callback:
         trainer(tmp_path / "a", callback, 16).train()
         assert callback.checkpoints.steps() == [12, 16]
         folder = Path(callback.resume_folder(tmp_path / "s", step=12) or "")
@@ -140,7 +140,7 @@ def test_a_failed_save_ends_the_training_with_its_error(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The background save fails: train() raises, and what was durable before is there."""
-    with pool, HPTrainerCallback(pool, "run", every=2) as callback:
+    with pool, PoolTrainerCallback(pool, "run", every=2) as callback:
         trainer(tmp_path / "a", callback, 2, save_strategy="no").train()
         put = Pool.put
 
@@ -171,12 +171,12 @@ def test_sigterm_stops_after_a_step_that_is_saved(
     """on_sigterm="save": the training ends with the exit status of SIGTERM, and resumes there."""
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        with pool, HPTrainerCallback(pool, "run", every=every, on_sigterm="save") as callback:
+        with pool, PoolTrainerCallback(pool, "run", every=every, on_sigterm="save") as callback:
             run = trainer(tmp_path / "a", callback, 8, save_strategy="no")
             run.add_callback(Terminate())
             with pytest.raises(Preempted, match="step 3 is saved"):
                 run.train()
-        with hpstore.open(tmp_path / "pool.toml") as other, HPTrainerCallback(
+        with hpstore.open(tmp_path / "pool.toml") as other, PoolTrainerCallback(
             other, "run"
         ) as callback:  # fmt: skip
             assert callback.checkpoints.steps() == [3]
@@ -189,13 +189,13 @@ def test_sigterm_stops_after_a_step_that_is_saved(
 
 def test_what_would_not_be_whole_is_refused(pool: Pool, tmp_path: Path) -> None:
     """every= with a callback that has a state of its own; every=0; several processes."""
-    with pool, HPTrainerCallback(pool, "run", every=2) as callback:
+    with pool, PoolTrainerCallback(pool, "run", every=2) as callback:
         run = trainer(tmp_path, callback, 4)
         run.add_callback(transformers.EarlyStoppingCallback())
         with pytest.raises(CheckpointError, match="EarlyStoppingCallback"):
             run.train()
         with pytest.raises(CheckpointError, match="every"):
-            HPTrainerCallback(pool, "run", every=0)
+            PoolTrainerCallback(pool, "run", every=0)
         state = transformers.TrainerState()
 
         class Several:
@@ -249,12 +249,12 @@ def test_accelerate_resumes_bit_for_bit_without_a_local_disk(pool: Pool, tmp_pat
     """save_state and load_state in the pool alone: same losses follow, no folder is made."""
     with pool:
         first = Run(tmp_path / "p")
-        with HPAccelerate(first.accelerator, pool, "run", root=tmp_path):
+        with PoolAccelerate(first.accelerator, pool, "run", root=tmp_path):
             first.step()
             first.accelerator.save_state(tmp_path / "p" / "one")
             wanted = [first.step() for _ in range(3)]
         second = Run(tmp_path / "p")
-        with HPAccelerate(second.accelerator, tmp_path / "pool.toml", "run", root=tmp_path) as hp:
+        with PoolAccelerate(second.accelerator, tmp_path / "pool.toml", "run", root=tmp_path) as hp:
             assert hp.latest() == str(tmp_path / "p" / "one")
             second.accelerator.load_state(tmp_path / "p" / "one")
             assert [second.step() for _ in range(3)] == wanted
@@ -280,7 +280,7 @@ def test_registered_hooks_are_called_and_may_take_models(pool: Pool, tmp_path: P
         run = Run(tmp_path)
         run.accelerator.register_save_state_pre_hook(saving)
         handle = run.accelerator.register_load_state_pre_hook(loading)
-        with HPAccelerate(run.accelerator, pool, "run"):
+        with PoolAccelerate(run.accelerator, pool, "run"):
             run.accelerator.save_state("x")
             run.accelerator.load_state("x")
             assert seen == [(1, 1, "x"), (1, 0, "x")]
@@ -307,7 +307,7 @@ def test_retention_never_has_fewer_than_the_limit(
 
     with pool:
         run = Run(tmp_path / "ours", automatic_checkpoint_naming=True, total_limit=2)
-        hp = HPAccelerate(run.accelerator, pool, "run")
+        hp = PoolAccelerate(run.accelerator, pool, "run")
         delete, durable = Pool.delete, []
 
         def watched(self: Pool, key: str) -> None:
@@ -326,7 +326,7 @@ def test_retention_never_has_fewer_than_the_limit(
         assert names == ["checkpoint_3", "checkpoint_4"]
         hp.close()
         again = Run(tmp_path / "ours", automatic_checkpoint_naming=True, total_limit=2)
-        with HPAccelerate(again.accelerator, pool, "run"):
+        with PoolAccelerate(again.accelerator, pool, "run"):
             with pytest.raises(CheckpointError, match="no checkpoint"):
                 again.accelerator.load_state("never")
             again.accelerator.project_configuration.iteration = 4
@@ -344,7 +344,7 @@ def test_a_failed_save_deletes_nothing(
     """keep_last=1: the second save fails and is raised; the first is still there to load."""
     with pool:
         run = Run(tmp_path)
-        hp = HPAccelerate(run.accelerator, pool, "run", keep_last=1)
+        hp = PoolAccelerate(run.accelerator, pool, "run", keep_last=1)
         run.accelerator.save_state("one")
         hp.wait()
         put = Pool.put
@@ -359,7 +359,7 @@ def test_a_failed_save_deletes_nothing(
         with pytest.raises(TooFewDevices):
             hp.close()
         monkeypatch.undo()
-        with HPAccelerate(run.accelerator, pool, "run", keep_last=1):
+        with PoolAccelerate(run.accelerator, pool, "run", keep_last=1):
             run.accelerator.load_state("one")
             with pytest.raises(CheckpointError):
                 run.accelerator.load_state("two")

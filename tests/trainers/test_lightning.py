@@ -1,4 +1,4 @@
-"""HPCheckpointIO under the real Lightning: fit, kill, resume, top-k, last, errors."""
+"""PoolCheckpointIO under the real Lightning: fit, kill, resume, top-k, last, errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from lightning.pytorch.strategies import (  # noqa: E402
     SingleDeviceStrategy,
 )
 
-from hpstore.trainers.lightning import HPCheckpointIO, RequireUsedIO, place  # noqa: E402
+from hpstore.trainers.lightning import PoolCheckpointIO, RequireUsedIO, place  # noqa: E402
 from hpstore.trainers.lightning_guard import callbacks  # noqa: E402
 
 pytestmark = [
@@ -78,7 +78,7 @@ def batches() -> torch.utils.data.DataLoader[torch.Tensor]:
     return torch.utils.data.DataLoader(list(rows), batch_size=4)  # type: ignore[arg-type]
 
 
-def trainer(io: HPCheckpointIO, folder: Path, *callbacks: object, epochs: int = 4) -> Any:
+def trainer(io: PoolCheckpointIO, folder: Path, *callbacks: object, epochs: int = 4) -> Any:
     return lightning.Trainer(
         max_epochs=epochs, accelerator="cpu", devices=1, logger=False, plugins=[io],
         enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks),
@@ -105,12 +105,12 @@ def test_a_resumed_fit_is_the_fit_that_was_never_stopped(pool: Pool, tmp_path: P
     whole.load_state_dict(start)
     first.load_state_dict(start)
     with pool:
-        straight = trainer(HPCheckpointIO(pool, "whole"), tmp_path / "a")
+        straight = trainer(PoolCheckpointIO(pool, "whole"), tmp_path / "a")
         straight.fit(whole, batches())
-        trainer(HPCheckpointIO(pool, "run"), tmp_path / "b", epochs=2).fit(first, batches())
+        trainer(PoolCheckpointIO(pool, "run"), tmp_path / "b", epochs=2).fit(first, batches())
         for marker in (tmp_path / "b").rglob("*.ckpt"):
             marker.unlink()
-        io = HPCheckpointIO(pool, "run")
+        io = PoolCheckpointIO(pool, "run")
         again = trainer(io, tmp_path / "b")
         again.fit(second, batches(), ckpt_path=io.latest())
         assert (again.current_epoch, again.global_step) == (4, 24)
@@ -134,7 +134,7 @@ def run_until_killed(folder: Path) -> None:
     torch.manual_seed(5)
     model = Tiny()
     with hpstore.open(folder / "pool.toml") as pool:
-        io = HPCheckpointIO(pool, "run")
+        io = PoolCheckpointIO(pool, "run")
         keep = ModelCheckpoint(folder / "c", every_n_train_steps=3, save_top_k=1)
         run = trainer(io, folder, keep, Killer())
         # checkpoint callbacks come last: the killer must come after them
@@ -152,12 +152,12 @@ def test_a_killed_fit_resumes_from_a_whole_checkpoint(pool: Pool, tmp_path: Path
     torch.manual_seed(5)
     whole, again = Tiny(), Tiny()
     with hpstore.open(tmp_path / "pool.toml") as opened:
-        io = HPCheckpointIO(opened, "run")
+        io = PoolCheckpointIO(opened, "run")
         newest = io.latest()
         assert newest is not None
         done = io.load_checkpoint(newest)["global_step"]
         assert done in (12, 15)
-        trainer(HPCheckpointIO(opened, "whole"), tmp_path / "w").fit(whole, batches())
+        trainer(PoolCheckpointIO(opened, "whole"), tmp_path / "w").fit(whole, batches())
         keep = ModelCheckpoint(tmp_path / "c", every_n_train_steps=3, save_top_k=1)
         trainer(io, tmp_path, keep).fit(again, batches(), ckpt_path=newest)
     assert again.losses == whole.losses[done:]
@@ -166,7 +166,7 @@ def test_a_killed_fit_resumes_from_a_whole_checkpoint(pool: Pool, tmp_path: Path
 def test_the_loaded_checkpoint_is_lightnings_own(pool: Pool, tmp_path: Path) -> None:
     """Against torch.save of the same dict: every key, callback state, loop and hyper-parameter."""
     with pool:
-        io = HPCheckpointIO(pool, "run")
+        io = PoolCheckpointIO(pool, "run")
         run = trainer(io, tmp_path, epochs=1)
         run.fit(Tiny(width=6), batches())
         dumped = run._checkpoint_connector.dump_checkpoint(False)
@@ -181,7 +181,7 @@ def test_the_loaded_checkpoint_is_lightnings_own(pool: Pool, tmp_path: Path) -> 
 def test_top_k_keeps_k_and_last_is_found(pool: Pool, tmp_path: Path) -> None:
     """save_top_k=2 with save_last: three names stay in the pool, and "last" resumes from one."""
     with pool:
-        io = HPCheckpointIO(pool, "run")
+        io = PoolCheckpointIO(pool, "run")
         keep = ModelCheckpoint(tmp_path / "c", monitor="loss", save_top_k=2, save_last=True)
         run = trainer(io, tmp_path, keep, epochs=5)
         run.fit(Tiny(), batches())
@@ -191,7 +191,7 @@ def test_top_k_keeps_k_and_last_is_found(pool: Pool, tmp_path: Path) -> None:
         assert {str(path) for path in (tmp_path / "c").iterdir()} == wanted
         assert len(io.checkpoints._checkpoints.steps()) == 3
         assert pool.list("run/doubtful/") == []
-        later = trainer(HPCheckpointIO(pool, "run"), tmp_path, keep, epochs=6)
+        later = trainer(PoolCheckpointIO(pool, "run"), tmp_path, keep, epochs=6)
         model = Tiny()
         later.fit(model, batches(), ckpt_path="last")
         assert len(model.losses) == 6
@@ -206,7 +206,7 @@ def test_best_is_loaded_for_validation_after_fit(pool: Pool, tmp_path: Path) -> 
             self.seen = self.net.state_dict()["0.weight"].clone()
 
     with pool:
-        io = HPCheckpointIO(pool, "run")
+        io = PoolCheckpointIO(pool, "run")
         keep = ModelCheckpoint(tmp_path / "c", monitor="loss", save_top_k=1)
         run = trainer(io, tmp_path, keep)
         model = Checked()
@@ -221,8 +221,8 @@ def test_a_second_run_in_the_directory_does_not_overwrite(pool: Pool, tmp_path: 
     with pool:
         for _ in range(2):
             keep = ModelCheckpoint(tmp_path / "c", filename="{epoch}")
-            trainer(HPCheckpointIO(pool, "run"), tmp_path, keep, epochs=1).fit(Tiny(), batches())
-        names = HPCheckpointIO(pool, "run").checkpoints.names()
+            trainer(PoolCheckpointIO(pool, "run"), tmp_path, keep, epochs=1).fit(Tiny(), batches())
+        names = PoolCheckpointIO(pool, "run").checkpoints.names()
         assert [Path(name).name for name in names] == ["epoch=0.ckpt", "epoch=0-v1.ckpt"]
 
 
@@ -239,7 +239,7 @@ def test_the_marker_stands_before_the_save_is_durable(
 
     monkeypatch.setattr(Pool, "put", held)
     with pool:
-        io = HPCheckpointIO(pool, "run")
+        io = PoolCheckpointIO(pool, "run")
         io.save_checkpoint({"step": 1}, tmp_path / "c" / "x.ckpt")
         assert (tmp_path / "c" / "x.ckpt").is_file()
         assert io.checkpoints.names() == []
@@ -251,7 +251,7 @@ def test_the_marker_stands_before_the_save_is_durable(
 def test_last_as_a_link_resumes(pool: Pool, tmp_path: Path) -> None:
     """save_last="link": the link leads from marker to marker, and to the right checkpoint."""
     with pool:
-        io = HPCheckpointIO(pool, "run")
+        io = PoolCheckpointIO(pool, "run")
         keep = ModelCheckpoint(tmp_path / "c", save_last="link", save_top_k=1)
         trainer(io, tmp_path, keep, epochs=2).fit(Tiny(), batches())
         assert (tmp_path / "c" / "last.ckpt").is_symlink()
@@ -279,7 +279,7 @@ def test_sigterm_is_lightnings_own_and_loses_no_step(pool: Pool, tmp_path: Path)
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         with pool:
-            io = HPCheckpointIO(pool, "run")
+            io = PoolCheckpointIO(pool, "run")
             assert io.latest() is None
             keep = ModelCheckpoint(
                 tmp_path / "c", save_on_exception=True, every_n_epochs=9, save_last="link"
@@ -292,7 +292,7 @@ def test_sigterm_is_lightnings_own_and_loses_no_step(pool: Pool, tmp_path: Path)
             assert newest is not None
             assert newest.endswith("step=8.ckpt")
             io.close()
-            other = HPCheckpointIO(pool, "run")
+            other = PoolCheckpointIO(pool, "run")
             again = trainer(other, tmp_path, copy.deepcopy(keep))
             again.fit(Tiny(), batches(), ckpt_path=other.latest())
             assert again.global_step == 24
@@ -306,7 +306,7 @@ def test_a_checkpoint_can_be_a_file_for_code_that_opens_paths(pool: Pool, tmp_pa
     """load_from_checkpoint and torch.load open the path, where a marker stands: files=True writes
     the checkpoint there; io.file() gives one without it. The pool stays the truth."""
     with pool:
-        io = HPCheckpointIO(pool, "run", files=True)
+        io = PoolCheckpointIO(pool, "run", files=True)
         keep = ModelCheckpoint(tmp_path / "c", monitor="loss", save_top_k=1, save_last="link")
         model = Tiny(width=5)
         trainer(io, tmp_path, keep, epochs=2).fit(model, batches())
@@ -325,7 +325,7 @@ def test_a_file_is_one_call_of_torch_save_on_an_open_file(pool: Pool, tmp_path: 
     """Code that takes torch.save's place (Lightning's tests count its calls) need not make a file
     of its own for the checkpoint to stand; storage_options are a TypeError, as in Lightning."""
     with pool:
-        io = HPCheckpointIO(pool, "run", files=True)
+        io = PoolCheckpointIO(pool, "run", files=True)
         path = tmp_path / "c" / "one.ckpt"
         with mock.patch("torch.save") as saved:
             io.save_checkpoint({"step": 3}, path)
@@ -343,7 +343,7 @@ def test_ls_shows_lightnings_steps_and_names(
 ) -> None:
     """It showed the numbers of the saves, and nothing under the prefix that the trainer has."""
     with pool:
-        io = HPCheckpointIO(pool, "run", root=tmp_path)
+        io = PoolCheckpointIO(pool, "run", root=tmp_path)
         keep = ModelCheckpoint(tmp_path / "c", save_top_k=-1)
         trainer(io, tmp_path, keep, epochs=2).fit(Tiny(), batches())
         io.close()
@@ -362,7 +362,7 @@ def test_ls_shows_lightnings_steps_and_names(
 def test_an_object_is_refused_by_its_key(pool: Pool, tmp_path: Path) -> None:
     """A pattern among the hyper-parameters, a module: the error names them, nothing is written."""
     with pool:
-        io = HPCheckpointIO(pool, "run")
+        io = PoolCheckpointIO(pool, "run")
         with pytest.raises(CheckpointError, match=r"hyper_parameters/note' is a re\.Pattern"):
             trainer(io, tmp_path, epochs=1).fit(Tiny(note=re.compile("a+")), batches())
         with pytest.raises(CheckpointError, match=r"checkpoint\['a'\]\[0\] is a torch.nn"):
@@ -375,7 +375,7 @@ def test_a_failed_save_is_raised_and_removes_nothing(
 ) -> None:
     """The second save fails in the background: its error comes at teardown, the first stays."""
     with pool:
-        io = HPCheckpointIO(pool, "run")
+        io = PoolCheckpointIO(pool, "run")
         io.save_checkpoint({"step": 1}, tmp_path / "one.ckpt")
         io.teardown()
         put = Pool.put
@@ -417,10 +417,10 @@ def test_paths_become_names_and_back(tmp_path: Path) -> None:
 def test_a_moved_run_resumes_below_its_new_root(pool: Pool, tmp_path: Path) -> None:
     """Saved under one root, read under another, by a pool's settings file."""
     with pool:
-        io = HPCheckpointIO(pool, "run", root=tmp_path / "old")
+        io = PoolCheckpointIO(pool, "run", root=tmp_path / "old")
         io.save_checkpoint({"step": 1}, tmp_path / "old" / "c" / "a.ckpt")
         io.close()
-    other = HPCheckpointIO(tmp_path / "pool.toml", "run", root=tmp_path / "new")
+    other = PoolCheckpointIO(tmp_path / "pool.toml", "run", root=tmp_path / "new")
     assert other.latest() == str(tmp_path / "new" / "c" / "a.ckpt")
     assert other.load_checkpoint(other.latest() or "") == {"step": 1}
     other.close()
@@ -435,7 +435,7 @@ def test_hyper_parameters_of_every_type_come_back(
     What no type stands for is refused by name, unless pickles are allowed."""
     note: list[object] = [Path("a/b"), Colour.RED, Frozen("x", (1,)), {1, 2}, Counter("aab")]
     with pool:
-        io = HPCheckpointIO(pool, "run", allow_pickle=allow_pickle)
+        io = PoolCheckpointIO(pool, "run", allow_pickle=allow_pickle)
 
         def notes(location: object = None) -> Any:
             newest = io.latest()
@@ -476,7 +476,7 @@ def test_map_location_places_tensors() -> None:
 def test_saving_overwrites_a_name_whole(pool: Pool, tmp_path: Path) -> None:
     """The same path twice: the new content, one checkpoint left, os.sep in no way special."""
     with pool:
-        io = HPCheckpointIO(pool, "run")
+        io = PoolCheckpointIO(pool, "run")
         for step in range(3):
             io.save_checkpoint({"step": step, "t": torch.full((3,), step)}, tmp_path / "last.ckpt")
         assert io.load_checkpoint(f"{tmp_path}{os.sep}last.ckpt")["step"] == 2
@@ -486,8 +486,8 @@ def test_saving_overwrites_a_name_whole(pool: Pool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_strategy_that_asks_no_checkpoint_io_is_refused(pool: Pool, wrapped: bool) -> None:
     """lt_modelparallel: checkpoints went to the local disk, none to the pool, without a word."""
-    io: Any = HPCheckpointIO(pool, "runs/ignored")
-    given: Any = callbacks()  # of the entry point: HPCheckpointIO was imported
+    io: Any = PoolCheckpointIO(pool, "runs/ignored")
+    given: Any = callbacks()  # of the entry point: PoolCheckpointIO was imported
     guard: Any = given[0]
     assert type(given[0]) is RequireUsedIO
     strategies = [ModelParallelStrategy(), FSDPStrategy(state_dict_type="sharded")]

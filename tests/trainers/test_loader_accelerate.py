@@ -16,7 +16,7 @@ from tests.integration.ranks import launch, make_pool, open_pool
 
 accelerate = pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
-from hpstore.trainers.huggingface import HPAccelerate, HPLoader  # noqa: E402
+from hpstore.trainers.huggingface import PoolAccelerate, PoolLoader  # noqa: E402
 
 COUNT = 46
 OPTIONS: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 2}
@@ -43,7 +43,7 @@ def test_prepare_gives_the_loader_back(directory: Path) -> None:
         made = accelerator()
         loader = DataLoader(Dataset(pool, "a"), **OPTIONS)
         assert made.prepare(loader) is loader
-        adapter = HPLoader(made, loader)
+        adapter = PoolLoader(made, loader)
         assert made.prepare(adapter) is adapter
         assert len(adapter) == len(loader) == 12
         assert adapter.state_dict() == loader.state_dict()
@@ -60,7 +60,7 @@ def test_accumulation_steps_at_the_end_of_an_epoch(directory: Path) -> None:
         model = torch.nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = made.prepare(model, optimizer)
-        loader = HPLoader(made, DataLoader(Dataset(pool, "a"), **OPTIONS))
+        loader = PoolLoader(made, DataLoader(Dataset(pool, "a"), **OPTIONS))
         for _ in range(2):
             steps = []
             for number, batch in enumerate(loader):
@@ -83,7 +83,7 @@ def test_accumulation_steps_at_the_end_of_an_epoch(directory: Path) -> None:
 def saved_and_loaded(made: Any, folder: str, data: Dataset) -> None:
     """save_state() in mid-epoch, load_state() with fresh things: the rest of the epoch."""
     made._dataloaders.clear()
-    loader = HPLoader(made, made.prepare(DataLoader(data, **OPTIONS)))
+    loader = PoolLoader(made, made.prepare(DataLoader(data, **OPTIONS)))
     assert made._dataloaders == [loader]
     run = iter(loader)
     next(run)
@@ -92,7 +92,7 @@ def saved_and_loaded(made: Any, folder: str, data: Dataset) -> None:
     made.wait_for_everyone()  # accelerate writes a loader's state on every rank, to the same file
     rest = [label for batch in run for label in labels(batch)]
     made._dataloaders.clear()
-    again = HPLoader(made, DataLoader(data, **OPTIONS))
+    again = PoolLoader(made, DataLoader(data, **OPTIONS))
     made.load_state(folder)
     assert again.standing() == (0, 8 * made.num_processes)
     assert flat(again) == rest
@@ -102,13 +102,13 @@ def saved_and_loaded(made: Any, folder: str, data: Dataset) -> None:
     made._dataloaders.clear()
 
 
-@pytest.mark.parametrize("ours", [False, True], ids=["save_state", "HPAccelerate"])
+@pytest.mark.parametrize("ours", [False, True], ids=["save_state", "PoolAccelerate"])
 def test_states_are_saved_with_the_rest(directory: Path, ours: bool) -> None:
-    """By accelerate itself and by HPAccelerate."""
+    """By accelerate itself and by PoolAccelerate."""
     with open_pool(directory) as pool:
         made = accelerator()
         if ours:
-            with HPAccelerate(made, pool, "runs/x"):
+            with PoolAccelerate(made, pool, "runs/x"):
                 saved_and_loaded(made, "one", Dataset(pool, "a"))
         else:
             saved_and_loaded(made, str(directory / "state"), Dataset(pool, "a"))
@@ -117,7 +117,7 @@ def test_states_are_saved_with_the_rest(directory: Path, ours: bool) -> None:
 def gathered(made: Any, loader: DataLoader) -> list[int]:
     """What gather_for_metrics() gives of an epoch."""
     found: list[int] = []
-    for batch in HPLoader(made, loader):
+    for batch in PoolLoader(made, loader):
         found += made.gather_for_metrics(batch["label"]).tolist()
     return found
 

@@ -202,10 +202,10 @@ def test_objects_that_would_come_back_as_their_state_are_refused(pool: Pool) -> 
 @pytest.mark.parametrize(
     ("name", "package", "extra"),
     [
-        ("HPCheckpointIO", "lightning.pytorch.plugins.io", "lightning"),
-        ("HPTrainerCallback", "transformers", "huggingface"),
-        ("HPAccelerate", "accelerate", "huggingface"),
-        ("HPStorage", "torch_checkpointing.storage.base_storage", "torch-checkpointing"),
+        ("PoolCheckpointIO", "lightning.pytorch.plugins.io", "lightning"),
+        ("PoolTrainerCallback", "transformers", "huggingface"),
+        ("PoolAccelerate", "accelerate", "huggingface"),
+        ("PoolStorage", "torch_checkpointing.storage.base_storage", "torch-checkpointing"),
     ],
 )
 def test_a_missing_trainer_names_its_extra(
@@ -218,7 +218,7 @@ def test_a_missing_trainer_names_its_extra(
     with pytest.raises(ImportError, match=rf"pip install 'hpstore\[{extra}\]'"):
         getattr(hpstore.trainers, name)
     with pytest.raises(AttributeError):
-        hpstore.trainers.HPNothing  # noqa: B018
+        hpstore.trainers.PoolNothing  # noqa: B018
 
 
 def test_every_adapter_is_where_it_is_listed() -> None:

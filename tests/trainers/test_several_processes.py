@@ -36,13 +36,13 @@ def fit(rank: int, world: int, directory: Path, prefix: str, epochs: int) -> Non
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import DDPStrategy
 
-    from hpstore.trainers.lightning import HPCheckpointIO
+    from hpstore.trainers.lightning import PoolCheckpointIO
     from tests.trainers.test_lightning import Tiny, batches
 
     torch.manual_seed(5)
     model = Tiny()
     with open_pool(directory) as pool:
-        io = HPCheckpointIO(pool, prefix, root=directory)
+        io = PoolCheckpointIO(pool, prefix, root=directory)
         run = pl.Trainer(
             max_epochs=epochs, accelerator="cpu", devices=world, plugins=[io], logger=False,
             strategy=DDPStrategy(process_group_backend="gloo"), enable_progress_bar=False,
@@ -100,12 +100,12 @@ def accelerated(folder: Path) -> Any:
 def saving(rank: int, world: int, directory: Path) -> None:
     """Two steps, a save, three steps: their losses, and the weights, to files."""
     join_job(rank, world)
-    from hpstore.trainers.huggingface import HPAccelerate
+    from hpstore.trainers.huggingface import PoolAccelerate
 
     torch.manual_seed(1)
     run = accelerated(directory / "p")
     assert run.accelerator.num_processes == world
-    with open_pool(directory) as pool, HPAccelerate(run.accelerator, pool, "run") as hp:
+    with open_pool(directory) as pool, PoolAccelerate(run.accelerator, pool, "run") as hp:
         for _ in range(2):
             run.step()
         run.accelerator.save_state("one")
@@ -119,11 +119,11 @@ def saving(rank: int, world: int, directory: Path) -> None:
 def loading(rank: int, world: int, directory: Path) -> None:
     """The same three steps from the newest state, with each rank's own noise."""
     join_job(rank, world)
-    from hpstore.trainers.huggingface import HPAccelerate
+    from hpstore.trainers.huggingface import PoolAccelerate
 
     torch.manual_seed(2)
     run = accelerated(directory / "p")
-    with open_pool(directory) as pool, HPAccelerate(run.accelerator, pool, "run") as hp:
+    with open_pool(directory) as pool, PoolAccelerate(run.accelerator, pool, "run") as hp:
         latest = hp.latest()
         assert latest is not None
         assert latest.endswith("one")
@@ -139,10 +139,10 @@ def loading(rank: int, world: int, directory: Path) -> None:
 def failing(rank: int, world: int, directory: Path) -> None:
     """Rank 1 cannot take part in a load, rank 0 cannot save: both ranks hear of both."""
     join_job(rank, world)
-    from hpstore.trainers.huggingface import HPAccelerate
+    from hpstore.trainers.huggingface import PoolAccelerate
 
     run = accelerated(directory / "p")
-    with open_pool(directory) as pool, HPAccelerate(run.accelerator, pool, "run") as hp:
+    with open_pool(directory) as pool, PoolAccelerate(run.accelerator, pool, "run") as hp:
         run.accelerator.save_state("one")
         hp.wait()
         if rank == 1:

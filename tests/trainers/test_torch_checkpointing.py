@@ -1,4 +1,4 @@
-"""HPStorage: the Storage contract beside the package's own, crashes, and real saves and loads."""
+"""PoolStorage: the Storage contract beside the package's own, crashes, and real saves and loads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ package = pytest.importorskip("torch_checkpointing")
 from torch_checkpointing.storage.base_storage import ReadArgs, Storage  # noqa: E402
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig  # noqa: E402
 
-from hpstore.trainers.torch_checkpointing import HPStorage, HPStorageConfig  # noqa: E402
+from hpstore.trainers.torch_checkpointing import PoolStorage, PoolStorageConfig  # noqa: E402
 from tests.thorough import crash_points  # noqa: E402
 
 
@@ -27,7 +27,7 @@ from tests.thorough import crash_points  # noqa: E402
 def storage(request: pytest.FixtureRequest, pool: Pool) -> Storage:
     """Ours and the package's local one: the contract below holds for both."""
     if request.param == "pool":
-        return HPStorageConfig(pool, "tc").create_storage()
+        return PoolStorageConfig(pool, "tc").create_storage()
     return LocalFileSystemStorageConfig(use_direct_io=False).create_storage()
 
 
@@ -143,7 +143,7 @@ def test_reads_by_ranges(storage: Storage, tmp_path: Path) -> None:
 
 def test_a_renamed_away_directory_begins_anew(pool: Pool) -> None:
     """The same temporary name again and again: what is written never lands in what was moved."""
-    ours = HPStorage(pool, "tc")
+    ours = PoolStorage(pool, "tc")
     for step in range(3):
         grow(ours, Path("/c/tmp"), {"f": b"%d" % step})
         ours.rename(Path("/c/tmp"), Path(f"/c/step-{step}"), is_directory=True)
@@ -165,7 +165,7 @@ def test_a_renamed_away_directory_begins_anew(pool: Pool) -> None:
 def test_entries_of_old_removals_are_dropped(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many checkpoints made and removed: entries stay few, but those still needed stay."""
     monkeypatch.setattr("hpstore.trainers.rename_plan.OLD", 12)
-    ours = HPStorage(pool, "tc")
+    ours = PoolStorage(pool, "tc")
     ours.write(Path("c/f"), b"first")
     ours.rmdir(Path("c"))
     ours.write(Path("c/f"), b"second")  # its root is found only while the first's is taken
@@ -182,7 +182,7 @@ def test_a_crash_leaves_the_rename_made_or_not(pool: Pool, monkeypatch: pytest.M
     put, delete = Pool.put, Pool.delete
     whole = {"a": b"1", "b": {"c": b"2"}}
     for crash_at in crash_points():
-        ours = HPStorage(pool, f"tc{crash_at}")
+        ours = PoolStorage(pool, f"tc{crash_at}")
         grow(ours, Path("tmp"), whole)
         grow(ours, Path("old"), {"x": b"3"})
         left = [crash_at]
@@ -205,7 +205,7 @@ def test_a_crash_leaves_the_rename_made_or_not(pool: Pool, monkeypatch: pytest.M
         except SimulatedCrash:
             finished = False
         monkeypatch.undo()
-        again = HPStorage(pool, f"tc{crash_at}")
+        again = PoolStorage(pool, f"tc{crash_at}")
         found = tree(again, Path())
         assert found in (
             {"tmp": whole, "old": {"x": b"3"}}, {"new": whole, "old": {"x": b"3"}}, {"new": whole},
@@ -223,7 +223,7 @@ def test_a_crash_leaves_the_rename_made_or_not(pool: Pool, monkeypatch: pytest.M
 
 def test_a_file_appears_only_when_it_is_whole(pool: Pool) -> None:
     """A stream left by an exception, or forgotten, leaves no file; an old one stays."""
-    ours = HPStorage(pool, "tc")
+    ours = PoolStorage(pool, "tc")
     ours.write(Path("x"), b"old")
 
     def interrupted() -> None:
@@ -243,7 +243,7 @@ def test_a_directory_in_danger_is_not_committed(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that would not survive one more loss: the rename raises, everything is as it was."""
-    ours = HPStorage(pool, "tc")
+    ours = PoolStorage(pool, "tc")
     grow(ours, Path("tmp"), FULL)
 
     def endangered(pool: Pool, key: str) -> int:
@@ -259,7 +259,7 @@ def test_a_directory_in_danger_is_not_committed(
 
 def test_what_cannot_be_is_refused(pool: Pool) -> None:
     """Into itself, the top, below a file, a file over a directory, "..", a wrong known size."""
-    ours = HPStorage(pool, "tc")
+    ours = PoolStorage(pool, "tc")
     grow(ours, Path("d"), FULL)
     with pytest.raises(OSError, match="into itself"):
         ours.rename(Path("d"), Path("d/e"))
@@ -316,7 +316,7 @@ def test_the_package_saves_and_loads(pool: Pool, mode: str, use_mmap: bool, tmp_
     net(torch.ones(1, 30)).sum().backward()
     optimizer.step()
     config = getattr(package.CheckpointManager.Config, f"with_{mode}_save")()
-    config.storage_config = HPStorageConfig(tmp_path / "pool.toml", "tc")
+    config.storage_config = PoolStorageConfig(tmp_path / "pool.toml", "tc")
     config.load.use_mmap = use_mmap
     manager = config.build()
     state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": {"n": 7}}
@@ -324,7 +324,7 @@ def test_the_package_saves_and_loads(pool: Pool, mode: str, use_mmap: bool, tmp_
         future = manager.save(f"/ckpt/step-{step}", state)
         if future is not None:
             future.result()
-    ours = HPStorage(pool, "tc")
+    ours = PoolStorage(pool, "tc")
     assert ours.ls(Path("/ckpt")) == ["step-1", "step-2"]
     loaded = manager.load("/ckpt/step-2", {"model": other.state_dict(), "optimizer": None,
                                            "step": None}, strict=True)  # fmt: skip

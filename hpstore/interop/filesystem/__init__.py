@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from hpstore.interop.filesystem.filesystem import HpstoreFileSystem
+from hpstore.interop.filesystem.filesystem import PoolFileSystem
 
-__all__ = ["HpstoreFileSystem"]
+__all__ = ["PoolFileSystem"]

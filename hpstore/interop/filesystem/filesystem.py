@@ -39,7 +39,7 @@ _CALLER = 4  # frames above a warning: the caller of most methods that write
 _MODES = {"rb+": "r+b", "wb+": "w+b", "ab+": "a+b"}  # other ways to write the same
 
 
-class HpstoreFileSystem(PoolListing):
+class PoolFileSystem(PoolListing):
     """Pools as a file system. Thread-safe; survives fork; pickles as its arguments.
 
     `pool`: path of a pool.toml, a pool's name or a Pool; paths are then keys of that pool. Without
@@ -496,4 +496,4 @@ class HpstoreFileSystem(PoolListing):
         self.rm_file(path)
 
 
-__all__ = ["HpstoreFileSystem"]
+__all__ = ["PoolFileSystem"]

@@ -19,7 +19,7 @@ _Facts = dict[str, Any]  # Any: what fsspec calls an info, values of several typ
 
 
 class PoolListing(PoolPaths):
-    """What the file system shows; HpstoreFileSystem has the rest."""
+    """What the file system shows; PoolFileSystem has the rest."""
 
     def _tree(self, place: ParsedPath, maxdepth: int | None = None) -> Tree:
         """What lies below; one walk over the keys under the prefix, whatever the depth."""

@@ -57,7 +57,7 @@ class ParsedPath:
 
 
 class PoolPaths(AbstractFileSystem, metaclass=_Canonical):  # type: ignore[misc]
-    """What the file system knows about paths; HpstoreFileSystem has the rest."""
+    """What the file system knows about paths; PoolFileSystem has the rest."""
 
     protocol = "hpstore"
     root_marker = ""
