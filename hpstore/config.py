@@ -245,9 +245,15 @@ def load_config(path: str | os.PathLike[str]) -> PoolConfig:
 
 
 def default_name(path: Path) -> str:
-    """What a pool without a name is called on screens, by its settings file: the file's name, or,
-    of a pool.toml, that of its directory."""
-    return path.parent.name or path.stem if path.stem == "pool" else path.stem
+    """The name of a pool that was given none: that of its settings file, without the suffix.
+
+    A file may have a name that no pool can: what `registry_path` refuses is taken off its ends, and
+    what no screen can show becomes `_`.
+    """
+    name = path.stem
+    while name.startswith(".") or name.endswith(".toml"):
+        name = name.removeprefix(".").removesuffix(".toml")
+    return "".join(one if one.isprintable() else "_" for one in name) or "pool"
 
 
 def parse_settings(raw: dict[str, object], *, where: str) -> Settings:

@@ -10,7 +10,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from hpstore.cli.options import DataUnits, Json, ParityUnits
+from hpstore.cli.options import DataUnits, Json, ParityUnits, SchemeText
 from hpstore.cli.output import emit_json, table
 from hpstore.durability import (
     Estimate,
@@ -28,6 +28,7 @@ from hpstore.durability import (
     years_to_loss,
 )
 from hpstore.errors import ConfigError
+from hpstore.format.scheme import choose_scheme
 from hpstore.units import parse_bytes
 
 _SECONDS_PER_HOUR = 3600.0
@@ -106,9 +107,10 @@ def _finite(value: float) -> float | None:
 
 
 def run(
-    data: DataUnits,
-    parity: ParityUnits,
     afr: Annotated[float, typer.Option(help="failures of a device in a year, such as 0.005")],
+    data: DataUnits = None,
+    parity: ParityUnits = None,
+    scheme: SchemeText = None,
     rebuild_hours: Annotated[
         float | None, typer.Option(help="from a failure until all is written again")
     ] = None,
@@ -135,13 +137,14 @@ def run(
 ) -> None:
     """Estimate the probability of losing data in a year; compare schemes.
 
-    hpstore durability --data 6 --parity 3 --afr 0.005 --rebuild-hours 156
+    hpstore durability --scheme 6+3 --afr 0.005 --rebuild-hours 156
 
-    hpstore durability --data 4 --parity 2 --afr 0.01 --device-size 8TB --rebuild-rate 200MB
+    hpstore durability --scheme 4+2 --afr 0.01 --device-size 8TB --rebuild-rate 200MB
     """
     size = parse_bytes(device_size) if device_size else 0
     hours = _repair_hours(rebuild_hours, size, parse_bytes(rebuild_rate) if rebuild_rate else 0)
-    group = Group(data=data, parity=parity, afr=afr, repair_hours=hours + wait_hours)
+    chosen = choose_scheme(data, parity, scheme)
+    group = Group(data=chosen.data, parity=chosen.parity, afr=afr, repair_hours=hours + wait_hours)
     sectors = _sectors(size, unreadable)
     poisson = window(group)
     answer = DurabilityReport(

@@ -55,9 +55,13 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="do it without a question
 AllowRootDisk = Annotated[
     bool, typer.Option("--allow-root-disk", help="also where a mount seems to be missing")
 ]
-DataUnits = Annotated[int, typer.Option(help="data units per stripe, k")]
-ParityUnits = Annotated[int, typer.Option(help="parity units per stripe, m: losses survived")]
+DataUnits = Annotated[int | None, typer.Option("--data", help="data units per stripe, k")]
+ParityUnits = Annotated[
+    int | None,
+    typer.Option("--parity", help="parity units per stripe, m: how many losses it survives"),
+]
+SchemeText = Annotated[str | None, typer.Option("--scheme", help="k+m, such as 4+2, for both")]
 
 __all__ = ["AllowRootDisk", "DataUnits", "DeviceName", "Force", "Json", "Keys", "ParityUnits",
-           "PoolName", "Prefix", "Rate", "StepName", "Yes", "complete_device",
+           "PoolName", "Prefix", "Rate", "SchemeText", "StepName", "Yes", "complete_device",
            "complete_pool"]  # fmt: skip

@@ -13,7 +13,15 @@ import typer
 
 import hpstore
 from hpstore.cli.device_commands import note_shared_disks, rate_of, sharing
-from hpstore.cli.options import AllowRootDisk, DataUnits, Json, ParityUnits, PoolName, Rate
+from hpstore.cli.options import (
+    AllowRootDisk,
+    DataUnits,
+    Json,
+    ParityUnits,
+    PoolName,
+    Rate,
+    SchemeText,
+)
 from hpstore.cli.output import (
     UNMENDED_EXIT_CODE,
     emit_json,
@@ -31,8 +39,9 @@ from hpstore.units import parse_bytes
 def create(
     config: Annotated[Path, typer.Argument(help="the pool.toml to write")],
     devices: Annotated[list[str], typer.Argument(help="directories or URLs, one for each device")],
-    data: DataUnits,
-    parity: ParityUnits,
+    data: DataUnits = None,
+    parity: ParityUnits = None,
+    scheme: SchemeText = None,
     name: Annotated[str | None, typer.Option(help="register for hpstore.open(NAME)")] = None,
     unit: Annotated[str, typer.Option(help="stripe unit")] = "1MiB",
     group: Annotated[str, typer.Option(help="whose members may use the pool, too")] = "",
@@ -47,10 +56,10 @@ def create(
 ) -> None:
     """Make a pool and write its pool.toml.
 
-    hpstore create pool.toml --data 4 --parity 2 /mnt/a /mnt/b /mnt/c /mnt/d /mnt/e /mnt/f
+    hpstore create pool.toml --scheme 4+2 /mnt/a /mnt/b /mnt/c /mnt/d /mnt/e /mnt/f
     """
     pool = hpstore.create(
-        devices, data=data, parity=parity, config=config, name=name, domains=domain,
+        devices, data=data, parity=parity, scheme=scheme, config=config, name=name, domains=domain,
         unit_bytes=parse_bytes(unit), settings=sharing(group, mode),
         allow_root_disk=allow_root_disk,
     )  # fmt: skip
@@ -58,10 +67,10 @@ def create(
         sys.stderr.write(f"hpstore: note: {name} is in {table_path()}, too, for URLs\n")
     with pool:
         status = pool.status()
-    if status.effective_data < data:
+    if status.effective_data < status.data:
         sys.stderr.write(
-            f"hpstore: note: {len(devices)} devices are too few for {data}+{parity}: new objects "
-            f"are {status.effective_data}+{parity} until devices are added\n"
+            f"hpstore: note: {len(devices)} devices are too few for {status.data}+{status.parity}: "
+            f"new objects are {status.effective_data}+{status.parity} until devices are added\n"
         )
     note_shared_disks(pool.config.devices)
     if as_json:

@@ -21,6 +21,7 @@ from hpstore.config import (
 from hpstore.devices.opener import device_opener
 from hpstore.errors import ConfigError
 from hpstore.format.pool_key import new_pool_key
+from hpstore.format.scheme import choose_scheme
 from hpstore.membership.device_places import require_mounted
 from hpstore.membership.members import create_members
 from hpstore.membership.survival import domain_warning
@@ -35,8 +36,9 @@ _log = logging.getLogger(__name__)
 def create_pool(
     devices: Sequence[str | os.PathLike[str]],
     *,
-    data: int,
-    parity: int,
+    data: int | None = None,
+    parity: int | None = None,
+    scheme: str | None = None,
     config: str | os.PathLike[str] = "pool.toml",
     name: str | None = None,
     domains: Sequence[str] | None = None,
@@ -46,14 +48,16 @@ def create_pool(
 ) -> Pool:
     """Make a pool of k + m stripes over `devices` (paths or URLs) and write its pool.toml.
 
-    pool.toml holds the pool's key, without which no byte of it can be checked: keep a copy. Nothing
-    is claimed unless every device can be. With a `name`, `hpstore.open(name)` and URLs find the
-    pool later; it is in the table that HPSTORE_POOLS names, too, where that is set. `domains`: what
-    fails together, one label a device (default: each its own). `allow_root_disk`: also where a
-    mount seems to be missing, so that a device would lie on the disk of the system.
+    pool.toml holds the pool's key, without which no byte can be checked: keep a copy. Nothing is
+    claimed unless every device can be. `scheme="4+2"` stands for `data=4, parity=2`. With a `name`,
+    `hpstore.open(name)` and URLs find the pool later, also through the table that HPSTORE_POOLS
+    names; without one the pool is called after its file: "lab" of lab.toml. `domains`: what fails
+    together, one label per device (default: each its own). `allow_root_disk`: create it even if a
+    mount seems to be missing and a device would lie on the disk of the system.
 
     Raises ConfigError, DeviceInUse, DeviceError.
     """
+    chosen = choose_scheme(data, parity, scheme)
     path = Path(config).absolute()
     require_new(path, name)
     if name is not None:
@@ -77,7 +81,7 @@ def create_pool(
         keep = partial(_keep, made, undo)
         record = create_members(
             urls, domains, device_opener(made.settings), made,
-            data=data, parity=parity, unit_bytes=unit_bytes, keep=keep,
+            data=chosen.data, parity=chosen.parity, unit_bytes=unit_bytes, keep=keep,
         )  # fmt: skip
         undo.pop_all()
     warning = domain_warning(record)

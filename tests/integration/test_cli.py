@@ -81,6 +81,22 @@ def test_the_command_is_a_module_and_has_a_short_help() -> None:
         assert words or "--show-completion" in done.stdout
 
 
+def test_create_takes_a_scheme_in_one_word(cli: Cli, tmp_path: Path) -> None:
+    """--scheme 3+2 is --data 3 --parity 2; the pool is called after its file."""
+    disks = [tmp_path / f"lab{i}" for i in range(5)]
+    made = json.loads(cli.run("create", "lab.toml", "--scheme", "3+2", *disks, "--json"))
+    assert (made["data"], made["parity"], made["name"]) == (3, 2, "lab")
+    others = [tmp_path / f"other{i}" for i in range(5)]
+    for words, said in (
+        (("--scheme", "3+"), "'3+' is not a scheme"),
+        (("--scheme", "3+2", "--data", 4), "differ"),
+        (("--data", 4), "not a whole scheme"),
+    ):
+        code = errors.ConfigError.exit_code
+        assert said in cli.run("create", "other.toml", *words, *others, code=code)
+    assert not (tmp_path / "other.toml").exists()
+
+
 def test_errors_are_one_line_with_their_own_exit_code(cli: Cli, tmp_path: Path) -> None:
     """No traceback; the class and what to do."""
     (tmp_path / "in").write_bytes(b"x")

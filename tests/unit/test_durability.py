@@ -209,6 +209,12 @@ def test_command_takes_size_and_rate_for_the_rebuild() -> None:
     assert reach == {(6, 3), (8, 3), (17, 3), (10, 4), (16, 4)}
 
 
+def test_command_takes_a_scheme_in_one_word() -> None:
+    """--scheme 6+3 is --data 6 --parity 3."""
+    words = ("durability", "--scheme", "6+3", "--afr", "0.005", "--rebuild-hours", "156", "--json")
+    assert output(*words) == output(*ASKED, "--rebuild-hours", "156", "--json")
+
+
 def test_command_simulates_and_adds_unreadable_sectors() -> None:
     """--simulate and --unreadable, as JSON; what is counted is not said to be left out."""
     found = json.loads(
