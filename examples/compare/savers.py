@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 
-from hpstore.checkpoint import Checkpointer, SaveHandle
+from hpstore.checkpoint import Checkpointer, SaveHandle, SaveOptions
 from hpstore.pool.pool import Pool
 from hpstore.trainers import PipelineHooks
 
@@ -170,7 +170,7 @@ class Hpstore(Saver):
     def __init__(self, pool: Pool, prefix: str) -> None:
         super().__init__()
         self._checkpointer = Checkpointer(
-            pool, prefix, keep_last=KEPT, rng=False, drain_seconds=DRAIN_SECONDS
+            pool, prefix, keep_last=KEPT, rng=False, save=SaveOptions(drain_seconds=DRAIN_SECONDS)
         )
         self._handles: list[SaveHandle] = []
         self._hooks: PipelineHooks | None = None

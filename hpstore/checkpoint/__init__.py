@@ -14,9 +14,9 @@ from hpstore.checkpoint.format.checkpoint_manifest import Manifest
 from hpstore.checkpoint.ranks.stop_step import Preempted
 from hpstore.checkpoint.restore.fill_state import RestoreReport, SavedStep, SavedTensor
 from hpstore.checkpoint.save.save_handle import SaveHandle, SaveReport
+from hpstore.checkpoint.save.save_options import SaveOptions
 
 __all__ = ["Best", "Checkpointer", "ExportReport", "ImportReport", "Manifest", "Preempted",
-           "RestoreReport",
-           "SafeLoadPlanner", "SaveHandle", "SaveReport", "SavedStep", "SavedTensor", "Stager",
-           "StorageReader", "StorageWriter", "VerifyReport", "export_checkpoint",
-           "import_checkpoint"]  # fmt: skip
+           "RestoreReport", "SafeLoadPlanner", "SaveHandle", "SaveOptions", "SaveReport",
+           "SavedStep", "SavedTensor", "Stager", "StorageReader", "StorageWriter", "VerifyReport",
+           "export_checkpoint", "import_checkpoint"]  # fmt: skip

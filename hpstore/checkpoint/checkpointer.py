@@ -16,18 +16,17 @@ import torch
 
 from hpstore.checkpoint.catalog.retention import Best, Retention
 from hpstore.checkpoint.catalog.steps import Steps
-from hpstore.checkpoint.checkpointer_options import VerifyReport, require_options
+from hpstore.checkpoint.checkpointer_options import VerifyReport, checked_options
 from hpstore.checkpoint.format.checkpoint_manifest import checked_step
 from hpstore.checkpoint.format.pack import known_items
-from hpstore.checkpoint.format.segment_codecs import checked_codec
 from hpstore.checkpoint.load_step import Loading
 from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
-from hpstore.checkpoint.ranks.stop_step import Preemption, checked_on_sigterm, require_alike
+from hpstore.checkpoint.ranks.stop_step import Preemption, require_alike
 from hpstore.checkpoint.restore.collective_restore import restore_together
 from hpstore.checkpoint.restore.fill_state import RestoreOptions, RestoreReport
 from hpstore.checkpoint.restore.read_items import Warm
 from hpstore.checkpoint.restore.tensor_stream import ByteProgress, counting
-from hpstore.checkpoint.save.accelerator import Accelerator, CudaStaging
+from hpstore.checkpoint.save.accelerator import CudaStaging
 from hpstore.checkpoint.save.after_commit import AfterCommits
 from hpstore.checkpoint.save.copy_gate import CopyGate
 from hpstore.checkpoint.save.drain_at_exit import Draining
@@ -35,18 +34,19 @@ from hpstore.checkpoint.save.group_copies import collector_paused
 from hpstore.checkpoint.save.prewrite_saves import SpaceMaker
 from hpstore.checkpoint.save.rank_plan import Planner, Prepared, sizes_of_all
 from hpstore.checkpoint.save.save_handle import SaveHandle, SaveReport, guarded
-from hpstore.checkpoint.save.save_job import Earlier, SaveJob, SaveOptions
-from hpstore.checkpoint.save.save_underway import OneCaller, Underway, checked_on_busy
-from hpstore.checkpoint.save.stage import SaveStage, checked_staging
-from hpstore.checkpoint.save.write_rate import checked_background, pace
+from hpstore.checkpoint.save.save_job import Earlier, JobOptions, SaveJob
+from hpstore.checkpoint.save.save_options import SaveOptions, checked_choice
+from hpstore.checkpoint.save.save_underway import OneCaller, Underway
+from hpstore.checkpoint.save.stage import SaveStage
+from hpstore.checkpoint.save.write_rate import save_rate
 from hpstore.checkpoint.state.state_tree import PerRank
 from hpstore.checkpoint.state.targets import State
 from hpstore.checkpoint.state.training_state import require_state
 from hpstore.errors import CheckpointError
 from hpstore.pool.pool import Pool
-from hpstore.units import parse_bytes
 
 _log = logging.getLogger(__name__)
+ALONE = "alone"  # as a group: this process saves for itself
 _CLOSE_SECONDS = 60.0  # close() waits so long for a call of another thread
 
 
@@ -57,33 +57,48 @@ class Checkpointer(Loading):
     encoding, writing and the commit go on in the background. Call it from one thread.
 
     With torch.distributed in use the constructor, save(), restore() and close() are collective:
-    every rank of `group` (default: all) calls them, each with its own part of the state. Shards of
-    DTensors are written by the ranks that hold them, what several hold by one of them. With
-    `alone` nothing is collective: this process saves for itself.
+    every rank of `group` calls them, each with its own part of the state. Shards of DTensors are
+    written by the ranks that hold them, what several hold by one of them.
 
-    keep_last, keep_every, keep_best: which steps stay (None keeps all); older ones go after a newer
-    one is committed without debt, those of small saves once a minute and at close(). rng: save and
-    restore the RNG states of Python, numpy, torch and CUDA, by rank. on_busy: what save() does
-    while the save before it is under way. staging: "copy", or "overlap": parameters and moments of
-    the state's optimizers are copied during the next forward and backward. staging_bytes: memory
-    for staging on this node, shared by its ranks (default: 60 % of what is available); a larger
-    state is staged in slices, blocking. background: "fast", or "gentle": written at a rate that
-    leaves the step its cores. compression: "lz4", "zstd" or "shuffle-lz4". reuse: what the step
-    before holds unchanged is referenced, not written again. warm: restore from the arena while it
-    still holds the step, hashes compared. example: a state like those to come, whose arena is made
-    now. prepare: with keep_last, files for the first saves to overwrite are written in the
-    background before they come, of the size of `example` or of the newest step
-    (docs/checkpoints.md). on_sigterm: "finish" the save under way, within `drain_seconds`, and end,
-    or "save": all ranks stop after one step, within these seconds (reached_preemption()).
-    min_losses_tolerated: further lost devices that a save must survive, else it is refused
-    (default: by the pool's settings). accelerator: what copies from devices, for tests and for
-    other back ends (default: CUDA when there is one).
+    Parameters
+    ----------
+    pool
+        An open pool. It stays the caller's.
+    prefix
+        Key prefix of the run.
+    keep_last
+        How many of the last steps stay; None keeps all. An older one is deleted after a newer one
+        is committed and whole, those of small saves once a minute and at close().
+    keep_every
+        Besides, every step that is a multiple of this stays.
+    keep_best
+        Besides, the best steps by a metric of save(metrics=) stay.
+    rng
+        Save and restore the states of the random generators of Python, numpy, torch and CUDA, by
+        rank.
+    group
+        The process group whose ranks save together. Default: all ranks. "alone": nothing is
+        collective, this process saves for itself.
+    allow_pickle
+        Save and restore objects of any type as pickles. Restore such steps from trusted pools only.
+    example
+        A state like those to come: memory for staging it is allocated now.
+    save
+        How saves are staged, written and committed. `options` holds it; what is put there by
+        dataclasses.replace() counts from the next save or restore, but for staging, memory,
+        prewrite, the seconds, on_sigterm and accelerator, which the constructor has used.
+
+    Raises
+    ------
+    ConfigError
+        An argument is wrong. It is a ValueError.
+    CheckpointError
+        The ranks differ in what they ask for.
     """
 
     last_restore: RestoreReport | None
     _underway: Underway | None
     _saved_at: float | None
-    _preemption: Preemption | None
 
     def __init__(
         self,
@@ -94,44 +109,28 @@ class Checkpointer(Loading):
         keep_every: int | None = None,
         keep_best: Best | str | None = None,
         rng: bool = True,
-        staging: str = "copy",
-        staging_bytes: int | str | None = None,
-        on_busy: str = "wait",
-        max_stall_seconds: float | None = None,
-        background: str = "fast",
-        compression: str | None = None,
-        reuse: bool = True,
-        warm: bool = True,
+        group: Any = None,  # Any: torch's process groups have no public type
         allow_pickle: bool = False,
         example: State | None = None,
-        prepare: bool = True,
-        lineage: Mapping[str, Any] | None = None,
-        commit_seconds: float = 1800.0,
-        drain_seconds: float = 60.0,
-        on_sigterm: str = "finish",
-        group: Any = None,
-        alone: bool = False,
-        min_losses_tolerated: int | None = None,
-        accelerator: Accelerator | None = None,
+        save: SaveOptions | None = None,
     ) -> None:
-        require_options(pool, commit_seconds=commit_seconds, drain_seconds=drain_seconds)
+        self.options = save = checked_options(pool, save)
         best = Best(metric=keep_best) if isinstance(keep_best, str) else keep_best
         self.retention = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=best)
-        self._steps, self.compression = Steps(pool, prefix), checked_codec(compression)
+        self._steps = Steps(pool, prefix)
         self.pool, self.prefix, self.rng, self.allow_pickle = pool, prefix, rng, allow_pickle
-        self.on_busy, self.max_stall_seconds = checked_on_busy(on_busy), max_stall_seconds
-        self.min_losses_tolerated = min_losses_tolerated
-        self.background = checked_background(background)
-        self.reuse, self.warm, self.lineage = reuse, warm, dict(lineage or {})
-        self._ranks = Ranks(commit_seconds, group, alone=alone)
-        self._preemption, self._drain_seconds, self._alone = None, drain_seconds, alone
-        if require_alike(self._ranks, checked_on_sigterm(on_sigterm)) == "save":
+        self._alone = isinstance(group, str) and checked_choice("group", group, (ALONE,)) == ALONE
+        self._ranks = Ranks(save.commit_seconds, None if self._alone else group, alone=self._alone)
+        self._preemption: Preemption | None = None
+        if require_alike(self._ranks, save.on_sigterm) == "save":
             self.expect_preemption()
+        accelerator = save.accelerator
         if accelerator is None and torch.cuda.is_available():
             accelerator = CudaStaging()
-        self._stage = SaveStage(checked_staging(staging), accelerator)
-        budget = None if staging_bytes is None else parse_bytes(staging_bytes)
-        self._planner = Planner(self._ranks, budget, rng=rng, allow_pickle=allow_pickle)
+        self._stage = SaveStage(save.staging, accelerator)
+        self._planner = Planner(
+            self._ranks, save.memory_bytes, rng=rng, allow_pickle=allow_pickle
+        )  # fmt: skip
         self._session, self._fenced = secrets.token_hex(8), False
         self._earlier = Earlier()
         self._turn = OneCaller()
@@ -142,11 +141,11 @@ class Checkpointer(Loading):
                          "saves_with_differing_values_total": 0,
                          "retentions_postponed_total": 0}  # fmt: skip
         self._after = AfterCommits(self._steps, self.retention, self._session, self.counters)
-        self._draining = Draining(self, drain_seconds) if not pool.read_only else None
-        self._space = SpaceMaker(pool, self._steps, keep_last or 0, self.background)
-        self._make_ready(example, prepare=prepare and keep_last is not None)
+        self._draining = Draining(self, save.drain_seconds) if not pool.read_only else None
+        self._space = SpaceMaker(pool, self._steps, keep_last or 0, save.pace)
+        self._make_ready(example, prewrite=save.prewrite and keep_last is not None)
 
-    def _make_ready(self, example: State | None, *, prepare: bool) -> None:
+    def _make_ready(self, example: State | None, *, prewrite: bool) -> None:
         """What the first save need not wait for: memory, what others left, files."""
         sizes: list[int] = []
         if example is not None:
@@ -155,8 +154,8 @@ class Checkpointer(Loading):
             sizes = sizes_of_all(self._ranks, prepared)
         if not self.pool.read_only and self._ranks.leads:
             self.collect_garbage()
-            if prepare:
-                self._space.start([] if self.compression else sizes)
+            if prewrite:
+                self._space.start([] if self.options.compression else sizes)
 
     # --- saving -----------------------------------------------------------------------------
 
@@ -241,10 +240,11 @@ class Checkpointer(Loading):
     def _may_begin(self) -> bool:
         """Wait for the save under way, or say that this one is not to be; raises for "error"."""
         busy = self._underway is not None and self._underway.busy
-        if self.on_busy != "wait" and not self._stopping:
+        on_busy = self.options.on_busy
+        if on_busy != "wait" and not self._stopping:
             votes = self._ranks.all_gather(b"1" if busy else b"0", RankChannel.TRAINER)
             if b"1" in votes:
-                if self.on_busy == "skip":
+                if on_busy == "skip":
                     return False
                 raise CheckpointError(
                     'a save is still under way (on_busy="error"); the newest committed step is '
@@ -256,21 +256,23 @@ class Checkpointer(Loading):
     def _options(
         self, step: int, prepared: Prepared, overwrite: bool,
         metrics: Mapping[str, float] | None, began: float, progress: ByteProgress | None,
-    ) -> SaveOptions:  # fmt: skip
+    ) -> JobOptions:  # fmt: skip
         extra: dict[str, Any] = {}
         if metrics:
             extra["metrics"] = {str(name): float(value) for name, value in metrics.items()}
-        if self.lineage:
-            extra["lineage"] = json.loads(json.dumps(self.lineage))
+        options = self.options
+        if options.lineage:
+            extra["lineage"] = json.loads(json.dumps(options.lineage))
         interval = began - self._saved_at if self._saved_at is not None else None
         self._saved_at = began
-        return SaveOptions(
+        return JobOptions(
             step=step, tree=prepared.tree, names=prepared.names, within=prepared.within,
-            session=self._session, overwrite=overwrite, extra=extra, codec=self.compression,
-            began=began, progress=counting(progress, prepared.total_bytes) if progress else None,
-            min_losses_tolerated=self.min_losses_tolerated,
+            session=self._session, overwrite=overwrite, extra=extra,
+            codec=options.compression or "", began=began,
+            progress=counting(progress, prepared.total_bytes) if progress else None,
+            min_losses_tolerated=options.min_losses_tolerated,
             rate_bytes_per_second=None if self._stopping
-            else pace(self.background, prepared.total_bytes, interval),
+            else save_rate(options.pace, prepared.total_bytes, interval),
         )  # fmt: skip
 
     def _begin_job(self, job: SaveJob) -> None:
@@ -314,7 +316,9 @@ class Checkpointer(Loading):
             self._earlier = Earlier()
             report = job.commit()
             self._note_differing([*prepared.differing, *job.differing])
-            self._earlier = Earlier(step=report.step, known=job.next_known if self.reuse else {})
+            self._earlier = Earlier(
+                step=report.step, known=job.next_known if self.options.reuse else {}
+            )
             committed.append(report)
             self._steps.committed(report.step)
             return report.with_stall(staged.result())
@@ -353,18 +357,19 @@ class Checkpointer(Loading):
         self.counters["saves_with_differing_values_total"] += bool(paths)
 
     def _warn_of_stall(self, staged: float, waited: float) -> None:
-        if self.max_stall_seconds is not None and staged > self.max_stall_seconds:
+        limit = self.options.max_stall_seconds
+        if limit is not None and staged > limit:
             self.counters["stalls_over_limit_total"] += 1
             _log.warning(
                 "save() kept the trainer %.3f s (limit %.3f), %.3f s of it waiting for the save "
-                "before", staged, self.max_stall_seconds, waited,
+                "before", staged, limit, waited,
             )  # fmt: skip
 
     def stage_by(self, staging: str, gate: CopyGate) -> None:
         """How the saves from now on are staged, for a trainer that knows when it computes nothing:
         deferred copies on the host pass `gate`. Copies from a GPU run on their side stream and do
         not wait for it."""
-        self._stage.mode, self._stage.gate = checked_staging(staging), gate
+        self._stage.mode, self._stage.gate = staging, gate
 
     def before_update(self) -> None:
         """With staging="overlap": call it before tensors are changed by anything but the step of
@@ -383,7 +388,7 @@ class Checkpointer(Loading):
             )
         if self._preemption is None:
             self._preemption = Preemption(
-                self._ranks, self._drain_seconds, alone=self._alone, required=required
+                self._ranks, self.options.drain_seconds, alone=self._alone, required=required
             )
 
     def reached_preemption(self, step: int) -> bool:
@@ -445,7 +450,7 @@ class Checkpointer(Loading):
             self._preemption.close()
 
     def wait_prepared(self, seconds: float | None = None) -> bool:
-        """Wait until what `prepare` writes in the background is there; False when it takes longer.
+        """Wait until what `prewrite` writes in the background is there; False when it takes longer.
 
         Nobody has to: saves that come sooner go first, and write into new blocks.
         """
@@ -482,14 +487,14 @@ class Checkpointer(Loading):
         if found is None:
             return None
         manifest, self.last_restore = found
-        if self.reuse:
+        if self.options.reuse:
             known = known_items(manifest.segments, manifest.items)
             self._earlier = Earlier(step=manifest.step, known=known)
         return manifest.step
 
     @property
     def _memory(self) -> Warm | None:
-        return self._stage.warm if self.warm else None
+        return self._stage.warm if self.options.warm else None
 
 
 __all__ = ["Best", "Checkpointer", "VerifyReport"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from hpstore.errors import CheckpointError
+from hpstore.checkpoint.save.save_options import SaveOptions
+from hpstore.errors import ConfigError
 from hpstore.pool.pool import Pool
 
 
@@ -27,15 +28,15 @@ class VerifyReport:
         return {**asdict(self), "ok": self.ok}
 
 
-def require_options(pool: object, *, commit_seconds: float, drain_seconds: float) -> None:
-    """Raise CheckpointError for what is no pool, or no time."""
+def checked_options(pool: object, save: SaveOptions | None) -> SaveOptions:
+    """`save`, by default the defaults. Raises ConfigError unless both are what they must be."""
     if not isinstance(pool, Pool):
-        raise CheckpointError(
+        raise ConfigError(
             f"a Checkpointer takes an open pool, not a {type(pool).__name__}: hpstore.open(...)"
         )
-    for name, value in (("commit_seconds", commit_seconds), ("drain_seconds", drain_seconds)):
-        if not value >= 0:
-            raise CheckpointError(f"{name} must be a number of seconds, not {value!r}")
+    if save is not None and not isinstance(save, SaveOptions):
+        raise ConfigError(f"save= takes SaveOptions(...), not a {type(save).__name__}")
+    return save or SaveOptions()
 
 
-__all__ = ["VerifyReport", "require_options"]
+__all__ = ["VerifyReport", "checked_options"]

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from hpstore.checkpoint import Checkpointer, Preempted
+from hpstore.checkpoint import Checkpointer, Preempted, SaveOptions
 from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
 from hpstore.checkpoint.state.training_state import rng_state, set_rng_state
 from hpstore.errors import (
@@ -80,9 +80,14 @@ class PoolTrainerCallback(TrainerCallback, Closing):
         self.pool, self._opened = as_pool(pool)
         self.every = every
         self.checkpoints = Checkpointer(
-            self.pool, prefix, keep_last=keep_last, keep_every=keep_every, rng=False, alone=True,
-            on_sigterm=on_sigterm,
-        )  # fmt: skip
+            self.pool,
+            prefix,
+            keep_last=keep_last,
+            keep_every=keep_every,
+            rng=False,
+            group="alone",
+            save=SaveOptions(on_sigterm=on_sigterm),
+        )
         self._stopping: int | None = None  # the last step, after SIGTERM
         self._folder: str | None = None
 

@@ -86,7 +86,7 @@ class NamedCheckpoints(Closing):
             raise CheckpointError("keep_last must be a whole number of at least 1, or None")
         self.pool, self.prefix, self.keep_last = pool, check_key(prefix), keep_last
         self._checkpoints = Checkpointer(
-            pool, f"{prefix}/{SAVES}", rng=False, alone=True, allow_pickle=allow_pickle
+            pool, f"{prefix}/{SAVES}", rng=False, group="alone", allow_pickle=allow_pickle
         )
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hpstore-names")
         self._pending: list[Future[None]] = []  # of the one save under way and its removals

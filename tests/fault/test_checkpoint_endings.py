@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.pool.pool import Pool
 from tests.fault.common import Bench, exit_status, forked
 from tests.thorough import LONG
@@ -32,9 +32,11 @@ def state_of(step: int) -> dict[str, torch.Tensor]:
     return {"frozen": torch.full((FLOATS,), 0.5), "free": torch.full((FLOATS,), float(step))}
 
 
-def checkpointer(pool: Pool, **options: Any) -> Checkpointer:
+def checkpointer(pool: Pool, *, drain_seconds: float = 60.0, **options: Any) -> Checkpointer:
     """As all tests here have it: reading what is stored, not what is in memory."""
-    return Checkpointer(pool, "run", rng=False, warm=False, **options)
+    return Checkpointer(
+        pool, "run", rng=False, save=SaveOptions(warm=False, drain_seconds=drain_seconds), **options
+    )
 
 
 def check_newest(pool: Pool, at_least: int) -> int:
@@ -172,7 +174,7 @@ import hpstore
 from hpstore.checkpoint import Checkpointer
 
 pool = hpstore.open(sys.argv[1])
-ckpt = Checkpointer(pool, "run", rng=False, drain_seconds=float(sys.argv[3]))
+ckpt = Checkpointer(pool, "run", rng=False, save=SaveOptions(drain_seconds=float(sys.argv[3])))
 leaving = threading.Event()
 original = pool.put
 

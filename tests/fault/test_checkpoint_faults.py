@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.checkpoint.format.checkpoint_manifest import manifest_key
 from hpstore.checkpoint.save import after_commit
 from hpstore.devices.base import Device
@@ -42,7 +42,7 @@ def state_of(step: int) -> dict[str, torch.Tensor]:
 
 def checkpointer(pool: Pool, **options: Any) -> Checkpointer:
     """As all tests here have it: reading what is stored, not what is in memory."""
-    return Checkpointer(pool, "run", rng=False, warm=False, **options)
+    return Checkpointer(pool, "run", rng=False, save=SaveOptions(warm=False), **options)
 
 
 def save(pool: Pool, *steps: int) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import hpstore
-from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.checkpoint.save.accelerator import CudaStaging
 from hpstore.runtime.buffers import aligned_array
 from hpstore.units import MIB
@@ -69,7 +69,9 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 def test_what_is_saved_is_the_state_at_the_call(pool: hpstore.Pool, staging: str) -> None:
     """Steps go on at once after save(); what is restored is the state before them, bit by bit."""
     run = Run()
-    with Checkpointer(pool, "run", rng=False, staging=staging, warm=False) as ckpt:
+    with Checkpointer(
+        pool, "run", rng=False, save=SaveOptions(staging=staging, warm=False)
+    ) as ckpt:
         for number in range(1, 4):
             wanted = run.copy()
             handle = ckpt.save(number, run.state)
@@ -86,7 +88,7 @@ def test_a_change_outside_the_step_fails_an_overlapping_save(pool: hpstore.Pool)
     run = Run()
     with torch.no_grad():  # a kernel's first launch may wait for all copies
         run.model[1].weight.add_(1)  # type: ignore[operator]
-    with Checkpointer(pool, "run", rng=False, staging="overlap") as ckpt:
+    with Checkpointer(pool, "run", rng=False, save=SaveOptions(staging="overlap")) as ckpt:
         ckpt.save(1, run.state).result()
         torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # the copies wait
         handle = ckpt.save(2, run.state)
@@ -126,7 +128,12 @@ def test_figures(pool: hpstore.Pool) -> None:
     cuda.unpin(memory.ctypes.data)
     for staging in ("copy", "overlap"):
         with Checkpointer(
-            pool, staging, rng=False, keep_last=1, staging=staging, example=run.state
+            pool,
+            staging,
+            rng=False,
+            keep_last=1,
+            example=run.state,
+            save=SaveOptions(staging=staging),
         ) as ckpt:
             ckpt.save(1, run.state).result()
             torch.cuda.synchronize()

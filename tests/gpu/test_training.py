@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import hpstore
-from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
 from hpstore.units import KIB
 
@@ -102,7 +102,12 @@ def test_training_over_lost_devices_sees_every_byte_and_keeps_its_saves(
     with (
         hpstore.open(place / "pool.toml") as pool,
         Checkpointer(
-            pool, "run", rng=False, keep_last=2, staging="overlap", example=training.state
+            pool,
+            "run",
+            rng=False,
+            keep_last=2,
+            example=training.state,
+            save=SaveOptions(staging="overlap"),
         ) as ckpt,
     ):
         loader = DataLoader(Dataset(pool, "ramps"), BATCH, shuffle=True, seed=1, device="cuda",

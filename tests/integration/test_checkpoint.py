@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hpstore
-from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.checkpoint.catalog.retention import Best, Retention, orphans, steps_to_drop
 from hpstore.checkpoint.catalog.writer_fence import SaveAttempt, attempt_lives, here
 from hpstore.checkpoint.format.checkpoint_manifest import (
@@ -234,7 +234,7 @@ def test_a_step_that_is_there_is_refused_before_anything_is_staged(pool: hpstore
                 with pytest.raises(VersionConflict, match=f"step {step} under 'run' is committed"):
                     ckpt.save(step, {"x": torch.zeros(9)})
             ckpt.delete(1)
-            Checkpointer(pool, "run", alone=True).delete(2)  # by somebody else
+            Checkpointer(pool, "run", group="alone").delete(2)  # by somebody else
             ckpt.save(1, {"x": torch.full((9,), 3.0)}).result()
             ckpt.save(2, {"x": torch.full((9,), 3.0)}).result()
             assert torch.equal(ckpt.load(2)["x"], torch.full((9,), 3.0))
@@ -273,7 +273,7 @@ def test_background_errors_surface(pool: hpstore.Pool, monkeypatch: pytest.Monke
 def test_damage_is_found_by_verify_and_passed_over_by_restore(tmp_path: Path) -> None:
     """A step with more damage than parity: verify and restore(step) raise, restore() walks back."""
     harness = Harness(tmp_path, data=2, parity=1, devices=3)
-    with harness.open() as pool, Checkpointer(pool, "run", warm=False) as ckpt:
+    with harness.open() as pool, Checkpointer(pool, "run", save=SaveOptions(warm=False)) as ckpt:
         for number in (1, 2):
             ckpt.save(number, {"x": torch.full((90_000,), float(number))}).result()
         assert ckpt.verify(2).ok
@@ -290,7 +290,7 @@ def test_damage_is_found_by_verify_and_passed_over_by_restore(tmp_path: Path) ->
 @pytest.mark.usefixtures("segments_apart")
 def test_other_bytes_under_a_segments_key_are_noticed(pool: hpstore.Pool) -> None:
     """Item hashes bind a manifest to its bytes, also when the stored object itself is intact."""
-    with pool, Checkpointer(pool, "run", warm=False) as ckpt:
+    with pool, Checkpointer(pool, "run", save=SaveOptions(warm=False)) as ckpt:
         ckpt.save(1, {"x": torch.ones(9_000)}).result()
         segment = ckpt.manifest(1).segments[0]
         pool.put(segment.key, bytes(segment.size))

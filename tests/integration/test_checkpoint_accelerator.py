@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import hpstore
-from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.checkpoint.save.accelerator import Accelerator
 from hpstore.checkpoint.save.save_job import SaveJob
 from hpstore.checkpoint.save.stage import SaveStage
@@ -63,7 +64,7 @@ def equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 
 def restored(ckpt: Checkpointer, step: int) -> list[torch.Tensor]:
     """What a step holds, read from the pool into another job."""
-    ckpt.warm = False
+    ckpt.options = replace(ckpt.options, warm=False)
     other = Job(2)
     ckpt.restore(other.state, step=step)
     found: list[torch.Tensor] = other.values()
@@ -124,7 +125,7 @@ def test_plain_staging_has_all_copies_when_save_returns(
     job = Job()
     fake.take(job.tensors())
     wanted = job.values()
-    with Checkpointer(pool, "run", accelerator=fake) as ckpt:
+    with Checkpointer(pool, "run", save=SaveOptions(accelerator=fake)) as ckpt:
         handle = ckpt.save(1, job.state)
         assert fake.events == ["pin", "copy", "wait"]
         assert fake.pending == 0
@@ -145,7 +146,7 @@ def test_the_step_is_ordered_behind_the_copies(
     fake.take(job.tensors())
     wanted = job.values()
     seen: list[tuple[int, bool]] = []
-    with Checkpointer(pool, "run", staging="overlap", accelerator=fake) as ckpt:
+    with Checkpointer(pool, "run", save=SaveOptions(staging="overlap", accelerator=fake)) as ckpt:
         handle = ckpt.save(1, job.state)
         assert fake.pending == 1
         job.optimizer.register_step_pre_hook(
@@ -174,7 +175,7 @@ def test_the_writer_gets_the_arena_after_the_last_copy(
         ("a", "copy", None), ("b", "overlap", None), ("c", "overlap", 300_000),
     ):  # fmt: skip
         with Checkpointer(
-            pool, prefix, accelerator=fake, staging=mode, staging_bytes=limit
+            pool, prefix, save=SaveOptions(accelerator=fake, staging=mode, memory=limit)
         ) as ckpt:
             ckpt.save(1, job.state).result()
             assert equal(job.values(), restored(ckpt, 1))
@@ -188,7 +189,7 @@ def test_a_change_on_the_device_before_the_step_fails_the_save(
     """A parameter that was changed in place while its copy was on its way is named."""
     job = Job()
     fake.take(job.tensors())
-    with Checkpointer(pool, "run", staging="overlap", accelerator=fake) as ckpt:
+    with Checkpointer(pool, "run", save=SaveOptions(staging="overlap", accelerator=fake)) as ckpt:
         handle = ckpt.save(1, job.state)
         with torch.no_grad():
             job.net.weight.add_(1)
@@ -211,7 +212,7 @@ def test_a_failed_save_leaves_no_copy_on_its_way(
     def fail(_job: SaveJob, *, fence: bool) -> None:
         raise DeviceFull("no room for the note")
 
-    with Checkpointer(pool, "run", staging="overlap", accelerator=fake) as ckpt:
+    with Checkpointer(pool, "run", save=SaveOptions(staging="overlap", accelerator=fake)) as ckpt:
         monkeypatch.setattr(SaveJob, "begin", fail)
         handle = ckpt.save(1, job.state)
         with pytest.raises(DeviceFull):
@@ -227,7 +228,7 @@ def test_tensors_of_the_host_are_not_given_to_the_device(
     job = Job()
     fake.take([job.net.weight])  # its moments are on the host: an offloaded optimizer
     wanted = job.values()
-    with Checkpointer(pool, "run", staging="overlap", accelerator=fake) as ckpt:
+    with Checkpointer(pool, "run", save=SaveOptions(staging="overlap", accelerator=fake)) as ckpt:
         handle = ckpt.save(1, job.state)
         assert fake.pending == 1
         job.optimizer.step()
@@ -242,7 +243,7 @@ def test_memory_is_unpinned_before_it_is_given_back(
 ) -> None:
     """Growth and close() pair every pin with an unpin of the same memory."""
     writer.begin.set()
-    with Checkpointer(pool, "run", accelerator=fake) as ckpt:
+    with Checkpointer(pool, "run", save=SaveOptions(accelerator=fake)) as ckpt:
         for number, size in enumerate((100_000, 90_000, 900_000, 5_000_000)):
             ckpt.save(number, {"w": torch.ones(size)}).result()
             assert list(fake.pinned.values()) == [ckpt._stage.arena.capacity_bytes]

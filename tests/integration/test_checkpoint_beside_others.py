@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Partial
 
-from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.checkpoint.catalog import writer_fence as attempt_notes
 from hpstore.checkpoint.catalog.retention import Retention
 from hpstore.checkpoint.catalog.steps import Steps, newest_untried
@@ -171,7 +171,7 @@ def test_older_steps_stay_when_devices_go_between_the_check_and_the_manifest(
     """PROTOCOL 19: the step is looked at once more before retention removes what it replaces."""
     with (
         harness.open() as pool,
-        Checkpointer(pool, "run", keep_last=1, rng=False, warm=False) as ckpt,
+        Checkpointer(pool, "run", keep_last=1, rng=False, save=SaveOptions(warm=False)) as ckpt,
     ):
         save(ckpt, 1)
         publish = SaveJob._publish
@@ -194,7 +194,10 @@ def test_older_steps_stay_when_devices_go_between_the_check_and_the_manifest(
 
 def test_a_save_that_does_not_fit_frees_what_it_wrote(harness: Harness) -> None:
     """r_full: the manifest finds no room; its segments go, and a smaller save has room again."""
-    with harness.open() as pool, Checkpointer(pool, "run", rng=False, warm=False) as ckpt:
+    with (
+        harness.open() as pool,
+        Checkpointer(pool, "run", rng=False, save=SaveOptions(warm=False)) as ckpt,
+    ):
         pool.put("filler", bytes(40 << 20))
         save(ckpt, 1)
         publish = SaveJob._publish
@@ -247,7 +250,10 @@ def test_a_save_under_way_survives_a_collector_with_another_clock(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, ahead: float
 ) -> None:
     """r11, PROTOCOL 18: a host whose clock is days ahead collects nothing that lives."""
-    with harness.open() as pool, Checkpointer(pool, "run", rng=False, warm=False) as ckpt:
+    with (
+        harness.open() as pool,
+        Checkpointer(pool, "run", rng=False, save=SaveOptions(warm=False)) as ckpt,
+    ):
         save(ckpt, 1)
         manifest = SaveJob._manifest
 
@@ -268,7 +274,10 @@ def test_a_save_whose_segments_were_collected_is_not_acknowledged(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PROTOCOL 18: taken for dead all the same, it raises, and the step before stays current."""
-    with harness.open() as pool, Checkpointer(pool, "run", rng=False, warm=False) as ckpt:
+    with (
+        harness.open() as pool,
+        Checkpointer(pool, "run", rng=False, save=SaveOptions(warm=False)) as ckpt,
+    ):
         save(ckpt, 1)
         manifest = SaveJob._manifest
 
@@ -313,7 +322,10 @@ def test_segments_stay_while_the_note_of_their_save_is_there(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PROTOCOL 18: what is not ended is protected: an acknowledged save has all that it names."""
-    with harness.open() as pool, Checkpointer(pool, "run", rng=False, warm=False) as ckpt:
+    with (
+        harness.open() as pool,
+        Checkpointer(pool, "run", rng=False, save=SaveOptions(warm=False)) as ckpt,
+    ):
         save(ckpt, 1)
         collect_between(harness, monkeypatch, "steps.end_save")
         save(ckpt, 2)
@@ -327,7 +339,10 @@ def test_a_collector_that_is_killed_leaves_a_mark_that_the_next_one_goes_on_from
 ) -> None:
     """PROTOCOL 18: between the removal of a note and the decision, the mark protects as the note
     did; the save that it is of is over."""
-    with harness.open() as pool, Checkpointer(pool, "run", rng=False, warm=False) as ckpt:
+    with (
+        harness.open() as pool,
+        Checkpointer(pool, "run", rng=False, save=SaveOptions(warm=False)) as ckpt,
+    ):
         save(ckpt, 1)
         collect_between(harness, monkeypatch, "dead_saves._decide")
         remove = SaveJob._remove_own
@@ -421,7 +436,10 @@ def test_a_save_of_which_it_is_unclear_what_became_keeps_its_note_until_it_is_de
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PROTOCOL 18: a manifest whose put was not answered may come; its segments must be there."""
-    with harness.open() as pool, Checkpointer(pool, "run", rng=False, warm=False) as ckpt:
+    with (
+        harness.open() as pool,
+        Checkpointer(pool, "run", rng=False, save=SaveOptions(warm=False)) as ckpt,
+    ):
         save(ckpt, 1)
         put = Pool.put
 
@@ -447,7 +465,10 @@ def test_an_overwrite_that_is_over_leaves_the_step_that_it_replaced(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PROTOCOL 18: not acknowledged, and what was committed before is read."""
-    with harness.open() as pool, Checkpointer(pool, "run", rng=False, warm=False) as ckpt:
+    with (
+        harness.open() as pool,
+        Checkpointer(pool, "run", rng=False, save=SaveOptions(warm=False)) as ckpt,
+    ):
         save(ckpt, 1)
         collect_between(harness, monkeypatch)
         with pytest.raises(CheckpointError, match=r"step 1 is still current.*for dead"):
@@ -464,7 +485,10 @@ def test_a_step_that_one_more_loss_would_end_does_not_count_for_retention(
 ) -> None:
     """PROTOCOL 8, 19: as a save under way leaves it, with one copy of its manifest. Settled, it
     counts."""
-    with harness.open() as pool, Checkpointer(pool, "run", rng=False, warm=False) as ckpt:
+    with (
+        harness.open() as pool,
+        Checkpointer(pool, "run", rng=False, save=SaveOptions(warm=False)) as ckpt,
+    ):
         for step in (1, 2, 3):
             save(ckpt, step)
         key = manifest_key("run", 2)
@@ -491,7 +515,7 @@ def test_what_a_fenced_session_left_is_collected_without_a_clock(harness: Harnes
         segment = segment_key("run", 9, "00000000000000aa", 0, 0)
         pool.put(segment, bytes(10))
         assert here()[0] != NOTE.host
-        with Checkpointer(pool, "run", rng=False, warm=False) as ckpt:
+        with Checkpointer(pool, "run", rng=False, save=SaveOptions(warm=False)) as ckpt:
             assert key in pool.list()  # nothing says that it is over
             save(ckpt, 1)
             assert ckpt.collect_garbage() == 1

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import hpstore
-from hpstore.checkpoint import Checkpointer, StorageWriter
+from hpstore.checkpoint import Checkpointer, SaveOptions, StorageWriter
 from hpstore.cli import main
 from hpstore.errors import CheckpointError, ConfigError, HpstoreError, MalformedFile, ObjectNotFound
 from tests.fault.common import poll
@@ -57,7 +57,7 @@ def test_garbage_gives_one_line(cli: PoolCommands, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("segments_apart")
 def test_the_day_of_a_checkpoint(cli: PoolCommands, pool: hpstore.Pool, tmp_path: Path) -> None:
     """ls, inspect, verify, export, import, protect, rm as one types them."""
-    with Checkpointer(pool, RUN, lineage={"git": "abc"}) as checkpointer:
+    with Checkpointer(pool, RUN, save=SaveOptions(lineage={"git": "abc"})) as checkpointer:
         for step in (1, 2, 3):
             state = {"model": {"w": torch.ones(200_000), "b": torch.full((3,), step)}, "n": step}
             checkpointer.save(step, state, metrics={"loss": 1 / step}).result()

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.checkpoint.catalog.steps import Steps
 from hpstore.checkpoint.catalog.writer_fence import SaveAttempt
 from hpstore.checkpoint.format.items import ItemColumns
@@ -59,14 +59,17 @@ def the_dead_are_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     logging.getLogger("hpstore").setLevel(logging.ERROR)
 
 
+COLD = SaveOptions(warm=False)
+
+
 def state_of(free: float) -> dict[str, torch.Tensor]:
     """What never changes, and what does."""
     return {"frozen": torch.full((FROZEN,), 7.0), "free": torch.full((FREE,), free)}
 
 
-def checkpointer(pool: Pool, **options: Any) -> Checkpointer:
+def checkpointer(pool: Pool, save: SaveOptions = COLD, **options: Any) -> Checkpointer:
     """As all tests here have it: small, and reading what is stored."""
-    return Checkpointer(pool, "run", rng=False, warm=False, **options)
+    return Checkpointer(pool, "run", rng=False, save=save, **options)
 
 
 def held(ckpt: Checkpointer, step: int) -> float:
@@ -252,7 +255,7 @@ def test_a_sliced_save_is_old_or_new(tmp_path: Path, crash: Callable[[Harness], 
     """A state larger than the staging memory: slices are written before save() returns."""
 
     def act(pool: Pool) -> None:
-        ckpt = checkpointer(pool, staging_bytes=80 * KIB, reuse=False)
+        ckpt = checkpointer(pool, SaveOptions(memory=80 * KIB, reuse=False, warm=False))
         ckpt.save(2, state_of(2.0)).result()
         assert ckpt.counters["sliced_saves_total"] == 1
 
@@ -404,7 +407,7 @@ def test_an_error_that_no_peer_can_be_told_of_leaves_no_note_either(
         raise ZeroDivisionError
 
     with harness.open() as pool:
-        ckpt = checkpointer(pool, staging_bytes=4 * FROZEN)
+        ckpt = checkpointer(pool, SaveOptions(memory=4 * FROZEN, warm=False))
         monkeypatch.setattr(SaveJob, "_note_attempt", noted)
         monkeypatch.setattr(ckpt._ranks, "broadcast", broken)
         with pytest.raises(CheckpointError, match="died"):

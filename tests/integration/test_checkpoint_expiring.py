@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hpstore
-from hpstore.checkpoint import Best, Checkpointer
+from hpstore.checkpoint import Best, Checkpointer, SaveOptions
 from hpstore.errors import ObjectNotFound
 from hpstore.maintenance.deferred_repair import Expiry, note_key
 from hpstore.pool.pool import Pool
@@ -94,7 +94,7 @@ def test_protecting_a_step_withdraws_the_note(pool: Pool) -> None:
 
 def test_what_a_later_step_refers_to_is_not_named(pool: Pool) -> None:
     """Unchanged tensors are referred to: the segment of the older step stays with the newer."""
-    with Checkpointer(pool, "run", keep_last=2, reuse=True) as ckpt:
+    with Checkpointer(pool, "run", keep_last=2, save=SaveOptions(reuse=True)) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, {"same": WEIGHTS, "other": WEIGHTS + step}).result()
     found = note(pool)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hpstore
-from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.checkpoint.format.checkpoint_manifest import MAGIC, Manifest, manifest_key
 from hpstore.checkpoint.format.items import FRAME_BYTES
 from hpstore.checkpoint.format.segment_codecs import decode, encoder
@@ -31,7 +31,7 @@ def ckpt(tmp_path: Path) -> Iterator[Checkpointer]:
     paths = [tmp_path / f"d{i}" for i in range(5)]
     with (
         hpstore.create(paths, data=3, parity=2, config=tmp_path / "p", settings=settings) as pool,
-        Checkpointer(pool, "run", rng=False, compression="lz4") as made,
+        Checkpointer(pool, "run", rng=False, save=SaveOptions(compression="lz4")) as made,
     ):
         made.save(1, {"w": torch.zeros(400_000), "d": {1: 2}}).result()
         yield made

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hpstore
-from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.config import Settings
 from hpstore.errors import CheckpointError, CheckpointMismatch, HpstoreError
 from hpstore.testing.memory_pool import Harness
@@ -38,7 +38,7 @@ def pool(harness: Harness) -> Iterator[hpstore.Pool]:
 
 def ckpt_of(pool: hpstore.Pool) -> Checkpointer:
     """One that reads what is stored."""
-    return Checkpointer(pool, "run", rng=False, warm=False)
+    return Checkpointer(pool, "run", rng=False, save=SaveOptions(warm=False))
 
 
 def two_steps(pool: hpstore.Pool) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.checkpoint.catalog.retention import Retention
 from hpstore.checkpoint.catalog.steps import Steps
 from hpstore.checkpoint.catalog.writer_fence import take_fence
@@ -87,7 +87,7 @@ def same(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
 def test_a_small_save_is_one_object(pool: Pool, codec: str) -> None:
     """dd_small_save: no segment, no note; every way of reading finds it, with two devices lost."""
     wanted = small_state(3)
-    with Checkpointer(pool, "run", rng=False, compression=codec or None) as ckpt:
+    with Checkpointer(pool, "run", rng=False, save=SaveOptions(compression=codec or None)) as ckpt:
         report = ckpt.save(7, wanted).result()
         ckpt.wait()
         assert set(pool.list("run")) == {"run/writer", manifest_key("run", 7)}
@@ -185,7 +185,9 @@ def test_many_steps_go_with_few_listings(pool: Pool, monkeypatch: pytest.MonkeyP
     with Checkpointer(pool, "run", rng=False) as ckpt:
         for step in range(1, 41):
             ckpt.save(step, {"w": torch.full((10,), float(step))}).result()
-    with Checkpointer(pool, "run", keep_last=1, rng=False, prepare=False) as ckpt:
+    with Checkpointer(
+        pool, "run", keep_last=1, rng=False, save=SaveOptions(prewrite=False)
+    ) as ckpt:
         listings = Listings(pool, monkeypatch)
         ckpt.save(41, {"w": torch.zeros(10)}).result()
         assert ckpt.steps() == [41]

@@ -20,7 +20,13 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import hpstore
-from hpstore.checkpoint import Checkpointer, Manifest, export_checkpoint, import_checkpoint
+from hpstore.checkpoint import (
+    Checkpointer,
+    Manifest,
+    SaveOptions,
+    export_checkpoint,
+    import_checkpoint,
+)
 from hpstore.checkpoint.catalog.writer_fence import fence_key, here
 from hpstore.checkpoint.convert import dcp_directories
 from hpstore.checkpoint.convert.safetensors_files import DTYPES, read_safetensors
@@ -212,7 +218,7 @@ def test_compressed_and_small_groups_export_alike(
 ) -> None:
     """With frames in the segments and one tensor in memory at a time the bytes are the same."""
     wanted = {"a": torch.zeros(3000, 100), "b": torch.randn(1000), "c": torch.ones(7)}
-    with Checkpointer(pool, RUN, compression="zstd") as checkpointer:
+    with Checkpointer(pool, RUN, save=SaveOptions(compression="zstd")) as checkpointer:
         checkpointer.save(1, {"m": dict(wanted)}).result()
     monkeypatch.setattr(tensor_stream, "GROUP_BYTES", 1)
     seen: list[tuple[int, int]] = []

@@ -20,7 +20,7 @@ import torchmetrics
 from torch.optim import lr_scheduler, swa_utils
 
 import hpstore
-from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.errors import CheckpointError, CheckpointMismatch
 from tests.property.test_typed_values import Colour, same
 
@@ -42,9 +42,9 @@ class Fixed:
 def restored(pool: hpstore.Pool, saved: dict[str, Any], into: dict[str, Any]) -> dict[str, Any]:
     """`into`, after a save of the one and a restore of the other by a checkpointer that has kept
     nothing in memory."""
-    with Checkpointer(pool, "run", warm=False) as ckpt:
+    with Checkpointer(pool, "run", save=SaveOptions(warm=False)) as ckpt:
         ckpt.save(1, saved).result()
-    with Checkpointer(pool, "run", warm=False) as ckpt:
+    with Checkpointer(pool, "run", save=SaveOptions(warm=False)) as ckpt:
         assert ckpt.restore(into) == 1
     return into
 
@@ -68,7 +68,7 @@ def test_a_dict_of_very_many_numbers_takes_no_call_for_each_step(
     state = {"d": {**values, **other[beside]}}
     own: dict[str, Any] = dict.fromkeys(values, 0) | copy.deepcopy(other[beside])
     into: dict[str, Any] = {"d": own}
-    with Checkpointer(pool, "run", warm=False, rng=False) as ckpt:
+    with Checkpointer(pool, "run", rng=False, save=SaveOptions(warm=False)) as ckpt:
         ckpt.save(1, state).result()
     calls = 0
 
@@ -76,7 +76,7 @@ def test_a_dict_of_very_many_numbers_takes_no_call_for_each_step(
         nonlocal calls
         calls += event == "call"
 
-    with Checkpointer(pool, "run", warm=False, rng=False) as ckpt:
+    with Checkpointer(pool, "run", rng=False, save=SaveOptions(warm=False)) as ckpt:
         sys.setprofile(counted)
         try:
             ckpt.restore(into)
@@ -92,7 +92,7 @@ def test_a_dict_of_very_many_numbers_takes_no_call_for_each_step(
 def test_numbers_of_other_names_are_seen_among_very_many(pool: hpstore.Pool) -> None:
     """One more, one less, one that became a list: as with few."""
     values = dict.fromkeys(map(str, range(100)), 1)
-    with Checkpointer(pool, "run", warm=False, rng=False) as ckpt:
+    with Checkpointer(pool, "run", rng=False, save=SaveOptions(warm=False)) as ckpt:
         ckpt.save(1, {"d": values, "counts": Counter(values)}).result()
         for wrong in ({**values, "x": 1}, dict(list(values.items())[1:])):
             with pytest.raises(CheckpointMismatch, match="under 'd'"):
@@ -326,13 +326,13 @@ class Meta(torch.nn.Linear):
 def test_a_module_that_takes_another_size_is_let(pool: hpstore.Pool, *, strict: bool) -> None:
     """r_extra (Automodel#3814): only the module knows whether its own state may change its size."""
     saved, into = torch.nn.Sequential(Meta(b"amax history")), torch.nn.Sequential(Meta())
-    with Checkpointer(pool, "run", warm=False) as ckpt:
+    with Checkpointer(pool, "run", save=SaveOptions(warm=False)) as ckpt:
         ckpt.save(1, {"m": saved}).result()
         ckpt.restore({"m": into}, strict=strict)
     assert into[0].meta == b"amax history"
     assert into[0].seen.shape == (12,)
     assert same(into[0].weight.data, saved[0].weight.data)
-    with Checkpointer(pool, "run", warm=False) as ckpt:
+    with Checkpointer(pool, "run", save=SaveOptions(warm=False)) as ckpt:
         wider = torch.nn.Sequential(torch.nn.Linear(2, 3))
         with pytest.raises(CheckpointMismatch, match="Nothing was changed"):
             ckpt.restore({"m": wider}, strict=False)

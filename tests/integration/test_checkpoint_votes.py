@@ -13,7 +13,7 @@ from hpstore.checkpoint.format.checkpoint_manifest import manifest_key
 from hpstore.checkpoint.format.items import Item, ItemColumns, whole
 from hpstore.checkpoint.format.pack import Segment
 from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
-from hpstore.checkpoint.save.save_job import Earlier, SaveJob, SaveOptions, Written
+from hpstore.checkpoint.save.save_job import Earlier, JobOptions, SaveJob, Written
 from hpstore.checkpoint.state.state_tree import tensor_names
 from hpstore.errors import CheckpointError
 
@@ -36,7 +36,7 @@ class Two(Ranks):
 
 def job(pool: hpstore.Pool, tree: Any, other: Written) -> SaveJob:
     """A save of rank 0, which holds no tensors."""
-    options = SaveOptions(step=1, tree=tree,
+    options = JobOptions(step=1, tree=tree,
         names=tuple(tensor_names(tree)), session="s", overwrite=False, extra={}, codec="",
                           rate_bytes_per_second=None, began=0.0)  # fmt: skip
     made = SaveJob(Steps(pool, "run"), Two(lambda: other), options, Earlier())

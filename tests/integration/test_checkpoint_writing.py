@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 import hpstore
-from hpstore.checkpoint import Best, Checkpointer
+from hpstore.checkpoint import Best, Checkpointer, SaveOptions
 from hpstore.checkpoint.format.segment_codecs import CODECS
 from hpstore.errors import CheckpointError, VersionConflict
 from tests.integration.nets import Net, adamw, level, same, train, values
@@ -28,7 +29,7 @@ def test_frozen_weights_are_referenced_not_written(pool: hpstore.Pool) -> None:
     A tied weight that is trained lies behind the frozen one: closing the gap keeps its bytes.
     """
     frozen, tied = torch.randn(300_000), torch.randn(500_000)
-    with Checkpointer(pool, "run", rng=False, warm=False) as ckpt:
+    with Checkpointer(pool, "run", rng=False, save=SaveOptions(warm=False)) as ckpt:
         reports = []
         for number in (1, 2, 3):
             tied += 1
@@ -63,7 +64,9 @@ def test_a_compressed_step_can_be_read_in_part(pool: hpstore.Pool, codec: str) -
     smooth = torch.arange(900_000).div(64, rounding_mode="floor").float().reshape(1500, 600)
     noise = torch.randn(400, 1000, dtype=torch.float64)
     state: dict[str, Any] = {"smooth": smooth, "noise": noise, "n": torch.tensor(1)}
-    with Checkpointer(pool, "run", compression=codec, warm=False, rng=False) as ckpt:
+    with Checkpointer(
+        pool, "run", rng=False, save=SaveOptions(compression=codec, warm=False)
+    ) as ckpt:
         first = ckpt.save(1, state).result()
         assert first.bytes < smooth.nbytes + noise.nbytes
         second = ckpt.save(2, {**state, "n": torch.tensor(2)}).result()
@@ -75,8 +78,6 @@ def test_a_compressed_step_can_be_read_in_part(pool: hpstore.Pool, codec: str) -
         assert torch.equal(saved["smooth"][-1], smooth[-1])
         assert same(ckpt.load(2), {**state, "n": torch.tensor(2)})
         assert ckpt.verify(2).ok
-    with pytest.raises(CheckpointError, match="'gzip' is not one of"):
-        Checkpointer(pool, "run", compression="gzip")
 
 
 def test_the_best_steps_stay(pool: hpstore.Pool) -> None:
@@ -177,7 +178,7 @@ def test_moments_keep_their_dtype(pool: hpstore.Pool) -> None:
     with Checkpointer(pool, "run") as ckpt:
         ckpt.save(1, {"model": net, "optimizer": optimizer}).result()
         for warm in (True, False):
-            ckpt.warm = warm
+            ckpt.options = replace(ckpt.options, warm=warm)
             other, fresh = built(2)
             ckpt.restore({"model": other, "optimizer": fresh})
             assert same(values(net, optimizer), values(other, fresh))

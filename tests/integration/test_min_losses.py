@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hpstore
-from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.config import Settings
 from hpstore.errors import ConfigError, HpstoreError, RedundancyWarning, TooFewDevices
 from hpstore.pool.loss_tolerance import require_stored
@@ -101,7 +101,7 @@ def test_a_file_system_refuses_or_warns_once(short: hpstore.Pool, tmp_path: Path
 def test_a_save_that_would_survive_too_little_is_refused(short: hpstore.Pool) -> None:
     """And leaves no step; without the option the step is there."""
     state = {"x": torch.arange(1000)}
-    with Checkpointer(short, "strict", rng=False, min_losses_tolerated=1) as ckpt:
+    with Checkpointer(short, "strict", rng=False, save=SaveOptions(min_losses_tolerated=1)) as ckpt:
         with pytest.raises(HpstoreError, match="min_losses_tolerated"):
             ckpt.save(1, state).result()
         assert ckpt.steps() == []

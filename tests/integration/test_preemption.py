@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as _distributed
 
-from hpstore.checkpoint import Checkpointer, Preempted
+from hpstore.checkpoint import Checkpointer, Preempted, SaveOptions
 from hpstore.checkpoint.ranks import stop_step
 from hpstore.checkpoint.ranks.sigterm import DOUBLE_SECONDS
 from hpstore.checkpoint.ranks.stop_step import Board
@@ -28,6 +28,7 @@ from tests.integration.ranks import launch, make_pool, open_pool
 dist: Any = _distributed  # its stores have no public types
 
 PATIENCE = 30.0
+NOTICED = SaveOptions(on_sigterm="save", drain_seconds=PATIENCE)
 
 
 class Stays:
@@ -64,9 +65,8 @@ def test_the_step_of_the_signal_is_saved_though_a_save_is_under_way(pool: Pool) 
     """on_busy="skip" and a gentle pace are for saves that others follow. Then the program goes on
     to its end, and nothing handles SIGTERM any more."""
     state = {"x": torch.zeros(200_000)}
-    with pool, Checkpointer(
-        pool, "run", on_sigterm="save", on_busy="skip", background="gentle", rng=False
-    ) as ckpt:  # fmt: skip
+    save = SaveOptions(on_sigterm="save", on_busy="skip", pace="gentle")
+    with pool, Checkpointer(pool, "run", rng=False, save=save) as ckpt:
         assert not ckpt.reached_preemption(1)
         ckpt.save(1, state)
         terminate()
@@ -85,7 +85,7 @@ def test_a_handler_from_before_is_called_and_put_back(pool: Pool) -> None:
     calls: list[int] = []
     mine = lambda number, frame: calls.append(number)  # noqa: E731
     signal.signal(signal.SIGTERM, mine)
-    with pool, Checkpointer(pool, "run", on_sigterm="save") as ckpt:
+    with pool, Checkpointer(pool, "run", save=SaveOptions(on_sigterm="save")) as ckpt:
         terminate()
         assert calls == [signal.SIGTERM]
         terminate()  # what a launcher passes on, right behind it: one notice
@@ -101,7 +101,7 @@ def test_a_handler_from_before_that_exits_does_so_after_the_save(pool: Pool) -> 
     """sys.exit() in a handler is common: at the first signal it would end the rank in mid step."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
     with pool:
-        ckpt = Checkpointer(pool, "run", on_sigterm="save")
+        ckpt = Checkpointer(pool, "run", save=SaveOptions(on_sigterm="save"))
         terminate()
         assert ckpt.reached_preemption(1)
         ckpt.save(1, {"x": torch.zeros(8)})
@@ -117,7 +117,7 @@ def test_a_handler_that_was_installed_over_ours_decides_alone(pool: Pool, on_sig
     """pl1 sigterm latest: Lightning's handler calls ours, which then ended the process in the
     middle of the step. Closed, ours leaves the other one in place."""
     seen: list[object] = []
-    with pool, Checkpointer(pool, "run", on_sigterm=on_sigterm) as ckpt:
+    with pool, Checkpointer(pool, "run", save=SaveOptions(on_sigterm=on_sigterm)) as ckpt:
         ours: Any = handler()
 
         def over(number: int, frame: object) -> None:
@@ -137,9 +137,9 @@ def test_a_handler_that_was_installed_over_ours_decides_alone(pool: Pool, on_sig
 def test_the_handler_goes_with_the_last_checkpointer(pool: Pool) -> None:
     """One handler serves all; each hears of the signal."""
     with pool:
-        one = Checkpointer(pool, "one", on_sigterm="save")
+        one = Checkpointer(pool, "one", save=SaveOptions(on_sigterm="save"))
         two = Checkpointer(pool, "two")
-        three = Checkpointer(pool, "three", on_sigterm="save")
+        three = Checkpointer(pool, "three", save=SaveOptions(on_sigterm="save"))
         ours = handler()
         terminate()
         assert one.reached_preemption(1)
@@ -160,7 +160,10 @@ def test_a_process_that_does_not_stop_is_ended(pool: Pool, tmp_path: Path, secon
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         seconds = 0.3 if second == "deadline" else PATIENCE
         ckpt = Checkpointer(
-            open_pool(tmp_path), "run", on_sigterm="save", drain_seconds=seconds, rng=False
+            open_pool(tmp_path),
+            "run",
+            rng=False,
+            save=SaveOptions(on_sigterm="save", drain_seconds=seconds),
         )
         ckpt.save(1, {"x": torch.zeros(8)}).result()
         terminate()
@@ -178,18 +181,16 @@ def test_a_process_that_does_not_stop_is_ended(pool: Pool, tmp_path: Path, secon
 
 
 def test_what_cannot_be_is_refused(pool: Pool) -> None:
-    """Another manner, a thread that cannot handle signals. Nothing is left of the attempt."""
+    """A thread that cannot handle signals. Nothing is left of the attempt."""
     found: list[BaseException] = []
 
     def make() -> None:
         try:
-            Checkpointer(pool, "run", on_sigterm="save")
+            Checkpointer(pool, "run", save=SaveOptions(on_sigterm="save"))
         except CheckpointError as error:
             found.append(error)
 
     with pool:
-        with pytest.raises(CheckpointError, match="finish, save"):
-            Checkpointer(pool, "run", on_sigterm="stop")
         thread = threading.Thread(target=make)
         thread.start()
         thread.join()
@@ -230,9 +231,7 @@ def test_a_rank_that_does_not_answer_ends_the_agreement_in_time() -> None:
 
 def train(rank: int, world: int, directory: Path, signalled: tuple[int, ...]) -> None:
     """Ranks that do not wait for each other in a step, one of them slower."""
-    with open_pool(directory) as pool, Checkpointer(
-        pool, "run", on_sigterm="save", rng=False, drain_seconds=PATIENCE
-    ) as ckpt:  # fmt: skip
+    with open_pool(directory) as pool, Checkpointer(pool, "run", rng=False, save=NOTICED) as ckpt:
         x = torch.zeros(8)
         for step in range(1, 10_000):
             x += 1
@@ -259,9 +258,7 @@ def test_all_ranks_save_and_stop_after_one_step(tmp_path: Path, signalled: tuple
 def leave(rank: int, world: int, directory: Path, leaver: int) -> None:
     """One rank has left its loop when the other gets the signal after its last step."""
     signal.signal(signal.SIGTERM, lambda *_: None)  # nothing is delivered at the end
-    with open_pool(directory) as pool, Checkpointer(
-        pool, "run", on_sigterm="save", rng=False, drain_seconds=PATIENCE
-    ) as ckpt:  # fmt: skip
+    with open_pool(directory) as pool, Checkpointer(pool, "run", rng=False, save=NOTICED) as ckpt:
         for step in range(1, 4):
             assert not ckpt.reached_preemption(step)
         if rank == leaver:
@@ -291,13 +288,13 @@ def differ(rank: int, world: int, directory: Path) -> None:
     """What one rank cannot do is refused on all."""
     with open_pool(directory) as pool:
         with pytest.raises(CheckpointError, match="different on_sigterm"):
-            Checkpointer(pool, "run", on_sigterm="save" if rank else "finish")
-        with pytest.raises(CheckpointError, match="on all ranks without alone"):
-            Checkpointer(pool, "run", on_sigterm="save", alone=True)
+            Checkpointer(pool, "run", save=SaveOptions(on_sigterm="save" if rank else "finish"))
+        with pytest.raises(CheckpointError, match="on all ranks without group="):
+            Checkpointer(pool, "run", group="alone", save=SaveOptions(on_sigterm="save"))
         if rank == 1:
             stop_step.__dict__["require_handling"] = _refuse
         with pytest.raises(CheckpointError, match="cannot"):
-            Checkpointer(pool, "run", on_sigterm="save")
+            Checkpointer(pool, "run", save=SaveOptions(on_sigterm="save"))
 
 
 def _refuse() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import hpstore
-from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.checkpoint.save import prewrite_saves
 from hpstore.checkpoint.save.prewrite_saves import SpaceMaker
 from hpstore.config import Settings
@@ -246,7 +246,7 @@ def test_the_first_saves_overwrite_prepared_files(pool: hpstore.Pool) -> None:
 
 def test_a_restart_prepares_from_the_newest_manifest(pool: hpstore.Pool, tmp_path: Path) -> None:
     """Without an example: one set for the save that comes before retention gives one up."""
-    with Checkpointer(pool, "run", keep_last=1, prepare=False) as checkpointer:
+    with Checkpointer(pool, "run", keep_last=1, save=SaveOptions(prewrite=False)) as checkpointer:
         checkpointer.save(1, state_of(1)).result()
     assert files(tmp_path, "recycle") == []
     with Checkpointer(pool, "run", keep_last=1) as checkpointer:
@@ -254,11 +254,11 @@ def test_a_restart_prepares_from_the_newest_manifest(pool: hpstore.Pool, tmp_pat
         assert len(files(tmp_path, "recycle")) == WIDTH
 
 
-@pytest.mark.parametrize("options", [{"prepare": False}, {"keep_last": None}])
+@pytest.mark.parametrize("options", [{"save": SaveOptions(prewrite=False)}, {"keep_last": None}])
 def test_nothing_is_prepared_unasked(
     pool: hpstore.Pool, tmp_path: Path, options: dict[str, object]
 ) -> None:
-    """prepare=False; or all steps are kept, so that no file would ever be overwritten."""
+    """prewrite=False; or all steps are kept, so that no file would ever be overwritten."""
     with Checkpointer(pool, "run", example=state_of(0), **{"keep_last": 1, **options}) as made:  # type: ignore[arg-type]
         assert made.wait_prepared(60)
     assert files(tmp_path, "recycle") == []

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.checkpoint.catalog.steps import Steps
 from hpstore.errors import HpstoreError, TooFewDevices
 from hpstore.pool.pool import Pool
@@ -231,7 +231,9 @@ def test_ranks_that_disagree_or_fail_all_raise_and_leave_nothing(tmp_path: Path)
 def no_memory(rank: int, world: int, directory: Path, staging_bytes: int | None) -> None:
     """Staging fails on rank 1; the others, which have staged, must not wait for it."""
     with open_pool(directory) as pool:
-        ckpt = Checkpointer(pool, "run", rng=False, staging_bytes=staging_bytes, reuse=False)
+        ckpt = Checkpointer(
+            pool, "run", rng=False, save=SaveOptions(memory=staging_bytes, reuse=False)
+        )
         own = {"x": ckpt.per_rank(torch.zeros(30_000)), "y": ckpt.per_rank(torch.ones(30_000))}
         ckpt.save(1, own).result()
         dist.barrier()
@@ -403,7 +405,7 @@ def die(rank: int, world: int, directory: Path, victim: int, when: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     pool = open_pool(directory)
-    ckpt = Checkpointer(pool, "run", rng=False, commit_seconds=20.0)
+    ckpt = Checkpointer(pool, "run", rng=False, save=SaveOptions(commit_seconds=20.0))
     state: dict[str, Any] = {"x": ckpt.per_rank(torch.full((300_000,), float(rank))), "step": 1}
     ckpt.save(1, state).result()
     dist.barrier()

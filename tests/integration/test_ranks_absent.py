@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.errors import CheckpointError, VersionConflict
 from tests.integration.ranks import launch, make_pool, open_pool
 
@@ -22,7 +22,7 @@ def one_rank_leaves(rank: int, world: int, directory: Path, how: str) -> None:
     """Rank 1 makes the first save alone of all calls; the others time out, or see it die."""
     store = dist.distributed_c10d._get_default_store()
     with open_pool(directory) as pool:
-        ckpt = Checkpointer(pool, "run", commit_seconds=SECONDS)
+        ckpt = Checkpointer(pool, "run", save=SaveOptions(commit_seconds=SECONDS))
         ckpt.save(1, {"x": torch.ones(3)}).result()
         if rank == 1:
             if how == "dies":

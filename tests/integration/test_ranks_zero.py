@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.errors import CheckpointError
 from tests.integration.ranks import HIDDEN, INPUTS, launch, make_pool, open_pool
 
@@ -56,7 +56,7 @@ def sharing(rank: int, world: int, directory: Path) -> None:
         )  # fmt: skip
         if prefix == "plain":
             net.module.load_state_dict(net_of(3).state_dict())
-        with Checkpointer(pool, prefix, staging=staging) as ckpt:
+        with Checkpointer(pool, prefix, save=SaveOptions(staging=staging)) as ckpt:
             return trained(ckpt, net, optimizer, until, rank=rank, world=world)
 
     found = run("zero", 3) + run("zero", 5)
@@ -64,7 +64,7 @@ def sharing(rank: int, world: int, directory: Path) -> None:
     dist.barrier()
     if rank == 0:
         net = net_of(0)
-        with Checkpointer(pool, "zero", alone=True) as ckpt:
+        with Checkpointer(pool, "zero", group="alone") as ckpt:
             adamw = torch.optim.AdamW(net.parameters(), lr=0.5)
             trained(ckpt, net, adamw, 7)
             assert adamw.param_groups[0]["lr"] == 1e-2
@@ -73,7 +73,7 @@ def sharing(rank: int, world: int, directory: Path) -> None:
         assert len(moments) == 3 * 4
     nameless = ZeroRedundancyOptimizer(net_of(1).parameters(), torch.optim.AdamW, lr=1e-2)
     with (
-        Checkpointer(pool, f"nameless-{rank}", alone=True) as ckpt,
+        Checkpointer(pool, f"nameless-{rank}", group="alone") as ckpt,
         pytest.raises(CheckpointError, match="put its model into the state"),
     ):
         ckpt.save(1, {"optimizer": nameless})

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import hpstore
-from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.config import Settings
 from hpstore.errors import DescriptorsExhausted
 from hpstore.runtime.lacks import lacks_total
@@ -71,7 +71,7 @@ def test_a_lack_of_descriptors_does_not_look_like_damage(pool: hpstore.Pool) -> 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_no_step_is_passed_over_for_want_of_descriptors(pool: hpstore.Pool, count: int) -> None:
     """t13: steps 3, 2 and 1 were passed over as unreadable, and an older one could be restored."""
-    with Checkpointer(pool, "run", rng=False, warm=False) as checkpointer:
+    with Checkpointer(pool, "run", rng=False, save=SaveOptions(warm=False)) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save(step, {"w": torch.full((300_000,), float(step))}).result()
         state = {"w": torch.zeros(300_000)}

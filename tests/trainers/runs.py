@@ -99,7 +99,7 @@ def _reader(directory: Path, prefix: str) -> Iterator[Checkpointer]:
     """Somebody who looks on: nothing is tidied up."""
     with (
         hpstore.open(directory / "pool.toml", read_only=True) as pool,
-        Checkpointer(pool, prefix, alone=True) as checkpointer,
+        Checkpointer(pool, prefix, group="alone") as checkpointer,
     ):
         yield checkpointer
 

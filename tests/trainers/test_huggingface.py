@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,10 @@ def test_retention_and_an_older_step_by_number(pool: Pool, tmp_path: Path) -> No
         assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == 12
         segment = callback.checkpoints.manifest(16).segments[0].key
         pool.delete(segment)
-        callback.checkpoints.warm = False  # this process still has the step in memory
+        options = callback.checkpoints.options
+        callback.checkpoints.options = replace(
+            options, warm=False
+        )  # this process still has the step in memory
         folder = Path(callback.resume_folder(tmp_path / "s") or "")
         assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == 12
         assert len(list((tmp_path / "s").iterdir())) == 1

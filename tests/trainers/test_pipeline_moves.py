@@ -32,7 +32,7 @@ def alone(pool: Pool, prefix: str, until: int, net: nn.Module | None = None) -> 
     loader = DataLoader(Dataset(pool, "samples"), batch_size=8, shuffle=True, drop_last=True,
                         rank=0, world_size=1)  # fmt: skip
     losses = []
-    with Checkpointer(pool, prefix, alone=True) as ckpt:
+    with Checkpointer(pool, prefix, group="alone") as ckpt:
         state = {"model": net, "optimizer": optimizer, "loader": loader}
         step = ckpt.restore(state) or 0
         for batch in loader:

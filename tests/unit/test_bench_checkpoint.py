@@ -178,7 +178,7 @@ def test_copy_ends_with_equal_bytes(spec: CheckpointSpec) -> None:
 
 SMALL = {
     "SAMPLES": 1,
-    "BACKGROUNDS": {"fast": (1, 1.0), "gentle": (1, 0.25)},
+    "PACES": {"fast": (1, 1.0), "gentle": (1, 0.25)},
     "MANY_TENSORS": 50,
     "GROWTH_SAVES": 3,
     "GROWTH_WARM": 2,

@@ -23,6 +23,7 @@ from hpstore.benchmarks.checkpoint.checkpoint_state import (
 )
 from hpstore.benchmarks.harness.measure import seconds
 from hpstore.benchmarks.harness.sessions import Found, Sections
+from hpstore.checkpoint import SaveOptions
 from hpstore.checkpoint.format.segment_codecs import CODECS
 
 NONE = "none"
@@ -78,7 +79,10 @@ def _saves(
     with (
         open_or_make(directory) as pool,
         make_checkpointer(
-            pool, keep_last=1, example=state, compression=None if codec == NONE else codec
+            pool,
+            keep_last=1,
+            example=state,
+            save=SaveOptions(compression=None if codec == NONE else codec),
         ) as checkpointer,
     ):
         for step in range(1, WARM_SAVES + SAMPLES + 1):

@@ -46,7 +46,7 @@ class HpstoreSaver(SaverPeer):
     last_step = KEPT_STEPS + 2  # the first into files that retention gave up
     configuration: ClassVar[str] = (
         f"{DATA}+{PARITY} over six directories, keep_last={KEPT_STEPS}, files recycled; those of "
-        "the first saves written before them (prepare=True), which is not in their time"
+        "the first saves written before them (prewrite=True), which is not in their time"
     )
 
     @classmethod

@@ -12,6 +12,7 @@ import gc
 import math
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,14 @@ from hpstore.benchmarks.checkpoint.checkpoint_state import (
     state_bytes,
 )
 from hpstore.benchmarks.harness.sessions import Found, Sections
-from hpstore.checkpoint import Checkpointer, SaveHandle
+from hpstore.checkpoint import Checkpointer, SaveHandle, SaveOptions
 from hpstore.units import KIB, MIB
 
 MANY_TENSORS, SMALL_TENSOR_BYTES = 10_000, 4 * KIB
 GROWTH_SAVES, GROWTH_WARM, GROWTH_STATE_BYTES = 50, 10, 16 * MIB
 SLICE_BYTES, SLICED_TENSOR_BYTES = 4 * MIB, 32 * MIB
 WARM_SAVES, SAMPLES = 2, 5
-BACKGROUNDS = {"fast": (3, 1.0), "gentle": (5, 0.25)}  # samples, and how much of the state
+PACES = {"fast": (3, 1.0), "gentle": (5, 0.25)}  # samples, and how much of the state
 _STEP_SECONDS = 0.07  # of the training that is disturbed
 _QUIET_STEPS = 50
 
@@ -147,7 +148,7 @@ class Training:
 
 
 def disturbance_session(sections: Sections, spec: CheckpointSpec) -> Found:
-    """Mean step seconds beside a save, and without, for each background.
+    """Mean step seconds beside a save, and without, for each pace.
 
     Steps are those between the return of save() and its result; the stall is not among them.
     A sample has quiet steps before and after its save. A gentle save of the whole state takes so
@@ -163,14 +164,14 @@ def disturbance_session(sections: Sections, spec: CheckpointSpec) -> Found:
         for step in range(1, WARM_SAVES + 1):
             content.fill(state, step)
             checkpointer.save(step, state).result()
-        for mode, (samples, share) in BACKGROUNDS.items():
-            checkpointer.background = mode
+        for pace, (samples, share) in PACES.items():
+            checkpointer.options = replace(checkpointer.options, pace=pace)
             part = _part(state, share)
-            found[mode] = []
+            found[pace] = []
             for _ in range(samples):
                 step += 1
                 content.fill(state, step)
-                found[mode].append(_disturbed(training, checkpointer, part, step))
+                found[pace].append(_disturbed(training, checkpointer, part, step))
     return found
 
 
@@ -220,7 +221,10 @@ def overlap_session(sections: Sections, spec: CheckpointSpec) -> Found:
     sections.warm(spec.copy)
     pool = open_or_make(spec.directory / spec.contender)
     visible: list[float] = []
-    with pool, make_checkpointer(pool, keep_last=1, staging="overlap") as checkpointer:
+    with (
+        pool,
+        make_checkpointer(pool, keep_last=1, save=SaveOptions(staging="overlap")) as checkpointer,
+    ):
         for step in range(1, 1 + WARM_SAVES + SAMPLES):
             began = time.perf_counter()
             handle = checkpointer.save(step, state)

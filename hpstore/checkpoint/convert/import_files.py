@@ -18,6 +18,7 @@ from hpstore.checkpoint.convert.safetensors_files import read_safetensors
 from hpstore.checkpoint.convert.torch_files import read_torch_file, tensors_in
 from hpstore.checkpoint.format.checkpoint_manifest import checked_step
 from hpstore.checkpoint.restore.tensor_stream import ByteProgress
+from hpstore.checkpoint.save.save_options import SaveOptions
 from hpstore.checkpoint.state.state_tree import PerRank
 from hpstore.checkpoint.state.targets import RNG_KEY
 from hpstore.errors import CheckpointError, ConfigError, ObjectNotFound, VersionConflict
@@ -84,7 +85,11 @@ def import_checkpoint(
         progress(0, total)
     lineage = {"imported_from": path.name, "format": kind}
     with Checkpointer(
-        pool, prefix, rng=False, allow_pickle=allow_pickle, warm=False, lineage=lineage
+        pool,
+        prefix,
+        rng=False,
+        allow_pickle=allow_pickle,
+        save=SaveOptions(warm=False, lineage=lineage),
     ) as checkpointer:
         told = _of_tensors(progress, total)
         checkpointer.save(step, state, overwrite=overwrite, progress=told).result()

@@ -49,13 +49,6 @@ class Preempted(SystemExit):
         self.code = EXIT_CODE
 
 
-def checked_on_sigterm(name: str) -> str:
-    """Raises CheckpointError for an unknown manner."""
-    if name not in ON_SIGTERM:
-        raise CheckpointError(f"on_sigterm {name!r} is not one of {', '.join(ON_SIGTERM)}")
-    return name
-
-
 def require_alike(ranks: Ranks, on_sigterm: str) -> str:
     """`on_sigterm`. Raises CheckpointError, on all ranks, where they differ in it: some would stop
     without the others."""
@@ -272,8 +265,8 @@ class Board:
 def _require_all_ranks(*, alone: bool) -> None:
     if alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise CheckpointError(
-            'on_sigterm="save" with alone=True: the other ranks of this job would not stop at the '
-            "same step. Make the Checkpointer on all ranks without alone, or use "
+            'on_sigterm="save" with group="alone": the other ranks of this job would not stop at '
+            'the same step. Make the Checkpointer on all ranks without group="alone", or use '
             'on_sigterm="finish"'
         )
 
@@ -304,5 +297,4 @@ def _agreed_nonce(ranks: Ranks, fault: str) -> str:
     return heard[0][1:].decode()
 
 
-__all__ = ["EXIT_CODE", "ON_SIGTERM", "Preempted", "Preemption", "checked_on_sigterm",
-           "require_alike"]  # fmt: skip
+__all__ = ["EXIT_CODE", "ON_SIGTERM", "Preempted", "Preemption", "require_alike"]  # fmt: skip

@@ -27,10 +27,10 @@ BEGIN_SECONDS = 0.5  # a job that restores does so first of all
 class SpaceMaker:
     """Prepares space on a thread of its own. Holds while a save or a restore is under way."""
 
-    def __init__(self, pool: Pool, steps: Steps, keep_last: int, background: str) -> None:
+    def __init__(self, pool: Pool, steps: Steps, keep_last: int, pace: str) -> None:
         self._pool, self._steps = pool, steps
         self._cycle = keep_last + 1
-        self._rate = BYTES_PER_SECOND[background]
+        self._rate = BYTES_PER_SECOND[pace]
         self._begun = 0  # saves
         self._go, self._stopped = threading.Event(), threading.Event()
         self._go.set()

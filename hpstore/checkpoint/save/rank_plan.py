@@ -32,7 +32,7 @@ from hpstore.format.checksum import digest128
 from hpstore.runtime.budget import available_bytes
 from hpstore.units import MIB
 
-_SHARE = 0.6  # of the memory that is available, unless staging_bytes says otherwise
+_SHARE = 0.6  # of the memory that is available, unless SaveOptions.memory says otherwise
 _LEAST_BYTES = 64 * MIB
 
 
@@ -69,13 +69,13 @@ class Planner:
     a rank holds has changed."""
 
     def __init__(
-        self, ranks: Ranks, staging_bytes: int | None, *, rng: bool, allow_pickle: bool
+        self, ranks: Ranks, memory_bytes: int | None, *, rng: bool, allow_pickle: bool
     ) -> None:  # fmt: skip
         self._ranks, self._rng, self._allow_pickle = ranks, rng, allow_pickle
         host = os.uname().nodename.encode()
         beside = ranks.all_gather(host, RankChannel.TRAINER).count(host)
-        budget = staging_bytes if staging_bytes is not None else int(_SHARE * available_bytes())
-        self.limit_bytes = max(budget // beside, _LEAST_BYTES if staging_bytes is None else 1)
+        budget = memory_bytes if memory_bytes is not None else int(_SHARE * available_bytes())
+        self.limit_bytes = max(budget // beside, _LEAST_BYTES if memory_bytes is None else 1)
         self.within_bytes = WITHIN_BYTES
         self._agreed: list[bytes] = []  # the fingerprints that _mine was planned from
         self._mine: list[int] = []

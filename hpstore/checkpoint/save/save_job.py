@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveOptions:
+class JobOptions:
     """What a save is told, the same for all slices."""
 
     step: int
@@ -116,7 +116,7 @@ class SaveJob:
     """
 
     def __init__(
-        self, steps: Steps, ranks: Ranks, options: SaveOptions, earlier: Earlier
+        self, steps: Steps, ranks: Ranks, options: JobOptions, earlier: Earlier
     ) -> None:  # fmt: skip
         self._steps, self._ranks, self._options = steps, ranks, options
         self._pool, self._prefix = steps.pool, steps.prefix
@@ -493,4 +493,4 @@ def _remove_quietly(pool: Pool, key: str) -> None:
         return
 
 
-__all__ = ["SaveJob", "SaveOptions", "Written"]
+__all__ = ["JobOptions", "SaveJob", "Written"]

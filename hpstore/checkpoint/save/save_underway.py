@@ -15,13 +15,6 @@ ON_BUSY = ("wait", "skip", "error")
 _JOIN_SECONDS = 1.0  # the thread has nothing left to do by then
 
 
-def checked_on_busy(name: str) -> str:
-    """Raises CheckpointError for an unknown manner."""
-    if name not in ON_BUSY:
-        raise CheckpointError(f"on_busy {name!r} is not one of {', '.join(ON_BUSY)}")
-    return name
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Underway:
     """One save in the background. `tidied` is done when all of it has ended, retention included.
@@ -84,4 +77,4 @@ class OneCaller:
             self._lock.release()
 
 
-__all__ = ["OneCaller", "Underway", "checked_on_busy"]
+__all__ = ["ON_BUSY", "OneCaller", "Underway"]

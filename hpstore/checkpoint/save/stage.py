@@ -31,13 +31,6 @@ _log = logging.getLogger(__name__)
 STAGING = ("copy", "overlap")
 
 
-def checked_staging(name: str) -> str:
-    """Raises CheckpointError for an unknown way of staging."""
-    if name not in STAGING:
-        raise CheckpointError(f"staging {name!r} is not one of {', '.join(STAGING)}")
-    return name
-
-
 class SaveStage:
     """The arena and what is in it. The training thread calls begin() and finish(), the saving
     thread write(); the arena is the save's from begin() to the end of write()."""
@@ -75,8 +68,8 @@ class SaveStage:
         if len(prepared.slices) > 1:
             counters["sliced_saves_total"] += 1
             _log.warning(
-                "the state of %d bytes is larger than staging_bytes: it is staged in %d slices, "
-                "and the trainer waits for all but the last to be written",
+                "the state of %d bytes is larger than the memory for staging: it is staged in %d "
+                "slices, and the trainer waits for all but the last to be written",
                 prepared.total_bytes, len(prepared.slices),
             )  # fmt: skip
         for part, piece in enumerate(prepared.slices[:-1]):
@@ -216,4 +209,4 @@ def _address(tensor: torch.Tensor) -> int:
     return int(local.untyped_storage().data_ptr())
 
 
-__all__ = ["STAGING", "SaveStage", "checked_staging", "deferrable_storages"]
+__all__ = ["STAGING", "SaveStage", "deferrable_storages"]

@@ -19,6 +19,7 @@ from hpstore.checkpoint import checkpointer
 from hpstore.checkpoint.catalog import writer_fence
 from hpstore.checkpoint.catalog.writer_fence import NoteWatch
 from hpstore.checkpoint.checkpointer import Checkpointer
+from hpstore.checkpoint.save.save_options import SaveOptions
 from hpstore.errors import HpstoreError
 from hpstore.pool.pool import Pool
 from hpstore.testing.simulation.actions import EXPECTED, ActionScene, Client, content
@@ -89,8 +90,14 @@ def open_checkpointer(
 ) -> Checkpointer:
     """As a trainer opens it: it collects what dead saves have left. `within`: its saves are small
     enough to be all in their manifests; else they are saved as large ones are."""
-    made = Checkpointer(pool, PREFIX, keep_last=keep_last, rng=False, staging_bytes=1 << 20,
-                        warm=False, alone=True, prepare=False)  # fmt: skip
+    made = Checkpointer(
+        pool,
+        PREFIX,
+        keep_last=keep_last,
+        rng=False,
+        group="alone",
+        save=SaveOptions(memory=1 << 20, warm=False, prewrite=False),
+    )
     made._steps._watch = NoteWatch(process.clock.monotonic)
     if not within:
         made._planner.within_bytes = -1

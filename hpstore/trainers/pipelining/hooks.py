@@ -13,8 +13,9 @@ from torch.distributed.pipelining import PipelineStage
 
 from hpstore.checkpoint import Checkpointer, SaveHandle
 from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
-from hpstore.checkpoint.ranks.stop_step import checked_on_sigterm
+from hpstore.checkpoint.ranks.stop_step import ON_SIGTERM
 from hpstore.checkpoint.save.copy_gate import CopyGate
+from hpstore.checkpoint.save.save_options import checked_choice
 from hpstore.checkpoint.state.training_state import rng_state, set_rng_state
 from hpstore.errors import ConfigError, StepBroken
 from hpstore.loaders import DataLoader
@@ -117,7 +118,10 @@ class PipelineHooks(Closing):
         self.gate = CopyGate(blocks=snapshot == "bubbles")
         if ckpt is not None:
             ckpt.stage_by(SNAPSHOTS[snapshot], self.gate)
-            if checked_on_sigterm(on_sigterm) == "save" and not ckpt.pool.read_only:
+            if (
+                checked_choice("on_sigterm", on_sigterm, ON_SIGTERM) == "save"
+                and not ckpt.pool.read_only
+            ):
                 ckpt.expect_preemption(required=False)
         self._recorder = EventRecorder(self.gate)
         self._ranks = Ranks(commit_seconds)

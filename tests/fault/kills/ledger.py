@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.errors import HpstoreError, ObjectNotFound
 from hpstore.pool.pool import Pool
 from tests.fault.common import value
@@ -145,7 +145,7 @@ class Steps:
     def check(self, pool: Pool) -> list[str]:
         """What is wrong: the newest step is the acknowledged one or one under way, whole."""
         wrong = []
-        with Checkpointer(pool, PREFIX, rng=False, warm=False) as checkpointer:
+        with Checkpointer(pool, PREFIX, rng=False, save=SaveOptions(warm=False)) as checkpointer:
             steps = set(checkpointer.steps())
             newest = max(steps, default=0)
             if newest not in {self.acknowledged, *self.flying}:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import hpstore
-from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.errors import HpstoreError
 from hpstore.health.history import History
 from hpstore.health.monitor import history_path
@@ -314,7 +314,7 @@ class Soak:
         ]  # fmt: skip
         if not verify_dataset(pool, DATA_SET).clean:
             wrong.append("at the end: the data set is damaged")
-        checkpointer = Checkpointer(pool, PREFIX, rng=False, warm=False)
+        checkpointer = Checkpointer(pool, PREFIX, rng=False, save=SaveOptions(warm=False))
         steps = checkpointer.steps()
         for step in steps:
             state = new_state()

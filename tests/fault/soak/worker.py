@@ -79,14 +79,14 @@ def evaluate(toml: str, journal: Journal, _: int) -> None:
     """Restore the newest step into a process that only reads, and say what it was."""
     import torch
 
-    from hpstore.checkpoint import Checkpointer
+    from hpstore.checkpoint import Checkpointer, SaveOptions
     from tests.fault.soak import load
 
     torch.set_num_threads(1)
     journal.write("start")
     while True:
         with _noting(journal, "open"), hpstore.open(toml, read_only=True) as pool:
-            checkpointer = Checkpointer(pool, load.PREFIX, rng=False, warm=False)
+            checkpointer = Checkpointer(pool, load.PREFIX, rng=False, save=SaveOptions(warm=False))
             for _look in range(LOOKS_AN_OPEN):
                 with _noting(journal, "restore"):
                     began, state = time.monotonic(), load.new_state()

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import hpstore
-from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.config import Settings
 from hpstore.errors import HpstoreError
 from hpstore.pool.pool import Pool
@@ -59,7 +59,9 @@ def state_of(step: int) -> dict[str, torch.Tensor]:
 
 
 def checkpointer(pool: Pool) -> Checkpointer:
-    return Checkpointer(pool, "run", rng=False, warm=False, keep_last=1, prepare=False)
+    return Checkpointer(
+        pool, "run", rng=False, keep_last=1, save=SaveOptions(warm=False, prewrite=False)
+    )
 
 
 class Recording(Closing):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import hpstore
-from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.errors import HpstoreError
 from hpstore.pool.pool import Pool
 from tests.fault.common import poll
@@ -230,7 +230,7 @@ def _newest_is_whole(rig: Rig, saved: int) -> list[str]:
     """With the fault still there: what was saved meanwhile is there and reads, every byte of it."""
     try:
         with hpstore.open(rig.toml, read_only=True) as pool:
-            checkpointer = Checkpointer(pool, PREFIX, rng=False, warm=False)
+            checkpointer = Checkpointer(pool, PREFIX, rng=False, save=SaveOptions(warm=False))
             poll(
                 SAVE_SECONDS, lambda: max(checkpointer.steps(), default=0) >= saved,
                 lambda: f"saved: step {saved}",

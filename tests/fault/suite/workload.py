@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 import hpstore
-from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.errors import HpstoreError
 from hpstore.health.detect.verdicts import HealthState
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
@@ -64,7 +64,7 @@ def fill(pool: Pool) -> None:
 def digests(pool: Pool) -> dict[int, str]:
     """By step, a digest of all tensors of a checkpoint; each is read and verified in full."""
     found = {}
-    checkpointer = Checkpointer(pool, PREFIX, rng=False, warm=False)
+    checkpointer = Checkpointer(pool, PREFIX, rng=False, save=SaveOptions(warm=False))
     for step in checkpointer.steps():
         total = hashlib.blake2b(digest_size=12)
         for name, tensor in sorted(checkpointer.load(step).items()):
