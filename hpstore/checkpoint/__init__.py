@@ -4,7 +4,7 @@ if not __name__.startswith("hpstore."):
     raise ImportError(f"import hpstore.checkpoint, not {__name__}: see CONTRIBUTING.md")
 
 from hpstore.checkpoint.catalog.retention import Best
-from hpstore.checkpoint.checkpointer import Checkpointer, VerifyReport
+from hpstore.checkpoint.checkpointer import Checkpointer
 from hpstore.checkpoint.convert.export import ExportReport, export_checkpoint
 from hpstore.checkpoint.convert.import_files import ImportReport, import_checkpoint
 from hpstore.checkpoint.dcp.dcp_stager import Stager
@@ -12,11 +12,14 @@ from hpstore.checkpoint.dcp.storage_reader import SafeLoadPlanner, StorageReader
 from hpstore.checkpoint.dcp.storage_writer import StorageWriter
 from hpstore.checkpoint.format.checkpoint_manifest import Manifest
 from hpstore.checkpoint.ranks.stop_step import Preempted
-from hpstore.checkpoint.restore.fill_state import RestoreReport, SavedStep, SavedTensor
+from hpstore.checkpoint.restore.fill_state import RestoreReport
+from hpstore.checkpoint.restore.saved_step import SavedStep, SavedTensor
+from hpstore.checkpoint.restore.verify_step import VerifyReport
 from hpstore.checkpoint.save.save_handle import SaveHandle, SaveReport
 from hpstore.checkpoint.save.save_options import SaveOptions
+from hpstore.checkpoint.steps import Steps
 
 __all__ = ["Best", "Checkpointer", "ExportReport", "ImportReport", "Manifest", "Preempted",
            "RestoreReport", "SafeLoadPlanner", "SaveHandle", "SaveOptions", "SaveReport",
-           "SavedStep", "SavedTensor", "Stager", "StorageReader", "StorageWriter", "VerifyReport",
-           "export_checkpoint", "import_checkpoint"]  # fmt: skip
+           "SavedStep", "SavedTensor", "Stager", "Steps", "StorageReader", "StorageWriter",
+           "VerifyReport", "export_checkpoint", "import_checkpoint"]  # fmt: skip

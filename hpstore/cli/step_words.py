@@ -8,24 +8,24 @@ import hpstore
 from hpstore.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from hpstore.checkpoint.catalog.steps import Steps
+    from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 
 
-def steps_of(pool: hpstore.Pool, prefix: str) -> Steps:
+def steps_of(pool: hpstore.Pool, prefix: str) -> StepCatalog:
     """The steps under a prefix as it is typed, a slash at its end too; where there are none, those
     that a trainer has saved there by name. Raises ConfigError."""
     from hpstore.checkpoint.catalog.not_found_hint import SAVES, nothing_under
-    from hpstore.checkpoint.catalog.steps import Steps
+    from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 
     wanted = prefix.strip("/")
     if not wanted:
         raise ConfigError(nothing_under(pool, prefix))
-    found = Steps(pool, wanted)
-    saves = Steps(pool, f"{wanted}/{SAVES}")
+    found = StepCatalog(pool, wanted)
+    saves = StepCatalog(pool, f"{wanted}/{SAVES}")
     return saves if not found.all() and saves.all() else found
 
 
-def resolved(steps: Steps, step: str) -> int:
+def resolved(steps: StepCatalog, step: str) -> int:
     """A step by its number, or "latest": the newest valid. Raises ConfigError, CheckpointError."""
     if step != "latest":
         if not step.isdecimal():

@@ -166,11 +166,11 @@ class PoolTrainerCallback(TrainerCallback, Closing):
     def _load(self, step: int | None) -> tuple[int, dict[str, Any]] | None:
         self.checkpoints.wait()
         if step is not None:
-            return step, self.checkpoints.load_state(step)
+            return step, self.checkpoints.read(step).tree()
         steps = self.checkpoints.steps()
         for candidate in reversed(steps):
             try:
-                return candidate, self.checkpoints.load_state(candidate)
+                return candidate, self.checkpoints.read(candidate).tree()
             except (IntegrityError, RedundancyError, ObjectNotFound) as error:
                 _log.warning("checkpoint step %d is passed over: %s", candidate, error)
         if steps:

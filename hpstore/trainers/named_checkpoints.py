@@ -235,7 +235,7 @@ class NamedCheckpoints(Closing):
             raise CheckpointError(
                 f"no checkpoint {name!r} under {self.prefix!r}; the newest are {self.names()[-8:]}"
             )
-        state = self._checkpoints.load_state(named.number)
+        state = self._checkpoints.read(named.number).tree()
         if state.get("name") != name:
             raise IntegrityError(f"checkpoint {named.number} under {self.prefix!r} is not {name!r}")
         found: dict[str, Any] = state["checkpoint"]

@@ -50,7 +50,7 @@ def check_newest(pool: Pool, at_least: int) -> int:
         wanted = state_of(found)
         assert all(torch.equal(state[name], wanted[name]) for name in wanted)
         assert all(ckpt.verify(step).ok for step in ckpt.steps())
-        named = {s.key for step in ckpt.steps() for s in ckpt.manifest(step).objects}
+        named = {s.key for step in ckpt.steps() for s in ckpt.steps.manifest(step).objects}
         keys = set(pool.list("run"))
         assert {key for key in keys if "/segment-" in key} == named
         assert not [key for key in keys if "/attempts/" in key]

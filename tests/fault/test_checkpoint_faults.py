@@ -78,7 +78,7 @@ def before_put(pool: Pool, word: str, act: Callable[[], object]) -> None:
 
 def segment(pool: Pool, step: int) -> str:
     """Key of the one segment of a step."""
-    [found] = checkpointer(pool).manifest(step).segments
+    [found] = checkpointer(pool).steps.manifest(step).segments
     return found.key
 
 
@@ -111,8 +111,10 @@ def test_disks_that_fill_up_in_a_save_cost_that_save_alone(
         ckpt.save(2, state_of(2), overwrite=True).result()
         assert restored(pool) == 2
         # the note of the failed save could not be removed either, and this process lives
-        monkeypatch.setattr("hpstore.checkpoint.catalog.steps.attempt_lives", lambda *_: False)
-        ckpt.collect_garbage()
+        monkeypatch.setattr(
+            "hpstore.checkpoint.catalog.step_catalog.attempt_lives", lambda *_: False
+        )
+        ckpt.steps.collect_garbage()
         assert len([key for key in pool.list("run") if "/segment-" in key]) == 2
         assert ckpt.verify(1).ok
         assert ckpt.verify(2).ok
@@ -410,7 +412,7 @@ def test_what_cannot_be_seen_is_neither_absent_nor_garbage(tmp_path: Path, lost:
         others = [url for url in harness.urls if url not in holders]
         harness.lose([*holders, *others][:lost])
         ckpt = checkpointer(pool, keep_last=1)  # which collects garbage
-        assert ckpt.collect_garbage() == 0
+        assert ckpt.steps.collect_garbage() == 0
         for find in (lambda: ckpt.restore(state_of(-1)), ckpt.steps, ckpt.latest_valid):
             with pytest.raises(TooFewDevices, match="may be there unseen"):
                 find()

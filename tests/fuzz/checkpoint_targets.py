@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpstore.checkpoint.catalog.steps import decode_protection
+from hpstore.checkpoint.catalog.step_catalog import decode_protection
 from hpstore.checkpoint.catalog.writer_fence import SaveAttempt
 from hpstore.checkpoint.convert.safetensors_files import read_safetensors
 from hpstore.checkpoint.convert.torch_files import read_torch_file, tensors_in

@@ -218,7 +218,7 @@ def test_committing_a_step_twice_needs_to_be_asked_for(pool: hpstore.Pool) -> No
         assert torch.equal(ckpt.load(1)["x"], torch.ones(9))
         ckpt.save(1, {"x": torch.zeros(9)}, overwrite=True).result()
         assert torch.equal(ckpt.load(1)["x"], torch.zeros(9))
-        ckpt.collect_garbage()
+        ckpt.steps.collect_garbage()
         assert len([key for key in pool.list("run") if "segment" in key]) == 1
 
 
@@ -277,7 +277,7 @@ def test_damage_is_found_by_verify_and_passed_over_by_restore(tmp_path: Path) ->
         for number in (1, 2):
             ckpt.save(number, {"x": torch.full((90_000,), float(number))}).result()
         assert ckpt.verify(2).ok
-        segment = ckpt.manifest(2).segments[0].key
+        segment = ckpt.steps.manifest(2).segments[0].key
         for url, path in harness.columns(segment)[:2]:
             harness.flip(url, path, 70_000)
         state = {"x": torch.zeros(90_000)}
@@ -292,7 +292,7 @@ def test_other_bytes_under_a_segments_key_are_noticed(pool: hpstore.Pool) -> Non
     """Item hashes bind a manifest to its bytes, also when the stored object itself is intact."""
     with pool, Checkpointer(pool, "run", save=SaveOptions(warm=False)) as ckpt:
         ckpt.save(1, {"x": torch.ones(9_000)}).result()
-        segment = ckpt.manifest(1).segments[0]
+        segment = ckpt.steps.manifest(1).segments[0]
         pool.put(segment.key, bytes(segment.size))
         assert ckpt.verify(1).damaged
         with pytest.raises(IntegrityError, match="the manifest names version"):
@@ -370,7 +370,7 @@ def test_garbage_collection_leaves_a_save_under_way_alone(
 
     def collect_first(where: hpstore.Pool, key: str, **options: Any) -> int:
         with Checkpointer(where, "run") as other:
-            removed.append(other.collect_garbage())
+            removed.append(other.steps.collect_garbage())
         return original(where, key, **options)
 
     monkeypatch.setattr(save_job, "require_safe", collect_first)

@@ -64,7 +64,7 @@ def equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 
 def restored(ckpt: Checkpointer, step: int) -> list[torch.Tensor]:
     """What a step holds, read from the pool into another job."""
-    ckpt.options = replace(ckpt.options, warm=False)
+    ckpt.saver.options = replace(ckpt.saver.options, warm=False)
     other = Job(2)
     ckpt.restore(other.state, step=step)
     found: list[torch.Tensor] = other.values()
@@ -246,6 +246,6 @@ def test_memory_is_unpinned_before_it_is_given_back(
     with Checkpointer(pool, "run", save=SaveOptions(accelerator=fake)) as ckpt:
         for number, size in enumerate((100_000, 90_000, 900_000, 5_000_000)):
             ckpt.save(number, {"w": torch.ones(size)}).result()
-            assert list(fake.pinned.values()) == [ckpt._stage.arena.capacity_bytes]
+            assert list(fake.pinned.values()) == [ckpt.saver._stage.arena.capacity_bytes]
     assert fake.pinned == {}
     assert fake.events == ["pin", "unpin", "pin", "unpin", "pin", "unpin"]

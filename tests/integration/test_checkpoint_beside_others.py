@@ -15,7 +15,7 @@ from torch.distributed.tensor import Partial
 from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.checkpoint.catalog import writer_fence as attempt_notes
 from hpstore.checkpoint.catalog.retention import Retention
-from hpstore.checkpoint.catalog.steps import Steps, newest_untried
+from hpstore.checkpoint.catalog.step_catalog import StepCatalog, newest_untried
 from hpstore.checkpoint.catalog.writer_fence import (
     ATTEMPT_SECONDS,
     NoteWatch,
@@ -89,25 +89,25 @@ def test_a_step_that_retention_takes_gives_way_to_a_newer_one(
 
             monkeypatch.setattr(collective_restore, "restore_state", late)
         elif how == "manifest":
-            settle = Steps.settle
+            settle = StepCatalog.settle
 
-            def first(steps: Steps, step: int) -> None:
+            def first(steps: StepCatalog, step: int) -> None:
                 go_on()
                 settle(steps, step)
 
-            monkeypatch.setattr(Steps, "settle", first)
+            monkeypatch.setattr(StepCatalog, "settle", first)
         if how != "latest_valid":
             into = state(0.0)
             assert reader.restore(into) == 152
             assert (into["w"] == 152).all()
         else:
-            facts = Steps.facts
+            facts = StepCatalog.facts
 
-            def later(steps: Steps, step: int) -> object:
+            def later(steps: StepCatalog, step: int) -> object:
                 go_on()
                 return facts(steps, step)
 
-            monkeypatch.setattr(Steps, "facts", later)
+            monkeypatch.setattr(StepCatalog, "facts", later)
             assert reader.latest_valid() == 152
         reader.close()
         trainer.close()
@@ -283,8 +283,10 @@ def test_a_save_whose_segments_were_collected_is_not_acknowledged(
 
         def between(job: SaveJob, written: Sequence[Written]) -> bytes:
             with monkeypatch.context() as patch, harness.open() as other:
-                patch.setattr("hpstore.checkpoint.catalog.steps.attempt_lives", lambda *_: False)
-                assert Steps(other, "run").collect_garbage() == 1
+                patch.setattr(
+                    "hpstore.checkpoint.catalog.step_catalog.attempt_lives", lambda *_: False
+                )
+                assert StepCatalog(other, "run").collect_garbage() == 1
             return manifest(job, written)
 
         monkeypatch.setattr(SaveJob, "_manifest", between)
@@ -312,7 +314,7 @@ def collect_between(
             if broken is not None:
                 patch.setattr(f"hpstore.checkpoint.catalog.{broken}", fail)
             attempt_notes.take_fence(other, "run", "another session")
-            Steps(other, "run").collect_garbage()
+            StepCatalog(other, "run").collect_garbage()
         return manifest(job, written)
 
     monkeypatch.setattr(SaveJob, "_manifest", between)
@@ -351,7 +353,7 @@ def test_a_collector_that_is_killed_leaves_a_mark_that_the_next_one_goes_on_from
             ckpt.save(2, state(2)).result()
         monkeypatch.undo()
         assert SaveJob._remove_own is remove
-        steps = Steps(pool, "run")
+        steps = StepCatalog(pool, "run")
         listing = steps.listing()
         assert [step for step, _ in listing.condemned.values()] == [2]
         of_it = {key for key, (step, _) in listing.segments.items() if step == 2}
@@ -386,7 +388,7 @@ def test_a_renewal_that_was_stopped_does_not_bring_a_note_back(
         def first_collect(writer: MemoryWriter, path: str, guard: HorizonGuard | None) -> None:
             if "attempts" in path and not collected:
                 collected.append(path)
-                Steps(other, "run").collect_garbage()
+                StepCatalog(other, "run").collect_garbage()
                 assert not other.list("run/attempts/")
             publish(writer, path, guard)
 
@@ -410,7 +412,7 @@ def test_a_mark_is_gone_on_from_wherever_its_collector_was_killed(
         segment = segment_key(prefix, 9, "00000000000000aa", 0, 0)
         pool.put(segment, bytes(10))
         attempt_notes.take_fence(pool, prefix, "new")
-        steps = Steps(pool, prefix)
+        steps = StepCatalog(pool, prefix)
 
         def fail(*_: object, **__: object) -> None:
             raise CheckpointError("killed")
@@ -453,9 +455,9 @@ def test_a_save_of_which_it_is_unclear_what_became_keeps_its_note_until_it_is_de
         with pytest.raises(RegistersUnavailable, match="may be committed or not"):
             ckpt.save(2, state(2)).result()
         monkeypatch.undo()
-        assert [step for step, _ in ckpt._steps.listing().attempts.values()] == [2]
-        ckpt.collect_garbage()
-        assert not ckpt._steps.listing().attempts
+        assert [step for step, _ in ckpt._catalog.listing().attempts.values()] == [2]
+        ckpt.steps.collect_garbage()
+        assert not ckpt._catalog.listing().attempts
         into = state(0.0)
         assert ckpt.restore(into) == 2
         assert (into["w"] == 2).all()
@@ -496,9 +498,9 @@ def test_a_step_that_one_more_loss_would_end_does_not_count_for_retention(
             del harness.devices[url].files[path]
         with monkeypatch.context() as patch:
             patch.setattr(Pool, "settle", refused)
-            Steps(pool, "run").retain(3, Retention(keep_last=2))
+            StepCatalog(pool, "run").retain(3, Retention(keep_last=2))
         assert ckpt.steps() == [1, 2, 3]
-        Steps(pool, "run").retain(3, Retention(keep_last=2))
+        StepCatalog(pool, "run").retain(3, Retention(keep_last=2))
         assert ckpt.steps() == [2, 3]
         assert len(harness.columns(key)) == 3
 
@@ -518,6 +520,6 @@ def test_what_a_fenced_session_left_is_collected_without_a_clock(harness: Harnes
         with Checkpointer(pool, "run", rng=False, save=SaveOptions(warm=False)) as ckpt:
             assert key in pool.list()  # nothing says that it is over
             save(ckpt, 1)
-            assert ckpt.collect_garbage() == 1
+            assert ckpt.steps.collect_garbage() == 1
             assert key not in pool.list()
             assert segment not in pool.list()

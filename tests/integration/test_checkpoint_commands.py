@@ -114,11 +114,11 @@ def test_verify_goes_on_past_a_step_that_cannot_be_read(
     for step in (1, 2):
         save(pool, step, {"a": torch.full((9,), step)})
     with Checkpointer(pool, RUN) as checkpointer:
-        pool.delete(checkpointer.manifest(1).segments[0].key)
+        pool.delete(checkpointer.steps.manifest(1).segments[0].key)
     cli("verify", RUN, "--all", code=50)
     assert "step 2" in cli("verify", RUN)
     with Checkpointer(pool, RUN) as checkpointer:
-        pool.delete(checkpointer.manifest(2).segments[0].key)
+        pool.delete(checkpointer.steps.manifest(2).segments[0].key)
     assert "ObjectNotFound" in cli("verify", RUN, code=ObjectNotFound.exit_code)
     assert "no checkpoint" in cli("verify", "runs/none", "--all", code=CheckpointError.exit_code)
 
@@ -128,7 +128,7 @@ def test_verify_tells_how_far_it_is(pool: hpstore.Pool) -> None:
     save(pool, 1, {"a": torch.zeros(5_000_000), "b": torch.zeros(3, dtype=torch.uint8)})
     seen: list[tuple[int, int]] = []
     with Checkpointer(pool, RUN) as checkpointer:
-        items = checkpointer.manifest(1).items
+        items = checkpointer.steps.manifest(1).items
         assert checkpointer.verify(1, progress=lambda *step: seen.append(step)).ok
     assert seen[-1] == (sum(item.length for item in items),) * 2
     assert len(seen) > 3

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from hpstore.checkpoint import Checkpointer, SaveOptions
-from hpstore.checkpoint.catalog.steps import Steps
+from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.catalog.writer_fence import SaveAttempt
 from hpstore.checkpoint.format.items import ItemColumns
 from hpstore.checkpoint.save.save_job import SaveJob
@@ -55,7 +55,7 @@ def the_dead_are_dead(monkeypatch: pytest.MonkeyPatch) -> None:
         return attempt.pid == 0
 
     monkeypatch.setattr(threading, "excepthook", hook)
-    monkeypatch.setattr("hpstore.checkpoint.catalog.steps.attempt_lives", lives)
+    monkeypatch.setattr("hpstore.checkpoint.catalog.step_catalog.attempt_lives", lives)
     logging.getLogger("hpstore").setLevel(logging.ERROR)
 
 
@@ -105,7 +105,7 @@ def check_clean(pool: Pool, allowed: Contents, *, and_goes_on: bool) -> None:
     assert step_found == ckpt.steps()[-1]
     assert float(state["free"][0]) in allowed[step_found]
     assert all(None in may for step, may in allowed.items() if step not in ckpt.steps())
-    named = {s.key for step in ckpt.steps() for s in ckpt.manifest(step).segments}
+    named = {s.key for step in ckpt.steps() for s in ckpt.steps.manifest(step).segments}
     keys = set(pool.list("run"))
     assert {key for key in keys if "/segment-" in key} == named
     assert not [key for key in keys if "/attempts/" in key]
@@ -233,11 +233,11 @@ def test_a_delete_takes_a_step_and_nothing_that_others_refer_to(
 
     def act(pool: Pool) -> None:
         ckpt = checkpointer(pool)
-        ckpt.protect(2, "best")
+        ckpt.steps.protect(2, "best")
         ckpt.delete(1)
         with pytest.raises(CheckpointError, match="protected as 'best'"):
             ckpt.delete(2)
-        ckpt.unprotect("best")
+        ckpt.steps.unprotect("best")
         ckpt.delete(2)
 
     kept = frozenset({3.0})
@@ -288,7 +288,7 @@ def before_put(pool: Pool, word: str, act: Callable[[], object]) -> None:
 @pytest.fixture
 def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Harness:
     """A pool whose saves are all taken for alive."""
-    monkeypatch.setattr("hpstore.checkpoint.catalog.steps.attempt_lives", lambda *_: True)
+    monkeypatch.setattr("hpstore.checkpoint.catalog.step_catalog.attempt_lives", lambda *_: True)
     return Harness(tmp_path, data=2, parity=1, devices=4, unit_bytes=16 * KIB)
 
 
@@ -301,7 +301,7 @@ def test_what_a_living_save_refers_to_is_never_removed(harness: Harness, word: s
         ckpt.wait()
 
         def act() -> None:
-            Steps(other, "run").delete(1)
+            StepCatalog(other, "run").delete(1)
             checkpointer(other)  # which collects garbage
 
         before_put(pool, word, act)
@@ -318,7 +318,7 @@ def test_a_step_that_was_deleted_since_is_not_referred_to(harness: Harness) -> N
         ckpt = checkpointer(pool)
         ckpt.save(1, state_of(1.0)).result()
         ckpt.wait()
-        Steps(other, "run").delete(1)
+        StepCatalog(other, "run").delete(1)
         assert ckpt.save(2, state_of(2.0)).result().referenced_bytes == 0
         ckpt.close()
         assert held(checkpointer(other), 2) == 2.0

@@ -84,7 +84,7 @@ def test_protecting_a_step_withdraws_the_note(pool: Pool) -> None:
     """Its healing is not put off any more; the next save's note leaves it out."""
     saved(pool, 3, keep_last=2)
     with Checkpointer(pool, "run", keep_last=2) as ckpt:
-        ckpt.protect(2, "good")
+        ckpt.steps.protect(2, "good")
         assert note(pool) is None
         ckpt.save(4, {"w": WEIGHTS, "loss": 0.0}).result()
     found = note(pool)
@@ -100,7 +100,7 @@ def test_what_a_later_step_refers_to_is_not_named(pool: Pool) -> None:
     found = note(pool)
     assert found is not None
     with Checkpointer(pool, "run") as ckpt:
-        kept = {s.key for s in ckpt.manifest(3).segments}
+        kept = {s.key for s in ckpt.steps.manifest(3).segments}
     assert not kept & found.sizes.keys()
     assert steps_of(found) == {2}
 
@@ -114,7 +114,9 @@ def test_a_lost_device_is_made_up_for_in_the_step_that_stays(pool: Pool, tmp_pat
         report = opened.rebuild()
         with Checkpointer(opened, "run") as ckpt:
             spare = {
-                step: min(opened.stat(s.key).spare_columns for s in ckpt.manifest(step).segments)
+                step: min(
+                    opened.stat(s.key).spare_columns for s in ckpt.steps.manifest(step).segments
+                )
                 for step in (2, 3)
             }
             assert ckpt.verify(2).ok

@@ -14,7 +14,7 @@ import torch
 
 import hpstore
 from hpstore.checkpoint import Checkpointer
-from hpstore.checkpoint.catalog.steps import Steps
+from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.format.checkpoint_manifest import manifest_key
 from hpstore.checkpoint.ranks.collectives import Ranks
 from hpstore.checkpoint.save.rank_plan import Planner
@@ -102,7 +102,7 @@ def test_close_ends_after_an_interrupted_wait(
             ckpt.close()
     hold.set()
     within(20, ckpt.close)
-    assert Steps(ckpt.pool, "run").all() == [1]
+    assert StepCatalog(ckpt.pool, "run").all() == [1]
 
 
 def test_a_second_thread_is_refused_while_one_saves(

@@ -46,7 +46,7 @@ def two_steps(pool: hpstore.Pool) -> str:
     with ckpt_of(pool) as ckpt:
         ckpt.save(1, {"w": torch.full((SIZE,), 1.0)}).result()
         ckpt.save(2, {"w": torch.full((SIZE,), 2.0), "x": torch.full((SIZE,), 2.0)}).result()
-        return ckpt.manifest(2).segments[0].key
+        return ckpt.steps.manifest(2).segments[0].key
 
 
 def blank() -> dict[str, torch.Tensor]:
@@ -72,7 +72,7 @@ def test_a_step_whose_segments_are_gone_is_passed_over_before_anything_changes(
     with ckpt_of(pool) as ckpt:
         ckpt.save(1, {"w": torch.full((SIZE,), 1.0)}).result()
         ckpt.save(2, {"w": torch.full((SIZE,), 1.0), "x": torch.full((SIZE,), 2.0)}).result()
-        keys = [segment.key for segment in ckpt.manifest(2).segments]
+        keys = [segment.key for segment in ckpt.steps.manifest(2).segments]
         (own,) = [key for key in keys if "/step-000000000002/" in key]
         assert len(keys) == 2
         pool.delete(own)
@@ -210,7 +210,7 @@ def test_a_namedtuple_comes_back_as_its_class(pool: hpstore.Pool) -> None:
         assert torch.equal(mine, torch.full((3,), 5.0))
         assert isinstance(state["in"]["p"], Point)
         assert isinstance(state["in"]["list"][0], Point)
-        plain = ckpt.load_state(1)["at"]
+        plain = ckpt.read(1).tree()["at"]
         assert isinstance(plain, tuple)
         assert plain[0] == 2
         ckpt.save(2, {"at": plain}).result()  # a value that knows its fields keeps them

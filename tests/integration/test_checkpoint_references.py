@@ -9,7 +9,7 @@ import torch
 
 import hpstore
 from hpstore.checkpoint import Checkpointer
-from hpstore.checkpoint.catalog.steps import Steps
+from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from tests.integration.nets import same
 
 pytestmark = pytest.mark.usefixtures("segments_apart")
@@ -28,20 +28,22 @@ def test_a_save_beside_a_delete_refers_to_nothing_that_goes(
     """PROTOCOL 18: the step that it would refer to is deleted by another process meanwhile."""
     with Checkpointer(pool, "run", rng=False) as ckpt:
         ckpt.save(1, FROZEN).result()
-        looked = Steps.still_named
+        looked = StepCatalog.still_named
 
-        def still_named(steps: Steps, found: set[str], going: Collection[int] = ()) -> set[str]:
-            monkeypatch.setattr(Steps, "still_named", looked)
+        def still_named(
+            steps: StepCatalog, found: set[str], going: Collection[int] = ()
+        ) -> set[str]:
+            monkeypatch.setattr(StepCatalog, "still_named", looked)
             named = looked(steps, found, going) if begun_when == "they are about to go" else None
             ckpt.save(2, FROZEN).result()
             ckpt.wait()  # its note names what it looked at; while it is there, all of that stays
             return looked(steps, found, going) if named is None else named
 
-        monkeypatch.setattr(Steps, "still_named", still_named)
-        Steps(pool, "run").delete(1)
+        monkeypatch.setattr(StepCatalog, "still_named", still_named)
+        StepCatalog(pool, "run").delete(1)
         assert same(ckpt.load(2), FROZEN)
         assert ckpt.steps() == [2]
-        assert ckpt.collect_garbage() == 0
+        assert ckpt.steps.collect_garbage() == 0
         assert same(ckpt.load(2), FROZEN)
 
 
@@ -73,7 +75,7 @@ def test_what_an_overwritten_step_alone_named_goes_with_it(
     with Checkpointer(pool, "run", rng=False, keep_last=1) as ckpt:
         act(ckpt)
         ckpt.wait()
-        assert sorted(segments(pool)) == sorted(s.key for s in ckpt.manifest(5).segments)
+        assert sorted(segments(pool)) == sorted(s.key for s in ckpt.steps.manifest(5).segments)
         assert same(ckpt.load(5), {"x": torch.full((300_000,), 2.0)})
 
 

@@ -85,7 +85,7 @@ def test_postponed_retention_is_said_once_and_counted(
     with harness.open() as pool, Checkpointer(pool, "run", rng=False, keep_last=1) as ckpt:
         ckpt.save(1, {"frozen": frozen, "x": moving}).result()
         ckpt.wait()  # its retention looks at the pool as it is now
-        segment = ckpt.manifest(1).segments[0].key
+        segment = ckpt.steps.manifest(1).segments[0].key
         lost = next(u for u in harness.urls if any(segment in f for f in harness.devices[u].files))
         harness.lose([lost])
         for step in (2, 3, 4):

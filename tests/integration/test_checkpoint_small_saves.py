@@ -10,7 +10,7 @@ import torch
 
 from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.checkpoint.catalog.retention import Retention
-from hpstore.checkpoint.catalog.steps import Steps
+from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.catalog.writer_fence import take_fence
 from hpstore.checkpoint.format.checkpoint_manifest import HEAD_BYTES, manifest_key
 from hpstore.checkpoint.save import after_commit
@@ -62,7 +62,7 @@ def test_small_saves_list_nothing_and_their_retention_comes_later(
             ckpt.save(step, {"w": torch.full((1000,), float(step))}).result()
     with Checkpointer(pool, "run", rng=False) as other:
         assert other.steps() == [11, 12]
-        assert other.collect_garbage() == 0
+        assert other.steps.collect_garbage() == 0
     assert [key.rsplit("/", 1)[1] for key in pool.list("run/step-")] == ["manifest", "manifest"]
 
 
@@ -103,10 +103,10 @@ def test_a_small_save_is_one_object(pool: Pool, codec: str) -> None:
         assert ckpt.restore(into) == 8
         assert same(into, wanted)
         assert same(ckpt.load(8), {n: v for n, v in wanted.items() if torch.is_tensor(v)})
-        assert torch.equal(ckpt.open(8)["w"][3:5, 7:9], wanted["w"][3:5, 7:9])
-        assert same(ckpt.load_state(8), wanted)
+        assert torch.equal(ckpt.read(8)["w"][3:5, 7:9], wanted["w"][3:5, 7:9])
+        assert same(ckpt.read(8).tree(), wanted)
         assert ckpt.verify(8).ok
-        assert ckpt.collect_garbage() == 0
+        assert ckpt.steps.collect_garbage() == 0
 
 
 @pytest.mark.parametrize(("first", "second"), [(10, 500_000), (500_000, 10), (10, 11)])
@@ -124,7 +124,7 @@ def test_a_step_is_overwritten_by_one_of_the_other_form(
         into = {"w": torch.full((second,), 7.0)}
         assert other.restore(into) == 1
         assert not into["w"].any()
-        assert other.collect_garbage() == 0
+        assert other.steps.collect_garbage() == 0
 
 
 @pytest.mark.parametrize(("count", "within"), [(458_752, True), (458_753, False)])
@@ -155,7 +155,7 @@ def test_facts_come_from_the_beginning_of_a_manifest(
         return data
 
     monkeypatch.setattr(Pool, "get", counted)
-    steps = Steps(pool, "run")
+    steps = StepCatalog(pool, "run")
     assert steps.facts(1).metrics == {"loss": 1.5}
     assert read == [HEAD_BYTES]
     assert steps.facts(2).within_bytes > 0

@@ -405,8 +405,8 @@ def test_a_state_larger_than_staging_is_saved_in_slices(
             tensor.zero_()
         handle.result()
         assert ckpt.counters["sliced_saves_total"] == 1
-        assert len(ckpt.manifest(1).segments) == 3
-        assert ckpt._stage.arena.capacity_bytes <= MIB
+        assert len(ckpt.steps.manifest(1).segments) == 3
+        assert ckpt.saver._stage.arena.capacity_bytes <= MIB
         caplog.clear()
         ckpt.restore(state)
         assert same(state, wanted)
@@ -418,7 +418,7 @@ def test_the_arena_is_made_once(pool: hpstore.Pool) -> None:
     """Saves of the same state reuse it, a larger state grows it, an example makes it early."""
     state = {"w": torch.ones(400_000)}
     with Checkpointer(pool, "run", example=state) as ckpt:
-        arena = ckpt._stage.arena
+        arena = ckpt.saver._stage.arena
         assert arena.grown_total == 1
         assert arena.capacity_bytes >= 1_600_000
         for number in (1, 2):
@@ -442,7 +442,7 @@ def test_memory_that_was_scribbled_over_does_not_serve(
         ckpt.restore(state)
         assert ckpt.last_restore is not None
         assert ckpt.last_restore.read_bytes == 0
-        arena = ckpt._stage.arena
+        arena = ckpt.saver._stage.arena
         arena.view(arena.capacity_bytes)[4096::4096] ^= 1
         ckpt.restore(state)
         assert ckpt.last_restore.read_bytes > 0
@@ -469,7 +469,9 @@ def test_a_save_that_cannot_begin_leaves_the_next_one_whole(
     monkeypatch.setattr(pool, "put", put)
     with Checkpointer(pool, "run", save=SaveOptions(staging="overlap")) as ckpt:
         handle = ckpt.save(1, state)
-        assert not ckpt.wait_at_most(0.05)  # its copies are still to come: the arena is theirs
+        assert not ckpt.saver.wait_at_most(
+            0.05
+        )  # its copies are still to come: the arena is theirs
         assert not failed.is_set()  # nor has it begun to compute beside the training
         gate.go()
         with pytest.raises(DeviceFull):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import hpstore
-from hpstore.checkpoint.catalog.steps import Steps
+from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.format.checkpoint_manifest import manifest_key
 from hpstore.checkpoint.format.items import Item, ItemColumns, whole
 from hpstore.checkpoint.format.pack import Segment
@@ -39,7 +39,7 @@ def job(pool: hpstore.Pool, tree: Any, other: Written) -> SaveJob:
     options = JobOptions(step=1, tree=tree,
         names=tuple(tensor_names(tree)), session="s", overwrite=False, extra={}, codec="",
                           rate_bytes_per_second=None, began=0.0)  # fmt: skip
-    made = SaveJob(Steps(pool, "run"), Two(lambda: other), options, Earlier())
+    made = SaveJob(StepCatalog(pool, "run"), Two(lambda: other), options, Earlier())
     made.begin(fence=True)
     return made
 

@@ -37,11 +37,11 @@ def test_frozen_weights_are_referenced_not_written(pool: hpstore.Pool) -> None:
             reports.append(ckpt.save(number, state).result())
         assert [r.referenced_bytes for r in reports] == [0, frozen.nbytes, frozen.nbytes]
         assert all(r.bytes < frozen.nbytes + tied.nbytes for r in reports[1:])
-        shared = ckpt.manifest(1).segments[0]
-        assert shared in ckpt.manifest(3).segments
+        shared = ckpt.steps.manifest(1).segments[0]
+        assert shared in ckpt.steps.manifest(3).segments
         ckpt.delete(1)
         ckpt.delete(2)
-        assert ckpt.collect_garbage() == 0
+        assert ckpt.steps.collect_garbage() == 0
         assert pool.exists(shared.key)
         assert ckpt.verify(3).ok
         assert same(ckpt.load(3), {**state, "n": torch.tensor(3)})
@@ -72,7 +72,7 @@ def test_a_compressed_step_can_be_read_in_part(pool: hpstore.Pool, codec: str) -
         second = ckpt.save(2, {**state, "n": torch.tensor(2)}).result()
         assert second.bytes < 1000 < second.referenced_bytes
         ckpt.delete(1)
-        saved = ckpt.open(2)
+        saved = ckpt.read(2)
         assert torch.equal(saved["smooth"][700:900], smooth[700:900])
         assert torch.equal(saved["noise"][..., 17:900:3], noise[..., 17:900:3])
         assert torch.equal(saved["smooth"][-1], smooth[-1])
@@ -89,7 +89,7 @@ def test_the_best_steps_stay(pool: hpstore.Pool) -> None:
                 ckpt.save(number, {"n": torch.tensor(number)}, metrics={"loss": loss}).result()
             ckpt.wait()
             assert ckpt.steps() == kept
-            assert ckpt.manifest(5).metrics == {"loss": 2.0}
+            assert ckpt.steps.manifest(5).metrics == {"loss": 2.0}
 
 
 def test_a_protected_step_stays(pool: hpstore.Pool) -> None:
@@ -99,20 +99,20 @@ def test_a_protected_step_stays(pool: hpstore.Pool) -> None:
             ckpt.save(number, {"n": torch.tensor(number)}).result()
             ckpt.wait()
             if number == 1:
-                ckpt.protect(1, "release")
+                ckpt.steps.protect(1, "release")
         assert ckpt.steps() == [1, 3]
-        assert ckpt.protected() == {"release": 1}
+        assert ckpt.steps.protected() == {"release": 1}
         with pytest.raises(CheckpointError, match="step 1 is protected as 'release'"):
             ckpt.delete(1)
         with pytest.raises(CheckpointError, match="nothing under 'run' is protected as 'other'"):
-            ckpt.unprotect("other")
+            ckpt.steps.unprotect("other")
         with pytest.raises(CheckpointError, match="no checkpoint of step 2"):
-            ckpt.protect(2, "gone")
+            ckpt.steps.protect(2, "gone")
         with pytest.raises(CheckpointError, match="is no name"):
-            ckpt.protect(3, "a/b")
-        ckpt.protect(3, "release2")
+            ckpt.steps.protect(3, "a/b")
+        ckpt.steps.protect(3, "release2")
         ckpt.delete(3, force=True)
-        ckpt.unprotect("release")
+        ckpt.steps.unprotect("release")
         ckpt.delete(1)
         assert ckpt.steps() == []
 
@@ -140,7 +140,7 @@ def test_pickles_need_to_be_allowed_on_both_sides(pool: hpstore.Pool) -> None:
         state["words"] = None
         ckpt.restore(state)
         assert state["words"] == words
-        assert ckpt.load_state(1)["words"] == words
+        assert ckpt.read(1).tree()["words"] == words
     with Checkpointer(pool, "run") as careful:
         with pytest.raises(CheckpointError, match="they run code"):
             careful.restore(state)
@@ -178,7 +178,7 @@ def test_moments_keep_their_dtype(pool: hpstore.Pool) -> None:
     with Checkpointer(pool, "run") as ckpt:
         ckpt.save(1, {"model": net, "optimizer": optimizer}).result()
         for warm in (True, False):
-            ckpt.options = replace(ckpt.options, warm=warm)
+            ckpt.saver.options = replace(ckpt.saver.options, warm=warm)
             other, fresh = built(2)
             ckpt.restore({"model": other, "optimizer": fresh})
             assert same(values(net, optimizer), values(other, fresh))
@@ -204,7 +204,7 @@ def test_names_do_not_depend_on_the_wrapper(pool: hpstore.Pool) -> None:
     with Checkpointer(pool, "run", rng=False) as ckpt:
         for number, wrap in enumerate(WRAPS.values()):
             ckpt.save(number, {"model": wrap(net), "optimizer": optimizer}).result()
-            assert set(ckpt.open(number)) == wanted
+            assert set(ckpt.read(number)) == wanted
             for other_wrap in WRAPS.values():
                 other = Net(2)
                 fresh = adamw(other)

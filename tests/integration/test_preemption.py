@@ -244,8 +244,8 @@ def train(rank: int, world: int, directory: Path, signalled: tuple[int, ...]) ->
         ckpt.wait()
         assert ckpt.steps() == [step], (ckpt.steps(), step)
         assert step >= 20
-        assert ckpt.load_state(step)["own"] == step  # of every rank: all were at one step
-        assert float(ckpt.load_state(step)["x"][0]) == step
+        assert ckpt.read(step).tree()["own"] == step  # of every rank: all were at one step
+        assert float(ckpt.read(step).tree()["x"][0]) == step
 
 
 @pytest.mark.parametrize("signalled", [(0,), (1,), (0, 1, 2)])

@@ -229,7 +229,7 @@ def state_of(value: float) -> dict[str, torch.Tensor]:
 def test_the_first_saves_overwrite_prepared_files(pool: hpstore.Pool) -> None:
     """keep_last=1 needs two sets; both first saves take one, and their values come back."""
     with Checkpointer(pool, "run", keep_last=1, example=state_of(0)) as checkpointer:
-        assert checkpointer.wait_prepared(60)
+        assert checkpointer.saver.wait_prewritten(60)
         for step in (1, 2):
             checkpointer.save(step, state_of(step)).result()
             checkpointer.wait()
@@ -240,7 +240,7 @@ def test_the_first_saves_overwrite_prepared_files(pool: hpstore.Pool) -> None:
     # a restart finds a step and what retention left: there is nothing to prepare
     before = pool.metrics.snapshot()["space_prepared_files_total"]
     with Checkpointer(pool, "run", keep_last=1) as checkpointer:
-        assert checkpointer.wait_prepared(60)
+        assert checkpointer.saver.wait_prewritten(60)
     assert pool.metrics.snapshot()["space_prepared_files_total"] == before
 
 
@@ -250,7 +250,7 @@ def test_a_restart_prepares_from_the_newest_manifest(pool: hpstore.Pool, tmp_pat
         checkpointer.save(1, state_of(1)).result()
     assert files(tmp_path, "recycle") == []
     with Checkpointer(pool, "run", keep_last=1) as checkpointer:
-        assert checkpointer.wait_prepared(60)
+        assert checkpointer.saver.wait_prewritten(60)
         assert len(files(tmp_path, "recycle")) == WIDTH
 
 
@@ -260,7 +260,7 @@ def test_nothing_is_prepared_unasked(
 ) -> None:
     """prewrite=False; or all steps are kept, so that no file would ever be overwritten."""
     with Checkpointer(pool, "run", example=state_of(0), **{"keep_last": 1, **options}) as made:  # type: ignore[arg-type]
-        assert made.wait_prepared(60)
+        assert made.saver.wait_prewritten(60)
     assert files(tmp_path, "recycle") == []
 
 
@@ -323,15 +323,15 @@ def test_restore_lets_preparing_rest(
     """Checkpointer.restore() does so, also of a pool that holds no step."""
     resting: list[bool] = []
     with Checkpointer(pool, "run", keep_last=1, example=state_of(0)) as checkpointer:
-        assert checkpointer.wait_prepared(60)
+        assert checkpointer.saver.wait_prewritten(60)
 
         def look(*_: object) -> None:
-            resting.append(not checkpointer._space._go.is_set())
+            resting.append(not checkpointer.saver._space._go.is_set())
 
         monkeypatch.setattr("hpstore.checkpoint.checkpointer.restore_together", look)
         assert checkpointer.restore(state_of(0)) is None
         assert resting == [True]
-        assert checkpointer._space._go.is_set()
+        assert checkpointer.saver._space._go.is_set()
 
 
 @pytest.mark.usefixtures("at_once")

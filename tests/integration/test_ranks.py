@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hpstore.checkpoint import Checkpointer, SaveOptions
-from hpstore.checkpoint.catalog.steps import Steps
+from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.errors import HpstoreError, TooFewDevices
 from hpstore.pool.pool import Pool
 from tests.integration.ranks import (
@@ -141,7 +141,7 @@ def test_replicas_are_written_once_and_by_all(tmp_path: Path) -> None:
         json.loads((tmp_path / f"{name}.json").read_text())["bytes"] for name in ("plain1", "ddp4")
     )
     with open_pool(tmp_path) as pool, Checkpointer(pool, "run/ddp4") as ckpt:
-        sizes = [segment.size for segment in ckpt.manifest(3).segments]
+        sizes = [segment.size for segment in ckpt.steps.manifest(3).segments]
     rng = 4 * 10_000  # each rank's random number generators are its own
     assert alone <= many <= alone + rng + 4 * 4096
     assert sum(sizes) == many
@@ -237,7 +237,7 @@ def no_memory(rank: int, world: int, directory: Path, staging_bytes: int | None)
         own = {"x": ckpt.per_rank(torch.zeros(30_000)), "y": ckpt.per_rank(torch.ones(30_000))}
         ckpt.save(1, own).result()
         dist.barrier()
-        stage = ckpt._stage._stage
+        stage = ckpt.saver._stage._stage
         calls = itertools.count(1)
 
         def fail(*_: Any) -> Any:
@@ -246,13 +246,13 @@ def no_memory(rank: int, world: int, directory: Path, staging_bytes: int | None)
             return stage(*_)
 
         if rank == 1:
-            ckpt._stage._stage = fail  # type: ignore[method-assign,assignment]
+            ckpt.saver._stage._stage = fail  # type: ignore[method-assign,assignment]
         try:
             ckpt.save(2, own).result()
             said = "nothing was raised"
         except (HpstoreError, MemoryError) as error:
             said = str(error)
-        ckpt._stage._stage = stage  # type: ignore[method-assign]
+        ckpt.saver._stage._stage = stage  # type: ignore[method-assign]
         together("no memory left" in said, said)
         together(ckpt.steps() == [1], ckpt.steps())
         ckpt.wait()
@@ -386,7 +386,7 @@ def delete_under_a_save(rank: int, world: int, directory: Path) -> None:
 def other_deletes(directory: Path) -> None:
     """As another process would, with a pool of its own."""
     with open_pool(directory) as other:
-        Steps(other, "run").delete(1)
+        StepCatalog(other, "run").delete(1)
 
 
 def test_segments_that_any_rank_of_a_living_save_refers_to_stay(tmp_path: Path) -> None:
@@ -464,7 +464,7 @@ def test_a_killed_rank_leaves_the_old_step_or_the_new_one(
         assert state["step"] == newest
         assert bool((state["x"].value == (0 if newest == 1 else 10)).all())
         assert ckpt.verify(newest).ok
-        named = {s.key for step in ckpt.steps() for s in ckpt.manifest(step).segments}
+        named = {s.key for step in ckpt.steps() for s in ckpt.steps.manifest(step).segments}
         manifests = {f"run/step-{step:012d}/manifest" for step in ckpt.steps()}
         assert set(pool.list("run")) == named | manifests | {"run/writer"}
         ckpt.save(3, state).result()

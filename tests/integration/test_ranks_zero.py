@@ -68,7 +68,7 @@ def sharing(rank: int, world: int, directory: Path) -> None:
             adamw = torch.optim.AdamW(net.parameters(), lr=0.5)
             trained(ckpt, net, adamw, 7)
             assert adamw.param_groups[0]["lr"] == 1e-2
-            names = {item.name for item in ckpt.manifest(5).items}
+            names = {item.name for item in ckpt.steps.manifest(5).items}
         moments = {name for name in names if name.startswith("optimizer/state/")}
         assert len(moments) == 3 * 4
     nameless = ZeroRedundancyOptimizer(net_of(1).parameters(), torch.optim.AdamW, lr=1e-2)

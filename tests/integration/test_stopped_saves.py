@@ -88,7 +88,7 @@ def test_the_last_steps_are_there_whatever_becomes_of_a_save_that_was_stopped(
             with hpstore.open(config) as pool, Checkpointer(pool, "run", keep_last=2) as other:
                 other.save(3, {"w": torch.full((1000,), 3.0)}).result()
                 other.wait()
-                other.collect_garbage()  # the fence has moved: the stopped save is dead
+                other.steps.collect_garbage()  # the fence has moved: the stopped save is dead
             child.send_signal(signal.SIGCONT)
         except BaseException:
             child.kill()

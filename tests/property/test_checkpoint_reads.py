@@ -16,8 +16,8 @@ from hpstore.checkpoint.format.items import Item, whole
 from hpstore.checkpoint.format.pack import compress
 from hpstore.checkpoint.format.segment_codecs import CODECS
 from hpstore.checkpoint.format.segment_plan import Chunk, chunks_of
-from hpstore.checkpoint.restore.fill_state import _box_of
 from hpstore.checkpoint.restore.read_items import SegmentReads, reads_for
+from hpstore.checkpoint.restore.saved_step import _box_of
 from hpstore.checkpoint.state.merge_trees import Merge
 from hpstore.checkpoint.state.state_tree import (
     CollectedTensors,

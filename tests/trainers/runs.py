@@ -74,7 +74,7 @@ class Run:
         wanted = keys_of_the_unsplit_model()
         with _reader(self.directory, self.name) as checkpointer:
             for step in checkpointer.steps():
-                names = {item.name for item in checkpointer.manifest(step).items}
+                names = {item.name for item in checkpointer.steps.manifest(step).items}
                 found = {name for name in names if name.startswith(("model/", "optimizer/"))}
                 assert found == wanted, step
 

@@ -129,10 +129,10 @@ def test_retention_and_an_older_step_by_number(pool: Pool, tmp_path: Path) -> No
         assert callback.checkpoints.steps() == [12, 16]
         folder = Path(callback.resume_folder(tmp_path / "s", step=12) or "")
         assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == 12
-        segment = callback.checkpoints.manifest(16).segments[0].key
+        segment = callback.checkpoints.steps.manifest(16).segments[0].key
         pool.delete(segment)
-        options = callback.checkpoints.options
-        callback.checkpoints.options = replace(
+        options = callback.checkpoints.saver.options
+        callback.checkpoints.saver.options = replace(
             options, warm=False
         )  # this process still has the step in memory
         folder = Path(callback.resume_folder(tmp_path / "s") or "")

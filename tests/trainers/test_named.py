@@ -155,7 +155,7 @@ def test_the_latest_that_can_be_read_is_found(pool: Pool) -> None:
         named.wait()
         assert (named.latest(), named.names()) == ("a", ["z", "a"])
         newest = named._checkpoints.steps()[-1]
-        pool.delete(named._checkpoints.manifest(newest).segments[0].key)
+        pool.delete(named._checkpoints.steps.manifest(newest).segments[0].key)
         assert named.latest() == "z"
         pool.put("run/names/z", Named(name="z", number=newest).encode() + b"x")
         with pytest.raises(IntegrityError):

@@ -276,7 +276,7 @@ def traced(rank: int, world: int, directory: Path) -> None:
     records = [hooks.step(schedule, optimizer) for _ in range(2)]
     assert [e.kind for e in records[1].events if e.kind != "R"] == ["F"] * 4 + ["B"] * 4
     hooks.save().result()
-    names = {item.name for item in ckpt.manifest(2).items if item.name.startswith("model/")}
+    names = {item.name for item in ckpt.steps.manifest(2).items if item.name.startswith("model/")}
     assert names == {f"model/{name}" for name, _ in Mlp().named_parameters()}
     hooks.close()
     ckpt.close()

@@ -11,7 +11,7 @@ import pytest
 from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.errors import ConfigError
 
-WRONG = [
+WRONG: list[tuple[dict[str, Any], str]] = [
     ({"staging": "overlapped"}, "staging 'overlapped' is not one of copy, overlap"),
     ({"staging": None}, "staging None is not one of"),
     ({"on_busy": "later"}, "on_busy 'later' is not one of wait, skip, error"),

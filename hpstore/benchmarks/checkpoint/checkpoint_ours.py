@@ -59,7 +59,7 @@ class HpstoreSaver(SaverPeer):
     def prepare(self, state: State) -> None:
         self.pool = open_or_make(self.directory)
         self.checkpointer = make_checkpointer(self.pool, keep_last=KEPT_STEPS, example=state)
-        if not self.checkpointer.wait_prepared(PREPARE_SECONDS):
+        if not self.checkpointer.saver.wait_prewritten(PREPARE_SECONDS):
             raise RuntimeError(f"files were not prepared within {PREPARE_SECONDS:.0f} s")
 
     def save(self, state: State, step: int) -> Timing:

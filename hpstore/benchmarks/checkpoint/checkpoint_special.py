@@ -106,9 +106,9 @@ def slice_session(sections: Sections, spec: CheckpointSpec) -> Found:
         checkpointer.save(1, state).result()
         checkpointer.wait()
     with open_or_make(spec.directory / spec.contender) as pool, make_checkpointer(pool) as again:
-        again.manifest(1)  # not what is measured: the manifest is read once
+        again.steps.manifest(1)  # not what is measured: the manifest is read once
         before = bytes_read_so_far()
-        got = again.open(1)["sliced"][rows[0] : rows[1]]
+        got = again.read(1)["sliced"][rows[0] : rows[1]]
         found = bytes_read_so_far() - before
         if not torch.equal(got, whole[slice(*rows)]):
             raise RuntimeError("a slice holds other values than were saved")
@@ -165,7 +165,7 @@ def disturbance_session(sections: Sections, spec: CheckpointSpec) -> Found:
             content.fill(state, step)
             checkpointer.save(step, state).result()
         for pace, (samples, share) in PACES.items():
-            checkpointer.options = replace(checkpointer.options, pace=pace)
+            checkpointer.saver.options = replace(checkpointer.saver.options, pace=pace)
             part = _part(state, share)
             found[pace] = []
             for _ in range(samples):
@@ -188,7 +188,7 @@ def _part(state: State, share: float) -> State:
 def _disturbed(training: Training, checkpointer: Checkpointer, state: State, step: int) -> Found:
     """One sample: steps, a save with steps beside it, steps."""
     checkpointer.wait()
-    checkpointer.forget_interval()  # saves come faster here than in any training
+    checkpointer.saver.forget_interval()  # saves come faster here than in any training
     quiet = [training.step() for _ in range(_QUIET_STEPS)]
     disturbed = _steps_during(training, checkpointer.save(step, state))
     quiet += [training.step() for _ in range(_QUIET_STEPS)]

@@ -96,7 +96,7 @@ class Saves:
             pool = stack.enter_context(self.rig.open(POOL, monitor=monitor))
             saver = make_checkpointer(pool, keep_last=KEPT_STEPS, example=self.state)
             stack.callback(saver.close)
-            saver.wait_prepared(PREPARE_SECONDS)
+            saver.saver.wait_prewritten(PREPARE_SECONDS)
             if readers:
                 stack.enter_context(
                     ForegroundReads(pool, self.pattern.objects, seed=next(self._steps))

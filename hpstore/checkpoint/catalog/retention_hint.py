@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 
 from hpstore.checkpoint.catalog.retention import Retention, steps_to_drop
-from hpstore.checkpoint.catalog.steps import Steps
+from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.format.checkpoint_manifest import manifest_key
 from hpstore.errors import HpstoreError, ObjectNotFound
 from hpstore.maintenance.deferred_repair import Expiry, note_key
@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 _SLACK_MS = 60_000  # a save is expected for so long at least after its time
 
 
-def note_expiring(steps: Steps, committed: int, retention: Retention) -> None:
+def note_expiring(steps: StepCatalog, committed: int, retention: Retention) -> None:
     """Leave word of what retention removes when the step after `committed` is there. Best effort:
     failing at it is counted and fails nothing.
 
@@ -38,7 +38,7 @@ def note_expiring(steps: Steps, committed: int, retention: Retention) -> None:
         _log.info("what retention will remove under %r is not noted: %s", steps.prefix, error)
 
 
-def _expiry(steps: Steps, committed: int, retention: Retention) -> Expiry | None:
+def _expiry(steps: StepCatalog, committed: int, retention: Retention) -> Expiry | None:
     known = [step for step in steps.all() if step <= committed]
     going = _going(steps, known, committed, retention)
     newest = steps.facts(committed)
@@ -60,7 +60,7 @@ def _expiry(steps: Steps, committed: int, retention: Retention) -> Expiry | None
     )
 
 
-def _going(steps: Steps, known: list[int], committed: int, retention: Retention) -> list[int]:
+def _going(steps: StepCatalog, known: list[int], committed: int, retention: Retention) -> list[int]:
     """Steps that retention would remove if the one after `committed` were there, but for it."""
     following = committed + 1
     metrics: Mapping[int, Mapping[str, float]] = {}

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hpstore.checkpoint.catalog.steps import Steps
+from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.convert import dcp_directories, safetensors_files
 from hpstore.checkpoint.convert.atomic_files import published
 from hpstore.checkpoint.convert.safetensors_files import INDEX, NAMES, TensorEntry
@@ -96,7 +96,7 @@ def export_checkpoint(
     names and files of at most `max_shard_bytes`; any other suffix is refused. Names lose the path
     `strip`; by default safetensors lose that of the one subtree which holds all tensors
     ("model/0.weight" becomes "0.weight"), slashes that are left become dots, values that are no
-    tensors and the RNG states are left out. "torch": nested dicts as load_state() gives them, but
+    tensors and the RNG states are left out. "torch": nested dicts as of SavedStep.tree(), but
     numpy arrays as tensors, so that torch.load reads them with weights_only=True. Of values kept by
     rank those of `rank` are exported.
 
@@ -110,7 +110,7 @@ def export_checkpoint(
     kind = format or guessed_format(path) or _folder_format(target)
     if kind not in FORMATS:
         raise ConfigError(f"format {kind!r} is not one of {', '.join(FORMATS)}")
-    manifest = Steps(pool, prefix).manifest(step)
+    manifest = StepCatalog(pool, prefix).manifest(step)
     chosen = _choose(manifest, kind, keys, strip, rank)
     stream = TensorStream(pool, manifest, _order(kind, chosen, max_shard_bytes, path), progress)
     if kind == "torch":

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpstore.checkpoint.catalog.steps import Steps
+from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.catalog.writer_fence import fence_key, here
 from hpstore.checkpoint.checkpointer import Checkpointer
 from hpstore.checkpoint.convert.dcp_directories import METADATA, read_dcp
@@ -71,7 +71,7 @@ def import_checkpoint(
     began = time.perf_counter()
     path = Path(source)
     kind = _format(path, format)
-    steps = Steps(pool, prefix)
+    steps = StepCatalog(pool, prefix)
     if checked_step(step) in steps.all() and not overwrite:
         raise VersionConflict(f"step {step} under {prefix!r} exists; --overwrite replaces it")
     if not take_over:

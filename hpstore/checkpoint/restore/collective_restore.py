@@ -7,7 +7,7 @@ import logging
 from collections.abc import Collection
 from typing import Any
 
-from hpstore.checkpoint.catalog.steps import Steps, newest_untried
+from hpstore.checkpoint.catalog.step_catalog import StepCatalog, newest_untried
 from hpstore.checkpoint.format.checkpoint_manifest import Manifest
 from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
 from hpstore.checkpoint.restore.fill_state import RestoreOptions, RestoreReport, restore_state
@@ -28,7 +28,7 @@ _PASSABLE = (IntegrityError, RedundancyError, ObjectNotFound)  # an older step m
 
 
 def restore_together(
-    ranks: Ranks, steps: Steps, state: State, step: int | None, how: RestoreOptions
+    ranks: Ranks, steps: StepCatalog, state: State, step: int | None, how: RestoreOptions
 ) -> tuple[Manifest, RestoreReport] | None:
     """Restore `step`, or the newest that all ranks can read; None when there is no checkpoint.
 
@@ -53,7 +53,7 @@ def restore_together(
     return None
 
 
-def _next(ranks: Ranks, steps: Steps, step: int | None, tried: Collection[int]) -> int | None:
+def _next(ranks: Ranks, steps: StepCatalog, step: int | None, tried: Collection[int]) -> int | None:
     """The step to try now, the same on all ranks. Steps are listed before each try: beside a
     process that saves, the newest of an older list may be gone, and a newer one there."""
     if step is not None:
@@ -82,7 +82,7 @@ def _warn_of_parts(report: RestoreReport) -> None:
         )  # fmt: skip
 
 
-def _agreed_steps(ranks: Ranks, steps: Steps) -> list[int]:
+def _agreed_steps(ranks: Ranks, steps: StepCatalog) -> list[int]:
     """Rank 0 lists; all restore the same steps."""
     if ranks.world == 1:
         return steps.all()
@@ -98,9 +98,15 @@ def _agreed_steps(ranks: Ranks, steps: Steps) -> list[int]:
 
 
 def _try(
-    ranks: Ranks, steps: Steps, state: State, step: int, how: RestoreOptions, touched: set[str],
-    *, listed: bool,
-) -> tuple[Manifest, RestoreReport] | Exception:  # fmt: skip
+    ranks: Ranks,
+    steps: StepCatalog,
+    state: State,
+    step: int,
+    how: RestoreOptions,
+    touched: set[str],
+    *,
+    listed: bool,
+) -> tuple[Manifest, RestoreReport] | Exception:
     """Restore one step; what went wrong on any rank, when it can be passed over."""
     error: Exception | None = None
     before = lacks_total()
@@ -131,7 +137,7 @@ def _try(
     return manifest, done
 
 
-def _manifest(steps: Steps, step: int, *, listed: bool) -> Manifest:
+def _manifest(steps: StepCatalog, step: int, *, listed: bool) -> Manifest:
     """A step's manifest. Raises ObjectNotFound, which can be passed over, for one that was `listed`
     and is gone: retention of another process took it for a newer step (PROTOCOL 19)."""
     try:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
-from hpstore.checkpoint.format.backed_bytes import LARGE_BYTES, Backed
+from hpstore.checkpoint.format.backed_bytes import Backed
 from hpstore.checkpoint.format.checkpoint_manifest import Manifest
-from hpstore.checkpoint.format.items import Item, by_name, whole
+from hpstore.checkpoint.format.items import Item, by_name
 from hpstore.checkpoint.format.segment_plan import Chunk, chunks_of
 from hpstore.checkpoint.restore.read_items import Warm, fill_chunks
 from hpstore.checkpoint.state.fill_objects import require_shape
@@ -24,7 +22,7 @@ from hpstore.checkpoint.state.targets import State, destinations
 from hpstore.checkpoint.state.training_state import apply, check
 from hpstore.checkpoint.state.tree_paths import leaf_paths, of_rank, paths
 from hpstore.checkpoint.state.typed_objects import classes_in
-from hpstore.errors import CheckpointError, CheckpointMismatch, IntegrityError
+from hpstore.errors import CheckpointMismatch, IntegrityError
 from hpstore.pool.pool import Pool
 from hpstore.runtime.buffers import HUGE_BYTES, aligned_array
 
@@ -185,121 +183,4 @@ class RestoreOptions:
     warm: Warm | None = None
 
 
-def chosen(names: Collection[str], keys: Collection[str] | None, step: int) -> list[str]:
-    """Names that `keys` ask for: themselves, or what is under them. Raises CheckpointError."""
-    if keys is None:
-        return list(names)
-    found = [n for n in names if any(n == k or n.startswith(f"{k}/") for k in keys)]
-    absent = [k for k in keys if not any(n == k or n.startswith(f"{k}/") for n in found)]
-    if absent:
-        raise CheckpointError(f"step {step} holds no {absent}")
-    return found
-
-
-def load_tensors(
-    pool: Pool,
-    manifest: Manifest,
-    names: Collection[str],
-    device: torch.device | None,
-    warm: Warm | None = None,
-) -> dict[str, torch.Tensor]:
-    """Whole tensors by name, in fresh memory that the caller owns."""
-    stored = by_name(manifest.items)
-    found, wanted = {}, []
-    backed = Backed(pool, manifest.segments)
-    for name in names:
-        backed.require(name, stored[name])
-        item = stored[name][0]
-        tensor = fresh(item.shape, dtype_named(item.dtype), device)
-        found[name] = tensor
-        wanted += chunks_of(name, tensor)
-    fill_chunks(pool, manifest.segments, manifest.items, wanted, warm)
-    return found
-
-
-class SavedTensor:
-    """One tensor of a committed step, read when it is indexed. Thread-safe."""
-
-    def __init__(self, pool: Pool, manifest: Manifest, name: str, items: Sequence[Item]) -> None:
-        self._pool, self._manifest, self._items = pool, manifest, items
-        self.name, self.shape = name, torch.Size(items[0].shape)
-        self.dtype = dtype_named(items[0].dtype)
-
-    def __getitem__(self, index: object) -> torch.Tensor:
-        """A part, as of a tensor: whole numbers, slices, `...`. Only its bytes are read.
-
-        A step in a slice is applied after reading what it spans.
-        """
-        cut, rest = _box_of(index, self.shape)
-        if prod(n for _, n in cut) * self.dtype.itemsize >= LARGE_BYTES:
-            Backed(self._pool, self._manifest.segments).require(self.name, self._items)
-        tensor = fresh([n for _, n in cut], self.dtype, None)
-        chunk = Chunk(
-            name=self.name,
-            dtype=str(self.dtype).removeprefix("torch."),
-            shape=tuple(self.shape),
-            box=whole([n for _, n in cut]).moved([at for at, _ in cut]),
-            tensor=tensor,
-        )
-        fill_chunks(self._pool, self._manifest.segments, self._items, [chunk])
-        return tensor[tuple(rest)]
-
-    def tensor(self) -> torch.Tensor:
-        """All of it."""
-        return self[...]
-
-    def __repr__(self) -> str:
-        return f"<saved {self.name} {self.dtype} {tuple(self.shape)}>"
-
-
-def _box_of(
-    index: object, shape: Sequence[int]
-) -> tuple[list[tuple[int, int]], list[int | slice]]:  # fmt: skip
-    """(start, count) by axis of what an index spans, and the index that is left to apply to it."""
-    parts = list(index) if isinstance(index, tuple) else [index]
-    if parts.count(Ellipsis) > 1 or len([p for p in parts if p is not Ellipsis]) > len(shape):
-        raise IndexError(f"index {index!r} does not fit shape {tuple(shape)}")
-    if Ellipsis in parts:
-        at = parts.index(Ellipsis)
-        parts[at : at + 1] = [slice(None)] * (len(shape) - len(parts) + 1)
-    parts += [slice(None)] * (len(shape) - len(parts))
-    cut: list[tuple[int, int]] = []
-    rest: list[int | slice] = []
-    for part, size in zip(parts, shape, strict=True):
-        if isinstance(part, slice):
-            start, stop, step = part.indices(size)
-            if step < 0:
-                raise IndexError("a saved tensor cannot be read backwards")
-            cut.append((start, max(0, stop - start)))
-            rest.append(slice(None, None, step))
-        elif type(part) is int and -size <= part < size:  # not a bool: that would be a mask
-            cut.append((part % size, 1))
-            rest.append(0)
-        else:
-            raise IndexError(f"index {part!r} does not fit an axis of {size}")
-    return cut, rest
-
-
-class SavedStep(Mapping[str, SavedTensor]):
-    """The tensors of a committed step by name. Nothing is read before a tensor is indexed."""
-
-    def __init__(self, pool: Pool, manifest: Manifest) -> None:
-        self._pool, self.manifest = pool, manifest
-        self._items = by_name(manifest.items)
-
-    def __getitem__(self, name: str) -> SavedTensor:
-        items = self._items.get(name)
-        if items is None:
-            near = difflib.get_close_matches(str(name), self._items, 3, 0.0)
-            raise KeyError(f"step {self.manifest.step} holds no {name!r}; it has {near} and others")
-        return SavedTensor(self._pool, self.manifest, name, items)
-
-    def __iter__(self) -> Any:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-
-__all__ = ["RestoreOptions", "RestoreReport", "SavedStep", "SavedTensor", "chosen", "fresh",
-           "load_tensors", "restore_state"]  # fmt: skip
+__all__ = ["RestoreOptions", "RestoreReport", "fresh", "restore_state"]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from hpstore.checkpoint.catalog.retention import Retention
 from hpstore.checkpoint.catalog.retention_hint import note_expiring
-from hpstore.checkpoint.catalog.steps import Steps
+from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.catalog.writer_fence import fence_session
 from hpstore.checkpoint.save.save_handle import SaveReport
 from hpstore.units import MIB
@@ -29,7 +29,7 @@ class AfterCommits:
     """
 
     def __init__(
-        self, steps: Steps, retention: Retention, session: str, counters: dict[str, int],
+        self, steps: StepCatalog, retention: Retention, session: str, counters: dict[str, int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._steps, self._retention, self._counters = steps, retention, counters

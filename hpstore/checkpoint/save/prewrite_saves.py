@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from hpstore.checkpoint.catalog.steps import Steps
+from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.format.checkpoint_manifest import step_prefix
 from hpstore.errors import HpstoreError
 from hpstore.pool.pool import Pool
@@ -27,7 +27,7 @@ BEGIN_SECONDS = 0.5  # a job that restores does so first of all
 class SpaceMaker:
     """Prepares space on a thread of its own. Holds while a save or a restore is under way."""
 
-    def __init__(self, pool: Pool, steps: Steps, keep_last: int, pace: str) -> None:
+    def __init__(self, pool: Pool, steps: StepCatalog, keep_last: int, pace: str) -> None:
         self._pool, self._steps = pool, steps
         self._cycle = keep_last + 1
         self._rate = BYTES_PER_SECOND[pace]

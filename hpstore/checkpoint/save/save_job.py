@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from hpstore import errors
 from hpstore.checkpoint.catalog.commit_checks import existing_version, is_there, require_safe
 from hpstore.checkpoint.catalog.dead_saves import taken_for_dead
-from hpstore.checkpoint.catalog.steps import Steps, already_committed
+from hpstore.checkpoint.catalog.step_catalog import StepCatalog, already_committed
 from hpstore.checkpoint.catalog.writer_fence import Heartbeat, fence_key, require_fence, take_fence
 from hpstore.checkpoint.format.checkpoint_manifest import (
     Manifest,
@@ -116,7 +116,7 @@ class SaveJob:
     """
 
     def __init__(
-        self, steps: Steps, ranks: Ranks, options: JobOptions, earlier: Earlier
+        self, steps: StepCatalog, ranks: Ranks, options: JobOptions, earlier: Earlier
     ) -> None:  # fmt: skip
         self._steps, self._ranks, self._options = steps, ranks, options
         self._pool, self._prefix = steps.pool, steps.prefix

@@ -14,6 +14,7 @@ from hpstore.checkpoint.save.save_underway import ON_BUSY
 from hpstore.checkpoint.save.stage import STAGING
 from hpstore.checkpoint.save.write_rate import PACES
 from hpstore.errors import ConfigError
+from hpstore.pool.pool import Pool
 from hpstore.units import parse_bytes
 
 
@@ -109,6 +110,17 @@ class SaveOptions:
         return None if self.memory is None else parse_bytes(self.memory)
 
 
+def checked_options(pool: object, save: SaveOptions | None) -> SaveOptions:
+    """`save`, by default the defaults. Raises ConfigError unless both are what they must be."""
+    if not isinstance(pool, Pool):
+        raise ConfigError(
+            f"a Checkpointer takes an open pool, not a {type(pool).__name__}: hpstore.open(...)"
+        )
+    if save is not None and not isinstance(save, SaveOptions):
+        raise ConfigError(f"save= takes SaveOptions(...), not a {type(save).__name__}")
+    return save or SaveOptions()
+
+
 def checked_choice(name: str, value: object, choices: Collection[str]) -> str:
     """`value`, which must be one of `choices`. Raises ConfigError that names all of them."""
     if not isinstance(value, str) or value not in choices:
@@ -123,4 +135,4 @@ def _require_seconds(name: str, value: object, *, optional: bool) -> None:
         raise ConfigError(f"{name} must be a number of seconds of at least 0, not {value!r}")
 
 
-__all__ = ["SaveOptions", "checked_choice"]
+__all__ = ["SaveOptions", "checked_choice", "checked_options"]

@@ -17,7 +17,6 @@ from hpstore.checkpoint.ranks.forked_child import calm_torch
 from hpstore.checkpoint.save.accelerator import Accelerator
 from hpstore.checkpoint.save.arena import Arena
 from hpstore.checkpoint.save.copy_gate import CopyGate
-from hpstore.checkpoint.save.group_copies import collector_paused
 from hpstore.checkpoint.save.host_copy import Copier
 from hpstore.checkpoint.save.rank_plan import Prepared
 from hpstore.checkpoint.save.save_job import SaveJob
@@ -26,6 +25,7 @@ from hpstore.checkpoint.state.optimizers import local_part
 from hpstore.checkpoint.state.targets import State, objects_in
 from hpstore.codec.galois import Bytes
 from hpstore.errors import CheckpointError
+from hpstore.runtime.collector_pause import collector_paused
 
 _log = logging.getLogger(__name__)
 STAGING = ("copy", "overlap")

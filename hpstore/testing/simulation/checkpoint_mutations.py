@@ -31,9 +31,9 @@ def _retains_early(exchange: Exchange) -> None:
 
 def _ignores_notes(exchange: Exchange) -> None:
     """Rule 18: a collector does not look for notes of saves under way."""
-    from hpstore.checkpoint.catalog.steps import Steps
+    from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 
-    exchange(Steps, "_attempts", lambda steps, listing, *, all_live=False: ({}, {}))
+    exchange(StepCatalog, "_attempts", lambda steps, listing, *, all_live=False: ({}, {}))
 
 
 def _no_look_at_notes(exchange: Exchange) -> None:
@@ -116,17 +116,17 @@ def _restores_older(exchange: Exchange) -> None:
 
 def _segments_first(exchange: Exchange) -> None:
     """A step is deleted segments first, its manifest last."""
-    from hpstore.checkpoint.catalog.steps import Steps
+    from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 
-    before = Steps.delete
+    before = StepCatalog.delete
 
-    def delete(steps: Steps, step: int, *, force: bool = False) -> None:
+    def delete(steps: StepCatalog, step: int, *, force: bool = False) -> None:
         own = {segment.key for segment in steps.facts(step).objects}
         for key in own - steps.still_named(own, [step]):
             steps._delete_those_there([key])
         before(steps, step, force=force)
 
-    exchange(Steps, "delete", delete)
+    exchange(StepCatalog, "delete", delete)
 
 
 def _refers_blindly(exchange: Exchange) -> None:

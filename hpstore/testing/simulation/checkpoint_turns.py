@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from hpstore.checkpoint import checkpointer
 from hpstore.checkpoint.catalog import writer_fence
 from hpstore.checkpoint.catalog.writer_fence import NoteWatch
 from hpstore.checkpoint.checkpointer import Checkpointer
+from hpstore.checkpoint.save import saver
 from hpstore.checkpoint.save.save_options import SaveOptions
 from hpstore.errors import HpstoreError
 from hpstore.pool.pool import Pool
@@ -77,9 +77,9 @@ def exchanged() -> list[tuple[Any, str, object]]:
     """What is exchanged in hpstore.checkpoint."""
     locks = {name: getattr(threading, name) for name in ("Event", "Lock", "RLock")}
     return [
-        (checkpointer, "threading", SimpleNamespace(Thread=LaterThread, **locks)),
+        (saver, "threading", SimpleNamespace(Thread=LaterThread, **locks)),
         (writer_fence, "threading", SimpleNamespace(Thread=NoThread, **locks)),
-        (checkpointer, "Draining", NoDraining),
+        (saver, "Draining", NoDraining),
         (writer_fence, "here", _here),
         (writer_fence, "began", _began),
     ]
@@ -98,9 +98,9 @@ def open_checkpointer(
         group="alone",
         save=SaveOptions(memory=1 << 20, warm=False, prewrite=False),
     )
-    made._steps._watch = NoteWatch(process.clock.monotonic)
+    made._catalog._watch = NoteWatch(process.clock.monotonic)
     if not within:
-        made._planner.within_bytes = -1
+        made.saver._planner.within_bytes = -1
     return made
 
 
@@ -208,7 +208,7 @@ def judge(
 
 def collect(client: Client, turn: Turn) -> None:
     """Remove what dead saves have left."""
-    checkpointer_of(client).collect_garbage()
+    checkpointer_of(client).steps.collect_garbage()
 
 
 def check_at_end(scene: ActionScene, pool: Pool, when: str) -> None:
@@ -239,11 +239,11 @@ def check_nothing_left(scene: ActionScene, pool: Pool) -> None:
     if not scene.run_history.saves:
         return
     maker = open_checkpointer(pool, scene.world.observer, None)
-    maker.collect_garbage()  # sees the notes
+    maker.steps.collect_garbage()  # sees the notes
     scene.world.now += writer_fence.ATTEMPT_SECONDS + 1.0
-    maker.collect_garbage()
-    listing = maker._steps.listing()
-    named = {s.key for step in listing.steps for s in maker._steps.facts(step).objects}
+    maker.steps.collect_garbage()
+    listing = maker._catalog.listing()
+    named = {s.key for step in listing.steps for s in maker._catalog.facts(step).objects}
     rest = sorted({*listing.attempts, *(listing.segments.keys() - named)})
     if rest:
         scene.find("garbage is left", f"{rest}")

@@ -117,12 +117,12 @@ class PipelineHooks(Closing):
         self._group = pipeline_group(group, mesh)
         self.gate = CopyGate(blocks=snapshot == "bubbles")
         if ckpt is not None:
-            ckpt.stage_by(SNAPSHOTS[snapshot], self.gate)
+            ckpt.saver.stage_by(SNAPSHOTS[snapshot], self.gate)
             if (
                 checked_choice("on_sigterm", on_sigterm, ON_SIGTERM) == "save"
                 and not ckpt.pool.read_only
             ):
-                ckpt.expect_preemption(required=False)
+                ckpt.saver.expect_preemption(required=False)
         self._recorder = EventRecorder(self.gate)
         self._ranks = Ranks(commit_seconds)
         said = standing(

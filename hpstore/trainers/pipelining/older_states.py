@@ -35,7 +35,7 @@ def _is_old(ckpt: Checkpointer, data_name: str, step: int | None) -> bool:
     """Whether the step has a pipeline's state beside, and none of a loader."""
     try:
         steps = ckpt.steps() if step is None else [step]
-        tree = ckpt.manifest(steps[-1]).tree if steps else {}
+        tree = ckpt.steps.manifest(steps[-1]).tree if steps else {}
     except HpstoreError as error:  # restore() says what is wrong, or takes the step before
         _log.debug("the newest step was not looked at: %s", error)
         return False

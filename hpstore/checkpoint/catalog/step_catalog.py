@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 _STEPS_AT_ONCE = 32  # a crash among them leaves their segments to garbage collection
 
 
-class Steps:
+class StepCatalog:
     """Steps of one run. Needs no torch state; safe to use beside a save."""
 
     def __init__(self, pool: Pool, prefix: str) -> None:
@@ -466,4 +466,4 @@ def decode_protection(data: bytes, *, where: str) -> int:
         return checked_step(int(str(unseal(data, where=where)["step"])))
 
 
-__all__ = ["Steps", "already_committed", "decode_protection", "newest_untried"]
+__all__ = ["StepCatalog", "already_committed", "decode_protection", "newest_untried"]

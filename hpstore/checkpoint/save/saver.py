@@ -1,0 +1,461 @@
+"""The saves of one Checkpointer: stage, hand over to a background thread, wait."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from hpstore.checkpoint.catalog.retention import Retention
+from hpstore.checkpoint.catalog.step_catalog import StepCatalog
+from hpstore.checkpoint.format.checkpoint_manifest import Manifest, checked_step
+from hpstore.checkpoint.format.pack import known_items
+from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
+from hpstore.checkpoint.ranks.stop_step import Preemption, require_alike
+from hpstore.checkpoint.restore.read_items import Warm
+from hpstore.checkpoint.restore.tensor_stream import ByteProgress, counting
+from hpstore.checkpoint.save.accelerator import CudaStaging
+from hpstore.checkpoint.save.after_commit import AfterCommits
+from hpstore.checkpoint.save.copy_gate import CopyGate
+from hpstore.checkpoint.save.drain_at_exit import Draining
+from hpstore.checkpoint.save.prewrite_saves import SpaceMaker
+from hpstore.checkpoint.save.rank_plan import Planner, Prepared, sizes_of_all
+from hpstore.checkpoint.save.save_handle import SaveHandle, SaveReport, guarded
+from hpstore.checkpoint.save.save_job import Earlier, JobOptions, SaveJob
+from hpstore.checkpoint.save.save_options import SaveOptions, checked_choice
+from hpstore.checkpoint.save.save_underway import Underway
+from hpstore.checkpoint.save.stage import STAGING, SaveStage
+from hpstore.checkpoint.save.write_rate import save_rate
+from hpstore.checkpoint.state.targets import State
+from hpstore.errors import CheckpointError
+from hpstore.runtime.collector_pause import collector_paused
+
+_log = logging.getLogger(__name__)
+
+
+class Saver:
+    """Makes the saves of a Checkpointer: `ckpt.saver`. For trainers and benchmarks, which steer how
+    a save is staged, and for the Checkpointer, which calls the rest.
+
+    `options` may be replaced between saves (dataclasses.replace); what the constructor has used
+    stays as it was: staging, memory, prewrite, the seconds, on_sigterm, accelerator. `alone`: these
+    ranks are this process alone, whatever job it is in.
+    """
+
+    _saved_at: float | None
+    _underway: Underway | None
+
+    def __init__(
+        self,
+        catalog: StepCatalog,
+        ranks: Ranks,
+        options: SaveOptions,
+        retention: Retention,
+        *,
+        rng: bool,
+        allow_pickle: bool,
+        alone: bool,
+    ) -> None:
+        self.options = options
+        self._catalog, self._ranks, self._alone = catalog, ranks, alone
+        self._preemption: Preemption | None = None
+        if require_alike(ranks, options.on_sigterm) == "save":
+            self.expect_preemption()
+        accelerator = options.accelerator
+        if accelerator is None and torch.cuda.is_available():
+            accelerator = CudaStaging()
+        self._stage = SaveStage(options.staging, accelerator)
+        self._planner = Planner(ranks, options.memory_bytes, rng=rng, allow_pickle=allow_pickle)
+        self._session, self._fenced = secrets.token_hex(8), False
+        self._earlier = Earlier()
+        self._told_of_later = False
+        self._underway = self._saved_at = None
+        self.counters = {
+            "saves_skipped_total": 0,
+            "stalls_over_limit_total": 0,
+            "overlap_without_optimizer_total": 0,
+            "sliced_saves_total": 0,
+            "saves_with_differing_values_total": 0,
+            "retentions_postponed_total": 0,
+        }
+        self._after = AfterCommits(catalog, retention, self._session, self.counters)
+        pool = catalog.pool
+        self._draining = Draining(self, options.drain_seconds) if not pool.read_only else None
+        self._space = SpaceMaker(pool, catalog, retention.keep_last or 0, options.pace)
+        self._prewrites = options.prewrite and retention.keep_last is not None
+
+    def get_ready(self, example: State | None) -> None:
+        """What the first save need not wait for: memory, what others left, files. Collective."""
+        sizes: list[int] = []
+        if example is not None:
+            prepared = self._planner.prepare(0, example)
+            self._stage.arena.reserve(prepared.largest_bytes)
+            sizes = sizes_of_all(self._ranks, prepared)
+        if not self._catalog.pool.read_only and self._ranks.leads:
+            self._catalog.collect_garbage()
+            if self._prewrites:
+                self._space.start([] if self.options.compression else sizes)
+
+    # --- saving -----------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        state: State,
+        *,
+        overwrite: bool,
+        metrics: Mapping[str, float] | None,
+        progress: ByteProgress | None,
+    ) -> SaveHandle:
+        """Checkpointer.save(). One call at a time."""
+        began = time.perf_counter()
+        if not self._may_begin():
+            self.counters["saves_skipped_total"] += 1
+            _log.warning("the save of step %s is skipped: one is still under way", step)
+            return SaveHandle.of_skipped(step)
+        waited = time.perf_counter() - began
+        with self._space.held():
+            return self._save(step, state, overwrite, metrics, progress, began, waited)
+
+    def _save(
+        self,
+        step: int,
+        state: State,
+        overwrite: bool,
+        metrics: Mapping[str, float] | None,
+        progress: ByteProgress | None,
+        began: float,
+        waited: float,
+    ) -> SaveHandle:
+        """Stage, and begin to write."""
+        with collector_paused():
+            require = None if overwrite else self._catalog.require_new
+            prepared = self._planner.prepare(step, state, require)
+        options = self._job_options(
+            checked_step(step), prepared, overwrite, metrics, began, progress
+        )
+        job = SaveJob(self._catalog, self._ranks, options, self._earlier)
+        future: Future[SaveReport] = Future()
+        staged: Future[float] = Future()
+        tidied: Future[None] = Future()
+        thread = threading.Thread(
+            target=self._run,
+            args=(job, prepared, future, staged, tidied),
+            name="hpstore-save",
+            daemon=True,  # Draining waits for it at the end, with a limit
+        )
+        try:
+            thread.start()  # first: beside copies it was seen to wait 7 ms for a core
+            late = self._stage.begin(
+                prepared, state, self.counters, lambda p: self._write_part(job, p)
+            )
+            seconds = time.perf_counter() - began
+            self._warn_of_stall(seconds, waited)
+            handle = SaveHandle(step, seconds, future, late_seconds=late)
+            self._underway = Underway(handle=handle, thread=thread, tidied=tidied)
+            staged.set_result(seconds)
+        except BaseException as error:  # RuntimeError of start() too: there are no more threads
+            if not staged.done():
+                self._underway = None
+                staged.set_exception(error)
+                self._give_up(job, error)
+            raise
+        return handle
+
+    def _may_begin(self) -> bool:
+        """Wait for the save under way, or say that this one is not to be; raises for "error"."""
+        busy = self._underway is not None and self._underway.busy
+        on_busy = self.options.on_busy
+        if on_busy != "wait" and not self._stopping:
+            votes = self._ranks.all_gather(b"1" if busy else b"0", RankChannel.TRAINER)
+            if b"1" in votes:
+                if on_busy == "skip":
+                    return False
+                raise CheckpointError(
+                    'a save is still under way (on_busy="error"); the newest committed step is '
+                    "still current"
+                )
+        self.wait()
+        return True
+
+    def _job_options(
+        self,
+        step: int,
+        prepared: Prepared,
+        overwrite: bool,
+        metrics: Mapping[str, float] | None,
+        began: float,
+        progress: ByteProgress | None,
+    ) -> JobOptions:
+        extra: dict[str, Any] = {}
+        if metrics:
+            extra["metrics"] = {str(name): float(value) for name, value in metrics.items()}
+        options = self.options
+        if options.lineage:
+            extra["lineage"] = json.loads(json.dumps(options.lineage))
+        interval = began - self._saved_at if self._saved_at is not None else None
+        self._saved_at = began
+        return JobOptions(
+            step=step,
+            tree=prepared.tree,
+            names=prepared.names,
+            within=prepared.within,
+            session=self._session,
+            overwrite=overwrite,
+            extra=extra,
+            codec=options.compression or "",
+            began=began,
+            progress=counting(progress, prepared.total_bytes) if progress else None,
+            min_losses_tolerated=options.min_losses_tolerated,
+            rate_bytes_per_second=None
+            if self._stopping
+            else save_rate(options.pace, prepared.total_bytes, interval),
+        )
+
+    def _begin_job(self, job: SaveJob) -> None:
+        """Take the fence on the first save, then note the attempt."""
+        job.begin(fence=not self._fenced)
+        self._fenced = True
+
+    def _give_up(self, job: SaveJob, error: BaseException) -> None:
+        """What staging raised is told to the other ranks, which would wait for this one."""
+        self._earlier = Earlier()
+        if job.begun and not job.noted:
+            return  # begin() failed, on all ranks
+        job.fail(error)
+        if not job.begun:
+            self._begin_job(job)
+        job.commit()
+
+    def _write_part(self, job: SaveJob, part: int) -> None:
+        """One slice of several, written while the trainer waits."""
+        if part == 0:
+            self._begin_job(job)
+        self._stage.write(job, part)
+
+    def _run(
+        self,
+        job: SaveJob,
+        prepared: Prepared,
+        future: Future[SaveReport],
+        staged: Future[float],
+        tidied: Future[None],
+    ) -> None:
+        """The background of one save, as soon as all is staged; nothing when that fails."""
+        if staged.exception() is not None:
+            return
+        committed: list[SaveReport] = []
+
+        def finish() -> SaveReport:
+            last = len(prepared.slices) - 1
+            if not last:
+                self._stage.write(job, last, lambda: self._begin_job(job))
+            elif last > 0:
+                self._stage.write(job, last)
+            else:
+                self._begin_job(job)
+            self._earlier = Earlier()
+            report = job.commit()
+            self._note_differing([*prepared.differing, *job.differing])
+            self._earlier = Earlier(
+                step=report.step, known=job.next_known if self.options.reuse else {}
+            )
+            committed.append(report)
+            self._catalog.committed(report.step)
+            return report.with_stall(staged.result())
+
+        def tidy() -> None:
+            """What the handle does not wait for: older steps go when the newer has no debt."""
+            try:
+                with contextlib.ExitStack() as stack:
+                    stack.callback(job.close)
+                    self._stage.release_tensors()
+                if job.replaced:
+                    self._catalog.remove_unnamed(job.replaced)
+                if committed and self._ranks.leads:
+                    if not self._told_of_later:
+                        self._told_of_later = True
+                        self._catalog.warn_of_later(committed[0].step)
+                    self._after.committed(committed[0])
+            finally:
+                self._space.release()
+
+        guarded(finish, future)
+        guarded(tidy, tidied)
+
+    def _note_differing(self, paths: Sequence[str]) -> None:
+        """Ranks that record different values under one name: counted, logged once."""
+        if paths and not self.counters["saves_with_differing_values_total"]:
+            _log.warning(
+                "ranks differ in %d values, such as %r: the first rank's are recorded. Wrap in "
+                "per_rank() what every rank has for itself.",
+                len(paths),
+                paths[0],
+            )
+        self.counters["saves_with_differing_values_total"] += bool(paths)
+
+    def _warn_of_stall(self, staged: float, waited: float) -> None:
+        limit = self.options.max_stall_seconds
+        if limit is not None and staged > limit:
+            self.counters["stalls_over_limit_total"] += 1
+            _log.warning(
+                "save() kept the trainer %.3f s (limit %.3f), %.3f s of it waiting for the save "
+                "before",
+                staged,
+                limit,
+                waited,
+            )
+
+    # --- what trainers and benchmarks steer ---------------------------------------------------
+
+    def stage_by(self, staging: str, gate: CopyGate) -> None:
+        """Stage the saves from now on in another way.
+
+        For a trainer that knows when it computes nothing: deferred copies on the host pass `gate`.
+        Copies from a GPU run on their side stream and do not wait for it.
+
+        Parameters
+        ----------
+        staging
+            As SaveOptions.staging.
+        gate
+            What deferred copies on the host wait at.
+
+        Raises
+        ------
+        ConfigError
+            There is no such way of staging.
+        """
+        self._stage.mode, self._stage.gate = checked_choice("staging", staging, STAGING), gate
+
+    def finish_staging(self) -> None:
+        """Make the copies that staging="overlap" has deferred, now."""
+        self._stage.finish()
+
+    def forget_interval(self) -> None:
+        """Pace the next save as if it were the first: the time since the last one means nothing."""
+        self._saved_at = None
+
+    def wait_prewritten(self, seconds: float | None = None) -> bool:
+        """Wait until the files that `prewrite` writes in the background are there.
+
+        No trainer has to: saves that come sooner go first, and write into new blocks.
+
+        Parameters
+        ----------
+        seconds
+            How long to wait at most. Default: without a limit.
+
+        Returns
+        -------
+        bool
+            False when it takes longer.
+        """
+        return self._space.wait(seconds)
+
+    # --- preemption -------------------------------------------------------------------------
+
+    def expect_preemption(self, *, required: bool = True) -> None:
+        """Take SIGTERM as a notice from now on, as with on_sigterm="save". Collective.
+
+        Parameters
+        ----------
+        required
+            Raise on another thread than the main one, which alone can handle signals. Otherwise
+            this process learns there of its peers' signals only.
+
+        Raises
+        ------
+        CheckpointError
+            The pool is read-only, or this process cannot do it.
+        """
+        if self._catalog.pool.read_only:
+            raise CheckpointError(
+                f'on_sigterm="save": the pool of {self._catalog.prefix!r} was opened read-only'
+            )
+        if self._preemption is None:
+            self._preemption = Preemption(
+                self._ranks, self.options.drain_seconds, alone=self._alone, required=required
+            )
+
+    def reached_preemption(self, step: int) -> bool:
+        """Checkpointer.reached_preemption()."""
+        return self._preemption is not None and self._preemption.at(step)
+
+    @property
+    def _stopping(self) -> bool:
+        """The next save is the last: it is neither skipped nor gentle."""
+        return self._preemption is not None and self._preemption.reached
+
+    # --- waiting ------------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Checkpointer.wait()."""
+        underway = self._underway
+        if underway is not None and underway.wait():
+            if self._underway is underway:
+                self._underway = None
+            underway.raise_errors()
+
+    def wait_at_most(self, seconds: float) -> bool:
+        """Wait for the save under way, raising nothing.
+
+        Parameters
+        ----------
+        seconds
+            How long to wait.
+
+        Returns
+        -------
+        bool
+            False when it takes longer.
+        """
+        underway = self._underway
+        return underway is None or underway.wait(seconds)
+
+    def let_tidy(self) -> None:
+        """Wait for what comes after a commit that is done, so that callers see its end."""
+        underway = self._underway
+        if underway is not None and underway.handle.done():
+            underway.wait()
+        self._after.flush()
+
+    # --- restoring and the end ------------------------------------------------------------------
+
+    def resting(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing is prewritten inside: a restore comes first."""
+        return self._space.resting()
+
+    def memory(self) -> Warm | None:
+        """The staging memory, where a restore may look for segments; None when it may not."""
+        return self._stage.warm if self.options.warm else None
+
+    def refer_to(self, manifest: Manifest) -> None:
+        """A step was restored: the next save may refer to what it holds."""
+        if self.options.reuse:
+            known = known_items(manifest.segments, manifest.items)
+            self._earlier = Earlier(step=manifest.step, known=known)
+
+    def flush(self) -> None:
+        """Remove what retention has postponed. Interrupted, it can be called again."""
+        self._after.flush()
+
+    def release(self) -> None:
+        """Give threads, memory and handlers back; the last save was waited for."""
+        if self._draining is not None:
+            self._draining.forget()
+        self._space.close()
+        self._stage.close()
+        if self._preemption is not None:
+            self._preemption.close()
+
+
+__all__ = ["Saver"]
