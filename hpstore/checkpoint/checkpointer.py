@@ -55,7 +55,8 @@ class Checkpointer(Closing):
     keep_every
         Besides, every step that is a multiple of this stays.
     keep_best
-        Besides, the best steps by a metric of save(metrics=) stay.
+        Besides, the best steps by a metric of save(metrics=) stay: "min:loss", "max:acc", or a
+        Best for several of them.
     rng
         Save and restore the states of the random generators of Python, numpy, torch and CUDA, by
         rank.
@@ -94,8 +95,9 @@ class Checkpointer(Closing):
         save: SaveOptions | None = None,
     ) -> None:
         options = checked_options(pool, save)
-        best = Best(metric=keep_best) if isinstance(keep_best, str) else keep_best
-        retention = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=best)
+        retention = Retention(
+            keep_last=keep_last, keep_every=keep_every, keep_best=Best.of(keep_best)
+        )
         alone = isinstance(group, str) and checked_choice("group", group, (ALONE,)) == ALONE
         self._catalog = StepCatalog(pool, prefix)
         self.pool, self.prefix, self.rng, self.allow_pickle = pool, prefix, rng, allow_pickle

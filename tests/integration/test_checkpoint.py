@@ -389,7 +389,7 @@ def test_retention_never_drops_the_newest() -> None:
     assert steps_to_drop([10, 20, 25], tens, committed=25) == []
     assert steps_to_drop([40, 50, 51, 60, 70], one, committed=51) == [40, 50]
     assert steps_to_drop([1, 2, 3], one, committed=3, protected=[1]) == [2]
-    best = Retention(keep_last=1, keep_best=Best(metric="loss"))
+    best = Retention(keep_last=1, keep_best=Best(metric="loss", mode="min"))
     metrics = {1: {"loss": 3.0}, 2: {"loss": 1.0}, 3: {"loss": float("nan")}, 4: {"other": 0.0}}
     assert steps_to_drop([1, 2, 3, 4], best, committed=4, metrics=metrics) == [1, 3]
     listing = sort_out("p", ["p/step-000000000001/segment-ab-r00000", "p/other"])

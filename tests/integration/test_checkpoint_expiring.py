@@ -65,7 +65,7 @@ def test_steps_that_stay_are_not_named(pool: Pool) -> None:
 
 def test_the_best_step_is_not_named(pool: Pool) -> None:
     """Step 2 has the least loss: it is kept beyond the last two, and so is not said to go."""
-    saved(pool, 4, keep_last=2, keep_best=Best(metric="loss"))
+    saved(pool, 4, keep_last=2, keep_best=Best(metric="loss", mode="min"))
     found = note(pool)
     assert found is not None
     assert steps_of(found) == {3}

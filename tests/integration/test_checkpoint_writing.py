@@ -82,8 +82,9 @@ def test_a_compressed_step_can_be_read_in_part(pool: hpstore.Pool, codec: str) -
 
 def test_the_best_steps_stay(pool: hpstore.Pool) -> None:
     """keep_best by a metric of save(); metrics are in the manifest."""
-    for best, kept in (("loss", [2, 5]), (Best(metric="loss", mode="max", count=2), [1, 4, 5])):
-        prefix = f"run{len(kept)}"
+    two = Best(metric="loss", mode="max", count=2)
+    for best, kept in (("min:loss", [2, 5]), ("max:loss", [4, 5]), (two, [1, 4, 5])):
+        prefix = f"run{kept}"
         with Checkpointer(pool, prefix, keep_last=1, keep_best=best, rng=False) as ckpt:
             for number, loss in enumerate((7.0, 1.0, 3.0, 9.0, 2.0), 1):
                 ckpt.save(number, {"n": torch.tensor(number)}, metrics={"loss": loss}).result()

@@ -7,16 +7,50 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from hpstore.checkpoint.format.checkpoint_manifest import Listing
-from hpstore.errors import CheckpointError
+from hpstore.errors import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Best:
-    """Keep the `count` best steps by a metric given to save(metrics=)."""
+    """Keep the best steps by a metric: `Best(metric="loss", mode="min", count=3)`.
+
+    Parameters
+    ----------
+    metric
+        A name among those given to save(metrics=).
+    mode
+        "min" or "max": whether smaller or greater is better.
+    count
+        How many of the best steps stay.
+
+    Raises
+    ------
+    ConfigError
+        The metric has no name, or the mode is neither.
+    """
 
     metric: str
-    mode: str = "min"  # or "max"
+    mode: str
     count: int = 1
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("min", "max"):
+            raise ConfigError(f"the mode {self.mode!r} of Best is neither 'min' nor 'max'")
+        if not isinstance(self.metric, str) or not self.metric:
+            raise ConfigError(f"the metric {self.metric!r} of Best is not a name")
+
+    @classmethod
+    def of(cls, said: Best | str | None) -> Best | None:
+        """What keep_best means: a Best, "min:loss" or "max:acc". Raises ConfigError."""
+        if said is None or isinstance(said, Best):
+            return said
+        mode, colon, metric = str(said).partition(":")
+        if colon and mode in ("min", "max"):
+            return cls(metric=metric, mode=mode)
+        raise ConfigError(
+            f"keep_best={said!r} must say which is better: "
+            f'"min:{said}" keeps the step where it is smallest, "max:{said}" where it is greatest'
+        )
 
     def chosen(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
         """The best steps among those that have the metric; the newer of equals."""
@@ -49,8 +83,6 @@ class Retention:
             raise CheckpointError(
                 "keep_every and keep_best say what stays beyond keep_last: set that, too"
             )
-        if best is not None and best.mode not in ("min", "max"):
-            raise CheckpointError(f"keep_best's mode {best.mode!r} is neither 'min' nor 'max'")
 
 
 def steps_to_drop(
