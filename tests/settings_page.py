@@ -60,7 +60,7 @@ def page() -> str:
 
 def default(row: Field[Any]) -> str:
     """As it is written in the file."""
-    value = row.default
+    value: Any = row.default
     if isinstance(value, str):
         return f'`"{value}"`'
     if isinstance(value, bool):

@@ -115,7 +115,7 @@ def status(
     from hpstore.membership.agent_observations import read_status
 
     with hpstore.open(pool, read_only=True) as opened:
-        found = read_status(opened.run_directory, opened.clock.wall_ms())
+        found = read_status(opened.admin.run_directory, opened.admin.clock.wall_ms())
     if as_json:
         emit_json({"running": found is not None, **(found or {})})
     elif found is None:

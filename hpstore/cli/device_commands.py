@@ -35,10 +35,10 @@ def add(
     hpstore add pool.toml /mnt/g
     """
     with hpstore.open(pool) as opened:
-        found = opened.find(
+        found = opened.admin.devices.find(
             opened.add_device(device, domain, force=force, allow_root_disk=allow_root_disk)
         )
-        note_shared_disks(opened.answering())
+        note_shared_disks(opened.admin.devices.answering_places())
     facts = {"device": found.device_id, "url": found.url, "domain": found.domain, "state": "online"}
     say(facts, f"{device} is device {found.device_id[:8]}", as_json=as_json)
 
@@ -54,7 +54,7 @@ def evict(
     `drain` moves what it holds first.
     """
     with hpstore.open(pool) as opened:
-        found = opened.find(device)
+        found = opened.admin.devices.find(device)
         unsafe = ", also what no other device can replace" if force else ""
         agree(f"evict {found.url}: what it holds counts as lost{unsafe}", yes=yes, named=True)
         opened.evict(found.device_id, force=force)
@@ -71,7 +71,7 @@ def drain(
     """
     limit = rate_of(rate)
     with hpstore.open(pool) as opened, progress_bar("drain") as bar:
-        found = opened.find(device)
+        found = opened.admin.devices.find(device)
         moved = opened.drain(found.device_id, progress=bar.objects, rate_bytes_per_second=limit)
     say({"device": found.device_id, "url": found.url, "state": "evicted", "objects_moved": moved},
         f"{device} is drained and evicted; {moved} objects moved", as_json=as_json)  # fmt: skip
@@ -83,7 +83,7 @@ def readmit(pool: PoolName, device: DeviceName, as_json: Json = False) -> None:
     hpstore readmit pool.toml /mnt/b
     """
     with hpstore.open(pool) as opened:
-        found = opened.find(device, returning=True)
+        found = opened.admin.devices.find(device, returning=True)
         files = opened.readmit(found.device_id)
         looked_after = agent_requests.looked_after(opened)
     given = agent_requests.order(pool, found.device_id, Command.READMIT) if looked_after else None
@@ -121,7 +121,7 @@ def replace(
             opened, old, new, domain=domain, rate_bytes_per_second=rate_of(rate),
             progress=bar.objects, allow_root_disk=allow_root_disk,
         )  # fmt: skip
-        note_shared_disks(opened.answering())
+        note_shared_disks(opened.admin.devices.answering_places())
     facts = {
         "old": done.old.device_id, "new": done.new, "url": done.old.url, "moved": done.moved,
         "disk": done.location.disk, "serial": done.location.serial, "by_id": done.location.by_id,
@@ -152,10 +152,10 @@ def release(
     from hpstore.pool.replace_device import wait_released
 
     with hpstore.open(pool, read_only=True) as opened:
-        member = opened.find(device, returning=True)
+        member = opened.admin.devices.find(device, returning=True)
         if not member.left and agent_requests.in_maintenance(opened, member.device_id):
             with hpstore.open(pool) as writer:
-                writer.begin_release(member.device_id)
+                writer.admin.devices.begin_release(member.device_id)
         holders, location = wait_released(opened, member, wait), locate(member.url)
     facts = {
         "device": member.device_id, "url": member.url, "free": not holders, "disk": location.disk,

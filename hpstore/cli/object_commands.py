@@ -127,7 +127,7 @@ def _get(opened: hpstore.Pool, key: str, file: Path, wanted: str | None) -> int:
     """Write one version of an object; returns its size. Raises VersionConflict when it is replaced
     meanwhile and the old one gone: two are never mixed."""
     with (
-        opened.reader(key, version=wanted) as reader,
+        opened.open(key, version=wanted) as reader,
         progress_bar(key) as bar,
         output_file(file) as out,
     ):

@@ -167,7 +167,7 @@ def rebalance(
     hpstore rebalance pool.toml --rate 200MB
     """
     with hpstore.open(pool) as opened, progress_bar("rebalance") as bar:
-        report = opened.rebalance(
+        report = opened.admin.rebalance(
             spread=spread, progress=bar.objects, rate_bytes_per_second=rate_of(rate)
         )
     if as_json:

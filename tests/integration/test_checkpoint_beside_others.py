@@ -33,6 +33,7 @@ from hpstore.devices.horizon_guard import HorizonGuard
 from hpstore.devices.memory import MemoryWriter
 from hpstore.errors import CheckpointError, RegistersUnavailable, TooFewDevices, VersionConflict
 from hpstore.objects.object_info import ObjectInfo
+from hpstore.pool.admin import PoolAdmin
 from hpstore.pool.pool import Pool
 from hpstore.runtime.clock import SystemClock
 from hpstore.testing.memory_pool import Harness
@@ -497,7 +498,7 @@ def test_a_step_that_one_more_loss_would_end_does_not_count_for_retention(
         for url, path in harness.columns(key)[1:]:
             del harness.devices[url].files[path]
         with monkeypatch.context() as patch:
-            patch.setattr(Pool, "settle", refused)
+            patch.setattr(PoolAdmin, "settle", refused)
             StepCatalog(pool, "run").retain(3, Retention(keep_last=2))
         assert ckpt.steps() == [1, 2, 3]
         StepCatalog(pool, "run").retain(3, Retention(keep_last=2))

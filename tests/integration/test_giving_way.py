@@ -46,7 +46,7 @@ def test_an_operator_who_waits_is_seen_and_comes_next(tmp_path: Path, command: s
                 held.close()
 
         clock.meanwhile = look
-        getattr(operator, command)()
+        getattr(operator.admin, command)()
         assert clock.elapsed < operator.config.settings.lock_deadline_seconds
         assert not holder.admin.repair_wanted()
 

@@ -19,6 +19,7 @@ from hpstore.config import load_config
 from hpstore.devices.local import LocalDevice
 from hpstore.errors import ConfigError
 from hpstore.pool.pool import Pool
+from hpstore.pool.session import PoolSession
 from hpstore.runtime.scheduler import Scheduler
 from hpstore.units import KIB, MIB
 from tests.fault.common import Bench, Gates, attempt, payload, poll, within, wrapping
@@ -119,10 +120,10 @@ def test_an_open_that_fails_half_way_closes_what_it_opened(
 ) -> None:
     """What every writing open does first raises: no device and no thread is left."""
 
-    def fail(_: Pool) -> None:
+    def fail(_: PoolSession) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(Pool, "_recover", fail)
+    monkeypatch.setattr(PoolSession, "_recover", fail)
     before = threads()
     config = load_config(bench.toml)
     with pytest.raises(ZeroDivisionError):

@@ -275,7 +275,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def maker(prepare: Prepare, steps: Sequence[int] = (), keep_last: int = 2) -> SpaceMaker:
     """A SpaceMaker on a pool that does what `prepare` says."""
-    pool = SimpleNamespace(prepare_space=prepare, recycles=True)
+    pool = SimpleNamespace(admin=SimpleNamespace(prepare_space=prepare, recycles=True))
     listed = SimpleNamespace(all=lambda: list(steps), prefix="run")
     return SpaceMaker(pool, listed, keep_last, "fast")  # type: ignore[arg-type]
 

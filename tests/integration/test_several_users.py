@@ -187,8 +187,8 @@ import hpstore
 from hpstore.agent import Agent, agent_config
 from hpstore.errors import DeviceDenied
 with hpstore.open("pool.toml") as pool:
-    assert len(pool.denied) == 1, pool.denied
-    row, = [d for d in pool.status().devices if d.url in pool.denied]
+    assert len(pool.admin.denied) == 1, pool.admin.denied
+    row, = [d for d in pool.status().devices if d.url in pool.admin.denied]
     assert "no rights" in row.problem, row
     pool.put("k", b"2")
     pool.rebuild()

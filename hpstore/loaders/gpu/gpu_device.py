@@ -245,9 +245,9 @@ def gpu_of(device: str | torch.device | Gpu | None) -> Gpu | None:
     if device is None:
         return None
     if hasattr(device, "begin"):  # a Gpu
-        return device
+        return device  # type: ignore[return-value]
     try:
-        found = torch.device(device)  # type: ignore[arg-type]
+        found = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device {device!r}: give cpu, cuda, cuda:1 ({error})") from error
     if found.type == "cpu":
