@@ -5,6 +5,7 @@ if not __name__.startswith("hpstore."):
 
 from typing import TYPE_CHECKING
 
+from hpstore.loaders.batching.loader_options import GpuTransfer, LoaderMemory
 from hpstore.loaders.batching.mixture import Mixture
 from hpstore.loaders.cache import Cache
 from hpstore.loaders.dataset.batch_values import Ragged
@@ -36,9 +37,10 @@ if TYPE_CHECKING:
     from hpstore.loaders.zarr_views.dataset_store import DatasetStore
 
 __all__ = ["Cache", "DataLoader", "Dataset", "DatasetInfo", "DatasetReport", "DatasetStore",
-           "DatasetWriter", "Field", "IngestProgress", "IngestReport", "Mixture", "Order", "Ragged",
-           "WeightedOrder", "ZarrDataset", "delete_dataset", "ingest", "list_datasets",
-           "open_source", "publish_parts", "remove_orphans", "unfinished_ingests", "verify_dataset",
+           "DatasetWriter", "Field", "GpuTransfer", "IngestProgress", "IngestReport",
+           "LoaderMemory", "Mixture", "Order", "Ragged", "WeightedOrder", "ZarrDataset",
+           "delete_dataset", "ingest", "list_datasets", "open_source", "publish_parts",
+           "remove_orphans", "unfinished_ingests", "verify_dataset",
            "written_parts"]  # fmt: skip
 
 

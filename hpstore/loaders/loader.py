@@ -15,7 +15,8 @@ import torch.utils.data
 
 from hpstore.errors import ConfigError
 from hpstore.loaders.batching.batch_counters import Waits
-from hpstore.loaders.batching.batch_maker import PREFETCH_BYTES, Engine, cache_budget
+from hpstore.loaders.batching.batch_maker import Engine, cache_budget
+from hpstore.loaders.batching.loader_options import GpuTransfer, LoaderMemory
 from hpstore.loaders.batching.mixture import AnyEngine, MixedEngine, Mixture, fingerprints
 from hpstore.loaders.batching.native_iterator import (
     BatchRun,
@@ -43,12 +44,10 @@ from hpstore.loaders.sampling.loader_state import LoaderState, order_text
 from hpstore.loaders.sampling.order import Order
 from hpstore.loaders.sampling.position import LoaderPosition
 from hpstore.loaders.sampling.rank_slices import Slices, Tail
-from hpstore.units import MIB, bytes_argument
 
 if TYPE_CHECKING:
     from hpstore.loaders.gpu.direct_reader import DirectAccess
 
-DIRECT_BYTES = 256 * MIB  # two batches of 38 MB with the sources of half of their records
 _log = logging.getLogger(__name__)
 
 
@@ -72,15 +71,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     short last global batch is dealt out: "pad" (some samples of the epoch's beginning come twice,
     all ranks take as many steps), "drop" (as many steps, a few samples less), "uneven" (each
     sample once; ranks may differ by one step). `device`: batches arrive there. `layout`:
-    torch.jagged for ragged fields as nested tensors. `direct`: records go straight to it where
-    cuFile works and was measured to be faster ("auto"), wherever it works ("always"), never
-    ("off"); `direct_bytes` of GPU memory are for that. `device_ring`: GPU memory for batches,
-    instead of torch's allocator. `cache`: bytes for keeping pages in memory ("auto": a quarter of
-    what is available; None or 0: none), or a Cache. `prefetch_bytes`: memory for batches that are
-    made ahead or held by you. `window_bytes`: of a window. `transform(sample[, rng])` per sample,
-    `collate_fn(list of samples)`, `batch_transform(batch[, rng])`; the numpy generator is keyed by
-    (seed, epoch, position). `on_error`: "raise", or "skip" samples that are damaged beyond repair
-    (counted in stats()).
+    torch.jagged for ragged fields as nested tensors. `gpu`: how they come there (GpuTransfer).
+    `cache`: bytes for keeping pages in memory ("auto": a quarter of what is available; None or 0:
+    none), or a Cache. `memory`: for batches made ahead and for windows (LoaderMemory).
+    `transform(sample[, rng])` per sample, `collate_fn(list of samples)`, `batch_transform(batch[,
+    rng])`; the numpy generator is keyed by (seed, epoch, position). `on_error`: "raise", or "skip"
+    samples that are damaged beyond repair (counted in stats()).
 
     iter() goes on at a loaded position once, else starts the next epoch; at one behind the last
     batch of an epoch it yields nothing, so that the loop that was cut there ends. state_dict()
@@ -116,12 +112,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         seed: int = 0,
         device: str | torch.device | Gpu | None = None,
         layout: torch.layout | None = None,
-        direct: str = "auto",
-        direct_bytes: int | str = DIRECT_BYTES,
-        device_ring: int | str = 0,
+        gpu: GpuTransfer = GpuTransfer(),  # noqa: B008 (frozen)
         cache: Cache | int | str | None = "auto",
-        prefetch_bytes: int | str = PREFETCH_BYTES,
-        window_bytes: int | str | None = None,
+        memory: LoaderMemory = LoaderMemory(),  # noqa: B008 (frozen)
         rank: int | None = None,
         world_size: int | None = None,
         mesh: Any = None,
@@ -132,8 +125,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         on_error: str = "raise",
     ) -> None:
         self.shuffle, self.seed, self.device, self.layout = shuffle, seed, device, layout
-        self.direct, self.direct_bytes, self.device_ring = direct, direct_bytes, device_ring
-        self.cache, self.prefetch_bytes, self.window_bytes = cache, prefetch_bytes, window_bytes
+        self.gpu, self.cache, self.memory = gpu, cache, memory
         self.rank, self.world_size, self.mesh, self.shard = rank, world_size, mesh, shard
         self.tail, self.snapshot_every_n_steps = tail, snapshot_every_n_steps
         self.transform, self.batch_transform, self.on_error = transform, batch_transform, on_error
@@ -155,11 +147,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _make_finish(self, collate_fn: Any) -> Finish:
         self._collate_given = collate_fn  # torch puts its own in the place of None
-        ring_bytes = bytes_argument("device_ring", self.device_ring)
         return Finish(
             collate_fn=collate_fn, transform=self.transform, seed=self.seed,
             batch_transform=self.batch_transform, device=self.device, on_error=self.on_error,
-            layout=self.layout, processes=self._processes, ring_bytes=ring_bytes,
+            layout=self.layout, processes=self._processes, ring_bytes=int(self.gpu.ring_bytes),
         )  # fmt: skip
 
     def _prepare(self, dataset: Any, batch_size: int | None, drop_last: bool) -> None:
@@ -167,8 +158,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.order: Order | None = None
         self.shares: RankShares | None = None
         self.positions: PositionSampler | None = None
-        self.batch_memory_bytes = bytes_argument("prefetch_bytes", self.prefetch_bytes, least=1)
-        self._arena_bytes = bytes_argument("direct_bytes", self.direct_bytes, least=1)
         iterable = isinstance(dataset, torch.utils.data.IterableDataset)
         if not self._by_user and not iterable:
             self._make_order(dataset, batch_size, drop_last)
@@ -186,10 +175,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _make_order(self, dataset: Any, batch_size: int | None, drop_last: bool) -> None:
         """The order of the samples that there are now, and this rank's share of it."""
-        window = self.batch_memory_bytes // 4
-        if self.window_bytes is not None:
-            window = bytes_argument("window_bytes", self.window_bytes, least=1)
-        self.order = order_for(dataset, self._native, self.shuffle, self.seed, window)
+        memory = self.memory
+        window = memory.window_bytes or int(memory.prefetch_bytes) // 4
+        self.order = order_for(dataset, self._native, self.shuffle, self.seed, int(window))
         whole = Slices(
             length=self.order.length, batch_size=1 if batch_size is None else batch_size,
             drop_last=drop_last, tail=self.tail,
@@ -321,7 +309,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if self._engine is None or self._engine.pid != os.getpid():
             data, order = self._native.data, self.order
             options: dict[str, Any] = {
-                "cache_bytes": cache_budget(self.cache), "prefetch_bytes": self.batch_memory_bytes,
+                "cache_bytes": cache_budget(self.cache),
+                "prefetch_bytes": int(self.memory.prefetch_bytes),
                 "pin": self.finish.begin(self.pin_memory), "batch_rows": self.batch_size or 1,
                 "cache": self.cache if isinstance(self.cache, Cache) else None,
             }  # fmt: skip
@@ -345,7 +334,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _no_direct(self) -> str:
         """Why no record may be read straight to the GPU, whatever the machine can; or ""."""
-        if self.direct == "off":
+        if self.gpu.direct == "off":
             return 'direct="off"'
         if isinstance(self.cache, Cache):
             return "records come through a Cache"
@@ -360,8 +349,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             return None
         from hpstore.loaders.gpu.direct_reader import DirectAccess
 
-        always = self.direct == "always"
-        return DirectAccess(self.finish.gpu, always=always, arena_bytes=self._arena_bytes)
+        always = self.gpu.direct == "always"
+        return DirectAccess(self.finish.gpu, always=always, arena_bytes=int(self.gpu.arena_bytes))
 
     def read_as(self, rank: int, world_size: int) -> None:
         """Take a data-parallel rank's share: for trainers whose processes are not all such ranks.

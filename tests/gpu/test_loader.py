@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import hpstore
-from hpstore.loaders import DataLoader, Dataset
+from hpstore.loaders import DataLoader, Dataset, GpuTransfer
 from hpstore.loaders.gpu.gpu_device import CudaGpu
 from hpstore.testing.fake_direct import FakeCuFile
 from tests.integration.direct_cases import KINDS, cpu_epoch, gpu_epoch, holders, write_direct
@@ -55,7 +55,9 @@ def test_an_epoch_on_the_gpu_is_that_of_the_cpu(
         os.rename(path, path.with_name(f"away-{path.name}"))
     with hpstore.open(place / "pool.toml") as pool:
         data = Dataset(pool, kind)
-        found, stats = gpu_epoch(data, Bouncing(torch.device("cuda")), direct=direct)
+        found, stats = gpu_epoch(
+            data, Bouncing(torch.device("cuda")), gpu=GpuTransfer(direct=direct)
+        )
         assert same(found, cpu_epoch(data))
     print("\n" + json.dumps({"kind": kind, "asked": direct, "gone": gone, **stats}))
     if stats["state"] == "on" and direct == "always":
@@ -112,8 +114,8 @@ def test_a_ring_of_gpu_memory_is_written_again_behind_the_step(place: Path) -> N
     with hpstore.open(place / "pool.toml") as pool:
         data = Dataset(pool, "records")
         loader = DataLoader(
-            data, batch_size=10, cache=0, seed=3, shuffle=True, direct="off", device="cuda",
-            device_ring=1 << 28, prefetch_factor=1, num_workers=1,
+            data, batch_size=10, cache=0, seed=3, shuffle=True, device="cuda",
+            gpu=GpuTransfer(direct="off", ring_bytes=1 << 28), prefetch_factor=1, num_workers=1,
         )  # fmt: skip
         for epoch in range(6):
             there = []

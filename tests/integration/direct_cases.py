@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
+from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, GpuTransfer
 from hpstore.loaders.batching.batch_maker import Engine
 from hpstore.loaders.gpu.direct_reader import DirectAccess
 from hpstore.pool.pool import Pool
 from hpstore.testing.fake_gpu import FakeGpu
 from hpstore.units import KIB
 
+ALWAYS = GpuTransfer(direct="always")
 COUNT = 97
 # "records" are checked by their own checksums, "blocks" (no whole KiB) by those of their blocks
 KINDS: dict[str, dict[str, Field]] = {
@@ -68,11 +69,11 @@ def seen(loader: DataLoader, data: Dataset) -> DirectAccess | None:
 
 
 def gpu_epoch(
-    data: Dataset, gpu: Any, epochs: int = 1, **options: Any
+    data: Dataset, device: Any, epochs: int = 1, **options: Any
 ) -> tuple[list[Any], dict[str, Any]]:
     """Batches, in host memory, of the loader that reads to a GPU; and what stats() say of it."""
-    settings = {"cache": 0, "batch_size": 10, "seed": 3, "shuffle": True, "direct": "always"}
-    loader = DataLoader(data, device=gpu, **{**settings, **options})
+    settings = {"cache": 0, "batch_size": 10, "seed": 3, "shuffle": True, "gpu": ALWAYS}
+    loader = DataLoader(data, device=device, **{**settings, **options})
     seen(loader, data)
     found = [
         {name: value.to("cpu") for name, value in batch.items()}
@@ -80,9 +81,9 @@ def gpu_epoch(
     ]  # fmt: skip
     stats = loader.stats()["direct"]
     loader.close()
-    if isinstance(gpu, FakeGpu):
-        assert gpu.driver_of_all.misuse == []
+    if isinstance(device, FakeGpu):
+        assert device.driver_of_all.misuse == []
     return found, stats
 
 
-__all__ = ["COUNT", "KINDS", "cpu_epoch", "gpu_epoch", "holders", "seen", "write_direct"]
+__all__ = ["ALWAYS", "COUNT", "KINDS", "cpu_epoch", "gpu_epoch", "holders", "seen", "write_direct"]

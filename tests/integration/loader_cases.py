@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, Ragged
+from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, LoaderMemory, Ragged
 from hpstore.pool.pool import Pool
 from hpstore.units import KIB
 from tests.integration.data_sets import FIELDS, sample
@@ -19,7 +19,7 @@ COUNT = 97  # shares no factor with batch and world sizes
 MODES: dict[str, dict[str, Any]] = {
     "resident": {"cache": 1 << 30},
     "records": {"cache": 0},
-    "window": {"cache": 0, "shuffle": "window", "window_bytes": 400 * KIB},
+    "window": {"cache": 0, "shuffle": "window", "memory": LoaderMemory(window_bytes=400 * KIB)},
 }
 KINDS: dict[str, tuple[dict[str, Field], dict[str, Any]]] = {
     "rows": (PLAIN, {}),

@@ -12,7 +12,7 @@ import pytest
 
 from hpstore import loaders
 from hpstore.errors import ConfigError
-from hpstore.loaders import Cache, DataLoader, DatasetWriter, ingest
+from hpstore.loaders import Cache, DataLoader, DatasetWriter, GpuTransfer, LoaderMemory, ingest
 from hpstore.pool.pool import Pool
 from hpstore.units import KIB, bytes_argument
 from tests.integration.data_sets import make_pool
@@ -31,12 +31,16 @@ def use_ingest(pool: Pool, directory: Path, options: dict[str, Any]) -> None:
     ingest(pool, "read", np.arange(9), overwrite=True, **options)
 
 
-def use_loader(pool: Pool, directory: Path, options: dict[str, Any]) -> None:
-    name = "loaded"
-    data = write(pool, name, PLAIN, 3, overwrite=True)
-    loader = DataLoader(data, 2, shuffle="window", **options)
+def use_memory(pool: Pool, directory: Path, options: dict[str, Any]) -> None:
+    memory = LoaderMemory(**options)
+    data = write(pool, "loaded", PLAIN, 3, overwrite=True)
+    loader = DataLoader(data, 2, shuffle="window", memory=memory)
     assert len(list(loader)) == 2
     loader.close()
+
+
+def use_transfer(pool: Pool, directory: Path, options: dict[str, Any]) -> None:
+    GpuTransfer(**options)
 
 
 def use_cache(pool: Pool, directory: Path, options: dict[str, Any]) -> None:
@@ -46,8 +50,9 @@ def use_cache(pool: Pool, directory: Path, options: dict[str, Any]) -> None:
 
 USES: dict[str, Use] = {
     "Cache": use_cache,
-    "DataLoader": use_loader,
     "DatasetWriter": use_writer,
+    "GpuTransfer": use_transfer,
+    "LoaderMemory": use_memory,
     "ingest": use_ingest,
 }
 
@@ -87,6 +92,14 @@ def test_a_size_is_a_number_or_text(pool: Pool, tmp_path: Path, where: str, argu
     for wrong in ("64 parsecs", "", -1, 1.5, True, [64]):
         with pytest.raises(ConfigError, match=argument):
             USES[where](pool, tmp_path, {argument: wrong})
+
+
+def test_options_that_mean_the_same_are_equal() -> None:
+    """However their sizes were given: a loader compares them with its defaults."""
+    assert LoaderMemory(prefetch_bytes="256MiB") == LoaderMemory()
+    assert GpuTransfer(ring_bytes="0", arena_bytes="0.25 GiB") == GpuTransfer()
+    assert hash(LoaderMemory(window_bytes="1KiB")) == hash(LoaderMemory(window_bytes=1024))
+    assert LoaderMemory(window_bytes="1KiB") != LoaderMemory()
 
 
 def test_a_number_below_the_least_is_refused() -> None:

@@ -16,7 +16,7 @@ import torch
 
 import hpstore
 from hpstore.errors import ConfigError
-from hpstore.loaders import DataLoader, Dataset, Ragged
+from hpstore.loaders import DataLoader, Dataset, GpuTransfer, Ragged
 from hpstore.loaders.gpu.device_ring import DeviceRing
 from hpstore.testing.fake_gpu import FakeGpu
 from hpstore.units import KIB, MIB
@@ -46,7 +46,7 @@ def test_batches_in_a_ring_are_those_without_one(pool: hpstore.Pool, kind: str) 
     fields, options = KINDS[kind]
     data, gpu = write(pool, "set", fields, COUNT, **options), FakeGpu()
     plain = DataLoader(data, 10, shuffle=True)
-    loader = DataLoader(data, 10, shuffle=True, device=gpu, device_ring=RING)
+    loader = DataLoader(data, 10, shuffle=True, device=gpu, gpu=GpuTransfer(ring_bytes=RING))
     for _ in range(3):
         for one, other in zip(plain, loader, strict=True):
             wanted, found = tensors_of(one), tensors_of(other)
@@ -66,7 +66,9 @@ def test_batches_in_a_ring_are_those_without_one(pool: hpstore.Pool, kind: str) 
 def test_a_ring_does_not_grow_and_a_batch_that_is_kept_stays(data: Dataset) -> None:
     """A view of one field holds all of its batch's memory; others go round."""
     gpu = FakeGpu()
-    loader = DataLoader(data, 10, device=gpu, device_ring=RING, prefetch_factor=1, num_workers=2)
+    loader = DataLoader(
+        data, 10, device=gpu, gpu=GpuTransfer(ring_bytes=RING), prefetch_factor=1, num_workers=2
+    )
     run = iter(loader)
     kept = next(run)["image"][3, 1]
     before = kept.clone()
@@ -82,7 +84,7 @@ def test_all_batches_kept_are_right_and_the_fallback_is_told(
     data: Dataset, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The ring is full: torch's allocator, counted, one warning."""
-    loader = DataLoader(data, 10, device=FakeGpu(), device_ring=3 * MIB)
+    loader = DataLoader(data, 10, device=FakeGpu(), gpu=GpuTransfer(ring_bytes=3 * MIB))
     with caplog.at_level(logging.WARNING):
         kept = [batch for _ in range(2) for batch in loader]
     assert flat(kept) == 2 * list(range(COUNT))
@@ -100,7 +102,13 @@ def test_memory_is_written_again_behind_the_step_that_reads_it(data: Dataset) ->
     """A step is enqueued, its batch dropped, and runs when batches further on have been copied."""
     gpu = FakeGpu()
     loader = DataLoader(
-        data, 10, device=gpu, device_ring=RING, prefetch_factor=1, num_workers=1, cache=0
+        data,
+        10,
+        device=gpu,
+        gpu=GpuTransfer(ring_bytes=RING),
+        prefetch_factor=1,
+        num_workers=1,
+        cache=0,
     )
     wanted, found = list[bytes](), list[bytes]()
 
@@ -155,7 +163,7 @@ class TakesSparse(FakeGpu):
 def test_sparse_tensors_of_a_transform_are_beside_the_ring(data: Dataset) -> None:
     """They have no bytes of their own to lend; the others of their batch are in it."""
     loader = DataLoader(
-        data, 10, device=TakesSparse(), device_ring=RING,
+        data, 10, device=TakesSparse(), gpu=GpuTransfer(ring_bytes=RING),
         batch_transform=lambda batch: {**batch, "eye": torch.eye(4).to_sparse()},
     )  # fmt: skip
     batches = list(loader)
@@ -168,7 +176,7 @@ def test_sparse_tensors_of_a_transform_are_beside_the_ring(data: Dataset) -> Non
 def test_a_batch_outlives_the_loader(data: Dataset) -> None:
     """Its memory goes with its last tensor, not with the ring."""
     gpu = FakeGpu()
-    loader = DataLoader(data, 10, device=gpu, device_ring=RING)
+    loader = DataLoader(data, 10, device=gpu, gpu=GpuTransfer(ring_bytes=RING))
     batch = next(iter(loader))
     before = batch["image"].clone()
     ring = weakref.ref(loader.finish)
@@ -180,11 +188,11 @@ def test_a_batch_outlives_the_loader(data: Dataset) -> None:
 
 
 def test_what_a_ring_does_not_go_with_is_refused(data: Dataset) -> None:
-    with pytest.raises(ConfigError, match="device_ring is memory of a GPU"):
-        DataLoader(data, 10, device_ring="1 GiB")
+    with pytest.raises(ConfigError, match="ring_bytes are memory of a GPU"):
+        DataLoader(data, 10, gpu=GpuTransfer(ring_bytes="1 GiB"))
     rows = torch.utils.data.TensorDataset(torch.from_numpy(np.arange(5)))
-    with pytest.raises(ConfigError, match="device, device_ring: for data sets of hpstore alone"):
-        DataLoader(rows, device=FakeGpu(), device_ring=RING)
+    with pytest.raises(ConfigError, match="device, gpu: for data sets of hpstore alone"):
+        DataLoader(rows, device=FakeGpu(), gpu=GpuTransfer(ring_bytes=RING))
     loader = DataLoader(data, 10, device=FakeGpu())
     assert "device_ring_bytes" not in loader.stats()
-    assert loader.device_ring == 0
+    assert loader.gpu.ring_bytes == 0

@@ -18,13 +18,14 @@ import pytest
 import hpstore
 from hpstore.config import Settings
 from hpstore.errors import AlreadyClosed
-from hpstore.loaders import Cache, DataLoader, Dataset, DatasetWriter, Field, Mixture
+from hpstore.loaders import Cache, DataLoader, Dataset, DatasetWriter, Field, GpuTransfer, Mixture
 from hpstore.pool.pool import Pool
 from hpstore.testing.fake_direct import FakeCuFile
 from hpstore.testing.fake_gpu import FakeGpu
 from hpstore.units import KIB, MIB
 from tests.fault.common import Call, flip
 from tests.integration.direct_cases import (
+    ALWAYS,
     COUNT,
     KINDS,
     cpu_epoch,
@@ -109,7 +110,7 @@ def test_a_hung_read_delays_one_batch_and_its_memory_is_not_used_again(tmp_path:
     gpu = FakeGpu(driver)
     with make(tmp_path, device_deadline_seconds=0.5) as pool:
         data = write_direct(pool, "records")
-        loader = DataLoader(data, device=gpu, direct="always", cache=0, batch_size=10, seed=3,
+        loader = DataLoader(data, device=gpu, gpu=ALWAYS, cache=0, batch_size=10, seed=3,
                             shuffle=True)  # fmt: skip
         access = seen(loader, data)
         assert access is not None
@@ -156,7 +157,7 @@ def test_both_ways_are_measured_and_one_is_chosen(
     """direct="auto": eight batches of each way, then the faster one; stats and the log tell."""
     with hpstore.open(place / "pool.toml") as pool, caplog.at_level(logging.INFO):
         data = Dataset(pool, "records")
-        found, stats = gpu_epoch(data, FakeGpu(), epochs=2, direct="auto")
+        found, stats = gpu_epoch(data, FakeGpu(), epochs=2, gpu=GpuTransfer())
         assert same(found, cpu_epoch(data) + cpu_epoch(data, epoch=1))
     assert stats["records"] > 0
     assert stats["records_pinned"] > 0
@@ -218,7 +219,7 @@ def test_what_runs_on_samples_in_host_memory_keeps_its_batches_there(place: Path
             ("batch_transform", {"batch_transform": lambda batch: batch}),
             ("collate_fn", {"collate_fn": lambda samples: {"n": len(samples)}}),
             ("one by one", {"batch_size": None}),
-            ('direct="off"', {"direct": "off"}),
+            ('direct="off"', {"gpu": GpuTransfer(direct="off")}),
             ("a Cache", {"cache": Cache(memory_bytes=MIB)}),
         )  # fmt: skip
         for said, options in cases:
@@ -233,7 +234,7 @@ def test_what_runs_on_samples_in_host_memory_keeps_its_batches_there(place: Path
         assert "mixture" in mixed.stats()["direct"]["reason"]
         mixed.close()
         with pytest.raises(hpstore.errors.ConfigError, match="auto"):
-            DataLoader(data, direct="sometimes")
+            DataLoader(data, gpu=GpuTransfer(direct="sometimes"))
 
 
 def test_small_and_ragged_records_take_the_pinned_way(tmp_path: Path) -> None:
@@ -257,8 +258,9 @@ def test_a_batch_without_room_on_the_gpu_takes_the_pinned_way(place: Path) -> No
     """An arena of 64 KiB: counted, the same bytes."""
     with hpstore.open(place / "pool.toml") as pool:
         data, gpu = Dataset(pool, "records"), FakeGpu()
-        loader = DataLoader(data, device=gpu, direct="always", cache=0, batch_size=10, seed=3,
-                            shuffle=True, direct_bytes=64 * KIB)  # fmt: skip
+        small = GpuTransfer(direct="always", arena_bytes=64 * KIB)
+        loader = DataLoader(data, device=gpu, gpu=small, cache=0, batch_size=10, seed=3,
+                            shuffle=True)  # fmt: skip
         access = seen(loader, data)
         assert access is not None
         assert same(list(loader), cpu_epoch(data))
@@ -273,7 +275,7 @@ def test_closing_waits_for_a_batch_and_the_loader_goes_on(place: Path) -> None:
     driver = FakeCuFile()
     with hpstore.open(place / "pool.toml") as pool:
         data, gpu = Dataset(pool, "records"), FakeGpu(driver)
-        loader = DataLoader(data, device=gpu, direct="always", cache=0, batch_size=10, seed=3,
+        loader = DataLoader(data, device=gpu, gpu=ALWAYS, cache=0, batch_size=10, seed=3,
                             shuffle=True)  # fmt: skip
         seen(loader, data)
         reads, driver._plan = driver.reads, "." * (driver.reads + 3) + "H"

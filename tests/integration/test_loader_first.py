@@ -14,7 +14,7 @@ import torch
 
 import hpstore
 from hpstore.errors import TooManyErasures
-from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
+from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, LoaderMemory
 from hpstore.loaders.batching.batch_maker import Session
 from hpstore.loaders.batching.batch_queue import BatchTimeout, Pipeline
 from hpstore.loaders.batching.page_memory import PageMemory
@@ -260,7 +260,8 @@ def test_a_rank_whose_first_rows_lie_beyond_the_window_begins_too(pool: Pool) ->
     """
     data = Dataset(pool, "a")
     loader = DataLoader(
-        data, BATCH, rank=1, world_size=2, shuffle="window", seed=1, window_bytes="2MiB", cache=0,
+        data, BATCH, rank=1, world_size=2, shuffle="window", seed=1,
+        memory=LoaderMemory(window_bytes="2MiB"), cache=0,
         timeout=10,
     )  # fmt: skip
     order = loader.order
@@ -276,7 +277,9 @@ def test_a_rank_whose_first_rows_lie_beyond_the_window_begins_too(pool: Pool) ->
 def test_who_has_nothing_left_to_fill_ends(pool: Pool, fields: list[str] | None) -> None:
     """Windows of data that fit beside them, or of scalars alone: no thread runs for ever."""
     data = Dataset(pool, "a", fields=fields)
-    loader = DataLoader(data, BATCH, shuffle="window", seed=1, window_bytes="256MiB", cache=0)
+    loader = DataLoader(
+        data, BATCH, shuffle="window", seed=1, memory=LoaderMemory(window_bytes="256MiB"), cache=0
+    )
     batches = iter(loader)
     next(batches)
     poll(10, lambda: not [t for t in threading.enumerate() if "hpstore-fill" in t.name])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hpstore
-from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
+from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, LoaderMemory
 from hpstore.testing.memory_pool import Harness
 from hpstore.units import KIB, MIB
 
@@ -45,7 +45,8 @@ def test_of_large_records_the_first_batch_is_read_by_itself(
     """
     count = 6 * BATCH if singly else 60 * BATCH
     with made(pool, size, count) as data, closing(
-        DataLoader(data, BATCH, shuffle="window", window_bytes=8 * MIB, cache=cache)
+        DataLoader(data, BATCH, shuffle="window", memory=LoaderMemory(window_bytes=8 * MIB),
+        cache=cache)
     ) as loader:  # fmt: skip
         for epoch in range(2):
             seen = []

@@ -15,7 +15,7 @@ import torch
 
 import hpstore
 from hpstore.errors import TooManyErasures
-from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, Mixture
+from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, LoaderMemory, Mixture
 from hpstore.loaders.batching.assembler import Assembler
 from hpstore.loaders.batching.batch_buffers import Slots
 from hpstore.loaders.batching.batch_counters import Counts
@@ -145,7 +145,8 @@ def test_ranks_whose_rows_all_pad_the_epoch_wait_for_nothing(pool: hpstore.Pool,
     with DatasetWriter(pool, "d", {"x": Field("uint8", (4096,))}, unit_bytes=256 * KIB) as out:
         out.write_batch({"x": np.zeros((count, 4096), np.uint8)})
     loader = DataLoader(
-        Dataset(pool, "d"), 16, shuffle="window", window_bytes=1, cache=0, rank=rank, world_size=4,
+        Dataset(pool, "d"), 16, shuffle="window", memory=LoaderMemory(window_bytes=1), cache=0,
+        rank=rank, world_size=4,
         tail="pad", timeout=10,
     )  # fmt: skip
     with closing(loader):

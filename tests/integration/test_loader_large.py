@@ -16,7 +16,7 @@ import xxhash
 import hpstore
 from hpstore.config import Settings
 from hpstore.errors import IntegrityError
-from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
+from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, LoaderMemory
 from hpstore.loaders.batching import assembler
 from hpstore.loaders.dataset import large_records, piecewise_read, record_reader
 from hpstore.loaders.writer import part_writer
@@ -102,7 +102,9 @@ def test_samples_above_the_pools_memory_are_read(
     config.write_text(text.replace(str(home), str(tmp_path / "copy")))
     name = kind.removesuffix("lz4")
     with hpstore.open(config, read_only=True) as pool, Dataset(pool, kind) as data:
-        loader = DataLoader(data, batch, shuffle=True, cache=0, prefetch_bytes="8MiB")
+        loader = DataLoader(
+            data, batch, shuffle=True, cache=0, memory=LoaderMemory(prefetch_bytes="8MiB")
+        )
         found = within(LIMIT, lambda: [n for one in loader for n in check(one, name)])
         assert sorted(found) == list(range(COUNTS[name]))
         stats = loader.stats()
@@ -128,7 +130,7 @@ def test_a_large_record_that_is_not_what_was_written_is_named(
             return places
 
         monkeypatch.setattr(data, "locate", wrong)
-        loader = DataLoader(data, 1, cache=0, prefetch_bytes="16MiB")
+        loader = DataLoader(data, 1, cache=0, memory=LoaderMemory(prefetch_bytes="16MiB"))
         with pytest.raises(IntegrityError, match=r"sample 0 .* cannot be read"):
             within(LIMIT, lambda: next(iter(loader)))
         loader.close()

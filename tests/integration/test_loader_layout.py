@@ -10,7 +10,15 @@ import torch
 
 import hpstore
 from hpstore.errors import ConfigError
-from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, Ragged
+from hpstore.loaders import (
+    DataLoader,
+    Dataset,
+    DatasetWriter,
+    Field,
+    GpuTransfer,
+    LoaderMemory,
+    Ragged,
+)
 from hpstore.testing.fake_gpu import FakeGpu, FakeMark
 from tests.integration.loader_cases import MODES
 
@@ -76,7 +84,9 @@ def test_ragged_fields_are_nested_tensors(data: Dataset, mode: str, gpu: bool) -
     options: dict[str, Any] = {"batch_size": 7, "shuffle": True, **MODES[mode]}
     plain = list(DataLoader(data, **options))
     device = Parts() if gpu else None
-    loader = DataLoader(data, layout=torch.jagged, device=device, direct="off", **options)
+    loader = DataLoader(
+        data, layout=torch.jagged, device=device, gpu=GpuTransfer(direct="off"), **options
+    )
     for _ in range(2):
         found = list(loader)
         assert len(found) == len(plain)
@@ -89,7 +99,9 @@ def test_ragged_fields_are_nested_tensors(data: Dataset, mode: str, gpu: bool) -
 
 def test_a_batch_keeps_its_memory_while_others_are_made(data: Dataset) -> None:
     """Nested tensors are over the memory of batches, which is used again only without them."""
-    kept = list(DataLoader(data, 4, layout=torch.jagged, prefetch_bytes="1MiB"))
+    kept = list(
+        DataLoader(data, 4, layout=torch.jagged, memory=LoaderMemory(prefetch_bytes="1MiB"))
+    )
     for batch in kept:
         for n, rows in zip(batch["n"].tolist(), batch["t"].unbind(), strict=True):
             assert rows.tolist() == [[float(n)] * 3] * (n % 6)

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, Subset, get_worker_info
 
 import hpstore
 from hpstore.errors import ConfigError
-from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, Mixture
+from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, LoaderMemory, Mixture
 from hpstore.loaders.batching.batch_queue import Pipeline
 from hpstore.loaders.sampling.batch_plan import BatchPiece, pieces
 from hpstore.loaders.sampling.rank_slices import Slices
@@ -153,7 +153,9 @@ def until_it_fails(loader: DataLoader, seen: list[int]) -> None:
 
 def test_a_loader_that_was_interrupted_in_the_order_says_so(data: Dataset) -> None:
     """The epoch does not seem to be over, and its state goes on after what was handed out."""
-    loader = DataLoader(data, batch_sampler=Sampler(interrupts=True), prefetch_bytes="1KiB")
+    loader = DataLoader(
+        data, batch_sampler=Sampler(interrupts=True), memory=LoaderMemory(prefetch_bytes="1KiB")
+    )
     seen: list[int] = []
     with pytest.raises(RuntimeError, match="the epoch is not over"):
         until_it_fails(loader, seen)
@@ -176,7 +178,9 @@ def test_windows_over_other_stripes_are_read_record_by_record(
     seen = [i for batch in loader for i in batch["i"].tolist()]
     assert sorted(seen) == list(range(COUNT))
     assert loader.stats()["mode"] == "records"
-    own = DataLoader(over, 10, shuffle="window", window_bytes=1, cache=0, timeout=20)
+    own = DataLoader(
+        over, 10, shuffle="window", memory=LoaderMemory(window_bytes=1), cache=0, timeout=20
+    )
     assert sorted(i for batch in own for i in batch["i"].tolist()) == list(range(COUNT))
     assert own.stats()["mode"] == "window"
 
@@ -219,7 +223,9 @@ def test_batches_of_a_batch_sampler_keep_the_memory_for_batches(pool: hpstore.Po
         ahead = []
         # slots of 1, 2 and 6 MiB; half of the memory, and room for four, is the user's
         for rows, memory in ((1, "48MiB"), (10, "48MiB"), (50, "48MiB"), (50, "40MiB")):
-            loader = DataLoader(data, batch_sampler=Backwards(rows), prefetch_bytes=memory)
+            loader = DataLoader(
+                data, batch_sampler=Backwards(rows), memory=LoaderMemory(prefetch_bytes=memory)
+            )
             with contextlib.closing(loader):
                 run = iter(loader)
                 assert len(next(run)["x"]) == rows

@@ -6,6 +6,7 @@ import gc
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, Ragged
+from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, LoaderMemory, Ragged
 from hpstore.loaders.batching.batch_buffers import BatchSlot, Slots
 from hpstore.loaders.batching.native_iterator import HELD, LEAST_AHEAD, THREADS
 from hpstore.pool.pool import Pool
@@ -94,11 +95,17 @@ KEEP: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+def loader_within(data: Dataset, prefetch: str, mode: str, **options: Any) -> DataLoader:
+    """A loader whose batches have so much memory."""
+    memory = replace(MODES[mode].get("memory", LoaderMemory()), prefetch_bytes=prefetch)
+    given = {"shuffle": True, **MODES[mode], **options, "memory": memory}
+    return DataLoader(data, BATCH, **given)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_what_is_kept_of_a_batch_is_never_overwritten(data: Dataset, mode: str) -> None:
     """Four slots; of every third batch one field is kept in one of many ways."""
-    options = {"shuffle": True, **MODES[mode]}
-    loader = DataLoader(data, BATCH, num_workers=2, prefetch_bytes="4MiB", **options)
+    loader = loader_within(data, "4MiB", mode, num_workers=2)
     kept: list[tuple[list[int], Any]] = []
     ways = list(KEEP.values())
     for epoch in range(8):
@@ -123,9 +130,8 @@ def test_a_list_of_the_loader_and_a_replay_buffer_of_all_epochs(
     data: Dataset, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Every batch of many epochs is held: next() never waits for one, and says so once."""
-    options = {"shuffle": True, **MODES[mode]}
     with caplog.at_level(logging.WARNING, "hpstore.loaders.batching.batch_buffers"):
-        loader = DataLoader(data, BATCH, prefetch_bytes="2MiB", **options)
+        loader = loader_within(data, "2MiB", mode)
         replay = [batch for _ in range(5) for batch in list(loader)]
     assert len(replay) == 5 * COUNT // BATCH
     assert all(still(marks, value) for batch in replay for marks, value in tensors(batch))
@@ -139,7 +145,9 @@ def test_a_list_of_the_loader_and_a_replay_buffer_of_all_epochs(
 
 def test_a_user_who_keeps_no_batch_never_hears_that_he_holds_memory(data: Dataset) -> None:
     """Batches that are larger than all of prefetch_bytes: each is made in a slot, none in vain."""
-    loader = DataLoader(data, 3 * BATCH, shuffle=True, cache=0, prefetch_bytes="64KiB")
+    loader = DataLoader(
+        data, 3 * BATCH, shuffle=True, cache=0, memory=LoaderMemory(prefetch_bytes="64KiB")
+    )
     for _ in range(3):
         for batch in loader:
             assert batch
@@ -157,7 +165,7 @@ def resident_bytes() -> int:
 @pytest.mark.parametrize("mode", MODES)
 def test_memory_stays_flat_over_many_epochs(data: Dataset, mode: str) -> None:
     """Of what 50 epochs hand out, at most a half may be left, beside the slots there are."""
-    loader = DataLoader(data, BATCH, prefetch_bytes="8MiB", **{"shuffle": True, **MODES[mode]})
+    loader = loader_within(data, "8MiB", mode)
 
     def left_after(epochs: int) -> int:
         for _ in range(epochs):

@@ -21,6 +21,8 @@ from hpstore.loaders import (
     DataLoader,
     Dataset,
     DatasetWriter,
+    GpuTransfer,
+    LoaderMemory,
     Mixture,
     WeightedOrder,
     publish_parts,
@@ -123,8 +125,9 @@ def test_arrays_of_others_are_read_in_our_order_on_ranks_and_from_a_state(
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("cache", "1MiB"), ("prefetch_bytes", "1MiB"), ("window_bytes", "1MiB"), ("direct", "off"),
-     ("direct_bytes", "1MiB")],
+    [("cache", "1MiB"), ("memory", LoaderMemory(prefetch_bytes="1MiB")),
+     ("memory", LoaderMemory(window_bytes="1MiB")), ("gpu", GpuTransfer(direct="off")),
+     ("gpu", GpuTransfer(arena_bytes="1MiB"))],
 )  # fmt: skip
 def test_memory_that_would_not_be_used_is_refused(name: str, value: Any) -> None:
     """Torch's workers read data sets of others: it would have no effect."""

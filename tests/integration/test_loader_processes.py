@@ -19,7 +19,7 @@ import torch
 
 import hpstore
 from hpstore.errors import AlreadyClosed, ConfigError
-from hpstore.loaders import DataLoader, Dataset, Mixture, Ragged
+from hpstore.loaders import DataLoader, Dataset, LoaderMemory, Mixture, Ragged
 from hpstore.loaders.batching.transforms import Task, UserTransforms
 from hpstore.loaders.batching.worker_pool import Processes, Workers
 from hpstore.testing.fake_gpu import FakeGpu
@@ -392,7 +392,9 @@ def test_what_does_not_go_with_processes_is_refused(data: Dataset) -> None:
 def test_batches_of_processes_are_kept_and_sent_to_a_gpu(data: Dataset) -> None:
     """A replay buffer of them costs no memory of the loader's own; mixtures too."""
     options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "multiprocessing_context": "fork"}
-    loader = DataLoader(data, **options, batch_transform=with_pid, prefetch_bytes=4 << 20)
+    loader = DataLoader(
+        data, **options, batch_transform=with_pid, memory=LoaderMemory(prefetch_bytes=4 << 20)
+    )
     kept = [batch for _ in range(8) for batch in loader]
     assert flat(kept) == 8 * list(range(COUNT))
     assert loader.stats()["batches_in_ordinary_memory"] == 0

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpstore.errors import ConfigError, FormatTooNew
-from hpstore.loaders import DataLoader, Dataset
+from hpstore.loaders import DataLoader, Dataset, LoaderMemory
 from tests.integration.data_sets import make_pool
 from tests.integration.loader_cases import COUNT, MODES, PLAIN, flat, labels, ranks, write
 
@@ -292,7 +292,9 @@ def test_other_sizes_are_no_other_run(data: Dataset) -> None:
     """Batch size, threads, prefetch, memory and mode are no part of a state."""
     loader = DataLoader(data, 10, shuffle=True, seed=1, num_workers=1, cache=0)
     next(iter(loader))
-    again = DataLoader(data, 4, shuffle=True, seed=1, num_workers=3, prefetch_bytes="1MiB")
+    again = DataLoader(
+        data, 4, shuffle=True, seed=1, num_workers=3, memory=LoaderMemory(prefetch_bytes="1MiB")
+    )
     again.load_state_dict(loader.state_dict())
     assert position(again) == (0, 10)
 

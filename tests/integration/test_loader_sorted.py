@@ -12,7 +12,7 @@ import pytest
 from torch.utils.data import Subset
 
 from hpstore.errors import DeviceError
-from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
+from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, LoaderMemory
 from hpstore.loaders.dataset.record_reader import StoredData
 from hpstore.loaders.sampling.label_mix import entropy, measure
 from hpstore.pool.pool import Pool
@@ -42,10 +42,11 @@ def write(pool: Pool, name: str, labels: Any, **options: Any) -> Dataset:
 SORTED = np.arange(COUNT) * CLASSES // COUNT
 
 
-def said(caplog: pytest.LogCaptureFixture, data: Any, **options: Any) -> str:
+def said(caplog: pytest.LogCaptureFixture, data: Any, window: str) -> str:
     caplog.clear()
+    memory = LoaderMemory(window_bytes=window)
     with caplog.at_level(logging.WARNING, logger="hpstore"):
-        DataLoader(data, 32, shuffle="window", cache=0, **options).close()
+        DataLoader(data, 32, shuffle="window", cache=0, memory=memory).close()
     return caplog.text
 
 
@@ -54,18 +55,20 @@ def test_sorted_data_are_said_with_their_entropy_and_the_window_that_would_do(
 ) -> None:
     """Point 7: ten classes, small windows. The window that is named is silent, and mixes."""
     data = write(pool, "sorted", SORTED)
-    text = said(caplog, data, window_bytes="100KiB")
+    text = said(caplog, data, "100KiB")
     found = re.search(r"sorted by 'label'.* have ([\d.]+) bits of it, of ([\d.]+) in", text)
     assert found is not None
     assert float(found[1]) < 0.8 * float(found[2]) < 3.33
-    (wanted,) = re.findall(r'window_bytes="(\w+)" would have', text)
-    assert said(caplog, data, window_bytes=wanted) == ""
-    windowed = DataLoader(data, COUNT // 4, shuffle="window", window_bytes="100KiB", cache=0)
+    (wanted,) = re.findall(r'LoaderMemory\(window_bytes="(\w+)"\) would have', text)
+    assert said(caplog, data, wanted) == ""
+    windowed = DataLoader(
+        data, COUNT // 4, shuffle="window", memory=LoaderMemory(window_bytes="100KiB"), cache=0
+    )
     assert windowed.order is not None
     labels = data.scalars("label", windowed.order.indices(0, 500, 600))
     assert abs(entropy(labels) - float(found[1])) < 1.2  # what it measured is what one gets
     windowed.close()
-    assert "sorted by" in said(caplog, Subset(data, range(0, COUNT, 2)), window_bytes="100KiB")
+    assert "sorted by" in said(caplog, Subset(data, range(0, COUNT, 2)), "100KiB")
 
 
 @pytest.mark.parametrize("how", ["on write", "before", "one class", "one window"])
@@ -77,7 +80,7 @@ def test_mixed_data_are_not_warned_of(
     labels = labels * 0 if how == "one class" else labels
     data = write(pool, how.replace(" ", "-"), labels, shuffle=how == "on write")
     window = "100MiB" if how == "one window" else "100KiB"
-    assert said(caplog, data, window_bytes=window) == ""
+    assert said(caplog, data, window) == ""
 
 
 def test_labels_that_cannot_be_read_do_not_keep_a_run_from_training(
@@ -90,7 +93,7 @@ def test_labels_that_cannot_be_read_do_not_keep_a_run_from_training(
 
     monkeypatch.setattr(StoredData, "scalars", scalars)
     with caplog.at_level(logging.INFO, logger="hpstore"):
-        loader = DataLoader(data, 32, shuffle="window", window_bytes="100KiB")
+        loader = DataLoader(data, 32, shuffle="window", memory=LoaderMemory(window_bytes="100KiB"))
     assert "was not measured: gone" in caplog.text
     loader.close()
 

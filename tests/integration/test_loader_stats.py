@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import hpstore
-from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, Mixture
+from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, GpuTransfer, Mixture
 from hpstore.loaders.batching import gather_copy
 from hpstore.loaders.batching.gather_copy import LARGE_BYTES
 from hpstore.loaders.batching.page_memory import PageMemory
@@ -241,7 +241,9 @@ def test_copies_to_a_gpu_have_a_row(pool: hpstore.Pool, monkeypatch: pytest.Monk
     calls = slowed(monkeypatch, torch.Tensor, "copy_")
     data = write(pool, "d", PLAIN, COUNT)
     calls.clear()
-    loader = DataLoader(data, batch_size=10, device=FakeGpu(), direct="off", cache=1 << 30)
+    loader = DataLoader(
+        data, batch_size=10, device=FakeGpu(), gpu=GpuTransfer(direct="off"), cache=1 << 30
+    )
     for _ in loader:
         pass
     stats = loader.stats()
@@ -260,7 +262,7 @@ def test_reads_straight_to_a_gpu_are_the_devices_time_and_count_once(
     else:
         gpu = FakeGpu(obstacles={"": "no cuFile"})
         calls = slowed_by_the_clock(monkeypatch, StoredData, "read_rows")
-    loader = DataLoader(data, 10, device=gpu, direct="always", cache=0)
+    loader = DataLoader(data, 10, device=gpu, gpu=GpuTransfer(direct="always"), cache=0)
     list(loader)
     loader.close()
     stats = loader.stats()

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
+from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, LoaderMemory
 from hpstore.loaders.batching.batch_maker import worth_reading
 from hpstore.loaders.batching.page_memory import NEVER, PageMemory, Places
 from hpstore.loaders.batching.page_prefetch import page_bounds, stripes_kept
@@ -30,7 +30,12 @@ from tests.integration.loader_cases import COUNT, MODES, check, flat, labels, ra
 
 FIELDS = {"image": Field("uint8", (3, 80, 80)), "label": Field("int64")}
 LIMIT = 60.0
-WINDOW: dict[str, Any] = {"cache": 0, "shuffle": "window", "window_bytes": 1, "seed": 2}
+WINDOW: dict[str, Any] = {
+    "cache": 0,
+    "shuffle": "window",
+    "memory": LoaderMemory(window_bytes=1),
+    "seed": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +163,7 @@ def test_runs_that_are_left_hold_up_nobody(data: Dataset) -> None:
 
 EXITS = """
 import sys, hpstore
-from hpstore.loaders import DataLoader, Dataset
+from hpstore.loaders import DataLoader, Dataset, LoaderMemory
 data = Dataset(hpstore.open(sys.argv[1]), "a")
 loader = DataLoader(data, 4, num_workers=2, **eval(sys.argv[2]))
 run = iter(loader)

@@ -19,7 +19,7 @@ import torch
 import hpstore
 from hpstore.checkpoint.save.arena import Arena
 from hpstore.errors import ConfigError
-from hpstore.loaders import DataLoader, Dataset
+from hpstore.loaders import DataLoader, Dataset, GpuTransfer
 from hpstore.loaders.batching.batch_buffers import Slots
 from hpstore.loaders.gpu.upload import Transfer
 from hpstore.runtime.buffers import aligned_array, lock_for_life
@@ -29,6 +29,8 @@ from hpstore.units import MIB
 from tests.fault.common import poll
 from tests.integration.direct_cases import cpu_epoch, gpu_epoch, write_direct
 from tests.integration.loader_cases import same
+
+OFF = GpuTransfer(direct="off")
 
 
 class Marking(FakeGpu):
@@ -112,7 +114,9 @@ def test_slots_of_other_sizes_and_lost_ones_are_unlocked() -> None:
     assert gpu.pinned == {}
 
 
-@pytest.mark.parametrize("options", [{"direct": "off"}, {"direct": "always"}, {"cache": "auto"}])
+@pytest.mark.parametrize(
+    "options", [{"gpu": OFF}, {"gpu": GpuTransfer(direct="always")}, {"cache": "auto"}]
+)
 def test_one_loader_after_the_other_leaves_nothing_locked(
     data: Dataset, options: dict[str, Any]
 ) -> None:
@@ -130,7 +134,7 @@ def test_one_loader_after_the_other_leaves_nothing_locked(
 def in_the_midst_of_copies(data: Dataset) -> tuple[Marking, DataLoader, Any]:
     """A loader with batches made ahead whose copies nobody has waited for."""
     gpu = Marking()
-    loader = DataLoader(data, device=gpu, direct="off", cache=0, batch_size=10)
+    loader = DataLoader(data, device=gpu, gpu=OFF, cache=0, batch_size=10)
     run = iter(loader)
     next(run)
     poll(10, lambda: len(gpu.marks) >= 2)
@@ -179,7 +183,7 @@ class Failing(Marking):
 
 def test_closing_stops_the_reading_when_the_gpu_has_failed(data: Dataset) -> None:
     """The error is told once; threads end and memory goes all the same."""
-    loader = DataLoader(data, device=Failing(), direct="off", cache=0, batch_size=10)
+    loader = DataLoader(data, device=Failing(), gpu=OFF, cache=0, batch_size=10)
     way = loader.finish._transfer
     assert way is not None
     loader.engine()

@@ -56,6 +56,8 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         ({"cache": "much"}, "cache: 'much'"), ({"cache": [1]}, r"cache \[1\]"),
         ({"snapshot_every_n_steps": "all"}, "snapshot_every_n_steps is 'all'"),
         ({"snapshot_every_n_steps": -1}, "snapshot_every_n_steps is -1"),
+        ({"memory": "8GiB"}, r"memory is a str: give a LoaderMemory\(...\)"),
+        ({"gpu": "off"}, r"gpu is a str: give a GpuTransfer\(...\)"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_of_a_loader_are_refused_when_it_is_made(

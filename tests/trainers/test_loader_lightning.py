@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import hpstore
-from hpstore.loaders import DataLoader, Dataset
+from hpstore.loaders import DataLoader, Dataset, GpuTransfer, LoaderMemory
 from tests.integration.loader_cases import PLAIN, flat, labels, write
 from tests.integration.ranks import launch, make_pool, open_pool
 from tests.thorough import LONG
@@ -34,6 +34,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*custom batch sampler.*for prediction"),
 ]
 COUNT = 46
+MEMORY = LoaderMemory(prefetch_bytes="2MiB", window_bytes="1MiB")
 OPTIONS: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 2}
 
 
@@ -114,7 +115,7 @@ def test_prediction_rebuilds_the_loader_and_loses_nothing(directory: Path) -> No
     """For predict() Lightning makes a loader of the same class from public attributes."""
     with open_pool(directory) as pool:
         data = Dataset(pool, "a")
-        loader = DataLoader(data, 4, num_workers=1, cache=0, prefetch_bytes="2MiB")
+        loader = DataLoader(data, 4, num_workers=1, cache=0, memory=MEMORY)
         found = trainer(directory, enable_checkpointing=False).predict(Seen(), loader)
         assert [label for batch in found for label in batch] == list(range(COUNT))
         loader.close()
@@ -163,7 +164,8 @@ def test_rebuilding_from_public_attributes_gives_the_same_loader(directory: Path
         data = Dataset(pool, "a")
         given: dict[str, Any] = {
             "shuffle": "window", "num_workers": 2, "drop_last": True, "prefetch_factor": 3,
-            "seed": 7, "cache": 0, "prefetch_bytes": "2MiB", "window_bytes": "1MiB", "rank": 1,
+            "seed": 7, "cache": 0, "memory": MEMORY, "gpu": GpuTransfer(arena_bytes="1MiB"),
+            "rank": 1,
             "world_size": 2, "tail": "drop", "on_error": "skip", "batch_size": 3,
         }  # fmt: skip
         loader = DataLoader(data, **given)

@@ -21,7 +21,7 @@ from hpstore.benchmarks.loader.loader_bars import verdict
 from hpstore.benchmarks.loader.loader_data import BATCH, Data
 from hpstore.benchmarks.loader.loader_ours import NAME, share_on, write_data_set
 from hpstore.health.snapshot import Round
-from hpstore.loaders import DataLoader, Dataset
+from hpstore.loaders import DataLoader, Dataset, LoaderMemory
 from hpstore.pool.pool import Pool
 from hpstore.runtime.closing import Closing
 from hpstore.units import MIB
@@ -85,9 +85,8 @@ class SlowScene:
     def loader(self, dataset: Dataset, shuffle: str) -> DataLoader:
         """One that keeps nothing: of an epoch at most a quarter is in memory for its windows."""
         window = min(WINDOW_BYTES, self.data.nbytes // 16)
-        return DataLoader(
-            dataset, BATCH, shuffle=shuffle, cache=0, seed=self.seed(), window_bytes=window
-        )
+        memory = LoaderMemory(window_bytes=window)
+        return DataLoader(dataset, BATCH, shuffle=shuffle, cache=0, seed=self.seed(), memory=memory)
 
     def seed(self) -> int:
         """Another one for each run."""

@@ -194,7 +194,7 @@ def growth_session(sections: Sections, spec: LoaderSpec) -> Found:
         found[mode] = {
             "growth_bytes": sizes[-1] - sizes[min(WARM_EPOCHS, len(sizes) - 1)],
             "taken_bytes": max(sizes) - before,
-            "budget_bytes": small.nbytes + loader.batch_memory_bytes,
+            "budget_bytes": small.nbytes + int(loader.memory.prefetch_bytes),
         }
     return found
 

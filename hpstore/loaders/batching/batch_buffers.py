@@ -122,7 +122,7 @@ class Slots(Closing):
                     _log.warning(
                         "the memory for batches is in use (%d batches, together %d MiB) and held "
                         "by the user: further ones are made in ordinary memory, which is slower. "
-                        "Drop batches, or raise prefetch_bytes.",
+                        "Drop batches, or raise LoaderMemory.prefetch_bytes.",
                         self._count, self.made_bytes // MIB,
                     )  # fmt: skip
                 return BatchSlot(np.empty(nbytes, np.uint8), None)

@@ -38,13 +38,12 @@ from hpstore.loaders.sampling.random_draws import Indices
 from hpstore.loaders.sampling.window_shuffle import WindowOrder, subset_stripes, windows_of
 from hpstore.runtime.budget import available_bytes
 from hpstore.runtime.closing import Closing
-from hpstore.units import KIB, MIB, bytes_argument
+from hpstore.units import KIB, bytes_argument
 
 if TYPE_CHECKING:
     from hpstore.loaders.gpu.direct_reader import DirectAccess
 
 CACHE_SHARE = 0.25  # of the memory that is available, for pages, with cache="auto"
-PREFETCH_BYTES = 256 * MIB
 SINGLE_BYTES = 23 * KIB
 """What a read of one record costs beyond its bytes, as bytes of sequential reading. From 43,000
 records of 12 KiB a second read one by one and 124,000 by windows (docs/data.md)."""
@@ -345,7 +344,6 @@ def cache_budget(cache: object) -> int:
 
 __all__ = [
     "CACHE_SHARE",
-    "PREFETCH_BYTES",
     "Engine",
     "Session",
     "cache_budget",

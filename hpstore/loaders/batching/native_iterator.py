@@ -169,7 +169,7 @@ class BatchRun:
             batches = _batches(loader, native, cached, epoch, position)
             rows, batches = _first_rows(batches)
             todo = listed(batches, epoch, position)
-        alone = stored_bytes(native.data) * max(1, rows) > loader.batch_memory_bytes
+        alone = stored_bytes(native.data) * max(1, rows) > int(loader.memory.prefetch_bytes)
         threads = 1 if alone else threads  # each would make one
         depth = loader.prefetch_factor
         depth = depth * threads if depth else _depth(loader, native, threads, rows)
@@ -255,7 +255,7 @@ def _depth(loader: Served, native: Native, threads: int, rows: int) -> int:
     """Batches ahead: half of the memory for batches, the other half is the user's, who may have
     HELD of them and a small one.
     """
-    fitting = loader.batch_memory_bytes // batch_bytes(native.data, max(1, rows))
+    fitting = int(loader.memory.prefetch_bytes) // batch_bytes(native.data, max(1, rows))
     ahead = min(MOST_AHEAD, fitting // 2, fitting - HELD - 1)
     return max(LEAST_AHEAD, threads, ahead)
 

@@ -70,7 +70,7 @@ class Finish:
             self._workers = Workers(processes, self._work, seed)
         self.gpu = gpu_of(device)
         if ring_bytes and self.gpu is None:
-            raise ConfigError("device_ring is memory of a GPU: give device= with it")
+            raise ConfigError("gpu: ring_bytes are memory of a GPU: give device= with them")
         self._transfer = None if self.gpu is None else Transfer(self.gpu, ring_bytes)
         self._locks: Gpu | None = None  # whose batches are page-locked in torch's own memory
         self.batches_total = self.skipped_total = 0  # handed out, or skipped there

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from hpstore.loaders.batching.batch_counters import Waits
+from hpstore.loaders.batching.loader_options import LoaderMemory
 from hpstore.loaders.batching.mixture import AnyEngine
 from hpstore.loaders.batching.postprocess import Finish
 from hpstore.loaders.sampling.data_parallel import RankShares
@@ -30,7 +31,7 @@ class Served(Protocol):
     worker_init_fn: Callable[..., Any] | None
     seed: int
     snapshot_every_n_steps: int | None
-    batch_memory_bytes: int
+    memory: LoaderMemory
     order: Order | None
     shares: RankShares | None
     positions: Any

@@ -11,6 +11,7 @@ import torch.utils.data
 
 from hpstore.errors import ConfigError
 from hpstore.loaders.batching.batch_maker import cache_budget
+from hpstore.loaders.batching.loader_options import GpuTransfer, LoaderMemory
 from hpstore.loaders.batching.native_iterator import native_of
 from hpstore.loaders.sampling.random_draws import check_seed
 from hpstore.loaders.sampling.rank_slices import require_tail
@@ -72,17 +73,19 @@ def _require_ours(loader: Any, collate_fn: Any) -> None:
     check_seed(loader.seed)
     require_tail(loader.tail)
     cache_budget(loader.cache)
-    if loader.direct not in ("auto", "always", "off"):
-        raise ConfigError(f'direct {loader.direct!r} is none of "auto", "always", "off"')
+    for name, wanted in (("memory", LoaderMemory), ("gpu", GpuTransfer)):
+        given = getattr(loader, name)
+        if not isinstance(given, wanted):
+            raise ConfigError(f"{name} is a {type(given).__name__}: give a {wanted.__name__}(...)")
     if not isinstance(loader.shard, bool):
         raise ConfigError(f"shard is {loader.shard!r}: True, or False to read everything on a rank")
     if loader.snapshot_every_n_steps is not None:
         whole_argument("snapshot_every_n_steps", loader.snapshot_every_n_steps, least=0)
     functions = {"transform": loader.transform, "batch_transform": loader.batch_transform,
                  "collate_fn": collate_fn}  # fmt: skip
-    for name, given in functions.items():
-        if given is not None and not callable(given):
-            raise ConfigError(f"{name} is a {type(given).__name__}, not a function")
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise ConfigError(f"{name} is a {type(function).__name__}, not a function")
 
 
 def _require_threads(num_workers: object, prefetch_factor: object) -> None:

@@ -78,7 +78,7 @@ def described(dataset: Any) -> str:
 
 
 _WORK = ("transform", "batch_transform", "device", "layout", "on_error")
-_READING = ("cache", "prefetch_bytes", "window_bytes", "direct", "direct_bytes", "device_ring")
+_READING = ("cache", "memory", "gpu")
 
 
 def refuse_ours(loader: Served, parameters: Mapping[str, inspect.Parameter]) -> None:

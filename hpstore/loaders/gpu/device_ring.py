@@ -81,7 +81,7 @@ class DeviceRing:
                 _log.warning(
                     "the ring of %d MiB for batches on the GPU is in use, or too small for one of "
                     "%d MiB: further ones come from torch's allocator. Drop batches, or raise "
-                    "device_ring.", self.limit_bytes // MIB, needed // MIB,
+                    "GpuTransfer.ring_bytes.", self.limit_bytes // MIB, needed // MIB,
                 )  # fmt: skip
             return None
         if slot.fence is not None:

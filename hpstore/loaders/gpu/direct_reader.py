@@ -284,7 +284,8 @@ class DirectAccess(Closing):
         if first:
             _log.warning(
                 "a batch of %d MiB has no room in %d MiB of GPU memory for direct reads, and is "
-                "read over pinned memory; raise direct_bytes", wanted // MIB, room // MIB,
+                "read over pinned memory; raise GpuTransfer.arena_bytes",
+                wanted // MIB, room // MIB,
             )  # fmt: skip
 
     def _land(

@@ -160,7 +160,7 @@ class CudaGpu:
         if error:
             raise ConfigError(
                 f"{memory.nbytes} bytes of batch memory could not be page-locked "
-                f"(cudaHostRegister: CUDA error {error}); lower prefetch_bytes"
+                f"(cudaHostRegister: CUDA error {error}); lower LoaderMemory.prefetch_bytes"
             )
 
     def unpin(self, address: int) -> None:
@@ -244,12 +244,14 @@ def gpu_of(device: str | torch.device | Gpu | None) -> Gpu | None:
     """The GPU that batches go to; None for the CPU. Raises ConfigError for other devices."""
     if device is None:
         return None
-    if hasattr(device, "begin"):  # a Gpu
-        return device  # type: ignore[return-value]
+    if not isinstance(device, str | torch.device):
+        if not hasattr(device, "begin"):
+            raise ConfigError(f"device {device!r}: give cpu, cuda or cuda:1")
+        return device
     try:
         found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device {device!r}: give cpu, cuda, cuda:1 ({error})") from error
+    except RuntimeError as error:
+        raise ConfigError(f"device {device!r}: give cpu, cuda or cuda:1") from error
     if found.type == "cpu":
         return None
     if found.type != "cuda":

@@ -127,7 +127,7 @@ def _say(data: StoredData, found: Mixedness, window_stripes: int, stripe_bytes: 
     instead = "No smaller window than all of it would do"
     if found.enough_stripes:
         size = div_ceil(found.enough_stripes * stripe_bytes, MIB)
-        instead = f'window_bytes="{size}MiB" would have {found.enough_bits:.1f}'
+        instead = f'LoaderMemory(window_bytes="{size}MiB") would have {found.enough_bits:.1f}'
     _log.warning(
         "data set %s is sorted by %r, or nearly: windows of %s have %.1f bits of it, of %.1f in "
         "as many samples chosen at random, and batches are as unbalanced. %s; better, shuffle it "
