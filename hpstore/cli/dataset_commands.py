@@ -9,10 +9,10 @@ import typer
 
 import hpstore
 from hpstore.cli.confirm import agree
-from hpstore.cli.options import Json, PoolName, Yes
+from hpstore.cli.options import Json, PoolName, Yes, size_option
 from hpstore.cli.output import UNMENDED_EXIT_CODE, emit_json, say, table
 from hpstore.cli.progress_bar import progress_bar
-from hpstore.units import format_bytes, parse_bytes
+from hpstore.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from hpstore.loaders import DatasetReport, IngestReport
@@ -46,8 +46,8 @@ def ingest(
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace a data set")] = False,
     layout: Annotated[str, typer.Option(help="rows, columns or auto")] = "auto",
-    shard: Annotated[str, typer.Option(help="bytes of an object")] = "256MiB",
-    unit: Annotated[str, typer.Option(help="page, such as 1MiB (default: by the records)")] = "",
+    shard: Annotated[int, size_option("size of an object", "256MiB")] = 256 * MIB,
+    unit: Annotated[int | None, size_option("page, such as 1MiB (default: by the records)")] = None,
     compression: Annotated[str, typer.Option(help="lz4, zstd or blosc")] = "",
     check_images: Annotated[bool, typer.Option(help="find images that are cut short")] = True,
     as_json: Json = False,
@@ -62,8 +62,8 @@ def ingest(
         report = run(
             opened, name, source, format=kind, fields=field or None, shuffle=shuffle, seed=seed,
             on_error=on_error, max_skipped=max_skipped, workers=workers, resume=not restart,
-            overwrite=overwrite, layout=layout, shard_bytes=parse_bytes(shard),
-            unit_bytes=parse_bytes(unit) if unit else None, compression=compression or None,
+            overwrite=overwrite, layout=layout, shard_bytes=shard,
+            unit_bytes=unit, compression=compression or None,
             check_images=check_images, progress=bar.samples,
         )  # fmt: skip
     if as_json:

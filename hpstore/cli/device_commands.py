@@ -19,7 +19,6 @@ from hpstore.config import Settings
 from hpstore.errors import ConfigError
 from hpstore.health.policy.operator_commands import Command
 from hpstore.membership.device_places import sharing_note
-from hpstore.units import parse_bytes
 
 
 def add(
@@ -63,16 +62,15 @@ def evict(
 
 
 def drain(
-    pool: PoolName, device: DeviceName, rate: Rate = "", as_json: Json = False
+    pool: PoolName, device: DeviceName, rate: Rate = None, as_json: Json = False
 ) -> None:  # fmt: skip
     """Move everything off a device, then evict it.
 
     hpstore drain pool.toml /mnt/b --rate 200MB
     """
-    limit = rate_of(rate)
     with hpstore.open(pool) as opened, progress_bar("drain") as bar:
         found = opened.admin.devices.find(device)
-        moved = opened.drain(found.device_id, progress=bar.objects, rate_bytes_per_second=limit)
+        moved = opened.drain(found.device_id, progress=bar.objects, rate_bytes_per_second=rate)
     say({"device": found.device_id, "url": found.url, "state": "evicted", "objects_moved": moved},
         f"{device} is drained and evicted; {moved} objects moved", as_json=as_json)  # fmt: skip
 
@@ -104,7 +102,7 @@ def replace(
     old: DeviceName,
     new: Annotated[str, typer.Argument(help="directory or URL of the new device")],
     domain: Annotated[str | None, typer.Option(help="failure domain; else the old one's")] = None,
-    rate: Rate = "",
+    rate: Rate = None,
     allow_root_disk: AllowRootDisk = False,
     as_json: Json = False,
 ) -> None:
@@ -118,7 +116,7 @@ def replace(
 
     with hpstore.open(pool) as opened, progress_bar("replace") as bar:
         done = replace_device(
-            opened, old, new, domain=domain, rate_bytes_per_second=rate_of(rate),
+            opened, old, new, domain=domain, rate_bytes_per_second=rate,
             progress=bar.objects, allow_root_disk=allow_root_disk,
         )  # fmt: skip
         note_shared_disks(opened.admin.devices.answering_places())
@@ -141,7 +139,9 @@ def replace(
 def release(
     pool: PoolName,
     device: DeviceName,
-    wait: Annotated[float, typer.Option(help="seconds that processes have to let it go")] = 30.0,
+    wait: Annotated[
+        float, typer.Option(min=0.0, help="seconds that processes have to let it go")
+    ] = 30.0,
     as_json: Json = False,
 ) -> None:
     """Close a disk that is evicted or in maintenance; name the disk and who has it open.
@@ -199,10 +199,5 @@ def sharing(group: str, mode: str | None) -> Settings:
     return Settings(group=group, directory_mode=directory, file_mode=directory & 0o666)
 
 
-def rate_of(text: str) -> float | None:
-    """Bytes a second of a --rate; None where no limit is wanted. Raises ConfigError."""
-    return float(parse_bytes(text)) if text else None
-
-
-__all__ = ["add", "drain", "evict", "note_shared_disks", "rate_of", "readmit",
+__all__ = ["add", "drain", "evict", "note_shared_disks", "readmit",
            "release", "replace", "sharing", "sit_out"]  # fmt: skip

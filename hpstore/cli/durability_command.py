@@ -10,7 +10,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from hpstore.cli.options import DataUnits, Json, ParityUnits, SchemeText
+from hpstore.cli.options import DataUnits, Json, ParityUnits, SchemeText, size_option
 from hpstore.cli.output import emit_json, table
 from hpstore.durability import (
     Estimate,
@@ -29,7 +29,6 @@ from hpstore.durability import (
 )
 from hpstore.errors import ConfigError
 from hpstore.format.scheme import choose_scheme
-from hpstore.units import parse_bytes
 
 _SECONDS_PER_HOUR = 3600.0
 _CORRELATED = (
@@ -114,10 +113,10 @@ def run(
     rebuild_hours: Annotated[
         float | None, typer.Option(help="from a failure until all is written again")
     ] = None,
-    device_size: Annotated[str, typer.Option(help="bytes of a device, such as 8TB")] = "",
+    device_size: Annotated[int | None, size_option("bytes of a device, such as 8TB")] = None,
     rebuild_rate: Annotated[
-        str, typer.Option(help="bytes a second at which a lost device is written again")
-    ] = "",
+        int | None, size_option("bytes per second at which a lost device is written again")
+    ] = None,
     wait_hours: Annotated[
         float, typer.Option(min=0.0, help="before a rebuild begins: noticing, a spare")
     ] = 0.0,
@@ -141,8 +140,8 @@ def run(
 
     hpstore durability --scheme 4+2 --afr 0.01 --device-size 8TB --rebuild-rate 200MB
     """
-    size = parse_bytes(device_size) if device_size else 0
-    hours = _repair_hours(rebuild_hours, size, parse_bytes(rebuild_rate) if rebuild_rate else 0)
+    size = device_size or 0
+    hours = _repair_hours(rebuild_hours, size, rebuild_rate or 0)
     chosen = choose_scheme(data, parity, scheme)
     group = Group(data=chosen.data, parity=chosen.parity, afr=afr, repair_hours=hours + wait_hours)
     sectors = _sectors(size, unreadable)

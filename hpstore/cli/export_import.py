@@ -10,11 +10,11 @@ import typer
 
 import hpstore
 from hpstore.cli.confirm import agree_to_replace
-from hpstore.cli.options import Json, Keys, PoolName, Prefix, StepName, Yes
+from hpstore.cli.options import Json, Keys, PoolName, Prefix, StepName, Yes, size_option
 from hpstore.cli.output import emit_json
 from hpstore.cli.progress_bar import progress_bar
 from hpstore.cli.step_words import resolved, steps_of
-from hpstore.units import format_bytes, parse_bytes
+from hpstore.units import GIB, format_bytes
 
 Format = Annotated[
     str | None, typer.Option("--format", help="safetensors, torch or dcp (default: by the name)")
@@ -32,9 +32,8 @@ def export(
     strip: Annotated[
         str | None, typer.Option("--strip", help="take this path off the names, such as model/")
     ] = None,
-    max_shard: Annotated[
-        str, typer.Option("--max-shard", help="largest safetensors file in a folder")
-    ] = "5GiB",
+    max_shard: Annotated[int, size_option("largest safetensors file in a folder", "5GiB")] = 5
+    * GIB,
     rank: Annotated[int, typer.Option(min=0, help="whose values, where each rank has its own")] = 0,
     yes: Yes = False,
     as_json: Json = False,
@@ -50,7 +49,7 @@ def export(
         steps = steps_of(opened, prefix)
         report = export_checkpoint(
             opened, steps.prefix, resolved(steps, step), target, format=kind, keys=keys,
-            strip=strip, max_shard_bytes=parse_bytes(max_shard), rank=rank, force=replaces,
+            strip=strip, max_shard_bytes=max_shard, rank=rank, force=replaces,
             progress=bar.of_bytes,
         )  # fmt: skip
     if as_json:

@@ -11,12 +11,12 @@ import typer
 
 from hpstore.cli.agent_requests import tell
 from hpstore.cli.confirm import agree_to_replace
-from hpstore.cli.options import DeviceName, Json, PoolName, Yes
+from hpstore.cli.options import DeviceName, Json, PoolName, Yes, size_option
 from hpstore.cli.output import emit_json, output_file, require_place, table
 from hpstore.cli.progress_bar import progress_bar
 from hpstore.errors import ConfigError, ForecastError
 from hpstore.health.policy.operator_commands import Command
-from hpstore.units import parse_bytes
+from hpstore.units import GIB, format_bytes
 
 if TYPE_CHECKING:
     from hpstore.health.forecast.alarm_scores import AlarmOutcome
@@ -34,7 +34,7 @@ Files = Annotated[list[Path], typer.Argument(help="drive-stats files: .csv, .csv
 Family = Annotated[
     str | None, typer.Option(help="drive model of the files, for those without a model column")
 ]
-Memory = Annotated[str, typer.Option(help="for rows; healthy drives are sampled to fit")]
+Memory = Annotated[int, size_option("for rows; healthy drives are sampled to fit", "1GiB")]
 _SALT = "memory"
 
 
@@ -52,7 +52,7 @@ def train(
     min_failures: Annotated[
         int, typer.Option(min=1, help="failed drives that a family needs to be covered")
     ] = 10,
-    memory: Memory = "1GiB",
+    memory: Memory = GIB,
     seed: Annotated[int, typer.Option(min=0, help="of folds and samples; recorded")] = 0,
     yes: Yes = False,
     as_json: Json = False,
@@ -62,7 +62,6 @@ def train(
     hpstore health train data_Q1_2025.zip data_Q2_2025.zip --horizon-days 14 --out model.json
     """
     from hpstore.health.forecast.drive_stats import BadRows
-    from hpstore.health.forecast.evaluate_model import evaluate as judge
     from hpstore.health.forecast.labels import split_day
     from hpstore.health.forecast.train_model import TrainOptions
     from hpstore.health.forecast.train_model import train as learn
@@ -81,11 +80,7 @@ def train(
             options=options,
             step=bar.steps,
         )  # fmt: skip
-    evaluation, unevaluated = None, ""
-    try:
-        evaluation = judge(model, gathered, far=0.01, seed=seed)
-    except ForecastError as error:
-        unevaluated = str(error)
+    evaluation, unevaluated = _evaluated(model, gathered, seed)
     card = (
         model.card if evaluation is None else replace(model.card, evaluation=evaluation.as_dict())
     )
@@ -103,6 +98,18 @@ def train(
         sys.stdout.write(f"not evaluated: {unevaluated}\n")
 
 
+def _evaluated(
+    model: ForecastModel, gathered: Gathered, seed: int
+) -> tuple[ForecastEvaluation | None, str]:
+    """The evaluation on the days left over, or why there is none."""
+    from hpstore.health.forecast.evaluate_model import evaluate as judge
+
+    try:
+        return judge(model, gathered, far=0.01, seed=seed), ""
+    except ForecastError as error:
+        return None, str(error)
+
+
 @health.command()
 def evaluate(
     files: Files,
@@ -116,7 +123,7 @@ def evaluate(
     ] = 1.0,
     family: Family = None,
     resamples: Annotated[int, typer.Option(min=10, max=100_000, help="for the intervals")] = 1000,
-    memory: Memory = "1GiB",
+    memory: Memory = GIB,
     seed: Annotated[int, typer.Option(min=0, help="of the resamples")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -155,7 +162,7 @@ def report(
     ] = 20.0,
     everything: Annotated[bool, typer.Option("--all", help="drives without a sign, too")] = False,
     family: Family = None,
-    memory: Memory = "1GiB",
+    memory: Memory = GIB,
     as_json: Json = False,
 ) -> None:
     """Flags, rule score and forecast of disks, with reasons.
@@ -208,20 +215,20 @@ def maintenance(pool: PoolName, device: DeviceName, as_json: Json = False) -> No
     tell(pool, device, Command.MAINTENANCE, as_json=as_json)
 
 
-def _load(files: list[Path], bad: BadRows, family: str | None, memory: str) -> Gathered:
+def _load(files: list[Path], bad: BadRows, family: str | None, memory: int) -> Gathered:
     from hpstore.health.forecast.drive_histories import load_histories, stored_bytes
 
     paths = [str(path) for path in files]
     total = 2 * stored_bytes(paths)
     with progress_bar("read") as bar:
         gathered = load_histories(
-            paths, bad=bad, salt=_SALT, memory_bytes=parse_bytes(memory), family=family,
+            paths, bad=bad, salt=_SALT, memory_bytes=memory, family=family,
             progress=lambda count: bar.advance(count, total),
         )  # fmt: skip
     if gathered.healthy_share < 1:
         sys.stderr.write(
             f"hpstore: note: {100 * gathered.healthy_share:.1f} % of the healthy drives fit into "
-            f"{memory} of memory; the others were left out\n"
+            f"{format_bytes(memory)} of memory; the others were left out\n"
         )
     if gathered.repeated:
         sys.stderr.write(f"hpstore: note: {gathered.repeated} rows repeat a drive and day\n")

@@ -6,10 +6,12 @@ import glob
 from typing import Annotated
 
 import typer
+from typer.models import OptionInfo
 
 from hpstore.config import find_config
 from hpstore.errors import ConfigError
 from hpstore.pool.pool_names import pool_names
+from hpstore.units import parse_bytes
 
 
 def complete_pool(incomplete: str) -> list[str]:
@@ -31,6 +33,26 @@ def complete_device(context: typer.Context, incomplete: str) -> list[str]:
     return [url for url in devices if url.startswith(incomplete)]
 
 
+def parse_size(text: str | int) -> int:
+    """Bytes of an option: above 0, such as 64MiB, 200MB or 4096. Raises typer.BadParameter, which
+    names the option and ends with exit code 2."""
+    try:
+        size = parse_bytes(text)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
+    if size < 1:
+        raise typer.BadParameter(f"{text} is not above 0")
+    return size
+
+
+def size_option(text: str, default: str | None = None) -> OptionInfo:
+    """An option of bytes. `default`: what --help shows for it."""
+    option: OptionInfo = typer.Option(
+        parser=parse_size, metavar="SIZE", help=text, show_default=default or False
+    )
+    return option
+
+
 PoolName = Annotated[
     str,
     typer.Argument(
@@ -49,7 +71,7 @@ Keys = Annotated[
     list[str] | None, typer.Option("--keys", help="only these parts, such as model; repeatable")
 ]
 Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
-Rate = Annotated[str, typer.Option(help="limit in bytes per second, such as 200MB")]
+Rate = Annotated[int | None, size_option("limit in bytes per second, such as 200MB")]
 Force = Annotated[bool, typer.Option("--force", help="without the usual safety checks")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="do it without a question")]
 AllowRootDisk = Annotated[
@@ -64,4 +86,4 @@ SchemeText = Annotated[str | None, typer.Option("--scheme", help="k+m, such as 4
 
 __all__ = ["AllowRootDisk", "DataUnits", "DeviceName", "Force", "Json", "Keys", "ParityUnits",
            "PoolName", "Prefix", "Rate", "SchemeText", "StepName", "Yes", "complete_device",
-           "complete_pool"]  # fmt: skip
+           "complete_pool", "parse_size", "size_option"]  # fmt: skip

@@ -9,7 +9,6 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,8 +21,6 @@ from rich.text import Text
 from hpstore.errors import ConfigError
 from hpstore.maintenance.rebalance import RebalanceReport
 from hpstore.maintenance.rebuild import RebuildReport
-from hpstore.membership.device_places import sharing_note
-from hpstore.pool.status import DeviceStatus, PoolStatus
 from hpstore.units import MIB, format_bytes
 
 UNMENDED_EXIT_CODE = 50
@@ -129,63 +126,6 @@ def standard_input() -> Iterator[BinaryIO]:
         yield spooled
 
 
-def show_status(status: PoolStatus) -> None:
-    """A pool's status for people."""
-    rows = [
-        (d.device[:8], d.url, _device_state(d), d.mode, d.domain, format_bytes(d.free_bytes),
-         format_bytes(d.kept_bytes), format_bytes(d.total_bytes), d.problem)
-        for d in status.devices
-    ]  # fmt: skip
-    table("", ("device", "url", "state", "I/O", "domain", "free", "kept", "of", "problem"), rows)
-    shape = f"{status.data}+{status.parity}"
-    now = f"{status.effective_data}+{status.parity}"
-    lines = [
-        f"pool {status.name} {shape}, new objects {now}, generation {status.generation}, "
-        f"erasure code by {status.erasure_backend}, small reads by {status.batched_reads}",
-        f"{status.objects} objects: {status.degraded} degraded, {status.unreadable} unreadable "
-        f"now, {status.debts} debts; {status.losses_tolerated} more devices may be lost",
-        f"room for {format_bytes(status.usable_bytes)}; can shrink by {status.can_shrink_by} "
-        "devices with full parity",
-    ]
-    lines += [
-        f"{count} of the degraded objects are healed last: {why}"
-        for why, count in status.expiring.items()
-    ]
-    full = sum(device.state == "full" for device in status.devices)
-    if full:
-        takes = "no new data fits" if not status.effective_data else "they take no new columns"
-        lines.append(f"FULL: {full} of {len(status.devices)} devices have no room left, {takes}")
-    elif status.effective_data == 0:
-        lines.append("too few devices for new data: reads only")
-    if status.sharing:
-        lines.append(sharing_note([d.url for d in status.devices if d.url in status.sharing]))
-    if status.past:
-        lines.append(f"{status.past} devices left long ago and are made up for: --all shows them")
-    if not status.authenticated:
-        lines.append(
-            "NOT AUTHENTICATED: files carry no MACs of a key (or pool.toml gives it up for lost), "
-            "so a device that is not trustworthy can replace and delete objects"
-        )
-    lines += _how_known(status)
-    lines += status.decisions
-    sys.stdout.write("\n".join(lines) + "\n")
-
-
-def _how_known(status: PoolStatus) -> list[str]:
-    """How the states of devices are known: a line for each way, where it is not a write."""
-    ways = Counter(device.known_by for device in status.devices if device.known_by)
-    if not status.read_only:
-        return []
-    return [f"{count} devices: {way}" for way, count in ways.items()]
-
-
-def _device_state(device: DeviceStatus) -> str:
-    """What the pool says of a device, and this process where it thinks less of it."""
-    if device.health in ("", "online"):
-        return device.state
-    return f"{device.state}, {device.health}"
-
-
 def show_report(what: str, report: RebuildReport) -> None:
     """A scrub's or rebuild's report for people."""
     deletes = f" and {report.deletes} records of deleted ones" if report.deletes else ""
@@ -232,5 +172,5 @@ def show_rebalance(report: RebalanceReport) -> None:
 
 
 __all__ = ["UNMENDED_EXIT_CODE", "StdoutConsole", "appears_whole", "emit_json", "json_text",
-           "output_file", "require_place", "say", "show_rebalance", "show_report", "show_status",
+           "output_file", "require_place", "say", "show_rebalance", "show_report",
            "standard_input", "table"]  # fmt: skip

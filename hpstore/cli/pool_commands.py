@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import hpstore
-from hpstore.cli.device_commands import note_shared_disks, rate_of, sharing
+from hpstore.cli.device_commands import note_shared_disks, sharing
 from hpstore.cli.options import (
     AllowRootDisk,
     DataUnits,
@@ -21,19 +21,18 @@ from hpstore.cli.options import (
     PoolName,
     Rate,
     SchemeText,
+    size_option,
 )
-from hpstore.cli.output import (
-    UNMENDED_EXIT_CODE,
-    emit_json,
-    show_rebalance,
-    show_report,
-    show_status,
-)
+from hpstore.cli.output import UNMENDED_EXIT_CODE, emit_json, show_rebalance, show_report
+from hpstore.cli.pool_verdict import Level, agent_sight, verdict_of, verdict_of_closed
 from hpstore.cli.progress_bar import progress_bar
+from hpstore.cli.status_report import show_status, show_verdict
+from hpstore.errors import ConfigError, TooFewDevices
 from hpstore.maintenance.rebalance import SPREAD
 from hpstore.maintenance.rebuild import RebuildReport
+from hpstore.membership.agent_observations import read_status
 from hpstore.pool.pool_names import VARIABLE, table_path
-from hpstore.units import parse_bytes
+from hpstore.units import MIB
 
 
 def create(
@@ -43,7 +42,7 @@ def create(
     parity: ParityUnits = None,
     scheme: SchemeText = None,
     name: Annotated[str | None, typer.Option(help="register for hpstore.open(NAME)")] = None,
-    unit: Annotated[str, typer.Option(help="stripe unit")] = "1MiB",
+    unit: Annotated[int, size_option("stripe unit", "1MiB")] = MIB,
     group: Annotated[str, typer.Option(help="whose members may use the pool, too")] = "",
     mode: Annotated[
         str | None, typer.Option(help="rights on its directories; 0770 with --group, else 0700")
@@ -60,7 +59,7 @@ def create(
     """
     pool = hpstore.create(
         devices, data=data, parity=parity, scheme=scheme, config=config, name=name, domains=domain,
-        unit_bytes=parse_bytes(unit), settings=sharing(group, mode),
+        unit_bytes=unit, settings=sharing(group, mode),
         allow_root_disk=allow_root_disk,
     )  # fmt: skip
     if name is not None and os.environ.get(VARIABLE):
@@ -76,43 +75,89 @@ def create(
     if as_json:
         emit_json(status.as_dict())
     else:
-        show_status(replace(status, sharing=()))  # that was just said
+        show_status(replace(status, sharing=()), pool=str(config))  # sharing: was just said
 
 
 def status(
     pool: PoolName,
     as_json: Json = False,
     watch: Annotated[
-        bool,
-        typer.Option("--watch", help="drawn anew every two seconds; plain where no terminal is"),
+        bool, typer.Option("--watch", help="refresh every 2 s; plain text where no terminal is")
     ] = False,
     everything: Annotated[
         bool, typer.Option("--all", help="with devices that left a week ago or earlier")
     ] = False,
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose", "-v", help="with generation, I/O, domains, kept files, decisions"
+        ),
+    ] = False,
+    exit_code: Annotated[
+        bool, typer.Option("--exit-code", help="0 whole, 1 degraded, 2 data at risk; for cron")
+    ] = False,
 ) -> None:
-    """Show devices, objects, what is degraded, space.
+    """Show whether the data is safe and what to do next, then space, objects, devices.
 
-    hpstore status pool.toml --json
+    hpstore status pool.toml --exit-code
     """
+    if watch and exit_code:
+        raise ConfigError("--watch has no end: leave it out, or --exit-code")
     if watch and not as_json:
         from hpstore.cli.status_watch import watch as show
 
         show(pool)
-    with hpstore.open(pool, read_only=True) as opened:
-        while True:
-            found = opened.status(past=everything)
-            if not as_json:
-                show_status(found)
-                return
-            emit_json(found.as_dict())
-            if not watch:
-                return
-            time.sleep(2.0)
+    try:
+        with hpstore.open(pool, read_only=True) as opened:
+            level = _show(opened, pool, past=everything, verbose=verbose, as_json=as_json)
+            while watch:
+                time.sleep(2.0)
+                _show(opened, pool, past=everything, verbose=verbose, as_json=as_json)
+    except TooFewDevices as error:
+        level = _show_closed(pool, error, as_json=as_json)
+        if not exit_code:
+            raise
+        sys.stderr.write(f"hpstore: {type(error).__name__}: {error}\n")
+    if exit_code:
+        raise typer.Exit(level)
+
+
+def _show(opened: hpstore.Pool, pool: str, *, past: bool, verbose: bool, as_json: bool) -> Level:
+    """One status of an open pool."""
+    found, now_ms = opened.status(past=past), opened.clock.wall_ms()
+    agent = agent_sight(read_status(opened.run_directory, now_ms), found.pool_id, now_ms)
+    scrubbed_ms = opened.last_scrub_ms()
+    verdict = verdict_of(found, pool, agent)
+    if as_json:
+        emit_json({**found.as_dict(), "verdict": verdict.level.word, "reason": verdict.reason,
+                   "next_command": verdict.command, "last_scrub_ms": scrubbed_ms})  # fmt: skip
+    else:
+        grace = 0.0 if agent is None else _grace_seconds(opened)
+        show_status(found, pool=pool, agent=agent, scrubbed_ms=scrubbed_ms, grace_seconds=grace,
+                    verbose=verbose)  # fmt: skip
+    return verdict.level
+
+
+def _grace_seconds(opened: hpstore.Pool) -> float:
+    from hpstore.agent import agent_config
+
+    return agent_config(opened.config).policy.grace_seconds
+
+
+def _show_closed(pool: str, error: TooFewDevices, *, as_json: bool) -> Level:
+    """The verdict on a pool that cannot be opened; the error has the devices."""
+    verdict = verdict_of_closed(pool)
+    if as_json:
+        emit_json({"verdict": verdict.level.word, "reason": verdict.reason,
+                   "next_command": verdict.command, "problem": str(error)})  # fmt: skip
+    else:
+        show_verdict(f"pool {pool}", verdict, "", 0)
+    return verdict.level
 
 
 def rebuild(
     pool: PoolName,
-    rate: Rate = "",
+    rate: Rate = None,
     include_missing: Annotated[
         bool, typer.Option(help="do not wait for missing devices that are still members")
     ] = False,
@@ -127,7 +172,7 @@ def rebuild(
     """
     with hpstore.open(pool) as opened, progress_bar("rebuild") as bar:
         report = opened.rebuild(
-            progress=bar.objects, rate_bytes_per_second=rate_of(rate),
+            progress=bar.objects, rate_bytes_per_second=rate,
             include_missing=include_missing, everything=everything,
         )  # fmt: skip
     _finish("rebuild", report, as_json)
@@ -136,7 +181,7 @@ def rebuild(
 def scrub(
     pool: PoolName,
     prefix: Annotated[str, typer.Option(help="only keys that begin so")] = "",
-    rate: Rate = "",
+    rate: Rate = None,
     restart: Annotated[bool, typer.Option("--restart", help="from the beginning")] = False,
     as_json: Json = False,
 ) -> None:
@@ -148,7 +193,7 @@ def scrub(
         report = opened.scrub(
             prefix=prefix,
             progress=bar.objects,
-            rate_bytes_per_second=rate_of(rate),
+            rate_bytes_per_second=rate,
             resume=not restart,
         )
     _finish("scrub", report, as_json)
@@ -156,7 +201,7 @@ def scrub(
 
 def rebalance(
     pool: PoolName,
-    rate: Rate = "",
+    rate: Rate = None,
     spread: Annotated[
         float, typer.Option(min=0.001, max=1.0, help="of fullness, above which columns are moved")
     ] = SPREAD,
@@ -168,7 +213,7 @@ def rebalance(
     """
     with hpstore.open(pool) as opened, progress_bar("rebalance") as bar:
         report = opened.admin.rebalance(
-            spread=spread, progress=bar.objects, rate_bytes_per_second=rate_of(rate)
+            spread=spread, progress=bar.objects, rate_bytes_per_second=rate
         )
     if as_json:
         emit_json(report.as_dict())

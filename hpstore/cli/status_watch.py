@@ -5,10 +5,9 @@ Where an agent runs its rounds are shown, which cost nothing; else the pool is a
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from typing import NoReturn
@@ -21,7 +20,8 @@ from rich.text import Text
 
 import hpstore
 from hpstore.agent.agent_status import LOOKING_AGAIN
-from hpstore.cli.output import show_status
+from hpstore.cli.pool_verdict import verdict_of
+from hpstore.cli.status_report import shared_directory, show_status
 from hpstore.membership.agent_observations import read_status
 from hpstore.pool.pool import Pool
 from hpstore.pool.status import PoolStatus
@@ -31,7 +31,6 @@ _SECONDS = 2.0
 _DECISIONS = 8
 _BARS = "▁▂▃▄▅▆▇█"
 _BAR_VALUES = 24
-_LONG_BYTES = 20  # a directory of all devices that is longer stands above the table, once
 _WHY = ("problem", "refused", "process_reason")  # the first that is there
 _STYLES = {"online": "green", "faulted": "red", "removed": "red", "evicted": "red",
            "missing": "red"}  # fmt: skip
@@ -50,7 +49,7 @@ def watch(where: str) -> NoReturn:
         pool = stack.enter_context(hpstore.open(where, read_only=True))
         run_directory, clock = pool.admin.run_directory, pool.admin.clock
         while not console.is_terminal:
-            show_status(pool.status())
+            show_status(pool.status(), pool=where)
             sys.stdout.flush()
             time.sleep(_SECONDS)
         held: Pool | None = pool
@@ -59,7 +58,7 @@ def watch(where: str) -> NoReturn:
             found = read_status(run_directory, clock.wall_ms())
             if found is None:
                 held = held or stack.enter_context(hpstore.open(where, read_only=True))
-                live.update(pool_view(held.status()), refresh=True)
+                live.update(pool_view(held.status(), where), refresh=True)
             else:
                 live.update(agent_view(found), refresh=True)
                 if held is not None:
@@ -68,8 +67,9 @@ def watch(where: str) -> NoReturn:
             time.sleep(_SECONDS)
 
 
-def pool_view(status: PoolStatus) -> RenderableType:
-    """What a pool says of itself."""
+def pool_view(status: PoolStatus, pool: str) -> RenderableType:
+    """The verdict on a pool that no agent looks after, its devices and objects."""
+    verdict = verdict_of(status, pool, None)
     rows = Table()
     for name in ("device", "state", "free", "of", "problem"):
         rows.add_column(name, overflow="fold")
@@ -79,7 +79,8 @@ def pool_view(status: PoolStatus) -> RenderableType:
             format_bytes(device.free_bytes), format_bytes(device.total_bytes), device.problem,
         )  # fmt: skip
     return Group(
-        Text(f"{status.name} {status.data}+{status.parity}: no agent runs on this node", "bold"),
+        Text(f"{status.name} {status.data}+{status.parity}   {verdict}", "bold"),
+        Text(" ".join(filter(None, (verdict.action, "(no agent runs on this node)")))),
         rows,
         Text(
             f"{status.objects} objects: {status.degraded} degraded, {status.unreadable} unreadable "
@@ -139,14 +140,6 @@ def _decided(said: Row, urls: Mapping[str, str]) -> str:
     return f"{at} {where}: {change} by {said.get('role')}: {said.get('reason')}"
 
 
-def shared_directory(urls: Sequence[str]) -> str:
-    """What the places of several devices begin with, where it is long enough to push their ends and
-    other columns off a terminal; "" else. Pure."""
-    start = os.path.commonprefix(list(urls)) if len(urls) > 1 else ""  # noqa: RUF071 (URLs too)
-    found = start[: start.rfind("/") + 1]
-    return found if len(found) > _LONG_BYTES else ""
-
-
 def _devices(status: Row, above: str) -> Table:
     rows = Table()
     for name in ("device", "state", "probe", "", "full"):
@@ -197,4 +190,4 @@ def _number(row: Row, name: str) -> float:
     return float(found) if isinstance(found, int | float) else 0.0
 
 
-__all__ = ["agent_view", "bars", "pool_view", "shared_directory", "watch"]
+__all__ = ["agent_view", "bars", "pool_view", "watch"]

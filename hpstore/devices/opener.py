@@ -35,6 +35,7 @@ Opener = Callable[[str], Device]
 _OURS = {*DIRECTORIES, BALLAST, ESCAPED_NAMES, HORIZON, MARK, POOL_FILE, REGISTERS, RELEASED}
 _HARMLESS = {"lost+found", ".snapshot", ".zfs", "System Volume Information"}
 _TRASH = ".Trash-"  # and a user's number: a desktop makes it on each disk
+RELEASED_NOTE = "was released for maintenance"  # in the error of such a device
 OPEN_PATIENCE = 2.0  # seconds that a device is waited for without which the pool opens
 
 
@@ -120,7 +121,7 @@ def _identify(url: str, device: Device, pool_key: PoolKey | None) -> OpenedDevic
         ) from error
     if is_released(device):
         raise DeviceMissing(
-            f"device {url} was released for maintenance; `hpstore readmit` takes it back.",
+            f"device {url} {RELEASED_NOTE}; `hpstore readmit` takes it back.",
             device=url,
         )
     try:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 
 from hpstore.devices.base import Device, Usage
 from hpstore.devices.io_uring import problem as ring_problem
+from hpstore.devices.opener import RELEASED_NOTE
 from hpstore.devices.reserve import reserve_bytes, shortage
 from hpstore.errors import DeviceError, DeviceReadOnly
 from hpstore.format.records import DeviceState, Member, shown_members
@@ -37,6 +38,8 @@ class DeviceStatus:
     total_bytes: int
     free_bytes: int
     kept_bytes: int  # of it in files that are kept for overwriting
+    rebuilt: bool  # evicted, and what it held has been made up for since
+    released: bool  # missing because an operator has released it for maintenance
     waiting: int  # calls queued for it in this process
     problem: str
     known_by: str  # how state and problem are known: by a write, a read, or an agent's word
@@ -67,6 +70,8 @@ class PoolStatus:
     losses_tolerated: int  # further devices that may be lost: the pool opens, all objects read
     expiring: Mapping[str, int]  # degraded objects that soon go, so are healed last: why, how many
     debts: int
+    used_bytes: int  # of capacity_bytes, by whatever lies there
+    capacity_bytes: int  # of all devices that answer; what shares a filesystem counts once
     usable_bytes: int  # object bytes that still fit, at the geometry of now
     can_shrink_by: int  # devices that may go before new data loses its full parity
     read_only: bool
@@ -133,6 +138,8 @@ def device_status(
                 total_bytes=space.total,
                 free_bytes=space.free,
                 kept_bytes=space.kept,
+                rebuilt=member.state is DeviceState.HEALED,
+                released=known.state == "missing" and RELEASED_NOTE in known.problem,
                 waiting=store.scheduler.queued(member.device_id),
                 problem=known.problem,
                 known_by="" if member.left else known.by,
@@ -210,6 +217,12 @@ def usable_bytes(devices: Sequence[DeviceStatus], data: int, width: int) -> int:
     return 0
 
 
+def filesystem_bytes(devices: Sequence[DeviceStatus]) -> tuple[int, int]:
+    """Bytes in all and free bytes of the filesystems that devices are on, each once."""
+    found = {filesystem_of(d.url) or d.device: (d.total_bytes, d.free_bytes) for d in devices}
+    return sum(total for total, _ in found.values()), sum(free for _, free in found.values())
+
+
 def recent_decisions(store: PoolContext) -> list[Decision]:
     """What was decided about devices on this node, by any process, the newest first."""
     path = history_path(store.settings, store.view.record.pool_id)
@@ -247,6 +260,7 @@ def pool_status(
     effective = max(0, min(record.data, usable - record.parity))
     found = survey_condition(store, {d.device for d in devices if d.state == "missing"})
     room = [d for d in devices if d.state == "online"]
+    capacity, free = filesystem_bytes([d for d in devices if d.total_bytes])
     urls = {device_id: device.url for device_id, device in store.view.devices.items()}
     return PoolStatus(
         name=name,
@@ -267,6 +281,8 @@ def pool_status(
         losses_tolerated=found.losses_tolerated,
         expiring=found.expiring,
         debts=len(read_debts(store)),
+        used_bytes=capacity - free,
+        capacity_bytes=capacity,
         usable_bytes=usable_bytes(room, effective, effective + record.parity),
         can_shrink_by=max(0, usable - record.parity - 1),
         read_only=store.read_only,

@@ -107,7 +107,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 OVERWRITING: dict[str, tuple[object, ...]] = {
     "object k": ("put", "pool.toml", "k", "new"),
     "old": ("get", "pool.toml", "k", "old"),
-    "old.safetensors": ("checkpoint", "export", "pool.toml", "runs/a", 1, "old.safetensors"),
+    "old.pt": ("checkpoint", "export", "pool.toml", "runs/a", 1, "old.pt"),
     "folder": ("checkpoint", "export", "pool.toml", "runs/a", 1, "folder"),
     "model.json": ("health", "train", "none.csv", "--out", "model.json"),
     "old.json": ("bench", "erasure", "--json", "old.json"),
@@ -118,7 +118,7 @@ OVERWRITING: dict[str, tuple[object, ...]] = {
 def standing(cli: Cli) -> dict[str, bytes]:
     """What the commands of OVERWRITING would replace."""
     (cli.directory / "folder").mkdir()
-    kept = {"old": b"1", "old.safetensors": b"2", "folder/model.safetensors": b"3",
+    kept = {"old": b"1", "old.pt": b"2", "folder/model.safetensors": b"3",
             "model.json": b"4", "old.json": b"5"}  # fmt: skip
     for name, data in kept.items():
         (cli.directory / name).write_bytes(data)
@@ -139,7 +139,7 @@ def test_overwriting_is_asked_on_a_terminal(
         assert pool.get("k") == b"data"
 
 
-@pytest.mark.parametrize("what", ["old", "old.safetensors", "folder"])
+@pytest.mark.parametrize("what", ["old", "old.pt", "folder"])
 def test_local_files_are_not_replaced_without_a_terminal_and_without_yes(
     cli: Cli, standing: dict[str, bytes], what: str
 ) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import hpstore
-from hpstore.cli.output import show_status
+from hpstore.cli.status_report import show_status
 from hpstore.config import private_directory
 from hpstore.devices.probe_reads import some_file, stopped_writing
 from hpstore.health.detect.verdicts import HealthState
@@ -52,7 +52,7 @@ def test_a_read_only_open_takes_the_agents_word_for_what_it_may_not_try(
     with hpstore.open(toml, read_only=True) as opened:
         status = opened.status()
     assert status.losses_tolerated == 1
-    show_status(status)
+    show_status(status, verbose=True)
     assert "writes: agent 4711" in capsys.readouterr().out
     leave_word(pool, [{"device": ids[0], **bad}], age_seconds=600)  # no agent runs any more
     assert rows(toml)[ids[0]].state == "online"

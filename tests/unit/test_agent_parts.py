@@ -361,10 +361,10 @@ def test_the_terminal_shows_what_the_agent_left(tended: Tended) -> None:
               "warnings": ["too many"]}  # fmt: skip
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(agent_view(status))
-    console.print(pool_view(tended.pool.status()))
+    console.print(pool_view(tended.pool.status(), "main"))
     text = console.export_text()
     for words in ("memory://d0", "removed", "3 of 9 objects", "online -> removed", "! too many",
-                  "more devices may be lost", "no agent runs on this node"):  # fmt: skip
+                  "more devices may be lost", "no agent runs", "DEGRADED"):  # fmt: skip
         assert words in text
     (bar,) = [line for line in text.splitlines() if line.startswith("━")]
     assert set(bar) <= set("━╸╺ ")  # a line of its own

@@ -15,7 +15,8 @@ from hpstore.agent import agent_config
 from hpstore.agent.background_jobs import BackgroundJob, JobKind
 from hpstore.agent.operator_requests import ORDERS_FILE, give_order
 from hpstore.agent.status_page import render
-from hpstore.cli.status_watch import agent_view, shared_directory
+from hpstore.cli.status_report import shared_directory
+from hpstore.cli.status_watch import agent_view
 from hpstore.errors import ConfigError
 from hpstore.format.records import DeviceState, seal
 from hpstore.health import HealthState

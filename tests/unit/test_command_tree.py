@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 import hpstore
-from hpstore.cli import app
+from hpstore.cli import app, main
 from hpstore.cli.options import complete_device, complete_pool
 
 TREE: Any = typer.main.get_command(app)  # typer's own click has its own types
@@ -47,6 +48,13 @@ def named(words: list[str]) -> tuple[Any, list[str]]:
     return command, words
 
 
+def example_of(path: tuple[str, ...]) -> tuple[Any, list[str]]:
+    """The command that the first example in a help names, and the arguments there."""
+    lines = [line.strip() for line in LEAVES[path].help.splitlines()]
+    example = next(line for line in lines if line.startswith("hpstore "))
+    return named(shlex.split(example)[1:])
+
+
 def test_short_names_are_the_commands_of_their_groups() -> None:
     """`hpstore put` and `hpstore object put` are one function; no group has one that lacks it."""
     for group, names in SHORT.items():
@@ -61,11 +69,8 @@ def test_help_has_an_example_that_is_taken(path: tuple[str, ...]) -> None:
     """A line that begins with `hpstore`, names this very command, and has arguments that it takes;
     the first line of the help is a sentence without one."""
     command = LEAVES[path]
-    first, *lines = command.help.splitlines()
-    assert "hpstore " not in first
-    examples = [line.strip() for line in lines if line.strip().startswith("hpstore ")]
-    assert examples
-    found, rest = named(shlex.split(examples[0])[1:])
+    assert "hpstore " not in command.help.splitlines()[0]
+    found, rest = example_of(path)
     assert found.help == command.help
     found.make_context(path[-1], rest)  # raises a usage error
 
@@ -148,3 +153,55 @@ def test_completion_can_be_shown_and_installed(
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     runner.invoke(app, ["--install-completion", shell], prog_name="hpstore")
     assert [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+SIZES = {"--rate", "--unit", "--shard", "--max-shard", "--memory", "--device-size",
+         "--rebuild-rate"}  # fmt: skip
+
+
+def test_every_option_of_bytes_takes_units() -> None:
+    """64MiB, 200MB and 4096; what is none, and nothing at all, names the option and ends with 2."""
+    found = {
+        (path, option.opts[0]): option
+        for path, command in LEAVES.items()
+        for option in command.params
+        if option.opts[0] in SIZES
+    }
+    assert {name for _, name in found} == SIZES
+    for (path, name), option in found.items():
+        command, rest = example_of(path)
+        for text, size in (("64MiB", 64 << 20), ("200MB", 200_000_000), ("4096", 4096)):
+            context = command.make_context(path[-1], [*rest, name, text])
+            assert context.params[option.name] == size
+        for text in ("fast", "12 parsecs", "0", "-5"):
+            with pytest.raises(typer.BadParameter, match=r"number of bytes|not above 0"):
+                command.make_context(path[-1], [*rest, name, text])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["rebuild", "none.toml", "--rate", "fast"],
+        ["scrub", "none.toml", "--rate", "0"],
+        ["create", "none.toml", "d", "--data", "1", "--parity", "1", "--unit", "x"],
+        ["create", "none.toml", "d", "--data", "0", "--parity", "1"],
+        ["durability", "--data", "4", "--parity", "2", "--afr", "-1", "--rebuild-hours", "1"],
+        ["release", "none.toml", "d", "--wait", "-1"],
+        ["status", "none.toml"],
+        ["status", "none.toml", "--watch", "--exit-code"],
+        ["bench", "nothing"],
+        ["put", "none.toml"],
+        ["no-such-command"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_arguments_end_with_2(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Typer's errors and ours; nothing is made."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["hpstore", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert not list(tmp_path.iterdir())

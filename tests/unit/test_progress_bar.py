@@ -31,15 +31,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_every_kind_of_callback_shows_amount_and_rate(clock: list[float]) -> None:
     """Objects, bytes, parts of bytes, steps; after ten seconds, from the beginning."""
-
-    def parts(bar: Bar) -> None:
-        bar.advance(10 * MIB, 40 * MIB)
-        bar.advance(10 * MIB, 40 * MIB)
-
-    moved: dict[str, Callable[[Bar], object]] = {
+    moved: dict[str, Callable[[Bar], None]] = {
         "objects": lambda bar: bar.objects(Step(done=3, total=9, bytes=20 * MIB, key="k")),
         "bytes": lambda bar: bar.of_bytes(20 * MIB, 40 * MIB),
-        "parts": parts,
+        "parts": lambda bar: bar.advance(20 * MIB, 40 * MIB),
         "steps": lambda bar: bar.steps(3, 9),
     }
     found = {}

@@ -14,7 +14,8 @@ from hpstore.pool.status import DeviceStatus, usable_bytes
 def device(number: int, free: int) -> DeviceStatus:
     return DeviceStatus(
         device=f"id{number}", url=f"memory://d{number}", state="online", mode="memory", domain="",
-        total_bytes=0, free_bytes=free, kept_bytes=0, waiting=0, problem="", known_by="",
+        total_bytes=0, free_bytes=free, kept_bytes=0, rebuilt=False, released=False, waiting=0,
+        problem="", known_by="",
         health="", score=0.0, reason="",
     )  # fmt: skip
 
