@@ -43,6 +43,21 @@ def run(config: Path, *arguments: str, ranks: int = 1) -> str:
     return done.stdout
 
 
+def test_two_disks_die_and_the_losses_are_the_same(tmp_path: Path) -> None:
+    """The script that draws README's picture: two of six directories go, are evicted, rebuilt."""
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "picture.png"
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "two_disks_die.py"), "--steps", "12",
+         "--directory", str(tmp_path), "--out", str(picture)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "12 losses are equal, bit by bit" in done.stdout
+    assert 10_000 < picture.stat().st_size < 150_000
+
+
 def losses(path: Path) -> dict[int, str]:
     """By step, of the events of examples/train.py."""
     events = [json.loads(line) for line in path.read_text().splitlines()]
