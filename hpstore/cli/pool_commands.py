@@ -124,9 +124,9 @@ def status(
 
 def _show(opened: hpstore.Pool, pool: str, *, past: bool, verbose: bool, as_json: bool) -> Level:
     """One status of an open pool."""
-    found, now_ms = opened.status(past=past), opened.clock.wall_ms()
-    agent = agent_sight(read_status(opened.run_directory, now_ms), found.pool_id, now_ms)
-    scrubbed_ms = opened.last_scrub_ms()
+    found, now_ms = opened.status(past=past), opened.admin.clock.wall_ms()
+    agent = agent_sight(read_status(opened.admin.run_directory, now_ms), found.pool_id, now_ms)
+    scrubbed_ms = opened.admin.last_scrub_ms()
     verdict = verdict_of(found, pool, agent)
     if as_json:
         emit_json({**found.as_dict(), "verdict": verdict.level.word, "reason": verdict.reason,

@@ -22,6 +22,7 @@ from hpstore.checkpoint.state.training_state import rng_state, set_rng_state
 from hpstore.errors import (
     CheckpointError,
     CheckpointMismatch,
+    ConfigError,
     IntegrityError,
     ObjectNotFound,
     RedundancyError,
@@ -76,7 +77,7 @@ class PoolTrainerCallback(TrainerCallback, Closing):
         on_sigterm: str = "finish",
     ) -> None:
         if every is not None and (type(every) is not int or every < 1):
-            raise CheckpointError("every must be a whole number of at least 1, or None")
+            raise ConfigError("every must be a whole number of at least 1, or None")
         self.pool, self._opened = as_pool(pool)
         self.every = every
         self.checkpoints = Checkpointer(
@@ -261,7 +262,7 @@ class PoolAccelerate(Closing):
         automatic = accelerator.project_configuration.automatic_checkpoint_naming
         path = self._automatic() if automatic else output_dir
         if path is None:
-            raise CheckpointError("save_state() needs an output_dir, or automatic naming")
+            raise ConfigError("save_state() needs an output_dir, or automatic naming")
         name = name_of(path, self.root)
         if automatic:
             self._together(lambda: self._require_new(name))

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import torch
 
 from hpstore.checkpoint.state.fill_objects import map_tensors
-from hpstore.errors import CheckpointError
+from hpstore.errors import CheckpointError, ConfigError
 from hpstore.trainers.checkpoint_paths import PathLike, name_of, path_of
 from hpstore.trainers.named_checkpoints import NamedCheckpoints
 from hpstore.trainers.optional_import import PoolLike, as_pool, missing
@@ -38,7 +38,7 @@ def _place_tensor(tensor: torch.Tensor, map_location: object) -> torch.Tensor:
     if callable(map_location):
         storage = map_location(tensor.untyped_storage(), "cpu")
         return tensor if storage is None else tensor.to(storage.device)
-    raise CheckpointError(f"map_location of {type(map_location).__name__} is not understood")
+    raise ConfigError(f"map_location of {type(map_location).__name__} is not understood")
 
 
 class PoolCheckpointIO(CheckpointIO):

@@ -22,7 +22,13 @@ from hpstore.checkpoint.catalog.not_found_hint import SAVES
 from hpstore.checkpoint.format.checkpoint_manifest import checked_step
 from hpstore.checkpoint.state.state_tree import MAX_DEPTH, is_leaf
 from hpstore.checkpoint.state.typed_objects import children_of, is_stateful
-from hpstore.errors import CheckpointError, HpstoreError, IntegrityError, ObjectNotFound
+from hpstore.errors import (
+    CheckpointError,
+    ConfigError,
+    HpstoreError,
+    IntegrityError,
+    ObjectNotFound,
+)
 from hpstore.format.keys import check_key
 from hpstore.format.records import FORMAT, seal, unseal
 from hpstore.format.untrusted_bytes import parsing
@@ -83,7 +89,7 @@ class NamedCheckpoints(Closing):
         self, pool: Pool, prefix: str, *, keep_last: int | None = None, allow_pickle: bool = False
     ) -> None:  # fmt: skip
         if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
-            raise CheckpointError("keep_last must be a whole number of at least 1, or None")
+            raise ConfigError("keep_last must be a whole number of at least 1, or None")
         self.pool, self.prefix, self.keep_last = pool, check_key(prefix), keep_last
         self._checkpoints = Checkpointer(
             pool, f"{prefix}/{SAVES}", rng=False, group="alone", allow_pickle=allow_pickle

@@ -66,7 +66,8 @@ def test_nothing_is_collected_in_a_load(
         monkeypatch.setattr(ckpt.steps, "manifest", begun)
         ckpt.load(1) if load == "load" else ckpt.read(1).tree()
     after = collections()
-    assert after - seen[0] < 10  # those that the return calls for, with starts and ends
+    calls = 2 if load == "tree" else 1
+    assert after - seen[0] < 10 * calls  # those that returns call for, with starts and ends
     assert gc.isenabled()
 
 

@@ -335,14 +335,14 @@ def test_save_waits_for_the_one_before(
     with Checkpointer(pool, "run") as ckpt:
         first = ckpt.save(1, {"w": weights})
         weights.fill_(2.0)
-        original, waited = ckpt.wait, []
+        original, waited = ckpt.saver.wait, []
 
         def wait() -> None:
             waited.append(first.done())
             slow_disk.set()
             original()
 
-        monkeypatch.setattr(ckpt, "wait", wait)
+        monkeypatch.setattr(ckpt.saver, "wait", wait)
         ckpt.save(2, {"w": weights}).result()
         assert waited == [False]
         assert [level(ckpt.load(n)["w"]) for n in (1, 2)] == [1.0, 2.0]

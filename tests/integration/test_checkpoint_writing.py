@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 import hpstore
 from hpstore.checkpoint import Best, Checkpointer, SaveOptions
 from hpstore.checkpoint.format.segment_codecs import CODECS
-from hpstore.errors import CheckpointError, VersionConflict
+from hpstore.errors import CheckpointError, ConfigError, VersionConflict
 from tests.integration.nets import Net, adamw, level, same, train, values
 
 Tensors = dict[str, torch.Tensor]
@@ -109,7 +109,7 @@ def test_a_protected_step_stays(pool: hpstore.Pool) -> None:
             ckpt.steps.unprotect("other")
         with pytest.raises(CheckpointError, match="no checkpoint of step 2"):
             ckpt.steps.protect(2, "gone")
-        with pytest.raises(CheckpointError, match="is no name"):
+        with pytest.raises(ConfigError, match="is not a name"):
             ckpt.steps.protect(3, "a/b")
         ckpt.steps.protect(3, "release2")
         ckpt.delete(3, force=True)

@@ -14,7 +14,7 @@ import torch
 
 import hpstore
 from hpstore.checkpoint import Preempted
-from hpstore.errors import CheckpointError, CheckpointMismatch, TooFewDevices
+from hpstore.errors import CheckpointError, CheckpointMismatch, ConfigError, TooFewDevices
 from hpstore.pool.pool import Pool
 
 transformers = pytest.importorskip("transformers")
@@ -198,7 +198,7 @@ def test_what_would_not_be_whole_is_refused(pool: Pool, tmp_path: Path) -> None:
         run.add_callback(transformers.EarlyStoppingCallback())
         with pytest.raises(CheckpointError, match="EarlyStoppingCallback"):
             run.train()
-        with pytest.raises(CheckpointError, match="every"):
+        with pytest.raises(ConfigError, match="every"):
             PoolTrainerCallback(pool, "run", every=0)
         state = transformers.TrainerState()
 

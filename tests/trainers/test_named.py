@@ -17,7 +17,7 @@ import hpstore
 import hpstore.trainers
 from hpstore.checkpoint.state.state_tree import MAX_DEPTH
 from hpstore.devices.wrappers import SimulatedCrash
-from hpstore.errors import CheckpointError, IntegrityError, TooFewDevices
+from hpstore.errors import CheckpointError, ConfigError, IntegrityError, TooFewDevices
 from hpstore.objects.object_info import ObjectInfo
 from hpstore.pool.pool import Pool
 from hpstore.trainers.named_checkpoints import Named, NamedCheckpoints, refuse_states
@@ -160,7 +160,7 @@ def test_the_latest_that_can_be_read_is_found(pool: Pool) -> None:
         pool.put("run/names/z", Named(name="z", number=newest).encode() + b"x")
         with pytest.raises(IntegrityError):
             named.load("z")
-        with pytest.raises(CheckpointError, match="keep_last"):
+        with pytest.raises(ConfigError, match="keep_last"):
             NamedCheckpoints(pool, "run", keep_last=0)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from hpstore.checkpoint.format.checkpoint_manifest import Listing
-from hpstore.errors import CheckpointError, ConfigError
+from hpstore.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +78,9 @@ class Retention:
             ("keep_best's count", best.count if best else None),
         ):  # fmt: skip
             if value is not None and (type(value) is not int or value < 1):
-                raise CheckpointError(f"{name} must be a whole number of at least 1, or None")
+                raise ConfigError(f"{name} must be a whole number of at least 1, or None")
         if (self.keep_every is not None or best is not None) and self.keep_last is None:
-            raise CheckpointError(
+            raise ConfigError(
                 "keep_every and keep_best say what stays beyond keep_last: set that, too"
             )
 

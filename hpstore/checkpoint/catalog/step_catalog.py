@@ -28,6 +28,7 @@ from hpstore.checkpoint.format.checkpoint_manifest import (
 from hpstore.errors import (
     CheckpointError,
     CheckpointMismatch,
+    ConfigError,
     HpstoreError,
     IntegrityError,
     ObjectNotFound,
@@ -206,7 +207,7 @@ class StepCatalog:
 
     def _protection(self, name: str) -> str:
         if not name or "/" in name:
-            raise CheckpointError(f"{name!r} is no name: it must not be empty or hold a slash")
+            raise ConfigError(f"{name!r} is not a name: it must not be empty or hold a slash")
         return check_key(f"{self.prefix}/protected/{name}")
 
     # --- removing ---------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from hpstore.checkpoint.format.items import (
 )
 from hpstore.checkpoint.format.pack import Segment
 from hpstore.checkpoint.state.state_tree import TAG, check_tree
-from hpstore.errors import CheckpointError, FormatTooNew, IntegrityError
+from hpstore.errors import ConfigError, FormatTooNew, IntegrityError
 from hpstore.format.checksum import digest128
 from hpstore.format.records import unseal
 from hpstore.format.untrusted_bytes import MALFORMED, brief
@@ -252,13 +252,13 @@ def _fits(item: Item, raw: int) -> bool:
 
 
 def checked_step(step: object) -> int:
-    """A step as an int. Raises CheckpointError for what is no whole number in range."""
+    """A step as an int. Raises ConfigError for what is not a whole number in range."""
     try:
         number = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
     except TypeError:
         number = -1
     if not 0 <= number <= MAX_STEP:
-        raise CheckpointError(f"step {step!r} is not a whole number between 0 and {MAX_STEP}")
+        raise ConfigError(f"step {step!r} is not a whole number between 0 and {MAX_STEP}")
     return number
 
 

@@ -41,7 +41,7 @@ from hpstore.checkpoint.state.state_tree import (
 )
 from hpstore.checkpoint.state.targets import RNG_KEY, Destinations, Names, State
 from hpstore.checkpoint.state.typed_objects import children_of, grows, is_stateful, same_dict
-from hpstore.errors import CheckpointError, CheckpointMismatch
+from hpstore.errors import CheckpointError, CheckpointMismatch, ConfigError
 
 # Any below: a training state holds whatever its owner puts there
 
@@ -50,9 +50,9 @@ _NOTHING = object()  # where a name is not there
 
 
 def require_state(state: object) -> None:
-    """Raise CheckpointError for what is no state at all."""
+    """Raise ConfigError for what is not a state at all."""
     if not isinstance(state, Mapping) or not all(type(name) is str for name in state):
-        raise CheckpointError(
+        raise ConfigError(
             f"a state is a dict with str names, such as {{'model': model}}, not a "
             f"{type(state).__name__}. Nothing was changed."
         )
